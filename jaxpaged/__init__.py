@@ -1,0 +1,29 @@
+"""jaxpaged: a paged-attention engine for language models in JAX and Pallas.
+
+`LLM` and `SamplingParams` are all that most programs need; names are looked up when first used, so that
+importing the package does not import jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxpaged.config import EngineConfig, InputError, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.llm import LLM
+    from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "InputError", "RequestOutput", "SamplingParams"]
+
+_HOME = {
+    "LLM": "jaxpaged.engine.llm",
+    "CompletionOutput": "jaxpaged.engine.outputs",
+    "RequestOutput": "jaxpaged.engine.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

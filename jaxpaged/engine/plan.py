@@ -1,0 +1,89 @@
+"""What the engine will use on this machine: dtype, lengths, and the size of its cache."""
+
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.config import PREFILL_TILE, EngineConfig, check
+from jaxpaged.memory import sizing
+from jaxpaged.memory.sizing import CachePlan
+from jaxpaged.models import llama
+from jaxpaged.models.config import ModelConfig
+
+# Share of a CPU's memory that the cache may take: there, other programs live beside us.
+CPU_MEMORY_SHARE = 0.25
+
+
+def resolve_dtype(config: EngineConfig) -> jnp.dtype:
+    if config.dtype == "auto":
+        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return jnp.dtype(config.dtype)
+
+
+def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Tokens a request may have; at most what the model was made for."""
+    if config.max_model_len is None:
+        return model_config.max_model_len
+    check(
+        "max_model_len",
+        config.max_model_len,
+        f"at most the model's {model_config.max_model_len}",
+        config.max_model_len <= model_config.max_model_len,
+    )
+    return config.max_model_len
+
+
+def cache_plan(config: EngineConfig, model_config: ModelConfig) -> CachePlan:
+    """How many blocks the cache gets on this machine."""
+    dtype = resolve_dtype(config)
+    available, why = available_bytes(config, model_config, dtype)
+    return sizing.plan(
+        num_blocks=config.num_blocks,
+        bytes_per_block=sizing.bytes_per_block(
+            block_size=config.block_size,
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            bytes_per_element=dtype.itemsize,
+        ),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len(config, model_config),
+        available_bytes=available,
+        available_why=why,
+    )
+
+
+def available_bytes(config: EngineConfig, model_config: ModelConfig, dtype: jnp.dtype) -> tuple[int, str]:
+    """Bytes the cache may take, and in words what they are.
+
+    On a CPU a share of the physical memory. On a GPU what `gpu_memory_utilization` leaves after the weights
+    and the activations of the widest step, both reckoned from the shapes, so that nothing has to be run.
+    """
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(physical * CPU_MEMORY_SHARE), f"{CPU_MEMORY_SHARE:.0%} of this machine's memory"
+    total = device.memory_stats()["bytes_limit"]
+    weights = sum(math.prod(shape) for _, shape in llama.weight_shapes(model_config)) * dtype.itemsize
+    activations = activation_bytes(config, model_config)
+    left = int(total * config.gpu_memory_utilization) - weights - activations
+    return left, (
+        f"{config.gpu_memory_utilization:.0%} of {total} bytes less {weights} of weights "
+        f"and {activations} of activations"
+    )
+
+
+def activation_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
+    """An upper estimate of what one step needs beside weights and cache.
+
+    In float32: four copies of the widest intermediate of a layer, and three of the logits (scores, their
+    sorted copy, the order).
+    """
+    tokens = max(config.max_prefill_tokens, config.max_num_seqs)
+    c = model_config
+    widest = max(2 * c.intermediate_size, (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)
+    rows = max(config.max_num_seqs, config.max_prefill_tokens // PREFILL_TILE)
+    return 4 * (4 * tokens * widest + 3 * rows * c.vocab_size)

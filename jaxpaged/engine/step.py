@@ -1,0 +1,145 @@
+"""One step: schedule, take blocks, run the model, sample, append, stop, free. Pure."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxpaged.config import PREFILL_TILE
+from jaxpaged.engine import scheduler
+from jaxpaged.engine.scheduler import Tiles
+from jaxpaged.engine.state import NO_TOKEN, EngineState, FinishReason, Phase, Rows
+from jaxpaged.memory import block_table
+from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.kv_cache import AttentionBatch
+from jaxpaged.models.llama import Llama
+from jaxpaged.sampling import SamplingState, sample
+from jaxpaged.status import Status
+
+# Logits are computed for at least so many rows: what a prompt's last token gets must not depend on how many
+# prompts ended in the same step, and a row's bits depend on the shape it is computed in.
+MIN_LOGIT_ROWS = 8
+
+
+def step(model: Llama, state: EngineState, max_prefill_tokens: int) -> EngineState:
+    """Advance by a few prompt tiles if a prompt is unfinished, else by one token a running row.
+
+    Each kind of step has one shape (prompts two, so that a short one need not pay for a full batch).
+    """
+    state = scheduler.admit(state)
+    widths = prefill_widths(max_prefill_tokens)
+    tiles_left = jnp.sum(cdiv(scheduler.prompt_tokens_left(state), PREFILL_TILE))
+
+    def prefill(num_tiles: int) -> Callable[[EngineState], EngineState]:
+        return lambda state: advance(model, state, scheduler.prefill_tiles(state, num_tiles, PREFILL_TILE))
+
+    def decode(state: EngineState) -> EngineState:
+        return advance(model, state, scheduler.decode_tiles(state))
+
+    # Branch 0 decodes; branch i > 0 is the narrowest prefill that takes all tiles left, or the widest.
+    wanted = 1 + jnp.searchsorted(jnp.asarray(widths), tiles_left)
+    branch = jnp.where(tiles_left == 0, 0, jnp.minimum(wanted, len(widths)))
+    state = lax.switch(branch, [decode, *map(prefill, widths)], state)
+    counters = dataclasses.replace(state.counters, num_steps=state.counters.num_steps + 1)
+    return dataclasses.replace(state, counters=counters)
+
+
+def prefill_widths(max_prefill_tokens: int) -> tuple[int, ...]:
+    """Tiles of each prefill shape, narrow to wide."""
+    widest = max_prefill_tokens // PREFILL_TILE
+    narrow = 2
+    return (narrow, widest) if narrow < widest else (widest,)
+
+
+def advance(model: Llama, state: EngineState, tiles: Tiles) -> EngineState:
+    """Compute the tiles' tokens; where a tile ends with a row's newest token, append the next one."""
+    rows = state.rows
+    num_tiles = tiles.row.shape[0]
+    offset = jnp.arange(tiles.tile_len, dtype=jnp.int32)
+    positions = tiles.start[:, None] + offset
+    valid = offset < tiles.num_tokens[:, None]
+
+    per_row = jnp.zeros_like(rows.num_tokens).at[tiles.row].add(tiles.num_tokens)
+    tables, appended = block_table.append(
+        state.tables, per_row, max_new_blocks=max_new_blocks(tiles, state.tables.block_size)
+    )
+    slots = block_table.slot_mapping(tables, tiles.row[:, None], positions, valid)
+    batch = AttentionBatch(
+        slot_mapping=slots.reshape(-1),
+        block_tables=tables.block_tables[tiles.row],
+        query_starts=tiles.start,
+        seq_lens=jnp.where(tiles.num_tokens > 0, tiles.start + tiles.num_tokens, 0),
+    )
+    token_ids = jnp.where(valid, rows.token_ids.at[tiles.row[:, None], positions].get(mode="clip"), 0)
+    hidden, kv_cache = model(
+        token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), state.kv_cache, batch
+    )
+
+    last = hidden.reshape(num_tiles, tiles.tile_len, -1)[jnp.arange(num_tiles), tiles.num_tokens - 1]
+    next_ids = sample(
+        logits(model, last), row_options(rows.sampling, tiles.row), tiles.start + tiles.num_tokens
+    )
+    done = (tiles.num_tokens > 0) & (tiles.start + tiles.num_tokens == rows.num_tokens[tiles.row])
+    target = jnp.where(done, tiles.row, tables.max_seqs)
+    rows = append_tokens(rows, jnp.full_like(rows.phase, NO_TOKEN).at[target].set(next_ids, mode="drop"))
+
+    tables, freed = free_finished(rows, tables)
+    is_prompt = tiles.start < rows.prompt_lens[tiles.row]
+    counters = dataclasses.replace(
+        state.counters,
+        num_prompt_tokens=state.counters.num_prompt_tokens
+        + jnp.sum(jnp.where(is_prompt, tiles.num_tokens, 0)),
+        num_decode_tokens=state.counters.num_decode_tokens
+        + jnp.sum(jnp.where(is_prompt, 0, tiles.num_tokens)),
+    )
+    return EngineState(rows, tables, kv_cache, counters, status=state.status | appended.status | freed)
+
+
+def max_new_blocks(tiles: Tiles, block_size: int) -> int:
+    """Blocks that these tiles can need: each token of a tile lies in a new block, or shares one."""
+    num_tiles = tiles.row.shape[0]
+    return num_tiles if tiles.tile_len == 1 else num_tiles * (cdiv(tiles.tile_len, block_size) + 1)
+
+
+def logits(model: Llama, hidden: Float[Array, "tiles hidden"]) -> Float[Array, "tiles vocab"]:
+    num_rows = hidden.shape[0]
+    padding = max(MIN_LOGIT_ROWS - num_rows, 0) if num_rows > 1 else 0
+    return model.logits(jnp.pad(hidden, ((0, padding), (0, 0))))[:num_rows]
+
+
+def row_options(options: SamplingState, row: Int[Array, " tiles"]) -> SamplingState:
+    return SamplingState(*(getattr(options, field.name)[row] for field in dataclasses.fields(options)))
+
+
+def append_tokens(rows: Rows, next_ids: Int[Array, " max_num_seqs"]) -> Rows:
+    """Append a token to each row that has one (not NO_TOKEN), and finish the rows that end with it."""
+    appends = next_ids != NO_TOKEN
+    max_num_seqs = rows.phase.shape[0]
+    at = jnp.where(appends, jnp.arange(max_num_seqs), max_num_seqs)
+    num_tokens = rows.num_tokens + appends
+    stops = appends & jnp.any(next_ids[:, None] == rows.stop_token_ids, axis=1)
+    ends = appends & (num_tokens == rows.max_num_tokens)
+    reason = jnp.where(stops, FinishReason.STOP, jnp.where(ends, FinishReason.LENGTH, rows.finish_reason))
+    return dataclasses.replace(
+        rows,
+        token_ids=rows.token_ids.at[at, rows.num_tokens].set(next_ids, mode="drop"),
+        num_tokens=num_tokens,
+        phase=jnp.where(stops | ends, Phase.FINISHED, rows.phase),
+        finish_reason=reason,
+    )
+
+
+def free_finished(rows: Rows, tables: BlockTables) -> tuple[BlockTables, Int[Array, ""]]:
+    """Give back the blocks of rows that have finished; the second result is the status."""
+    finished = (rows.phase == Phase.FINISHED) & (tables.seq_lens > 0)
+
+    def give_back(tables: BlockTables) -> tuple[BlockTables, Int[Array, ""]]:
+        tables, info = block_table.free_rows(tables, finished)
+        return tables, info.status
+
+    def nothing(tables: BlockTables) -> tuple[BlockTables, Int[Array, ""]]:
+        return tables, jnp.int32(Status.OK)
+
+    return lax.cond(jnp.any(finished), give_back, nothing, tables)

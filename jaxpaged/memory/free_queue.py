@@ -1,0 +1,155 @@
+"""A double-ended queue of block ids in fixed arrays: the one structure behind every allocator policy.
+
+The ids lie in a ring. Taking one from the middle (a prefix hit revives a free block) leaves a hole, which
+later takings step over; when holes get in the way, the ring is compacted. So taking or giving back k blocks
+costs O(k) however large the pool is, and the O(num_blocks) compaction is paid once for many removals.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ring", "place", "head", "span", "num_free"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class FreeQueue:
+    """Ids in queue order are `ring[head], ring[head + 1], ...` (modulo the ring's size), holes left out.
+
+    `num_blocks` counts every id of the pool, queued or not; the ring has two places for each.
+    """
+
+    ring: Int[Array, " capacity"]  # block ids; HOLE where one was removed; anything outside the span
+    place: Int[Array, " num_blocks"]  # where in the ring each block is; NOT_QUEUED if it is not
+    head: Int[Array, ""]  # place of the first entry
+    span: Int[Array, ""]  # places from the first entry to the last, holes included
+    num_free: Int[Array, ""]  # blocks in the queue
+
+    HOLE: ClassVar[int] = -1
+    NOT_QUEUED: ClassVar[int] = -1
+    # How many holes a taking may step over before the ring is compacted.
+    HOLE_SLACK: ClassVar[int] = 64
+
+    @property
+    def capacity(self) -> int:
+        return self.ring.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.place.shape[0]
+
+
+def create(block_ids: Int[Array, " num_free"], num_blocks: int) -> FreeQueue:
+    """The queue that gives out `block_ids` from first to last; `num_blocks` bounds the ids (exclusive)."""
+    num_free = block_ids.shape[0]
+    capacity = 2 * num_blocks
+    ring = jnp.full(capacity, FreeQueue.HOLE, jnp.int32).at[:num_free].set(block_ids)
+    place = jnp.full(num_blocks, FreeQueue.NOT_QUEUED, jnp.int32)
+    place = place.at[block_ids].set(jnp.arange(num_free, dtype=jnp.int32))
+    return FreeQueue(ring, place, head=jnp.int32(0), span=jnp.int32(num_free), num_free=jnp.int32(num_free))
+
+
+def pop_front(
+    queue: FreeQueue, count: Int[Array, ""], max_count: int
+) -> tuple[FreeQueue, Int[Array, " max_count"]]:
+    """Take the first `count <= min(max_count, num_free)` ids; the ids beyond `count` are 0.
+
+    The caller has checked `count`: taking more than there are is its error.
+    """
+    window = min(max_count + FreeQueue.HOLE_SLACK, queue.capacity)
+
+    def live(queue: FreeQueue) -> tuple[Int[Array, " window"], Bool[Array, " window"]]:
+        offset = jnp.arange(window, dtype=jnp.int32)
+        ids = queue.ring[(queue.head + offset) % queue.capacity]
+        return ids, (offset < queue.span) & (ids != FreeQueue.HOLE)
+
+    too_few = jnp.sum(live(queue)[1], dtype=jnp.int32) < count
+    queue = lax.cond(too_few, compact, lambda same: same, queue)
+    ids, is_live = live(queue)
+
+    rank = jnp.cumsum(is_live, dtype=jnp.int32) - 1
+    taken = is_live & (rank < count)
+    taken_ids = jnp.zeros(max_count, jnp.int32).at[jnp.where(taken, rank, max_count)].set(ids, mode="drop")
+    # Step over the last taken entry, and over everything before it.
+    consumed = jnp.max(jnp.where(taken, jnp.arange(1, window + 1, dtype=jnp.int32), 0))
+    queue = dataclasses.replace(
+        queue,
+        place=queue.place.at[jnp.where(taken, ids, queue.num_blocks)].set(FreeQueue.NOT_QUEUED, mode="drop"),
+        head=(queue.head + consumed) % queue.capacity,
+        span=queue.span - consumed,
+        num_free=queue.num_free - count,
+    )
+    return queue, taken_ids
+
+
+def push_front(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> FreeQueue:
+    """Put the masked `ids` at the head one after the other, so the last of them is the first taken."""
+    count = jnp.sum(mask, dtype=jnp.int32)
+    queue = _make_room(queue, count)
+    rank = jnp.cumsum(mask, dtype=jnp.int32) - 1
+    queue = _put(queue, ids, mask, (queue.head - 1 - rank) % queue.capacity)
+    return dataclasses.replace(queue, head=(queue.head - count) % queue.capacity)
+
+
+def push_back(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> FreeQueue:
+    """Put the masked `ids` at the tail one after the other, so the last of them is the last taken."""
+    queue = _make_room(queue, jnp.sum(mask, dtype=jnp.int32))
+    rank = jnp.cumsum(mask, dtype=jnp.int32) - 1
+    return _put(queue, ids, mask, (queue.head + queue.span + rank) % queue.capacity)
+
+
+def remove(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> FreeQueue:
+    """Take the masked `ids`, each queued and named once, out of wherever they are in the queue."""
+    place = queue.place[ids]
+    return dataclasses.replace(
+        queue,
+        ring=queue.ring.at[jnp.where(mask, place, queue.capacity)].set(FreeQueue.HOLE, mode="drop"),
+        place=queue.place.at[jnp.where(mask, ids, queue.num_blocks)].set(FreeQueue.NOT_QUEUED, mode="drop"),
+        num_free=queue.num_free - jnp.sum(mask, dtype=jnp.int32),
+    )
+
+
+def compact(queue: FreeQueue) -> FreeQueue:
+    """The same queue without holes, its head at place 0. Costs O(num_blocks)."""
+    offset = jnp.arange(queue.capacity, dtype=jnp.int32)
+    ids = queue.ring[(queue.head + offset) % queue.capacity]
+    is_live = (offset < queue.span) & (ids != FreeQueue.HOLE)
+    rank = jnp.cumsum(is_live, dtype=jnp.int32) - 1
+    return dataclasses.replace(
+        queue,
+        ring=jnp.full_like(queue.ring, FreeQueue.HOLE)
+        .at[jnp.where(is_live, rank, queue.capacity)]
+        .set(ids, mode="drop"),
+        place=queue.place.at[jnp.where(is_live, ids, queue.num_blocks)].set(rank, mode="drop"),
+        head=jnp.zeros_like(queue.head),
+        span=queue.num_free,
+    )
+
+
+def _make_room(queue: FreeQueue, count: Int[Array, ""]) -> FreeQueue:
+    """Compact if `count` more entries would not fit; without holes they always do."""
+    return lax.cond(queue.span + count > queue.capacity, compact, lambda same: same, queue)
+
+
+def _put(
+    queue: FreeQueue,
+    ids: Int[Array, " num_ids"],
+    mask: Bool[Array, " num_ids"],
+    place: Int[Array, " num_ids"],
+) -> FreeQueue:
+    count = jnp.sum(mask, dtype=jnp.int32)
+    return dataclasses.replace(
+        queue,
+        ring=queue.ring.at[jnp.where(mask, place, queue.capacity)].set(ids, mode="drop"),
+        place=queue.place.at[jnp.where(mask, ids, queue.num_blocks)].set(place, mode="drop"),
+        span=queue.span + count,
+        num_free=queue.num_free + count,
+    )

@@ -1,0 +1,69 @@
+"""The arrays that hold keys and values, one pair a layer, and how a model reads and writes them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels import ops
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """One array a layer, so that each is updated in place on its own. Block 0 is the null block."""
+
+    k: tuple[Num[Array, "num_blocks block_size num_kv_heads head_dim"], ...]
+    v: tuple[Num[Array, "num_blocks block_size num_kv_heads head_dim"], ...]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["slot_mapping", "block_tables", "query_starts", "seq_lens"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class AttentionBatch:
+    """Where the tokens of one forward pass stand: tiles of neighbouring tokens, each of one sequence."""
+
+    slot_mapping: Int[Array, " num_tokens"]  # where each token's K and V go; num_tokens = tiles x tile_len
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"]
+    query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
+    seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
+
+
+def create(
+    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+) -> KVCache:
+    """A cache of zeros (never uninitialised memory: what is masked must still be a number)."""
+
+    def side() -> tuple[Num[Array, "..."], ...]:
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+
+    return KVCache(k=side(), v=side())
+
+
+def attend(
+    cache: KVCache,
+    layer: int,
+    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    k: Float[Array, "num_tokens num_kv_heads head_dim"],
+    v: Float[Array, "num_tokens num_kv_heads head_dim"],
+    batch: AttentionBatch,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
+    """Write the tokens' K and V of one layer, then let each token look at its sequence up to itself."""
+    k_layer, v_layer = ops.reshape_and_cache(k, v, cache.k[layer], cache.v[layer], batch.slot_mapping)
+    tiles = q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:])
+    out = ops.tiled_paged_attention(
+        tiles, k_layer, v_layer, batch.block_tables, batch.query_starts, batch.seq_lens, scale=scale
+    )
+    cache = KVCache(
+        k=(*cache.k[:layer], k_layer, *cache.k[layer + 1 :]),
+        v=(*cache.v[:layer], v_layer, *cache.v[layer + 1 :]),
+    )
+    return out.reshape(q.shape), cache

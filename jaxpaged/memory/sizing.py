@@ -1,0 +1,60 @@
+"""How many bytes a block takes, and how many blocks fit."""
+
+import dataclasses
+
+from jaxpaged.config import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """What the cache will hold, and why it has that size."""
+
+    num_blocks: int  # the null block included
+    bytes_per_block: int
+    block_size: int  # tokens
+    reason: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the cache has places for (not in the null block)."""
+        return (self.num_blocks - 1) * self.block_size
+
+
+def bytes_per_block(
+    *, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_element: int
+) -> int:
+    """Bytes of K and V of one block over all layers: vLLM's `CacheEngine.get_cache_block_size`."""
+    return block_size * num_layers * 2 * num_kv_heads * head_dim * bytes_per_element
+
+
+def plan(
+    *,
+    num_blocks: int | None,
+    bytes_per_block: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    available_bytes: int,
+    available_why: str,
+) -> CachePlan:
+    """Size the cache: `num_blocks` if given, else what `available_bytes` hold and the rows can use.
+
+    Raises `InputError` if not even one sequence of one block would fit.
+    """
+    if num_blocks is not None:
+        return CachePlan(num_blocks, bytes_per_block, block_size, "num_blocks was given")
+    fit = available_bytes // bytes_per_block
+    if fit < 2:
+        raise InputError(
+            f"the cache needs at least 2 blocks of {bytes_per_block} bytes, "
+            f"but only {max(available_bytes, 0)} bytes are available ({available_why})"
+        )
+    useful = max_num_seqs * -(-max_model_len // block_size) + 1
+    if useful <= fit:
+        reason = f"{max_num_seqs} rows of {max_model_len} tokens, all that can be in use at once"
+        return CachePlan(useful, bytes_per_block, block_size, reason)
+    return CachePlan(fit, bytes_per_block, block_size, f"as many as fit into {available_why}")

@@ -1,0 +1,74 @@
+"""The layers that models share. A model is built from its weights' arrays, not filled later."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpaged.models.config import RopeScaling
+
+
+class Linear(nnx.Module):
+    """`x @ kernel + bias`, summed in float32; the result stays in float32, for the caller to round once."""
+
+    def __init__(
+        self,
+        kernel: Float[Array, "in_features out_features"],
+        bias: Float[Array, " out_features"] | None = None,
+    ) -> None:
+        self.kernel = nnx.Param(kernel)
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    def __call__(self, x: Float[Array, "num_tokens in_features"]) -> Float[Array, "num_tokens out_features"]:
+        num_tokens = x.shape[0]
+        if num_tokens == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+            # XLA's CPU product of one bfloat16 row runs at 2 GFLOP/s, of two at 40.
+            x = jnp.concatenate([x, x])
+        y = jnp.dot(x, self.kernel[...], preferred_element_type=jnp.float32)[:num_tokens]
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight`, in float32, rounded to x's dtype before the weight as HF does."""
+
+    def __init__(self, weight: Float[Array, " features"], eps: float) -> None:
+        self.weight = nnx.Param(weight)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "num_tokens features"]) -> Float[Array, "num_tokens features"]:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype) * self.weight[...]
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float[Array, " half_dim"]:
+    """Radians a position for each pair of coordinates: `theta ** (-2 i / head_dim)`, Llama 3 scaled if asked.
+
+    Llama 3 leaves fast frequencies alone (more than `high_freq_factor` turns in the original length), divides
+    slow ones by `factor` (fewer than `low_freq_factor` turns), and blends between.
+    """
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_len * frequencies / (2 * jnp.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = jnp.clip(keep, 0, 1)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def rope_angles(
+    positions: Int[Array, " num_tokens"], frequencies: Float[Array, " half_dim"]
+) -> tuple[Float[Array, "num_tokens 1 half_dim"], Float[Array, "num_tokens 1 half_dim"]]:
+    """Cosines and sines of each token's turns, ready to be shared by all layers and heads."""
+    angle = positions[:, None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(
+    x: Float[Array, "num_tokens num_heads head_dim"],
+    cos: Float[Array, "num_tokens 1 half_dim"],
+    sin: Float[Array, "num_tokens 1 half_dim"],
+) -> Float[Array, "num_tokens num_heads head_dim"]:
+    """Turn the pairs (x[i], x[i + head_dim / 2]) by their angles: Hugging Face's order of coordinates."""
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

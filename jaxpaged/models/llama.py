@@ -1,0 +1,158 @@
+"""Llama: grouped-query attention, RoPE, SwiGLU. Serves Llama 2 and 3, SmolLM2, TinyLlama and their kin."""
+
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpaged.config import InputError
+from jaxpaged.memory import kv_cache
+from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.models import layers
+from jaxpaged.models.config import ModelConfig
+
+Weights = Mapping[str, np.ndarray]  # by Hugging Face name; a projection is [out_features, in_features]
+
+
+class Llama(nnx.Module):
+    """Built from weights under their Hugging Face names; `dtype` is that of weights and activations."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: jnp.dtype) -> None:
+        check_weights(config, weights)
+        self.config = config
+        self.embedding = nnx.Param(jnp.asarray(weights["model.embed_tokens.weight"], dtype))
+        self.layers = nnx.List(
+            DecoderLayer(config, weights, layer, dtype) for layer in range(config.num_layers)
+        )
+        self.norm = layers.RMSNorm(jnp.asarray(weights["model.norm.weight"], dtype), config.rms_norm_eps)
+        # XLA's CPU product wants [in, out]: there a tied head is worth a transposed copy of the embedding.
+        if config.tie_word_embeddings and jax.default_backend() != "cpu":
+            self.lm_head = None
+        else:
+            head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+            self.lm_head = layers.Linear(
+                jnp.asarray(np.ascontiguousarray(weights[f"{head}.weight"].T), dtype)
+            )
+
+    def __call__(
+        self,
+        token_ids: Int[Array, " num_tokens"],
+        positions: Int[Array, " num_tokens"],
+        cache: KVCache,
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        """Hidden states after the last norm, and the cache with these tokens written."""
+        x = self.embedding[...][token_ids]
+        frequencies = layers.rope_frequencies(
+            self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
+        )
+        cos, sin = layers.rope_angles(positions, frequencies)
+        for i, layer in enumerate(self.layers):
+            x, cache = layer(x, cos, sin, cache, i, batch)
+        return self.norm(x), cache
+
+    def logits(self, hidden: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens vocab"]:
+        """Scores of the next token, in float32."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        return jnp.einsum("th,vh->tv", hidden, self.embedding[...], preferred_element_type=jnp.float32)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then a gated MLP, each on its normed input and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, dtype: jnp.dtype) -> None:
+        self.config = config
+
+        def linear(*names: str) -> layers.Linear:
+            """Projections of one input as one: side by side in a single kernel."""
+            prefixes = [f"model.layers.{layer}.{name}" for name in names]
+            kernel = np.concatenate([weights[f"{prefix}.weight"] for prefix in prefixes]).T
+            bias = None
+            if f"{prefixes[0]}.bias" in weights:
+                bias = jnp.asarray(np.concatenate([weights[f"{prefix}.bias"] for prefix in prefixes]), dtype)
+            return layers.Linear(jnp.asarray(np.ascontiguousarray(kernel), dtype), bias)
+
+        def norm(name: str) -> layers.RMSNorm:
+            return layers.RMSNorm(
+                jnp.asarray(weights[f"model.layers.{layer}.{name}.weight"], dtype), config.rms_norm_eps
+            )
+
+        self.input_norm = norm("input_layernorm")
+        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.o = linear("self_attn.o_proj")
+        self.post_attention_norm = norm("post_attention_layernorm")
+        self.gate_up = linear("mlp.gate_proj", "mlp.up_proj")
+        self.down = linear("mlp.down_proj")
+
+    def __call__(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        cos: Float[Array, "num_tokens 1 half_dim"],
+        sin: Float[Array, "num_tokens 1 half_dim"],
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        c, dtype = self.config, x.dtype
+        qkv = self.qkv(self.input_norm(x)).reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
+        q, k, v = jnp.split(qkv, [c.num_q_heads, c.num_q_heads + c.num_kv_heads], axis=1)
+        q = layers.apply_rope(q, cos, sin).astype(dtype)
+        k = layers.apply_rope(k, cos, sin).astype(dtype)
+        attended, cache = kv_cache.attend(cache, layer, q, k, v.astype(dtype), batch, scale=c.head_dim**-0.5)
+        x = x + self.o(attended.reshape(x.shape[0], -1)).astype(dtype)
+
+        gate, up = jnp.split(self.gate_up(self.post_attention_norm(x)), 2, axis=-1)
+        x = x + self.down((jax.nn.silu(gate) * up).astype(dtype)).astype(dtype)
+        return x, cache
+
+
+def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every weight this model has, as Hugging Face names them."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    q, kv = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        for name, shape, has_bias in (
+            ("self_attn.q_proj", (q, hidden), config.attention_bias),
+            ("self_attn.k_proj", (kv, hidden), config.attention_bias),
+            ("self_attn.v_proj", (kv, hidden), config.attention_bias),
+            ("self_attn.o_proj", (hidden, q), config.attention_bias),
+            ("mlp.gate_proj", (mlp, hidden), config.mlp_bias),
+            ("mlp.up_proj", (mlp, hidden), config.mlp_bias),
+            ("mlp.down_proj", (hidden, mlp), config.mlp_bias),
+        ):
+            yield f"{prefix}.{name}.weight", shape
+            if has_bias:
+                yield f"{prefix}.{name}.bias", shape[:1]
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def check_weights(config: ModelConfig, weights: Weights) -> None:
+    """Refuse weights that do not fit the config: a missing one, or one of another shape."""
+    for name, shape in weight_shapes(config):
+        if name not in weights:
+            raise InputError(f"the weights lack {name!r}, which the model config asks for")
+        if tuple(weights[name].shape) != shape:
+            raise InputError(f"weight {name!r} has shape {tuple(weights[name].shape)}, must be {shape}")
+
+
+def random_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
+    """Float32 weights that keep activations near 1 in size: for tests and for benchmarks of shapes."""
+    rng = np.random.default_rng(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        noise = rng.standard_normal(shape, dtype=np.float32)
+        if name.endswith("norm.weight"):
+            return 1 + 0.1 * noise
+        return noise * (0.1 if name.endswith("bias") else shape[-1] ** -0.5)
+
+    return {name: draw(name, shape) for name, shape in weight_shapes(config)}

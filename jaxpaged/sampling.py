@@ -1,0 +1,67 @@
+"""From logits to tokens, every option batched: one row may be greedy while its neighbour samples."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature", "top_k", "top_p", "min_p", "seed"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class SamplingState:
+    """Each row's options as arrays; see `config.SamplingParams`."""
+
+    temperature: Float[Array, " rows"]  # 0 is greedy
+    top_k: Int[Array, " rows"]  # 0 keeps all
+    top_p: Float[Array, " rows"]
+    min_p: Float[Array, " rows"]
+    seed: UInt32[Array, " rows"]
+
+
+def sample(
+    logits: Float[Array, "rows vocab"], options: SamplingState, positions: Int[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """One token a row. The draw of a row depends on its seed and on `positions`, the new token's place, only.
+
+    A batch without a sampling row costs an argmax; one in which no row filters is not sorted.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    samples = options.temperature > 0
+
+    def draw() -> Int[Array, " rows"]:
+        scaled = logits / jnp.where(samples, options.temperature, 1)[:, None]
+        filters = samples & ((options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0))
+        kept = lax.cond(jnp.any(filters), lambda: _filter(scaled, options), lambda: scaled)
+        keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
+            options.seed, positions
+        )
+        drawn = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+        return jnp.where(samples, drawn, greedy)
+
+    return lax.cond(jnp.any(samples), draw, lambda: greedy)
+
+
+def _filter(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float[Array, "rows vocab"]:
+    """Minus infinity for what top_k, then top_p, then min_p exclude; the likeliest token always stays.
+
+    Ties at the last place kept are broken by token id, the lower one first.
+    """
+    vocab = scaled.shape[-1]
+    order = jnp.argsort(-scaled, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    rank = jnp.arange(vocab)
+    top_k = jnp.where(options.top_k == 0, vocab, options.top_k)[:, None]
+    ranked = jnp.where(rank < top_k, ranked, -jnp.inf)
+    probability = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    keep = (before < options.top_p[:, None]) & (probability >= options.min_p[:, None] * probability[:, :1])
+    ranked = jnp.where(keep | (rank == 0), ranked, -jnp.inf)
+    rows = jnp.arange(scaled.shape[0])[:, None]
+    return jnp.zeros_like(scaled).at[rows, order].set(ranked)

@@ -1,0 +1,38 @@
+"""What can go wrong inside a compiled step, as bits: an array cannot raise, so it carries its error along."""
+
+import enum
+
+
+class Status(enum.IntFlag):
+    """Result of a transition of `memory/` or `engine/`; bits of several steps combine with `|`.
+
+    A transition whose status is not `OK` returns the state it was given, unchanged.
+    """
+
+    OK = 0
+    OUT_OF_BLOCKS = 1 << 0
+    TABLE_FULL = 1 << 1
+    DOUBLE_FREE = 1 << 2
+    TOO_MANY_NEW_BLOCKS = 1 << 3
+
+
+_SENTENCES = {
+    Status.OUT_OF_BLOCKS: "out of blocks: raise num_blocks or lower max_num_seqs",
+    Status.TABLE_FULL: "a sequence outgrows its row of the block table: raise max_model_len",
+    Status.DOUBLE_FREE: "double free: a block was given back more often than it is held",
+    Status.TOO_MANY_NEW_BLOCKS: "one append needs more new blocks than max_new_blocks: raise max_new_blocks",
+}
+
+
+class PagedMemoryError(RuntimeError):
+    """A transition was refused. `status` holds the bits, the message one sentence for each."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__("; ".join(text for bit, text in _SENTENCES.items() if bit in status))
+        self.status = status
+
+
+def raise_if_error(status: int) -> None:
+    """Raise `PagedMemoryError` unless `status`, a value read back from the device, is `Status.OK`."""
+    if status != Status.OK:
+        raise PagedMemoryError(Status(status))

@@ -1,0 +1,83 @@
+"""Every operation in plain jax.numpy: the path for CPUs, and the second opinion everywhere else."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
+
+# Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
+# stay in a CPU's second-level cache and to waste little on short sequences.
+CHUNK_TOKENS = 128
+# Stands for minus infinity without its NaN: exp(MASKED - anything real) is 0.
+MASKED = -1e30
+
+
+def tiled_paged_attention(
+    q: Float[Array, "num_tiles tile_len num_q_heads head_dim"],
+    k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    v_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
+    query_starts: Int[Array, " num_tiles"],
+    seq_lens: Int[Array, " num_tiles"],
+    *,
+    scale: float,
+) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
+    """As `ops.tiled_paged_attention`: a running softmax over chunks of blocks, as far as the longest tile."""
+    num_tiles, tile_len, num_q_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group = num_q_heads // num_kv_heads
+    blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
+    chunk_len = blocks_per_chunk * block_size
+    num_chunks = -(-jnp.max(seq_lens) // chunk_len)
+    # The last chunk may reach past the table's width: name the null block there.
+    padding = -block_tables.shape[1] % blocks_per_chunk
+    block_tables = jnp.pad(block_tables, ((0, 0), (0, padding)))
+
+    # All queries that share a kv head, of all places of the tile, are one dimension: "rows" of the scores.
+    q = (q * jnp.asarray(scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
+    q = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile_len * group, head_dim)
+    q_position = jnp.repeat(query_starts[:, None] + jnp.arange(tile_len), group, axis=1)
+    # One bound says both what is causal and what exists.
+    bound = jnp.minimum(q_position + 1, seq_lens[:, None])[:, None, :, None]
+
+    def chunk(i, carry):  # type: ignore[no-untyped-def]
+        row_max, row_sum, acc = carry
+        ids = lax.dynamic_slice_in_dim(block_tables, i * blocks_per_chunk, blocks_per_chunk, axis=1)
+        k = k_cache[ids].reshape(num_tiles, chunk_len, num_kv_heads, head_dim).astype(q.dtype)
+        v = v_cache[ids].reshape(num_tiles, chunk_len, num_kv_heads, head_dim).astype(q.dtype)
+        kv_position = i * chunk_len + jnp.arange(chunk_len)
+        # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
+        v = jnp.where((kv_position < seq_lens[:, None])[:, :, None, None], v, 0)
+
+        scores = jnp.einsum("nkrd,nckd->nkrc", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(kv_position < bound, scores, MASKED)
+        new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
+        weights = jnp.where(kv_position < bound, jnp.exp(scores - new_max[..., None]), 0)
+        rescale = jnp.exp(row_max - new_max)
+        pv = jnp.einsum("nkrc,nckd->nkrd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+        return new_max, row_sum * rescale + jnp.sum(weights, -1), acc * rescale[..., None] + pv
+
+    rows = (num_tiles, num_kv_heads, tile_len * group)
+    init = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
+    _, row_sum, acc = lax.fori_loop(0, num_chunks, chunk, init)
+    out = acc / jnp.where(row_sum == 0, 1, row_sum)[..., None]
+    out = out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(num_tiles, tile_len, num_q_heads, head_dim).astype(q.dtype)
+
+
+def reshape_and_cache(
+    k: Float[Array, "num_tokens num_kv_heads head_dim"],
+    v: Float[Array, "num_tokens num_kv_heads head_dim"],
+    k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    v_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    slot_mapping: Int[Array, " num_tokens"],
+) -> tuple[
+    Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+]:
+    """As `ops.reshape_and_cache`: one scatter each, which XLA does in place on a donated cache."""
+
+    def write(new: Num[Array, "..."], cache: Num[Array, "..."]) -> Num[Array, "..."]:
+        slots = cache.reshape(-1, *cache.shape[2:])
+        return slots.at[slot_mapping].set(new.astype(cache.dtype)).reshape(cache.shape)
+
+    return write(k, k_cache), write(v, v_cache)
