@@ -158,8 +158,11 @@ class SelfAttnBlockSpaceManager:
     # The end.
 
     def free(self, seq: Sequence) -> None:
-        """Take a sequence's blocks back, stamped with its last access. Nothing happens if it has no table."""
-        block_table = self.block_tables.pop(seq.seq_id, None)
+        """Take a sequence's blocks back, stamped with its last access. Nothing happens if it has no table.
+
+        KeyError: it has an access time and lies on the host, whose blocks take no times; nothing is freed.
+        """
+        block_table = self.block_tables.get(seq.seq_id)
         if block_table is None:
             return
         self._last_access_blocks_tracker.update_seq_blocks_last_access(
@@ -168,6 +171,7 @@ class SelfAttnBlockSpaceManager:
         self._last_access_blocks_tracker.remove_seq(seq.seq_id)
         self._computed_blocks_tracker.remove_seq(seq.seq_id)
         block_table.free()
+        del self.block_tables[seq.seq_id]
 
     def free_cross(self, seq_group: SequenceGroup) -> None:
         """Take the encoder's blocks back. Nothing happens if there are none."""
@@ -236,6 +240,7 @@ class SelfAttnBlockSpaceManager:
     def _can_swap(
         self, seq_group: SequenceGroup, device: Device, status: SequenceStatus, num_lookahead_slots: int = 0
     ) -> AllocStatus:
+        """Counts full blocks and those that new tokens touch; empty blocks held ready are not seen."""
         blocks: list[Block] = []
         num_blocks_touched = 0
         for seq in seq_group.get_seqs(status):

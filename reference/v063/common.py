@@ -1,4 +1,4 @@
-"""What both allocators are built from: reference counts, copies to make, a pool of block objects, id lists."""
+"""What both allocators are built from: reference counts, copies to make, pooled block objects, id lists."""
 
 import dataclasses
 from abc import abstractmethod

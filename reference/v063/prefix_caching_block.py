@@ -417,7 +417,8 @@ class ComputedBlocksTracker:
     """Remembers, per sequence, the ids found computed, so that only new blocks are looked at.
 
     The last block never counts. Once an id was found not computed (a gap), the answer stands until the
-    sequence is removed. AssertionError: a sequence added twice, or unknown.
+    sequence is removed. What was found stands too, even if a swap gives the sequence other ids.
+    AssertionError: a sequence added twice, or unknown.
     """
 
     def __init__(self, allocator: DeviceAwareBlockAllocator) -> None:
