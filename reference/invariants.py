@@ -1,4 +1,4 @@
-"""What must hold after every operation of an oracle. A check that fails raises an AssertionError saying how."""
+"""What must hold after every operation of an oracle; an AssertionError says what does not."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

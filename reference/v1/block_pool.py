@@ -90,9 +90,9 @@ class BlockPool:
     enable_kv_cache_events: whether to record what becomes findable and what no longer is, for `take_events`.
     metrics_collector: told of each block by `on_block_allocated`, `on_block_accessed`, `on_block_evicted`
         and of a reset by `reset`, when given.
-    free_profile: where freed blocks go. "classic" (vLLM to 0.23): all to the tail. "split" (since 0.24, in 2026):
-        those with cached content to the tail, the others to the head. Either group keeps the order given, so in
-        "split" the first one without content is the next block taken.
+    free_profile: where freed blocks go. "classic" (to vLLM 0.23): all to the tail. "split" (from 0.24): those
+        with cached content to the tail, the others to the head. Either group keeps the order given, so with
+        "split" the first block freed without content is the next one taken.
     """
 
     def __init__(

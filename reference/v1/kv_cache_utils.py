@@ -156,7 +156,7 @@ class Request:
 
     num_computed_tokens: tokens whose K and V are in the cache. The scheduler advances it.
     block_hashes: the hashes of the request's full blocks so far; `block_hasher` adds to them as tokens come.
-    cache_salt, lora_request: requests that differ in them share no blocks. Only `lora_request.lora_name` is read.
+    cache_salt, lora_request: requests that differ in them share no blocks. Of the latter `lora_name` is read.
     """
 
     def __init__(
