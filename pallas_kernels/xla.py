@@ -7,6 +7,8 @@ from jaxtyping import Array, Float, Int, Num
 # Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
 # stay in a CPU's second-level cache and to waste little on short sequences.
 CHUNK_TOKENS = 128
+# Up to so many query heads (of all a tile's tokens), attention multiplies by zeros rather than transpose K and V.
+MERGE_HEADS_BELOW = 16
 # Stands for minus infinity without its NaN: exp(MASKED - anything real) is 0.
 MASKED = -1e30
 
@@ -23,17 +25,46 @@ def tiled_paged_attention(
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
     """As `ops.tiled_paged_attention`: a running softmax over chunks of blocks, as far as the longest tile."""
     num_tiles, tile_len, num_q_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    num_kv_heads = k_cache.shape[2]
     group = num_q_heads // num_kv_heads
+    q = (q * jnp.asarray(scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
+    if num_kv_heads == 1 or tile_len * num_q_heads > MERGE_HEADS_BELOW:
+        out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens)
+    else:
+        # Few queries: reading K and V is all that counts, and a product by kv head would first transpose them.
+        # Instead all kv heads become one, as wide as they are together: a query is zero outside its own.
+        own = jnp.eye(num_kv_heads, dtype=q.dtype)
+        wide_q = jnp.einsum("ntkgd,kj->ntkgjd", q, own)
+        out = _attend_by_kv_head(
+            wide_q.reshape(num_tiles, tile_len, 1, num_q_heads, num_kv_heads * head_dim),
+            k_cache,
+            v_cache,
+            block_tables,
+            query_starts,
+            seq_lens,
+        )
+        out = jnp.einsum("ntkgkd->ntkgd", out.reshape(wide_q.shape))
+    return out.reshape(num_tiles, tile_len, num_q_heads, head_dim).astype(q.dtype)
+
+
+def _attend_by_kv_head(
+    q: Float[Array, "num_tiles tile_len wide_heads group wide_dim"],
+    k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    v_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
+    query_starts: Int[Array, " num_tiles"],
+    seq_lens: Int[Array, " num_tiles"],
+) -> Float[Array, "num_tiles tile_len wide_heads group wide_dim"]:
+    """Attention of scaled queries, in float32. A token's K and V are cut into heads as q's shape says."""
+    num_tiles, tile_len, num_kv_heads, group, head_dim = q.shape
+    block_size = k_cache.shape[1]
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
     chunk_len = blocks_per_chunk * block_size
     num_chunks = -(-jnp.max(seq_lens) // chunk_len)
     # The last chunk may reach past the table's width: name the null block there.
-    padding = -block_tables.shape[1] % blocks_per_chunk
-    block_tables = jnp.pad(block_tables, ((0, 0), (0, padding)))
+    block_tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % blocks_per_chunk)))
 
     # All queries that share a kv head, of all places of the tile, are one dimension: "rows" of the scores.
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
     q = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile_len * group, head_dim)
     q_position = jnp.repeat(query_starts[:, None] + jnp.arange(tile_len), group, axis=1)
     # One bound says both what is causal and what exists.
@@ -60,8 +91,7 @@ def tiled_paged_attention(
     init = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
     _, row_sum, acc = lax.fori_loop(0, num_chunks, chunk, init)
     out = acc / jnp.where(row_sum == 0, 1, row_sum)[..., None]
-    out = out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(num_tiles, tile_len, num_q_heads, head_dim).astype(q.dtype)
+    return out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
 
 
 def reshape_and_cache(
@@ -80,4 +110,7 @@ def reshape_and_cache(
         slots = cache.reshape(-1, *cache.shape[2:])
         return slots.at[slot_mapping].set(new.astype(cache.dtype)).reshape(cache.shape)
 
+    if slot_mapping.shape[0] == 1:
+        # XLA turns a scatter of one index into an update it does not do in place on a CPU: write it twice.
+        k, v, slot_mapping = (jnp.concatenate([x, x]) for x in (k, v, slot_mapping))
     return write(k, k_cache), write(v, v_cache)
