@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, Num
 # Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
 # stay in a CPU's second-level cache and to waste little on short sequences.
 CHUNK_TOKENS = 128
-# Up to so many query heads (of all a tile's tokens), attention multiplies by zeros rather than transpose K and V.
+# Up to so many query heads (of all a tile's tokens), rather multiply by zeros than transpose K and V.
 MERGE_HEADS_BELOW = 16
 # Stands for minus infinity without its NaN: exp(MASKED - anything real) is 0.
 MASKED = -1e30
@@ -31,8 +31,8 @@ def tiled_paged_attention(
     if num_kv_heads == 1 or tile_len * num_q_heads > MERGE_HEADS_BELOW:
         out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens)
     else:
-        # Few queries: reading K and V is all that counts, and a product by kv head would first transpose them.
-        # Instead all kv heads become one, as wide as they are together: a query is zero outside its own.
+        # Few queries: reading K and V is all that counts, and products by kv head would transpose them
+        # first. All kv heads become one, as wide as they are together: a query is zero outside its own.
         own = jnp.eye(num_kv_heads, dtype=q.dtype)
         wide_q = jnp.einsum("ntkgd,kj->ntkgjd", q, own)
         out = _attend_by_kv_head(
