@@ -61,8 +61,11 @@ def _attend_by_kv_head(
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
     chunk_len = blocks_per_chunk * block_size
     num_chunks = -(-jnp.max(seq_lens) // chunk_len)
-    # The last chunk may reach past the table's width: name the null block there.
-    block_tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % blocks_per_chunk)))
+    # Beyond a sequence's blocks an entry may be anything, and the last chunk may reach past the table's width.
+    held = jnp.arange(block_tables.shape[1]) * block_size < seq_lens[:, None]
+    block_tables = jnp.pad(
+        jnp.where(held, block_tables, 0), ((0, 0), (0, -block_tables.shape[1] % blocks_per_chunk))
+    )
 
     # All queries that share a kv head, of all places of the tile, are one dimension: "rows" of the scores.
     q = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile_len * group, head_dim)
@@ -70,11 +73,15 @@ def _attend_by_kv_head(
     # One bound says both what is causal and what exists.
     bound = jnp.minimum(q_position + 1, seq_lens[:, None])[:, None, :, None]
 
+    def gather(cache: Num[Array, "..."], ids: Int[Array, "..."]) -> Num[Array, "..."]:
+        blocks = cache.reshape(cache.shape[0], -1).at[ids].get(mode="promise_in_bounds")
+        return blocks.reshape(num_tiles, chunk_len, num_kv_heads, head_dim).astype(q.dtype)
+
     def chunk(i, carry):  # type: ignore[no-untyped-def]
         row_max, row_sum, acc = carry
         ids = lax.dynamic_slice_in_dim(block_tables, i * blocks_per_chunk, blocks_per_chunk, axis=1)
-        k = k_cache[ids].reshape(num_tiles, chunk_len, num_kv_heads, head_dim).astype(q.dtype)
-        v = v_cache[ids].reshape(num_tiles, chunk_len, num_kv_heads, head_dim).astype(q.dtype)
+        # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
+        k, v = lax.optimization_barrier(gather(k_cache, ids)), gather(v_cache, ids)
         kv_position = i * chunk_len + jnp.arange(chunk_len)
         # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
         v = jnp.where((kv_position < seq_lens[:, None])[:, :, None, None], v, 0)

@@ -49,7 +49,20 @@ def test_json_prints_lines_in_input_order_and_nothing_else(model, capsys, tmp_pa
         '{"prompt": "c d"}\n\n{"messages": [{"role": "user", "content": "ab"}]}\n', encoding="utf-8"
     )
     code = cli.main(
-        ["generate", "--model", model, *FAST, "--prompt", "zz", "--prompts-file", str(file), "--json", "--ignore-eos", "--max-tokens", "5"]
+        [
+            "generate",
+            "--model",
+            model,
+            *FAST,
+            "--prompt",
+            "zz",
+            "--prompts-file",
+            str(file),
+            "--json",
+            "--ignore-eos",
+            "--max-tokens",
+            "5",
+        ]
     )
     assert code == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
