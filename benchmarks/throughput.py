@@ -109,7 +109,7 @@ def compare(
 
 
 def turn(engine: Engine, workload: Path, dtype: str, repeats: int) -> list[dict[str, Any]]:
-    """One process of one engine: its JSON lines, each with the share of the cores that others used meanwhile."""
+    """One process of one engine: its JSON lines, with the share of the cores that others used meanwhile."""
     command = [*engine.command, "--model", engine.model(dtype), "--dtype", dtype]
     command += ["--workload", str(workload), "--repeats", str(repeats)]
     begin, busy, own = time.perf_counter(), _busy_seconds(), _children_seconds()
@@ -128,7 +128,7 @@ def turn(engine: Engine, workload: Path, dtype: str, repeats: int) -> list[dict[
 
 
 def _decode_speed(run: dict[str, Any], workload: workloads.Workload) -> float:
-    """Tokens after each answer's first, over the time that a run takes beyond one that ends with the first."""
+    """Tokens after each answer's first, over the time a run takes beyond one that ends with the first."""
     return (run["output_tokens"] - len(workload["requests"])) / max(
         run["seconds"] - run["prefill_seconds"], 1e-9
     )

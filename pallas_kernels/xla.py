@@ -61,7 +61,7 @@ def _attend_by_kv_head(
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
     chunk_len = blocks_per_chunk * block_size
     num_chunks = -(-jnp.max(seq_lens) // chunk_len)
-    # Beyond a sequence's blocks an entry may be anything, and the last chunk may reach past the table's width.
+    # Beyond a sequence's blocks an entry may be anything; the last chunk may reach past the table's width.
     held = jnp.arange(block_tables.shape[1]) * block_size < seq_lens[:, None]
     block_tables = jnp.pad(
         jnp.where(held, block_tables, 0), ((0, 0), (0, -block_tables.shape[1] % blocks_per_chunk))

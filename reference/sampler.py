@@ -19,7 +19,8 @@ def probabilities(
         ranked = ranked[:top_k]
     chance = np.exp(scaled - scaled.max())
     chance /= sum(chance[token] for token in ranked)
-    kept, mass = [], 0.0
+    kept: list[int] = []
+    mass = 0.0
     for token in ranked:
         if kept and (mass >= top_p or chance[token] < min_p * chance[ranked[0]]):
             break

@@ -44,7 +44,7 @@ def matmul(
 def unembed(
     hidden: Float[Array, "num_tokens hidden"], table: Float[Array, "vocab hidden"]
 ) -> Float[Array, "num_tokens vocab"]:
-    """`hidden @ table.T` in float32. The table keeps an embedding's layout, so that a tied one serves as it is."""
+    """`hidden @ table.T` in float32: the table has an embedding's layout, so a tied one serves as it is."""
     if _is_slow_row(hidden):
         return unembed(jnp.concatenate([hidden, hidden]), table)[:1]
     return lax.dot_general(hidden, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
