@@ -205,11 +205,11 @@ def tolerance(
 ) -> float:
     """The largest admissible absolute error of an output element.
 
-    An output is a weighted mean of values, so an error e in every weight (relative) or value moves it by at most
-    e * max|v|. Three roundings count, with u the unit roundoff of the type: the weights are rounded to
-    `weights_dtype` before they meet the values (u of that type; a half of it again for the sum that
-    is divided by), the output is rounded to q's type, and a logit, a float32 sum of head_dim products scaled by
-    less than 32 in all, is off by at most 32 * head_dim * 2**-24, which moves a weight by as much.
+    An output is a weighted mean of values, so an error e in every weight (relative) or value moves it by
+    at most e * max|v|. Three roundings count, with u the unit roundoff of the type: the weights are
+    rounded to `weights_dtype` before they meet the values (u of that type; a half of it again for the sum
+    that is divided by), the output is rounded to q's type, and a logit, a float32 sum of head_dim products
+    scaled by less than 32 in all, is off by at most 32 * head_dim * 2**-24, which moves a weight by as much.
     """
     u = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
     live = arrays["v_cache"].astype(np.float32)
