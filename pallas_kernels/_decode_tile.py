@@ -306,5 +306,11 @@ def config_of(q: jax.Array, k_cache: jax.Array, options: Options) -> TuningConfi
 
 
 def interpret_params(interpret: Any) -> Any:
-    """True stands for the GPU interpreter with race detection."""
-    return plgpu.InterpretGPUParams(detect_races=True) if interpret is True else interpret
+    """True stands for the GPU interpreter with race detection.
+
+    It takes copies that share a simulated TMA thread as ordered: 64 threads are enough for no two to share
+    one.
+    """
+    if interpret is True:
+        return plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+    return interpret

@@ -1,7 +1,6 @@
 """Both versions of paged attention, in every implementation, against the float64 oracle."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,36 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ops
-from pallas_kernels.support import BlockSparse
-from reference import attention
-from tests.shapes import CASES, Case, case, make_inputs, tolerance
-
-
-@functools.cache
-def oracle(c: Case) -> np.ndarray:
-    arrays, options = make_inputs(c)
-    return attention.paged_attention(**arrays, **options)
-
-
-def run(c: Case, version: str, **more: Any) -> np.ndarray:
-    arrays, options = make_inputs(c)
-    if sparse := options.pop("block_sparse", None):
-        options["block_sparse"] = BlockSparse(*sparse)
-    if version == "v2":
-        more["partition_size"] = max(c.partition_size, c.block_size)
-    operation = getattr(ops, f"paged_attention_{version}")
-    arrays = {name: jnp.asarray(a) for name, a in arrays.items()}
-    return np.asarray(jax.jit(functools.partial(operation, **options, **more))(**arrays), np.float64)
-
-
-def assert_close(c: Case, got: np.ndarray, weights_dtype: str) -> None:
-    arrays, options = make_inputs(c)
-    want = oracle(c)
-    assert np.isfinite(got).all(), f"{np.argwhere(~np.isfinite(got))[:4]=} of shape {got.shape}"
-    worst = np.unravel_index(np.argmax(abs(got - want)), want.shape)
-    error, allowed = abs(got - want)[worst], tolerance(c, arrays, options, weights_dtype)
-    assert error <= allowed, f"{error=:.3g} > {allowed:.3g} at {worst=}: {got[worst]=} {want[worst]=}"
-    assert (got[np.array(c.seq_lens) == 0] == 0).all()
+from tests.kernels.checks import assert_close, run
+from tests.shapes import CASES, Case, case, make_inputs
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
