@@ -1,13 +1,13 @@
 """Decode attention on Hopper GPUs, one program per (sequence, kv head).
 
-    out[row, h] = softmax over the row's tokens of (scale * q[row, h] . k[t]) , applied to v[t]
+    out[row, h] = softmax over the row's tokens t of (scale * q[row, h] . k[t]), applied to v[t]
 
 with the options of `ops.paged_attention_v1`. The query heads of a group share every read of K and V. A
 program has a producer thread, which fetches tiles of the row's blocks by TMA into a ring in shared memory,
-and a consumer,
-which computes on them with wgmma: `_decode_tile` is their code. Here the whole row is one softmax.
+and a consumer, which computes on them with wgmma: `_decode_tile` is their code. Here the whole row is one
+softmax.
 
-Not for: float32, block sizes under 8, block-sparse patterns (see `support.SUPPORT`); few long rows are v2's.
+Not for: float32, block sizes under 8, block-sparse patterns (see `support.SUPPORT`). Few long rows are v2's.
 """
 
 from typing import Any
@@ -23,12 +23,20 @@ from pallas_kernels import tuning
 from pallas_kernels.support import Options
 
 
-def _kernel(*refs: Any, problem: tile.Problem, has_sinks: bool) -> None:
-    """Arguments: q, k_cache, v_cache, block_tables, seq_lens, [alibi_slopes], [sinks], out, scratch."""
+def _kernel(
+    q_gmem: Any,  # [num_seqs, num_q_heads, head_dim]
+    k_gmem: Any,  # [num_blocks, block_size, num_kv_heads, head_dim], or head-major
+    v_gmem: Any,
+    tables_gmem: Any,  # [num_seqs, max_blocks_per_seq]
+    seq_lens_gmem: Any,  # [num_seqs]
+    extras: tile.Extras,
+    out_gmem: Any,  # [num_seqs, num_q_heads, head_dim]
+    out_smem: Any,  # [num_columns, head_dim], used once, at the end
+    scratch: tile.Scratch,
+    *,
+    problem: tile.Problem,
+) -> None:
     p = problem
-    q_gmem, k_gmem, v_gmem, tables_gmem, seq_lens_gmem, *optional, out_gmem, out_smem, scratch = refs
-    alibi_gmem = optional.pop(0) if p.has_alibi else None
-    sinks_gmem = optional.pop(0) if has_sinks else None
     row, kv_head, thread = lax.axis_index("row"), lax.axis_index("kv_head"), lax.axis_index("thread")
     span = tile.row_span(p, row, kv_head, seq_lens_gmem)
 
@@ -39,13 +47,9 @@ def _kernel(*refs: Any, problem: tile.Problem, has_sinks: bool) -> None:
 
     @pl.when(thread == 0)
     def _consumer() -> None:
-        state, _ = tile.consume(p, span, q_gmem, alibi_gmem, scratch, jnp.int32(0))
-        out = tile.normalised(p, state, sinks_gmem, kv_head)
-        tile.store_transposed(out_smem, out.astype(p.dtype))
-        plgpu.commit_smem()
-        heads = pl.ds(kv_head * p.group_size, p.group_size)
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, p.group_size)], out_gmem.at[row, heads])
-        plgpu.wait_smem_to_gmem(0)
+        state, _ = tile.consume(p, span, q_gmem, extras, scratch, jnp.int32(0))
+        out = tile.normalised(p, state, extras, kv_head)
+        tile.store_heads(p, out, out_smem, out_gmem.at[row], kv_head)
 
 
 def paged_attention_v1(
@@ -61,10 +65,9 @@ def paged_attention_v1(
 ) -> jax.Array:
     """Launch the kernel. Arguments as `ops` has checked them; interpret: bool or plgpu.InterpretGPUParams."""
     p = tile.make_problem(q, k_cache, options, config or tile.config_of(q, k_cache, options))
-    optional = [a for a in (options.alibi_slopes, options.sinks) if a is not None]
 
     def paged_attention_v1_kernel(*refs: Any) -> None:
-        _kernel(*refs, problem=p, has_sinks=options.sinks is not None)
+        _kernel(*refs, problem=p)
 
     return plgpu.kernel(
         paged_attention_v1_kernel,
@@ -76,4 +79,4 @@ def paged_attention_v1(
         scratch_types=[plgpu.SMEM((p.num_columns, p.head_dim), p.dtype), tile.scratch_types(p)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tile.interpret_params(interpret),
-    )(q, k_cache, v_cache, block_tables, seq_lens, *optional)
+    )(q, k_cache, v_cache, block_tables, seq_lens, tile.extras_of(options))

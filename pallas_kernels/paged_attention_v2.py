@@ -30,16 +30,14 @@ from pallas_kernels import _decode_tile as tile
 from pallas_kernels import tuning
 from pallas_kernels.support import Options
 
+MERGED_ROWS = 64  # of the output, head_dim, per program of the merge
 MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together
-MERGED_ROWS = 64  # of head_dim, per program of the merge
 
 
 class Plan(NamedTuple):
     """The live partitions of a batch, in one list: sequence by sequence, from the first to the last."""
 
-    end: (
-        jax.Array
-    )  # [num_seqs] where the list of each sequence ends; the last entry is the length of the whole
+    end: jax.Array  # [num_seqs] where each sequence's part of the list ends; the last one ends the list
     seq: jax.Array  # [max_items] the sequence of an item
     partition: jax.Array  # [max_items] which of its partitions
 
@@ -57,21 +55,34 @@ def _plan(seq_lens: jax.Array, max_partitions: int, partition_size: int, window:
     return Plan(end, seq, item - (end - count - first)[seq])
 
 
-def _partitions_kernel(*refs: Any, problem: tile.Problem, partition_size: int, num_programs: int) -> None:
-    """Arguments: q, k_cache, v_cache, block_tables, seq_lens, plan, [alibi_slopes], out, stats, scratch."""
+def _partitions_kernel(
+    q_gmem: Any,  # [num_seqs, num_q_heads, head_dim]
+    k_gmem: Any,  # [num_blocks, block_size, num_kv_heads, head_dim], or head-major
+    v_gmem: Any,
+    tables_gmem: Any,  # [num_seqs, max_blocks_per_seq]
+    seq_lens_gmem: Any,  # [num_seqs]
+    plan: Plan,
+    extras: tile.Extras,
+    out_gmem: Any,  # [max_items, num_kv_heads, head_dim, num_columns] float32
+    stats_gmem: Any,  # [max_items, num_kv_heads, 2, num_columns] float32, maximum and sum
+    out_smem: Any,  # [head_dim, num_columns] an item's result, until it is copied out
+    stats_smem: Any,  # [2, num_columns]
+    scratch: tile.Scratch,
+    *,
+    problem: tile.Problem,
+    partition_size: int,
+    num_programs: int,
+) -> None:
     p = problem
-    q_gmem, k_gmem, v_gmem, tables_gmem, seq_lens_gmem, end_gmem, seq_gmem, partition_gmem, *rest = refs
-    *optional, out_gmem, stats_gmem, out_smem, stats_smem, scratch = rest
-    alibi_gmem = optional[0] if p.has_alibi else None
     program, thread = lax.axis_index("program"), lax.axis_index("thread")
-    num_items = end_gmem[end_gmem.shape[0] - 1] * p.num_kv_heads
+    num_items = plan.end[plan.end.shape[0] - 1] * p.num_kv_heads
     num_mine = pl.cdiv(jnp.maximum(num_items - program, 0), jnp.int32(num_programs))
 
     def my_span(i: jax.Array) -> tuple[jax.Array, tile.Span]:
         number = program + i * num_programs
         item, kv_head = lax.div(number, jnp.int32(p.num_kv_heads)), lax.rem(number, jnp.int32(p.num_kv_heads))
-        row = tile.row_span(p, seq_gmem[item], kv_head, seq_lens_gmem)
-        first = partition_gmem[item] * partition_size
+        row = tile.row_span(p, plan.seq[item], kv_head, seq_lens_gmem)
+        first = plan.partition[item] * partition_size
         return item, row._replace(
             start=jnp.maximum(row.start, first), end=jnp.minimum(row.end, first + partition_size)
         )
@@ -87,7 +98,7 @@ def _partitions_kernel(*refs: Any, problem: tile.Problem, partition_size: int, n
     def _consumer() -> None:
         def consume_one(i: jax.Array, done: jax.Array) -> jax.Array:
             item, span = my_span(i)
-            state, done = tile.consume(p, span, q_gmem, alibi_gmem, scratch, done)
+            state, done = tile.consume(p, span, q_gmem, extras, scratch, done)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
             out_smem[...] = state.out
             stats_smem[0] = state.max
@@ -101,12 +112,19 @@ def _partitions_kernel(*refs: Any, problem: tile.Problem, partition_size: int, n
         plgpu.wait_smem_to_gmem(0)
 
 
-def _merge_kernel(*refs: Any, problem: tile.Problem, has_sinks: bool) -> None:
-    """Arguments: partial out, stats, plan's end, [sinks], out, out_smem."""
+def _merge_kernel(
+    partial_gmem: Any,  # [max_items, num_kv_heads, head_dim, num_columns] float32
+    stats_gmem: Any,  # [max_items, num_kv_heads, 2, num_columns] float32
+    end_gmem: Any,  # [num_seqs], of the plan
+    extras: tile.Extras,
+    out_gmem: Any,  # [num_seqs, num_q_heads, head_dim]
+    out_smem: Any,  # [num_columns, MERGED_ROWS], used once, at the end
+    *,
+    problem: tile.Problem,
+) -> None:
     p = problem
-    partial_gmem, stats_gmem, end_gmem, *optional, out_gmem, out_smem = refs
     row, kv_head, part = lax.axis_index("row"), lax.axis_index("kv_head"), lax.axis_index("part")
-    columns = pl.ds(part * MERGED_ROWS, MERGED_ROWS)
+    rows = pl.ds(part * MERGED_ROWS, MERGED_ROWS)
     first = jnp.where(row == 0, 0, end_gmem[jnp.maximum(row - 1, 0)])
     last = end_gmem[row] - 1
 
@@ -120,7 +138,7 @@ def _merge_kernel(*refs: Any, problem: tile.Problem, has_sinks: bool) -> None:
             item = jnp.minimum(number, last)  # past the end: the last one again, with no weight
             largest = load(stats_gmem.at[item, kv_head, 0], tile.PER_HEAD)
             total = load(stats_gmem.at[item, kv_head, 1], tile.PER_HEAD)
-            out = load(partial_gmem.at[item, kv_head, columns], tile.WGMMA)
+            out = load(partial_gmem.at[item, kv_head, rows], tile.WGMMA)
             parts.append(tile.Softmax(out, largest + jnp.where(number <= last, 0.0, tile.LOWEST), total))
         new_max = state.max
         for one in parts:
@@ -136,12 +154,8 @@ def _merge_kernel(*refs: Any, problem: tile.Problem, has_sinks: bool) -> None:
 
     num_rounds = pl.cdiv(jnp.maximum(last + 1 - first, 0), jnp.int32(MERGED_AT_A_TIME))
     state = lax.fori_loop(0, num_rounds, merge, tile.nothing(p, MERGED_ROWS))
-    out = tile.normalised(p, state, optional[0] if has_sinks else None, kv_head)
-    tile.store_transposed(out_smem, out.astype(p.dtype))
-    plgpu.commit_smem()
-    heads = pl.ds(kv_head * p.group_size, p.group_size)
-    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, p.group_size)], out_gmem.at[row, heads, columns])
-    plgpu.wait_smem_to_gmem(0)
+    out = tile.normalised(p, state, extras, kv_head)
+    tile.store_heads(p, out, out_smem, out_gmem.at[row, :, rows], kv_head)
 
 
 def paged_attention_v2(
@@ -178,9 +192,10 @@ def paged_attention_v2(
         _partitions_kernel(*refs, problem=p, partition_size=partition_size, num_programs=num_programs)
 
     def merge_kernel(*refs: Any) -> None:
-        _merge_kernel(*refs, problem=p, has_sinks=options.sinks is not None)
+        _merge_kernel(*refs, problem=p)
 
     partial_shape = (p.head_dim, p.num_columns)
+    extras = tile.extras_of(options)
     partial, stats = plgpu.kernel(
         partitions_kernel,
         out_type=[
@@ -198,7 +213,7 @@ def paged_attention_v2(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tile.interpret_params(interpret),
-    )(q, k_cache, v_cache, block_tables, seq_lens, *plan, *([options.alibi_slopes] if p.has_alibi else []))
+    )(q, k_cache, v_cache, block_tables, seq_lens, plan, extras)
     return plgpu.kernel(
         merge_kernel,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -207,4 +222,4 @@ def paged_attention_v2(
         scratch_types=[plgpu.SMEM((p.num_columns, MERGED_ROWS), p.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tile.interpret_params(interpret),
-    )(partial, stats, plan.end, *([] if options.sinks is None else [options.sinks]))
+    )(partial, stats, plan.end, extras)

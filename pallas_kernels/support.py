@@ -74,7 +74,7 @@ SUPPORT: dict[str, Served] = {
     ),
     "mosaic_gpu": Served(
         dtypes=("float16", "bfloat16"),
-        cache_dtypes=("float16", "bfloat16"),
+        cache_dtypes=("float16", "bfloat16", *QUANTISED_DTYPES),
         head_dims=(64, 128, 192, 256),
         block_sizes=(8, 16, 32, 64, 128, 256),
         max_group_size=16,

@@ -39,17 +39,21 @@ MEASURED: dict[tuple[str, int, int, str, int], TuningConfig] = {}
 def config_for(head_dim: int, block_size: int, cache_dtype: jnp.dtype, group_size: int) -> TuningConfig:
     """The measured configuration of this device and shape, or the default one."""
     key = (jax.devices()[0].device_kind, head_dim, block_size, jnp.dtype(cache_dtype).name, group_size)
-    return MEASURED.get(key) or default_config(head_dim, cache_dtype)
+    return MEASURED.get(key) or default_config(head_dim, cache_dtype, group_size)
 
 
-def default_config(head_dim: int, cache_dtype: jnp.dtype) -> TuningConfig:
+def default_config(head_dim: int, cache_dtype: jnp.dtype, group_size: int) -> TuningConfig:
     """Tiles of 64 tokens, and 2 to 4 stages: as many as let two programs share a multiprocessor's memory.
 
     Where that is not possible, one program gets what fits.
     """
-    stage_bytes = 2 * 64 * head_dim * jnp.dtype(cache_dtype).itemsize
-    other_bytes = 16 * 1024  # queries, weights, output
-    shared, alone = ((SHARED_MEMORY_BYTES // n - other_bytes) // stage_bytes for n in (2, 1))
+    columns, itemsize = -(-group_size // 8) * 8, jnp.dtype(cache_dtype).itemsize
+    stage = 2 * 64 * head_dim * itemsize
+    widened = 2 * 64 * head_dim * 2 if itemsize == 1 else 0
+    queries, output = 2 * columns * head_dim * 2, columns * head_dim * 4
+    weights, rounding = columns * 64 * 2, 4096
+    other = widened + queries + output + weights + rounding
+    shared, alone = ((SHARED_MEMORY_BYTES // n - other) // stage for n in (2, 1))
     if shared >= 2:
         return TuningConfig(num_stages=min(4, shared))
     return TuningConfig(num_stages=max(2, min(4, alone)), ctas_per_core=1)
