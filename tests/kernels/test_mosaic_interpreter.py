@@ -262,7 +262,8 @@ def test_every_store_is_fenced_before_a_wgmma(c: Case, version: str) -> None:
     with without_call(-1) as met:
         trace(c, version)
     for number, call in enumerate(met):
-        if call in INVISIBLE:
+        # With a quantised cache the fence after widening covers the queries as well.
+        if call in INVISIBLE and not (c.is_quantised and call[1] == "consume"):
             with without_call(number):
                 jaxpr = trace(c, version)
             assert unfenced_wgmmas(jaxpr)[0] > 0, call
