@@ -203,7 +203,7 @@ def test_every_barrier_is_needed(version: str, capsys: pytest.CaptureFixture[str
 def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     """Hand a slot back before its V is read."""
     wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
-    with pytest.MonkeyPatch.context() as patch, shadow_reads():
+    with shadow_reads(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(plgpu, "barrier_arrive", lambda barrier: None)
 
         def wait_and_release(barrier: Any) -> None:
