@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import ops
+from pallas_kernels import ops, support
 from pallas_kernels.support import BlockSparse
 from reference import attention
 from tests.shapes import Case, make_inputs, tolerance
@@ -28,6 +28,22 @@ def inputs(c: Case) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     if sparse := options.pop("block_sparse", None):
         options["block_sparse"] = BlockSparse(*sparse)
     return {name: jnp.asarray(a) for name, a in arrays.items()}, options
+
+
+def is_served(c: Case) -> bool:
+    """Whether the support table lets the kernels run the case."""
+    arrays, options = inputs(c)
+    args, checked = ops._check_attention(*arrays.values(), support.Options(**{"scale": 1.0, **options}))
+    try:
+        ops._choose("mosaic_gpu", False, args, checked)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def weights_dtype(c: Case) -> str:
+    """The type in which the kernels hold the weights."""
+    return "float16" if c.is_quantised else c.dtype
 
 
 def run(c: Case, version: str, **more: Any) -> np.ndarray:

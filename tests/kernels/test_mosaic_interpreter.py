@@ -25,7 +25,7 @@ from jax.extend import core
 from pallas_kernels import ops, support, tuning
 from pallas_kernels import paged_attention_v1 as mosaic_v1
 from pallas_kernels import paged_attention_v2 as mosaic_v2
-from tests.kernels.checks import assert_close, inputs, run
+from tests.kernels.checks import assert_close, inputs, is_served, run, weights_dtype
 from tests.shapes import CASES, Case, case
 
 # Every case takes two to five seconds here. These cover each feature once or twice; JAXPAGED_EXHAUSTIVE=1
@@ -42,17 +42,6 @@ LEAN = {
         "block_size_256", "int8_per_head",
     ),
 }  # fmt: skip
-
-
-def is_served(c: Case) -> bool:
-    """Whether the support table lets the kernels run the case."""
-    arrays, options = inputs(c)
-    args, checked = ops._check_attention(*arrays.values(), support.Options(**{"scale": 1.0, **options}))
-    try:
-        ops._choose("mosaic_gpu", False, args, checked)
-    except NotImplementedError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -85,10 +74,6 @@ def _fresh_interpreter() -> Iterator[None]:
 def races_found(capsys: pytest.CaptureFixture[str]) -> bool:
     """Whether a race was reported since the last call (jax keeps the last kernel's verdict only)."""
     return "RACE DETECTED" in capsys.readouterr().out
-
-
-def weights_dtype(c: Case) -> str:
-    return "float16" if c.is_quantised else c.dtype
 
 
 def chosen(version: str) -> list[Any]:
@@ -141,6 +126,8 @@ SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_
 # What neither the race detector nor the oracle notices when it is missing: the fences between an ordinary
 # store to shared memory and the wgmma that reads it. `test_every_store_is_fenced_before_a_wgmma` sees these.
 INVISIBLE = {("commit_smem", "consume"), ("commit_smem", "take")}
+# Missed by jax 0.11's interpreter only, and by nothing on a GPU.
+OPTIONAL = {("barrier_wait", "_see_arrival")}
 # Without it the producer waits for ever. `test_an_early_release_is_a_race` moves it instead.
 DEADLOCK = {("barrier_arrive", "take")}
 
@@ -181,7 +168,7 @@ def test_every_barrier_is_needed(version: str, capsys: pytest.CaptureFixture[str
     """Leave out each wait, arrival and fence in turn: an error, a race or a wrong result must follow."""
     calls = calls_of(version)
     assert len(calls) == {"v1": 10, "v2": 13}[version], calls
-    shared_code = {"_wait", "consume", "take"}  # v1 runs it too
+    shared_code = {"_wait", "_see_arrival", "consume", "take"}  # v1 runs it too
     unnoticed = set()
     for number, call in enumerate(calls):
         if call in DEADLOCK or (version == "v2" and call[1] in shared_code and not EXHAUSTIVE):
@@ -197,7 +184,7 @@ def test_every_barrier_is_needed(version: str, capsys: pytest.CaptureFixture[str
         except (AssertionError, jax.errors.JaxRuntimeError):
             pass
         gpu_callbacks.reset_gpu_interpret_mode_state()
-    assert unnoticed == (INVISIBLE if version == "v1" or EXHAUSTIVE else set())
+    assert unnoticed - OPTIONAL == (INVISIBLE if version == "v1" or EXHAUSTIVE else set())
 
 
 def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,8 +200,12 @@ def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
                 arrive(frame.f_locals["scratch"].empty.at[frame.f_locals["slot"]])
 
         patch.setattr(plgpu, "barrier_wait", wait_and_release)
-        launch(RING, "v1")
-    assert races_found(capsys)
+        try:
+            launch(RING, "v1")
+            raced = races_found(capsys)
+        except jax.errors.JaxRuntimeError as error:  # jax 0.12 stops at a race
+            raced = "RACE DETECTED" in str(error)
+    assert raced
 
 
 def unfenced_wgmmas(jaxpr: core.Jaxpr, dirty: bool = False) -> tuple[int, bool]:
