@@ -44,7 +44,8 @@ LENGTHS = [1, 15, 16, 17, 128, 129, 300, 0]
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
 def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_size):
     q, k, v, tables, seq_lens = make_case(num_q_heads, num_kv_heads, head_dim, block_size, LENGTHS, 1)
-    out = ops.paged_attention(*map(jnp.asarray, (q[:, 0], k, v, tables, seq_lens)), scale=0.3)
+    arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
+    out = ops.tiled_paged_attention(*arrays, scale=0.3)[:, 0]
     want = reference_attention.paged_attention(q[:, 0], k, v, tables, seq_lens, scale=0.3)
     np.testing.assert_allclose(out, want, atol=TOLERANCE, rtol=TOLERANCE)
     assert not np.any(out[LENGTHS.index(0)])
@@ -91,13 +92,15 @@ def test_reshape_and_cache_equals_the_oracle(num_tokens):
     ("change", "message"),
     [
         ({"k_cache": jnp.zeros((4, 8, 16))}, "k_cache.shape=.* must be"),
-        ({"v_cache": jnp.zeros((4, 8, 2, 8))}, "v_cache.shape=.* must equal"),
-        ({"v_cache": jnp.zeros((4, 8, 2, 16), jnp.bfloat16)}, "v_cache.dtype=.* must equal"),
-        ({"q": jnp.zeros((3, 1, 6, 8))}, "must end with the cache's head_dim"),
+        ({"v_cache": jnp.zeros((4, 8, 2, 8))}, "v_cache.shape=.* must be"),
+        ({"v_cache": jnp.zeros((4, 8, 2, 16), jnp.bfloat16)}, "v_cache.dtype=.* must be"),
+        ({"q": jnp.zeros((3, 6, 16))}, r"q.shape=.* must be \[num_tiles, tile_len"),
+        ({"q": jnp.zeros((3, 1, 6, 8))}, "must end with q's head_dim=8"),
         ({"q": jnp.zeros((3, 1, 5, 16))}, "num_q_heads=5 must be a multiple of num_kv_heads=2"),
-        ({"block_tables": jnp.zeros((2, 2), jnp.int32)}, r"block_tables.shape=\(2, 2\) must have 2 dimensions"),
+        ({"q": jnp.zeros((3, 1, 6, 16), jnp.bfloat16)}, "must be q's bfloat16"),
+        ({"block_tables": jnp.zeros((2, 2), jnp.int32)}, r"block_tables.shape=\(2, 2\) must be \(3, 2\)"),
         ({"seq_lens": jnp.zeros(3, jnp.uint8)}, "seq_lens.dtype=uint8 must be int32"),
-        ({"query_starts": jnp.zeros((3, 1), jnp.int32)}, "query_starts.shape=.* must have 1 dimensions"),
+        ({"query_starts": jnp.zeros((3, 1), jnp.int32)}, "query_starts.shape=.* must be"),
     ],
 )
 def test_bad_arrays_are_refused(change, message):
@@ -109,6 +112,12 @@ def test_bad_arrays_are_refused(change, message):
         "query_starts": jnp.zeros(3, jnp.int32),
         "seq_lens": jnp.zeros(3, jnp.int32),
     }
-    unchecked = ops.tiled_paged_attention.__wrapped__  # without the tests' own checker of shapes in front
     with pytest.raises(ValueError, match=message):
-        unchecked(**good | change, scale=1.0)
+        ops.tiled_paged_attention(**good | change, scale=1.0)
+
+
+def test_a_kernel_is_refused_for_longer_tiles():
+    q, k, v, tables, seq_lens = make_case(4, 2, 64, 8, [9, 3], 2)
+    arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
+    with pytest.raises(NotImplementedError, match="mosaic_gpu serves tiles of one token, not tile_len=2"):
+        ops.tiled_paged_attention(*arrays, scale=1.0, implementation="mosaic_gpu")
