@@ -69,6 +69,7 @@ class Program:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    block_sparse: bool = False
 
     def __str__(self) -> str:
         heads = f"{self.num_q_heads}/{self.num_kv_heads}"
@@ -79,6 +80,7 @@ class Program:
                 ("window", self.sliding_window is not None),
                 ("soft_cap", self.soft_cap is not None),
                 ("sinks", self.sinks),
+                ("block_sparse", self.block_sparse),
                 ("head_major", self.kv_layout == "head_major"),
             ]
             if used
@@ -104,6 +106,7 @@ def programs() -> list[Program]:
             Program(version, cache_dtype="float8_e4m3fn", block_size=8, head_dim=256, num_q_heads=128),
             Program(version, cache_dtype="float8_e5m2"),
             Program(version, cache_dtype="int8"),
+            Program(version, block_sparse=True),
             Program(version, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
         ]
     return found
@@ -218,6 +221,7 @@ def compile_for_h200(program: Program) -> Any:
     from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
     from pallas_kernels import ops
+    from pallas_kernels.support import BlockSparse
 
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="", topology="1x1x1", target_config=H200
@@ -244,6 +248,7 @@ def compile_for_h200(program: Program) -> Any:
         sliding_window=p.sliding_window,
         soft_cap=p.soft_cap,
         kv_layout=p.kv_layout,
+        block_sparse=BlockSparse(64, 16, 8, head_sliding_step=1) if p.block_sparse else None,
         implementation="mosaic_gpu",
     )
     names = list(arrays)

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
-from pallas_kernels.support import Options
+from pallas_kernels.support import BlockSparse, Options
 from pallas_kernels.tuning import TuningConfig
 
 LOG2E = math.log2(math.e)
@@ -54,6 +54,7 @@ class Problem:
     scale: float
     soft_cap: float | None
     sliding_window: int | None
+    block_sparse: BlockSparse | None
     tile_kv: int
     num_stages: int
 
@@ -91,6 +92,7 @@ def make_problem(q: jax.Array, k_cache: jax.Array, options: Options, config: Tun
         scale=options.scale,
         soft_cap=options.soft_cap,
         sliding_window=options.sliding_window,
+        block_sparse=options.block_sparse,
         tile_kv=config.tile_kv,
         num_stages=config.num_stages,
     )
@@ -274,7 +276,10 @@ def consume(
         token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + first_token
         if slopes is not None:
             s = s + slopes * (token - (span.seq_len - 1)).astype(jnp.float32)
-        s = jnp.where((token >= span.start) & (token < span.end), s, -jnp.inf)
+        seen = (token >= span.start) & (token < span.end)
+        if p.block_sparse is not None:
+            seen = seen & _is_kept(p, p.block_sparse, token, span)
+        s = jnp.where(seen, s, -jnp.inf)
 
         largest = jnp.maximum(state.max, s.max(axis=0))
         weights = jnp.exp2(s - lax.broadcast_in_dim(largest, s.shape, [1]))
@@ -303,6 +308,21 @@ def consume(
         return Softmax(out, largest, total)
 
     return lax.fori_loop(0, num_tiles, take, nothing(p, p.head_dim)), done + num_tiles
+
+
+def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> jax.Array:
+    """Whether the block-sparse pattern keeps a token [tile_kv, num_columns] for the head of its column."""
+    heads = p.group_size * p.num_kv_heads
+    if sparse.head_sliding_step >= 0:
+        column = plgpu.broadcasted_iota(jnp.int32, token.shape, 1, layout=WGMMA)
+        head = column + (sparse.tp_rank * heads + span.kv_head * p.group_size)
+        offset = head * sparse.head_sliding_step + 1
+    else:
+        offset = 1 - sparse.head_sliding_step * (sparse.tp_rank * p.num_kv_heads + span.kv_head)
+    block = lax.div(token, jnp.full_like(token, sparse.block_size))
+    own_block = lax.div(span.seq_len - 1, jnp.int32(sparse.block_size))
+    is_vertical = lax.rem(block + offset, jnp.full_like(token, sparse.vertical_stride)) == 0
+    return is_vertical | (block > own_block - sparse.local_blocks)
 
 
 def _widen(source: Any, target: Any) -> None:

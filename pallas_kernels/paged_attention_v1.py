@@ -7,7 +7,8 @@ program has a producer thread, which fetches tiles of the row's blocks by TMA in
 and a consumer, which computes on them with wgmma: `_decode_tile` is their code. Here the whole row is one
 softmax.
 
-Not for: float32, block sizes under 8, block-sparse patterns (see `support.SUPPORT`). Few long rows are v2's.
+Not for: float32, block sizes under 8, head_dims that are not a multiple of 64 (see `support.SUPPORT`). A
+block-sparse pattern is served, but blocks it leaves out are read all the same. Few long rows are v2's.
 """
 
 from typing import Any

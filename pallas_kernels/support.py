@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+OPTIONAL = ("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse")  # served by all
 QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -44,11 +45,6 @@ class Options:
     block_sparse: BlockSparse | None = None
     kv_layout: str = "token_major"
 
-    def features(self) -> list[str]:
-        """The optional features in use, by the names of the support table."""
-        names = ("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse")
-        return [name for name in names if getattr(self, name) is not None]
-
 
 @dataclasses.dataclass(frozen=True)
 class Served:
@@ -59,7 +55,6 @@ class Served:
     head_dims: tuple[int, ...] | None
     block_sizes: tuple[int, ...] | None
     max_group_size: int | None
-    features: tuple[str, ...]
     kv_layouts: tuple[str, ...] = ("token_major", "head_major")
 
 
@@ -70,7 +65,6 @@ SUPPORT: dict[str, Served] = {
         head_dims=None,
         block_sizes=None,
         max_group_size=None,
-        features=("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse"),
     ),
     "mosaic_gpu": Served(
         dtypes=("float16", "bfloat16"),
@@ -78,7 +72,6 @@ SUPPORT: dict[str, Served] = {
         head_dims=(64, 128, 192, 256),
         block_sizes=(8, 16, 32, 64, 128, 256),
         max_group_size=16,
-        features=("alibi_slopes", "sliding_window", "soft_cap", "sinks"),
     ),
 }
 
@@ -108,7 +101,6 @@ def refuse_unserved(
     check("kv_layout", options.kv_layout, served.kv_layouts)
     if served.max_group_size is not None and group_size > served.max_group_size:
         wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {served.max_group_size})")
-    wrong += [f"{name} (not served)" for name in options.features() if name not in served.features]
     if wrong:
         others = " or ".join(f"implementation={name!r}" for name in SUPPORT if name != implementation)
         raise NotImplementedError(
@@ -132,8 +124,7 @@ def markdown_table() -> str:
         ],
         "cache layout": [join(s.kv_layouts) for s in SUPPORT.values()],
     }
-    for feature in SUPPORT["xla"].features:
-        lines[feature] = ["yes" if feature in s.features else "no" for s in SUPPORT.values()]
+    lines[", ".join(OPTIONAL)] = ["yes"] * len(SUPPORT)
     rows = [["", *(f"`{name}`" for name in SUPPORT)], ["---"] * (len(SUPPORT) + 1)]
     rows += [[name, *cells] for name, cells in lines.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

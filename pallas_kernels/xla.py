@@ -42,7 +42,7 @@ def paged_attention_v1(
 ) -> jax.Array:
     """All tokens of a row in one running softmax."""
     state = _attend(q, k_cache, v_cache, block_tables, seq_lens, 0, jnp.max(seq_lens, initial=0), options)
-    return _finish(state, q, seq_lens, options)
+    return _finish(state, q, options)
 
 
 def paged_attention_v2(
@@ -77,7 +77,7 @@ def paged_attention_v2(
         max=largest,
         sum=jnp.sum(weight * partials.sum, axis=0),
     )
-    return _finish(merged, q, seq_lens, options)
+    return _finish(merged, q, options)
 
 
 def _attend(
@@ -175,9 +175,10 @@ def _nothing(q: jax.Array, k_cache: jax.Array, options: Options) -> Softmax:
     )
 
 
-def _finish(state: Softmax, q: jax.Array, seq_lens: jax.Array, options: Options) -> jax.Array:
-    """Add the sinks, divide, and give rows without tokens their zeros."""
+def _finish(state: Softmax, q: jax.Array, options: Options) -> jax.Array:
+    """Add the sinks and divide; a head that sees no token keeps its zeros."""
     out, largest, total = state
+    sees_nothing = total == 0
     if options.sinks is not None:
         sinks = options.sinks.reshape(largest.shape[1:])
         with_sink = jnp.maximum(largest, sinks)
@@ -186,7 +187,7 @@ def _finish(state: Softmax, q: jax.Array, seq_lens: jax.Array, options: Options)
         total = total * rescale + jnp.exp(sinks - with_sink)
     if options.v_scale is not None:
         out = out * options.v_scale[:, None, None]
-    out = jnp.where((seq_lens > 0)[:, None, None, None], out / total[..., None], 0)
+    out = out / jnp.where(sees_nothing, 1, total)[..., None]
     return out.reshape(q.shape).astype(q.dtype)
 
 

@@ -105,6 +105,7 @@ def _cases() -> list[Case]:
     cases += [
         Case("float8_with_float16", dtype="float16", cache_dtype="float8_e4m3fn"),
         Case("sparse_local", block_sparse=BlockSparse(16, 2, 1000), seq_lens=(100, 33, 5)),
+        Case("sparse_nothing", block_sparse=BlockSparse(16, 0, 1000), seq_lens=(100, 5), sinks=True),
         Case("sparse_vertical", block_sparse=BlockSparse(16, 1, 3), seq_lens=(100, 33, 5)),
         Case(
             "sparse_slide_q",

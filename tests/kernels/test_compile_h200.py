@@ -20,13 +20,14 @@ LEAN = {
         "v1 128/8/256 bs8 bfloat16 float8_e4m3fn",
         "v1 32/8/128 bs16 bfloat16 int8",
         "v1 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks",
+        "v1 32/8/128 bs16 bfloat16 bfloat16 block_sparse",
         "v2 32/8/64 bs16 bfloat16 bfloat16",
         "v2 128/8/128 bs16 bfloat16 bfloat16",
         "v2 32/8/128 bs16 bfloat16 float8_e5m2",
         "v2 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks",
     )
 }  # fmt: skip
-assert len(LEAN) == 10
+assert len(LEAN) == 11
 WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
 

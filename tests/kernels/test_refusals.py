@@ -109,7 +109,6 @@ UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({"k_cache": array(9, 1, 2, 64), "v_cache": array(9, 1, 2, 64)}, {}, "block_size=1 (served: 8, 16"),
     ({"q": array(2, 66, 64)}, {}, "num_q_heads // num_kv_heads=33 (served: up to"),
-    ({}, {"block_sparse": BlockSparse(16, 1, 1)}, "block_sparse (not served). Use implementation='xla'."),
 ]
 
 
@@ -130,7 +129,7 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
     assert table[0] == "|  | `xla` | `mosaic_gpu` |"
     assert {line.split("|")[1].strip() for line in table[2:]} == {
         "type of q", "type of the cache", "head_dim", "block_size", "query heads per kv head", "cache layout",
-        "alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse",
+        "alibi_slopes, sliding_window, soft_cap, sinks, block_sparse",
     }  # fmt: skip
 
 
