@@ -85,6 +85,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="smollm2 (default), a directory with config and safetensors, a .gguf file, or a hub id",
     )
     group.add_argument("--dtype", help="auto (default), float32, bfloat16 or float16")
+    group.add_argument("--attention", help="of decode steps: auto (default), mosaic_gpu or xla")
     group.add_argument("--block-size", type=int, help="tokens a block (default 16)")
     group.add_argument("--num-blocks", type=int, help="blocks of the cache (default: what memory allows)")
     group.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default 16)")
@@ -222,18 +223,15 @@ def _info(args: argparse.Namespace) -> None:
     import jaxpaged
     from jaxpaged.engine import plan
     from jaxpaged.models import loading
-    from pallas_kernels import ops
 
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
-    implementation = ops.default_implementation()
-    is_kernel = implementation == "mosaic_gpu"
-    why = "a Hopper GPU, for decoding; prompts use xla" if is_kernel else "the kernels are for Hopper GPUs"
     model = loading.open_checkpoint(args.model).config
+    implementation, why = plan.attention(config, model)
     cache = plan.cache_plan(config, model)
     lines += [
-        ("attention", f"{implementation}: {why}"),
+        ("attention", f"{implementation} for decode steps: {why}"),
         ("programs", f"kept in {plan.compilation_cache_dir()}"),
         (
             "model",

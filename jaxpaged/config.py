@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Attention = Literal["auto", "mosaic_gpu", "xla"]
 
 
 class InputError(ValueError):
@@ -82,10 +83,17 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of a prompt with its answer; None: the model's own limit
     max_prefill_tokens: int = 512  # prompt tokens computed in one step
     gpu_memory_utilization: float = 0.9  # share of the device memory to use
+    attention: Attention = "auto"  # of decode steps; auto: the kernel on a GPU that has one, else xla
     seed: int = 0  # for requests without a seed
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, f"one of {', '.join(get_args(DType))}", self.dtype in get_args(DType))
+        check(
+            "attention",
+            self.attention,
+            f"one of {', '.join(get_args(Attention))}",
+            self.attention in get_args(Attention),
+        )
         for name in ("block_size", "max_num_seqs", "max_prefill_tokens"):
             value = getattr(self, name)
             check(name, value, "a positive int", is_int(value) and value > 0)

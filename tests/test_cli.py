@@ -99,7 +99,7 @@ def test_info_prints_the_cache_plan(model, capsys):
     # 8 tokens x 2 layers x (K and V) x 2 heads x 8 x 4 bytes
     assert "33 blocks of 8 tokens, 2,048 bytes each: 256 tokens" in out
     assert "num_blocks was given" in out
-    assert "attention     xla: " in out
+    assert "attention     xla for decode steps: the kernels are for Hopper GPUs" in out
     assert "jax " in out
 
 

@@ -12,8 +12,9 @@ from flax import nnx
 
 from jaxpaged.config import MAX_STOP_TOKENS, EngineConfig, InputError, SamplingParams, check, is_int
 from jaxpaged.engine import loop, state
-from jaxpaged.engine.plan import cache_plan, max_model_len, resolve_dtype
+from jaxpaged.engine.plan import attention, cache_plan, max_model_len, resolve_dtype
 from jaxpaged.engine.state import FinishReason, Phase
+from jaxpaged.engine.step import StepConfig
 from jaxpaged.memory import block_pool, block_table, kv_cache
 from jaxpaged.memory.block_table import cdiv
 from jaxpaged.models.config import ModelConfig
@@ -59,6 +60,9 @@ class Engine:
         self.model_config = model_config
         self.max_model_len = max_model_len(config, model_config)
         self.plan = cache_plan(config, model_config)
+        decode_attention, why = attention(config, model_config)
+        logger.info("attention of decode steps: %s (%s)", decode_attention, why)
+        self.step_config = StepConfig(config.max_prefill_tokens, decode_attention)
         dtype = resolve_dtype(config)
         self._graphdef, self._params = nnx.split(Llama(model_config, weights, dtype))
         max_blocks_per_seq = cdiv(self.max_model_len, config.block_size)
@@ -144,7 +148,7 @@ class Engine:
             self._state,
             np.int32(max_steps),
             np.bool_(bool(self._queue)),
-            max_prefill_tokens=self.config.max_prefill_tokens,
+            config=self.step_config,
         )
 
     def _fill_rows(self) -> None:

@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.state import EngineState, Phase, Rows
 from jaxpaged.engine.state import submit as submit_rows
-from jaxpaged.engine.step import step
+from jaxpaged.engine.step import StepConfig, step
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "max_prefill_tokens"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")
 def run(
     graphdef: nnx.GraphDef,
     params: nnx.State,
@@ -22,7 +22,7 @@ def run(
     max_steps: Int[Array, ""],
     return_when_row_free: Bool[Array, ""],
     *,
-    max_prefill_tokens: int,
+    config: StepConfig,
 ) -> EngineState:
     """Step until all rows are done, `max_steps` are, or a row finishes and `return_when_row_free` is set.
 
@@ -39,7 +39,7 @@ def run(
             & ~(return_when_row_free & row_free)
         )
 
-    return lax.while_loop(goes_on, lambda state: step(model, state, max_prefill_tokens), state)
+    return lax.while_loop(goes_on, lambda state: step(model, state, config), state)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

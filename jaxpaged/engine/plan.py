@@ -7,11 +7,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.config import PREFILL_TILE, EngineConfig, check
+from jaxpaged.config import PREFILL_TILE, EngineConfig, InputError, check
 from jaxpaged.memory import sizing
 from jaxpaged.memory.sizing import CachePlan
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
+from pallas_kernels import ops, support
+from pallas_kernels.ops import Implementation
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
 CPU_MEMORY_SHARE = 0.05
@@ -34,6 +36,32 @@ def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
         config.max_model_len <= model_config.max_model_len,
     )
     return config.max_model_len
+
+
+def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[Implementation, str]:
+    """The implementation of decode attention on this machine, and why. Prompts use XLA.
+
+    Raises `InputError` if the one asked for does not serve the model.
+    """
+    wanted = ops.default_implementation() if config.attention == "auto" else config.attention
+    dtype = resolve_dtype(config)
+    try:
+        support.refuse_unserved(
+            wanted,
+            dtype=dtype,
+            cache_dtype=dtype,
+            head_dim=model_config.head_dim,
+            block_size=config.block_size,
+            group_size=model_config.num_q_heads // model_config.num_kv_heads,
+            options=support.Options(scale=1.0),
+        )
+    except NotImplementedError as error:
+        if config.attention != "auto":
+            raise InputError(f"attention={config.attention!r} must serve the model: {error}") from error
+        return "xla", str(error)
+    if config.attention != "auto":
+        return wanted, "asked for"
+    return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else "the kernels are for Hopper GPUs"
 
 
 def cache_plan(config: EngineConfig, model_config: ModelConfig) -> CachePlan:

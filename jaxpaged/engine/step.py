@@ -17,11 +17,20 @@ from jaxpaged.memory.kv_cache import AttentionBatch
 from jaxpaged.models.llama import Llama
 from jaxpaged.sampling import sample
 from jaxpaged.status import Status
+from pallas_kernels.ops import Implementation
 
 Hidden = Float[Array, "max_num_seqs hidden"]
 
 
-def step(model: Llama, state: EngineState, max_prefill_tokens: int) -> EngineState:
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What is fixed when the loop is compiled, beside the sizes of the state."""
+
+    max_prefill_tokens: int
+    decode_attention: Implementation
+
+
+def step(model: Llama, state: EngineState, config: StepConfig) -> EngineState:
     """Advance by a few prompt tiles if a prompt is unfinished, else by one token a running row.
 
     Each kind of forward pass has one shape (prompts two, so that a short one need not pay for a full batch);
@@ -29,14 +38,16 @@ def step(model: Llama, state: EngineState, max_prefill_tokens: int) -> EngineSta
     on what else is in the step.
     """
     state = scheduler.admit(state)
-    widths = prefill_widths(max_prefill_tokens)
+    widths = prefill_widths(config.max_prefill_tokens)
     tiles_left = jnp.sum(cdiv(scheduler.prompt_tokens_left(state), PREFILL_TILE))
 
     def prefill(num_tiles: int) -> Callable[[EngineState], tuple[EngineState, Hidden]]:
-        return lambda state: forward(model, state, scheduler.prefill_tiles(state, num_tiles, PREFILL_TILE))
+        return lambda state: forward(
+            model, state, scheduler.prefill_tiles(state, num_tiles, PREFILL_TILE), "xla"
+        )
 
     def decode(state: EngineState) -> tuple[EngineState, Hidden]:
-        return forward(model, state, scheduler.decode_tiles(state))
+        return forward(model, state, scheduler.decode_tiles(state), config.decode_attention)
 
     # Branch 0 decodes; branch i > 0 is the narrowest prefill that takes all tiles left, or the widest.
     wanted = 1 + jnp.searchsorted(jnp.asarray(widths), tiles_left)
@@ -66,7 +77,9 @@ def prefill_widths(max_prefill_tokens: int) -> tuple[int, ...]:
     return (narrow, widest) if narrow < widest else (widest,)
 
 
-def forward(model: Llama, state: EngineState, tiles: Tiles) -> tuple[EngineState, Hidden]:
+def forward(
+    model: Llama, state: EngineState, tiles: Tiles, attention: Implementation
+) -> tuple[EngineState, Hidden]:
     """Compute the tiles' tokens; the hidden state of each row's newest token, where it was among them."""
     rows = state.rows
     offset = jnp.arange(tiles.tile_len, dtype=jnp.int32)
@@ -84,6 +97,7 @@ def forward(model: Llama, state: EngineState, tiles: Tiles) -> tuple[EngineState
         block_tables=tables.block_tables[tiles.row],
         query_starts=tiles.start,
         seq_lens=jnp.where(tiles.num_tokens > 0, end, 0),
+        implementation=attention,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     hidden, kv_cache = model(

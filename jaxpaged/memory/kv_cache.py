@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import ops
+from pallas_kernels.ops import Implementation
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
@@ -22,7 +23,7 @@ class KVCache:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["slot_mapping", "block_tables", "query_starts", "seq_lens"],
-    meta_fields=[],
+    meta_fields=["implementation"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionBatch:
@@ -32,6 +33,7 @@ class AttentionBatch:
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"]
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
+    implementation: Implementation  # of the attention
 
 
 def create(
@@ -60,7 +62,14 @@ def attend(
     k_layer, v_layer = ops.reshape_and_cache(k, v, cache.k[layer], cache.v[layer], batch.slot_mapping)
     tiles = q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:])
     out = ops.tiled_paged_attention(
-        tiles, k_layer, v_layer, batch.block_tables, batch.query_starts, batch.seq_lens, scale=scale
+        tiles,
+        k_layer,
+        v_layer,
+        batch.block_tables,
+        batch.query_starts,
+        batch.seq_lens,
+        scale=scale,
+        implementation=batch.implementation,
     )
     cache = KVCache(
         k=(*cache.k[:layer], k_layer, *cache.k[layer + 1 :]),

@@ -1,14 +1,17 @@
 """The engine against the NumPy model that has no cache, no batch and no blocks."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from jaxpaged.config import InputError, SamplingParams
-from jaxpaged.engine import loop
+from jaxpaged.config import EngineConfig, InputError, SamplingParams
+from jaxpaged.engine import loop, plan
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.state import FinishReason, Phase
 from jaxpaged.status import PagedMemoryError, Status
+from pallas_kernels import ops
 from tests import tiny
 
 # Lengths around a block, a prefill tile (32) and the wide prefill shape (256), and single tokens.
@@ -125,7 +128,7 @@ def test_no_step_copies_the_cache(max_num_seqs, monkeypatch):
             engine._state,
             np.int32(1),
             np.bool_(False),
-            max_prefill_tokens=engine.config.max_prefill_tokens,
+            config=engine.step_config,
         ).compile()
         cache_bytes = sum(a.nbytes for a in jax.tree.leaves(engine._state.kv_cache))
         return compiled.memory_analysis().temp_size_in_bytes, cache_bytes
@@ -168,3 +171,25 @@ def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_token
     with pytest.raises(InputError, match=message):
         engine.add_request(prompt, tiny.greedy(max_tokens))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "head_dim", "default", "chosen", "why"),
+    [
+        ({}, 8, "xla", "xla", "the kernels are for Hopper GPUs"),
+        ({"dtype": "bfloat16"}, 64, "mosaic_gpu", "mosaic_gpu", "a Hopper GPU"),
+        ({"dtype": "bfloat16"}, 8, "mosaic_gpu", "xla", "does not serve head_dim=8"),
+        ({"dtype": "bfloat16", "attention": "xla"}, 64, "mosaic_gpu", "xla", "asked for"),
+    ],
+)
+def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, chosen, why, monkeypatch):
+    monkeypatch.setattr(ops, "default_implementation", lambda: default)
+    model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
+    implementation, reason = plan.attention(EngineConfig(**options), model)
+    assert implementation == chosen
+    assert why in reason
+
+
+def test_an_attention_that_does_not_serve_the_model_is_refused():
+    with pytest.raises(InputError, match="attention='mosaic_gpu' must serve the model: .*q.dtype=float32"):
+        plan.attention(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG)

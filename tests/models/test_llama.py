@@ -50,6 +50,7 @@ def paged_logits(config, weights, token_ids, block_size, tile_len) -> np.ndarray
         block_tables=jnp.tile(table, (num_tiles, 1)),
         query_starts=jnp.asarray(positions[::tile_len]),
         seq_lens=jnp.asarray(positions[::tile_len] + tile_len),
+        implementation="xla",
     )
     model = Llama(config, weights, jnp.dtype("float32"))
     padded = jnp.asarray([*token_ids, *[0] * (num_tokens - len(token_ids))], jnp.int32)
