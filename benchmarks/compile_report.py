@@ -96,7 +96,7 @@ def programs() -> list[Program]:
     found = []
     for version in ("v1", "v2"):
         found += [Program(version)]
-        found += [Program(version, head_dim=d) for d in (64, 192, 256)]
+        found += [Program(version, head_dim=d) for d in (64, 80, 96, 112, 192, 256)]
         found += [Program(version, num_q_heads=8 * g) for g in (1, 3, 5, 7, 8, 16)]
         found += [Program(version, block_size=b) for b in (8, 32, 64, 128, 256)]
         found += [

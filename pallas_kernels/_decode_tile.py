@@ -64,6 +64,25 @@ class Problem:
         return -(-self.group_size // 8) * 8
 
     @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(first row, rows) of the wgmmas that make the output's head_dim rows: multiples of 64.
+
+        Those of head_dim 80, 96 and 112 overlap, and compute the rows they share twice, to the same bits.
+        """
+        if self.head_dim % 64 == 0:
+            return ((0, self.head_dim),)
+        return ((0, 64), (self.head_dim - 64, 64))
+
+    @property
+    def piece_rows(self) -> int:
+        return self.pieces[0][1]
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of the small tiles that shared memory is made of: as many as divide head_dim."""
+        return next(columns for columns in (64, 32, 16) if self.head_dim % columns == 0)
+
+    @property
     def is_quantised(self) -> bool:
         return jnp.dtype(self.cache_dtype).itemsize == 1
 
@@ -115,7 +134,7 @@ def extras_of(options: Options) -> Extras:
 class Scratch(NamedTuple):
     """Shared memory and barriers of one program; all live as long as it."""
 
-    q_rows: Any  # [num_columns, head_dim] as it comes from memory
+    q_rows: Any  # [pieces, num_columns, piece_rows] as it comes from memory
     q: Any  # [num_columns, head_dim] as a wgmma wants it
     k: Any  # [num_stages, tile_kv, head_dim] the ring
     v: Any  # [num_stages, tile_kv, head_dim]
@@ -130,18 +149,19 @@ class Scratch(NamedTuple):
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
     tiling, swizzle = _tiling_and_swizzle()
-    tiled = (tiling((8, 64)), swizzle(128))  # how a wgmma reads 16-bit operands
+    columns = p.tile_columns
+    tiled = (tiling((8, columns)), swizzle(2 * columns))  # how a wgmma reads 16-bit operands
     ring_tiled = () if p.is_quantised else tiled
     tile = (p.tile_kv, p.head_dim)
     return Scratch(
-        q_rows=plgpu.SMEM((p.num_columns, p.head_dim), p.dtype),
+        q_rows=plgpu.SMEM((len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
         q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=tiled),
         k=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
         v=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
         k16=plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None,
         v16=plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None,
         p=plgpu.SMEM((p.num_columns, p.tile_kv), p.operand_dtype, transforms=tiled),
-        q_ready=plgpu.Barrier(),
+        q_ready=plgpu.Barrier(num_arrivals=len(p.pieces)),
         full=plgpu.Barrier(num_arrivals=2 * p.blocks_per_tile, num_barriers=p.num_stages),
         empty=plgpu.Barrier(num_barriers=p.num_stages),
     )
@@ -217,15 +237,17 @@ def drain(p: Problem, scratch: Scratch, done: jax.Array) -> None:
 class Softmax(NamedTuple):
     """A softmax under way; maxima times log2(e)."""
 
-    out: jax.Array  # [head_dim, num_columns] float32 sum of exp2(s - max) * v
+    out: tuple[jax.Array, ...]  # per piece [rows, num_columns] float32, sum of exp2(s - max) * v
     max: jax.Array  # [num_columns]
     sum: jax.Array  # [num_columns]
 
 
-def nothing(p: Problem, rows: int) -> Softmax:
-    """A softmax over no tokens, for so many rows of the output."""
+def nothing(p: Problem, pieces: tuple[tuple[Any, int], ...]) -> Softmax:
+    """A softmax over no tokens, for these pieces of the output."""
     return Softmax(
-        plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA),
+        tuple(
+            plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA) for _, rows in pieces
+        ),
         plgpu.layout_cast(jnp.full((p.num_columns,), LOWEST, jnp.float32), PER_HEAD),
         plgpu.layout_cast(jnp.full((p.num_columns,), 0.0, jnp.float32), PER_HEAD),
     )
@@ -236,13 +258,16 @@ def consume(
 ) -> tuple[Softmax, jax.Array]:
     """The softmax over the span, as its tiles arrive. Returns it and the number of tiles taken so far."""
     heads, rows = group_heads(p, span.kv_head)
-    plgpu.copy_gmem_to_smem(q_gmem.at[span.row, heads], scratch.q_rows.at[rows], scratch.q_ready)
+    for i, (first, size) in enumerate(p.pieces):
+        source = q_gmem.at[span.row, heads, pl.ds(first, size)]
+        plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[i, rows], scratch.q_ready)
     plgpu.barrier_wait(scratch.q_ready)
     # TMA cannot tile fewer than eight rows, so the queries take a way through registers.
-    q = plgpu.load(scratch.q_rows.T, layout=WGMMA, optimized=False)
-    if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
-        q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
-    scratch.q.T[...] = q.astype(p.operand_dtype)
+    for i, (first, size) in enumerate(p.pieces):
+        q = plgpu.load(scratch.q_rows.at[i].T, layout=WGMMA, optimized=False)
+        if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
+            q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
+        scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
     plgpu.commit_smem()
     # Of the logits times log2(e); with a soft cap, of twice the argument of tanh.
     factor = p.scale * LOG2E if p.soft_cap is None else 2 * p.scale / p.soft_cap * LOG2E
@@ -290,24 +315,32 @@ def consume(
         @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
         def _zero_stale_tokens() -> None:
             place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-            for column in range(0, p.head_dim, 64):  # in pieces, to need no more registers than the rest
+            for column in _columns(p.head_dim):  # in parts, to need no more registers than the rest
                 piece = v.at[:, pl.ds(column, 64)]
                 old = piece[...]
                 piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
 
         plgpu.commit_smem()
 
-        def weighted(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, v.T, scratch.p.T)
-            return acc[...]
+        out = []
+        for (first, rows), old in zip(p.pieces, state.out, strict=True):
 
-        out = pl.run_scoped(weighted, plgpu.ACC((p.head_dim, p.num_columns), jnp.float32))
+            def weighted(acc: Any, first: int = first, rows: int = rows) -> jax.Array:
+                plgpu.wgmma(acc, v.at[:, pl.ds(first, rows)].T, scratch.p.T)
+                return acc[...]
+
+            new = pl.run_scoped(weighted, plgpu.ACC((rows, p.num_columns), jnp.float32))
+            out.append(old * lax.broadcast_in_dim(rescale, old.shape, [1]) + new)
         if not p.is_quantised:
             plgpu.barrier_arrive(scratch.empty.at[slot])
-        out = state.out * lax.broadcast_in_dim(rescale, out.shape, [1]) + out
-        return Softmax(out, largest, total)
+        return Softmax(tuple(out), largest, total)
 
-    return lax.fori_loop(0, num_tiles, take, nothing(p, p.head_dim)), done + num_tiles
+    return lax.fori_loop(0, num_tiles, take, nothing(p, p.pieces)), done + num_tiles
+
+
+def _columns(head_dim: int) -> list[int]:
+    """Where pieces of 64 columns begin that cover head_dim; the last two may overlap."""
+    return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
 
 
 def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> jax.Array:
@@ -326,26 +359,27 @@ def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> j
 
 
 def _widen(source: Any, target: Any) -> None:
-    """A tile of 8-bit numbers into float16, in pieces."""
-    for column in range(0, source.shape[1], 64):
+    """A tile of 8-bit numbers into float16, in parts."""
+    for column in _columns(source.shape[1]):
         piece = (slice(None), pl.ds(column, 64))
         target[piece] = source[piece].astype(target.dtype)
 
 
-def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -> jax.Array:
+def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -> list[jax.Array]:
     """out / sum times v_scale, with the sinks' shares in the sum; zeros where there was no token."""
     out, largest, total = state
     is_empty = total == 0
+    factor = jnp.full_like(total, 1.0)
     if extras.sinks is not None:
         sinks = _per_head_values(p, extras.sinks, kv_head, 64).max(axis=0) * LOG2E
         with_sink = jnp.maximum(largest, sinks)
         rescale = jnp.exp2(largest - with_sink)
         total = total * rescale + jnp.exp2(sinks - with_sink)
-        out = out * lax.broadcast_in_dim(rescale, out.shape, [1])
-    total = jnp.where(is_empty, 1.0, total)
+        factor = rescale
     if extras.v_scale is not None:
-        out = out * extras.v_scale[kv_head]
-    return out / lax.broadcast_in_dim(total, out.shape, [1])
+        factor = factor * extras.v_scale[kv_head]
+    factor = factor / jnp.where(is_empty, 1.0, total)
+    return [piece * lax.broadcast_in_dim(factor, piece.shape, [1]) for piece in out]
 
 
 def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows: int) -> jax.Array:
@@ -359,17 +393,19 @@ def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows:
 
 def store_heads(
     p: Problem,
-    out: jax.Array,  # [head_dim, num_columns], or some of its rows
-    out_smem: Any,  # [num_columns, as many]
-    out_gmem: Any,  # [num_q_heads, head_dim], or as many columns of it
+    out: list[jax.Array],  # the pieces, [rows, num_columns] each
+    pieces: tuple[tuple[Any, int], ...],  # where each goes among the columns of out_gmem
+    out_smem: Any,  # [pieces, num_columns, rows]
+    out_gmem: Any,  # [num_q_heads, head_dim], or some of its columns
     kv_head: jax.Array,
 ) -> None:
     """Write the outputs of a group to their places, and wait until they are there."""
-    _store_transposed(out_smem, out.astype(p.dtype))
-    plgpu.commit_smem()
     heads, rows = group_heads(p, kv_head)
-    plgpu.copy_smem_to_gmem(out_smem.at[rows], out_gmem.at[heads])
-    plgpu.wait_smem_to_gmem(0)
+    for i, ((first, size), piece) in enumerate(zip(pieces, out, strict=True)):
+        _store_transposed(out_smem.at[i], piece.astype(p.dtype))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem.at[i, rows], out_gmem.at[heads, pl.ds(first, size)])
+        plgpu.wait_smem_to_gmem(0)  # pieces that overlap are written in turn
 
 
 def group_heads(p: Problem, kv_head: jax.Array) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ program has a producer thread, which fetches tiles of the row's blocks by TMA in
 and a consumer, which computes on them with wgmma: `_decode_tile` is their code. Here the whole row is one
 softmax.
 
-Not for: float32, block sizes under 8, head_dims that are not a multiple of 64 (see `support.SUPPORT`). A
+Not for: float32, block sizes under 8, other head_dims than those in `support.SUPPORT`. A
 block-sparse pattern is served, but blocks it leaves out are read all the same. Few long rows are v2's.
 """
 
@@ -32,7 +32,7 @@ def _kernel(
     seq_lens_gmem: Any,  # [num_seqs]
     extras: tile.Extras,
     out_gmem: Any,  # [num_seqs, num_q_heads, head_dim]
-    out_smem: Any,  # [num_columns, head_dim], used once, at the end
+    out_smem: Any,  # [pieces, num_columns, piece_rows], used once, at the end
     scratch: tile.Scratch,
     *,
     problem: tile.Problem,
@@ -50,7 +50,7 @@ def _kernel(
     def _consumer() -> None:
         state, _ = tile.consume(p, span, q_gmem, extras, scratch, jnp.int32(0))
         out = tile.normalised(p, state, extras, kv_head)
-        tile.store_heads(p, out, out_smem, out_gmem.at[row], kv_head)
+        tile.store_heads(p, out, p.pieces, out_smem, out_gmem.at[row], kv_head)
 
 
 def paged_attention_v1(
@@ -77,7 +77,10 @@ def paged_attention_v1(
         grid_names=("row", "kv_head"),
         num_threads=2,
         thread_name="thread",
-        scratch_types=[plgpu.SMEM((p.num_columns, p.head_dim), p.dtype), tile.scratch_types(p)],
+        scratch_types=[
+            plgpu.SMEM((len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
+            tile.scratch_types(p),
+        ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tile.interpret_params(interpret),
     )(q, k_cache, v_cache, block_tables, seq_lens, tile.extras_of(options))

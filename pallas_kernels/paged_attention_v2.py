@@ -30,7 +30,7 @@ from pallas_kernels import _decode_tile as tile
 from pallas_kernels import tuning
 from pallas_kernels.support import Options
 
-MERGED_ROWS = 64  # of the output, head_dim, per program of the merge
+MERGED_ROWS = 64  # of a piece of the output
 MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together
 
 
@@ -100,7 +100,8 @@ def _partitions_kernel(
             item, span = my_span(i)
             state, done = tile.consume(p, span, q_gmem, extras, scratch, done)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
-            out_smem[...] = state.out
+            for (first, rows), piece in zip(p.pieces, state.out, strict=True):
+                out_smem[pl.ds(first, rows)] = piece
             stats_smem[0] = state.max
             stats_smem[1] = state.sum
             plgpu.commit_smem()
@@ -118,13 +119,14 @@ def _merge_kernel(
     end_gmem: Any,  # [num_seqs], of the plan
     extras: tile.Extras,
     out_gmem: Any,  # [num_seqs, num_q_heads, head_dim]
-    out_smem: Any,  # [num_columns, MERGED_ROWS], used once, at the end
+    out_smem: Any,  # [pieces, num_columns, MERGED_ROWS], used once, at the end
     *,
     problem: tile.Problem,
 ) -> None:
     p = problem
     row, kv_head, part = lax.axis_index("row"), lax.axis_index("kv_head"), lax.axis_index("part")
-    rows = pl.ds(part * MERGED_ROWS, MERGED_ROWS)
+    pieces = _merged_pieces(p)
+    first_row = part * MERGED_ROWS
     first = jnp.where(row == 0, 0, end_gmem[jnp.maximum(row - 1, 0)])
     last = end_gmem[row] - 1
 
@@ -138,24 +140,36 @@ def _merge_kernel(
             item = jnp.minimum(number, last)  # past the end: the last one again, with no weight
             largest = load(stats_gmem.at[item, kv_head, 0], tile.PER_HEAD)
             total = load(stats_gmem.at[item, kv_head, 1], tile.PER_HEAD)
-            out = load(partial_gmem.at[item, kv_head, rows], tile.WGMMA)
-            parts.append(tile.Softmax(out, largest + jnp.where(number <= last, 0.0, tile.LOWEST), total))
+            out = [
+                load(partial_gmem.at[item, kv_head, pl.ds(first_row + start, rows)], tile.WGMMA)
+                for start, rows in pieces
+            ]
+            parts.append(
+                tile.Softmax(tuple(out), largest + jnp.where(number <= last, 0.0, tile.LOWEST), total)
+            )
         new_max = state.max
         for one in parts:
             new_max = jnp.maximum(new_max, one.max)
         rescale = jnp.exp2(state.max - new_max)
-        out = state.out * lax.broadcast_in_dim(rescale, state.out.shape, [1])
+        out = [piece * lax.broadcast_in_dim(rescale, piece.shape, [1]) for piece in state.out]
         total = state.sum * rescale
         for one in parts:
             weight = jnp.exp2(one.max - new_max)
             total = total + one.sum * weight
-            out = out + one.out * lax.broadcast_in_dim(weight, out.shape, [1])
-        return tile.Softmax(out, new_max, total)
+            weights = lax.broadcast_in_dim(weight, out[0].shape, [1])
+            out = [piece + new * weights for piece, new in zip(out, one.out, strict=True)]
+        return tile.Softmax(tuple(out), new_max, total)
 
     num_rounds = pl.cdiv(jnp.maximum(last + 1 - first, 0), jnp.int32(MERGED_AT_A_TIME))
-    state = lax.fori_loop(0, num_rounds, merge, tile.nothing(p, MERGED_ROWS))
+    state = lax.fori_loop(0, num_rounds, merge, tile.nothing(p, pieces))
     out = tile.normalised(p, state, extras, kv_head)
-    tile.store_heads(p, out, out_smem, out_gmem.at[row, :, rows], kv_head)
+    places = tuple((first_row + start, rows) for start, rows in pieces)
+    tile.store_heads(p, out, places, out_smem, out_gmem.at[row], kv_head)
+
+
+def _merged_pieces(p: tile.Problem) -> tuple[tuple[int, int], ...]:
+    """The pieces of the output that one program merges: 64 rows, or all where pieces overlap."""
+    return p.pieces if len(p.pieces) > 1 else ((0, MERGED_ROWS),)
 
 
 def paged_attention_v2(
@@ -217,9 +231,9 @@ def paged_attention_v2(
     return plgpu.kernel(
         merge_kernel,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(num_seqs, p.num_kv_heads, p.head_dim // MERGED_ROWS),
+        grid=(num_seqs, p.num_kv_heads, 1 if len(p.pieces) > 1 else p.head_dim // MERGED_ROWS),
         grid_names=("row", "kv_head", "part"),
-        scratch_types=[plgpu.SMEM((p.num_columns, MERGED_ROWS), p.dtype)],
+        scratch_types=[plgpu.SMEM((len(_merged_pieces(p)), p.num_columns, MERGED_ROWS), p.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tile.interpret_params(interpret),
     )(partial, stats, plan.end, extras)

@@ -53,6 +53,7 @@ class Served:
     dtypes: tuple[str, ...]  # of q
     cache_dtypes: tuple[str, ...]  # of the caches; a type that is not quantised must also be q's
     head_dims: tuple[int, ...] | None
+    quantised_head_dims: tuple[int, ...] | None  # with a quantised cache
     block_sizes: tuple[int, ...] | None
     max_group_size: int | None
     kv_layouts: tuple[str, ...] = ("token_major", "head_major")
@@ -63,13 +64,15 @@ SUPPORT: dict[str, Served] = {
         dtypes=("float16", "bfloat16", "float32"),
         cache_dtypes=("float16", "bfloat16", "float32", *QUANTISED_DTYPES),
         head_dims=None,
+        quantised_head_dims=None,
         block_sizes=None,
         max_group_size=None,
     ),
     "mosaic_gpu": Served(
         dtypes=("float16", "bfloat16"),
         cache_dtypes=("float16", "bfloat16", *QUANTISED_DTYPES),
-        head_dims=(64, 128, 192, 256),
+        head_dims=(64, 80, 96, 112, 128, 192, 256),
+        quantised_head_dims=(64, 128, 192, 256),
         block_sizes=(8, 16, 32, 64, 128, 256),
         max_group_size=16,
     ),
@@ -96,7 +99,8 @@ def refuse_unserved(
 
     check("q.dtype", jnp.dtype(dtype).name, served.dtypes)
     check("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
-    check("head_dim", head_dim, served.head_dims)
+    is_quantised = jnp.dtype(cache_dtype).name in QUANTISED_DTYPES
+    check("head_dim", head_dim, served.quantised_head_dims if is_quantised else served.head_dims)
     check("block_size", block_size, served.block_sizes)
     check("kv_layout", options.kv_layout, served.kv_layouts)
     if served.max_group_size is not None and group_size > served.max_group_size:
@@ -118,6 +122,7 @@ def markdown_table() -> str:
         "type of q": [join(s.dtypes) for s in SUPPORT.values()],
         "type of the cache": [join(s.cache_dtypes) for s in SUPPORT.values()],
         "head_dim": [join(s.head_dims) for s in SUPPORT.values()],
+        "head_dim with an 8-bit cache": [join(s.quantised_head_dims) for s in SUPPORT.values()],
         "block_size": [join(s.block_sizes) for s in SUPPORT.values()],
         "query heads per kv head": [
             "any" if s.max_group_size is None else f"1 to {s.max_group_size}" for s in SUPPORT.values()

@@ -17,6 +17,8 @@ LEAN = {
         "v1 32/8/128 bs16 bfloat16 bfloat16",
         "v1 32/8/256 bs16 bfloat16 bfloat16",
         "v1 24/8/128 bs16 bfloat16 bfloat16",
+        "v1 32/8/80 bs16 bfloat16 bfloat16",
+        "v2 32/8/112 bs16 bfloat16 bfloat16",
         "v1 128/8/256 bs8 bfloat16 float8_e4m3fn",
         "v1 32/8/128 bs16 bfloat16 int8",
         "v1 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks",
@@ -27,7 +29,7 @@ LEAN = {
         "v2 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks",
     )
 }  # fmt: skip
-assert len(LEAN) == 11
+assert len(LEAN) == 13
 WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
 

@@ -34,12 +34,13 @@ EXHAUSTIVE = bool(os.environ.get("JAXPAGED_EXHAUSTIVE"))
 LEAN = {
     "v1": (
         "around_a_tile", "shared_prefix", "only_padding", "float16", "head_major", "window_over_tiles",
-        "all_at_once", "sinks", "group_3", "sparse_slide_q", "sparse_slide_kv", "group_16", "head_dim_256", "block_size_8", "block_size_128",
-        "float8_e4m3fn_per_head", "float8_e5m2_per_tensor", "int8_per_tensor",
+        "all_at_once", "sinks", "group_3", "group_16", "head_dim_80", "head_dim_256", "block_size_8",
+        "block_size_128", "float8_e4m3fn_per_head", "float8_e5m2_per_tensor", "int8_per_tensor",
+        "sparse_slide_q", "sparse_slide_kv",
     ),
     "v2": (
-        "around_a_block", "partition_edges", "window_over_tiles", "all_at_once", "group_12", "head_dim_192",
-        "block_size_256", "int8_per_head", "sparse_nothing",
+        "around_a_block", "partition_edges", "window_over_tiles", "all_at_once", "group_12", "head_dim_112",
+        "head_dim_192", "block_size_256", "int8_per_head", "sparse_nothing",
     ),
 }  # fmt: skip
 

@@ -96,7 +96,13 @@ def test_wrong_arguments_of_the_cache_operations() -> None:
             jax.eval_shape(call, *args)
 
 
+EIGHT_BIT_80 = {name: array(9, 16, 2, 80, dtype=jnp.int8) for name in ("k_cache", "v_cache")}
 UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"q": array(2, 4, 80), **EIGHT_BIT_80},
+        {"k_scale": 1.0, "v_scale": 1.0},
+        "head_dim=80 (served: 64, 128, 192",
+    ),
     (
         {name: array(*a.shape, dtype=jnp.float32) for name, a in good().items() if a.ndim > 2},
         {},
@@ -128,7 +134,7 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
     table = support.markdown_table().splitlines()
     assert table[0] == "|  | `xla` | `mosaic_gpu` |"
     assert {line.split("|")[1].strip() for line in table[2:]} == {
-        "type of q", "type of the cache", "head_dim", "block_size", "query heads per kv head", "cache layout",
+        "type of q", "type of the cache", "head_dim", "head_dim with an 8-bit cache", "block_size", "query heads per kv head", "cache layout",
         "alibi_slopes, sliding_window, soft_cap, sinks, block_sparse",
     }  # fmt: skip
 
