@@ -3,6 +3,7 @@
 # ruff: noqa: E501  one refusal per line reads best
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -143,3 +144,7 @@ def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
     if jax.devices()[0].platform != "cpu":
         pytest.skip("the default device is not a CPU")
     assert ops.default_implementation() == "xla"
+
+
+def test_the_readme_has_the_table() -> None:
+    assert support.markdown_table() in (Path(__file__).parents[2] / "README.md").read_text()
