@@ -10,6 +10,11 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels import xla
 
 
+def default_implementation() -> tuple[str, str]:
+    """The implementation that is used on this machine's default device, and why."""
+    return "xla", "the only implementation there is yet"
+
+
 def paged_attention(
     q: Float[Array, "num_seqs num_q_heads head_dim"],
     k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],

@@ -1,0 +1,1 @@
+"""Oracles in NumPy and plain Python: sequential, obviously right, never fast. Imports nothing of jaxpaged."""

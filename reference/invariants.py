@@ -45,10 +45,9 @@ def check_block_pool(pool: BlockPool, block_tables: Iterable[Sequence[KVCacheBlo
         assert (block in free) == (block.ref_cnt == 0), f"{block} in the free queue: {block in free}"
 
     cached_ids = []
-    for key, blocks in pool.cached_block_hash_to_block._cache.items():
-        for block_id, block in blocks.items():
-            assert block is pool.blocks[block_id], f"{block} is found under {block_id=}"
+    for key in pool.cached_block_hash_to_block._cache:
+        for block in pool.cached_block_hash_to_block.get_all_blocks(key):
             assert block.block_hash == key, f"{block} is found under {key!r}"
-            cached_ids.append(block_id)
+            cached_ids.append(block.block_id)
     hashed_ids = [block.block_id for block in pool.blocks if block.block_hash is not None]
     assert sorted(cached_ids) == hashed_ids, f"{hashed_ids} have a hash, {sorted(cached_ids)} can be found"

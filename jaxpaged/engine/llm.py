@@ -1,21 +1,35 @@
 """LLM: a model to ask. Names and result shapes are vLLM's, so that a user of it changes one import."""
 
+import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
-import jax
 from tqdm import tqdm
 
+from jaxpaged.chat import Message, check_messages
 from jaxpaged.config import EngineConfig, InputError, SamplingParams
+from jaxpaged.engine import plan
 from jaxpaged.engine.engine import Answer, Engine
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.engine.state import FinishReason
 from jaxpaged.models import loading
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationStats:
+    """How one call of `LLM.generate` went; both speeds are over its whole time."""
+
+    seconds: float = 0.0
+    num_prompt_tokens: int = 0
+    num_new_tokens: int = 0
+
+    def __str__(self) -> str:
+        prompt, new = (n / (self.seconds or 1) for n in (self.num_prompt_tokens, self.num_new_tokens))
+        return f"prompt {prompt:.0f} tok/s, generated {new:.0f} tok/s"
 
 
 class LLM:
@@ -26,11 +40,12 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = loading.SMOLLM2, **options: Any) -> None:
-        self.config = engine_config(options)
+        self.config = _engine_config(options)
         checkpoint = loading.open_checkpoint(model)
+        plan.keep_compiled_programs()
         self.tokenizer = checkpoint.tokenizer
-        keep_compiled_programs()
         self.engine = Engine(self.config, checkpoint.config, checkpoint.load_weights())
+        self.stats = GenerationStats()  # of the last call of `generate`
 
     def generate(
         self,
@@ -52,7 +67,7 @@ class LLM:
             except InputError as error:
                 raise InputError(f"prompt {i}: {error}") from error
         ids = [self.engine.add_request(prompt, p) for prompt, p in zip(token_ids, params, strict=True)]
-        answers = self._run(len(ids), sum(map(len, token_ids)), use_tqdm)
+        answers = self._run(len(ids), use_tqdm)
         return [
             RequestOutput(
                 request_id=str(request_id),
@@ -71,64 +86,63 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"}, by the chat template."""
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
         prompts = [self.render_chat(conversation) for conversation in conversations]
-        # The template writes the special tokens itself: none are added.
-        token_ids = [
-            {"prompt": prompt, "prompt_token_ids": self.tokenizer.encode(prompt, add_special_tokens=False)}
-            for prompt in prompts
-        ]
-        return self.generate(token_ids, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def render_chat(self, conversation: Sequence[Message]) -> str:
-        """The text that the chat template makes of a conversation, ready for the model's answer."""
+    def render_chat(self, conversation: Sequence[Message]) -> dict[str, Any]:
+        """The prompt, as text and as token ids, that the chat template makes of a conversation."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise InputError("chat: the model must have a chat template")
         check_messages(conversation)
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(conversation), tokenize=False, add_generation_prompt=True
             )
         except (
             Exception
         ) as error:  # templates raise errors of their own, for example about the order of roles
             raise InputError(f"chat: the model's chat template refuses these messages: {error}") from error
+        # The template writes the special tokens itself: none are added.
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
-    def _run(self, num_requests: int, num_prompt_tokens: int, use_tqdm: bool) -> dict[int, Answer]:
+    def _run(self, num_requests: int, use_tqdm: bool) -> dict[int, Answer]:
+        """Run the engine until all requests are answered, with a bar that shows both speeds."""
         answers: dict[int, Answer] = {}
         start = time.perf_counter()
-        before = None
-        with tqdm(
-            total=num_requests, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
+        before = self.engine.progress
+        with tqdm(total=num_requests, desc="answers", unit="req", disable=not use_tqdm) as bar:
             while self.engine.has_work:
-                progress = self.engine.run()
-                answers |= {answer.request_id: answer for answer in progress.answers}
-                before = before or progress
-                bar.update(len(progress.answers))
-                seconds = time.perf_counter() - start
-                bar.set_postfix_str(f"{progress.num_new_tokens / seconds:.1f} tok/s")
+                new, progress = self.engine.run()
+                answers |= {answer.request_id: answer for answer in new}
+                self.stats = GenerationStats(
+                    seconds=time.perf_counter() - start,
+                    num_prompt_tokens=progress.num_prompt_tokens - before.num_prompt_tokens,
+                    num_new_tokens=progress.num_new_tokens - before.num_new_tokens,
+                )
+                bar.set_postfix_str(str(self.stats), refresh=False)
+                bar.update(len(new))
         return answers
 
     def _completion(self, answer: Answer) -> CompletionOutput:
-        text = ""
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         return CompletionOutput(
             index=0,
-            text=text,
+            text=self.tokenizer.decode(answer.token_ids, skip_special_tokens=True) if self.tokenizer else "",
             token_ids=answer.token_ids,
-            finish_reason="stop" if answer.finish_reason.name == "STOP" else "length",
+            finish_reason="stop" if answer.finish_reason is FinishReason.STOP else "length",
         )
 
-    def _read_prompts(self, prompts: Prompt | Sequence[Prompt]) -> tuple[list[str | None], list[list[int]]]:
+    def _read_prompts(
+        self, prompts: Prompt | Sequence[Prompt]
+    ) -> tuple[tuple[str | None, ...], tuple[list[int], ...]]:
         """Every prompt as text (where it was one) and as token ids."""
         if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-            return self._read_prompts([cast(Prompt, prompts)])
+            prompts = cast(Sequence[Prompt], [prompts])
         if not prompts:
             raise InputError("prompts must have at least one prompt")
-        read = [self._read_prompt(i, prompt) for i, prompt in enumerate(prompts)]
-        return [text for text, _ in read], [token_ids for _, token_ids in read]
+        texts, token_ids = zip(*map(self._read_prompt, range(len(prompts)), prompts), strict=True)
+        return texts, token_ids
 
     def _read_prompt(self, i: int, prompt: Any) -> tuple[str | None, list[int]]:
         text = prompt
@@ -150,34 +164,12 @@ class LLM:
         return text, self.tokenizer.encode(text)
 
 
-def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    known = set(EngineConfig.__dataclass_fields__)
+def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    known = sorted(EngineConfig.__dataclass_fields__)
     for name in options:
         if name not in known:
-            raise InputError(f"option {name!r} must be one of {', '.join(sorted(known))}")
+            raise InputError(f"option {name!r} must be one of {', '.join(known)}")
     return EngineConfig(**options)
-
-
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raise `InputError` unless `messages` is a non-empty list of {"role": str, "content": str}."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InputError(f"messages={messages!r} must be a list with at least one message")
-    for message in messages:
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(k), str) for k in ("role", "content")
-        ):
-            raise InputError(f"message {message!r} must have a 'role' and a 'content', both strings")
-
-
-def keep_compiled_programs() -> None:
-    """Let JAX keep compiled programs on disk, so that a second start does not compile again.
-
-    The directory is that of `JAX_COMPILATION_CACHE_DIR` if it is set, else jaxpaged's in the user's cache.
-    """
-    if jax.config.jax_compilation_cache_dir is None:
-        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(cache_home) / "jaxpaged"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def _one_each(

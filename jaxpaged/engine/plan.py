@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
-CPU_MEMORY_SHARE = 0.25
+CPU_MEMORY_SHARE = 0.1
 
 
 def resolve_dtype(config: EngineConfig) -> jnp.dtype:
@@ -54,6 +55,18 @@ def cache_plan(config: EngineConfig, model_config: ModelConfig) -> CachePlan:
         available_bytes=available,
         available_why=why,
     )
+
+
+def compilation_cache_dir() -> str:
+    """Where compiled programs are kept: `JAX_COMPILATION_CACHE_DIR`, else a folder in the user's cache."""
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return jax.config.jax_compilation_cache_dir or str(Path(cache_home) / "jaxpaged")
+
+
+def keep_compiled_programs() -> None:
+    """Let JAX keep compiled programs on disk, so that a second start does not compile again."""
+    jax.config.update("jax_compilation_cache_dir", compilation_cache_dir())
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def available_bytes(config: EngineConfig, model_config: ModelConfig, dtype: jnp.dtype) -> tuple[int, str]:

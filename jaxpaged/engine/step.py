@@ -59,20 +59,21 @@ def advance(model: Llama, state: EngineState, tiles: Tiles) -> EngineState:
     num_tiles = tiles.row.shape[0]
     offset = jnp.arange(tiles.tile_len, dtype=jnp.int32)
     positions = tiles.start[:, None] + offset
+    row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
     valid = offset < tiles.num_tokens[:, None]
 
     per_row = jnp.zeros_like(rows.num_tokens).at[tiles.row].add(tiles.num_tokens)
     tables, appended = block_table.append(
         state.tables, per_row, max_new_blocks=max_new_blocks(tiles, state.tables.block_size)
     )
-    slots = block_table.slot_mapping(tables, tiles.row[:, None], positions, valid)
+    slots = block_table.slot_mapping(tables, row, positions, valid)
     batch = AttentionBatch(
         slot_mapping=slots.reshape(-1),
         block_tables=tables.block_tables[tiles.row],
         query_starts=tiles.start,
         seq_lens=jnp.where(tiles.num_tokens > 0, tiles.start + tiles.num_tokens, 0),
     )
-    token_ids = jnp.where(valid, rows.token_ids.at[tiles.row[:, None], positions].get(mode="clip"), 0)
+    token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     hidden, kv_cache = model(
         token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), state.kv_cache, batch
     )

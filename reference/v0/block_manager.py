@@ -179,14 +179,17 @@ class BlockSpaceManager:
         num_missing = len(seq.logical_token_blocks) - len(block_table)
         assert num_missing <= 1, f"{num_missing=} must be at most 1: call append_slot after every token"
 
-        last_block = block_table[-1]
-        if num_missing == 1:
-            if not self.block_sliding_window or len(block_table) < self.block_sliding_window:
-                block_table.append(self.gpu_allocator.allocate())
-                return None
-            last_block = block_table[-self.block_sliding_window]  # its tokens are leaving the window
+        on_gpu = all(block.device == Device.GPU for block in block_table)
+        assert on_gpu, f"{block_table=} must be on the GPU: swap the sequence in first"
 
-        assert last_block.device == Device.GPU, f"{last_block} must be on the GPU: swap the sequence in first"
+        if num_missing == 0:
+            last_block = block_table[-1]
+        elif self.block_sliding_window and len(block_table) >= self.block_sliding_window:
+            last_block = block_table[-self.block_sliding_window]  # its tokens are leaving the window
+        else:
+            block_table.append(self.gpu_allocator.allocate())
+            return None
+
         copy_pair = None
         if last_block.ref_count > 1:
             new_block = self.gpu_allocator.allocate()

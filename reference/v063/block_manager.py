@@ -87,15 +87,13 @@ class SelfAttnBlockSpaceManager:
         AssertionError: one has a table already. NoFreeBlocksError: can_allocate was not asked.
         """
         waiting_seqs = seq_group.get_seqs(SequenceStatus.WAITING)
-        assert not self.block_tables.keys() & {seq.seq_id for seq in waiting_seqs}, (
-            "block table already exists"
-        )
+        assert not self.block_tables.keys() & {seq.seq_id for seq in waiting_seqs}, "there is a table already"
         first_seq = waiting_seqs[0]
         self._add_table(first_seq, self._allocate_sequence(first_seq))
         for seq in waiting_seqs[1:]:
             self._add_table(seq, self.block_tables[first_seq.seq_id].fork())
 
-        assert seq_group.request_id not in self.cross_block_tables, "block table already exists"
+        assert seq_group.request_id not in self.cross_block_tables, "there is a table already"
         self._check_encoder(seq_group)
         encoder_seq = seq_group.get_encoder_seq()
         if encoder_seq is not None:
@@ -119,11 +117,9 @@ class SelfAttnBlockSpaceManager:
     def _check_encoder(self, seq_group: SequenceGroup) -> None:
         if seq_group.is_encoder_decoder():
             if self.max_block_sliding_window is not None:
-                raise NotImplementedError(
-                    "Sliding window attention for encoder/decoder models is not supported"
-                )
+                raise NotImplementedError("a sliding window with an encoder is not supported")
             if self.enable_caching:
-                raise NotImplementedError("Prefix caching for encoder/decoder models is not supported")
+                raise NotImplementedError("prefix caching with an encoder is not supported")
 
     # Growth.
 

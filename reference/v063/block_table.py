@@ -65,7 +65,7 @@ class BlockTable:
 
         NoFreeBlocksError: what was done by then stays done.
         """
-        assert self._is_allocated, "no blocks have been allocated"
+        assert self._is_allocated, "the table has no blocks"
         self._drop_blocks_out_of_window(num_computed_slots)
         first_block_idx = self._num_full_slots // self._block_size
         self.ensure_num_empty_slots(len(token_ids) + num_lookahead_slots)

@@ -78,10 +78,10 @@ class ReadOnlyRefCounter(RefCounterProtocol):
         self._refcounter = refcounter
 
     def incr(self, block_id: BlockId) -> RefCount:
-        raise ValueError("Incr not allowed")
+        raise ValueError("a read-only counter cannot incr")
 
     def decr(self, block_id: BlockId) -> RefCount:
-        raise ValueError("Decr not allowed")
+        raise ValueError("a read-only counter cannot decr")
 
     def get(self, block_id: BlockId) -> RefCount:
         return self._refcounter.get(block_id)

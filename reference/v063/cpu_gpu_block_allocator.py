@@ -25,7 +25,7 @@ class CpuGpuBlockAllocator(DeviceAwareBlockAllocator):
                 return NaiveBlockAllocator(NaiveBlock, len(block_ids), block_size, block_ids)
             if allocator_type == "prefix_caching":
                 return PrefixCachingBlockAllocator(len(block_ids), block_size, block_ids)
-            raise ValueError(f"Unknown allocator type {allocator_type=}")
+            raise ValueError(f"{allocator_type=} must be 'naive' or 'prefix_caching'")
 
         return CpuGpuBlockAllocator(
             cpu_block_allocator=allocator(range(num_gpu_blocks, num_gpu_blocks + num_cpu_blocks)),
@@ -34,7 +34,7 @@ class CpuGpuBlockAllocator(DeviceAwareBlockAllocator):
 
     def __init__(self, cpu_block_allocator: BlockAllocator, gpu_block_allocator: BlockAllocator) -> None:
         assert not (cpu_block_allocator.all_block_ids & gpu_block_allocator.all_block_ids), (
-            "cpu and gpu block allocators can't have intersection of block ids"
+            "the two allocators must have different block ids"
         )
         self._allocators = {Device.CPU: cpu_block_allocator, Device.GPU: gpu_block_allocator}
         self._block_ids_to_allocator = {
@@ -85,7 +85,7 @@ class CpuGpuBlockAllocator(DeviceAwareBlockAllocator):
         the source by then.
         """
         if any(isinstance(block, NullBlock) for block in blocks):
-            raise ValueError("null block should not be modified")
+            raise ValueError("the null block cannot be changed")
         src_block_ids = [block.block_id for block in blocks]
         self._allocators[src_device].swap_out(blocks)
         self._allocators[dst_device].swap_in(blocks)
@@ -149,7 +149,7 @@ class NullBlock(Block):
         self._proxy = proxy
 
     def append_token_ids(self, token_ids: list[int]) -> None:
-        raise ValueError("null block should not be modified")
+        raise ValueError("the null block cannot be changed")
 
     @property
     def block_id(self) -> int | None:
@@ -157,7 +157,7 @@ class NullBlock(Block):
 
     @block_id.setter
     def block_id(self, value: int | None) -> None:
-        raise ValueError("null block should not be modified")
+        raise ValueError("the null block cannot be changed")
 
     @property
     def mutable(self) -> bool:
@@ -169,7 +169,7 @@ class NullBlock(Block):
 
     @property
     def num_tokens_total(self) -> int:
-        raise NotImplementedError("num_tokens_total is not used for null block")
+        raise NotImplementedError("the null block has no num_tokens_total")
 
     @property
     def num_empty_slots(self) -> int:

@@ -37,7 +37,7 @@ class LRUEvictor:
     def evict(self) -> tuple[int, int]:
         """Remove a block; returns its id and its content hash. ValueError: there is none."""
         if not self.free_table:
-            raise ValueError("No usable cache memory left")
+            raise ValueError("there is no block to evict")
         chosen_id = next(iter(self.free_table))
         for block_id, block in self.free_table.items():
             chosen = self.free_table[chosen_id]
@@ -56,7 +56,7 @@ class LRUEvictor:
     def remove(self, block_id: int) -> None:
         """Take a block out that is in use again. ValueError: it is not here."""
         if block_id not in self.free_table:
-            raise ValueError("Attempting to remove block that's not in the evictor")
+            raise ValueError(f"{block_id=} is not in the evictor")
         del self.free_table[block_id]
 
     @property
@@ -68,4 +68,4 @@ def make_evictor(eviction_policy: EvictionPolicy) -> LRUEvictor:
     """An evictor that follows a policy. ValueError: an unknown policy."""
     if eviction_policy == EvictionPolicy.LRU:
         return LRUEvictor()
-    raise ValueError(f"Unknown cache eviction policy: {eviction_policy}")
+    raise ValueError(f"{eviction_policy=} must be EvictionPolicy.LRU")

@@ -97,7 +97,7 @@ class NaiveBlockAllocator(PooledBlockAllocator):
         return len({id(block) for block in blocks if block.is_full})
 
     def promote_to_immutable_block(self, block: Block) -> BlockId:
-        raise NotImplementedError("There is no promotion for naive blocks")
+        raise NotImplementedError("naive blocks are not promoted")
 
     # Without a prefix cache nothing is ever found, and nothing need be noted.
 
@@ -199,20 +199,20 @@ class NaiveBlock(Block):
 
     @property
     def num_tokens_total(self) -> int:
-        raise NotImplementedError("num_tokens_total is not used for naive block")
+        raise NotImplementedError("a naive block has no num_tokens_total")
 
     @property
     def computed(self) -> bool:
-        raise NotImplementedError("computed is not used for naive block")
+        raise NotImplementedError("a naive block has no computed")
 
     @computed.setter
     def computed(self, value: bool) -> None:
-        raise NotImplementedError("computed is not used for naive block")
+        raise NotImplementedError("a naive block has no computed")
 
     @property
     def last_accessed(self) -> float:
-        raise NotImplementedError("last_accessed is not used for naive block")
+        raise NotImplementedError("a naive block has no last_accessed")
 
     @last_accessed.setter
     def last_accessed(self, last_accessed_ts: float) -> None:
-        raise NotImplementedError("last_accessed is not used for naive block")
+        raise NotImplementedError("a naive block has no last_accessed")

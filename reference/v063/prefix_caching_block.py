@@ -176,7 +176,7 @@ class PrefixCachingBlockAllocator(PooledBlockAllocator):
     # Free.
 
     def _free_block_id(self, block: Block) -> None:
-        assert block.block_id is not None, "Freeing unallocated block is undefined"
+        assert block.block_id is not None, "the block is not allocated"
         if block.content_hash is not None:
             self._decr_refcount_cached_block(block)
         else:
@@ -218,7 +218,7 @@ class PrefixCachingBlockAllocator(PooledBlockAllocator):
             elif block_id in self.evictor:
                 self.evictor.update(block_id, now)
             else:
-                raise ValueError("Mark block as accessed which is not belonged to GPU")
+                raise ValueError(f"{block_id=} is neither in use nor cached")
 
     def mark_blocks_as_computed(self, block_ids: list[int]) -> None:
         """Note that blocks that became full since the last call are computed; `block_ids` plays no part."""

@@ -54,27 +54,43 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class BlockHashToBlockMap:
     """The cached blocks by hash. Several blocks may have one hash: the same tokens, computed by two requests.
 
-    A block never gives way to its double, so a request's table only ever grows.
+    A block never gives way to its double, so a request's table only ever grows. Under a hash lies the
+    block itself, or, once there have been two, a dictionary of blocks by id (vLLM's own layout).
     """
 
     def __init__(self) -> None:
-        self._cache: dict[BlockHashWithGroupId, dict[int, KVCacheBlock]] = {}
+        self._cache: dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+
+    def get_all_blocks(self, key: BlockHashWithGroupId) -> list[KVCacheBlock]:
+        """The blocks of this hash, first inserted first."""
+        blocks = self._cache.get(key, {})
+        return [blocks] if isinstance(blocks, KVCacheBlock) else list(blocks.values())
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block of this hash that was inserted first, or None."""
-        blocks = self._cache.get(key)
-        return next(iter(blocks.values())) if blocks else None
+        blocks = self.get_all_blocks(key)
+        return blocks[0] if blocks else None
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
-        self._cache.setdefault(key, {})[block.block_id] = block
+        blocks = self._cache.get(key)
+        if blocks is None:
+            self._cache[key] = block
+        elif isinstance(blocks, KVCacheBlock):
+            self._cache[key] = {blocks.block_id: blocks, block.block_id: block}
+        else:
+            blocks[block.block_id] = block
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         """Take out the block of this hash and id, or return None when there is none."""
-        blocks = self._cache.get(key, {})
-        block = blocks.pop(block_id, None)
-        if block is not None and not blocks:
-            del self._cache[key]
-        return block
+        for block in self.get_all_blocks(key):
+            if block.block_id == block_id:
+                blocks = self._cache[key]
+                if isinstance(blocks, dict):
+                    del blocks[block_id]
+                if not isinstance(blocks, dict) or not blocks:
+                    del self._cache[key]
+                return block
+        return None
 
     def __len__(self) -> int:
         """The number of different hashes."""

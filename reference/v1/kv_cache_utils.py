@@ -142,12 +142,14 @@ class FreeKVCacheBlockQueue:
             self._insert_between(self.fake_free_list_head, block, self.fake_free_list_head.next_free_block)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """All free blocks, from head to tail."""
-        blocks = []
+        """All free blocks, from head to tail. AssertionError when they are not `num_free_blocks`."""
+        blocks: list[KVCacheBlock] = []
         block = self.fake_free_list_head.next_free_block
         while block is not None and block is not self.fake_free_list_tail:
             blocks.append(block)
+            assert len(blocks) <= self.num_free_blocks, f"{self.num_free_blocks=} but the queue goes on"
             block = block.next_free_block
+        assert len(blocks) == self.num_free_blocks, f"{self.num_free_blocks=} must be {len(blocks)=}"
         return blocks
 
 

@@ -1,0 +1,94 @@
+"""A whole Llama in NumPy: no cache, no batch, every token computed anew. The oracle of the engine."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+
+class Config(Protocol):
+    """The numbers the model needs; `jaxpaged.models.config.ModelConfig` has them."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+
+
+Weights = Mapping[str, np.ndarray]  # by Hugging Face name; a projection is [out_features, in_features]
+
+
+def logits(config: Config, weights: Weights, token_ids: list[int]) -> np.ndarray:
+    """Scores of the token after each of `token_ids`: [num_tokens, vocab_size], in the weights' dtype."""
+    x = weights["model.embed_tokens.weight"][token_ids]
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        normed = rms_norm(x, weights[f"{prefix}.input_layernorm.weight"], config.rms_norm_eps)
+        x = x + attention(config, weights, f"{prefix}.self_attn", normed)
+        normed = rms_norm(x, weights[f"{prefix}.post_attention_layernorm.weight"], config.rms_norm_eps)
+        x = x + mlp(weights, f"{prefix}.mlp", normed)
+    x = rms_norm(x, weights["model.norm.weight"], config.rms_norm_eps)
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return x @ weights[f"{head}.weight"].T
+
+
+def generate(
+    config: Config,
+    weights: Weights,
+    prompt: list[int],
+    max_tokens: int,
+    stop_token_ids: tuple[int, ...] = (),
+) -> list[int]:
+    """Greedy answer: the likeliest token again and again, a stop token included."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(int(np.argmax(logits(config, weights, tokens)[-1])))
+        if tokens[-1] in stop_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def attention(config: Config, weights: Weights, prefix: str, x: np.ndarray) -> np.ndarray:
+    """Causal attention over all of `x`, [num_tokens, hidden_size]; query heads share kv heads in groups."""
+    num_tokens = len(x)
+    q = linear(weights, f"{prefix}.q_proj", x).reshape(num_tokens, config.num_q_heads, config.head_dim)
+    k = linear(weights, f"{prefix}.k_proj", x).reshape(num_tokens, config.num_kv_heads, config.head_dim)
+    v = linear(weights, f"{prefix}.v_proj", x).reshape(num_tokens, config.num_kv_heads, config.head_dim)
+    q, k = rope(q, config.rope_theta), rope(k, config.rope_theta)
+    out = np.empty_like(q)
+    group = config.num_q_heads // config.num_kv_heads
+    for head in range(config.num_q_heads):
+        scores = q[:, head] @ k[:, head // group].T / np.sqrt(config.head_dim)
+        scores = np.where(np.tri(num_tokens, dtype=bool), scores, -np.inf)
+        weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out[:, head] = weight / weight.sum(axis=-1, keepdims=True) @ v[:, head // group]
+    return linear(weights, f"{prefix}.o_proj", out.reshape(num_tokens, -1))
+
+
+def mlp(weights: Weights, prefix: str, x: np.ndarray) -> np.ndarray:
+    """`down(silu(gate(x)) * up(x))`."""
+    gate = linear(weights, f"{prefix}.gate_proj", x)
+    return linear(
+        weights, f"{prefix}.down_proj", gate / (1 + np.exp(-gate)) * linear(weights, f"{prefix}.up_proj", x)
+    )
+
+
+def linear(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    y = x @ weights[f"{name}.weight"].T
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps)) * weight
+
+
+def rope(x: np.ndarray, theta: float) -> np.ndarray:
+    """Turn each pair (i, i + head_dim / 2) of `x`, [num_tokens, num_heads, head_dim], by its angle."""
+    half = x.shape[-1] // 2
+    angle = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
+    cos, sin = (f(angle).astype(x.dtype)[:, None] for f in (np.cos, np.sin))
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
