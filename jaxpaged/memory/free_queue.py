@@ -143,9 +143,10 @@ def last_namings(
     mark = FreeQueue.NOT_QUEUED - 1 - jnp.arange(ids.shape[0], dtype=jnp.int32)
     target = jnp.where(mask, ids, queue.num_blocks)
     place = queue.place.at[target].min(mark, mode="drop")
-    is_last = mask & (place[ids] == mark)
-    place = place.at[target].set(FreeQueue.NOT_QUEUED, mode="drop")
-    return dataclasses.replace(queue, place=place), is_last
+    found = place[ids]
+    # Always NOT_QUEUED; said like this, XLA reads before it writes instead of copying the whole array.
+    place = place.at[target].set(jnp.maximum(found, FreeQueue.NOT_QUEUED), mode="drop")
+    return dataclasses.replace(queue, place=place), mask & (found == mark)
 
 
 def compact(queue: FreeQueue) -> FreeQueue:

@@ -50,7 +50,7 @@ def hash_block(token_ids: Int[Array, "*n block_size"], index: Int[Array, "*n"]) 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "last", "generation", "slot", "next", "prev", "hash", "parent_slot", "parent_generation", "token_ids",
+        "last", "generation", "slot", "neighbours", "hash", "parent", "token_ids",
     ],
     meta_fields=["hash_fn"],
 )  # fmt: skip
@@ -64,13 +64,9 @@ class PrefixCache:
     last: Int[Array, " num_slots"]  # the block cached last with this content; 0 for an empty slot
     generation: Int[Array, " num_slots"]  # nodes that have died here
     slot: Int[Array, " num_blocks"]  # where the block's node is
-    next: Int[
-        Array, " num_blocks"
-    ]  # the block cached after this one with the same content; the last's: the first
-    prev: Int[Array, " num_blocks"]
-    hash: UInt32[Array, "num_blocks 2"]
-    parent_slot: Int[Array, " num_blocks"]  # ROOT for a sequence's first block
-    parent_generation: Int[Array, " num_blocks"]  # the salt for a sequence's first block
+    neighbours: Int[Array, "num_blocks 2"]  # in the ring: the block cached after, the block cached before
+    hash: UInt32[Array, "num_blocks 2"]  # of all tokens up to the block's last
+    parent: Int[Array, "num_blocks 2"]  # slot and generation; of a sequence's first block: ROOT and the salt
     token_ids: Int[Array, "num_blocks block_size"]
     hash_fn: HashFn
 
@@ -131,11 +127,9 @@ def create(num_blocks: int, block_size: int, hash_fn: HashFn = hash_block) -> Pr
         last=zeros(num_slots),
         generation=zeros(num_slots),
         slot=jnp.full(num_blocks, PrefixCache.NO_SLOT, jnp.int32),
-        next=zeros(num_blocks),
-        prev=zeros(num_blocks),
+        neighbours=zeros(num_blocks, 2),
         hash=jnp.zeros((num_blocks, 2), jnp.uint32),
-        parent_slot=zeros(num_blocks),
-        parent_generation=zeros(num_blocks),
+        parent=zeros(num_blocks, 2),
         token_ids=zeros(num_blocks, block_size),
         hash_fn=hash_fn,
     )
@@ -190,7 +184,7 @@ def lookup(
     end = jnp.maximum(num_hits - 1, 0)
     reached = Chain(salt.astype(jnp.int32), num_hits, slot[end], cache.generation[slot[end]], hashes[end])
     return Hit(
-        block_ids=jnp.where(hit, cache.next[cache.last[slot]], 0),
+        block_ids=jnp.where(hit, cache.neighbours[cache.last[slot], 0], 0),
         chain=jax.tree.map(lambda some, none: jnp.where(num_hits > 0, some, none), reached, start),
     )
 
@@ -231,22 +225,19 @@ def insert(
     base_slot = jnp.where(is_first, tip_slot, jnp.roll(slot, 1))[base]
     base_generation = jnp.where(is_first, tip_generation, cache.generation[jnp.roll(slot, 1)])[base]
 
-    # A block can have one content only: which entry is the first to name it? The marks lie below NO_SLOT.
+    # A block can have one content only, and joins a ring once.
     is_block = mask & (block_ids != 0)
-    target = jnp.where(is_block, block_ids, cache.num_blocks)
     old = cache.slot[block_ids]
-    marks = cache.slot.at[target].min(index - num_entries - 1, mode="drop")
-    naming = jnp.where(is_block, marks[block_ids] + num_entries + 1, index)
+    naming = first_equal(block_ids, mask=is_block)
     links = is_block & (naming == index) & (old == PrefixCache.NO_SLOT)
-    cache = dataclasses.replace(cache, slot=marks.at[target].set(old, mode="drop"))
 
     # The same content may be new in several rows: the first to have it leads, the others join it.
     leader = first_equal(hashes[:, 0], hashes[:, 1], base_slot, base_generation, mask=is_new)
     claims = is_new & (leader == index) & links & (tip_slot != PrefixCache.BROKEN)
-    cache, new_slot = _claim(cache, block_ids, hashes, claims)
-    parent = jnp.where(leads, -1, jnp.roll(leader, 1))
+    last, new_slot = _claim(cache, block_ids, hashes, claims)
+    joined = jnp.where(leads, -1, jnp.roll(leader, 1))
     slot = jnp.where(is_new, new_slot[leader], slot)
-    joins = jnp.all(token_ids == token_ids[leader], axis=1) & (parent == parent[leader])
+    joins = jnp.all(token_ids == token_ids[leader], axis=1) & (joined == joined[leader])
     agrees = hit | (is_new & joins & (slot != PrefixCache.NO_SLOT))
     agrees &= ((old == PrefixCache.NO_SLOT) | (old == slot)) & (slot[naming] == slot)
 
@@ -255,20 +246,23 @@ def insert(
     cached = mask & unbroken(whole & (hit | whole[leader]), is_first)
     links &= cached
     unclaimed = claims & ~cached & (new_slot != PrefixCache.NO_SLOT)
-    last = cache.last.at[jnp.where(unclaimed, new_slot, cache.num_slots)].set(0, mode="drop")
-    cache = dataclasses.replace(cache, last=last)
-    parent_slot = jnp.where(is_first, tip_slot, jnp.roll(slot, 1))
-    parent_generation = jnp.where(is_first, tip_generation, cache.generation[jnp.roll(slot, 1)])
+    parent = jnp.stack(
+        [
+            jnp.where(is_first, tip_slot, jnp.roll(slot, 1)),
+            jnp.where(is_first, tip_generation, cache.generation[jnp.roll(slot, 1)]),
+        ],
+        axis=-1,
+    )
     target = jnp.where(links, block_ids, cache.num_blocks)
     cache = dataclasses.replace(
         cache,
+        last=last,
         slot=cache.slot.at[target].set(slot, mode="drop"),
         hash=cache.hash.at[target].set(hashes, mode="drop"),
-        parent_slot=cache.parent_slot.at[target].set(parent_slot, mode="drop"),
-        parent_generation=cache.parent_generation.at[target].set(parent_generation, mode="drop"),
+        parent=cache.parent.at[target].set(parent, mode="drop"),
         token_ids=cache.token_ids.at[target].set(token_ids, mode="drop"),
     )
-    cache = _link(cache, slot, block_ids, is_new, links)
+    cache = _link(cache, jnp.where(unclaimed, new_slot, slot), block_ids, is_new, links, unclaimed)
 
     grows = counts > 0
     at = jnp.maximum(end - 1, 0)
@@ -286,23 +280,15 @@ def remove(cache: PrefixCache, block_ids: Int[Array, " n"], mask: Bool[Array, " 
     """Forget the content of the masked blocks; a node whose last block goes is dead for good."""
     slot = cache.slot[block_ids]
     mask = mask & (slot != PrefixCache.NO_SLOT)
-    is_kept = cache.slot.at[jnp.where(mask, block_ids, cache.num_blocks)].set(
-        PrefixCache.NO_SLOT, mode="drop"
-    )
-
-    def survivor(link: Int[Array, " num_blocks"]) -> Int[Array, " n"]:
-        """The nearest block of the ring that stays; the block itself if none does."""
-
-        def goes_too(at: Int[Array, " n"]) -> Bool[Array, " n"]:
-            return mask & (at != block_ids) & (is_kept[at] == PrefixCache.NO_SLOT)
-
-        return lax.while_loop(
-            lambda at: jnp.any(goes_too(at)),
-            lambda at: jnp.where(goes_too(at), link[at], at),
-            link[block_ids],
-        )
-
-    after, before = survivor(cache.next), survivor(cache.prev)
+    target = jnp.where(mask, block_ids, cache.num_blocks)
+    after, before = cache.neighbours[block_ids].T
+    # Mark the blocks that go with their index here, and see which neighbours are marked.
+    index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
+    marks = cache.slot.at[target].min(PrefixCache.NO_SLOT - 1 - index, mode="drop")
+    found = marks[jnp.stack([block_ids, after, before])]
+    gone_after, gone_before = PrefixCache.NO_SLOT - 1 - found[1:]
+    after = _survivor(block_ids, after, gone_after, mask)
+    before = _survivor(block_ids, before, gone_before, mask)
     dies = mask & (after == block_ids)
     lives = mask & ~dies
     was_last = mask & (cache.last[slot] == block_ids)
@@ -313,9 +299,9 @@ def remove(cache: PrefixCache, block_ids: Int[Array, " n"], mask: Bool[Array, " 
             jnp.where(dies, 0, before), mode="drop"
         ),
         generation=cache.generation.at[jnp.where(dies, slot, cache.num_slots)].set(generation, mode="drop"),
-        slot=is_kept,
-        next=cache.next.at[jnp.where(lives, before, cache.num_blocks)].set(after, mode="drop"),
-        prev=cache.prev.at[jnp.where(lives, after, cache.num_blocks)].set(before, mode="drop"),
+        # Always NO_SLOT; said like this, XLA reads before it writes instead of copying the whole array.
+        slot=marks.at[target].set(jnp.maximum(found[0], PrefixCache.NO_SLOT), mode="drop"),
+        neighbours=_set_neighbours(cache, (before, after, lives), (after, before, lives)),
     )
 
 
@@ -378,14 +364,14 @@ def _match(
     block = cache.last[slots]
     same = (block != 0) & jnp.all(cache.hash[block] == hashes[:, None], axis=-1)
     same &= jnp.all(cache.token_ids[block] == token_ids[:, None], axis=-1)
-    parent_slot, parent_generation = cache.parent_slot[block], cache.parent_generation[block]
+    parent = cache.parent[block]
 
     def fits(slot: Int[Array, " n"]) -> Bool[Array, "n candidates"]:
         """Which candidates are children of what was chosen for the entry before."""
         before = jnp.roll(slot, 1)
         want_slot = jnp.where(is_first, tip_slot, before)
         want_generation = jnp.where(is_first, tip_generation, cache.generation[before])
-        return same & (parent_slot == want_slot[:, None]) & (parent_generation == want_generation[:, None])
+        return same & jnp.all(parent == jnp.stack([want_slot, want_generation], axis=-1)[:, None], axis=-1)
 
     def choose(among: Bool[Array, "n candidates"]) -> Int[Array, " n"]:
         return jnp.take_along_axis(slots, jnp.argmax(among, axis=1)[:, None], axis=1)[:, 0]
@@ -402,15 +388,45 @@ def _match(
     return slot, unbroken(mask & jnp.any(fits(slot), axis=1), is_first)
 
 
+def _survivor(
+    block_ids: Int[Array, " n"],
+    neighbour: Int[Array, " n"],
+    gone: Int[Array, " n"],
+    mask: Bool[Array, " n"],
+) -> Int[Array, " n"]:
+    """The nearest block in the ring that stays; the block itself if none does.
+
+    `gone` is the index of the neighbour among the blocks that go, negative if it stays.
+    """
+    gone = jnp.where(mask & (neighbour != block_ids), gone, -1)
+    max_rounds = block_ids.shape[0].bit_length()
+    type Walk = tuple[Int[Array, ""], Int[Array, " n"], Int[Array, " n"]]
+
+    def walk(state: Walk) -> Walk:  # each round doubles the distance looked at
+        round, neighbour, gone = state
+        return (
+            round + 1,
+            jnp.where(gone >= 0, neighbour[gone], neighbour),
+            jnp.where(gone >= 0, gone[gone], gone),
+        )
+
+    def more(state: Walk) -> Bool[Array, ""]:
+        return (state[0] < max_rounds) & jnp.any(state[2] >= 0)
+
+    _, neighbour, gone = lax.while_loop(more, walk, (jnp.int32(0), neighbour, gone))
+    return jnp.where(gone >= 0, block_ids, neighbour)
+
+
 def _claim(
     cache: PrefixCache,
     block_ids: Int[Array, " n"],
     hashes: UInt32[Array, "n 2"],
     mask: Bool[Array, " n"],
-) -> tuple[PrefixCache, Int[Array, " n"]]:
+) -> tuple[Int[Array, " num_slots"], Int[Array, " n"]]:
     """Give each masked entry a slot of its own, in the emptier of its buckets; NO_SLOT where both are full.
 
-    No two masked entries name the same block: the block's id marks the slot as taken.
+    No two masked entries name the same block: as the slot's `last`, its id marks the slot as taken.
+    Returns: the new `last`, and the slots.
     """
     slots = _candidates(cache, hashes)
     second = jnp.arange(slots.shape[1]) >= PrefixCache.BUCKET
@@ -430,7 +446,7 @@ def _claim(
 
     nowhere = jnp.full(block_ids.shape, PrefixCache.NO_SLOT, jnp.int32)
     last, slot, _ = lax.while_loop(lambda claims: jnp.any(claims[2]), attempt, (cache.last, nowhere, mask))
-    return dataclasses.replace(cache, last=last), slot
+    return last, slot
 
 
 def _link(
@@ -439,32 +455,53 @@ def _link(
     block_ids: Int[Array, " n"],
     is_new: Bool[Array, " n"],
     mask: Bool[Array, " n"],
+    unclaimed: Bool[Array, " n"],
 ) -> PrefixCache:
-    """Add the masked blocks to the rings of their nodes, behind those that are there."""
+    """Add the masked blocks to the rings of their nodes, behind those there; empty unclaimed slots."""
     index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
     order = jnp.argsort(jnp.where(mask, slot, cache.num_slots), stable=True)
-    slot, ids, is_new, mask = slot[order], block_ids[order], is_new[order], mask[order]
-    begins = (index == 0) | (slot != jnp.roll(slot, 1))
+    slot, ids, is_new, mask, unclaimed = (x[order] for x in (slot, block_ids, is_new, mask, unclaimed))
+    begins = (index == 0) | (slot != jnp.roll(slot, 1)) | ~jnp.roll(mask, 1)
     ends = (index == index[-1]) | (slot != jnp.roll(slot, -1)) | ~jnp.roll(mask, -1)
     first = ids[lax.cummax(jnp.where(begins, index, 0))]
     final = ids[lax.cummin(jnp.where(ends, index, index[-1]), reverse=True)]
-    old_last = jnp.where(is_new, final, cache.last[slot])
-    old_first = jnp.where(is_new, first, cache.next[cache.last[slot]])
-
-    def at(here: Bool[Array, " n"], ids: Int[Array, " n"]) -> Int[Array, " n"]:
-        return jnp.where(mask & here, ids, cache.num_blocks)
-
+    old_last = cache.last[slot]
+    old_first = jnp.where(is_new, first, cache.neighbours[old_last, 0])
+    # Always `ids`; said like this, XLA reads before it writes instead of copying the whole array.
+    new_last = jnp.where(unclaimed, 0, jnp.maximum(ids, jnp.minimum(old_last, 0)))
+    old_last = jnp.where(is_new, final, old_last)
     after = jnp.where(ends, old_first, jnp.roll(ids, -1))
     before = jnp.where(begins, old_last, jnp.roll(ids, 1))
     return dataclasses.replace(
         cache,
-        next=cache.next.at[at(begins, old_last)]
-        .set(ids, mode="drop")
-        .at[at(mask, ids)]
-        .set(after, mode="drop"),
-        prev=cache.prev.at[at(ends, old_first)]
-        .set(ids, mode="drop")
-        .at[at(mask, ids)]
-        .set(before, mode="drop"),
-        last=cache.last.at[jnp.where(mask & ends, slot, cache.num_slots)].set(ids, mode="drop"),
+        last=cache.last.at[jnp.where((mask & ends) | unclaimed, slot, cache.num_slots)].set(
+            new_last, mode="drop"
+        ),
+        neighbours=_set_neighbours(
+            cache,
+            (
+                jnp.concatenate([ids, old_last]),
+                jnp.concatenate([after, ids]),
+                jnp.concatenate([mask, mask & begins]),
+            ),
+            (
+                jnp.concatenate([ids, old_first]),
+                jnp.concatenate([before, ids]),
+                jnp.concatenate([mask, mask & ends]),
+            ),
+        ),
     )
+
+
+def _set_neighbours(
+    cache: PrefixCache,
+    after: tuple[Int[Array, " n"], Int[Array, " n"], Bool[Array, " n"]],
+    before: tuple[Int[Array, " n"], Int[Array, " n"], Bool[Array, " n"]],
+) -> Int[Array, "num_blocks 2"]:
+    """The neighbours with some changed: (blocks, who comes after them, mask), (blocks, who before, mask).
+
+    One scatter: after two, XLA would copy the array.
+    """
+    blocks, values, mask = (jnp.concatenate(pair) for pair in zip(after, before, strict=True))
+    side = jnp.repeat(jnp.arange(2), after[0].shape[0])
+    return cache.neighbours.at[jnp.where(mask, blocks, cache.num_blocks), side].set(values, mode="drop")
