@@ -226,18 +226,19 @@ def insert(
     base_generation = jnp.where(is_first, tip_generation, cache.generation[jnp.roll(slot, 1)])[base]
 
     # A block can have one content only, and joins a ring once.
-    is_block = mask & (block_ids != 0)
+    is_block = mask & (block_ids != 0) & (tip_slot != PrefixCache.BROKEN)
     old = cache.slot[block_ids]
     naming = first_equal(block_ids, mask=is_block)
     links = is_block & (naming == index) & (old == PrefixCache.NO_SLOT)
 
-    # The same content may be new in several rows: the first to have it leads, the others join it.
-    leader = first_equal(hashes[:, 0], hashes[:, 1], base_slot, base_generation, mask=is_new)
-    claims = is_new & (leader == index) & links & (tip_slot != PrefixCache.BROKEN)
+    # The same content may be new in several rows: the first block to have it leads, later ones join it.
+    same = first_equal(hashes[:, 0], hashes[:, 1], base_slot, base_generation, mask=is_new)
+    leader = jnp.full_like(index, num_entries).at[same].min(jnp.where(links, index, num_entries))[same]
+    claims = is_new & (leader == index)
     last, new_slot = _claim(cache, block_ids, hashes, claims)
     joined = jnp.where(leads, -1, jnp.roll(leader, 1))
     slot = jnp.where(is_new, new_slot[leader], slot)
-    joins = jnp.all(token_ids == token_ids[leader], axis=1) & (joined == joined[leader])
+    joins = (leader <= index) & jnp.all(token_ids == token_ids[leader], axis=1) & (joined == joined[leader])
     agrees = hit | (is_new & joins & (slot != PrefixCache.NO_SLOT))
     agrees &= ((old == PrefixCache.NO_SLOT) | (old == slot)) & (slot[naming] == slot)
 
