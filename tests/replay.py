@@ -11,7 +11,7 @@ from tests.memory.lockstep import Lockstep
 def replay(path: pathlib.Path, verbose: bool = False) -> None:
     """Run the history step by step; raise what the test raised, or nothing if it has been mended."""
     trace = json.loads(path.read_text())
-    lockstep = Lockstep(**trace["made_with"])
+    lockstep = Lockstep(**trace["made_with"], save=False)
     for step, (verb, args) in enumerate(trace["history"]):
         done = lockstep.run(verb, *args)
         if verbose:

@@ -180,7 +180,7 @@ def touch(
     """
     known, unknown = _known(pool, block_ids, mask)
     known &= ~unknown
-    is_free = known & (pool.ref_count[block_ids] == 0)
+    is_free = known & (pool.free_queue.place[block_ids] != FreeQueue.NOT_QUEUED)
     target = jnp.where(known, block_ids, pool.num_blocks)
     pool = dataclasses.replace(
         pool,

@@ -84,8 +84,11 @@ def pop_front(
         last = jnp.max(jnp.where(taken, offset + 1, passed))
         return jnp.where(num_taken < count, passed + window, last), num_taken, taken_ids
 
+    def wants_more(progress: Progress) -> Bool[Array, ""]:
+        return (progress[1] < count) & (progress[0] < queue.span)
+
     start = (jnp.int32(0), jnp.int32(0), jnp.zeros(max_count, jnp.int32))
-    passed, _, taken_ids = lax.while_loop(lambda progress: progress[1] < count, look, start)
+    passed, _, taken_ids = lax.while_loop(wants_more, look, start)
     taken = jnp.arange(max_count, dtype=jnp.int32) < count
     queue = dataclasses.replace(
         queue,
@@ -123,12 +126,14 @@ def remove(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " nu
     place = queue.place[ids]
     hole = -1 - jnp.arange(ids.shape[0], dtype=jnp.int32)
     ring = queue.ring.at[jnp.where(mask, place, queue.capacity)].min(hole, mode="drop")
-    counts = mask & (ring[place] == hole)
+    found = ring[place]
+    target = jnp.where(mask, ids, queue.num_blocks)
     return dataclasses.replace(
         queue,
         ring=ring,
-        place=queue.place.at[jnp.where(mask, ids, queue.num_blocks)].set(FreeQueue.NOT_QUEUED, mode="drop"),
-        num_free=queue.num_free - jnp.sum(counts, dtype=jnp.int32),
+        # Always NOT_QUEUED; said like this, XLA reads before it writes instead of copying the whole array.
+        place=queue.place.at[target].set(jnp.maximum(found, FreeQueue.NOT_QUEUED), mode="drop"),
+        num_free=queue.num_free - jnp.sum(mask & (found == hole), dtype=jnp.int32),
     )
 
 

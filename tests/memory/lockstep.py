@@ -86,8 +86,13 @@ class Traced:
 
 
 @functools.cache
-def jitted(policy: str, block_size: int) -> Traced:
+def jitted(policy: str, block_size: int, collide: bool = False) -> Traced:
     return Traced(policy)
+
+
+def same_hash(token_ids: jax.Array, index: jax.Array) -> jax.Array:
+    """The worst hash there is; as its words differ it has two buckets, enough for all blocks."""
+    return jnp.broadcast_to(jnp.array([0, 1], jnp.uint32), (*index.shape, 2)) * (index == -1)[..., None]
 
 
 def _eager(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,11 +106,16 @@ def _eager(verb: Callable[..., Any]) -> Callable[..., Any]:
 class Lockstep:
     """One history under way. Every verb returns whether it was done (False: both refused)."""
 
-    def __init__(self, policy: str, block_size: int, use_jit: bool = True) -> None:
-        self.made_with = {"policy": policy, "block_size": block_size, "use_jit": use_jit}
+    def __init__(
+        self, policy: str, block_size: int, use_jit: bool = True, collide: bool = False, save: bool = True
+    ) -> None:
+        """`collide`: every hash is the same. `save`: write the history down when it fails."""
+        self.made_with = {"policy": policy, "block_size": block_size, "use_jit": use_jit, "collide": collide}
+        self.save_failures, self.collide = save, collide
         self.history: list[tuple[str, list[Any]]] = []
         self.policy, self.block_size, self.use_jit = policy, block_size, use_jit
-        cache = prefix_cache.create(NUM_BLOCKS, block_size) if policy.startswith("lru") else None
+        hash_fn = same_hash if collide else prefix_cache.hash_block
+        cache = prefix_cache.create(NUM_BLOCKS, block_size, hash_fn) if policy.startswith("lru") else None
         self.device = block_table.create(
             block_pool.create(NUM_BLOCKS, policy, prefix_cache=cache), MAX_SEQS, MAX_BLOCKS, block_size
         )
@@ -114,7 +124,9 @@ class Lockstep:
         )
         self.oracle = self._create_oracle()
         verbs = transitions(policy)
-        self.verbs = jitted(policy, block_size).verbs if use_jit else {k: _eager(v) for k, v in verbs.items()}
+        self.verbs = (
+            jitted(policy, block_size, collide).verbs if use_jit else {k: _eager(v) for k, v in verbs.items()}
+        )
         self.compare()
 
     def _create_oracle(self) -> Any:
@@ -141,7 +153,8 @@ class Lockstep:
             if not done and values != [leaf.tobytes() for leaf in after]:
                 raise Disagreement(f"{verb} was refused, but changed the state")
         except Exception as error:
-            error.add_note(f"after {verb}{tuple(args)}; python -m tests.replay {self.save()}")
+            if self.save_failures:
+                error.add_note(f"after {verb}{tuple(args)}; python -m tests.replay {self.save()}")
             raise
         return done
 
@@ -357,6 +370,17 @@ class Lockstep:
         )
 
     def commit(self, num_tokens: list[int]) -> bool:
+        if not self.collide or sum(num > 0 for num in num_tokens) == 0:
+            return self._commit(num_tokens)
+        # New blocks of one call that collide with each other are not cached (not all of them), so that they
+        # go one by one.
+        for row, num in enumerate(num_tokens):
+            for n in range(self.block_size, num + 1, self.block_size):
+                if not self._commit([n * (i == row) for i in range(MAX_SEQS)]):
+                    return False
+        return True
+
+    def _commit(self, num_tokens: list[int]) -> bool:
         tokens = np.zeros((MAX_SEQS, MAX_BLOCKS * self.block_size), np.int32)
         held = {row: self.oracle.tokens[row] for row in self.oracle.device_rows()}
         for row, line in held.items():

@@ -19,7 +19,7 @@ some_rows = st.lists(rows, max_size=MAX_SEQS, unique=True).map(sorted)
 tokens = st.integers(1, 2)
 
 
-def machine(policy: str, block_size: int, use_jit: bool = True) -> type[RuleBasedStateMachine]:
+def machine(policy: str, block_size: int, **options: bool) -> type[RuleBasedStateMachine]:
     """A machine whose rules are the verbs of `Lockstep`."""
     room = MAX_BLOCKS * block_size
     # A token, a block, a prompt; now and then more than a row has room for.
@@ -34,7 +34,7 @@ def machine(policy: str, block_size: int, use_jit: bool = True) -> type[RuleBase
     class Histories(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            self.lockstep = Lockstep(policy, block_size, use_jit)
+            self.lockstep = Lockstep(policy, block_size, **options)
 
         def on_device(self) -> list[int]:
             return self.lockstep.oracle.device_rows()
@@ -171,9 +171,9 @@ def machine(policy: str, block_size: int, use_jit: bool = True) -> type[RuleBase
     return Cached
 
 
-def run(policy: str, block_size: int, use_jit: bool, max_examples: int, steps: int) -> None:
+def run(policy: str, block_size: int, max_examples: int, steps: int, **options: bool) -> None:
     run_state_machine_as_test(
-        machine(policy, block_size, use_jit),
+        machine(policy, block_size, **options),
         settings=settings(
             max_examples=max_examples * SOAK,
             stateful_step_count=steps,
@@ -188,9 +188,13 @@ def run(policy: str, block_size: int, use_jit: bool, max_examples: int, steps: i
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("policy", ["lifo", "naive", "lru", "lru_split"])
 def test_policy_equals_its_oracle(policy: str, block_size: int) -> None:
-    run(policy, block_size, use_jit=True, max_examples=6, steps=30)
+    run(policy, block_size, max_examples=6, steps=30)
     for verb, times in jitted(policy, block_size).num_traces.items():
         assert times == 1, f"{verb} was compiled {times} times"
+
+
+def test_prefix_caching_is_exact_when_every_hash_is_the_same() -> None:
+    run("lru", 4, max_examples=6, steps=40, collide=True)
 
 
 @pytest.mark.parametrize("policy", ["lifo", "naive", "lru", "lru_split"])
