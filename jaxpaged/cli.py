@@ -227,7 +227,9 @@ def _info(args: argparse.Namespace) -> None:
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
-    implementation, why = ops.default_implementation()
+    implementation = ops.default_implementation()
+    is_kernel = implementation == "mosaic_gpu"
+    why = "a Hopper GPU, for decoding; prompts use xla" if is_kernel else "the kernels are for Hopper GPUs"
     model = loading.open_checkpoint(args.model).config
     cache = plan.cache_plan(config, model)
     lines += [

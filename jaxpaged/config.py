@@ -80,7 +80,7 @@ class EngineConfig:
     num_blocks: int | None = None  # in the cache, the null block included; None: what memory allows
     max_num_seqs: int = 16  # rows decoded together
     max_model_len: int | None = None  # tokens of a prompt with its answer; None: the model's own limit
-    max_prefill_tokens: int = 256  # prompt tokens computed in one step
+    max_prefill_tokens: int = 512  # prompt tokens computed in one step
     gpu_memory_utilization: float = 0.9  # share of the device memory to use
     seed: int = 0  # for requests without a seed
 

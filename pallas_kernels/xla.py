@@ -1,83 +1,279 @@
-"""Every operation in plain jax.numpy: the path for CPUs, and the second opinion everywhere else."""
+"""Every operation in plain jax.numpy: the path for CPUs and older GPUs, and the second opinion on the
+kernels.
 
+Attention streams over the cache: a chunk of a few hundred tokens of every row is gathered, its softmax
+joined to the running one, and the next chunk takes its place. The loop ends with the longest live row, so
+neither time nor temporary memory follows the capacity of the block table. A row's result does not depend
+on how long
+the others are: to a row, a chunk outside its tokens multiplies by one and adds zero.
+
+Arguments have been checked by `ops`, which has the shapes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jax.experimental.compute_on import compute_on
 
-# Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
-# stay in a CPU's second-level cache and to waste little on short sequences.
-CHUNK_TOKENS = 128
-# Stands for minus infinity without its NaN: exp(MASKED - anything real) is 0.
-MASKED = -1e30
+from pallas_kernels.support import Options
+
+CHUNK_TOKENS = 256  # tokens of each row that are gathered at a time
+LOWEST = -1e30  # stands for minus infinity as a maximum: its differences are not NaN
 
 
-def tiled_paged_attention(
-    q: Float[Array, "num_tiles tile_len num_q_heads head_dim"],
-    k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
-    v_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
-    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
-    query_starts: Int[Array, " num_tiles"],
-    seq_lens: Int[Array, " num_tiles"],
-    *,
-    scale: float,
-) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
-    """As `ops.tiled_paged_attention`: a running softmax over chunks of blocks, as far as the longest tile."""
-    num_tiles, tile_len, num_q_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
-    group = num_q_heads // num_kv_heads
-    blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
-    chunk_len = blocks_per_chunk * block_size
-    num_chunks = -(-jnp.max(seq_lens) // chunk_len)
-    # The last chunk may reach past the table's width: name the null block there.
-    padding = -block_tables.shape[1] % blocks_per_chunk
-    block_tables = jnp.pad(block_tables, ((0, 0), (0, padding)))
+class Softmax(NamedTuple):
+    """A softmax under way, for each row and query head."""
 
-    # All queries that share a kv head, of all places of the tile, are one dimension: "rows" of the scores.
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
-    q = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile_len * group, head_dim)
-    q_position = jnp.repeat(query_starts[:, None] + jnp.arange(tile_len), group, axis=1)
-    # One bound says both what is causal and what exists.
-    bound = jnp.minimum(q_position + 1, seq_lens[:, None])[:, None, :, None]
+    out: jax.Array  # [num_seqs, num_kv_heads, group_size, head_dim] float32, sum of exp(s - max) * v
+    max: jax.Array  # [num_seqs, num_kv_heads, group_size] largest s so far
+    sum: jax.Array  # [num_seqs, num_kv_heads, group_size] sum of exp(s - max)
 
-    def chunk(i, carry):  # type: ignore[no-untyped-def]
-        row_max, row_sum, acc = carry
-        ids = lax.dynamic_slice_in_dim(block_tables, i * blocks_per_chunk, blocks_per_chunk, axis=1)
-        k = k_cache[ids].reshape(num_tiles, chunk_len, num_kv_heads, head_dim).astype(q.dtype)
-        v = v_cache[ids].reshape(num_tiles, chunk_len, num_kv_heads, head_dim).astype(q.dtype)
-        kv_position = i * chunk_len + jnp.arange(chunk_len)
-        # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
-        v = jnp.where((kv_position < seq_lens[:, None])[:, :, None, None], v, 0)
 
-        scores = jnp.einsum("nkrd,nckd->nkrc", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(kv_position < bound, scores, MASKED)
-        new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
-        weights = jnp.where(kv_position < bound, jnp.exp(scores - new_max[..., None]), 0)
-        rescale = jnp.exp(row_max - new_max)
-        pv = jnp.einsum("nkrc,nckd->nkrd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
-        return new_max, row_sum * rescale + jnp.sum(weights, -1), acc * rescale[..., None] + pv
+def paged_attention_v1(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    options: Options,
+) -> jax.Array:
+    """All tokens of a row in one running softmax."""
+    state = _attend(q, k_cache, v_cache, block_tables, seq_lens, 0, jnp.max(seq_lens, initial=0), options)
+    return _finish(state, q, seq_lens, options)
 
-    rows = (num_tiles, num_kv_heads, tile_len * group)
-    init = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
-    _, row_sum, acc = lax.fori_loop(0, num_chunks, chunk, init)
-    out = acc / jnp.where(row_sum == 0, 1, row_sum)[..., None]
-    out = out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(num_tiles, tile_len, num_q_heads, head_dim).astype(q.dtype)
+
+def paged_attention_v2(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    options: Options,
+    partition_size: int,
+) -> jax.Array:
+    """One softmax per partition of a row, then a merge."""
+    block_size = k_cache.shape[1 if options.kv_layout == "token_major" else 2]
+    max_partitions = max(1, -(-block_tables.shape[1] * block_size // partition_size))
+
+    def one_partition(p: jax.Array, partials: Softmax) -> Softmax:
+        args = (q, k_cache, v_cache, block_tables, seq_lens)
+        part = _attend(*args, p * partition_size, (p + 1) * partition_size, options)
+        return jax.tree.map(
+            lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, p, 0), partials, part
+        )
+
+    # Partitions past the longest row keep what they start with: nothing.
+    partials = jax.tree.map(lambda x: jnp.repeat(x[None], max_partitions, 0), _nothing(q, k_cache, options))
+    num_live = -(-jnp.max(seq_lens, initial=0) // partition_size)
+    partials = lax.fori_loop(0, num_live, one_partition, partials)
+
+    largest = jnp.max(partials.max, axis=0)
+    weight = jnp.exp(partials.max - largest)
+    merged = Softmax(
+        out=jnp.sum(weight[..., None] * partials.out, axis=0),
+        max=largest,
+        sum=jnp.sum(weight * partials.sum, axis=0),
+    )
+    return _finish(merged, q, seq_lens, options)
+
+
+def _attend(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    first_token: jax.Array | int,
+    end_token: jax.Array,
+    options: Options,
+) -> Softmax:
+    """The softmax over tokens [first_token, end_token) of every row; first_token starts a block."""
+    token_major = options.kv_layout == "token_major"
+    num_seqs, num_q_heads, head_dim = q.shape
+    num_kv_heads, block_size = (k_cache.shape[2], k_cache.shape[1]) if token_major else k_cache.shape[1:3]
+    queries = q.reshape(num_seqs, num_kv_heads, -1, head_dim).astype(jnp.float32) * options.scale
+    if options.k_scale is not None:
+        queries = queries * options.k_scale[:, None, None]
+    chunk_blocks = max(1, CHUNK_TOKENS // block_size)
+    chunk_tokens = chunk_blocks * block_size
+    cache_axes = "snbkd" if token_major else "snkbd"
+    end_token = jnp.minimum(end_token, jnp.max(seq_lens, initial=0))
+
+    def one_chunk(chunk: jax.Array, state: Softmax) -> Softmax:
+        column = first_token // block_size + chunk * chunk_blocks + jnp.arange(chunk_blocks)
+        token = column[:, None] * block_size + jnp.arange(block_size)
+        seen = _visible(token, seq_lens, num_q_heads, num_kv_heads, options) & (token < end_token)
+        # A block without a visible token is not looked up: block 0 stands in for it, and is masked as well.
+        is_needed = jnp.any(seen, axis=(1, 2, 4))
+        entry = jnp.minimum(column, block_tables.shape[1] - 1)
+        block_ids = jnp.where(is_needed, block_tables[:, entry], 0)
+        k = k_cache[block_ids].astype(jnp.float32)
+        s = jnp.einsum(f"skgd,{cache_axes}->skgnb", queries, k, precision=lax.Precision.HIGHEST)
+        if options.soft_cap is not None:
+            s = options.soft_cap * jnp.tanh(s / options.soft_cap)
+        if options.alibi_slopes is not None:
+            distance = (token - seq_lens[:, None, None] + 1)[:, None, None]
+            s += options.alibi_slopes.reshape(num_kv_heads, -1, 1, 1) * distance
+        s = jnp.where(seen, s, LOWEST)
+        largest = jnp.maximum(state.max, jnp.max(s, axis=(3, 4)))
+        weight = jnp.where(seen, jnp.exp(s - largest[..., None, None]), 0)
+        # Zero times NaN is NaN: what nobody sees must be zero, not only weightless.
+        used = jnp.any(seen, axis=(1, 2))
+        used = used[:, :, :, None, None] if token_major else used[:, :, None, :, None]
+        v = jnp.where(used, v_cache[block_ids].astype(jnp.float32), 0)
+        rescale = jnp.exp(state.max - largest)
+        out = jnp.einsum(f"skgnb,{cache_axes}->skgd", weight, v, precision=lax.Precision.HIGHEST)
+        return Softmax(
+            out=state.out * rescale[..., None] + out,
+            max=largest,
+            sum=state.sum * rescale + jnp.sum(weight, axis=(3, 4)),
+        )
+
+    first_chunk: jax.Array | int = 0
+    if options.sliding_window is not None:
+        # Rows without tokens do not hold the loop back.
+        starts = jnp.where(seq_lens > 0, seq_lens - options.sliding_window, end_token)
+        first_chunk = jnp.maximum(jnp.min(starts, initial=end_token) - first_token, 0) // chunk_tokens
+    num_chunks = -(-(end_token - first_token) // chunk_tokens)
+    return lax.fori_loop(first_chunk, num_chunks, one_chunk, _nothing(q, k_cache, options))
+
+
+def _visible(
+    token: jax.Array, seq_lens: jax.Array, num_q_heads: int, num_kv_heads: int, options: Options
+) -> jax.Array:
+    """Whether a head sees a token: [num_seqs, num_kv_heads or 1, group_size or 1, *token.shape]."""
+    seq_len = seq_lens.reshape(-1, 1, 1, 1, 1)
+    token = token[None, None, None]
+    seen = token < seq_len
+    if options.sliding_window is not None:
+        seen &= token >= seq_len - options.sliding_window
+    if options.block_sparse is not None:
+        sparse = options.block_sparse
+        head = jnp.arange(num_q_heads).reshape(num_kv_heads, -1, 1, 1)
+        if sparse.head_sliding_step >= 0:
+            position = sparse.tp_rank * num_q_heads + head
+        else:
+            position = sparse.tp_rank * num_kv_heads + head // (num_q_heads // num_kv_heads)
+        offset = 1 + abs(sparse.head_sliding_step) * position
+        block, own_block = token // sparse.block_size, (seq_len - 1) // sparse.block_size
+        is_vertical = (block + offset) % sparse.vertical_stride == 0
+        seen = seen & (is_vertical | (block > own_block - sparse.local_blocks))
+    return seen
+
+
+def _nothing(q: jax.Array, k_cache: jax.Array, options: Options) -> Softmax:
+    num_seqs, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2 if options.kv_layout == "token_major" else 1]
+    shape = (num_seqs, num_kv_heads, num_q_heads // num_kv_heads)
+    return Softmax(
+        out=jnp.zeros((*shape, head_dim), jnp.float32),
+        max=jnp.full(shape, LOWEST, jnp.float32),
+        sum=jnp.zeros(shape, jnp.float32),
+    )
+
+
+def _finish(state: Softmax, q: jax.Array, seq_lens: jax.Array, options: Options) -> jax.Array:
+    """Add the sinks, divide, and give rows without tokens their zeros."""
+    out, largest, total = state
+    if options.sinks is not None:
+        sinks = options.sinks.reshape(largest.shape[1:])
+        with_sink = jnp.maximum(largest, sinks)
+        rescale = jnp.exp(largest - with_sink)
+        out = out * rescale[..., None]
+        total = total * rescale + jnp.exp(sinks - with_sink)
+    if options.v_scale is not None:
+        out = out * options.v_scale[:, None, None]
+    out = jnp.where((seq_lens > 0)[:, None, None, None], out / total[..., None], 0)
+    return out.reshape(q.shape).astype(q.dtype)
 
 
 def reshape_and_cache(
-    k: Float[Array, "num_tokens num_kv_heads head_dim"],
-    v: Float[Array, "num_tokens num_kv_heads head_dim"],
-    k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
-    v_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
-    slot_mapping: Int[Array, " num_tokens"],
-) -> tuple[
-    Num[Array, "num_blocks block_size num_kv_heads head_dim"],
-    Num[Array, "num_blocks block_size num_kv_heads head_dim"],
-]:
-    """As `ops.reshape_and_cache`: one scatter each, which XLA does in place on a donated cache."""
+    k: jax.Array,
+    v: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    slot_mapping: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    kv_layout: str,
+) -> tuple[jax.Array, jax.Array]:
+    """A scatter of the new tokens; in place where the caches are donated."""
+    block_size = k_cache.shape[1 if kv_layout == "token_major" else 2]
+    if slot_mapping.shape[0] == 1:
+        # A scatter of one index becomes an update that XLA does not do in place on a CPU: write it twice.
+        k, v, slot_mapping = (jnp.concatenate([x, x]) for x in (k, v, slot_mapping))
+    is_padding = (slot_mapping < 0) | (slot_mapping >= k_cache.shape[0] * block_size)
+    slots = jnp.where(is_padding, 0, slot_mapping)
+    block, offset = jnp.divmod(slots, block_size)
 
-    def write(new: Num[Array, "..."], cache: Num[Array, "..."]) -> Num[Array, "..."]:
-        slots = cache.reshape(-1, *cache.shape[2:])
-        return slots.at[slot_mapping].set(new.astype(cache.dtype)).reshape(cache.shape)
+    def write(cache: jax.Array, new: jax.Array, scale: jax.Array | None) -> jax.Array:
+        new = quantise(new, scale, cache.dtype)
+        if kv_layout == "head_major":
+            return cache.at[block, :, offset].set(new)
+        return cache.reshape(-1, *cache.shape[2:]).at[slots].set(new).reshape(cache.shape)
 
-    return write(k, k_cache), write(v, v_cache)
+    return write(k_cache, k, k_scale), write(v_cache, v, v_scale)
+
+
+def quantise(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """The stored form of x [..., num_kv_heads, head_dim]; quantised types saturate."""
+    if scale is None:
+        return x.astype(dtype)
+    scaled = x.astype(jnp.float32) / scale[:, None]
+    if dtype == jnp.int8:
+        return jnp.clip(jnp.rint(scaled), -128, 127).astype(jnp.int8)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(scaled, -largest, largest).astype(dtype)
+
+
+def copy_blocks(caches: Sequence[jax.Array], pairs: jax.Array) -> list[jax.Array]:
+    """Find out where the content of each target comes from in the end, then gather once and scatter once."""
+    source, target = _final_copies(pairs, caches[0].shape[0])
+    return [cache.at[target].set(cache[source]) for cache in caches]
+
+
+def _final_copies(pairs: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
+    """Pairs that, all done at once, do what `pairs` do one after the other.
+
+    Several of them may have one target: they then have one source too. Pairs out of range become (0, 0).
+    """
+    in_range = jnp.all((pairs >= 0) & (pairs < num_blocks), axis=1)
+    source, target = jnp.where(in_range[:, None], pairs, 0).T
+    index = jnp.arange(len(pairs))
+    # writer[i]: the last pair before i whose target is i's source, else i itself.
+    wrote = (target[None, :] == source[:, None]) & (index[None, :] < index[:, None])
+    writer = jnp.max(jnp.where(wrote, index[None, :], -1), axis=1, initial=-1)
+    writer = jnp.where(writer < 0, index, writer)
+    for _ in range(max(1, len(pairs) - 1).bit_length()):  # each round doubles the steps followed
+        writer = writer[writer]
+    last = jnp.max(jnp.where(target[None, :] == target[:, None], index[None, :], -1), axis=1, initial=-1)
+    return source[writer][last], target
+
+
+def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array) -> jax.Array:
+    """Gather where the source lives, move, scatter where the target lives."""
+    limits = jnp.array([source.shape[0], target.shape[0]])
+    in_range = jnp.all((pairs >= 0) & (pairs < limits), axis=1)
+    # As with copies, a target named twice gets the last of its sources; pairs out of range write nowhere.
+    index = jnp.arange(len(pairs))
+    same = (pairs[None, :, 1] == pairs[:, None, 1]) & in_range[None, :]
+    last = jnp.max(jnp.where(same, index[None, :], 0), axis=1, initial=0)
+    from_block = jnp.where(in_range, pairs[last, 0], 0)
+    to_block = jnp.where(in_range, pairs[:, 1], target.shape[0])
+
+    source_space, target_space = jax.typeof(source).memory_space, jax.typeof(target).memory_space
+    blocks = _in_space(source_space, lambda pool, ids: pool[ids])(source, from_block)
+    blocks = jax.device_put(blocks, target_space)
+    write = _in_space(target_space, lambda pool, ids, new: pool.at[ids].set(new, mode="drop"))
+    return write(target, to_block, blocks)
+
+
+def _in_space(space: Any, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The function, computed where its data lives: by the host's processor for arrays in host memory."""
+    if space != jax.memory.Space.Host:
+        return function
+    on_host = compute_on(function, compute_type="device_host", out_memory_spaces=space)
+    return lambda *args: on_host(*(jax.device_put(arg, space) for arg in args))

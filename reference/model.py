@@ -1,7 +1,8 @@
 """A whole Llama in NumPy: no cache, no batch, every token computed anew. The oracle of the engine."""
 
+import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +16,7 @@ class Config(Protocol):
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: Any  # None, or Llama 3's: factor, low_freq_factor, high_freq_factor, original_max_len
     tie_word_embeddings: bool
 
 
@@ -57,7 +59,7 @@ def attention(config: Config, weights: Weights, prefix: str, x: np.ndarray) -> n
     q = linear(weights, f"{prefix}.q_proj", x).reshape(num_tokens, config.num_q_heads, config.head_dim)
     k = linear(weights, f"{prefix}.k_proj", x).reshape(num_tokens, config.num_kv_heads, config.head_dim)
     v = linear(weights, f"{prefix}.v_proj", x).reshape(num_tokens, config.num_kv_heads, config.head_dim)
-    q, k = rope(q, config.rope_theta), rope(k, config.rope_theta)
+    q, k = rope(q, config), rope(k, config)
     out = np.empty_like(q)
     group = config.num_q_heads // config.num_kv_heads
     for head in range(config.num_q_heads):
@@ -85,10 +87,30 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps)) * weight
 
 
-def rope(x: np.ndarray, theta: float) -> np.ndarray:
+def rope(x: np.ndarray, config: Config) -> np.ndarray:
     """Turn each pair (i, i + head_dim / 2) of `x`, [num_tokens, num_heads, head_dim], by its angle."""
     half = x.shape[-1] // 2
-    angle = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
+    angle = np.arange(len(x))[:, None] * np.array([rope_frequency(config, i / half) for i in range(half)])
     cos, sin = (f(angle).astype(x.dtype)[:, None] for f in (np.cos, np.sin))
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def rope_frequency(config: Config, place: float) -> float:
+    """Radians a position of the pair that stands at `place` in [0, 1) among the pairs of a head.
+
+    Llama 3 stretches what turns slowly: a wave longer than original / low is slowed by `factor`, one shorter
+    than original / high is kept, and between them the two are mixed.
+    """
+    frequency = config.rope_theta**-place
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    wavelength = 2 * math.pi / frequency
+    if wavelength < scaling.original_max_len / scaling.high_freq_factor:
+        return frequency
+    if wavelength > scaling.original_max_len / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    smooth = scaling.original_max_len / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency

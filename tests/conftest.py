@@ -1,11 +1,21 @@
-"""Every annotated function of the packages checks its shapes and types while the tests run."""
+"""Every annotated function that works on arrays checks its shapes and types while the tests run."""
 
 import os
+from pathlib import Path
 
 from jaxtyping import install_import_hook
 
 from tests import typechecker
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-install_import_hook(["jaxpaged", "pallas_kernels"], f"{typechecker.__name__}.check")
+# Not what is there to meet wrong types and say so: the host side, and the public operations.
+CHECKED = [
+    "pallas_kernels.xla_tiles",
+    "jaxpaged.memory",
+    "jaxpaged.models",
+    "jaxpaged.sampling",
+    *(f"jaxpaged.engine.{module}" for module in ("loop", "scheduler", "state", "step")),
+]
+install_import_hook(CHECKED, f"{typechecker.__name__}.check")

@@ -200,21 +200,18 @@ def _stored(value: np.ndarray, which: int, scales: dict[str, Any], cache: np.nda
     return scaled.astype(cache.dtype)
 
 
-def tolerance(
-    case: Case, arrays: dict[str, np.ndarray], options: dict[str, Any], weights_dtype: str
-) -> float:
-    """The largest admissible absolute error of an output element.
+def tolerance(case: Case, want: np.ndarray, mean_abs: np.ndarray, weights_dtype: str) -> np.ndarray:
+    """The largest admissible absolute error of each output element.
 
-    An output is a weighted mean of values, so an error e in every weight (relative) or value moves it by at most
-    e * max|v|. Three roundings count, with u the unit roundoff of the type: the weights are rounded to
-    `weights_dtype` before they meet the values (u of that type; a half of it again for the sum that
-    is divided by), the output is rounded to q's type, and a logit, a float32 sum of head_dim products scaled by
-    less than 32 in all, is off by at most 32 * head_dim * 2**-24, which moves a weight by as much.
+    An output is a mean of values with weights of sum one (or less, with a sink), so relative errors of up
+    to e in the weights move it by at most e * mean_abs, the same mean of the values' magnitudes. With u
+    the unit roundoff of a type:
+
+    * weights are rounded to `weights_dtype` before they meet the values: u of that type;
+    * a logit is a float32 sum of head_dim products whose magnitudes add up to less than 32: head_dim * 32
+      * 2**-24 at most, and a weight moves by as much; twice, as the sum that is divided by moves too;
+    * the output is rounded to q's type: u of that type times the output.
     """
     u = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-    live = arrays["v_cache"].astype(np.float32)
-    largest = float(np.max(np.abs(live[np.isfinite(live)]), initial=0.0))
-    if "v_scale" in options:
-        largest *= float(np.max(options["v_scale"]))
     logit_error = 32 * case.head_dim * 2.0**-24
-    return largest * (1.5 * u[weights_dtype] + u[case.dtype] + logit_error) + 1e-6
+    return mean_abs * (u[weights_dtype] + 2 * logit_error) + abs(want) * u[case.dtype] + 1e-6

@@ -43,8 +43,12 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def engine(**options: Any) -> Engine:
-    """A float32 engine over the tiny model; options are those of `EngineConfig`."""
-    return Engine(EngineConfig(**{"dtype": "float32"} | options), CONFIG, weights())
+    """A float32 engine over the tiny model; options are those of `EngineConfig`.
+
+    Engines of the same sizes share one compiled loop: leave the defaults where a test does not care.
+    """
+    defaults = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8}
+    return Engine(EngineConfig(**defaults | options), CONFIG, weights())
 
 
 def generate(

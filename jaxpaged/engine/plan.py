@@ -14,7 +14,7 @@ from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
-CPU_MEMORY_SHARE = 0.1
+CPU_MEMORY_SHARE = 0.05
 
 
 def resolve_dtype(config: EngineConfig) -> jnp.dtype:

@@ -5,45 +5,58 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Tiles
-from jaxpaged.engine.state import NO_TOKEN, EngineState, FinishReason, Phase, Rows
+from jaxpaged.engine.state import EngineState, FinishReason, Phase, Rows
 from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.kv_cache import AttentionBatch
 from jaxpaged.models.llama import Llama
-from jaxpaged.sampling import SamplingState, sample
+from jaxpaged.sampling import sample
 from jaxpaged.status import Status
 
-# Logits are computed for at least so many rows: what a prompt's last token gets must not depend on how many
-# prompts ended in the same step, and a row's bits depend on the shape it is computed in.
-MIN_LOGIT_ROWS = 8
+Hidden = Float[Array, "max_num_seqs hidden"]
 
 
 def step(model: Llama, state: EngineState, max_prefill_tokens: int) -> EngineState:
     """Advance by a few prompt tiles if a prompt is unfinished, else by one token a running row.
 
-    Each kind of step has one shape (prompts two, so that a short one need not pay for a full batch).
+    Each kind of forward pass has one shape (prompts two, so that a short one need not pay for a full batch);
+    what follows it, from logits to freeing, always has the shape of the rows. So a token's bits do not depend
+    on what else is in the step.
     """
     state = scheduler.admit(state)
     widths = prefill_widths(max_prefill_tokens)
     tiles_left = jnp.sum(cdiv(scheduler.prompt_tokens_left(state), PREFILL_TILE))
 
-    def prefill(num_tiles: int) -> Callable[[EngineState], EngineState]:
-        return lambda state: advance(model, state, scheduler.prefill_tiles(state, num_tiles, PREFILL_TILE))
+    def prefill(num_tiles: int) -> Callable[[EngineState], tuple[EngineState, Hidden]]:
+        return lambda state: forward(model, state, scheduler.prefill_tiles(state, num_tiles, PREFILL_TILE))
 
-    def decode(state: EngineState) -> EngineState:
-        return advance(model, state, scheduler.decode_tiles(state))
+    def decode(state: EngineState) -> tuple[EngineState, Hidden]:
+        return forward(model, state, scheduler.decode_tiles(state))
 
     # Branch 0 decodes; branch i > 0 is the narrowest prefill that takes all tiles left, or the widest.
     wanted = 1 + jnp.searchsorted(jnp.asarray(widths), tiles_left)
     branch = jnp.where(tiles_left == 0, 0, jnp.minimum(wanted, len(widths)))
-    state = lax.switch(branch, [decode, *map(prefill, widths)], state)
+    state, hidden = lax.switch(branch, [decode, *map(prefill, widths)], state)
+
+    # A row whose every token is in the cache has its newest token's hidden state, and is due for the next.
+    rows = state.rows
+    due = rows.running & (state.tables.seq_lens == rows.num_tokens)
+    next_ids = lax.cond(
+        jnp.any(due),
+        lambda: sample(model.logits(hidden), rows.sampling, rows.num_tokens),
+        lambda: jnp.zeros_like(rows.num_tokens),
+    )
+    rows = append_tokens(rows, next_ids, due)
+    tables, freed = free_finished(rows, state.tables)
     counters = dataclasses.replace(state.counters, num_steps=state.counters.num_steps + 1)
-    return dataclasses.replace(state, counters=counters)
+    return dataclasses.replace(
+        state, rows=rows, tables=tables, counters=counters, status=state.status | freed
+    )
 
 
 def prefill_widths(max_prefill_tokens: int) -> tuple[int, ...]:
@@ -53,10 +66,9 @@ def prefill_widths(max_prefill_tokens: int) -> tuple[int, ...]:
     return (narrow, widest) if narrow < widest else (widest,)
 
 
-def advance(model: Llama, state: EngineState, tiles: Tiles) -> EngineState:
-    """Compute the tiles' tokens; where a tile ends with a row's newest token, append the next one."""
+def forward(model: Llama, state: EngineState, tiles: Tiles) -> tuple[EngineState, Hidden]:
+    """Compute the tiles' tokens; the hidden state of each row's newest token, where it was among them."""
     rows = state.rows
-    num_tiles = tiles.row.shape[0]
     offset = jnp.arange(tiles.tile_len, dtype=jnp.int32)
     positions = tiles.start[:, None] + offset
     row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
@@ -66,36 +78,30 @@ def advance(model: Llama, state: EngineState, tiles: Tiles) -> EngineState:
     tables, appended = block_table.append(
         state.tables, per_row, max_new_blocks=max_new_blocks(tiles, state.tables.block_size)
     )
-    slots = block_table.slot_mapping(tables, row, positions, valid)
+    end = tiles.start + tiles.num_tokens
     batch = AttentionBatch(
-        slot_mapping=slots.reshape(-1),
+        slot_mapping=block_table.slot_mapping(tables, row, positions, valid).reshape(-1),
         block_tables=tables.block_tables[tiles.row],
         query_starts=tiles.start,
-        seq_lens=jnp.where(tiles.num_tokens > 0, tiles.start + tiles.num_tokens, 0),
+        seq_lens=jnp.where(tiles.num_tokens > 0, end, 0),
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     hidden, kv_cache = model(
         token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), state.kv_cache, batch
     )
 
-    last = hidden.reshape(num_tiles, tiles.tile_len, -1)[jnp.arange(num_tiles), tiles.num_tokens - 1]
-    next_ids = sample(
-        logits(model, last), row_options(rows.sampling, tiles.row), tiles.start + tiles.num_tokens
-    )
-    done = (tiles.num_tokens > 0) & (tiles.start + tiles.num_tokens == rows.num_tokens[tiles.row])
-    target = jnp.where(done, tiles.row, tables.max_seqs)
-    rows = append_tokens(rows, jnp.full_like(rows.phase, NO_TOKEN).at[target].set(next_ids, mode="drop"))
+    is_newest = (tiles.num_tokens > 0) & (end == rows.num_tokens[tiles.row])
+    last = hidden.reshape(*positions.shape, -1)[jnp.arange(positions.shape[0]), tiles.num_tokens - 1]
+    of_rows = jnp.zeros((tables.max_seqs, hidden.shape[-1]), hidden.dtype)
+    of_rows = of_rows.at[jnp.where(is_newest, tiles.row, tables.max_seqs)].set(last, mode="drop")
 
-    tables, freed = free_finished(rows, tables)
-    is_prompt = tiles.start < rows.prompt_lens[tiles.row]
+    num_prompt = jnp.sum(jnp.where(tiles.start < rows.prompt_lens[tiles.row], tiles.num_tokens, 0))
     counters = dataclasses.replace(
         state.counters,
-        num_prompt_tokens=state.counters.num_prompt_tokens
-        + jnp.sum(jnp.where(is_prompt, tiles.num_tokens, 0)),
-        num_decode_tokens=state.counters.num_decode_tokens
-        + jnp.sum(jnp.where(is_prompt, 0, tiles.num_tokens)),
+        num_prompt_tokens=state.counters.num_prompt_tokens + num_prompt,
+        num_decode_tokens=state.counters.num_decode_tokens + jnp.sum(tiles.num_tokens) - num_prompt,
     )
-    return EngineState(rows, tables, kv_cache, counters, status=state.status | appended.status | freed)
+    return EngineState(rows, tables, kv_cache, counters, status=state.status | appended.status), of_rows
 
 
 def max_new_blocks(tiles: Tiles, block_size: int) -> int:
@@ -104,19 +110,10 @@ def max_new_blocks(tiles: Tiles, block_size: int) -> int:
     return num_tiles if tiles.tile_len == 1 else num_tiles * (cdiv(tiles.tile_len, block_size) + 1)
 
 
-def logits(model: Llama, hidden: Float[Array, "tiles hidden"]) -> Float[Array, "tiles vocab"]:
-    num_rows = hidden.shape[0]
-    padding = max(MIN_LOGIT_ROWS - num_rows, 0) if num_rows > 1 else 0
-    return model.logits(jnp.pad(hidden, ((0, padding), (0, 0))))[:num_rows]
-
-
-def row_options(options: SamplingState, row: Int[Array, " tiles"]) -> SamplingState:
-    return SamplingState(*(getattr(options, field.name)[row] for field in dataclasses.fields(options)))
-
-
-def append_tokens(rows: Rows, next_ids: Int[Array, " max_num_seqs"]) -> Rows:
-    """Append a token to each row that has one (not NO_TOKEN), and finish the rows that end with it."""
-    appends = next_ids != NO_TOKEN
+def append_tokens(
+    rows: Rows, next_ids: Int[Array, " max_num_seqs"], appends: Bool[Array, " max_num_seqs"]
+) -> Rows:
+    """Append a token to each row that is due, and finish the rows that end with it."""
     max_num_seqs = rows.phase.shape[0]
     at = jnp.where(appends, jnp.arange(max_num_seqs), max_num_seqs)
     num_tokens = rows.num_tokens + appends

@@ -28,14 +28,8 @@ class Llama(nnx.Module):
             DecoderLayer(config, weights, layer, dtype) for layer in range(config.num_layers)
         )
         self.norm = layers.RMSNorm(jnp.asarray(weights["model.norm.weight"], dtype), config.rms_norm_eps)
-        # XLA's CPU product wants [in, out]: there a tied head is worth a transposed copy of the embedding.
-        if config.tie_word_embeddings and jax.default_backend() != "cpu":
-            self.lm_head = None
-        else:
-            head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-            self.lm_head = layers.Linear(
-                jnp.asarray(np.ascontiguousarray(weights[f"{head}.weight"].T), dtype)
-            )
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Param(jnp.asarray(weights["lm_head.weight"], dtype))
 
     def __call__(
         self,
@@ -56,9 +50,8 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens vocab"]:
         """Scores of the next token, in float32."""
-        if self.lm_head is not None:
-            return self.lm_head(hidden)
-        return jnp.einsum("th,vh->tv", hidden, self.embedding[...], preferred_element_type=jnp.float32)
+        table = self.embedding if self.config.tie_word_embeddings else self.lm_head
+        return layers.unembed(hidden, table[...])
 
 
 class DecoderLayer(nnx.Module):

@@ -41,7 +41,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     if name == SMOLLM2:
         return _bundled_smollm2()
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if path.is_file():
         if path.suffix != ".gguf":

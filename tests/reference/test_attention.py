@@ -1,4 +1,4 @@
-"""The oracle against dense attention written the other way round: whole matrices, masks, no cache and no loop."""
+"""The oracle against dense attention written the other way round: whole matrices and masks, no cache."""
 
 from typing import Any
 

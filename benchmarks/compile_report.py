@@ -1,0 +1,308 @@
+"""Compile the Mosaic GPU kernels for an H200, without one, and report what they take.
+
+    python -m benchmarks.compile_report                  print the table
+    python -m benchmarks.compile_report --write          and write it to benchmarks/compile_report.md
+    python -m benchmarks.compile_report --json NAME...   one JSON line per compilation, for the tests
+
+Needs the `cuda-compile` extra: the CUDA plugin of jax and ptxas, no driver and no GPU. Registers and
+spills are ptxas's own words, shared memory is Mosaic's. The programs (CTAs) that share a multiprocessor
+follow from them: 65,536 registers in portions of 8 per thread, 227 KiB of shared memory of which each
+program also takes 1 KiB, and 2,048 threads.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Seconds of processor time per program. They take one or two; layout inference that runs away takes for ever.
+COMPILE_LIMIT_S = 60
+PROCESS_LIMIT_S = 900  # by the clock, for all programs together
+TABLE = Path(__file__).with_suffix(".md")
+PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-runtime-cu12")
+
+# The H200 as XLA describes it. The three versions matter: without them it plans command buffers differently.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "12.9.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compilation: an operation at a shape."""
+
+    version: str = "v1"
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    cache_dtype: str | None = None
+    kv_layout: str = "token_major"
+    alibi: bool = False
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        heads = f"{self.num_q_heads}/{self.num_kv_heads}"
+        options = [
+            word
+            for word, used in [
+                ("alibi", self.alibi),
+                ("window", self.sliding_window is not None),
+                ("soft_cap", self.soft_cap is not None),
+                ("sinks", self.sinks),
+                ("head_major", self.kv_layout == "head_major"),
+            ]
+            if used
+        ]
+        cache = self.cache_dtype or self.dtype
+        return " ".join(
+            [self.version, f"{heads}/{self.head_dim}", f"bs{self.block_size}", self.dtype, cache, *options]
+        )
+
+
+def programs() -> list[Program]:
+    """What the table holds: the base shape, then one property changed at a time."""
+    found = []
+    for version in ("v1", "v2"):
+        found += [Program(version)]
+        found += [Program(version, head_dim=d) for d in (64, 192, 256)]
+        found += [Program(version, num_q_heads=8 * g) for g in (1, 3, 5, 7, 8, 16)]
+        found += [Program(version, block_size=b) for b in (8, 32, 64, 128, 256)]
+        found += [
+            Program(version, dtype="float16"),
+            Program(version, kv_layout="head_major"),
+            Program(version, cache_dtype="float8_e4m3fn"),
+            Program(version, cache_dtype="float8_e4m3fn", block_size=8, head_dim=256, num_q_heads=128),
+            Program(version, cache_dtype="float8_e5m2"),
+            Program(version, cache_dtype="int8"),
+            Program(version, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
+        ]
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one kernel of a program takes."""
+
+    program: str
+    kernel: str
+    registers: int
+    spill_bytes: int
+    shared_memory_bytes: int
+    threads: int
+    ctas_per_core: int
+    temp_bytes: int
+    seconds: float
+
+
+def missing_packages() -> list[str]:
+    """Packages of the `cuda-compile` extra that are not installed."""
+    installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
+    return [name for name in PACKAGES if name not in installed]
+
+
+def main() -> None:
+    """Run as a module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write the table beside this file")
+    parser.add_argument(
+        "--json", nargs="*", metavar="NAME", help="compile these programs (none: all), in this process"
+    )
+    arguments = parser.parse_args()
+    if arguments.json is not None:
+        for report in _reports_here(arguments.json):
+            print(json.dumps(dataclasses.asdict(report)), flush=True)
+        return
+    text = markdown(run([]))
+    print(text)
+    if arguments.write:
+        TABLE.write_text(text)
+
+
+def run(names: list[str]) -> list[Report]:
+    """Compile the programs of these names (none: all of them) in a process of its own, and report."""
+    if missing := missing_packages():
+        raise RuntimeError(f"{missing=}: install the cuda-compile extra")
+    nvcc = importlib.util.find_spec("nvidia.cuda_nvcc")
+    assert nvcc is not None
+    assert nvcc.submodule_search_locations is not None
+    flags = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={nvcc.submodule_search_locations[0]}"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    command = [sys.executable, "-m", "benchmarks.compile_report", "--json", *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
+    if done.returncode:
+        raise RuntimeError(f"the compiler process ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return [Report(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def markdown(reports: list[Report]) -> str:
+    """The table as a page."""
+    import jax
+
+    lines = [
+        "# What the kernels take on an H200",
+        "",
+        f"Made by `python -m benchmarks.compile_report --write` with jax {jax.__version__}: compiled for",
+        "sm_90a, not run.",
+        "Heads are query heads / kv heads / head_dim. CTAs: programs that fit on one multiprocessor.",
+        "",
+        "| program | kernel | registers | spilled bytes | shared memory, KiB | CTAs |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in reports:
+        memory = f"{r.shared_memory_bytes / 1024:.1f}"
+        lines.append(
+            f"| {r.program} | {r.kernel} | {r.registers} | {r.spill_bytes} | {memory} | {r.ctas_per_core} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _reports_here(names: list[str]) -> Iterator[Report]:
+    wanted = [p for p in programs() if not names or str(p) in names]
+    if unknown := set(names) - {str(p) for p in wanted}:
+        raise ValueError(f"{unknown=} must be among the programs: {[str(p) for p in programs()]}")
+    for program in wanted:
+        with tempfile.TemporaryDirectory() as folder, _time_limit(COMPILE_LIMIT_S, str(program)):
+            os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+            start = time.perf_counter()
+            compiled = compile_for_h200(program)
+            seconds = time.perf_counter() - start
+            temp_bytes = compiled.memory_analysis().temp_size_in_bytes
+            yield from _read_dump(program, Path(folder), temp_bytes, seconds)
+
+
+def compile_for_h200(program: Program) -> Any:
+    """The compiled executable of a program; the process must have the environment that `run` sets."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+    from pallas_kernels import ops
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=H200
+    )
+    everywhere = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+
+    p, num_seqs, num_blocks = program, 16, 1024
+    inner = (p.block_size, p.num_kv_heads) if p.kv_layout == "token_major" else (p.num_kv_heads, p.block_size)
+    cache = jax.ShapeDtypeStruct((num_blocks, *inner, p.head_dim), jnp.dtype(p.cache_dtype or p.dtype))
+    arrays: dict[str, Any] = {
+        "q": jax.ShapeDtypeStruct((num_seqs, p.num_q_heads, p.head_dim), jnp.dtype(p.dtype)),
+        "k_cache": cache,
+        "v_cache": cache,
+        "block_tables": jax.ShapeDtypeStruct((num_seqs, 8192 // p.block_size), jnp.int32),
+        "seq_lens": jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+    }
+    per_head = jax.ShapeDtypeStruct((p.num_q_heads,), jnp.float32)
+    arrays |= {name: per_head for name, used in (("alibi_slopes", p.alibi), ("sinks", p.sinks)) if used}
+    if p.cache_dtype is not None:
+        arrays |= dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct((p.num_kv_heads,), jnp.float32))
+    operation = functools.partial(
+        getattr(ops, f"paged_attention_{p.version}"),
+        sliding_window=p.sliding_window,
+        soft_cap=p.soft_cap,
+        kv_layout=p.kv_layout,
+        implementation="mosaic_gpu",
+    )
+    names = list(arrays)
+    jitted = jax.jit(
+        lambda *args: operation(**dict(zip(names, args, strict=True))),
+        in_shardings=everywhere,
+        out_shardings=everywhere,
+    )
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        lowered = jitted.trace(*arrays.values()).lower(lowering_platforms=("cuda",))
+    return lowered.compile()
+
+
+def _read_dump(program: Program, folder: Path, temp_bytes: int, seconds: float) -> Iterator[Report]:
+    """A report per kernel compiled; jax 0.12 does not compile one again that it has seen in this process."""
+    for file in sorted(folder.glob("*.ptxas")):
+        name = re.sub(r"_\d+$", "", file.stem)
+        (resources,) = folder.glob(f"{name}_*.resources.txt")
+        ptxas, ptx = file.read_text(), file.with_suffix(".ptx").read_text()
+        registers = int(_only(r"Used (\d+) registers", ptxas))
+        spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", ptxas))
+        stack = int(_only(r"(\d+) bytes stack frame", ptxas))
+        memory = int(_only(r"smem_scratch_bytes=(\d+)", resources.read_text()))
+        threads = int(_only(r"\.(?:reqntid|maxntid) (\d+)", ptx))
+        by_registers = 65536 // (-(-registers // 8) * 8 * threads)
+        by_memory = 228 * 1024 // (memory + 1024)
+        yield Report(
+            program=str(program),
+            kernel=name,
+            registers=registers,
+            spill_bytes=spills + stack,
+            shared_memory_bytes=memory,
+            threads=threads,
+            ctas_per_core=min(by_registers, by_memory, 2048 // threads, 32),
+            temp_bytes=temp_bytes,
+            seconds=round(seconds, 2),
+        )
+
+
+def _only(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"{pattern!r} is not in:\n{text[:2000]}")
+    return found.group(1)
+
+
+@contextmanager
+def _time_limit(seconds: int, what: str) -> Iterator[None]:
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"compiling {what} took more than {seconds} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+if __name__ == "__main__":
+    main()

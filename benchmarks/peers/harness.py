@@ -1,0 +1,163 @@
+"""What the runners share: arguments, two pinned cores, timing, and one JSON line a repeat.
+
+A runner is a script for the Python its peer is installed in, so this folder is no package and this file
+needs only the standard library (3.11 or later). A runner calls, in this order:
+
+    options = harness.start(description)      # before it imports its peer: sets the cores and the threads
+    ... load the model ...
+    harness.measure(peer, version, options, generate)
+
+Standard output carries the JSON lines and nothing else: whatever the peer prints, from Python or from C,
+goes to standard error.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+NUM_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and the exact number of tokens to generate for it."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line, read; `extra` holds the flags only one runner has."""
+
+    model: Path
+    dtype: str
+    workload: str
+    requests: list[Request]
+    max_num_seqs: int
+    repeats: int
+    cores: list[int]
+    extra: argparse.Namespace
+    results: TextIO
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt and answer together."""
+        return max(len(request.prompt_token_ids) + request.max_tokens for request in self.requests)
+
+
+# From requests to the tokens generated for each: exactly max_tokens of them, greedy, in the requests' order.
+Generate = Callable[[list[Request]], list[list[int]]]
+
+
+def start(description: str, flags: dict[str, str] | None = None) -> Options:
+    """Read the command line, pin this process to two cores and keep standard output for the results.
+
+    Args:
+        description: what `--help` says first.
+        flags: switches of this runner alone, from name (`--continuous`) to what it does.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory or a GGUF file")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
+    parser.add_argument("--workload", type=Path, required=True, help="a workload as a JSON file")
+    parser.add_argument("--repeats", type=int, default=3, help="counted runs, after one that is not")
+    for flag, meaning in (flags or {}).items():
+        parser.add_argument(flag, action="store_true", help=meaning)
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error(f"{args.repeats=} must be at least 1")
+    if not args.model.exists():
+        parser.error(f"{args.model=} must be a file or directory that exists")
+    try:
+        workload = json.loads(args.workload.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"--workload {args.workload}: {error}")
+    if not workload["requests"]:
+        parser.error(f"--workload {args.workload} must have at least one request")
+
+    return Options(
+        model=args.model,
+        dtype=args.dtype,
+        workload=workload["name"],
+        requests=[Request(r["prompt_token_ids"], r["max_tokens"]) for r in workload["requests"]],
+        max_num_seqs=workload["max_num_seqs"],
+        repeats=args.repeats,
+        cores=_pin_to_cores(),
+        extra=args,
+        results=_keep_standard_output(),
+    )
+
+
+def measure(
+    peer: str, version: str, options: Options, generate: Generate, reset: Callable[[], None] = lambda: None
+) -> None:
+    """Run the workload once uncounted, then `repeats` times, and write a JSON line for each.
+
+    Each repeat runs twice: once for a single token per request (`prefill_seconds`), once in full (`seconds`,
+    prompt time included). `reset` is called before every run and is not timed.
+
+    Raises: RuntimeError if an answer has not exactly the tokens asked for.
+    """
+    prompts_only = [replace(request, max_tokens=1) for request in options.requests]
+    reset()
+    warm, _ = _timed(generate, options.requests)
+    num_output_tokens = sum(map(len, warm))
+    for repeat in range(options.repeats):
+        reset()
+        _, prefill_seconds = _timed(generate, prompts_only)
+        reset()
+        token_ids, seconds = _timed(generate, options.requests)
+        record = {
+            "peer": peer,
+            "version": version,
+            "dtype": options.dtype,
+            "workload": options.workload,
+            "repeat": repeat,
+            "seconds": round(seconds, 4),
+            "prompt_tokens": sum(len(request.prompt_token_ids) for request in options.requests),
+            "output_tokens": num_output_tokens,
+            "prefill_seconds": round(prefill_seconds, 4),
+            "output_tokens_per_s": round(num_output_tokens / seconds, 2),
+        }
+        if repeat == 0:
+            record["token_ids"] = token_ids
+        print(json.dumps(record), file=options.results, flush=True)
+
+
+def _timed(generate: Generate, requests: list[Request]) -> tuple[list[list[int]], float]:
+    begin = time.perf_counter()
+    token_ids = generate(requests)
+    seconds = time.perf_counter() - begin
+    got, want = list(map(len, token_ids)), [request.max_tokens for request in requests]
+    if got != want:
+        raise RuntimeError(f"the answers' lengths {got} must be {want}")
+    return token_ids, seconds
+
+
+def _pin_to_cores() -> list[int]:
+    """Keep this process, and all it starts, on the first two cores it may use, one thread each."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))[:NUM_THREADS]
+        os.sched_setaffinity(0, cores)
+    else:
+        cores = list(range(NUM_THREADS))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(NUM_THREADS)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return cores
+
+
+def _keep_standard_output() -> TextIO:
+    """Standard output as a file of its own; descriptor 1, which C code writes to, becomes standard error."""
+    sys.stdout.flush()
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return results

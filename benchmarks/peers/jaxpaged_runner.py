@@ -1,0 +1,32 @@
+"""Times our own engine, in the same way as its peers. `--model` is what `jaxpaged.LLM` takes."""
+
+import harness  # type: ignore[import-not-found]  # the file beside this one
+
+
+def main() -> None:
+    """Load the model and measure it."""
+    options = harness.start("Time jaxpaged on a workload.")
+
+    import jaxpaged
+
+    llm = jaxpaged.LLM(
+        options.model,
+        dtype=options.dtype,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max(1024, options.max_model_len),
+    )
+
+    def generate(requests: list[harness.Request]) -> list[list[int]]:
+        prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+        params = [
+            jaxpaged.SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+            for request in requests
+        ]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    harness.measure("jaxpaged", jaxpaged.__version__, options, generate)
+
+
+if __name__ == "__main__":
+    main()

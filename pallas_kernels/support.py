@@ -1,0 +1,139 @@
+"""What may be asked of paged attention, and which implementation serves it.
+
+`SUPPORT` is the one table: `refuse_unserved` makes the errors from it, `markdown_table` the README's
+table, and the tests decide by it whether a case must run or must be refused.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+class BlockSparse(NamedTuple):
+    """Which sparse blocks of `block_size` tokens a query head sees: the last ones, and every so-manieth one.
+
+    With b = token // block_size and b_q the sparse block of the query's own token, a token is seen if
+    b > b_q - local_blocks, or if (b + offset) % vertical_stride == 0. The offset is
+    1 + head_sliding_step * q_head if the step is 0 or more, 1 - head_sliding_step * kv_head if it is
+    negative, with heads counted over all ranks of a tensor-parallel group (this one being `tp_rank`).
+    """
+
+    block_size: int
+    local_blocks: int
+    vertical_stride: int
+    head_sliding_step: int = 0
+    tp_rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of one attention call, checked by `ops`. None means absent."""
+
+    scale: float
+    alibi_slopes: jax.Array | None = None  # [num_q_heads] float32
+    sliding_window: int | None = None  # tokens, the query's own included
+    soft_cap: float | None = None
+    sinks: jax.Array | None = None  # [num_q_heads] float32
+    k_scale: jax.Array | None = None  # [num_kv_heads] float32
+    v_scale: jax.Array | None = None  # [num_kv_heads] float32
+    block_sparse: BlockSparse | None = None
+    kv_layout: str = "token_major"
+
+    def features(self) -> list[str]:
+        """The optional features in use, by the names of the support table."""
+        names = ("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse")
+        return [name for name in names if getattr(self, name) is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What one implementation serves; None in place of a tuple means anything."""
+
+    dtypes: tuple[str, ...]  # of q
+    cache_dtypes: tuple[str, ...]  # of the caches; a type that is not quantised must also be q's
+    head_dims: tuple[int, ...] | None
+    block_sizes: tuple[int, ...] | None
+    max_group_size: int | None
+    features: tuple[str, ...]
+    kv_layouts: tuple[str, ...] = ("token_major", "head_major")
+
+
+SUPPORT: dict[str, Served] = {
+    "xla": Served(
+        dtypes=("float16", "bfloat16", "float32"),
+        cache_dtypes=("float16", "bfloat16", "float32", *QUANTISED_DTYPES),
+        head_dims=None,
+        block_sizes=None,
+        max_group_size=None,
+        features=("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse"),
+    ),
+    "mosaic_gpu": Served(
+        dtypes=("float16", "bfloat16"),
+        cache_dtypes=("float16", "bfloat16", *QUANTISED_DTYPES),
+        head_dims=(64, 128, 192, 256),
+        block_sizes=(8, 16, 32, 64, 128, 256),
+        max_group_size=16,
+        features=("alibi_slopes", "sliding_window", "soft_cap", "sinks"),
+    ),
+}
+
+
+def refuse_unserved(
+    implementation: str,
+    *,
+    dtype: jnp.dtype,
+    cache_dtype: jnp.dtype,
+    head_dim: int,
+    block_size: int,
+    group_size: int,
+    options: Options,
+) -> None:
+    """Raise NotImplementedError, naming what is not served and what serves it, unless all of it is served."""
+    served = SUPPORT[implementation]
+    wrong = []
+
+    def check(name: str, value: object, allowed: Iterable[object] | None) -> None:
+        if allowed is not None and value not in allowed:
+            wrong.append(f"{name}={value} (served: {', '.join(map(str, allowed))})")
+
+    check("q.dtype", jnp.dtype(dtype).name, served.dtypes)
+    check("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
+    check("head_dim", head_dim, served.head_dims)
+    check("block_size", block_size, served.block_sizes)
+    check("kv_layout", options.kv_layout, served.kv_layouts)
+    if served.max_group_size is not None and group_size > served.max_group_size:
+        wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {served.max_group_size})")
+    wrong += [f"{name} (not served)" for name in options.features() if name not in served.features]
+    if wrong:
+        others = " or ".join(f"implementation={name!r}" for name in SUPPORT if name != implementation)
+        raise NotImplementedError(
+            f"{implementation} paged attention does not serve {'; '.join(wrong)}. Use {others}."
+        )
+
+
+def markdown_table() -> str:
+    """The support table for people: one column per implementation, one line per property."""
+
+    def join(values: Iterable[object] | None) -> str:
+        return "any" if values is None else ", ".join(map(str, values))
+
+    lines = {
+        "type of q": [join(s.dtypes) for s in SUPPORT.values()],
+        "type of the cache": [join(s.cache_dtypes) for s in SUPPORT.values()],
+        "head_dim": [join(s.head_dims) for s in SUPPORT.values()],
+        "block_size": [join(s.block_sizes) for s in SUPPORT.values()],
+        "query heads per kv head": [
+            "any" if s.max_group_size is None else f"1 to {s.max_group_size}" for s in SUPPORT.values()
+        ],
+        "cache layout": [join(s.kv_layouts) for s in SUPPORT.values()],
+    }
+    for feature in SUPPORT["xla"].features:
+        lines[feature] = ["yes" if feature in s.features else "no" for s in SUPPORT.values()]
+    rows = [["", *(f"`{name}`" for name in SUPPORT)], ["---"] * (len(SUPPORT) + 1)]
+    rows += [[name, *cells] for name, cells in lines.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,0 +1,64 @@
+"""Tile sizes and pipeline depths of the Mosaic GPU kernels.
+
+`config_for` looks a shape up in `MEASURED`, by (device kind, head_dim, block_size, cache dtype, group
+size), and falls back to `default_config`. Results do not depend on num_stages and num_ctas; tile_kv
+changes the order of a sum. `benchmarks/decode_attention.py --sweep` prints entries for the table.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+SHARED_MEMORY_BYTES = 227 * 1024  # what one program of an sm_90 GPU can have
+H200_CORES = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """How a decode-attention kernel is cut."""
+
+    tile_kv: int = 64  # tokens per step, 64 or 128: the rows of a wgmma
+    num_stages: int = 3  # tiles of K and V in flight or in use, at least 2
+    ctas_per_core: int = 2  # v2: programs started per multiprocessor
+
+    def __post_init__(self) -> None:
+        if self.tile_kv not in (64, 128):
+            raise ValueError(f"{self.tile_kv=} must be 64 or 128")
+        if self.num_stages < 2:
+            raise ValueError(f"{self.num_stages=} must be at least 2")
+        if self.ctas_per_core < 1:
+            raise ValueError(f"{self.ctas_per_core=} must be at least 1")
+
+
+# (device kind, head_dim, block_size, cache dtype, group size) -> config. Empty: nothing has been measured
+# yet.
+MEASURED: dict[tuple[str, int, int, str, int], TuningConfig] = {}
+
+
+def config_for(head_dim: int, block_size: int, cache_dtype: jnp.dtype, group_size: int) -> TuningConfig:
+    """The measured configuration of this device and shape, or the default one."""
+    key = (jax.devices()[0].device_kind, head_dim, block_size, jnp.dtype(cache_dtype).name, group_size)
+    return MEASURED.get(key) or default_config(head_dim, cache_dtype, group_size)
+
+
+def default_config(head_dim: int, cache_dtype: jnp.dtype, group_size: int) -> TuningConfig:
+    """Tiles of 64 tokens, and 2 to 4 stages: as many as let two programs share a multiprocessor's memory.
+
+    Where that is not possible, one program gets what fits.
+    """
+    columns, itemsize = -(-group_size // 8) * 8, jnp.dtype(cache_dtype).itemsize
+    stage = 2 * 64 * head_dim * itemsize
+    widened = 2 * 64 * head_dim * 2 if itemsize == 1 else 0
+    queries, output = 2 * columns * head_dim * 2, columns * head_dim * 4
+    weights, rounding = columns * 64 * 2, 4096
+    other = widened + queries + output + weights + rounding
+    shared, alone = ((SHARED_MEMORY_BYTES // n - other) // stage for n in (2, 1))
+    if shared >= 2:
+        return TuningConfig(num_stages=min(4, shared))
+    return TuningConfig(num_stages=max(2, min(4, alone)), ctas_per_core=1)
+
+
+def num_cores() -> int:
+    """Multiprocessors of the default device; an H200's where there is no GPU (tests, compiling ahead)."""
+    return getattr(jax.devices()[0], "core_count", None) or H200_CORES

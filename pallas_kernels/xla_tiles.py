@@ -1,0 +1,105 @@
+"""Attention of tiles of query tokens in plain jax.numpy: prompts, and decoding on a CPU.
+
+A tile is a few neighbouring tokens of one sequence; a decode step has tiles of one token. These forms were
+chosen by measuring XLA's CPU code, see benchmarks/LOG.md; products are in q's type, sums in float32.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
+
+# Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
+# stay in a CPU's second-level cache and to waste little on short sequences.
+CHUNK_TOKENS = 128
+# Up to so many query heads (of all a tile's tokens), rather multiply by zeros than transpose K and V.
+MERGE_HEADS_BELOW = 16
+# Stands for minus infinity without its NaN: exp(MASKED - anything real) is 0.
+MASKED = -1e30
+
+
+def tiled_paged_attention(
+    q: Float[Array, "num_tiles tile_len num_q_heads head_dim"],
+    k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    v_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
+    query_starts: Int[Array, " num_tiles"],
+    seq_lens: Int[Array, " num_tiles"],
+    *,
+    scale: float,
+) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
+    """As `ops.tiled_paged_attention`: a running softmax over chunks of blocks, as far as the longest tile."""
+    num_tiles, tile_len, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group = num_q_heads // num_kv_heads
+    q = (q * jnp.asarray(scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
+    if num_kv_heads == 1 or tile_len * num_q_heads > MERGE_HEADS_BELOW:
+        out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens)
+    else:
+        # Few queries: reading K and V is all that counts, and products by kv head would transpose them
+        # first. All kv heads become one, as wide as they are together: a query is zero outside its own.
+        own = jnp.eye(num_kv_heads, dtype=q.dtype)
+        wide_q = jnp.einsum("ntkgd,kj->ntkgjd", q, own)
+        out = _attend_by_kv_head(
+            wide_q.reshape(num_tiles, tile_len, 1, num_q_heads, num_kv_heads * head_dim),
+            k_cache,
+            v_cache,
+            block_tables,
+            query_starts,
+            seq_lens,
+        )
+        out = jnp.einsum("ntkgkd->ntkgd", out.reshape(wide_q.shape))
+    return out.reshape(num_tiles, tile_len, num_q_heads, head_dim).astype(q.dtype)
+
+
+def _attend_by_kv_head(
+    q: Float[Array, "num_tiles tile_len wide_heads group wide_dim"],
+    k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    v_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
+    query_starts: Int[Array, " num_tiles"],
+    seq_lens: Int[Array, " num_tiles"],
+) -> Float[Array, "num_tiles tile_len wide_heads group wide_dim"]:
+    """Attention of scaled queries, in float32. A token's K and V are cut into heads as q's shape says."""
+    num_tiles, tile_len, num_kv_heads, group, head_dim = q.shape
+    block_size = k_cache.shape[1]
+    blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
+    chunk_len = blocks_per_chunk * block_size
+    num_chunks = -(-jnp.max(seq_lens) // chunk_len)
+    # Beyond a sequence's blocks an entry may be anything; the last chunk may reach past the table's width.
+    held = jnp.arange(block_tables.shape[1]) * block_size < seq_lens[:, None]
+    block_tables = jnp.pad(
+        jnp.where(held, block_tables, 0), ((0, 0), (0, -block_tables.shape[1] % blocks_per_chunk))
+    )
+
+    # All queries that share a kv head, of all places of the tile, are one dimension: "rows" of the scores.
+    q = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile_len * group, head_dim)
+    q_position = jnp.repeat(query_starts[:, None] + jnp.arange(tile_len), group, axis=1)
+    # One bound says both what is causal and what exists.
+    bound = jnp.minimum(q_position + 1, seq_lens[:, None])[:, None, :, None]
+
+    def gather(cache: Num[Array, "..."], ids: Int[Array, "..."]) -> Num[Array, "..."]:
+        blocks = cache.reshape(cache.shape[0], -1).at[ids].get(mode="promise_in_bounds")
+        return blocks.reshape(num_tiles, chunk_len, num_kv_heads, head_dim).astype(q.dtype)
+
+    def chunk(i, carry):  # type: ignore[no-untyped-def]
+        row_max, row_sum, acc = carry
+        ids = lax.dynamic_slice_in_dim(block_tables, i * blocks_per_chunk, blocks_per_chunk, axis=1)
+        # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
+        k, v = lax.optimization_barrier(gather(k_cache, ids)), gather(v_cache, ids)
+        kv_position = i * chunk_len + jnp.arange(chunk_len)
+        # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
+        v = jnp.where((kv_position < seq_lens[:, None])[:, :, None, None], v, 0)
+
+        scores = jnp.einsum("nkrd,nckd->nkrc", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(kv_position < bound, scores, MASKED)
+        new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
+        weights = jnp.where(kv_position < bound, jnp.exp(scores - new_max[..., None]), 0)
+        rescale = jnp.exp(row_max - new_max)
+        pv = jnp.einsum("nkrc,nckd->nkrd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+        return new_max, row_sum * rescale + jnp.sum(weights, -1), acc * rescale[..., None] + pv
+
+    rows = (num_tiles, num_kv_heads, tile_len * group)
+    init = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
+    _, row_sum, acc = lax.fori_loop(0, num_chunks, chunk, init)
+    out = acc / jnp.where(row_sum == 0, 1, row_sum)[..., None]
+    return out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)

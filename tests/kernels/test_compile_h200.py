@@ -1,0 +1,65 @@
+"""The kernels compiled to sm_90a machine code for an H200, on a machine without one."""
+
+import os
+
+import pytest
+
+from benchmarks import compile_report
+
+missing = compile_report.missing_packages()
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
+
+# A program takes a second or two. JAXPAGED_EXHAUSTIVE=1 compiles the whole table.
+LEAN = {
+    str(p)
+    for p in compile_report.programs()
+    if str(p) in (
+        "v1 32/8/128 bs16 bfloat16 bfloat16",
+        "v1 32/8/256 bs16 bfloat16 bfloat16",
+        "v1 24/8/128 bs16 bfloat16 bfloat16",
+        "v1 128/8/256 bs8 bfloat16 float8_e4m3fn",
+        "v1 32/8/128 bs16 bfloat16 int8",
+        "v1 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks",
+        "v2 32/8/64 bs16 bfloat16 bfloat16",
+        "v2 128/8/128 bs16 bfloat16 bfloat16",
+        "v2 32/8/128 bs16 bfloat16 float8_e5m2",
+        "v2 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks",
+    )
+}  # fmt: skip
+assert len(LEAN) == 10
+WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[compile_report.Report]:
+    return compile_report.run(sorted(WANTED))
+
+
+def test_every_kernel_compiles_and_spills_nothing(reports: list[compile_report.Report]) -> None:
+    assert {r.program for r in reports} == WANTED
+    assert {r.kernel for r in reports} == {"paged_attention_v1_kernel", "partitions_kernel", "merge_kernel"}
+    assert [r for r in reports if r.spill_bytes] == []
+
+
+def test_v1_needs_no_memory_beside_its_output(reports: list[compile_report.Report]) -> None:
+    assert {r.temp_bytes for r in reports if r.program.startswith("v1 ")} == {0}
+
+
+def test_two_programs_share_a_multiprocessor(reports: list[compile_report.Report]) -> None:
+    """Except for head_dim 256, whose ring alone takes more than half of its memory."""
+    alone = {r.program for r in reports if r.ctas_per_core < 2}
+    assert all("/256 " in program for program in alone), alone
+
+
+def test_the_committed_table_is_of_these_kernels(reports: list[compile_report.Report]) -> None:
+    """Registers may differ between versions of jax; programs, kernels and shared memory may not."""
+
+    def key(line: str) -> tuple[str, str, str]:
+        _, program, kernel, _, _, memory, *_ = (cell.strip() for cell in line.split("|"))
+        return program, kernel, memory
+
+    committed = {
+        key(line) for line in compile_report.TABLE.read_text().splitlines() if line.startswith("| v")
+    }
+    made = {key(line) for line in compile_report.markdown(reports).splitlines() if line.startswith("| v")}
+    assert made <= committed, sorted(made - committed)

@@ -1,0 +1,71 @@
+"""Both versions of paged attention, in every implementation, against the float64 oracle."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ops
+from tests.kernels.checks import assert_close, run
+from tests.shapes import CASES, Case, case, make_inputs
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("c", CASES, ids=str)
+def test_xla_equals_the_oracle(c: Case, version: str) -> None:
+    assert_close(c, run(c, version, implementation="xla"), "float32")
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_a_row_has_the_same_bits_in_any_company(version: str) -> None:
+    """Row 1 beside a long and an empty row, and beside short ones, in another place of the batch."""
+    c = case("window_over_tiles")
+    arrays, options = make_inputs(c)
+    operation = jax.jit(
+        functools.partial(getattr(ops, f"paged_attention_{version}"), implementation="xla", **options)
+    )
+    args = {name: jnp.asarray(a) for name, a in arrays.items()}
+    alone = args | {"seq_lens": jnp.array([0, 37, 0], jnp.int32)}
+    moved = {
+        n: (a[jnp.array([1, 0, 0])] if n in ("q", "block_tables", "seq_lens") else a) for n, a in args.items()
+    }
+    want = np.asarray(operation(**args))[1]
+    np.testing.assert_array_equal(np.asarray(operation(**alone))[1], want)
+    np.testing.assert_array_equal(np.asarray(operation(**moved))[0], want)
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_xla_needs_no_more_memory_for_a_longer_table(version: str) -> None:
+    def temporary_bytes(max_blocks: int) -> int:
+        spec = jax.ShapeDtypeStruct
+        cache = spec((8, 16, 2, 64), jnp.bfloat16)
+        compiled = (
+            jax.jit(functools.partial(getattr(ops, f"paged_attention_{version}"), implementation="xla"))
+            .lower(
+                spec((4, 8, 64), jnp.bfloat16),
+                cache,
+                cache,
+                spec((4, max_blocks), jnp.int32),
+                spec((4,), jnp.int32),
+            )
+            .compile()
+        )
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary_bytes(128), temporary_bytes(4096)
+    # v2 keeps a partial output per partition of 512 tokens, by its nature; v1 keeps one chunk.
+    partials = (4096 - 128) * 16 // 512 * 4 * 8 * (64 + 2) * 4 if version == "v2" else 0
+    assert long - short <= 3 * partials + 4096, f"{short=} {long=} {partials=}"
+
+
+def test_the_dispatcher_looks_at_capacities_only() -> None:
+    assert ops.use_v1(512, 1, 1)
+    assert not ops.use_v1(1024, 64, 8)  # 512 programs
+    assert ops.use_v1(1024, 65, 8)
+    assert not ops.use_v1(8193, 256, 32)
+    c = case("partition_edges")
+    arrays, options = make_inputs(c)
+    got = ops.paged_attention(**{n: jnp.asarray(a) for n, a in arrays.items()}, **options, partition_size=64)
+    assert_close(c, np.asarray(got, np.float64), "float32")

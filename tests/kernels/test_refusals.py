@@ -1,0 +1,140 @@
+"""Every refusal of the operations, by its message, and the support table's agreement with itself."""
+
+# ruff: noqa: E501  one refusal per line reads best
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import ops, support
+from pallas_kernels.support import BlockSparse
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def good() -> dict[str, Any]:
+    return {
+        "q": array(2, 4, 64),
+        "k_cache": array(9, 16, 2, 64),
+        "v_cache": array(9, 16, 2, 64),
+        "block_tables": array(2, 5, dtype=jnp.int32),
+        "seq_lens": array(2, dtype=jnp.int32),
+    }
+
+
+FP8 = {name: array(9, 16, 2, 64, dtype=jnp.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"q": array(4, 64)}, {}, "q.shape=(4, 64) must be [num_seqs, num_q_heads, head_dim]"),
+    ({"q": array()}, {}, "q.shape=() must be [num_seqs, num_q_heads, head_dim]"),
+    ({"q": array(2, 4, 32)}, {}, "k_cache.shape=(9, 16, 2, 64) must end with q's head_dim=32"),
+    ({"q": array(2, 5, 64)}, {}, "num_q_heads=5 must be a multiple of num_kv_heads=2"),
+    ({"q": array(2, 4, 64, dtype=jnp.int32)}, {}, "q.dtype=dtype('int32') must be a floating type"),
+    ({"q": array(2, 4, 64, dtype=jnp.float16)}, {}, "k_cache.dtype=dtype(bfloat16) must be q's float16 or one of"),
+    ({"k_cache": array(9, 16, 64)}, {}, "k_cache.shape=(9, 16, 64) must be [num_blocks, block_size, num_kv_heads"),
+    ({"k_cache": array(9, 16, 64)}, {"kv_layout": "head_major"}, "[num_blocks, num_kv_heads, block_size, head_dim]"),
+    ({"v_cache": array(9, 8, 2, 64)}, {}, "v_cache.shape=(9, 8, 2, 64) must be (9, 16, 2, 64)"),
+    ({"v_cache": array(9, 16, 2, 64, dtype=jnp.int8)}, {}, "v_cache.dtype=dtype('int8') must be k_cache's bfloat16"),
+    ({"block_tables": array(2, dtype=jnp.int32)}, {}, "block_tables.shape=(2,) must be [num_seqs, max_blocks_per_seq]"),
+    ({"block_tables": array(3, 5, dtype=jnp.int32)}, {}, "block_tables.shape=(3, 5) must be (2, 5)"),
+    ({"block_tables": array(2, 0, dtype=jnp.int32)}, {}, "block_tables.shape=(2, 0) must have room for at least one"),
+    ({"block_tables": array(2, 5, dtype=jnp.uint32)}, {}, "block_tables.dtype=uint32 must be int32"),
+    ({"seq_lens": array(3, dtype=jnp.int32)}, {}, "seq_lens.shape=(3,) must be (2,)"),
+    ({"seq_lens": array(2, dtype=jnp.float32)}, {}, "seq_lens.dtype=float32 must be int32"),
+    ({}, {"scale": float("nan")}, "scale=nan must be finite"),
+    ({}, {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+    ({}, {"soft_cap": 0.0}, "soft_cap=0.0 must be positive"),
+    ({}, {"alibi_slopes": jnp.ones(2)}, "alibi_slopes.shape=(2,) must be (4,)"),
+    ({}, {"sinks": jnp.ones((1, 4))}, "sinks.shape=(1, 4) must be (4,)"),
+    ({}, {"block_sparse": BlockSparse(0, 1, 1)}, "must have block_size >= 1, vertical_stride >= 1"),
+    ({}, {"kv_layout": "vllm"}, "kv_layout='vllm' must be 'token_major' or 'head_major'"),
+    ({}, {"k_scale": 1.0}, "k_scale must be None for a cache of bfloat16"),
+    (FP8, {}, "k_scale=None must be a scale for a cache of float8_e4m3fn"),
+    (FP8, {"k_scale": 1.0}, "v_scale=None must be a scale for a cache of float8_e4m3fn"),
+    (FP8, {"k_scale": jnp.ones(4), "v_scale": 1.0}, "k_scale.shape=(4,) must be () or [num_kv_heads]=(2,)"),
+    (FP8, {"k_scale": 1.0, "v_scale": jnp.ones((1, 2))}, "v_scale.shape=(1, 2) must be () or [num_kv_heads]=(2,)"),
+    ({}, {"implementation": "triton"}, "implementation='triton' must be 'mosaic_gpu', 'xla' or None"),
+    ({}, {"implementation": "xla", "interpret": True}, "interpret=True needs implementation='mosaic_gpu'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arrays", "options", "message"), WRONG, ids=[w[2][:40] for w in WRONG])
+def test_wrong_arguments_of_attention(arrays: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    for operation in (ops.paged_attention_v1, ops.paged_attention_v2):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax.eval_shape(lambda a, f=operation: f(**a, **options), good() | arrays)
+
+
+@pytest.mark.parametrize("partition_size", [0, -16, 24])
+def test_wrong_partition_size(partition_size: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"partition_size={partition_size} must be a positive multiple of block_size=16"
+    ):
+        jax.eval_shape(lambda a: ops.paged_attention_v2(**a, partition_size=partition_size), good())
+
+
+def test_wrong_arguments_of_the_cache_operations() -> None:
+    cache, new, slots = array(9, 16, 2, 64), array(3, 2, 64), array(3, dtype=jnp.int32)
+    pairs = array(3, 2, dtype=jnp.int32)
+    for call, args, message in [
+        (ops.reshape_and_cache, (array(3, 4, 64), new, cache, cache, slots), "k.shape=(3, 4, 64) must be (3, 2, 64)"),
+        (ops.reshape_and_cache, (new, array(4, 2, 64), cache, cache, slots), "v.shape=(4, 2, 64) must be (3, 2, 64)"),
+        (ops.reshape_and_cache, (new, new, cache, cache, array(3)), "slot_mapping.dtype=bfloat16 must be int32"),
+        (ops.reshape_and_cache, (new, new, cache, cache, array(4)), "slot_mapping.shape=(4,) must be (3,)"),
+        (ops.reshape_and_cache, (new, new, *FP8.values(), slots), "k_scale=None must be a scale"),
+        (ops.copy_blocks, ([cache], array(3, 3, dtype=jnp.int32)), "pairs.shape=(3, 3) must be (3, 2)"),
+        (ops.copy_blocks, ([cache], array(3, 2)), "pairs.dtype=bfloat16 must be int32"),
+        (ops.copy_blocks, ([cache, array(8, 4)], pairs), "caches[1].shape=(8, 4) must begin with num_blocks=9"),
+        (ops.swap_blocks, (cache, array(9, 8, 2, 64), pairs), "source bfloat16(9, 16, 2, 64) must hold blocks like"),
+        (ops.swap_blocks, (cache, cache, array(2)), "pairs.shape=(2,) must be (2, 2)"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax.eval_shape(call, *args)
+
+
+UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {name: array(*a.shape, dtype=jnp.float32) for name, a in good().items() if a.ndim > 2},
+        {},
+        "q.dtype=float32 (served: float16, bfloat16); k_cache.dtype=float32",
+    ),
+    (
+        {"q": array(2, 4, 72), "k_cache": array(9, 16, 2, 72), "v_cache": array(9, 16, 2, 72)},
+        {},
+        "head_dim=72 (served",
+    ),
+    ({"k_cache": array(9, 1, 2, 64), "v_cache": array(9, 1, 2, 64)}, {}, "block_size=1 (served: 8, 16"),
+    ({"q": array(2, 66, 64)}, {}, "num_q_heads // num_kv_heads=33 (served: up to"),
+    ({}, {"block_sparse": BlockSparse(16, 1, 1)}, "block_sparse (not served). Use implementation='xla'."),
+]
+
+
+@pytest.mark.parametrize(("arrays", "options", "message"), UNSERVED, ids=[u[2][:30] for u in UNSERVED])
+def test_the_kernel_refuses_what_it_does_not_serve(
+    arrays: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    for operation in (ops.paged_attention_v1, ops.paged_attention_v2):
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            jax.eval_shape(
+                lambda a, f=operation: f(**a, **options, implementation="mosaic_gpu"), good() | arrays
+            )
+        jax.eval_shape(lambda a, f=operation: f(**a, **options, implementation="xla"), good() | arrays)
+
+
+def test_the_table_for_people_has_a_line_for_everything() -> None:
+    table = support.markdown_table().splitlines()
+    assert table[0] == "|  | `xla` | `mosaic_gpu` |"
+    assert {line.split("|")[1].strip() for line in table[2:]} == {
+        "type of q", "type of the cache", "head_dim", "block_size", "query heads per kv head", "cache layout",
+        "alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse",
+    }  # fmt: skip
+
+
+def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("the default device is not a CPU")
+    assert ops.default_implementation() == "xla"

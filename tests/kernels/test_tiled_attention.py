@@ -1,0 +1,123 @@
+"""Attention of query tiles and the cache write, against the NumPy oracles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ops
+from reference import attention as reference_attention
+from reference import cache_ops as reference_cache_ops
+
+# Queries and keys of unit variance in float32: sums of up to 300 terms, outputs below 4.
+TOLERANCE = 1e-5
+
+
+def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_len, seed=0):
+    """Tiles that end where their sequence ends, over shuffled blocks; everything nobody owns is NaN."""
+    rng = np.random.default_rng(seed)
+    num_tiles = len(seq_lens)
+    width = -(-max(seq_lens) // block_size) + 2
+    num_blocks = 1 + num_tiles * width
+    caches = rng.normal(size=(2, num_blocks, block_size, num_kv_heads, head_dim)).astype(np.float32)
+    tables = 1 + rng.permutation(num_blocks - 1)[: num_tiles * width].reshape(num_tiles, width)
+    live = np.zeros((num_blocks, block_size), bool)
+    for tile, seq_len in enumerate(seq_lens):
+        for position in range(seq_len):
+            live[tables[tile, position // block_size], position % block_size] = True
+        tables[tile, -(-seq_len // block_size) :] = 10**6  # must not be read
+    caches[:, ~live] = np.nan
+    q = rng.normal(size=(num_tiles, tile_len, num_q_heads, head_dim)).astype(np.float32)
+    return q, caches[0], caches[1], tables.astype(np.int32), np.array(seq_lens, np.int32)
+
+
+SHAPES = [
+    # num_q_heads, num_kv_heads, head_dim, block_size
+    pytest.param(9, 3, 16, 16, id="few heads"),
+    pytest.param(32, 4, 8, 8, id="many heads"),
+    pytest.param(5, 1, 8, 1, id="one kv head, blocks of one token"),
+    pytest.param(4, 4, 8, 256, id="a head each, blocks longer than a chunk"),
+]
+LENGTHS = [1, 15, 16, 17, 128, 129, 300, 0]
+
+
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
+def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_size):
+    q, k, v, tables, seq_lens = make_case(num_q_heads, num_kv_heads, head_dim, block_size, LENGTHS, 1)
+    arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
+    out = ops.tiled_paged_attention(*arrays, scale=0.3)[:, 0]
+    want = reference_attention.paged_attention(q[:, 0], k, v, tables, seq_lens, scale=0.3)
+    np.testing.assert_allclose(out, want, atol=TOLERANCE, rtol=TOLERANCE)
+    assert not np.any(out[LENGTHS.index(0)])
+
+
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
+def test_each_query_of_a_tile_equals_a_decode_at_its_place(num_q_heads, num_kv_heads, head_dim, block_size):
+    tile_len = 6
+    lengths = [6, 7, 17, 130, 4]  # the last tile has two places of padding
+    q, k, v, tables, seq_lens = make_case(num_q_heads, num_kv_heads, head_dim, block_size, lengths, tile_len)
+    starts = np.maximum(seq_lens - tile_len, 0).astype(np.int32)
+    out = ops.tiled_paged_attention(*map(jnp.asarray, (q, k, v, tables, starts, seq_lens)), scale=0.3)
+    for i in range(tile_len):
+        upto = np.where(starts + i < seq_lens, starts + i + 1, 0).astype(np.int32)
+        want = reference_attention.paged_attention(q[:, i], k, v, tables, upto, scale=0.3)
+        used = upto > 0
+        np.testing.assert_allclose(out[used, i], want[used], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_tile_does_not_depend_on_its_neighbours():
+    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [40, 200, 3, 90], 4)
+    starts = np.maximum(seq_lens - 4, 0).astype(np.int32)
+    attend = jax.jit(ops.tiled_paged_attention, static_argnames="scale")
+    together = attend(q, k, v, tables, starts, seq_lens, scale=0.3)
+    for tile in range(4):
+        others = np.arange(4) != tile
+        alone = attend(q, k, v, tables, starts, np.where(others, 0, seq_lens), scale=0.3)
+        np.testing.assert_array_equal(alone[tile, : seq_lens[tile]], together[tile, : seq_lens[tile]])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_reshape_and_cache_equals_the_oracle(num_tokens):
+    rng = np.random.default_rng(0)
+    caches = rng.normal(size=(2, 7, 4, 2, 8)).astype(np.float32)
+    new = rng.normal(size=(2, num_tokens, 2, 8)).astype(np.float32)
+    slots = rng.permutation(np.arange(4, 28))[:num_tokens].astype(np.int32)
+    k, v = ops.reshape_and_cache(*map(jnp.asarray, (new[0], new[1], caches[0], caches[1], slots)))
+    want = reference_cache_ops.reshape_and_cache(new[0], new[1], caches[0].copy(), caches[1].copy(), slots)
+    np.testing.assert_array_equal(k, want[0])
+    np.testing.assert_array_equal(v, want[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_cache": jnp.zeros((4, 8, 16))}, "k_cache.shape=.* must be"),
+        ({"v_cache": jnp.zeros((4, 8, 2, 8))}, "v_cache.shape=.* must be"),
+        ({"v_cache": jnp.zeros((4, 8, 2, 16), jnp.bfloat16)}, "v_cache.dtype=.* must be"),
+        ({"q": jnp.zeros((3, 6, 16))}, r"q.shape=.* must be \[num_tiles, tile_len"),
+        ({"q": jnp.zeros((3, 1, 6, 8))}, "must end with q's head_dim=8"),
+        ({"q": jnp.zeros((3, 1, 5, 16))}, "num_q_heads=5 must be a multiple of num_kv_heads=2"),
+        ({"q": jnp.zeros((3, 1, 6, 16), jnp.bfloat16)}, "must be q's bfloat16"),
+        ({"block_tables": jnp.zeros((2, 2), jnp.int32)}, r"block_tables.shape=\(2, 2\) must be \(3, 2\)"),
+        ({"seq_lens": jnp.zeros(3, jnp.uint8)}, "seq_lens.dtype=uint8 must be int32"),
+        ({"query_starts": jnp.zeros((3, 1), jnp.int32)}, "query_starts.shape=.* must be"),
+    ],
+)
+def test_bad_arrays_are_refused(change, message):
+    good = {
+        "q": jnp.zeros((3, 1, 6, 16)),
+        "k_cache": jnp.zeros((4, 8, 2, 16)),
+        "v_cache": jnp.zeros((4, 8, 2, 16)),
+        "block_tables": jnp.zeros((3, 2), jnp.int32),
+        "query_starts": jnp.zeros(3, jnp.int32),
+        "seq_lens": jnp.zeros(3, jnp.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        ops.tiled_paged_attention(**good | change, scale=1.0)
+
+
+def test_a_kernel_is_refused_for_longer_tiles():
+    q, k, v, tables, seq_lens = make_case(4, 2, 64, 8, [9, 3], 2)
+    arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
+    with pytest.raises(NotImplementedError, match="mosaic_gpu serves tiles of one token, not tile_len=2"):
+        ops.tiled_paged_attention(*arrays, scale=1.0, implementation="mosaic_gpu")

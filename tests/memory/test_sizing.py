@@ -1,0 +1,79 @@
+"""How many bytes a block takes and how many blocks fit."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged.config import EngineConfig, InputError
+from jaxpaged.engine import plan
+from jaxpaged.memory import kv_cache, sizing
+from reference.v0.cache_engine import CacheEngine
+from tests import tiny
+
+SIZES = {"block_size": 4, "num_layers": 4, "num_kv_heads": 8, "head_dim": 128}
+
+
+def test_bytes_per_block_are_those_of_vllm_and_of_the_arrays():
+    bytes_per_block = sizing.bytes_per_block(**SIZES, bytes_per_element=2)
+    assert bytes_per_block == 65_536
+    assert bytes_per_block == CacheEngine.get_cache_block_size(4, "auto", 4, 8, 128)
+    cache = kv_cache.create(4, 10, 4, 8, 128, jnp.dtype("bfloat16"))
+    assert sum(array.nbytes for array in jax.tree.leaves(cache)) == 10 * bytes_per_block
+
+
+def make_plan(**changes):
+    options = {
+        "num_blocks": None,
+        "bytes_per_block": 100,
+        "block_size": 4,
+        "max_num_seqs": 3,
+        "max_model_len": 10,
+        "available_bytes": 10**6,
+        "available_why": "a test",
+    }
+    return sizing.plan(**options | changes)
+
+
+def test_a_cache_is_no_larger_than_the_rows_can_use():
+    cache = make_plan()
+    assert cache.num_blocks == 3 * 3 + 1
+    assert cache.num_tokens == 36
+    assert cache.num_bytes == 1000
+    assert cache.reason == "3 rows of 10 tokens, all that can be in use at once"
+
+
+def test_a_cache_is_no_larger_than_what_is_available():
+    cache = make_plan(available_bytes=799)
+    assert cache.num_blocks == 7
+    assert cache.reason == "as many as fit into a test"
+
+
+def test_a_given_number_of_blocks_is_taken():
+    assert make_plan(num_blocks=77, available_bytes=0).num_blocks == 77
+
+
+@pytest.mark.parametrize("available", [199, 0, -5])
+def test_a_cache_without_room_for_a_block_is_refused(available):
+    message = rf"at least 2 blocks of 100 bytes, but only {max(available, 0)} bytes are available \(a test\)"
+    with pytest.raises(InputError, match=message):
+        make_plan(available_bytes=available)
+
+
+class FakeGpu:
+    """Only what sizing asks of a device."""
+
+    platform = "gpu"
+
+    def memory_stats(self):
+        return {"bytes_limit": 10**9}
+
+
+def test_on_a_gpu_the_cache_gets_what_weights_and_activations_leave(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu()])
+    config = EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=4, max_prefill_tokens=32)
+    left, why = plan.available_bytes(config, tiny.CONFIG, jnp.dtype("float32"))
+    weights = sum(w.nbytes for w in tiny.weights().values())
+    # 32 tokens x the 96 columns of gate and up, four times, and 4 rows x 97 logits, three times
+    activations = 4 * (4 * 32 * 96 + 3 * 4 * 97)
+    assert left == 500_000_000 - weights - activations
+    assert "50% of 1000000000 bytes" in why

@@ -1,0 +1,105 @@
+"""Llama against transformers (stored logits) and against the NumPy model, through a paged cache."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.config import InputError
+from jaxpaged.memory import kv_cache
+from jaxpaged.memory.kv_cache import AttentionBatch
+from jaxpaged.models import llama, loading
+from jaxpaged.models.llama import Llama
+from reference import model as reference_model
+from tests import tiny
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+VARIANTS = ["gqa_tied", "mha_biased", "mqa_llama3_rope"]
+# Float32 against float32 in another order: sums of up to 64 terms, logits below 16.
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(params=VARIANTS)
+def golden(request):
+    folder = GOLDENS / request.param
+    checkpoint = loading.open_checkpoint(folder)
+    stored = json.loads((folder / "golden.json").read_text())
+    return checkpoint.config, checkpoint.load_weights(), stored["token_ids"], np.array(stored["logits"])
+
+
+def paged_logits(config, weights, token_ids, block_size, tile_len) -> np.ndarray:
+    """All tokens in one pass of tiles, over blocks in shuffled order."""
+    num_tokens = -(-len(token_ids) // tile_len) * tile_len
+    num_blocks = -(-num_tokens // block_size)
+    cache = kv_cache.create(
+        config.num_layers,
+        num_blocks + 1,
+        block_size,
+        config.num_kv_heads,
+        config.head_dim,
+        jnp.dtype("float32"),
+    )
+    table = 1 + np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    positions = np.arange(num_tokens, dtype=np.int32)
+    num_tiles = num_tokens // tile_len
+    batch = AttentionBatch(
+        slot_mapping=jnp.asarray(table[positions // block_size] * block_size + positions % block_size),
+        block_tables=jnp.tile(table, (num_tiles, 1)),
+        query_starts=jnp.asarray(positions[::tile_len]),
+        seq_lens=jnp.asarray(positions[::tile_len] + tile_len),
+    )
+    model = Llama(config, weights, jnp.dtype("float32"))
+    padded = jnp.asarray([*token_ids, *[0] * (num_tokens - len(token_ids))], jnp.int32)
+    hidden, _ = model(padded, jnp.asarray(positions), cache, batch)
+    return np.asarray(model.logits(hidden))[: len(token_ids)]
+
+
+def test_the_numpy_model_equals_transformers(golden):
+    config, weights, token_ids, logits = golden
+    np.testing.assert_allclose(
+        reference_model.logits(config, weights, token_ids), logits, atol=TOLERANCE, rtol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(("block_size", "tile_len"), [(4, 8), (16, 1)])
+def test_the_paged_model_equals_transformers(golden, block_size, tile_len):
+    config, weights, token_ids, logits = golden
+    ours = paged_logits(config, weights, token_ids, block_size, tile_len)
+    np.testing.assert_allclose(ours, logits, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_bfloat16_stays_near_float32():
+    """Two layers of bfloat16 (8 bits of fraction): logits within a few percent of their spread."""
+    exact = paged_logits(tiny.CONFIG, tiny.weights(), list(range(30)), 8, 10)
+    model = Llama(tiny.CONFIG, tiny.weights(), jnp.dtype("bfloat16"))
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
+    rounded = {name: np.asarray(w, jnp.bfloat16).astype(np.float32) for name, w in tiny.weights().items()}
+    near = paged_logits(tiny.CONFIG, rounded, list(range(30)), 8, 10)
+    assert np.abs(near - exact).max() < 0.1 * exact.std()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model.norm.weight": None},
+            "the weights lack 'model.norm.weight', which the model config asks for",
+        ),
+        (
+            {"model.layers.1.mlp.up_proj.weight": np.zeros((3, 4))},
+            r"weight 'model.layers.1.mlp.up_proj.weight' has shape \(3, 4\), must be \(48, 32\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change, message):
+    weights = {name: w for name, w in (tiny.weights() | change).items() if w is not None}
+    with pytest.raises(InputError, match=message):
+        Llama(tiny.CONFIG, weights, jnp.dtype("float32"))
+
+
+def test_random_weights_are_those_of_the_config():
+    weights = llama.random_weights(tiny.CONFIG, seed=1)
+    assert {name: w.shape for name, w in weights.items()} == dict(llama.weight_shapes(tiny.CONFIG))

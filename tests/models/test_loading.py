@@ -1,0 +1,165 @@
+"""Models from directories and GGUF files: what is read, and what is refused with which sentence."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxpaged.config import InputError
+from jaxpaged.models import gguf_file, loading
+from tests import tiny
+from tests.tiny_gguf import write_gguf
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+CONFIG = tiny.CONFIG
+
+
+def test_a_gguf_file_gives_the_config_and_the_weights_it_was_made_of(tmp_path):
+    checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "tiny.gguf"))
+    assert checkpoint.config.eos_token_ids == (0,)
+    for field in (
+        "hidden_size",
+        "num_q_heads",
+        "num_kv_heads",
+        "head_dim",
+        "vocab_size",
+        "tie_word_embeddings",
+    ):
+        assert getattr(checkpoint.config, field) == getattr(CONFIG, field), field
+    weights = checkpoint.load_weights()
+    assert weights.keys() == tiny.weights().keys()
+    for name, weight in tiny.weights().items():
+        np.testing.assert_array_equal(weights[name], weight, err_msg=name)
+
+
+def test_a_gguf_tokenizer_reads_digits_merges_and_special_tokens(tmp_path):
+    tokenizer = loading.open_checkpoint(write_gguf(tmp_path / "tiny.gguf")).tokenizer
+    assert tokenizer.tokenize("ab 12<|end|>") == ["ab", "Ġ", "1", "2", "<|end|>"]
+    ids = tokenizer.encode("ab 12<|end|>")
+    assert tokenizer.decode(ids) == "ab 12<|end|>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab 12"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "user:ab<|end|>"
+    )
+
+
+def test_a_directory_without_tokenizer_has_none():
+    checkpoint = loading.open_checkpoint(GOLDENS / "gqa_tied")
+    assert checkpoint.tokenizer is None
+    assert checkpoint.config.eos_token_ids == (2,)
+    assert checkpoint.config.tie_word_embeddings
+
+
+def test_generation_config_says_where_to_stop(tmp_path):
+    shutil.copytree(GOLDENS / "gqa_tied", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert loading.open_checkpoint(tmp_path).config.eos_token_ids == (2, 7)
+
+
+def test_bfloat16_and_sharded_safetensors_are_read(tmp_path):
+    import ml_dtypes
+
+    save_file({"a": np.arange(3).astype(ml_dtypes.bfloat16)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b": np.ones((2, 2), np.float16)}, tmp_path / "model-00002-of-00002.safetensors")
+    (tmp_path / "config.json").write_text((GOLDENS / "gqa_tied" / "config.json").read_text())
+    weights = loading.open_checkpoint(tmp_path).load_weights()
+    assert weights["a"].astype(np.float32).tolist() == [0, 1, 2]
+    assert weights["b"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["nowhere/at/all", "./missing", "missing.gguf", "llama", ""])
+def test_a_model_that_is_nowhere_is_refused(name):
+    with pytest.raises(InputError, match=f"model={name!r} must be "):
+        loading.open_checkpoint(name)
+
+
+def test_a_hub_id_without_a_network_is_refused_with_the_reason(monkeypatch):
+    import huggingface_hub
+
+    def offline(*args, **kwargs):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot reach the hub\nsecond line")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(
+        InputError, match=r"model='owner/name' must be .* LocalEntryNotFoundError: cannot reach the hub$"
+    ):
+        loading.open_checkpoint("owner/name")
+
+
+def test_a_hub_id_is_loaded_from_its_snapshot(monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **kwargs: str(GOLDENS / "gqa_tied")
+    )
+    assert loading.open_checkpoint("owner/name").config.hidden_size == 24
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "must contain a config.json"),
+        ("{", "config.json is not valid JSON"),
+        ('{"model_type": "bert"}', "model_type='bert' must be 'llama'"),
+        ('{"model_type": "llama"}', "config.json lacks 'num_attention_heads'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
+        ({"num_key_value_heads": 4}, "num_q_heads=6 must be a multiple of num_kv_heads=4"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "rope_type='yarn' must be 'default'"),
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+    ],
+)
+def test_a_directory_with_a_bad_config_is_refused(config, message, tmp_path):
+    if isinstance(config, dict):
+        good = json.loads((GOLDENS / "gqa_tied" / "config.json").read_text())
+        config = json.dumps(good | config)
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InputError, match=message):
+        loading.open_checkpoint(tmp_path)
+
+
+def test_missing_and_damaged_safetensors_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text((GOLDENS / "gqa_tied" / "config.json").read_text())
+    with pytest.raises(InputError, match="must contain .safetensors files"):
+        loading.open_checkpoint(tmp_path).load_weights()
+    whole = (GOLDENS / "gqa_tied" / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(InputError, match="model.safetensors is damaged"):
+        loading.open_checkpoint(tmp_path).load_weights()
+
+
+def test_a_gguf_of_another_architecture_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "gemma.gguf", architecture="gemma")
+    with pytest.raises(InputError, match="general.architecture='gemma' must be 'llama'"):
+        loading.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 0.5, 0.99])
+def test_a_damaged_gguf_file_is_refused(tmp_path, keep):
+    whole = write_gguf(tmp_path / "tiny.gguf").read_bytes()
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(whole[: keep if keep == 0 or keep >= 1 else int(keep * len(whole))])
+    with pytest.raises(InputError, match=r"damaged.gguf' must be a whole GGUF file|cannot be read"):
+        loading.open_checkpoint(damaged).load_weights()
+
+
+def test_a_gguf_file_with_missing_or_strange_tensors_is_refused(tmp_path):
+    from jaxpaged.models.llama import check_weights
+
+    checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "a.gguf", without="blk.1.ffn_up.weight"))
+    with pytest.raises(InputError, match="the weights lack 'model.layers.1.mlp.up_proj.weight'"):
+        check_weights(checkpoint.config, checkpoint.load_weights())
+    checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "b.gguf", extra="rope_freqs.weight"))
+    with pytest.raises(InputError, match="tensor 'rope_freqs.weight' is not one a llama model has"):
+        checkpoint.load_weights()
+
+
+def test_a_gguf_field_that_is_not_there_is_named(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    reader = gguf_file.open_file(path)
+    del reader.fields["llama.block_count"]
+    with pytest.raises(InputError, match="the GGUF file lacks 'llama.block_count'"):
+        gguf_file.model_config(reader, path)

@@ -1,0 +1,90 @@
+"""The arrows between the parts point one way."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Each part, and the parts of our own that it may import.
+ALLOWED = {
+    "reference": set(),
+    "pallas_kernels": set(),
+    "jaxpaged/config.py": set(),
+    "jaxpaged/status.py": set(),
+    "jaxpaged/chat.py": {"jaxpaged/config.py"},
+    "jaxpaged/memory": {"jaxpaged/config.py", "jaxpaged/status.py", "pallas_kernels"},
+    "jaxpaged/sampling.py": set(),
+    "jaxpaged/models": {"jaxpaged/config.py", "jaxpaged/memory", "pallas_kernels"},
+    "jaxpaged/engine": {
+        "jaxpaged/config.py",
+        "jaxpaged/status.py",
+        "jaxpaged/chat.py",
+        "jaxpaged/memory",
+        "jaxpaged/models",
+        "jaxpaged/sampling.py",
+    },
+    "jaxpaged/cli.py": {
+        "jaxpaged/__init__.py",
+        "jaxpaged/config.py",
+        "jaxpaged/chat.py",
+        "jaxpaged/engine",
+        "jaxpaged/models",
+        "pallas_kernels",
+    },
+    "jaxpaged/__init__.py": {"jaxpaged/config.py", "jaxpaged/engine"},
+}
+# Packages beside the standard library; None: any that pyproject.toml names.
+THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
+OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
+
+
+def files(part: str) -> list[Path]:
+    path = ROOT / part
+    return [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Dotted names of all modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def part_of(module: str) -> str:
+    """The part that a module of ours, or a name in one, belongs to."""
+    path = module.replace(".", "/")
+    matches = [part for part in ALLOWED if (path + "/").startswith(part.removesuffix(".py") + "/")]
+    return max(matches, key=len) if matches else "jaxpaged/__init__.py"
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_a_part_imports_only_what_is_below_it(part):
+    for file in files(part):
+        for module in imported_modules(file):
+            top = module.split(".")[0]
+            if top in OURS:
+                assert part_of(module) in {part, *ALLOWED[part]}, f"{file.relative_to(ROOT)} imports {module}"
+            elif part in THIRD_PARTY and top not in THIRD_PARTY[part]:
+                assert top in sys.stdlib_module_names, f"{file.relative_to(ROOT)} imports {module}"
+
+
+def test_every_file_of_the_packages_belongs_to_a_part():
+    listed = {file for part in ALLOWED for file in files(part)}
+    for package in ("jaxpaged", "pallas_kernels", "reference"):
+        assert set((ROOT / package).rglob("*.py")) <= listed
+
+
+def test_jit_and_donation_are_only_in_the_loop():
+    for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
+        uses = {
+            node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)
+        } & {"jit", "pmap"}
+        assert not uses or file.name == "loop.py", f"{file.relative_to(ROOT)} uses {uses}"

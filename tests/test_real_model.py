@@ -1,0 +1,50 @@
+"""SmolLM2-135M-Instruct with its real weights, against what transformers answers with them in float32."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpaged import LLM, SamplingParams
+
+GOLDENS = json.loads((Path(__file__).parent / "goldens" / "smollm2.json").read_text())["prompts"]
+# Below this gap between the two best logits, the order of sums may decide: there a comparison ends.
+MIN_GAP = 1e-3
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("smollm2", dtype="float32", max_num_seqs=4, max_model_len=256)
+
+
+def test_prompts_become_the_same_tokens(llm):
+    for golden in GOLDENS:
+        if golden["chat"]:
+            prompt = llm.render_chat([{"role": "user", "content": golden["prompt"]}])
+            assert prompt["prompt_token_ids"] == golden["prompt_token_ids"]
+        else:
+            assert llm.tokenizer.encode(golden["prompt"]) == golden["prompt_token_ids"]
+
+
+def test_greedy_tokens_equal_transformers(llm):
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    prompts = [golden["prompt_token_ids"] for golden in GOLDENS]
+    together = [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=False)]
+    for golden, answer in zip(GOLDENS, together, strict=True):
+        unsure = [i for i, gap in enumerate(golden["gaps"]) if gap < MIN_GAP]
+        end = unsure[0] if unsure else len(golden["gaps"])
+        assert end == 64, "the goldens were chosen to be sure to the end"
+        assert answer.token_ids[:end] == golden["token_ids"][:end]
+        assert len(answer.token_ids) == 64
+        assert answer.finish_reason == "length"
+    [alone] = llm.generate(prompts[2], params, use_tqdm=False)
+    assert alone.outputs[0] == together[2]
+
+
+def test_it_stops_at_the_end_of_its_turn(llm):
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    [result] = llm.chat(question, SamplingParams(max_tokens=64, temperature=0), use_tqdm=False)
+    [answer] = result.outputs
+    assert answer.text == "The capital of France is Paris."
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids[-1] == llm.tokenizer.eos_token_id

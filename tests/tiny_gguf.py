@@ -1,0 +1,64 @@
+"""The tiny model as a GGUF file with a tokenizer and a chat template: all that the command line needs."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from tests.tiny import CONFIG, weights
+
+
+def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """As llama.cpp's converter stores q and k: RoPE's pairs side by side."""
+    rows, columns = weight.shape
+    return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def write_gguf(path: Path, *, architecture: str = "llama", without: str = "", extra: str = "") -> Path:
+    """The tiny model as a GGUF file, with a byte-level vocabulary of as many tokens."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(CONFIG.max_model_len)
+    writer.add_embedding_length(CONFIG.hidden_size)
+    writer.add_feed_forward_length(CONFIG.intermediate_size)
+    writer.add_block_count(CONFIG.num_layers)
+    writer.add_head_count(CONFIG.num_q_heads)
+    writer.add_head_count_kv(CONFIG.num_kv_heads)
+    writer.add_key_length(CONFIG.head_dim)
+    writer.add_layer_norm_rms_eps(CONFIG.rms_norm_eps)
+    writer.add_rope_freq_base(CONFIG.rope_theta)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    letters = [chr(c) for c in range(33, 33 + CONFIG.vocab_size - 3)]
+    writer.add_token_list(["<|end|>", "Ġ", "ab", *letters])
+    writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (CONFIG.vocab_size - 1)])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}")
+    for name, weight in weights().items():
+        if "q_proj" in name:
+            weight = interleaved(weight, CONFIG.num_q_heads)
+        if "k_proj" in name:
+            weight = interleaved(weight, CONFIG.num_kv_heads)
+        tensor = name.replace("model.layers.", "blk.").replace("model.embed_tokens", "token_embd")
+        tensor = tensor.replace("model.norm", "output_norm")
+        for ours, theirs in {
+            "input_layernorm": "attn_norm",
+            "self_attn.q_proj": "attn_q",
+            "self_attn.k_proj": "attn_k",
+            "self_attn.v_proj": "attn_v",
+            "self_attn.o_proj": "attn_output",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.gate_proj": "ffn_gate",
+            "mlp.up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+        }.items():
+            tensor = tensor.replace(ours, theirs)
+        if tensor != without:
+            writer.add_tensor(tensor, weight)
+    if extra:
+        writer.add_tensor(extra, np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
