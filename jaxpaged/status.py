@@ -13,14 +13,24 @@ class Status(enum.IntFlag):
     OUT_OF_BLOCKS = 1 << 0
     TABLE_FULL = 1 << 1
     DOUBLE_FREE = 1 << 2
-    TOO_MANY_NEW_BLOCKS = 1 << 3
+    TOO_MANY_BLOCKS = 1 << 3
+    UNKNOWN_BLOCK = 1 << 4
+    UNKNOWN_ROW = 1 << 5
+    ROW_IN_USE = 1 << 6
+    TOO_FEW_TOKENS = 1 << 7
+    BLOCKS_IN_USE = 1 << 8
 
 
 _SENTENCES = {
     Status.OUT_OF_BLOCKS: "out of blocks: raise num_blocks or lower max_num_seqs",
     Status.TABLE_FULL: "a sequence outgrows its row of the block table: raise max_model_len",
     Status.DOUBLE_FREE: "double free: a block was given back more often than it is held",
-    Status.TOO_MANY_NEW_BLOCKS: "one append needs more new blocks than max_new_blocks: raise max_new_blocks",
+    Status.TOO_MANY_BLOCKS: "one operation concerns more blocks than its static limit: raise that limit",
+    Status.UNKNOWN_BLOCK: "a block id is not one of the pool's: ids go from 0 to num_blocks - 1",
+    Status.UNKNOWN_ROW: "a row does not exist, or holds no blocks where it must: name a row that was filled",
+    Status.ROW_IN_USE: "a row to be filled holds blocks already, or is named twice: free it first",
+    Status.TOO_FEW_TOKENS: "a row has fewer tokens than are to be given back, skipped or cached",
+    Status.BLOCKS_IN_USE: "the prefix cache cannot be reset while blocks are in use: free all rows first",
 }
 
 

@@ -1,35 +1,45 @@
-"""The pool: which blocks are free, and how many holders each used one has.
+"""The pool: which blocks are free, how many holders each used one has, and what content can be found again.
 
 Block 0 is the null block. It is never given out; unused table entries name it and padding tokens are
 written to it, so every index that reaches a kernel is a real block.
 """
 
 import dataclasses
+import enum
 import functools
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxpaged.memory import free_queue
+from jaxpaged.memory import free_queue, prefix_cache
+from jaxpaged.memory.entries import reversed_groups
 from jaxpaged.memory.free_queue import FreeQueue
+from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 
 NULL_BLOCK = 0
 
-# Which end of the free queue a policy uses is all there is to it: blocks are taken from the head, and
-#   naive  starts with the lowest id and puts freed blocks at the head (vLLM 0.6.3 `NaiveBlockAllocator`).
-Policy = Literal["naive"]
+# Blocks are taken from the head of the free queue. A policy is nothing but a first order and an end:
+#   lifo       starts with the highest id, puts freed blocks at the head (vLLM v0 `BlockAllocator`);
+#   naive      starts with the lowest id, puts freed blocks at the head (vLLM 0.6.3 `NaiveBlockAllocator`);
+#   lru        starts with the lowest id, puts freed blocks at the tail (vLLM V1 `BlockPool`);
+#   lru_split  as lru, but puts blocks without cached content at the head, as a group (V1 since mid-2026).
+Policy = Literal["lifo", "naive", "lru", "lru_split"]
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["free_queue", "ref_count"], meta_fields=["policy"]
+    jax.tree_util.register_dataclass,
+    data_fields=["free_queue", "ref_count", "prefix_cache"],
+    meta_fields=["policy"],
 )
 @dataclasses.dataclass(frozen=True)
 class BlockPool:
     free_queue: FreeQueue
     ref_count: Int[Array, " num_blocks"]  # holders of each block; 0 for free blocks and the null block
+    prefix_cache: PrefixCache | None  # None: content is forgotten when its block is freed
     policy: Policy
 
     @property
@@ -40,6 +50,19 @@ class BlockPool:
     @property
     def num_free(self) -> Int[Array, ""]:
         return self.free_queue.num_free
+
+    @property
+    def usage(self) -> Float[Array, ""]:
+        """The share of blocks in use, from 0 to 1. The null block does not count."""
+        return 1 - self.num_free / (self.num_blocks - 1)
+
+
+class AllocStatus(enum.IntEnum):
+    """The answer of `can_allocate`: now; not now, but when all blocks are free; not even then."""
+
+    OK = 0
+    LATER = 1
+    NEVER = 2
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["block_ids", "status"], meta_fields=[])
@@ -56,7 +79,15 @@ class FreeInfo:
     status: Int[Array, ""]
 
 
-def create(num_blocks: int, policy: Policy = "naive") -> BlockPool:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["status"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class StatusInfo:
+    status: Int[Array, ""]
+
+
+def create(
+    num_blocks: int, policy: Policy = "naive", *, prefix_cache: PrefixCache | None = None
+) -> BlockPool:
     """A pool in which every block but the null block is free."""
     if num_blocks < 2:
         raise ValueError(
@@ -64,56 +95,137 @@ def create(num_blocks: int, policy: Policy = "naive") -> BlockPool:
         )
     if policy not in get_args(Policy):
         raise ValueError(f"{policy=} must be one of {get_args(Policy)}")
+    if prefix_cache is not None and prefix_cache.num_blocks != num_blocks:
+        raise ValueError(f"{prefix_cache.num_blocks=} must equal {num_blocks=}")
     block_ids = jnp.arange(1, num_blocks, dtype=jnp.int32)
     return BlockPool(
-        free_queue=free_queue.create(block_ids, num_blocks),
+        free_queue=free_queue.create(block_ids[::-1] if policy == "lifo" else block_ids, num_blocks),
         ref_count=jnp.zeros(num_blocks, jnp.int32),
+        prefix_cache=prefix_cache,
         policy=policy,
     )
+
+
+def can_allocate(
+    pool: BlockPool, count: Int[Array, "*n"], watermark_blocks: int | Int[Array, ""] = 0
+) -> Int[Array, "*n"]:
+    """The `AllocStatus` of taking `count` blocks so that `watermark_blocks` stay free."""
+    later = pool.num_free - count < watermark_blocks
+    never = pool.num_blocks - 1 - count < watermark_blocks
+    return jnp.where(never, AllocStatus.NEVER, jnp.where(later, AllocStatus.LATER, AllocStatus.OK))
 
 
 def allocate(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[BlockPool, AllocateInfo]:
     """Take `count` blocks (at most the static `max_count`), each with one holder; all of them or none.
 
-    Status: OUT_OF_BLOCKS if fewer are free, TOO_MANY_NEW_BLOCKS if `count > max_count`.
+    Content that they hold is forgotten. Costs O(max_count), whatever the pool is.
+    Status: OUT_OF_BLOCKS if fewer are free, TOO_MANY_BLOCKS if `count > max_count`.
     """
-    status = jnp.where(count > pool.num_free, Status.OUT_OF_BLOCKS, Status.OK) | jnp.where(
-        count > max_count, Status.TOO_MANY_NEW_BLOCKS, Status.OK
+    status = flag(count > pool.num_free, Status.OUT_OF_BLOCKS) | flag(
+        count > max_count, Status.TOO_MANY_BLOCKS
     )
     count = jnp.where(status == Status.OK, count, 0)
     queue, block_ids = free_queue.pop_front(pool.free_queue, count, max_count)
     taken = jnp.arange(max_count) < count
     ref_count = pool.ref_count.at[jnp.where(taken, block_ids, pool.num_blocks)].set(1, mode="drop")
-    pool = dataclasses.replace(pool, free_queue=queue, ref_count=ref_count)
+    pool = _forget(dataclasses.replace(pool, free_queue=queue, ref_count=ref_count), block_ids, taken)
     return pool, AllocateInfo(block_ids=block_ids, status=status)
 
 
 def free(
-    pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
+    pool: BlockPool,
+    block_ids: Int[Array, " num_ids"],
+    mask: Bool[Array, " num_ids"],
+    group: Int[Array, " num_ids"] | None = None,
 ) -> tuple[BlockPool, FreeInfo]:
     """Give back one hold on each masked block, exactly as if one after the other; all of them or none.
 
     A block may be named several times (two rows share it); it becomes free with its last hold. The null
-    block is passed over. Status: DOUBLE_FREE if a block is named more often than it is held.
+    block is passed over. `lru_split` moves blocks in groups: those of equal `group`, which may not decrease;
+    without it all are one group. Costs O(num_ids).
+    Status: DOUBLE_FREE if a block is named more often than it is held, UNKNOWN_BLOCK.
     """
-    mask = mask & (block_ids != NULL_BLOCK)
-    # Bring equal ids together, each run in the order given, to count how often a block is named.
-    order = jnp.argsort(jnp.where(mask, block_ids, pool.num_blocks), stable=True)
-    ids, named = block_ids[order], mask[order]
-    index = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    is_first = (index == 0) | (ids != jnp.roll(ids, 1))
-    is_last = (index == index[-1]) | (ids != jnp.roll(ids, -1)) | ~jnp.roll(named, -1)
-    times = index - jax.lax.cummax(jnp.where(is_first, index, 0)) + 1
-    left = pool.ref_count[ids] - times
+    known, unknown = _known(pool, block_ids, mask)
+    target = jnp.where(known, block_ids, pool.num_blocks)
+    ref_count = pool.ref_count.at[target].add(-1, mode="drop")
+    double_free = jnp.any(known & (ref_count[block_ids] < 0))
+    refused = double_free | unknown
+    ref_count = ref_count.at[jnp.where(refused, target, pool.num_blocks)].add(1, mode="drop")
 
-    double_free = jnp.any(named & (left < 0))
-    done = named & is_last & ~double_free
-    ref_count = pool.ref_count.at[jnp.where(done, ids, pool.num_blocks)].set(left, mode="drop")
-    is_freed = jnp.zeros_like(mask).at[order].set(done & (left == 0))
-    pool = dataclasses.replace(
-        pool, free_queue=free_queue.push_front(pool.free_queue, block_ids, is_freed), ref_count=ref_count
-    )
-    return pool, FreeInfo(
+    queue, is_last = free_queue.last_namings(pool.free_queue, block_ids, known & ~refused)
+    is_freed = is_last & (ref_count[block_ids] == 0)
+    pool = dataclasses.replace(pool, ref_count=ref_count)
+    if pool.policy == "lru":
+        queue = free_queue.push_back(queue, block_ids, is_freed)
+    elif pool.policy == "lru_split":
+        # The first of a group is the first to be taken, so the group goes to the head last to first.
+        has_content = _has_content(pool, block_ids)
+        order = reversed_groups(jnp.zeros_like(block_ids) if group is None else group)
+        queue = free_queue.push_front(queue, block_ids[order], (is_freed & ~has_content)[order])
+        queue = free_queue.push_back(queue, block_ids, is_freed & has_content)
+    else:
+        queue = free_queue.push_front(queue, block_ids, is_freed)
+    return dataclasses.replace(pool, free_queue=queue), FreeInfo(
         num_freed=jnp.sum(is_freed, dtype=jnp.int32),
-        status=jnp.where(double_free, Status.DOUBLE_FREE, Status.OK),
+        status=flag(double_free, Status.DOUBLE_FREE) | flag(unknown, Status.UNKNOWN_BLOCK),
     )
+
+
+def touch(
+    pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
+) -> tuple[BlockPool, StatusInfo]:
+    """One more holder for each masked block; free ones leave the queue, from wherever they are.
+
+    A block may be named several times; the null block is passed over. Status: UNKNOWN_BLOCK.
+    """
+    known, unknown = _known(pool, block_ids, mask)
+    known &= ~unknown
+    is_free = known & (pool.free_queue.place[block_ids] != FreeQueue.NOT_QUEUED)
+    target = jnp.where(known, block_ids, pool.num_blocks)
+    pool = dataclasses.replace(
+        pool,
+        free_queue=free_queue.remove(pool.free_queue, block_ids, is_free),
+        ref_count=pool.ref_count.at[target].add(1, mode="drop"),
+    )
+    return pool, StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
+
+
+def evict(
+    pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
+) -> tuple[BlockPool, StatusInfo]:
+    """Make the content of the masked blocks unfindable; who holds them keeps them. Status: UNKNOWN_BLOCK."""
+    known, unknown = _known(pool, block_ids, mask)
+    return _forget(pool, block_ids, known & ~unknown), StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
+
+
+def reset_prefix_cache(pool: BlockPool) -> tuple[BlockPool, StatusInfo]:
+    """Make all content unfindable. Status: BLOCKS_IN_USE if any block is held. Costs O(num_blocks)."""
+    in_use = pool.num_free != pool.num_blocks - 1
+    if pool.prefix_cache is not None:
+        cleared = lax.cond(in_use, lambda same: same, prefix_cache.clear, pool.prefix_cache)
+        pool = dataclasses.replace(pool, prefix_cache=cleared)
+    return pool, StatusInfo(flag(in_use, Status.BLOCKS_IN_USE))
+
+
+def flag(condition: Bool[Array, ""], bit: Status) -> Int[Array, ""]:
+    return jnp.where(condition, bit, Status.OK).astype(jnp.int32)
+
+
+def _known(
+    pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
+) -> tuple[Bool[Array, " num_ids"], Bool[Array, ""]]:
+    """Which masked ids name a block that can be held, and whether any names no block at all."""
+    exists = (block_ids >= 0) & (block_ids < pool.num_blocks)
+    return mask & exists & (block_ids != NULL_BLOCK), jnp.any(mask & ~exists)
+
+
+def _has_content(pool: BlockPool, block_ids: Int[Array, " num_ids"]) -> Bool[Array, " num_ids"]:
+    if pool.prefix_cache is None:
+        return jnp.zeros(block_ids.shape, bool)
+    return prefix_cache.has_content(pool.prefix_cache, block_ids)
+
+
+def _forget(pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> BlockPool:
+    if pool.prefix_cache is None:
+        return pool
+    return dataclasses.replace(pool, prefix_cache=prefix_cache.remove(pool.prefix_cache, block_ids, mask))

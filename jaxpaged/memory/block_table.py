@@ -1,4 +1,7 @@
-"""Block tables: each sequence's blocks in order, how many tokens they hold, and the pool they come from."""
+"""Block tables: each sequence's blocks in order, how many tokens they hold, and the pool they come from.
+
+Every transition acts on all rows at once, with exactly the result of going row by row, and on all or none.
+"""
 
 import dataclasses
 import functools
@@ -7,14 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.memory import block_pool
-from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo
+from jaxpaged.memory import block_pool, free_queue, prefix_cache
+from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
+from jaxpaged.memory.entries import number_through
+from jaxpaged.memory.prefix_cache import Chain
 from jaxpaged.status import Status
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "block_tables", "seq_lens"],
+    data_fields=["pool", "block_tables", "seq_lens", "num_skipped", "chains"],
     meta_fields=["block_size"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +29,8 @@ class BlockTables:
     pool: BlockPool
     block_tables: Int[Array, "max_seqs max_blocks_per_seq"]  # NULL_BLOCK beyond a row's blocks
     seq_lens: Int[Array, " max_seqs"]  # tokens each row has places for
+    num_skipped: Int[Array, " max_seqs"]  # leading blocks that left the window: NULL_BLOCK stands for them
+    chains: Chain  # how far each row is cached
     block_size: int  # tokens a block
 
     @property
@@ -36,14 +43,22 @@ class BlockTables:
 
     @property
     def num_blocks(self) -> Int[Array, " max_seqs"]:
-        """Blocks each row holds."""
+        """Blocks each row holds, those that left the window included."""
         return cdiv(self.seq_lens, self.block_size)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["num_new_blocks", "status"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["num_new_blocks", "copy_sources", "copy_destinations", "status"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class AppendInfo:
-    num_new_blocks: Int[Array, " max_seqs"]  # blocks each row took; 0 where the append was refused
+    """Before anything is written, block `copy_sources[r]` is to be copied to `copy_destinations[r]`."""
+
+    num_new_blocks: Int[Array, " max_seqs"]  # blocks each row took, copies included; 0 if refused
+    copy_sources: Int[Array, " max_seqs"]  # NULL_BLOCK where nothing is to be copied
+    copy_destinations: Int[Array, " max_seqs"]
     status: Int[Array, ""]
 
 
@@ -60,10 +75,15 @@ def create(pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: 
     }.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    cache = pool.prefix_cache
+    if cache is not None and cache.block_size != block_size:
+        raise ValueError(f"{cache.block_size=} must equal {block_size=}")
     return BlockTables(
         pool=pool,
         block_tables=jnp.full((max_seqs, max_blocks_per_seq), NULL_BLOCK, jnp.int32),
         seq_lens=jnp.zeros(max_seqs, jnp.int32),
+        num_skipped=jnp.zeros(max_seqs, jnp.int32),
+        chains=prefix_cache.root(cache, jnp.zeros(max_seqs, jnp.int32)),
         block_size=block_size,
     )
 
@@ -71,50 +91,230 @@ def create(pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: 
 def append(
     tables: BlockTables, num_new_tokens: Int[Array, " max_seqs"], *, max_new_blocks: int
 ) -> tuple[BlockTables, AppendInfo]:
-    """Make places for `num_new_tokens[r] >= 0` more tokens in each row r; for all rows or for none.
+    """Make places for `num_new_tokens[r] >= 0` more tokens in each row r, that r alone may write to.
 
-    New blocks are taken in row order, as if row by row. `max_new_blocks` (static) bounds their number over
-    all rows. Costs O(max_seqs + max_new_blocks), whatever the pool and the tables are.
-    Status: OUT_OF_BLOCKS, TABLE_FULL (a row would outgrow its line), TOO_MANY_NEW_BLOCKS.
+    A last block that is partly filled and that others hold too is replaced by a new one, and is to be copied
+    there. Blocks are taken row by row; in a row the copy's comes first (`naive`: last, as vLLM 0.6.3 writes
+    the tokens when all blocks are there). `max_new_blocks` (static) bounds their number over all rows.
+    Costs O(max_seqs + max_new_blocks), whatever the pool and the tables are.
+    Status: OUT_OF_BLOCKS, TABLE_FULL (a row would outgrow its line), TOO_MANY_BLOCKS.
     """
+    pool = tables.pool
     seq_lens = tables.seq_lens + num_new_tokens
     held = tables.num_blocks
     needed = cdiv(seq_lens, tables.block_size)
-    num_new = needed - held
     table_full = jnp.any(needed > tables.max_blocks_per_seq)
-    pool, allocated = block_pool.allocate(
-        tables.pool, jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)), max_new_blocks
-    )
-    status = allocated.status | jnp.where(table_full, Status.TABLE_FULL, Status.OK)
-    ok = status == Status.OK
-    num_new = jnp.where(ok, num_new, 0)
 
-    # The k-th block taken belongs to the row whose share of the running total holds k.
-    end = jnp.cumsum(num_new, dtype=jnp.int32)
-    k = jnp.arange(max_new_blocks, dtype=jnp.int32)
-    row = jnp.searchsorted(end, k, side="right").astype(jnp.int32)  # max_seqs beyond the last block
-    col = held.at[row].get(mode="clip") + k - (end - num_new).at[row].get(mode="clip")
+    # Who writes into its last block lets go of it; when nobody is left, the last of them may keep it.
+    last_ids = tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(held - 1, 0)]
+    writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
+    ref_count = pool.ref_count.at[jnp.where(writes, last_ids, pool.num_blocks)].add(-1, mode="drop")
+    queue, is_last = free_queue.last_namings(pool.free_queue, last_ids, writes)
+    keeps = writes & is_last & (ref_count[last_ids] == 0)
+    copies = writes & ~keeps
+
+    num_new = needed - held + copies
+    pool, allocated = block_pool.allocate(
+        dataclasses.replace(pool, free_queue=queue, ref_count=ref_count),
+        jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)),
+        max_new_blocks,
+    )
+    status = allocated.status | flag(table_full, Status.TABLE_FULL)
+    ok = status == Status.OK
+    stays = jnp.where(writes & (keeps | ~ok), last_ids, pool.num_blocks)
+    pool = dataclasses.replace(pool, ref_count=pool.ref_count.at[stays].add(1, mode="drop"))
+    if pool.prefix_cache is not None:  # content about to be written over cannot be found any more
+        pool, _ = block_pool.evict(pool, last_ids, keeps & ok)
+
+    num_new = jnp.where(ok, num_new, 0)
+    copies &= ok
+    row, k, used = number_through(num_new, max_new_blocks)
+    if pool.policy == "naive":
+        col = jnp.where(copies[row] & (k == num_new[row] - 1), held[row] - 1, held[row] + k)
+    else:
+        col = held[row] + k - copies[row]
+    is_copy = used & (col < held[row])
+    nobody = jnp.zeros(tables.max_seqs, jnp.int32)
+    target = jnp.where(is_copy, row, tables.max_seqs)
     tables = dataclasses.replace(
         tables,
         pool=pool,
-        block_tables=tables.block_tables.at[row, col].set(allocated.block_ids, mode="drop"),
+        block_tables=tables.block_tables.at[jnp.where(used, row, tables.max_seqs), col].set(
+            allocated.block_ids, mode="drop"
+        ),
         seq_lens=jnp.where(ok, seq_lens, tables.seq_lens),
     )
-    return tables, AppendInfo(num_new_blocks=num_new, status=status)
+    return tables, AppendInfo(
+        num_new_blocks=num_new,
+        copy_sources=jnp.where(copies, last_ids, NULL_BLOCK),
+        copy_destinations=nobody.at[target].set(allocated.block_ids, mode="drop"),
+        status=status,
+    )
 
 
-def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[BlockTables, FreeInfo]:
-    """Give back all blocks of the masked rows, row by row, each first block first; the rows become empty."""
-    block_ids = tables.block_tables.reshape(-1)
-    mask = jnp.repeat(rows, tables.max_blocks_per_seq)
-    pool, info = block_pool.free(tables.pool, block_ids, mask)
-    clear = rows & (info.status == Status.OK)
-    return dataclasses.replace(
+def fork(
+    tables: BlockTables,
+    sources: Int[Array, " num_forks"],
+    destinations: Int[Array, " num_forks"],
+    mask: Bool[Array, " num_forks"],
+) -> tuple[BlockTables, StatusInfo]:
+    """Let each masked destination row, empty so far, hold the blocks of its source row too.
+
+    Status: UNKNOWN_ROW (a row that does not exist, an empty source), ROW_IN_USE (a destination that holds
+    blocks or is named twice).
+    """
+    exists = _row_exists(tables, sources) & _row_exists(tables, destinations)
+    unknown = jnp.any(mask & ~(exists & (tables.seq_lens[sources] > 0)))
+    in_use = _any_in_use(tables, destinations, mask)
+    done = mask & ~(unknown | in_use)
+    lines = jnp.where(done[:, None], tables.block_tables[sources], NULL_BLOCK)
+    held = jnp.where(lines != NULL_BLOCK, lines, tables.pool.num_blocks)
+    ref_count = tables.pool.ref_count.at[held].add(1, mode="drop")
+    target = jnp.where(done, destinations, tables.max_seqs)
+    tables = dataclasses.replace(
+        tables,
+        pool=dataclasses.replace(tables.pool, ref_count=ref_count),
+        block_tables=tables.block_tables.at[target].set(lines, mode="drop"),
+        seq_lens=tables.seq_lens.at[target].set(tables.seq_lens[sources], mode="drop"),
+        num_skipped=tables.num_skipped.at[target].set(tables.num_skipped[sources], mode="drop"),
+        chains=jax.tree.map(lambda x: x.at[target].set(x[sources], mode="drop"), tables.chains),
+    )
+    return tables, StatusInfo(flag(unknown, Status.UNKNOWN_ROW) | flag(in_use, Status.ROW_IN_USE))
+
+
+def adopt(
+    tables: BlockTables,
+    rows: Int[Array, " num_rows"],
+    block_ids: Int[Array, "num_rows max_hits"],
+    chains: Chain,
+    mask: Bool[Array, " num_rows"],
+) -> tuple[BlockTables, StatusInfo]:
+    """Begin each masked row, empty so far, with the blocks that `prefix_cache.lookup` found for it.
+
+    The blocks are touched, so that nothing allocated later can evict them. The row's salt is the lookup's.
+    Status: UNKNOWN_ROW, ROW_IN_USE, TABLE_FULL (the hit is longer than a row), UNKNOWN_BLOCK.
+    """
+    unknown = jnp.any(mask & ~_row_exists(tables, rows))
+    in_use = _any_in_use(tables, rows, mask)
+    table_full = jnp.any(mask & (chains.num_blocks > tables.max_blocks_per_seq))
+    done = mask & ~(unknown | in_use | table_full)
+    is_hit = done[:, None] & (jnp.arange(block_ids.shape[1]) < chains.num_blocks[:, None])
+    pool, touched = block_pool.touch(tables.pool, block_ids.reshape(-1), is_hit.reshape(-1))
+    status = (
+        touched.status
+        | flag(unknown, Status.UNKNOWN_ROW)
+        | flag(in_use, Status.ROW_IN_USE)
+        | flag(table_full, Status.TABLE_FULL)
+    )
+    target = jnp.where(done & (status == Status.OK), rows, tables.max_seqs)
+    width = min(block_ids.shape[1], tables.max_blocks_per_seq)
+    lines = jnp.where(is_hit, block_ids, NULL_BLOCK)[:, :width]
+    tables = dataclasses.replace(
         tables,
         pool=pool,
-        block_tables=jnp.where(clear[:, None], NULL_BLOCK, tables.block_tables),
-        seq_lens=jnp.where(clear, 0, tables.seq_lens),
-    ), info
+        block_tables=tables.block_tables.at[target[:, None], jnp.arange(width)].set(lines, mode="drop"),
+        seq_lens=tables.seq_lens.at[target].set(chains.num_blocks * tables.block_size, mode="drop"),
+        chains=jax.tree.map(lambda x, new: x.at[target].set(new, mode="drop"), tables.chains, chains),
+    )
+    return tables, StatusInfo(status)
+
+
+def cache_full_blocks(
+    tables: BlockTables,
+    token_ids: Int[Array, "max_seqs max_tokens"],
+    num_tokens: Int[Array, " max_seqs"],
+    *,
+    max_blocks: int,
+) -> tuple[BlockTables, StatusInfo]:
+    """Make the full blocks among the first `num_tokens[r]` tokens of each row findable.
+
+    Call it when their K and V are written. `max_blocks` (static) bounds the blocks new to it over all rows.
+    Costs O(max_seqs + max_blocks), whatever the pool and the tables are.
+    Status: TOO_FEW_TOKENS (a row has not so many), TOO_MANY_BLOCKS.
+    """
+    if tables.pool.prefix_cache is None:
+        raise ValueError("the pool must have a prefix cache: give block_pool.create one")
+    counts = jnp.maximum(num_tokens // tables.block_size - tables.chains.num_blocks, 0)
+    too_few = jnp.any(num_tokens > tables.seq_lens)
+    too_many = jnp.sum(counts) > max_blocks
+    counts = jnp.where(too_few | too_many, 0, counts)
+    row, k, _ = number_through(counts, max_blocks)
+    col = tables.chains.num_blocks[row] + k
+    positions = col[:, None] * tables.block_size + jnp.arange(tables.block_size)
+    cache, chains = prefix_cache.insert(
+        tables.pool.prefix_cache,
+        tables.chains,
+        counts,
+        row,
+        tables.block_tables[row, col],
+        token_ids[row[:, None], positions],
+    )
+    tables = dataclasses.replace(
+        tables, pool=dataclasses.replace(tables.pool, prefix_cache=cache), chains=chains
+    )
+    return tables, StatusInfo(flag(too_few, Status.TOO_FEW_TOKENS) | flag(too_many, Status.TOO_MANY_BLOCKS))
+
+
+def free_rows(
+    tables: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
+) -> tuple[BlockTables, FreeInfo]:
+    """Give back all blocks of the masked rows, row by row; the rows become empty.
+
+    In a row the first block goes first (`lru`, `lru_split`: the last, so that the beginning of a prompt,
+    which others may share, is evicted last). `max_blocks` (static) bounds the blocks of these rows; without
+    it, they may be the whole table. Costs O(max_blocks). Status: TOO_MANY_BLOCKS.
+    """
+    counts = jnp.where(rows, tables.num_blocks - tables.num_skipped, 0)
+    tables, info = _release(tables, tables.num_skipped, counts, max_blocks)
+    return _clear(tables, rows & (info.status == Status.OK)), info
+
+
+def reset(tables: BlockTables) -> tuple[BlockTables, FreeInfo]:
+    """Free every row. Cached content stays findable: see `block_pool.reset_prefix_cache`."""
+    return free_rows(tables, jnp.ones(tables.max_seqs, bool))
+
+
+def truncate(
+    tables: BlockTables, num_tokens: Int[Array, " max_seqs"], *, max_blocks: int | None = None
+) -> tuple[BlockTables, FreeInfo]:
+    """Give back the last `num_tokens[r]` tokens of each row r, and the blocks that hold nothing else.
+
+    Order and `max_blocks` as in `free_rows`. Status: TOO_FEW_TOKENS (a row has not so many, or the window has
+    left what would be its end), TOO_MANY_BLOCKS.
+    """
+    seq_lens = tables.seq_lens - num_tokens
+    too_few = jnp.any((seq_lens < tables.num_skipped * tables.block_size) & (seq_lens != 0))
+    left = jnp.where(seq_lens == 0, tables.num_skipped, cdiv(seq_lens, tables.block_size))
+    counts = jnp.where(too_few, 0, tables.num_blocks - left)
+    before = tables
+    tables, info = _release(tables, left, counts, max_blocks)
+    status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
+    ok = status == Status.OK
+    tables = dataclasses.replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
+    if tables.pool.prefix_cache is not None:
+        num_full = tables.seq_lens // tables.block_size
+        last_ids = tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(num_full - 1, 0)]
+        chains = prefix_cache.rewind(tables.pool.prefix_cache, tables.chains, num_full, last_ids)
+        tables = dataclasses.replace(tables, chains=chains)
+    emptied = ok & (seq_lens == 0) & (num_tokens > 0)
+    return _clear(tables, emptied, keep_salt=True), dataclasses.replace(info, status=status)
+
+
+def slide_window(
+    tables: BlockTables, num_skipped_tokens: Int[Array, " max_seqs"], *, max_blocks: int | None = None
+) -> tuple[BlockTables, FreeInfo]:
+    """Free the blocks that hold nothing but the first `num_skipped_tokens[r]` tokens of row r.
+
+    The null block stands in for them. Order and `max_blocks` as in `free_rows`.
+    Status: TOO_FEW_TOKENS (a row has not so many), TOO_MANY_BLOCKS.
+    """
+    too_few = jnp.any(num_skipped_tokens > tables.seq_lens)
+    num_skipped = jnp.maximum(num_skipped_tokens // tables.block_size, tables.num_skipped)
+    counts = jnp.where(too_few, 0, num_skipped - tables.num_skipped)
+    tables, info = _release(tables, tables.num_skipped, counts, max_blocks)
+    status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
+    num_skipped = jnp.where(status == Status.OK, num_skipped, tables.num_skipped)
+    return dataclasses.replace(tables, num_skipped=num_skipped), dataclasses.replace(info, status=status)
 
 
 def slot_mapping(
@@ -127,3 +327,45 @@ def slot_mapping(
     block_id = tables.block_tables[rows, positions // tables.block_size]
     slot = block_id * tables.block_size + positions % tables.block_size
     return jnp.where(valid, slot, NULL_BLOCK * tables.block_size)
+
+
+def _release(
+    tables: BlockTables,
+    first: Int[Array, " max_seqs"],
+    counts: Int[Array, " max_seqs"],
+    max_blocks: int | None,
+) -> tuple[BlockTables, FreeInfo]:
+    """Free `counts[r]` blocks of each row r from place `first[r]` on; the null block takes their places."""
+    size = tables.block_tables.size if max_blocks is None else max_blocks
+    too_many = jnp.sum(counts, dtype=jnp.int32) > size
+    counts = jnp.where(too_many, 0, counts)
+    row, k, used = number_through(counts, size)
+    last_first = tables.pool.policy in ("lru", "lru_split")
+    col = first[row] + (counts[row] - 1 - k if last_first else k)
+    pool, info = block_pool.free(tables.pool, tables.block_tables[row, col], used, group=row)
+    cleared = jnp.where(used & (info.status == Status.OK), row, tables.max_seqs)
+    block_tables = tables.block_tables.at[cleared, col].set(NULL_BLOCK, mode="drop")
+    status = info.status | flag(too_many, Status.TOO_MANY_BLOCKS)
+    return dataclasses.replace(tables, pool=pool, block_tables=block_tables), FreeInfo(info.num_freed, status)
+
+
+def _clear(tables: BlockTables, rows: Bool[Array, " max_seqs"], *, keep_salt: bool = False) -> BlockTables:
+    """Forget all but the (already empty) lines of the masked rows."""
+    salt = tables.chains.salt if keep_salt else jnp.zeros_like(tables.chains.salt)
+    chains = prefix_cache.where(rows, prefix_cache.root(tables.pool.prefix_cache, salt), tables.chains)
+    return dataclasses.replace(
+        tables,
+        seq_lens=jnp.where(rows, 0, tables.seq_lens),
+        num_skipped=jnp.where(rows, 0, tables.num_skipped),
+        chains=chains,
+    )
+
+
+def _row_exists(tables: BlockTables, rows: Int[Array, " n"]) -> Bool[Array, " n"]:
+    return (rows >= 0) & (rows < tables.max_seqs)
+
+
+def _any_in_use(tables: BlockTables, rows: Int[Array, " n"], mask: Bool[Array, " n"]) -> Bool[Array, ""]:
+    """Whether a masked row holds blocks, or is named twice."""
+    times = jnp.zeros(tables.max_seqs, jnp.int32).at[rows].add(mask, mode="drop")
+    return jnp.any(mask & ((tables.seq_lens[rows] > 0) | (times[rows] > 1)))

@@ -1,8 +1,9 @@
 """A double-ended queue of block ids in fixed arrays: the one structure behind every allocator policy.
 
-The ids lie in a ring. Taking one from the middle (a prefix hit revives a free block) leaves a hole, which
-later takings step over; when holes get in the way, the ring is compacted. So taking or giving back k blocks
-costs O(k) however large the pool is, and the O(num_blocks) compaction is paid once for many removals.
+The ids lie in a ring. Taking one from the middle (a prefix hit revives a free block) leaves a hole, which a
+later taking steps over, once. Only when holes have used up the ring's second half is it compacted. So taking
+or giving back k blocks costs O(k), however large the pool is, and the O(num_blocks) compaction is paid by at
+least num_blocks removals.
 """
 
 import dataclasses
@@ -27,15 +28,15 @@ class FreeQueue:
     `num_blocks` counts every id of the pool, queued or not; the ring has two places for each.
     """
 
-    ring: Int[Array, " capacity"]  # block ids; HOLE where one was removed; anything outside the span
+    ring: Int[Array, " capacity"]  # block ids; negative where one was removed; anything outside the span
     place: Int[Array, " num_blocks"]  # where in the ring each block is; NOT_QUEUED if it is not
     head: Int[Array, ""]  # place of the first entry
     span: Int[Array, ""]  # places from the first entry to the last, holes included
     num_free: Int[Array, ""]  # blocks in the queue
 
-    HOLE: ClassVar[int] = -1
+    HOLE: ClassVar[int] = -1  # any negative entry is a hole
     NOT_QUEUED: ClassVar[int] = -1
-    # How many holes a taking may step over before the ring is compacted.
+    # How many holes a taking steps over without looking a second time.
     HOLE_SLACK: ClassVar[int] = 64
 
     @property
@@ -65,26 +66,37 @@ def pop_front(
     The caller has checked `count`: taking more than there are is its error.
     """
     window = min(max_count + FreeQueue.HOLE_SLACK, queue.capacity)
+    offsets = jnp.arange(window, dtype=jnp.int32)
 
-    def live(queue: FreeQueue) -> tuple[Int[Array, " window"], Bool[Array, " window"]]:
-        offset = jnp.arange(window, dtype=jnp.int32)
+    # Look through the ring window by window; without many holes, the first holds enough.
+    type Progress = tuple[Int[Array, ""], Int[Array, ""], Int[Array, " max_count"]]
+
+    def look(progress: Progress) -> Progress:
+        passed, num_taken, taken_ids = progress
+        offset = passed + offsets
         ids = queue.ring[(queue.head + offset) % queue.capacity]
-        return ids, (offset < queue.span) & (ids != FreeQueue.HOLE)
+        is_live = (offset < queue.span) & (ids >= 0)
+        rank = num_taken + jnp.cumsum(is_live, dtype=jnp.int32) - 1
+        taken = is_live & (rank < count)
+        taken_ids = taken_ids.at[jnp.where(taken, rank, max_count)].set(ids, mode="drop")
+        num_taken += jnp.sum(taken, dtype=jnp.int32)
+        # The queue now begins after the last id taken; or, if more are wanted, after the window.
+        last = jnp.max(jnp.where(taken, offset + 1, passed))
+        return jnp.where(num_taken < count, passed + window, last), num_taken, taken_ids
 
-    too_few = jnp.sum(live(queue)[1], dtype=jnp.int32) < count
-    queue = lax.cond(too_few, compact, lambda same: same, queue)
-    ids, is_live = live(queue)
+    def wants_more(progress: Progress) -> Bool[Array, ""]:
+        return (progress[1] < count) & (progress[0] < queue.span)
 
-    rank = jnp.cumsum(is_live, dtype=jnp.int32) - 1
-    taken = is_live & (rank < count)
-    taken_ids = jnp.zeros(max_count, jnp.int32).at[jnp.where(taken, rank, max_count)].set(ids, mode="drop")
-    # Step over the last taken entry, and over everything before it.
-    consumed = jnp.max(jnp.where(taken, jnp.arange(1, window + 1, dtype=jnp.int32), 0))
+    start = (jnp.int32(0), jnp.int32(0), jnp.zeros(max_count, jnp.int32))
+    passed, _, taken_ids = lax.while_loop(wants_more, look, start)
+    taken = jnp.arange(max_count, dtype=jnp.int32) < count
     queue = dataclasses.replace(
         queue,
-        place=queue.place.at[jnp.where(taken, ids, queue.num_blocks)].set(FreeQueue.NOT_QUEUED, mode="drop"),
-        head=(queue.head + consumed) % queue.capacity,
-        span=queue.span - consumed,
+        place=queue.place.at[jnp.where(taken, taken_ids, queue.num_blocks)].set(
+            FreeQueue.NOT_QUEUED, mode="drop"
+        ),
+        head=(queue.head + passed) % queue.capacity,
+        span=queue.span - passed,
         num_free=queue.num_free - count,
     )
     return queue, taken_ids
@@ -107,21 +119,46 @@ def push_back(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, "
 
 
 def remove(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> FreeQueue:
-    """Take the masked `ids`, each queued and named once, out of wherever they are in the queue."""
+    """Take the masked `ids`, all of them queued, out of wherever they are in the queue.
+
+    An id may be named several times: the hole then carries the index of the naming that counts.
+    """
     place = queue.place[ids]
+    hole = -1 - jnp.arange(ids.shape[0], dtype=jnp.int32)
+    ring = queue.ring.at[jnp.where(mask, place, queue.capacity)].min(hole, mode="drop")
+    found = ring[place]
+    target = jnp.where(mask, ids, queue.num_blocks)
     return dataclasses.replace(
         queue,
-        ring=queue.ring.at[jnp.where(mask, place, queue.capacity)].set(FreeQueue.HOLE, mode="drop"),
-        place=queue.place.at[jnp.where(mask, ids, queue.num_blocks)].set(FreeQueue.NOT_QUEUED, mode="drop"),
-        num_free=queue.num_free - jnp.sum(mask, dtype=jnp.int32),
+        ring=ring,
+        # Always NOT_QUEUED; said like this, XLA reads before it writes instead of copying the whole array.
+        place=queue.place.at[target].set(jnp.maximum(found, FreeQueue.NOT_QUEUED), mode="drop"),
+        num_free=queue.num_free - jnp.sum(mask & (found == hole), dtype=jnp.int32),
     )
+
+
+def last_namings(
+    queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
+) -> tuple[FreeQueue, Bool[Array, " num_ids"]]:
+    """Which of the masked entries is the last to name its id. None of these ids may be queued.
+
+    The ids' own places, without meaning while they are not queued, serve as scratch: no sort is needed, and
+    nothing of the pool's size. The queue comes back as it was.
+    """
+    mark = FreeQueue.NOT_QUEUED - 1 - jnp.arange(ids.shape[0], dtype=jnp.int32)
+    target = jnp.where(mask, ids, queue.num_blocks)
+    place = queue.place.at[target].min(mark, mode="drop")
+    found = place[ids]
+    # Always NOT_QUEUED; said like this, XLA reads before it writes instead of copying the whole array.
+    place = place.at[target].set(jnp.maximum(found, FreeQueue.NOT_QUEUED), mode="drop")
+    return dataclasses.replace(queue, place=place), mask & (found == mark)
 
 
 def compact(queue: FreeQueue) -> FreeQueue:
     """The same queue without holes, its head at place 0. Costs O(num_blocks)."""
     offset = jnp.arange(queue.capacity, dtype=jnp.int32)
     ids = queue.ring[(queue.head + offset) % queue.capacity]
-    is_live = (offset < queue.span) & (ids != FreeQueue.HOLE)
+    is_live = (offset < queue.span) & (ids >= 0)
     rank = jnp.cumsum(is_live, dtype=jnp.int32) - 1
     return dataclasses.replace(
         queue,

@@ -1,0 +1,147 @@
+"""What must hold after every transition, checked on the host with NumPy, plainly. For tests and debugging."""
+
+from collections import Counter
+
+import jax
+import numpy as np
+
+from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.free_queue import FreeQueue
+from jaxpaged.memory.prefix_cache import PrefixCache
+
+
+class InvariantError(AssertionError):
+    """A state that no history of transitions can lead to; the message names what disagrees."""
+
+
+def check_invariants(state: BlockTables | BlockPool) -> None:
+    """Raise `InvariantError` unless `state` is consistent.
+
+    Free, used and null blocks are all blocks, each once; the free queue's parts agree; reference counts are
+    those of the tables (of tables only); what is cached can be found, and what can be found is cached.
+    """
+    state = jax.device_get(state)
+    pool = state.pool if isinstance(state, BlockTables) else state
+    _check_pool(pool)
+    if pool.prefix_cache is not None:
+        _check_prefix_cache(pool.prefix_cache)
+    if isinstance(state, BlockTables):
+        _check_tables(state)
+
+
+def free_block_ids(pool: BlockPool) -> list[int]:
+    """The free blocks, in the order in which they will be given out."""
+    return _queued_ids(jax.device_get(pool.free_queue))
+
+
+def _require(condition: object, sentence: str) -> None:
+    if not condition:
+        raise InvariantError(sentence)
+
+
+def _queued_ids(queue: FreeQueue) -> list[int]:
+    places = (int(queue.head) + np.arange(int(queue.span))) % queue.capacity
+    return [int(block_id) for block_id in queue.ring[places] if block_id >= 0]
+
+
+def _check_pool(pool: BlockPool) -> None:
+    queue, num_blocks = pool.free_queue, pool.num_blocks
+    _require(0 <= queue.span <= queue.capacity, f"the queue spans {queue.span} of {queue.capacity} places")
+    _require(
+        0 <= queue.head < queue.capacity, f"the queue's head is {queue.head}, of {queue.capacity} places"
+    )
+    free = _queued_ids(queue)
+    _require(len(free) == queue.num_free, f"the queue holds {free}, num_free is {queue.num_free}")
+    _require(len(set(free)) == len(free), f"a block is in the queue twice: {free}")
+    _require(NULL_BLOCK not in free, "the null block is in the free queue")
+    _require(pool.ref_count[NULL_BLOCK] == 0, f"the null block has {pool.ref_count[NULL_BLOCK]} holders")
+    free_set = set(free)
+    for block_id in range(1, num_blocks):
+        count = pool.ref_count[block_id]
+        _require(count >= 0, f"block {block_id} has {count} holders")
+        is_free = block_id in free_set
+        _require(is_free == (count == 0), f"block {block_id} has {count} holders, and is free: {is_free}")
+        place = queue.place[block_id]
+        if is_free:
+            found = queue.ring[place]
+            _require(found == block_id, f"block {block_id} should be at place {place}, where {found} is")
+        else:
+            _require(place == FreeQueue.NOT_QUEUED, f"block {block_id} is not free, but its place is {place}")
+
+
+def _check_tables(tables: BlockTables) -> None:
+    held: Counter[int] = Counter()
+    for row in range(tables.max_seqs):
+        line = tables.block_tables[row]
+        num_blocks = -(-int(tables.seq_lens[row]) // tables.block_size)
+        num_skipped = int(tables.num_skipped[row])
+        _require(
+            0 <= num_skipped <= num_blocks <= tables.max_blocks_per_seq,
+            f"row {row} has {num_blocks} blocks, {num_skipped} of them out of its window",
+        )
+        for place, block_id in enumerate(line):
+            _require(
+                (block_id != NULL_BLOCK) == (num_skipped <= place < num_blocks),
+                f"row {row} has {num_blocks} blocks, {num_skipped} of them out of its window, but names "
+                f"block {block_id} at place {place}",
+            )
+        held.update(int(block_id) for block_id in line if block_id != NULL_BLOCK)
+    for block_id in range(1, tables.pool.num_blocks):
+        count = tables.pool.ref_count[block_id]
+        _require(
+            held[block_id] == count,
+            f"block {block_id} has {count} holders, but {held[block_id]} rows name it",
+        )
+
+
+def _check_prefix_cache(cache: PrefixCache) -> None:
+    _require(cache.slot[NULL_BLOCK] == PrefixCache.NO_SLOT, "the null block has content")
+    cached = {int(block_id) for block_id in np.flatnonzero(cache.slot != PrefixCache.NO_SLOT)}
+    found: set[int] = set()
+    identities: dict[tuple[object, ...], int] = {}
+    num_buckets = cache.num_slots // PrefixCache.BUCKET
+    for slot in map(int, np.flatnonzero(cache.last)):
+        ring = _ring(cache, slot)
+        first = ring[0]
+        for block_id in ring:
+            _require(
+                cache.slot[block_id] == slot,
+                f"block {block_id} is in slot {slot}'s ring, but says slot {cache.slot[block_id]}",
+            )
+            for name in ("hash", "parent", "token_ids"):
+                mine, theirs = getattr(cache, name)[block_id], getattr(cache, name)[first]
+                _require(
+                    np.array_equal(mine, theirs),
+                    f"blocks {block_id} and {first} are one node, but their {name} are {mine} and {theirs}",
+                )
+        _require(
+            slot // PrefixCache.BUCKET in cache.hash[first] % num_buckets,
+            f"slot {slot} is in neither bucket of its hash {cache.hash[first]}",
+        )
+        identity = (
+            *cache.parent[first].tolist(),
+            *cache.token_ids[first].tolist(),
+            *cache.hash[first].tolist(),
+        )
+        _require(identity not in identities, f"slots {identities.get(identity)} and {slot} are the same node")
+        identities[identity] = slot
+        found.update(ring)
+    _require(cached == found, f"blocks {cached - found} have content that cannot be found")
+
+
+def _ring(cache: PrefixCache, slot: int) -> list[int]:
+    """The blocks of a node, oldest first."""
+    last = int(cache.last[slot])
+    ring = [int(cache.neighbours[last, 0])]
+    while ring[-1] != last:
+        after = int(cache.neighbours[ring[-1], 0])
+        _require(after not in ring, f"the ring of slot {slot} does not close: {[*ring, after]}")
+        ring.append(after)
+    for before, after in zip([last, *ring], ring, strict=False):
+        _require(
+            cache.neighbours[after, 1] == before,
+            f"in the ring of slot {slot} block {before} comes before {after}, "
+            f"which names {cache.neighbours[after, 1]}",
+        )
+    return ring

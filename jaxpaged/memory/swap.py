@@ -1,0 +1,95 @@
+"""Moving rows between the device's tables and the host's: says which block is to be copied where."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxpaged.memory import block_pool, block_table, prefix_cache
+from jaxpaged.memory.block_pool import NULL_BLOCK, flag
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.entries import first_equal, number_through
+from jaxpaged.status import Status
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["sources", "destinations", "status"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class SwapInfo:
+    """Block `sources[i]` of the one pool is to be copied to `destinations[i]` of the other."""
+
+    sources: Int[Array, " max_blocks"]  # in the order of rows and places; NULL_BLOCK where nothing is to do
+    destinations: Int[Array, " max_blocks"]
+    status: Int[Array, ""]
+
+
+def swap_out(
+    device: BlockTables, host: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
+) -> tuple[BlockTables, BlockTables, SwapInfo]:
+    """Move the masked rows from the device's tables to the same rows, empty so far, of the host's.
+
+    Blocks that several of these rows share are copied once and stay shared (`naive`: once for each row, as
+    vLLM 0.6.3 does). Blocks that other rows hold stay there. `max_blocks` (static) bounds the blocks of these
+    rows; without it, they may be the whole table. Costs O(max_blocks).
+    Status: OUT_OF_BLOCKS (of the host), ROW_IN_USE (on the host), TOO_MANY_BLOCKS.
+    """
+    return _move(device, host, rows, max_blocks)
+
+
+def swap_in(
+    device: BlockTables, host: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
+) -> tuple[BlockTables, BlockTables, SwapInfo]:
+    """`swap_out` the other way: the sources are the host's blocks; the device may run out of blocks."""
+    host, device, info = _move(host, device, rows, max_blocks)
+    return device, host, info
+
+
+def _move(
+    source: BlockTables, target: BlockTables, rows: Bool[Array, " max_seqs"], max_blocks: int | None
+) -> tuple[BlockTables, BlockTables, SwapInfo]:
+    if source.block_tables.shape != target.block_tables.shape:
+        raise ValueError(f"{source.block_tables.shape=} must equal {target.block_tables.shape=}")
+    if source.block_size != target.block_size:
+        raise ValueError(f"{source.block_size=} must equal {target.block_size=}")
+    size = source.block_tables.size if max_blocks is None else max_blocks
+    rows = rows & (source.seq_lens > 0)
+    in_use = jnp.any(rows & (target.seq_lens > 0))
+    counts = jnp.where(rows, source.num_blocks - source.num_skipped, 0)
+    too_many = jnp.sum(counts) > size
+    counts = jnp.where(in_use | too_many, 0, counts)
+    row, k, used = number_through(counts, size)
+    col = source.num_skipped[row] + k
+    ids = source.block_tables[row, col]
+    index = jnp.arange(size, dtype=jnp.int32)
+    first = index if source.pool.policy == "naive" else first_equal(ids, mask=used)
+    moves = used & (first == index)
+
+    pool, allocated = block_pool.allocate(target.pool, jnp.sum(moves, dtype=jnp.int32), size)
+    status = allocated.status | flag(in_use, Status.ROW_IN_USE) | flag(too_many, Status.TOO_MANY_BLOCKS)
+    done = status == Status.OK
+    new_ids = allocated.block_ids[(jnp.cumsum(moves, dtype=jnp.int32) - 1)[first]]
+    shares = jnp.where(done & used & ~moves, new_ids, pool.num_blocks)
+    ref_count = pool.ref_count.at[shares].add(1, mode="drop")
+    target = dataclasses.replace(
+        target,
+        pool=dataclasses.replace(pool, ref_count=ref_count),
+        block_tables=target.block_tables.at[jnp.where(done & used, row, target.max_seqs), col].set(
+            new_ids, mode="drop"
+        ),
+        seq_lens=jnp.where(done & rows, source.seq_lens, target.seq_lens),
+        num_skipped=jnp.where(done & rows, source.num_skipped, target.num_skipped),
+        chains=prefix_cache.where(done & rows, source.chains, target.chains),
+    )
+    source, _ = block_table.free_rows(source, done & rows, max_blocks=size)
+    return (
+        source,
+        target,
+        SwapInfo(
+            sources=jnp.where(done & moves, ids, NULL_BLOCK),
+            destinations=jnp.where(done & moves, new_ids, NULL_BLOCK),
+            status=status,
+        ),
+    )

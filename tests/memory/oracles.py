@@ -1,0 +1,593 @@
+"""vLLM's block managers behind one face: rows instead of sequences, and ids that start after the null block.
+
+Every verb does what its manager does, row by row, and raises `Refused` with the status that the functional
+side must report. What a manager has no method for (giving back the last tokens) is done with its own parts.
+"""
+
+import copy
+from collections.abc import Sequence as Ints
+
+from jaxpaged.memory.block_pool import AllocStatus
+from jaxpaged.status import Status
+from reference.v0.block import Device as V0Device
+from reference.v0.block import PhysicalTokenBlock
+from reference.v0.block_manager import BlockSpaceManager
+from reference.v0.sequence import Sequence as V0Sequence
+from reference.v0.sequence import SequenceGroup as V0SequenceGroup
+from reference.v0.sequence import SequenceStatus as V0Status
+from reference.v063.block_manager import SelfAttnBlockSpaceManager
+from reference.v063.interfaces import BlockAllocator
+from reference.v063.interfaces import Device as V063Device
+from reference.v063.sequence import Sequence as V063Sequence
+from reference.v063.sequence import SequenceGroup as V063SequenceGroup
+from reference.v063.sequence import SequenceStatus as V063Status
+from reference.v1.block_pool import BlockPool as V1BlockPool
+from reference.v1.kv_cache_manager import (
+    FullAttentionManager,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheManager,
+)
+from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock, Request, make_block_hash_with_group_id
+
+Pair = tuple[int, int]
+
+
+class Refused(Exception):
+    """The oracle raised, or returned nothing: the functional side must report `status`."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def _refused(error: ValueError) -> Refused:
+    if "Out of memory" not in str(error):
+        raise error
+    return Refused(Status.OUT_OF_BLOCKS)
+
+
+class Oracle:
+    """What the three have in common. A row lives on the device or on the host; one without tokens nowhere."""
+
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.tokens: dict[int, list[int]] = {}  # of every row
+        self.on_host: set[int] = set()
+
+    def trial(self) -> "Oracle":
+        """A copy to try something on: the managers stop half way when they raise, we must not."""
+        return copy.deepcopy(self)
+
+    def num_held(self, row: int) -> int:
+        return -(-len(self.tokens.get(row, [])) // self.block_size)
+
+    def device_rows(self) -> list[int]:
+        return sorted(set(self.tokens) - self.on_host)
+
+
+class V0Oracle(Oracle):
+    """`reference.v0`: policy `lifo`."""
+
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
+        super().__init__(block_size, num_blocks, num_host_blocks, watermark)
+        self.manager = BlockSpaceManager(block_size, num_blocks - 1, num_host_blocks - 1, watermark)
+        self.seqs: dict[int, V0Sequence] = {}
+        # v0 has no null block. This one stands in for what has left the window, and is never given out.
+        self.null_block = PhysicalTokenBlock(V0Device.GPU, -1, block_size)
+        self.null_block.ref_count = 1 << 30
+
+    def _sequence(self, row: int, tokens: Ints[int], status: V0Status) -> V0Sequence:
+        seq = V0Sequence(row, None, list(tokens), self.block_size)
+        seq.status = status
+        return seq
+
+    def _group(self, seqs: list[V0Sequence]) -> V0SequenceGroup:
+        return V0SequenceGroup("group", seqs)
+
+    def append(self, row: int, tokens: list[int]) -> list[Pair]:
+        pairs = []
+        try:
+            if row not in self.tokens:
+                seq = self._sequence(row, tokens, V0Status.WAITING)
+                self.manager.allocate(self._group([seq]))
+                seq.status = V0Status.RUNNING
+                self.seqs[row] = seq
+            else:
+                for token in tokens:
+                    self.seqs[row].append_token_id(token, {token: 0.0})
+                    pair = self.manager.append_slot(self.seqs[row])
+                    pairs += [(pair[0] + 1, pair[1] + 1)] if pair else []
+        except ValueError as error:
+            raise _refused(error) from None
+        self.tokens[row] = self.tokens.get(row, []) + tokens
+        return pairs
+
+    def fork(self, source: int, destination: int) -> None:
+        self.seqs[destination] = self.seqs[source].fork(destination)
+        self.manager.fork(self.seqs[source], self.seqs[destination])
+        self.tokens[destination] = list(self.tokens[source])
+
+    def free(self, row: int) -> None:
+        self.manager.free(self.seqs.pop(row))
+        del self.tokens[row]
+        self.on_host.discard(row)
+
+    def truncate(self, row: int, num_tokens: int) -> None:
+        left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
+        table = self.manager.block_tables[row]
+        num_left = -(-len(left) // self.block_size)
+        for block in table[num_left:]:
+            self.manager.gpu_allocator.free(block)
+        del table[num_left:]
+        self.tokens[row] = left
+        self.seqs[row] = self._sequence(row, left, V0Status.RUNNING)
+        if not left:
+            self.free(row)
+
+    def window(self, row: int, num_skipped_tokens: int) -> None:
+        table = self.manager.block_tables[row]
+        for i in range(num_skipped_tokens // self.block_size):
+            self.manager.gpu_allocator.free(table[i])
+            table[i] = self.null_block
+
+    def swap_out(self, rows: list[int]) -> list[Pair]:
+        try:
+            mapping = self.manager.swap_out(self._group([self.seqs[row] for row in rows]))
+        except ValueError as error:
+            raise _refused(error) from None
+        for row in rows:
+            self.seqs[row].status = V0Status.SWAPPED
+        self.on_host.update(rows)
+        return [(source + 1, target + 1) for source, target in mapping.items()]
+
+    def can_swap_in(self, rows: list[int]) -> bool:
+        return self.manager.can_swap_in(self._group([self.seqs[row] for row in rows]))
+
+    def swap_in(self, rows: list[int]) -> list[Pair]:
+        try:
+            mapping = self.manager.swap_in(self._group([self.seqs[row] for row in rows]))
+        except ValueError as error:
+            raise _refused(error) from None
+        for row in rows:
+            self.seqs[row].status = V0Status.RUNNING
+        self.on_host.difference_update(rows)
+        return [(source + 1, target + 1) for source, target in mapping.items()]
+
+    def reset(self) -> None:
+        for row in sorted(self.on_host):
+            self.free(row)
+        # Rows are freed in order; the manager goes by when each was begun.
+        self.manager.block_tables = dict(sorted(self.manager.block_tables.items()))
+        self.manager.reset()
+        self.tokens.clear()
+        self.seqs.clear()
+
+    @property
+    def watermark_blocks(self) -> int:
+        return self.manager.watermark_blocks
+
+    def can_allocate(self, num_tokens: int) -> AllocStatus:
+        seq = self._sequence(-1, [0] * num_tokens, V0Status.WAITING)
+        return AllocStatus[self.manager.can_allocate(self._group([seq])).name]
+
+    def table(self, row: int) -> list[int]:
+        return [block.block_number + 1 for block in self.manager.block_tables[row]]
+
+    def ref_counts(self, on_host: bool) -> list[int]:
+        counts = [0] * (self.num_host_blocks if on_host else self.num_blocks)
+        for row, table in self.manager.block_tables.items():
+            if (row in self.on_host) == on_host:
+                for block in table:
+                    if block is not self.null_block:
+                        counts[block.block_number + 1] = block.ref_count
+        return counts
+
+    def free_order(self, on_host: bool) -> list[int]:
+        allocator = self.manager.cpu_allocator if on_host else self.manager.gpu_allocator
+        assert all(block.ref_count == 0 for block in allocator.free_blocks)
+        return [block.block_number + 1 for block in reversed(allocator.free_blocks)]
+
+
+class V063Oracle(Oracle):
+    """`reference.v063` with naive allocators: policy `naive`. Its null block, taken first, is block 0."""
+
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
+        super().__init__(block_size, num_blocks, num_host_blocks, watermark)
+        self.manager = SelfAttnBlockSpaceManager(block_size, num_blocks, num_host_blocks - 1, watermark)
+        self.allocator = self.manager.block_allocator
+        assert self.allocator.allocate_or_get_null_block().block_id == 0
+        self.manager.num_total_gpu_blocks -= 1
+        self.seqs: dict[int, V063Sequence] = {}
+
+    def _group(self, rows: list[int]) -> V063SequenceGroup:
+        return V063SequenceGroup("group", [self.seqs[row] for row in rows])
+
+    def append(self, row: int, tokens: list[int]) -> list[Pair]:
+        pairs: list[Pair] = []
+        try:
+            if row not in self.tokens:
+                self.seqs[row] = V063Sequence(row, tokens)
+                self.manager.allocate(self._group([row]))
+                self.seqs[row].status = V063Status.RUNNING
+            else:
+                for token in tokens:
+                    self.seqs[row].append_token_id(token)
+                pairs = self.manager.append_slots(self.seqs[row], 0)
+        except BlockAllocator.NoFreeBlocksError:
+            raise Refused(Status.OUT_OF_BLOCKS) from None
+        self.tokens[row] = self.tokens.get(row, []) + tokens
+        return pairs
+
+    def fork(self, source: int, destination: int) -> None:
+        self.seqs[destination] = self.seqs[source].fork(destination)
+        self.manager.fork(self.seqs[source], self.seqs[destination])
+        self.tokens[destination] = list(self.tokens[source])
+
+    def free(self, row: int) -> None:
+        self.manager.free(self.seqs.pop(row))
+        del self.tokens[row]
+        self.on_host.discard(row)
+
+    def truncate(self, row: int, num_tokens: int) -> None:
+        left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
+        table = self.manager.block_tables[row]
+        num_left = -(-len(left) // self.block_size)
+        for block in table.blocks[num_left:]:
+            self.allocator.free(block)
+        table.update(table.blocks[:num_left])
+        table._num_full_slots = len(left)
+        if left:
+            del table.blocks[-1].token_ids[(len(left) - 1) % self.block_size + 1 :]
+        self.tokens[row] = left
+        seq = V063Sequence(row, left)
+        seq.status = V063Status.RUNNING
+        self.seqs[row] = seq
+        if not left:
+            self.free(row)
+
+    def window(self, row: int, num_skipped_tokens: int) -> None:
+        table = self.manager.block_tables[row]
+        table._max_block_sliding_window = 0
+        table._drop_blocks_out_of_window(num_skipped_tokens)
+        table._max_block_sliding_window = None
+
+    def _swap(self, rows: list[int], out: bool) -> list[Pair]:
+        swap = self.manager.swap_out if out else self.manager.swap_in
+        try:
+            pairs = swap(self._group(rows))
+        except BlockAllocator.NoFreeBlocksError:
+            raise Refused(Status.OUT_OF_BLOCKS) from None
+        for row in rows:
+            self.seqs[row].status = V063Status.SWAPPED if out else V063Status.RUNNING
+        # Places are counted from 0 on the host, where we have a null block first.
+        return [(a, b + 1) if out else (a + 1, b) for a, b in pairs]
+
+    def swap_out(self, rows: list[int]) -> list[Pair]:
+        pairs = self._swap(rows, out=True)
+        self.on_host.update(rows)
+        return pairs
+
+    def swap_in(self, rows: list[int]) -> list[Pair]:
+        pairs = self._swap(rows, out=False)
+        self.on_host.difference_update(rows)
+        return pairs
+
+    def reset(self) -> None:
+        for row in sorted(self.on_host) + self.device_rows():
+            self.free(row)
+
+    @property
+    def watermark_blocks(self) -> int:
+        return self.manager.watermark_blocks
+
+    def can_allocate(self, num_tokens: int) -> AllocStatus:
+        group = V063SequenceGroup("group", [V063Sequence(-1, [0] * num_tokens)])
+        return AllocStatus[self.manager.can_allocate(group).name]
+
+    def table(self, row: int) -> list[int]:
+        offset = self.num_blocks - 1 if row in self.on_host else 0
+        return [block_id - offset for block_id in self.manager.block_tables[row].physical_block_ids]
+
+    def _naive(self, on_host: bool):
+        return self.allocator._allocators[V063Device.CPU if on_host else V063Device.GPU]
+
+    def ref_counts(self, on_host: bool) -> list[int]:
+        refcounter = self._naive(on_host).refcounter
+        if on_host:
+            return [0] + [refcounter.get(self.num_blocks + i) for i in range(self.num_host_blocks - 1)]
+        return [0] + [refcounter.get(i) for i in range(1, self.num_blocks)]
+
+    def free_order(self, on_host: bool) -> list[int]:
+        offset = self.num_blocks - 1 if on_host else 0
+        return [block_id - offset for block_id in self._naive(on_host)._free_block_indices]
+
+
+class Identities:
+    """Stands in for V1's hash: the same name for the same content, for as long as some block holds it.
+
+    vLLM names content by a hash of all tokens so far, and so finds the children of an evicted block again
+    when their parent's content returns. Ours can't: it would have to believe the hash. That is the one
+    difference.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[tuple[object, tuple[int, ...]], BlockHash] = {}
+        self.count = 0
+
+    def name(self, parent: object, tokens: tuple[int, ...], *, create: bool) -> BlockHash:
+        key = (parent, tokens)
+        if key in self.names:
+            return self.names[key]
+        self.count += 1
+        name = BlockHash(self.count.to_bytes(32, "big"))
+        if create:
+            self.names[key] = name
+        return name
+
+    def forget_dead(self, pool: V1BlockPool) -> None:
+        find = pool.cached_block_hash_to_block.get_one_block
+        self.names = {
+            key: name
+            for key, name in self.names.items()
+            if find(make_block_hash_with_group_id(name, 0)) is not None
+        }
+
+
+class WindowedFullAttention(FullAttentionManager):
+    """Full attention of which the test says how much is skipped."""
+
+    num_skipped_tokens = 0
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return self.num_skipped_tokens
+
+
+class V1Oracle(Oracle):
+    """`reference.v1`: policies `lru` (classic) and `lru_split` (split).
+
+    V1 has no fork, copy-on-write, truncation or swap: these are done with its pool, in the order of v0, and
+    last block first.
+    """
+
+    def __init__(
+        self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int, profile: str
+    ) -> None:
+        super().__init__(block_size, num_blocks, num_host_blocks, 0.0)
+        spec = FullAttentionSpec(block_size, num_kv_heads=1, head_size=1, dtype="half")
+        config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.manager = KVCacheManager(config, max_blocks * block_size, free_profile=profile)
+        self.pool = self.manager.block_pool
+        self.rows = WindowedFullAttention(spec, self.pool, enable_caching=True, kv_cache_group_id=0)
+        self.manager.single_type_managers = (self.rows,)
+        self.host_pool = V1BlockPool(num_host_blocks, False, block_size, free_profile=profile)
+        self.host_tables: dict[int, list[KVCacheBlock]] = {}
+        self.requests: dict[int, Request] = {}
+        self.chains: dict[int, list[BlockHash] | None] = {}  # names of cached blocks; None: broken
+        self.salts: dict[int, int] = {}
+        self.identities = Identities()
+
+    def _blocks(self, row: int) -> list[KVCacheBlock]:
+        return self.rows.req_to_blocks[str(row)]
+
+    def _new_request(self, row: int, tokens: list[int]) -> Request:
+        return Request(str(row), tokens)
+
+    def append(self, row: int, tokens: list[int]) -> list[Pair]:
+        if row not in self.tokens:
+            return self._begin(row, tokens, 0, use_cache=False)
+        pairs = []
+        blocks, num_tokens = self._blocks(row), len(self.tokens[row])
+        try:
+            if num_tokens % self.block_size:
+                last = blocks[-1]
+                if last.ref_cnt > 1:
+                    [blocks[-1]] = self.pool.get_new_blocks(1)
+                    self.pool.free_blocks([last])
+                    pairs = [(last.block_id, blocks[-1].block_id)]
+                else:
+                    self.pool.evict_blocks([last.block_id])
+        except ValueError:
+            raise Refused(Status.OUT_OF_BLOCKS) from None
+        request = self.requests[row]
+        request.append_output_token_ids(tokens)
+        if self.manager.allocate_slots(request, len(tokens), delay_cache_blocks=True) is None:
+            raise Refused(Status.OUT_OF_BLOCKS)
+        request.num_computed_tokens += len(tokens)
+        self.tokens[row] = self.tokens[row] + tokens
+        self.identities.forget_dead(self.pool)
+        return pairs
+
+    def _hashes(self, tokens: list[int], salt: int) -> list[BlockHash]:
+        """A name for each full block of a prompt; of what nobody holds, a new one each time."""
+        hashes: list[BlockHash] = []
+        for end in range(self.block_size, len(tokens) + 1, self.block_size):
+            parent: object = hashes[-1] if hashes else salt
+            content = tuple(tokens[end - self.block_size : end])
+            hashes.append(self.identities.name(parent, content, create=False))
+        return hashes
+
+    def hits(self, tokens: list[int], salt: int) -> list[int]:
+        request = self._new_request(-1, tokens)
+        request.block_hashes = self._hashes(tokens, salt)
+        blocks, num_tokens = self.manager.get_computed_blocks(request)
+        assert num_tokens == len(blocks.blocks[0]) * self.block_size
+        return [block.block_id for block in blocks.blocks[0]]
+
+    def admit(self, row: int, tokens: list[int], salt: int) -> None:
+        self._begin(row, tokens, salt, use_cache=True)
+
+    def _begin(self, row: int, tokens: list[int], salt: int, *, use_cache: bool) -> list[Pair]:
+        request = self._new_request(row, tokens)
+        request.skip_reading_prefix_cache = not use_cache
+        request.block_hashes = self._hashes(tokens, salt)
+        hits, num_hit_tokens = self.manager.get_computed_blocks(request)
+        num_new = len(tokens) - num_hit_tokens
+        if (
+            self.manager.allocate_slots(request, num_new, num_hit_tokens, hits, delay_cache_blocks=True)
+            is None
+        ):
+            raise Refused(Status.OUT_OF_BLOCKS)
+        request.num_computed_tokens = len(tokens)
+        self.requests[row], self.tokens[row], self.salts[row] = request, tokens, salt
+        self.chains[row] = request.block_hashes[: len(hits.blocks[0])]
+        self.rows.num_cached_block[str(row)] = len(hits.blocks[0])
+        self.identities.forget_dead(self.pool)
+        return []
+
+    def commit(self, row: int, num_tokens: int) -> None:
+        num_cached = self.rows.num_cached_block.get(str(row), 0)
+        blocks, request = self._blocks(row), self.requests[row]
+        for i in range(num_cached, num_tokens // self.block_size):
+            self.rows.num_cached_block[str(row)] = i + 1
+            chain = self.chains[row]
+            if chain is None:
+                continue
+            parent: object = chain[-1] if chain else self.salts[row]
+            content = tuple(self.tokens[row][i * self.block_size : (i + 1) * self.block_size])
+            before = dict(self.identities.names)
+            name = self.identities.name(parent, content, create=True)
+            key = make_block_hash_with_group_id(name, 0)
+            found = self.pool.cached_block_hash_to_block.get_one_block(key) is not None
+            if blocks[i].is_null and found:
+                pass  # somebody else's block: the chain goes on through it
+            elif blocks[i].is_null or (blocks[i].block_hash is not None and blocks[i].block_hash != key):
+                self.identities.names = before
+                self.chains[row] = None
+                continue
+            elif blocks[i].block_hash is None:
+                request.block_hashes = [*chain, name]
+                self.pool.cache_full_blocks(request, blocks, i, i + 1, self.block_size, 0)
+            chain.append(name)
+
+    def fork(self, source: int, destination: int) -> None:
+        blocks = self._blocks(source)
+        self.pool.touch(blocks)
+        self.rows.req_to_blocks[str(destination)] = list(blocks)
+        self.rows.num_cached_block[str(destination)] = self.rows.num_cached_block.get(str(source), 0)
+        self.tokens[destination] = list(self.tokens[source])
+        self.requests[destination] = copy.deepcopy(self.requests[source])
+        self.requests[destination].request_id = str(destination)
+        self.chains[destination] = copy.copy(self.chains[source])
+        self.salts[destination] = self.salts[source]
+
+    def free(self, row: int) -> None:
+        if row in self.on_host:
+            self.host_pool.free_blocks(reversed(self.host_tables.pop(row)))
+            self.on_host.discard(row)
+        else:
+            self.manager.free(self.requests[row])
+        self.requests.pop(row, None)
+        del self.tokens[row], self.chains[row], self.salts[row]
+
+    def _forget_rows_beyond(self, row: int, num_full: int) -> None:
+        num_cached = self.rows.num_cached_block.get(str(row), 0)
+        if num_full >= num_cached:
+            return
+        self.rows.num_cached_block[str(row)] = num_full
+        if num_full == 0:
+            self.chains[row] = []
+            return
+        key = self._blocks(row)[num_full - 1].block_hash
+        if key is None:
+            self.chains[row] = None
+        else:
+            self.chains[row] = [BlockHash(b"?")] * (num_full - 1) + [BlockHash(key[:-4])]
+
+    def truncate(self, row: int, num_tokens: int) -> None:
+        left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
+        blocks = self._blocks(row)
+        num_left = -(-len(left) // self.block_size)
+        self.pool.free_blocks(reversed(blocks[num_left:]))
+        del blocks[num_left:]
+        self._forget_rows_beyond(row, len(left) // self.block_size)
+        self.tokens[row] = left
+        request = self._new_request(row, left)
+        request.num_computed_tokens = len(left)
+        self.requests[row] = request
+        if not left:
+            self.free(row)
+
+    def window(self, row: int, num_skipped_tokens: int) -> None:
+        self.rows.num_skipped_tokens = num_skipped_tokens
+        self.rows.remove_skipped_blocks(str(row), 0)
+        self.rows.num_skipped_tokens = 0
+
+    def _move(
+        self, tables: dict[int, list[KVCacheBlock]], source: V1BlockPool, target: V1BlockPool
+    ) -> tuple[dict[int, list[KVCacheBlock]], list[Pair]]:
+        blocks = list(dict.fromkeys(b for table in tables.values() for b in table if not b.is_null))
+        try:
+            new = dict(zip(blocks, target.get_new_blocks(len(blocks)), strict=True))
+        except ValueError:
+            raise Refused(Status.OUT_OF_BLOCKS) from None
+        moved = {
+            row: [target.null_block if b.is_null else new[b] for b in table] for row, table in tables.items()
+        }
+        for table in tables.values():
+            source.free_blocks(reversed(table))
+        for block, twin in new.items():
+            twin.ref_cnt = sum(block in table for table in tables.values())
+        return moved, [(block.block_id, twin.block_id) for block, twin in new.items()]
+
+    def swap_out(self, rows: list[int]) -> list[Pair]:
+        tables = {row: self._blocks(row) for row in rows}
+        moved, pairs = self._move(tables, self.pool, self.host_pool)
+        for row in rows:
+            del self.rows.req_to_blocks[str(row)]
+        self.host_tables.update(moved)
+        self.on_host.update(rows)
+        return pairs
+
+    def swap_in(self, rows: list[int]) -> list[Pair]:
+        tables = {row: self.host_tables[row] for row in rows}
+        moved, pairs = self._move(tables, self.host_pool, self.pool)
+        for row in rows:
+            del self.host_tables[row]
+            self.rows.req_to_blocks[str(row)] = moved[row]
+        self.on_host.difference_update(rows)
+        self.identities.forget_dead(self.pool)
+        return pairs
+
+    def touch(self, block_ids: list[int]) -> None:
+        self.pool.touch([self.pool.blocks[block_id] for block_id in block_ids])
+
+    def untouch(self, block_ids: list[int]) -> None:
+        self.pool.free_blocks([self.pool.blocks[block_id] for block_id in block_ids])
+
+    def evict(self, block_ids: list[int]) -> None:
+        self.pool.evict_blocks(block_ids)
+        self.identities.forget_dead(self.pool)
+
+    def reset_cache(self) -> None:
+        if not self.manager.reset_prefix_cache():
+            raise Refused(Status.BLOCKS_IN_USE)
+        self.identities.forget_dead(self.pool)
+
+    def reset(self) -> None:
+        for row in sorted(self.on_host) + self.device_rows():
+            self.free(row)
+
+    def table(self, row: int) -> list[int]:
+        return [
+            block.block_id for block in (self.host_tables if row in self.on_host else self._tables())[row]
+        ]
+
+    def _tables(self) -> dict[int, list[KVCacheBlock]]:
+        return {row: self._blocks(row) for row in self.device_rows()}
+
+    def ref_counts(self, on_host: bool) -> list[int]:
+        return [block.ref_cnt for block in (self.host_pool if on_host else self.pool).blocks]
+
+    def free_order(self, on_host: bool) -> list[int]:
+        pool = self.host_pool if on_host else self.pool
+        return [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+
+    def contents(self) -> list[list[int]]:
+        """The blocks of each content, oldest first."""
+        cached = self.pool.cached_block_hash_to_block._cache.values()
+        groups = [list(found) if isinstance(found, dict) else [found.block_id] for found in cached]
+        return sorted(groups)

@@ -1,0 +1,475 @@
+"""Examples to follow by hand, refusals, and the transformations of JAX. The rest: see the lock-step tests."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.memory import block_pool, block_table, prefix_cache, swap
+from jaxpaged.memory.block_pool import AllocStatus
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.invariants import InvariantError, check_invariants, free_block_ids
+from jaxpaged.status import PagedMemoryError, Status, raise_if_error
+from tests import replay
+from tests.memory.lockstep import Disagreement, Lockstep
+
+BLOCK_SIZE = 4
+MAX_SEQS = 3
+MAX_BLOCKS = 4
+
+
+def create(policy: block_pool.Policy = "naive", num_blocks: int = 9) -> BlockTables:
+    return block_table.create(block_pool.create(num_blocks, policy), MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
+
+
+@functools.partial(jax.jit, static_argnames="max_new_blocks")
+def append(tables: BlockTables, num: Any, max_new_blocks: int = 12) -> Any:
+    return block_table.append(tables, num, max_new_blocks=max_new_blocks)
+
+
+def taken(tables: BlockTables, *num_new_tokens: int) -> BlockTables:
+    tables, info = append(tables, jnp.array(num_new_tokens))
+    assert int(info.status) == Status.OK
+    check_invariants(tables)
+    return tables
+
+
+def assert_equal_states(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# The policies, on a walk that a reader can follow: two rows of two blocks, the first freed.
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows", "free"),
+    [
+        ("lifo", [[8, 7], [6, 5]], [7, 8, 4, 3, 2, 1]),
+        ("naive", [[1, 2], [3, 4]], [2, 1, 5, 6, 7, 8]),
+        ("lru", [[1, 2], [3, 4]], [5, 6, 7, 8, 2, 1]),
+        ("lru_split", [[1, 2], [3, 4]], [2, 1, 5, 6, 7, 8]),
+    ],
+)
+def test_policies(policy: block_pool.Policy, rows: list[list[int]], free: list[int]) -> None:
+    tables = taken(create(policy), 8, 5, 0)
+    assert tables.block_tables[:2, :2].tolist() == rows
+    tables, info = block_table.free_rows(tables, jnp.array([True, False, False]))
+    assert int(info.num_freed) == 2
+    assert free_block_ids(tables.pool) == free
+    check_invariants(tables)
+
+
+def test_split_keeps_groups_and_content_apart() -> None:
+    """Freed: row 0 (blocks 1, 2, of which 1 is cached), then row 1 (3, 4; cached 3)."""
+    cache = prefix_cache.create(9, BLOCK_SIZE)
+    pool = block_pool.create(9, "lru_split", prefix_cache=cache)
+    tables = taken(block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE), 7, 6, 0)
+    tokens = jnp.arange(48).reshape(3, 16)
+    tables, _ = block_table.cache_full_blocks(tables, tokens, jnp.array([7, 6, 0]), max_blocks=4)
+    tables, _ = block_table.free_rows(tables, jnp.array([True, True, False]))
+    assert free_block_ids(tables.pool) == [4, 2, 5, 6, 7, 8, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("policy", "table", "pair"),
+    [("lifo", [8, 6, 5], (7, 6)), ("naive", [1, 4, 3], (2, 4)), ("lru", [1, 3, 4], (2, 3))],
+)
+def test_copy_on_write_comes_first_but_for_naive(
+    policy: block_pool.Policy, table: list[int], pair: tuple[int, int]
+) -> None:
+    tables = taken(create(policy), 6, 0, 0)
+    tables, info = block_table.fork(tables, jnp.array([0]), jnp.array([2]), jnp.array([True]))
+    assert int(info.status) == Status.OK
+    tables, info = append(tables, jnp.array([3, 0, 0]))
+    assert tables.block_tables[0, :3].tolist() == table
+    assert (int(info.copy_sources[0]), int(info.copy_destinations[0])) == pair
+    assert info.num_new_blocks.tolist() == [2, 0, 0]
+    check_invariants(tables)
+
+
+def test_the_last_holder_writes_in_place() -> None:
+    tables = taken(create(), 6, 0, 0)
+    both = jnp.array([0, 0]), jnp.array([1, 2]), jnp.array([True, True])
+    tables, _ = block_table.fork(tables, *both)
+    tables, info = append(tables, jnp.array([1, 1, 1]))
+    assert info.copy_sources.tolist() == [2, 2, 0]
+    assert info.copy_destinations.tolist() == [3, 4, 0]
+    assert tables.block_tables[:, 1].tolist() == [3, 4, 2]
+    tables, info = append(tables, jnp.array([1, 1, 1]))
+    assert not info.copy_sources.any()
+    # Forked again, and only one of them writes: it copies, though nobody else does.
+    tables, _ = block_table.free_rows(tables, jnp.array([False, True, True]))
+    tables, _ = block_table.truncate(tables, jnp.array([1, 0, 0]))
+    tables, _ = block_table.fork(tables, *both)
+    tables, info = append(tables, jnp.array([0, 1, 0]))
+    assert info.copy_sources.tolist() == [0, 3, 0]
+    check_invariants(tables)
+
+
+def test_slots() -> None:
+    tables = taken(create(), 6, 3, 0)
+    rows, positions = jnp.array([0, 0, 1, 2]), jnp.array([3, 5, 2, 0])
+    slots = block_table.slot_mapping(tables, rows, positions, jnp.array([True, True, True, False]))
+    assert slots.tolist() == [1 * 4 + 3, 2 * 4 + 1, 3 * 4 + 2, 0]
+
+
+def test_a_row_passes_its_window_and_is_freed() -> None:
+    tables = taken(create(), 14, 0, 0)
+    tables, _ = block_table.slide_window(tables, jnp.array([9, 0, 0]))
+    assert tables.block_tables[0].tolist() == [0, 0, 3, 4]
+    assert free_block_ids(tables.pool) == [2, 1, 5, 6, 7, 8]
+    again, info = block_table.slide_window(tables, jnp.array([4, 0, 0]))
+    assert int(info.status) == Status.OK, "a window never moves back, and asking is no error"
+    assert_equal_states(again, tables)
+    tables, info = block_table.free_rows(tables, jnp.array([True, False, False]))
+    assert int(info.num_freed) == 2
+    check_invariants(tables)
+
+
+def test_swap_in_undoes_swap_out() -> None:
+    tables, host = taken(create("lifo"), 6, 3, 0), create("lifo")
+    tables, _ = block_table.fork(tables, jnp.array([0]), jnp.array([2]), jnp.array([True]))
+    rows = jnp.array([True, False, True])
+    device, host, out = swap.swap_out(tables, host, rows)
+    assert [(int(a), int(b)) for a, b in zip(out.sources, out.destinations, strict=True) if a] == [
+        (8, 8),
+        (7, 7),
+    ]
+    assert host.block_tables[:, :2].tolist() == [[8, 7], [0, 0], [8, 7]]
+    assert device.seq_lens.tolist() == [0, 3, 0]
+    assert host.seq_lens.tolist() == [6, 0, 6]
+    back, empty, into = swap.swap_in(device, host, rows)
+    assert int(into.status) == Status.OK
+    assert back.seq_lens.tolist() == [6, 3, 6]
+    assert empty.seq_lens.tolist() == [0, 0, 0]
+    pairs = [(int(a), int(b)) for a, b in zip(into.sources, into.destinations, strict=True) if a]
+    assert pairs == [(8, 7), (7, 8)], "the last freed is the first taken"
+    for state in (device, host, back, empty):
+        check_invariants(state)
+
+
+def test_reset_frees_every_row() -> None:
+    tables, info = block_table.reset(taken(create(), 6, 3, 16))
+    assert int(info.num_freed) == 7
+    assert not tables.block_tables.any()
+    assert float(tables.pool.usage) == 0
+    check_invariants(tables)
+
+
+def test_usage_and_admission() -> None:
+    pool = taken(create(), 8, 4, 0).pool
+    assert float(pool.usage) == 3 / 8
+    assert [int(block_pool.can_allocate(pool, jnp.int32(n), 1)) for n in (4, 5, 7, 8)] == [
+        AllocStatus.OK, AllocStatus.LATER, AllocStatus.LATER, AllocStatus.NEVER,
+    ]  # fmt: skip
+
+
+# Refusals: the state comes back unchanged, bit for bit, and the status says why.
+
+
+def forked(tables: BlockTables, source: int, destination: int) -> Any:
+    return block_table.fork(tables, jnp.array([source]), jnp.array([destination]), jnp.array([True]))
+
+
+def freed(tables: BlockTables, *block_ids: int) -> Any:
+    pool, info = block_pool.free(tables.pool, jnp.array(block_ids), jnp.ones(len(block_ids), bool))
+    return dataclasses.replace(tables, pool=pool), info
+
+
+def swapped(tables: BlockTables, host: BlockTables, **limits: int) -> Any:
+    device, after, info = swap.swap_out(tables, host, jnp.array([True, False, False]), **limits)
+    assert_equal_states(after, host)
+    return device, info
+
+
+def as_it_is(tables: BlockTables) -> BlockTables:
+    return tables
+
+
+Refusal = tuple[Status, Callable[[BlockTables], BlockTables], Callable[[BlockTables], Any]]
+# What is expected, what is done before, and what is refused.
+REFUSALS: dict[str, Refusal] = {
+    "append: out of blocks": (Status.OUT_OF_BLOCKS, as_it_is, lambda t: append(t, jnp.array([8, 4, 16]))),
+    "append: no block for the copy": (
+        Status.OUT_OF_BLOCKS,
+        lambda t: taken(forked(t, 0, 2)[0], 0, 13, 0),
+        lambda t: append(t, jnp.array([7, 0, 0])),
+    ),
+    "append: row full": (Status.TABLE_FULL, as_it_is, lambda t: append(t, jnp.array([11, 0, 0]))),
+    "append: too many": (
+        Status.TOO_MANY_BLOCKS,
+        as_it_is,
+        lambda t: append(t, jnp.array([8, 4, 0]), max_new_blocks=2),
+    ),
+    "append: row full, too many": (
+        Status.TABLE_FULL,
+        as_it_is,
+        lambda t: append(t, jnp.array([11, 4, 0]), max_new_blocks=2),
+    ),
+    "fork: empty source": (Status.UNKNOWN_ROW, as_it_is, lambda t: forked(t, 2, 2)),
+    "fork: no such source": (Status.UNKNOWN_ROW, as_it_is, lambda t: forked(t, -1, 2)),
+    "fork: no such destination": (Status.UNKNOWN_ROW, as_it_is, lambda t: forked(t, 0, 3)),
+    "fork: destination in use": (Status.ROW_IN_USE, as_it_is, lambda t: forked(t, 0, 1)),
+    "fork: one destination twice": (
+        Status.ROW_IN_USE,
+        as_it_is,
+        lambda t: block_table.fork(t, jnp.array([0, 1]), jnp.array([2, 2]), jnp.array([True, True])),
+    ),
+    "free: twice": (Status.DOUBLE_FREE, as_it_is, lambda t: freed(t, 1, 2, 1)),
+    "free: not held": (Status.DOUBLE_FREE, as_it_is, lambda t: freed(t, 1, 5)),
+    "free: no such block": (Status.UNKNOWN_BLOCK, as_it_is, lambda t: freed(t, 1, 9)),
+    "free: negative": (Status.UNKNOWN_BLOCK, as_it_is, lambda t: freed(t, -1)),
+    "free rows: too many": (
+        Status.TOO_MANY_BLOCKS,
+        as_it_is,
+        lambda t: block_table.free_rows(t, jnp.array([True, True, False]), max_blocks=2),
+    ),
+    "truncate: too few": (
+        Status.TOO_FEW_TOKENS,
+        as_it_is,
+        lambda t: block_table.truncate(t, jnp.array([1, 4, 0])),
+    ),
+    "truncate: behind the window": (
+        Status.TOO_FEW_TOKENS,
+        lambda t: block_table.slide_window(t, jnp.array([5, 0, 0]))[0],
+        lambda t: block_table.truncate(t, jnp.array([3, 0, 0])),
+    ),
+    "window: too few": (
+        Status.TOO_FEW_TOKENS,
+        as_it_is,
+        lambda t: block_table.slide_window(t, jnp.array([7, 0, 0])),
+    ),
+    "window: too many": (
+        Status.TOO_MANY_BLOCKS,
+        lambda t: taken(t, 4, 0, 0),
+        lambda t: block_table.slide_window(t, jnp.array([8, 0, 0]), max_blocks=1),
+    ),
+    "swap: no room": (Status.OUT_OF_BLOCKS, as_it_is, lambda t: swapped(t, create(num_blocks=2))),
+    "swap: row in use": (Status.ROW_IN_USE, as_it_is, lambda t: swapped(t, taken(create(), 1, 0, 0))),
+    "swap: too many": (Status.TOO_MANY_BLOCKS, as_it_is, lambda t: swapped(t, create(), max_blocks=1)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_changes_nothing(case: str) -> None:
+    status, prepare, refused = REFUSALS[case]
+    before = prepare(taken(create(), 6, 3, 0))  # row 0: blocks 1, 2; row 1: block 3
+    after, info = refused(before)
+    assert Status(int(info.status)) == status
+    assert_equal_states(after, before)
+    with pytest.raises(PagedMemoryError):
+        raise_if_error(int(info.status))
+
+
+def test_every_status_has_a_sentence() -> None:
+    raise_if_error(Status.OK)
+    for bit in Status:
+        with pytest.raises(PagedMemoryError, match=r"\w+ \w+") as caught:
+            raise_if_error(int(bit))
+        assert caught.value.status == bit
+    with pytest.raises(PagedMemoryError, match=r"out of blocks.*; double free"):
+        raise_if_error(Status.OUT_OF_BLOCKS | Status.DOUBLE_FREE)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: block_pool.create(1), "num_blocks=1 must be at least 2"),
+        (lambda: block_pool.create(4, prefix_cache=prefix_cache.create(5, 4)), "must equal num_blocks=4"),
+        (lambda: prefix_cache.create(5, 0), "block_size=0 must be at least 1"),
+        (lambda: block_table.create(block_pool.create(4), 0, 1, 1), "max_seqs=0 must be at least 1"),
+        (
+            lambda: block_table.create(
+                block_pool.create(4, "lru", prefix_cache=prefix_cache.create(4, 2)), 1, 1, 4
+            ),
+            "cache.block_size=2 must equal block_size=4",
+        ),
+        (
+            lambda: block_table.cache_full_blocks(
+                create(), jnp.zeros((3, 16), jnp.int32), jnp.zeros(3, jnp.int32), max_blocks=1
+            ),
+            "must have a prefix cache",
+        ),
+        (
+            lambda: swap.swap_out(
+                create(), block_table.create(block_pool.create(4), 3, 5, 4), jnp.zeros(3, bool)
+            ),
+            "must equal",
+        ),
+    ],
+)
+def test_wrong_sizes_are_refused_at_once(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# Transformations.
+
+
+def step(tables: BlockTables, num: jax.Array) -> tuple[BlockTables, jax.Array]:
+    """A little life: rows grow, a full one is freed."""
+    tables, info = block_table.append(tables, num, max_new_blocks=MAX_SEQS)
+    tables, freed = block_table.free_rows(tables, tables.seq_lens >= 12)
+    return tables, info.status | freed.status
+
+
+def growth(num_steps: int, seed: int = 0) -> jax.Array:
+    return jnp.array(np.random.default_rng(seed).integers(0, 4, (num_steps, MAX_SEQS)), jnp.int32)
+
+
+def test_scan_and_while_loop_equal_steps() -> None:
+    nums = growth(40)
+    tables = create("lru", 13)
+    jitted = jax.jit(step)
+    for num in nums:
+        tables, status = jitted(tables, num)
+        assert int(status) == Status.OK
+        check_invariants(tables)
+    assert jitted._cache_size() == 1
+    scanned, statuses = jax.jit(lambda t: jax.lax.scan(step, t, nums))(create("lru", 13))
+    assert not statuses.any()
+    assert_equal_states(scanned, tables)
+
+    def body(carry: tuple[jax.Array, BlockTables]) -> tuple[jax.Array, BlockTables]:
+        i, tables = carry
+        return i + 1, step(tables, nums[i])[0]
+
+    start = (jnp.int32(0), create("lru", 13))
+    _, looped = jax.jit(lambda c: jax.lax.while_loop(lambda c: c[0] < len(nums), body, c))(start)
+    assert_equal_states(looped, tables)
+
+
+@pytest.mark.parametrize("policy", ["naive", "lru_split"])
+def test_vmap_is_a_batch_of_pools(policy: block_pool.Policy) -> None:
+    """Three pools with a life each, and prompts looked up in each, in one call."""
+
+    def live(nums: jax.Array, tokens: jax.Array) -> tuple[BlockTables, jax.Array]:
+        cache = prefix_cache.create(9, BLOCK_SIZE) if policy != "naive" else None
+        pool = block_pool.create(9, policy, prefix_cache=cache)
+        tables = block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
+
+        def one(tables: BlockTables, num: jax.Array) -> tuple[BlockTables, jax.Array]:
+            tables, status = step(tables, num)
+            if cache is not None:
+                tables, _ = block_table.cache_full_blocks(
+                    tables, tokens, tables.seq_lens, max_blocks=MAX_SEQS
+                )
+            return tables, status
+
+        tables, _ = jax.lax.scan(one, tables, nums)
+        if tables.pool.prefix_cache is None:
+            return tables, jnp.zeros(0, jnp.int32)
+        found = prefix_cache.lookup(tables.pool.prefix_cache, tokens[0], jnp.int32(16), jnp.int32(0))
+        return tables, found.block_ids
+
+    nums = jnp.stack([growth(25, seed) for seed in range(3)])
+    tokens = jnp.array(np.random.default_rng(3).integers(0, 2, (3, MAX_SEQS, 16)))
+    batch, found = jax.jit(jax.vmap(live))(nums, tokens)
+    alone = jax.jit(live)
+    for i in range(3):
+        tables, ids = alone(nums[i], tokens[i])
+        check_invariants(tables)
+        assert_equal_states(jax.tree.map(lambda x, i=i: x[i], batch), tables)
+        assert found[i].tolist() == ids.tolist()
+
+
+def test_no_transition_copies_or_scans_the_pool() -> None:
+    """Donated arrays of the pool's size are changed in place. (A ring that is full of holes is compacted.)"""
+    num_blocks = 5003  # unlike every other size here
+    cache = prefix_cache.create(num_blocks, BLOCK_SIZE)
+    pool = block_pool.create(num_blocks, "lru_split", prefix_cache=cache)
+    tables = block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
+    nums, rows = jnp.zeros(MAX_SEQS, jnp.int32), jnp.zeros(MAX_SEQS, bool)
+    line, tokens = jnp.zeros(16, jnp.int32), jnp.zeros((MAX_SEQS, 16), jnp.int32)
+
+    def find_and_adopt(t: BlockTables, line: Any) -> Any:
+        hit = prefix_cache.lookup(t.pool.prefix_cache, line, jnp.int32(16), jnp.int32(0))
+        chain = jax.tree.map(lambda x: x[None], hit.chain)
+        return block_table.adopt(t, jnp.array([0]), hit.block_ids[None], chain, jnp.array([True]))
+
+    transitions = {
+        "append": (lambda t, n: block_table.append(t, n, max_new_blocks=4), nums),
+        "commit": (lambda t, n: block_table.cache_full_blocks(t, tokens, n, max_blocks=4), nums),
+        "adopt": (find_and_adopt, line),
+        "free": (lambda t, r: block_table.free_rows(t, r), rows),
+        "truncate": (block_table.truncate, nums),
+        "window": (block_table.slide_window, nums),
+    }
+    sizes = {str(n) for n in (num_blocks, pool.free_queue.capacity, cache.num_slots)}
+    for name, (transition, arg) in transitions.items():
+        compiled = jax.jit(transition, donate_argnums=0).lower(tables, arg).compile()
+        entry = compiled.as_text().split("\nENTRY ")[1]
+        for line_ in entry.splitlines():
+            made = re.search(r"= \w+\[(\d+)[\],].*? (copy|sort|broadcast|iota|reduce|concatenate)\(", line_)
+            assert not (made and made.group(1) in sizes), f"{name} makes an array of the pool's size: {line_}"
+
+
+# Invariants and traces.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: dataclasses.replace(t, seq_lens=t.seq_lens.at[0].add(4)), "row 0 has 3 blocks"),
+        (
+            lambda t: dataclasses.replace(t, num_skipped=t.num_skipped.at[0].add(1)),
+            "1 of them out of its window",
+        ),
+        (lambda t: dataclasses.replace(t, block_tables=t.block_tables.at[1, 0].set(1)), "2 rows name it"),
+        (lambda t: with_queue(t, num_free=t.pool.num_free + 1), "num_free is"),
+        (lambda t: with_queue(t, place=t.pool.free_queue.place.at[5].set(0)), "block 5 should be at place 0"),
+        (lambda t: with_queue(t, ring=t.pool.free_queue.ring.at[5].set(5)), "in the queue twice"),
+        (
+            lambda t: with_queue(t, ring=t.pool.free_queue.ring.at[5].set(1)),
+            "block 1 has 1 holders, and is free",
+        ),
+        (lambda t: with_counts(t, t.pool.ref_count.at[1].set(2)), "block 1 has 2 holders, but 1 rows"),
+        (lambda t: with_counts(t, t.pool.ref_count.at[1].set(-1)), "block 1 has -1 holders"),
+        (lambda t: with_counts(t, t.pool.ref_count.at[0].set(1)), "the null block has 1 holders"),
+    ],
+)
+def test_invariants_notice_what_is_wrong(change: Callable[[BlockTables], BlockTables], message: str) -> None:
+    with pytest.raises(InvariantError, match=message):
+        check_invariants(change(taken(create(), 6, 3, 0)))
+
+
+def with_queue(tables: BlockTables, **parts: Any) -> BlockTables:
+    queue = dataclasses.replace(tables.pool.free_queue, **parts)
+    return dataclasses.replace(tables, pool=dataclasses.replace(tables.pool, free_queue=queue))
+
+
+def with_counts(tables: BlockTables, ref_count: Any) -> BlockTables:
+    return dataclasses.replace(tables, pool=dataclasses.replace(tables.pool, ref_count=ref_count))
+
+
+def test_a_failing_history_is_saved_and_replayed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAXPAGED_TRACES", str(tmp_path))
+    lockstep = Lockstep("naive", 4)
+    lockstep.run("append", [6, 3, 0, 0], 1)
+    lockstep.oracle.tokens[1].append(1)  # make them disagree
+    with pytest.raises(Disagreement, match="row 1 has 3 tokens, the oracle's 4") as caught:
+        lockstep.run("free", [0])
+    [path] = tmp_path.iterdir()
+    assert str(path) in caught.value.__notes__[0]
+    assert replay.main([str(path), "--verbose"]) == 0, "on sound code the history passes"
+    trace = json.loads(path.read_text())
+    assert trace["history"] == [["append", [[6, 3, 0, 0], 1]], ["free", [[0]]]]
+    # A history in which the two really disagree: the functional side is told to use another policy.
+    path.write_text(json.dumps(trace | {"history": [*trace["history"], ["append", [[0, 1, 0, 0], 1]]]}))
+    monkeypatch.setattr(block_pool.free_queue, "push_front", block_pool.free_queue.push_back)
+    monkeypatch.setattr("tests.memory.lockstep.jitted", lambda *args: Lockstep.__new__(Lockstep))
+    monkeypatch.setattr("tests.replay.Lockstep", functools.partial(Lockstep, use_jit=False))
+    trace["made_with"].pop("use_jit")
+    path.write_text(json.dumps(trace))
+    assert replay.main([str(path)]) == 1
+    assert "free blocks are" in capsys.readouterr().err
