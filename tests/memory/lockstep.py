@@ -370,7 +370,9 @@ class Lockstep:
         )
 
     def commit(self, num_tokens: list[int]) -> bool:
-        if not self.collide or sum(num > 0 for num in num_tokens) == 0:
+        held = {row: len(self.oracle.tokens[row]) for row in self.oracle.device_rows()}
+        too_few = any(num > held.get(row, 0) for row, num in enumerate(num_tokens))
+        if not self.collide or too_few:
             return self._commit(num_tokens)
         # New blocks of one call that collide with each other are not cached (not all of them), so that they
         # go one by one.
