@@ -122,6 +122,31 @@ def test_v2_does_not_depend_on_how_many_programs_share_the_work(
     assert not races_found(capsys)
 
 
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("name", ["around_a_block", "window_in_a_tile", "block_size_128"])
+def test_no_table_entry_past_a_row_or_before_its_window_is_looked_up(name: str, version: str) -> None:
+    """The blocks that are fetched, by the copies' own source addresses."""
+    c = case(name)
+    fetched: set[int] = set()
+    copy = plgpu.copy_gmem_to_smem
+
+    def recording_copy(source: Any, target: Any, barrier: Any) -> None:
+        if len(source.ref.aval.shape) == 4:  # K or V, not the queries
+            jax.debug.callback(lambda block: fetched.add(int(block)), source.transforms[-1].indices[0])
+        copy(source, target, barrier)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, "copy_gmem_to_smem", recording_copy)
+        run(c, version, interpret=True)
+    jax.effects_barrier()
+    tables = inputs(c)[0]["block_tables"]
+    owned: set[int] = set()
+    for row, length in enumerate(c.seq_lens):
+        first = max(0, length - (c.sliding_window or length)) // c.block_size
+        owned |= {int(block) for block in tables[row, first : -(-length // c.block_size)]}
+    assert fetched == owned
+
+
 SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")
 
 # What neither the race detector nor the oracle notices when it is missing: the fences between an ordinary

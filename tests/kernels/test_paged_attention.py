@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 from pallas_kernels import ops
-from tests.kernels.checks import assert_close, run
+from tests.kernels.checks import assert_close, inputs, run
 from tests.shapes import CASES, Case, case, make_inputs
 
 
@@ -34,6 +35,16 @@ def test_a_row_has_the_same_bits_in_any_company(version: str) -> None:
     want = np.asarray(operation(**args))[1]
     np.testing.assert_array_equal(np.asarray(operation(**alone))[1], want)
     np.testing.assert_array_equal(np.asarray(operation(**moved))[0], want)
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("name", ["around_a_tile", "window_over_tiles"])
+def test_xla_looks_up_no_table_entry_past_a_row(name: str, version: str) -> None:
+    """Out-of-range lookups, which a gather would clamp in silence, are errors here."""
+    arrays, options = inputs(case(name))
+    operation = functools.partial(getattr(ops, f"paged_attention_{version}"), implementation="xla", **options)
+    error, _ = checkify.checkify(lambda a: operation(**a), errors=checkify.index_checks)(arrays)
+    error.throw()
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
