@@ -92,9 +92,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         c, dtype = self.config, x.dtype
         qkv = self.qkv(self.input_norm(x)).reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
-        q, k, v = jnp.split(qkv, [c.num_q_heads, c.num_q_heads + c.num_kv_heads], axis=1)
-        q = layers.apply_rope(q, cos, sin).astype(dtype)
-        k = layers.apply_rope(k, cos, sin).astype(dtype)
+        qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
+        q, k = jnp.split(layers.apply_rope(qk, cos, sin).astype(dtype), [c.num_q_heads], axis=1)
         attended, cache = kv_cache.attend(cache, layer, q, k, v.astype(dtype), batch, scale=c.head_dim**-0.5)
         x = x + self.o(attended.reshape(x.shape[0], -1)).astype(dtype)
 
