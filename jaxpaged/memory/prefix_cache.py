@@ -147,7 +147,7 @@ def root(cache: PrefixCache | None, salt: Int[Array, "*rows"]) -> Chain:
         salt=salt,
         num_blocks=jnp.zeros_like(salt),
         slot=jnp.full_like(salt, PrefixCache.ROOT),
-        generation=salt,
+        generation=jnp.copy(salt),  # an array of its own: a donated one may not be there twice
         hash=hashed,
     )
 
@@ -364,7 +364,12 @@ def _match(
     slots = _candidates(cache, hashes)
     block = cache.last[slots]
     same = (block != 0) & jnp.all(cache.hash[block] == hashes[:, None], axis=-1)
-    same &= jnp.all(cache.token_ids[block] == token_ids[:, None], axis=-1)
+    # Nearly always there is one candidate at most, whose tokens are compared at the end.
+    same = lax.cond(
+        jnp.any(jnp.sum(same, axis=1) > 1),
+        lambda: same & jnp.all(cache.token_ids[block] == token_ids[:, None], axis=-1),
+        lambda: same,
+    )
     parent = cache.parent[block]
 
     def fits(slot: Int[Array, " n"]) -> Bool[Array, "n candidates"]:
@@ -377,8 +382,8 @@ def _match(
     def choose(among: Bool[Array, "n candidates"]) -> Int[Array, " n"]:
         return jnp.take_along_axis(slots, jnp.argmax(among, axis=1)[:, None], axis=1)[:, 0]
 
-    # Nearly always there is one candidate at most. Where several have the tokens, the parents decide, and a
-    # parent may itself be undecided: each round settles at least one more entry of every row.
+    # Where several have the tokens, the parents decide, and a parent may itself be undecided: each round
+    # settles at least one more entry of every row.
     def refine(state: tuple[Int[Array, " n"], Int[Array, " n"]]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
         slot, _ = state
         among = fits(slot)
@@ -386,7 +391,8 @@ def _match(
 
     slot = choose(same)
     slot, _ = lax.while_loop(lambda state: jnp.any(state[0] != state[1]), refine, refine((slot, slot)))
-    return slot, unbroken(mask & jnp.any(fits(slot), axis=1), is_first)
+    equal = jnp.all(cache.token_ids[cache.last[slot]] == token_ids, axis=1)
+    return slot, unbroken(mask & equal & jnp.any(fits(slot), axis=1), is_first)
 
 
 def _survivor(

@@ -405,11 +405,14 @@ def test_no_transition_copies_or_scans_the_pool() -> None:
     }
     sizes = {str(n) for n in (num_blocks, pool.free_queue.capacity, cache.num_slots)}
     for name, (transition, arg) in transitions.items():
-        compiled = jax.jit(transition, donate_argnums=0).lower(tables, arg).compile()
+        donating = jax.jit(transition, donate_argnums=0)
+        compiled = donating.lower(tables, arg).compile()
         entry = compiled.as_text().split("\nENTRY ")[1]
         for line_ in entry.splitlines():
             made = re.search(r"= \w+\[(\d+)[\],].*? (copy|sort|broadcast|iota|reduce|concatenate)\(", line_)
             assert not (made and made.group(1) in sizes), f"{name} makes an array of the pool's size: {line_}"
+        tables, info = donating(tables, arg)
+        assert int(info.status) == Status.OK
 
 
 # Invariants and traces.

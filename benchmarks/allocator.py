@@ -1,0 +1,369 @@
+"""How long the memory's transitions take, beside the Python loops of vLLM's managers (our oracles of them).
+
+    python -m benchmarks.allocator [--policy lru lifo] [--num-blocks 1024 65536 1048576] [--repeats 30]
+
+JSON lines on stdout. `us` are microseconds of one jitted call, its dispatch included; `in_loop_us` of one
+append inside a compiled loop, as the engine has it. The state is donated, so nothing of the pool's size may
+be copied. With `lru` all blocks hold cached content, so that each allocation evicts. The oracle's time is
+that of its manager alone: tokens and hashes are ready.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks import record
+from jaxpaged.memory import block_pool, block_table, prefix_cache
+from jaxpaged.memory.block_pool import Policy
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.invariants import check_invariants
+from reference.v0.block_manager import BlockSpaceManager
+from reference.v0.sequence import Sequence, SequenceGroup, SequenceStatus
+from reference.v1.kv_cache_manager import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheManager
+from reference.v1.kv_cache_utils import (
+    BlockHash,
+    Request,
+    get_request_block_hasher,
+    make_block_hash_with_group_id,
+    sha256,
+)
+
+BLOCK_SIZE = 16
+NUM_ROWS = 256
+PROMPT_BLOCKS = 1000  # in the prompt that is allocated and freed
+HIT_BLOCKS = 500  # of it that are looked up
+MAX_BLOCKS_PER_ROW = 1024
+STEPS = 16  # decode steps in one history: each row takes one block
+FILL = 4096  # blocks that are filled with content at a time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.allocator", description=__doc__)
+    parser.add_argument("--policy", nargs="+", choices=["lru", "lifo"], default=["lru", "lifo"])
+    parser.add_argument("--num-blocks", nargs="+", type=int, default=[1024, 65536, 1048576])
+    parser.add_argument("--repeats", type=int, default=30)
+    options = parser.parse_args()
+    context = record.context("benchmarks.allocator")
+    context |= {"device": jax.devices()[0].device_kind, "block_size": BLOCK_SIZE, "num_rows": NUM_ROWS}
+    for policy in options.policy:
+        append_us = {}
+        for num_blocks in options.num_blocks:
+            for line in measure(policy, num_blocks, options.repeats):
+                if line["operation"] == "append":
+                    append_us[num_blocks] = line["us"]["median"], line["in_loop_us"]["median"]
+                print(json.dumps(context | {"policy": policy, "num_blocks": num_blocks} | line), flush=True)
+        smallest, largest = append_us[min(append_us)], append_us[max(append_us)]
+        growth = [round(b / a, 2) for a, b in zip(smallest, largest, strict=True)]
+        line = {"operation": "append", "growth": dict(zip(["us", "in_loop_us"], growth, strict=True))}
+        print(json.dumps(context | {"policy": policy, "num_blocks": [*append_us]} | line), flush=True)
+
+
+def measure(policy: Policy, num_blocks: int, repeats: int) -> list[dict[str, Any]]:
+    """One line for each operation."""
+    subject: Subject = {"lru": LruSubject, "lifo": LifoSubject}[policy](policy, num_blocks)
+    lines = []
+    for operation, (ours, theirs) in subject.operations().items():
+        runs = [ours() for _ in range(repeats + 3)][3:]
+        theirs_runs = [theirs() for _ in range(max(repeats // 3, 3) + 1)][1:]
+        line: dict[str, Any] = {"operation": operation}
+        for name in runs[0]:
+            line[name] = record.spread([run[name] for run in runs])
+        line["oracle_us"] = record.spread(theirs_runs)
+        line["oracle_over_ours"] = round(line["oracle_us"]["median"] / line["us"]["median"], 2)
+        line["state_bytes_per_block"] = round(subject.state_bytes / num_blocks, 1)
+        lines.append(line)
+    return lines
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Microseconds until the result is there, and the result."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(call())
+    return (time.perf_counter() - start) * 1e6, result
+
+
+class Subject:
+    """One pool and one oracle, taken through the same histories again and again."""
+
+    def __init__(self, policy: Policy, num_blocks: int) -> None:
+        cache = prefix_cache.create(num_blocks, BLOCK_SIZE) if policy == "lru" else None
+        pool = block_pool.create(num_blocks, policy, prefix_cache=cache)
+        self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(pool))
+        if cache is not None:
+            self.state_bytes -= cache.token_ids.nbytes
+        self.num_blocks = num_blocks
+        self.tables = block_table.create(pool, NUM_ROWS, MAX_BLOCKS_PER_ROW, BLOCK_SIZE)
+        donated = functools.partial(jax.jit, donate_argnums=0)
+        self.append = donated(functools.partial(block_table.append, max_new_blocks=NUM_ROWS))
+        self.append_prompt = donated(functools.partial(block_table.append, max_new_blocks=MAX_BLOCKS_PER_ROW))
+        self.free = donated(functools.partial(block_table.free_rows, max_blocks=MAX_BLOCKS_PER_ROW))
+        self.decode = donated(_decode)
+        self.everybody = jnp.ones(NUM_ROWS, bool)
+        self.one_token = jnp.ones(NUM_ROWS, jnp.int32)
+        # Of each 16 neighbours one begins a block at every step.
+        self.first_lens = jnp.arange(NUM_ROWS, dtype=jnp.int32) % BLOCK_SIZE + 1
+        self.prompt_lens = jnp.zeros(NUM_ROWS, jnp.int32).at[0].set(PROMPT_BLOCKS * BLOCK_SIZE)
+
+    def operations(self) -> dict[str, tuple[Callable[[], dict[str, float]], Callable[[], float]]]:
+        return {
+            "append": (self.time_append, self.time_oracle_append),
+            "prompt of 1000 blocks": (self.time_prompt, self.time_oracle_prompt),
+            "free 1000 blocks": (self.time_free, self.time_oracle_free),
+        }
+
+    def _do(self, transition: Callable[..., tuple[BlockTables, Any]], *args: Any) -> float:
+        """Time a transition of the tables, which are replaced."""
+        us, (self.tables, info) = timed(lambda: transition(self.tables, *args))
+        assert int(info.status) == 0
+        return us
+
+    def time_append(self) -> dict[str, float]:
+        self._do(self.append_prompt, self.first_lens)
+        us = [self._do(self.append, self.one_token) for _ in range(STEPS)]
+        used = int(jnp.sum(self.tables.num_blocks))
+        assert used == 2 * NUM_ROWS, f"after {STEPS} steps {used} blocks are used"
+        self._do(self.free, self.everybody)
+        self._do(self.append_prompt, self.first_lens)
+        loop_us, (self.tables, status) = timed(lambda: self.decode(self.tables, self.one_token))
+        assert int(status) == 0
+        self._do(self.free, self.everybody)
+        return {"us": float(np.median(us)), "in_loop_us": loop_us / STEPS}
+
+    def time_prompt(self) -> dict[str, float]:
+        us = self._do(self.append_prompt, self.prompt_lens)
+        self._do(self.free, self.everybody)
+        return {"us": us}
+
+    def time_free(self) -> dict[str, float]:
+        self._do(self.append_prompt, self.prompt_lens)
+        return {"us": self._do(self.free, self.everybody)}
+
+    def time_oracle_append(self) -> float:
+        raise NotImplementedError
+
+    def time_oracle_prompt(self) -> float:
+        raise NotImplementedError
+
+    def time_oracle_free(self) -> float:
+        raise NotImplementedError
+
+
+def _decode(tables: BlockTables, num_new_tokens: jax.Array) -> tuple[BlockTables, jax.Array]:
+    def step(_: jax.Array, carry: tuple[BlockTables, jax.Array]) -> tuple[BlockTables, jax.Array]:
+        tables, status = carry
+        tables, info = block_table.append(tables, num_new_tokens, max_new_blocks=NUM_ROWS)
+        return tables, status | info.status
+
+    return lax.fori_loop(0, STEPS, step, (tables, jnp.int32(0)))
+
+
+class LifoSubject(Subject):
+    """Beside vLLM v0's `BlockSpaceManager`."""
+
+    def __init__(self, policy: Policy, num_blocks: int) -> None:
+        super().__init__(policy, num_blocks)
+        self.manager = BlockSpaceManager(BLOCK_SIZE, num_blocks - 1, 0, watermark=0.0)
+        # The two agree before either is timed.
+        self.tables, _ = self.append_prompt(self.tables, self.first_lens)
+        self.tables, _ = self.append(self.tables, self.one_token)
+        seqs = self._begin(np.asarray(self.first_lens).tolist())
+        for seq in seqs:
+            self._append(seq)
+        for row, seq in enumerate(seqs):
+            table = self.manager.get_block_table(seq)
+            ours = self.tables.block_tables[row, : len(table)]
+            assert ours.tolist() == [block + 1 for block in table]
+        self.manager.reset()
+        self._do(self.free, self.everybody)
+
+    def _begin(self, lens: list[int]) -> list[Sequence]:
+        seqs = [Sequence(row, None, [0] * n, BLOCK_SIZE) for row, n in enumerate(lens)]
+        for seq in seqs:
+            self.manager.allocate(SequenceGroup("", [seq]))
+            seq.status = SequenceStatus.RUNNING
+        return seqs
+
+    def _append(self, seq: Sequence) -> None:
+        seq.append_token_id(0, {0: 0.0})
+        self.manager.append_slot(seq)
+
+    def time_oracle_append(self) -> float:
+        seqs = self._begin(np.asarray(self.first_lens).tolist())
+        us = []
+        for _ in range(STEPS):
+            for seq in seqs:
+                seq.append_token_id(0, {0: 0.0})
+            us.append(timed(lambda: [self.manager.append_slot(seq) for seq in seqs])[0])
+        self.manager.reset()
+        return float(np.median(us))
+
+    def _prompt(self) -> SequenceGroup:
+        return SequenceGroup("", [Sequence(0, None, [0] * (PROMPT_BLOCKS * BLOCK_SIZE), BLOCK_SIZE)])
+
+    def time_oracle_prompt(self) -> float:
+        group = self._prompt()
+        us, _ = timed(lambda: self.manager.allocate(group))
+        self.manager.reset()
+        return us
+
+    def time_oracle_free(self) -> float:
+        group = self._prompt()
+        self.manager.allocate(group)
+        return timed(lambda: self.manager.free(group.get_seqs()[0]))[0]
+
+
+class LruSubject(Subject):
+    """Beside vLLM V1's `KVCacheManager`, with prefix caching."""
+
+    def __init__(self, policy: Policy, num_blocks: int) -> None:
+        super().__init__(policy, num_blocks)
+        spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="half")
+        config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.manager = KVCacheManager(config, MAX_BLOCKS_PER_ROW * BLOCK_SIZE)
+        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self.rng = np.random.default_rng(0)
+        self.commit = jax.jit(
+            functools.partial(block_table.cache_full_blocks, max_blocks=MAX_BLOCKS_PER_ROW), donate_argnums=0
+        )
+        self.lookup = jax.jit(prefix_cache.lookup)
+        self._fill_with_content()
+
+    def operations(self) -> dict[str, tuple[Callable[[], dict[str, float]], Callable[[], float]]]:
+        return super().operations() | {
+            "lookup of 500 blocks": (self.time_lookup, self.time_oracle_lookup),
+            "cache 1000 blocks": (self.time_cache, self.time_oracle_cache),
+        }
+
+    def _fill_with_content(self) -> None:
+        """Let every block hold something that nobody will look for."""
+
+        def fill(cache: prefix_cache.PrefixCache, first: jax.Array) -> tuple[prefix_cache.PrefixCache, None]:
+            block_ids = first + jnp.arange(FILL, dtype=jnp.int32)
+            exists = block_ids < self.num_blocks
+            chain = prefix_cache.root(cache, jnp.where(exists, -block_ids, 0))
+            cache, _ = prefix_cache.insert(
+                cache,
+                chain,
+                exists.astype(jnp.int32),
+                jnp.arange(FILL, dtype=jnp.int32),
+                jnp.where(exists, block_ids, 0),
+                jnp.zeros((FILL, BLOCK_SIZE), jnp.int32),
+            )
+            return cache, None
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def fill_all(cache: prefix_cache.PrefixCache) -> prefix_cache.PrefixCache:
+            return lax.scan(fill, cache, jnp.arange(1, self.num_blocks, FILL, dtype=jnp.int32))[0]
+
+        pool = self.tables.pool
+        assert pool.prefix_cache is not None
+        cache = fill_all(pool.prefix_cache)
+        pool = dataclasses.replace(pool, prefix_cache=cache)
+        self.tables = dataclasses.replace(self.tables, pool=pool)
+        cached = int(jnp.sum(prefix_cache.has_content(cache, jnp.arange(self.num_blocks))))
+        assert cached == self.num_blocks - 1, f"{cached} blocks of {self.num_blocks} have content"
+        if self.num_blocks <= 1024:
+            check_invariants(self.tables)
+        oracle_pool = self.manager.block_pool
+        for block in oracle_pool.blocks[1:]:
+            key = make_block_hash_with_group_id(BlockHash(sha256(block.block_id)), 0)
+            block.block_hash = key
+            oracle_pool.cached_block_hash_to_block.insert(key, block)
+
+    def _begin(self, lens: list[int]) -> list[Request]:
+        requests = [Request(str(row), [0] * n) for row, n in enumerate(lens)]
+        for request in requests:
+            self.manager.allocate_slots(request, request.num_tokens, delay_cache_blocks=True)
+            request.num_computed_tokens = request.num_tokens
+        return requests
+
+    def time_oracle_append(self) -> float:
+        requests = self._begin(np.asarray(self.first_lens).tolist())
+        us = []
+        for _ in range(STEPS):
+            for request in requests:
+                request.append_output_token_ids(0)
+            us.append(
+                timed(lambda: [self.manager.allocate_slots(r, 1, delay_cache_blocks=True) for r in requests])[
+                    0
+                ]
+            )
+            for request in requests:
+                request.num_computed_tokens += 1
+        for request in requests:
+            self.manager.free(request)
+        return float(np.median(us))
+
+    def _prompt(self) -> np.ndarray:
+        """Tokens that nobody has seen before."""
+        return self.rng.integers(0, 1 << 30, PROMPT_BLOCKS * BLOCK_SIZE).astype(np.int32)
+
+    def _request(self, prompt: np.ndarray) -> Request:
+        return Request("prompt", prompt.tolist(), block_hasher=self.hasher)
+
+    def time_oracle_prompt(self) -> float:
+        request = self._request(self._prompt())
+        us, _ = timed(
+            lambda: self.manager.allocate_slots(request, request.num_tokens, delay_cache_blocks=True)
+        )
+        self.manager.free(request)
+        return us
+
+    def time_oracle_free(self) -> float:
+        request = self._request(self._prompt())
+        self.manager.allocate_slots(request, request.num_tokens, delay_cache_blocks=True)
+        return timed(lambda: self.manager.free(request))[0]
+
+    def _cache_prompt(self, prompt: np.ndarray) -> float:
+        """Give row 0 a prompt and cache it; time the caching."""
+        self._do(self.append_prompt, self.prompt_lens)
+        tokens = np.zeros((NUM_ROWS, MAX_BLOCKS_PER_ROW * BLOCK_SIZE), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        return self._do(self.commit, jnp.asarray(tokens), self.prompt_lens)
+
+    def time_cache(self) -> dict[str, float]:
+        us = self._cache_prompt(self._prompt())
+        self._do(self.free, self.everybody)
+        return {"us": us}
+
+    def time_oracle_cache(self) -> float:
+        request = self._request(self._prompt())
+        self.manager.allocate_slots(request, request.num_tokens, delay_cache_blocks=True)
+        us, _ = timed(lambda: self.manager.cache_blocks(request, request.num_tokens))
+        self.manager.free(request)
+        return us
+
+    def time_lookup(self) -> dict[str, float]:
+        prompt = self._prompt()
+        self._cache_prompt(prompt)
+        cache = self.tables.pool.prefix_cache
+        num_tokens = HIT_BLOCKS * BLOCK_SIZE + 1
+        line = jnp.asarray(prompt[:num_tokens])
+        us, hit = timed(lambda: self.lookup(cache, line, jnp.int32(num_tokens), jnp.int32(0)))
+        assert hit.block_ids.tolist() == self.tables.block_tables[0, :HIT_BLOCKS].tolist()
+        self._do(self.free, self.everybody)
+        return {"us": us}
+
+    def time_oracle_lookup(self) -> float:
+        """Its hashes are ready; ours are made in the call."""
+        prompt = self._prompt()
+        request = self._request(prompt)
+        self.manager.allocate_slots(request, request.num_tokens)
+        again = self._request(prompt[: HIT_BLOCKS * BLOCK_SIZE + 1])
+        us, (_, num_tokens) = timed(lambda: self.manager.get_computed_blocks(again))
+        assert num_tokens == HIT_BLOCKS * BLOCK_SIZE
+        self.manager.free(request)
+        return us
+
+
+if __name__ == "__main__":
+    main()
