@@ -87,11 +87,11 @@ def _check_tables(tables: BlockTables) -> None:
                 f"block {block_id} at place {place}",
             )
         held.update(int(block_id) for block_id in line if block_id != NULL_BLOCK)
-    for block_id in range(1, tables.pool.num_blocks):
-        count = tables.pool.ref_count[block_id]
+    for used_id in range(1, tables.pool.num_blocks):
+        count = tables.pool.ref_count[used_id]
         _require(
-            held[block_id] == count,
-            f"block {block_id} has {count} holders, but {held[block_id]} rows name it",
+            held[used_id] == count,
+            f"block {used_id} has {count} holders, but {held[used_id]} rows name it",
         )
 
 
@@ -116,7 +116,7 @@ def _check_prefix_cache(cache: PrefixCache) -> None:
                     f"blocks {block_id} and {first} are one node, but their {name} are {mine} and {theirs}",
                 )
         _require(
-            slot // PrefixCache.BUCKET in cache.hash[first] % num_buckets,
+            slot // PrefixCache.BUCKET in (np.asarray(cache.hash[first]) % num_buckets).tolist(),
             f"slot {slot} is in neither bucket of its hash {cache.hash[first]}",
         )
         identity = (
