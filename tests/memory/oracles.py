@@ -477,6 +477,7 @@ class V1Oracle(Oracle):
     def free(self, row: int) -> None:
         if row in self.on_host:
             self.host_pool.free_blocks(reversed(self.host_tables.pop(row)))
+            self.rows.num_cached_block.pop(str(row), None)
             self.on_host.discard(row)
         else:
             self.manager.free(self.requests[row])

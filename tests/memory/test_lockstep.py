@@ -178,6 +178,7 @@ def run(policy: str, block_size: int, max_examples: int, steps: int, **options: 
             max_examples=max_examples * SOAK,
             stateful_step_count=steps,
             deadline=None,
+            database=None,
             # A history is replayed as it was: shrinking one takes minutes (JAXPAGED_SHRINK=1 does it).
             phases=[p for p in Phase if p is not Phase.explain and (SHRINK or p is not Phase.shrink)],
             suppress_health_check=list(HealthCheck),
