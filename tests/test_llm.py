@@ -122,7 +122,7 @@ def test_bad_messages_are_refused(llm, messages, message):
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones():
-    with pytest.raises(InputError, match="option 'blocksize' must be one of block_size, dtype, "):
+    with pytest.raises(InputError, match="option 'blocksize' must be one of attention, block_size, "):
         jaxpaged.LLM("smollm2", blocksize=3)
 
 
