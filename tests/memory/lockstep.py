@@ -193,10 +193,9 @@ class Lockstep:
             expected, pairs = Status.TABLE_FULL, None
         else:
             expected, pairs = self._on_oracle(do)
-        new, info = self.verbs["append"](self.device, np.array(num_new_tokens, np.int32))
+        self.device, info = self.verbs["append"](self.device, np.array(num_new_tokens, np.int32))
         if not self._expect(info.status, expected, "append"):
             return False
-        self.device = new
         info = jax.device_get(info)
         for row in range(MAX_SEQS):
             pair = (int(info.copy_sources[row]), int(info.copy_destinations[row]))
@@ -214,16 +213,15 @@ class Lockstep:
             expected |= Status.ROW_IN_USE
         # Two forks have one shape: the second may be masked out.
         padded = [np.array([*rows, *rows][:2], np.int32) for rows in (sources, destinations)]
-        new, info = self.verbs["fork"](self.device, *padded, np.array([True, len(sources) > 1]))
+        self.device, info = self.verbs["fork"](self.device, *padded, np.array([True, len(sources) > 1]))
         if not self._expect(info.status, expected, "fork"):
             return False
-        self.device = new
         for source, destination in zip(sources, destinations, strict=True):
             self.oracle.fork(source, destination)
         return True
 
     def free(self, rows: list[int]) -> bool:
-        new, info = self.verbs["free"](self.device, self._mask(rows))
+        self.device, info = self.verbs["free"](self.device, self._mask(rows))
         self._expect(info.status, Status.OK, "free")
         free_before = len(self.oracle.free_order(on_host=False))
         for row in rows:
@@ -232,7 +230,6 @@ class Lockstep:
         freed = len(self.oracle.free_order(on_host=False)) - free_before
         if int(info.num_freed) != freed:
             raise Disagreement(f"free: {info.num_freed} blocks, the oracle {freed}")
-        self.device = new
         return True
 
     def free_host(self, rows: list[int]) -> bool:
@@ -250,11 +247,8 @@ class Lockstep:
         expected = Status.DOUBLE_FREE if ids.any() else Status.OK
         ids = np.resize(np.tile(ids, times), (MAX_SEQS + 1) * MAX_BLOCKS)
         mask = np.arange(ids.shape[0]) < times * MAX_BLOCKS
-        new, info = self.verbs["free_blocks"](self.device, ids, mask)
-        if self._expect(info.status, expected, "free_blocks"):
-            self.device = new
-            return True
-        return False
+        self.device, info = self.verbs["free_blocks"](self.device, ids, mask)
+        return self._expect(info.status, expected, "free_blocks")
 
     def truncate(self, num_tokens: list[int]) -> bool:
         held = {row: len(self.oracle.tokens[row]) for row in self.oracle.device_rows()}
@@ -263,10 +257,9 @@ class Lockstep:
             num > held.get(row, 0) or 0 < held.get(row, 0) - num < skipped[row]
             for row, num in enumerate(num_tokens)
         )
-        new, info = self.verbs["truncate"](self.device, np.array(num_tokens, np.int32))
+        self.device, info = self.verbs["truncate"](self.device, np.array(num_tokens, np.int32))
         if not self._expect(info.status, Status.TOO_FEW_TOKENS if too_few else Status.OK, "truncate"):
             return False
-        self.device = new
         for row, num in enumerate(num_tokens):
             if num:
                 self.oracle.truncate(row, num)
@@ -275,10 +268,9 @@ class Lockstep:
     def window(self, num_skipped_tokens: list[int]) -> bool:
         held = {row: len(self.oracle.tokens[row]) for row in self.oracle.device_rows()}
         too_few = any(num > held.get(row, 0) for row, num in enumerate(num_skipped_tokens))
-        new, info = self.verbs["window"](self.device, np.array(num_skipped_tokens, np.int32))
+        self.device, info = self.verbs["window"](self.device, np.array(num_skipped_tokens, np.int32))
         if not self._expect(info.status, Status.TOO_FEW_TOKENS if too_few else Status.OK, "window"):
             return False
-        self.device = new
         for row, num in enumerate(num_skipped_tokens):
             if num >= self.block_size:
                 self.oracle.window(row, num)
@@ -286,22 +278,22 @@ class Lockstep:
 
     def swap_out(self, rows: list[int]) -> bool:
         rows = [row for row in rows if row in self.oracle.device_rows()]
-        return self._swap("swap_out", rows, in_use=any(row in self.oracle.on_host for row in rows))
+        return self._swap("swap_out", rows)
 
     def swap_in(self, rows: list[int]) -> bool:
         rows = [row for row in rows if row in self.oracle.on_host]
         if self.policy == "lifo" and rows:
             self._compare_can_swap_in(rows)
-        return self._swap("swap_in", rows, in_use=False)
+        return self._swap("swap_in", rows)
 
-    def _swap(self, verb: str, rows: list[int], in_use: bool) -> bool:
+    def _swap(self, verb: str, rows: list[int]) -> bool:
         expected, pairs = self._on_oracle(lambda oracle: getattr(oracle, verb)(rows) if rows else [])
         # `swap_in` is `swap_out` with the tables exchanged: it needs no compilation of its own.
         tables = (self.device, self.host) if verb == "swap_out" else (self.host, self.device)
         *tables, info = self.verbs["swap_out"](*tables, self._mask(rows))
+        self.device, self.host = tables if verb == "swap_out" else tables[::-1]
         if not self._expect(info.status, expected, verb):
             return False
-        self.device, self.host = tables if verb == "swap_out" else tables[::-1]
         info = jax.device_get(info)
         found = [(int(a), int(b)) for a, b in zip(info.sources, info.destinations, strict=True) if a]
         if found != pairs:
@@ -344,23 +336,18 @@ class Lockstep:
         if found != want or hit.block_ids[num_hits:].any():
             raise Disagreement(f"lookup: finds {found}, the oracle {want}")
         if row in self.oracle.tokens:
-            _, info = self._adopt(row, hit)
-            return (
-                self._expect(
-                    info.status, Status.ROW_IN_USE if row not in self.oracle.on_host else Status.OK, "adopt"
-                )
-                and False
-            )  # a row of the host may be adopted, but its tokens would be mixed up: not done here
+            self.device, info = self._adopt(row, hit)
+            return self._expect(info.status, Status.ROW_IN_USE, "adopt")
 
         expected, _ = self._on_oracle(lambda oracle: oracle.admit(row, tokens, salt))
         adopted, info = self._adopt(row, hit)
         self._expect(info.status, Status.OK, "adopt")
         num_new = np.zeros(MAX_SEQS, np.int32)
         num_new[row] = len(tokens) - num_hits * self.block_size
-        new, info = self.verbs["append"](adopted, num_new)
+        admitted, info = self.verbs["append"](adopted, num_new)
         if not self._expect(info.status, expected, "admit"):
-            return False
-        self.device = new
+            return False  # an engine drops what it tried
+        self.device = admitted
         return True
 
     def _adopt(self, row: int, hit: prefix_cache.Hit) -> Any:
@@ -378,8 +365,7 @@ class Lockstep:
         # go one by one.
         for row, num in enumerate(num_tokens):
             for n in range(self.block_size, num + 1, self.block_size):
-                if not self._commit([n * (i == row) for i in range(MAX_SEQS)]):
-                    return False
+                self._commit([n * (i == row) for i in range(MAX_SEQS)])
         return True
 
     def _commit(self, num_tokens: list[int]) -> bool:
@@ -388,10 +374,9 @@ class Lockstep:
         for row, line in held.items():
             tokens[row, : len(line)] = line
         too_few = any(num > len(held.get(row, [])) for row, num in enumerate(num_tokens))
-        new, info = self.verbs["commit"](self.device, tokens, np.array(num_tokens, np.int32))
+        self.device, info = self.verbs["commit"](self.device, tokens, np.array(num_tokens, np.int32))
         if not self._expect(info.status, Status.TOO_FEW_TOKENS if too_few else Status.OK, "commit"):
             return False
-        self.device = new
         for row, num in enumerate(num_tokens):
             if num:
                 self.oracle.commit(row, num)
@@ -401,14 +386,14 @@ class Lockstep:
         """One more holder for blocks from wherever they are; compare; and let go of them again."""
         ids, mask = self._padded(block_ids)
         expected = Status.OK if all(0 <= i < NUM_BLOCKS for i in block_ids) else Status.UNKNOWN_BLOCK
-        touched, info = self.verbs["touch"](self.device, ids, mask)
+        self.device, info = self.verbs["touch"](self.device, ids, mask)
         if not self._expect(info.status, expected, "touch"):
             return False
         self.oracle.touch(block_ids)
-        self._compare_pool(touched, on_host=False)
+        self._compare_pool(self.device, on_host=False)
         size = (MAX_SEQS + 1) * MAX_BLOCKS
         self.device, info = self.verbs["free_blocks"](
-            touched, np.resize(ids, size), np.arange(size) < len(block_ids)
+            self.device, np.resize(ids, size), np.arange(size) < len(block_ids)
         )
         self._expect(info.status, Status.OK, "free_blocks")
         self.oracle.untouch(block_ids)
@@ -416,20 +401,16 @@ class Lockstep:
 
     def evict(self, block_ids: list[int]) -> bool:
         expected = Status.OK if all(0 <= i < NUM_BLOCKS for i in block_ids) else Status.UNKNOWN_BLOCK
-        new, info = self.verbs["evict"](self.device, *self._padded(block_ids))
+        self.device, info = self.verbs["evict"](self.device, *self._padded(block_ids))
         if not self._expect(info.status, expected, "evict"):
             return False
-        self.device = new
         self.oracle.evict(block_ids)
         return True
 
     def reset_cache(self) -> bool:
         expected, _ = self._on_oracle(lambda oracle: oracle.reset_cache())
-        new, info = self.verbs["reset_cache"](self.device)
-        if self._expect(info.status, expected, "reset_cache"):
-            self.device = new
-            return True
-        return False
+        self.device, info = self.verbs["reset_cache"](self.device)
+        return self._expect(info.status, expected, "reset_cache")
 
     def _mask(self, rows: list[int]) -> np.ndarray:
         return np.array([row in rows for row in range(MAX_SEQS)])

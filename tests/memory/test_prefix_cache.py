@@ -99,6 +99,8 @@ def test_the_hash_is_sensitive_to_order_and_place() -> None:
 
 def test_a_planted_collision_does_not_match() -> None:
     """All content has one hash; what tells it apart is the stored tokens and the parent."""
+    tables = add(create(constant_hash), {0: prompt(1)})
+    assert hits(tables, [*prompt(2), 9]) == [], "the only candidate"
     tables = create(constant_hash)
     for row, line in enumerate([prompt(1), prompt(2), prompt(3)]):
         tables = add(tables, {row: line})
@@ -211,6 +213,16 @@ def test_evicting_for_an_allocation_spares_what_is_touched() -> None:
     assert int(info.status) == Status.OK
     assert int(tables.pool.num_free) == 0
     assert hits(tables, [*prompt(1, 2), 9]) == tables.block_tables[1, :2].tolist() == [1, 2]
+
+
+def test_an_allocated_block_forgets_its_content() -> None:
+    tables = add(create(), {0: prompt(1, 2)})
+    tables, _ = free_rows(tables, jnp.array([True, False, False]))
+    assert hits(tables, [*prompt(1, 2), 9]) == [1, 2], "a free block keeps it"
+    tables, _ = append(tables, jnp.array([4, 4, 2]) * BLOCK_SIZE, max_new_blocks=MAX_SEQS * MAX_BLOCKS)
+    check_invariants(tables)
+    assert int(tables.block_tables[2, 1]) == 2, "the prompt's end is taken first"
+    assert hits(tables, [*prompt(1, 2), 9]) == [1]
 
 
 def test_reset_is_refused_while_blocks_are_used() -> None:
