@@ -5,6 +5,8 @@ from typing import Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "mosaic_gpu", "xla"]
+PreemptionMode = Literal["recompute", "swap"]
+SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 
 class InputError(ValueError):
@@ -41,6 +43,7 @@ class SamplingParams:
     seed: int | None = None  # None: a seed of the request's own, from the engine's seed
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()  # end the answer, like the model's end-of-sequence tokens
+    logprobs: int | None = None  # 0: give each answer token's log-probability too
 
     def __post_init__(self) -> None:
         check(
@@ -65,6 +68,12 @@ class SamplingParams:
             and len(ids) <= MAX_STOP_TOKENS
             and all(is_int(i) and i >= 0 for i in ids),
         )
+        check(
+            "logprobs",
+            self.logprobs,
+            "None or 0 (the answer's own tokens; others are not kept)",
+            self.logprobs is None or (is_int(self.logprobs) and self.logprobs == 0),
+        )
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
 
@@ -81,30 +90,46 @@ class EngineConfig:
     num_blocks: int | None = None  # in the cache, the null block included; None: what memory allows
     max_num_seqs: int = 16  # rows decoded together
     max_model_len: int | None = None  # tokens of a prompt with its answer; None: the model's own limit
-    max_prefill_tokens: int = 512  # prompt tokens computed in one step
+    max_num_batched_tokens: int | None = None  # computed in one step; None: max_num_seqs + 512
+    enable_prefix_caching: bool = True  # requests that begin alike share the blocks of what they share
+    reuse_answers: bool = False  # also blocks that were computed as an answer, whose last bits may differ
+    num_host_blocks: int = 0  # of the pool in host memory that preempted requests are swapped to
+    preemption_mode: PreemptionMode = "recompute"  # of who gives way when blocks run out
+    scheduling_policy: SchedulingPolicy = "fcfs"
     gpu_memory_utilization: float = 0.9  # share of the device memory to use
     attention: Attention = "auto"  # of decode steps; auto: the kernel on a GPU that has one, else xla
     seed: int = 0  # for requests without a seed
 
     def __post_init__(self) -> None:
-        check("dtype", self.dtype, f"one of {', '.join(get_args(DType))}", self.dtype in get_args(DType))
-        check(
-            "attention",
-            self.attention,
-            f"one of {', '.join(get_args(Attention))}",
-            self.attention in get_args(Attention),
-        )
-        for name in ("block_size", "max_num_seqs", "max_prefill_tokens"):
+        for name, choices in (
+            ("dtype", DType),
+            ("attention", Attention),
+            ("preemption_mode", PreemptionMode),
+            ("scheduling_policy", SchedulingPolicy),
+        ):
+            value = getattr(self, name)
+            check(name, value, f"one of {', '.join(get_args(choices))}", value in get_args(choices))
+        for name in ("enable_prefix_caching", "reuse_answers"):
+            value = getattr(self, name)
+            check(name, value, "True or False", isinstance(value, bool))
+        for name in ("block_size", "max_num_seqs"):
             value = getattr(self, name)
             check(name, value, "a positive int", is_int(value) and value > 0)
         check("block_size", self.block_size, "at most 1024", self.block_size <= 1024)
         check("max_num_seqs", self.max_num_seqs, "at most 4096", self.max_num_seqs <= 4096)
+        tokens = self.max_num_batched_tokens
+        least = self.max_num_seqs + PREFILL_TILE
         check(
-            "max_prefill_tokens",
-            self.max_prefill_tokens,
-            f"a multiple of {PREFILL_TILE}",
-            self.max_prefill_tokens % PREFILL_TILE == 0,
+            "max_num_batched_tokens",
+            tokens,
+            f"None or an int >= {least}, max_num_seqs and one tile of {PREFILL_TILE} prompt tokens",
+            tokens is None or (is_int(tokens) and tokens >= least),
         )
+        host = self.num_host_blocks
+        if self.preemption_mode == "swap":
+            check("num_host_blocks", host, "an int >= 2 to swap to", is_int(host) and host >= 2)
+        else:
+            check("num_host_blocks", host, "0 unless preemption_mode is 'swap'", is_int(host) and host == 0)
         for name, least in (("num_blocks", 2), ("max_model_len", 2)):
             value = getattr(self, name)
             check(
@@ -118,10 +143,17 @@ class EngineConfig:
         )
         check("seed", self.seed, "an int in [0, 2**32)", is_int(self.seed) and 0 <= self.seed < 2**32)
 
+    @property
+    def num_prefill_tiles(self) -> int:
+        """Prompt tiles computed in one step: what the rows that decode leave of the budget."""
+        tokens = self.max_num_batched_tokens or self.max_num_seqs + DEFAULT_PREFILL_TOKENS
+        return (tokens - self.max_num_seqs) // PREFILL_TILE
+
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
 # token is always computed in the same place of the same shape whatever else is in the batch.
 PREFILL_TILE = 32
+DEFAULT_PREFILL_TOKENS = 512
 
 
 def is_finite_at_least(value: object, least: float) -> bool:

@@ -6,12 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["temperature", "top_k", "top_p", "min_p", "seed"],
+    data_fields=["temperature", "top_k", "top_p", "min_p", "seed", "wants_logprobs"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,16 @@ class SamplingState:
     top_p: Float[Array, " rows"]
     min_p: Float[Array, " rows"]
     seed: UInt32[Array, " rows"]
+    wants_logprobs: Bool[Array, " rows"]
+
+    def take(self, rows: Int[Array, " n"], mask: Bool[Array, " n"]) -> "SamplingState":
+        """The options of some rows; those not masked are greedy, which costs nothing."""
+        taken = jax.tree.map(lambda option: option[rows], self)
+        return dataclasses.replace(
+            taken,
+            temperature=jnp.where(mask, taken.temperature, 0),
+            wants_logprobs=taken.wants_logprobs & mask,
+        )
 
 
 def sample(
@@ -46,6 +56,14 @@ def sample(
         return jnp.where(samples, drawn, greedy)
 
     return lax.cond(jnp.any(samples), draw, lambda: greedy)
+
+
+def logprobs_of(
+    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"]
+) -> Float[Array, " rows"]:
+    """The natural logarithm of each token's chance in `softmax(logits)`: before temperature and filters."""
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=1)
 
 
 def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:

@@ -1,17 +1,47 @@
 """The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.engine import scheduler
-from jaxpaged.engine.state import EngineState, Phase, Rows
-from jaxpaged.engine.state import submit as submit_rows
+from jaxpaged.engine import state as states
+from jaxpaged.engine.state import Counters, EngineState, Phase, Rows
 from jaxpaged.engine.step import StepConfig, step
+from jaxpaged.memory import block_pool, prefix_cache
+
+# Steps that one run makes at most, and so tokens a row that one report has room for.
+MAX_STEPS = 32
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "phase", "arrival", "num_tokens", "finish_reason", "num_hit_tokens", "new_token_ids", "new_logprobs",
+        "num_free_blocks", "num_cached_blocks", "counters", "status",
+    ],
+    meta_fields=[],
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the host wants to know of a run. Copies: it can be read while the next run has the state."""
+
+    phase: Int[Array, " rows"]
+    arrival: Int[Array, " rows"]  # which request is in each row
+    num_tokens: Int[Array, " rows"]
+    finish_reason: Int[Array, " rows"]
+    num_hit_tokens: Int[Array, " rows"]
+    new_token_ids: Int[Array, "rows max_steps"]  # the row's last so many tokens, its newest at the end
+    new_logprobs: Float[Array, "rows max_steps"]
+    num_free_blocks: Int[Array, ""]
+    num_cached_blocks: Int[Array, ""]  # free ones whose content can still be found
+    counters: Counters
+    status: Int[Array, ""]
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")
@@ -20,29 +50,68 @@ def run(
     params: nnx.State,
     state: EngineState,
     max_steps: Int[Array, ""],
-    return_when_row_free: Bool[Array, ""],
+    host_has_more: Bool[Array, ""],
     *,
     config: StepConfig,
-) -> EngineState:
-    """Step until all rows are done, `max_steps` are, or a row finishes and `return_when_row_free` is set.
+) -> tuple[EngineState, Report]:
+    """Step until all rows are done or `max_steps`, at most MAX_STEPS, are made.
 
+    If the host has more requests than there are rows, also when a row is free and no request waits in another.
     The model comes as `nnx.split(model)`. The state is donated: use the one returned.
     """
     model = nnx.merge(graphdef, params)
-    last_step = state.counters.num_steps + max_steps
+    type Carry = tuple[EngineState, Int[Array, ""]]
 
-    def goes_on(state: EngineState) -> Bool[Array, ""]:
-        row_free = jnp.any(state.rows.phase == Phase.FINISHED)
-        return (
-            scheduler.any_work(state)
-            & (state.counters.num_steps < last_step)
-            & ~(return_when_row_free & row_free)
-        )
+    def goes_on(carry: Carry) -> Bool[Array, ""]:
+        state, num_steps = carry
+        rows = state.rows
+        is_free = (rows.phase == Phase.FINISHED) | (rows.phase == Phase.EMPTY)
+        starves = host_has_more & jnp.any(is_free) & ~jnp.any(rows.waiting)
+        return scheduler.any_work(rows) & (num_steps < jnp.minimum(max_steps, MAX_STEPS)) & ~starves
 
-    return lax.while_loop(goes_on, lambda state: step(model, state, config), state)
+    def advance(carry: Carry) -> Carry:
+        state, num_steps = carry
+        return step(model, state, config)[0], num_steps + 1
+
+    state, _ = lax.while_loop(goes_on, advance, (state, jnp.int32(0)))
+    return state, report(state)
+
+
+def report(state: EngineState) -> Report:
+    rows, pool = state.rows, state.tables.pool
+    first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
+    window = first[:, None] + jnp.arange(MAX_STEPS)
+    at = jnp.arange(rows.phase.shape[0])[:, None], window
+    cached = jnp.int32(0)
+    if pool.prefix_cache is not None:
+        is_free = (pool.ref_count == 0).at[block_pool.NULL_BLOCK].set(False)
+        has_content = prefix_cache.has_content(pool.prefix_cache, jnp.arange(pool.num_blocks))
+        cached = jnp.sum(is_free & has_content, dtype=jnp.int32)
+    return Report(
+        phase=rows.phase,
+        arrival=rows.arrival,
+        num_tokens=rows.num_tokens,
+        finish_reason=rows.finish_reason,
+        num_hit_tokens=rows.num_hit_tokens,
+        new_token_ids=rows.token_ids.at[at].get(mode="fill", fill_value=0),
+        new_logprobs=state.logprobs.at[at].get(mode="fill", fill_value=0),
+        num_free_blocks=pool.num_free,
+        num_cached_blocks=cached,
+        counters=state.counters,
+        status=state.status,
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def submit(state: EngineState, requests: Rows, mask: Bool[Array, " max_num_seqs"]) -> EngineState:
-    """Put new requests into free rows; the state is donated."""
-    return submit_rows(state, requests, mask)
+def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
+    """Put new requests into free rows (see `state.submit`); the state is donated."""
+    return states.submit(state, requests, rows)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
+    """End the unfinished requests with these arrivals, where they still are, with reason ABORT.
+
+    An arrival that is in no row, -1 for one, does nothing. The state is donated.
+    """
+    return scheduler.abort(state, arrivals)

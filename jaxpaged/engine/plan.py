@@ -123,8 +123,7 @@ def activation_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     In float32: four copies of the widest intermediate of a layer, and three of the logits (scores, their
     sorted copy, the order).
     """
-    tokens = max(config.max_prefill_tokens, config.max_num_seqs)
+    tokens = max(config.num_prefill_tiles * PREFILL_TILE, config.max_num_seqs)
     c = model_config
     widest = max(2 * c.intermediate_size, (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)
-    rows = max(config.max_num_seqs, config.max_prefill_tokens // PREFILL_TILE)
-    return 4 * (4 * tokens * widest + 3 * rows * c.vocab_size)
+    return 4 * (4 * tokens * widest + 3 * config.max_num_seqs * c.vocab_size)

@@ -1,90 +1,423 @@
 """Who runs next, and with how many tokens: pure functions of the state's small integers.
 
-A request is admitted when the blocks that it and all running ones may ever need are there, in order of
-arrival and without overtaking. So a running row never waits for a block, and the head of the line runs at the
-latest when all others have finished. Prompts go before decoding, so that rows decode together.
+Requests are served in order of priority, then arrival. Running rows come first; of them, the last in order
+gives way when blocks run out. A waiting request is admitted when the blocks for all its tokens known so far
+are there beside those of the running ones, and some to grow into; nobody overtakes. So the first in order
+among the running ones always goes on, and everyone's turn comes: request i of a first-come-first-served
+engine ends within `sum over j <= i of (tiles(prompt j) + max_tokens j)` steps of its arrival, where j runs over
+the requests that were unfinished then and i itself (`tests/engine/test_scheduler.py` holds it to that).
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.engine.state import EngineState, Phase, Rows
-from jaxpaged.memory.block_table import cdiv
+from jaxpaged.config import PREFILL_TILE
+from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase, Rows
+from jaxpaged.memory import block_table, prefix_cache, swap
+from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.entries import number_through
+from jaxpaged.memory.prefix_cache import Hit
+from pallas_kernels import ops
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What is fixed when the loop is compiled, beside the sizes of the state."""
+
+    max_num_seqs: int  # rows that run together
+    num_tiles: int  # prompt tiles computed in one step
+    watermark_blocks: int = 0  # stay free when a request is admitted beside running ones
+    sliding_window: int | None = None  # tokens
+    reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
+
+    def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
+        """Blocks that a row of so many tokens holds at most at any time."""
+        blocks = cdiv(num_tokens, block_size)
+        if self.sliding_window is None:
+            return blocks
+        most = cdiv(self.sliding_window - 1 + self.num_tiles * PREFILL_TILE, block_size) + 1
+        return min(blocks, most) if isinstance(blocks, int) else jnp.minimum(blocks, most)
+
+    def skipped(self, num_computed: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """Tokens out of the window of whatever comes after so many."""
+        if self.sliding_window is None:
+            return jnp.zeros_like(num_computed)
+        return jnp.maximum(num_computed + 1 - self.sliding_window, 0)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["row", "start", "num_tokens"], meta_fields=["tile_len"]
+    jax.tree_util.register_dataclass, data_fields=["num_tiles", "num_new_tokens"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What each row computes in this step."""
+
+    num_tiles: Int[Array, " rows"]  # prompt tiles; 0 for a row that decodes or does not run
+    num_new_tokens: Int[Array, " rows"]  # prompt tokens of these tiles, or 1 for a row that decodes
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["plan", "admitted", "num_hit_blocks", "preempted", "swapped"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What `schedule` decided: for tests, traces and replay."""
+
+    plan: Plan
+    admitted: Bool[Array, " rows"]
+    num_hit_blocks: Int[Array, " rows"]  # of the admitted rows
+    preempted: Bool[Array, " rows"]
+    swapped: Bool[Array, " rows"]  # preempted, and swapped out
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["row", "start", "first", "end"], meta_fields=["tile_len"]
 )
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The work of one step: in each tile up to `tile_len` neighbouring tokens of one row."""
+    """The work of one forward pass: tiles of `tile_len` neighbouring positions, each of one row.
+
+    A tile computes the positions from `first` to `end`; an unused one has end = 0.
+    """
 
     row: Int[Array, " num_tiles"]
-    start: Int[Array, " num_tiles"]  # position of the tile's first token
-    num_tokens: Int[Array, " num_tiles"]  # 0 for an unused tile
+    start: Int[Array, " num_tiles"]  # the tile's first position; of a prompt tile a multiple of tile_len
+    first: Int[Array, " num_tiles"]
+    end: Int[Array, " num_tiles"]
     tile_len: int
 
 
-def blocks_needed(rows: Rows, block_size: int) -> Int[Array, " max_num_seqs"]:
-    """Blocks each request may ever need. Its last token is never written to the cache."""
-    return cdiv(rows.max_num_tokens - 1, block_size)
+def schedule(state: EngineState, limits: Limits) -> tuple[EngineState, Decision]:
+    """Preempt who has no place, else admit who has; then say what each running row computes.
+
+    The blocks that the plan needs are free afterwards, but not taken yet.
+    """
+    nobody = jnp.zeros(state.tables.max_seqs, bool)
+    quiet = Decision(
+        plan=plan(state, limits),
+        admitted=nobody,
+        num_hit_blocks=jnp.zeros_like(state.rows.phase),
+        preempted=nobody,
+        swapped=nobody,
+    )
+
+    def replan(state: EngineState) -> tuple[EngineState, Decision]:
+        state, preempted, swapped = _preempt(state, limits)
+        state, admitted, num_hits = _admit(state, limits, may=~jnp.any(preempted))
+        return state, Decision(plan(state, limits), admitted, num_hits, preempted, swapped)
+
+    changes = (_blocks_short(state, quiet.plan) > 0) | _may_admit(state, quiet.plan, limits)
+    return lax.cond(changes, replan, lambda state: (state, quiet), state)
 
 
-def admit(state: EngineState) -> EngineState:
-    """Let waiting requests run, first come first served, while the blocks they may need are there."""
-    rows, tables = state.rows, state.tables
-    need = blocks_needed(rows, tables.block_size)
-    reserved = jnp.sum(jnp.where(rows.running, need, 0))
-    waiting = rows.phase == Phase.WAITING
-    order = jnp.argsort(jnp.where(waiting, rows.arrival, jnp.iinfo(jnp.int32).max))
-    total = reserved + jnp.cumsum(jnp.where(waiting, need, 0)[order])
-    fits = jnp.zeros_like(waiting).at[order].set(total <= tables.pool.num_blocks - 1)
-    phase = jnp.where(waiting & fits, Phase.RUNNING, rows.phase)
-    return dataclasses.replace(state, rows=dataclasses.replace(rows, phase=phase))
+def plan(state: EngineState, limits: Limits) -> Plan:
+    """Share out the step's tiles among the unfinished prompts, in order; every other running row decodes."""
+    rows, computed = state.rows, state.tables.seq_lens
+    in_prompt = rows.running & (computed < rows.prompt_lens)
+    first = computed // PREFILL_TILE
+    wants = jnp.where(in_prompt, (rows.prompt_lens - 1) // PREFILL_TILE - first + 1, 0)
+    ordered = wants[rows.order]
+    left = limits.num_tiles - (jnp.cumsum(ordered, dtype=jnp.int32) - ordered)
+    gets = jnp.zeros_like(wants).at[rows.order].set(jnp.clip(left, 0, ordered))
+    end = jnp.minimum(rows.prompt_lens, (first + gets) * PREFILL_TILE)
+    prompt_tokens = jnp.where(gets > 0, end - computed, 0)
+    return Plan(gets, jnp.where(in_prompt, prompt_tokens, rows.running.astype(jnp.int32)))
 
 
-def prompt_tokens_left(state: EngineState) -> Int[Array, " max_num_seqs"]:
-    """Prompt tokens of each running row that are not in the cache yet."""
-    left = state.rows.prompt_lens - state.tables.seq_lens
-    return jnp.where(state.rows.running, jnp.maximum(left, 0), 0)
-
-
-def prefill_tiles(state: EngineState, num_tiles: int, tile_len: int) -> Tiles:
-    """The next tiles of the prompts being computed, in order of arrival.
+def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:
+    """The plan's prompt tiles, for the state in which its tokens have places already.
 
     A prompt may get several tiles at once: each sees the ones before it, for all K and V are written first.
     """
-    left = prompt_tokens_left(state)
-    order = jnp.argsort(jnp.where(left > 0, state.rows.arrival, jnp.iinfo(jnp.int32).max))
-    end = jnp.cumsum(cdiv(left, tile_len)[order])  # tiles of all prompts up to this one
-    tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    place = jnp.searchsorted(end, tile, side="right").astype(jnp.int32)
-    used = tile < end[-1]
-    row = order.at[place].get(mode="clip").astype(jnp.int32)
-    first = end.at[place].get(mode="clip") - cdiv(left, tile_len)[row]  # the row's first tile
-    offset = (tile - first) * tile_len
+    order = state.rows.order
+    place, k, used = number_through(plan.num_tiles[order], num_tiles)
+    row = order[place]
+    end = state.tables.seq_lens[row]
+    first = end - plan.num_new_tokens[row]
+    start = (first // PREFILL_TILE + k) * PREFILL_TILE
     return Tiles(
         row=row,
-        start=state.tables.seq_lens[row] + jnp.where(used, offset, 0),
-        num_tokens=jnp.where(used, jnp.minimum(left[row] - offset, tile_len), 0),
-        tile_len=tile_len,
+        start=jnp.where(used, start, 0),
+        first=jnp.maximum(start, first),
+        end=jnp.where(used, jnp.minimum(start + PREFILL_TILE, end), 0),
+        tile_len=PREFILL_TILE,
     )
 
 
-def decode_tiles(state: EngineState) -> Tiles:
-    """The newest token of every running row, each in its own row's tile."""
-    decodes = state.rows.running & (state.tables.seq_lens >= state.rows.prompt_lens)
-    return Tiles(
-        row=jnp.arange(state.tables.max_seqs, dtype=jnp.int32),
-        start=state.tables.seq_lens,
-        num_tokens=decodes.astype(jnp.int32),
-        tile_len=1,
+def decode_tiles(state: EngineState, plan: Plan, slots: Int[Array, " max_num_seqs"]) -> Tiles:
+    """One position of every row that decodes, in the row's slot; its token has a place already."""
+    row = jnp.minimum(slots, state.tables.max_seqs - 1)
+    end = state.tables.seq_lens[row]
+    decodes = (slots < state.tables.max_seqs) & (plan.num_tiles[row] == 0) & (plan.num_new_tokens[row] > 0)
+    start = jnp.where(decodes, end - 1, 0)
+    return Tiles(row=row, start=start, first=start, end=jnp.where(decodes, end, 0), tile_len=1)
+
+
+def slots_of(running: Bool[Array, " rows"], max_num_seqs: int) -> Int[Array, " max_num_seqs"]:
+    """The running rows side by side; a row beyond all where there are fewer."""
+    num_rows = running.shape[0]
+    rank = jnp.cumsum(running, dtype=jnp.int32) - 1
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    slots = jnp.full(max_num_seqs, num_rows, jnp.int32)
+    return slots.at[jnp.where(running, rank, max_num_seqs)].set(index, mode="drop")
+
+
+def any_work(rows: Rows) -> Bool[Array, ""]:
+    return jnp.any(rows.running | rows.waiting)
+
+
+def cache_keys(
+    rows: Rows, row: Int[Array, "*n"], positions: Int[Array, "*n"], limits: Limits
+) -> Int[Array, "*n"]:
+    """What the prefix cache takes the token at a position of a row for.
+
+    An answer's token differs from a prompt's with the same id: its K and V were computed in another shape,
+    and may differ in their last bits. So what is found has just the bits that computing it would give.
+    """
+    token = rows.token_ids.at[row, positions].get(mode="clip")
+    if limits.reuse_answers:
+        return token
+    return jnp.where(positions < rows.prompt_lens[row], token, -1 - token)
+
+
+def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
+    """End the unfinished requests with these arrivals; an arrival that is in no row does nothing."""
+    rows = state.rows
+    aborted = (rows.running | rows.waiting) & jnp.any(rows.arrival[:, None] == arrivals, axis=1)
+    rows = dataclasses.replace(
+        rows,
+        phase=jnp.where(aborted, Phase.FINISHED, rows.phase),
+        finish_reason=jnp.where(aborted, FinishReason.ABORT, rows.finish_reason),
+    )
+    tables, status = free_rows(state.tables, aborted)
+    host = state.host
+    if host is not None:
+        host_tables, host_status = free_rows(host.tables, aborted)
+        host, status = dataclasses.replace(host, tables=host_tables), status | host_status
+    return dataclasses.replace(state, rows=rows, tables=tables, host=host, status=state.status | status)
+
+
+def free_rows(tables: BlockTables, rows: Bool[Array, " rows"]) -> tuple[BlockTables, Int[Array, ""]]:
+    """Give back all blocks of the masked rows, one row after the other: there are few at a time."""
+    type Carry = tuple[BlockTables, Int[Array, ""]]
+
+    def pending(tables: BlockTables) -> Bool[Array, " rows"]:
+        return rows & (tables.seq_lens > 0)
+
+    def free_first(carry: Carry) -> Carry:
+        tables, status = carry
+        first = jnp.arange(tables.max_seqs) == jnp.argmax(pending(tables))
+        tables, info = block_table.free_rows(tables, first, max_blocks=tables.max_blocks_per_seq)
+        # A refusal is a bug, and must not turn into an endless loop.
+        seq_lens = jnp.where(first, 0, tables.seq_lens)
+        return dataclasses.replace(tables, seq_lens=seq_lens), status | info.status
+
+    return lax.while_loop(lambda carry: jnp.any(pending(carry[0])), free_first, (tables, jnp.int32(0)))
+
+
+def slide_windows(
+    tables: BlockTables, rows: Bool[Array, " rows"], limits: Limits, *, max_blocks: int
+) -> tuple[BlockTables, Int[Array, ""]]:
+    """Free the blocks of the masked rows that nothing to come can see; `max_blocks` over all. Also the status."""
+    if limits.sliding_window is None:
+        return tables, jnp.int32(0)
+    skipped = jnp.where(rows, limits.skipped(tables.seq_lens), 0)
+    tables, info = block_table.slide_window(tables, skipped, max_blocks=max_blocks)
+    return tables, info.status
+
+
+def _blocks_short(state: EngineState, plan: Plan) -> Int[Array, ""]:
+    """Blocks that the plan needs beyond those that are free."""
+    tables = state.tables
+    needed = cdiv(tables.seq_lens + plan.num_new_tokens, tables.block_size) - tables.num_blocks
+    return jnp.sum(needed) - tables.pool.num_free
+
+
+def _preempt(
+    state: EngineState, limits: Limits
+) -> tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]:
+    """Take running rows out, the last in order first, until the others' plan fits; who, and who was swapped."""
+    nobody = jnp.zeros(state.tables.max_seqs, bool)
+    type Carry = tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]
+
+    def short(carry: Carry) -> Bool[Array, ""]:
+        state = carry[0]
+        return jnp.any(state.rows.running) & (_blocks_short(state, plan(state, limits)) > 0)
+
+    def preempt_last(carry: Carry) -> Carry:
+        state, preempted, swapped = carry
+        order = state.rows.order
+        place = jnp.max(jnp.where(state.rows.running[order], jnp.arange(order.shape[0]), 0))
+        last = jnp.arange(order.shape[0]) == order[place]
+        status = state.status
+        if state.host is not None:
+            state, moved = _swap_out(state, last)
+            swapped |= moved
+        tables, freed = free_rows(state.tables, last)
+        phase = jnp.where(last, jnp.where(swapped, Phase.SWAPPED, Phase.WAITING), state.rows.phase)
+        state = dataclasses.replace(
+            state,
+            rows=dataclasses.replace(state.rows, phase=phase),
+            tables=tables,
+            status=status | freed,
+        )
+        return state.count(num_preemptions=jnp.int32(1)), preempted | last, swapped
+
+    return lax.while_loop(short, preempt_last, (state, nobody, nobody))
+
+
+def _admit(
+    state: EngineState, limits: Limits, may: Bool[Array, ""]
+) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"]]:
+    """Let waiting requests run in their order, as long as there is room; who, and how many blocks each hit."""
+    type Carry = tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Bool[Array, ""]]
+
+    def try_next(carry: Carry) -> Carry:
+        state, admitted, num_hits, _ = carry
+        rows, tables = state.rows, state.tables
+        row = rows.order[jnp.argmax(rows.waiting[rows.order])]
+        hit, defers = _look_up(state, row, limits)
+        length = hit.chain.num_blocks
+        skipped = limits.skipped(length * tables.block_size) // tables.block_size
+        place = jnp.arange(hit.block_ids.shape[0])
+        kept = (place >= skipped) & (place < length)
+        held_by_others = jnp.sum(kept & (tables.pool.ref_count[hit.block_ids] > 0), dtype=jnp.int32)
+        need = limits.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
+        fits = need + _reserved(state, limits) <= tables.pool.num_free
+        ok = fits & ~defers
+
+        def admit_row(state: EngineState) -> EngineState:
+            return _start(state, row, hit, limits)
+
+        state = lax.cond(ok, admit_row, lambda state: state, state)
+        goes_on = ok & _may_admit(state, plan(state, limits), limits)
+        return state, admitted.at[row].max(ok), num_hits.at[row].add(jnp.where(ok, length, 0)), goes_on
+
+    nobody = jnp.zeros(state.tables.max_seqs, bool)
+    goes_on = may & _may_admit(state, plan(state, limits), limits)
+    start = (state, nobody, jnp.zeros_like(state.rows.phase), goes_on)
+    state, admitted, num_hits, _ = lax.while_loop(lambda carry: carry[3], try_next, start)
+    return state, admitted, num_hits
+
+
+def _may_admit(state: EngineState, plan: Plan, limits: Limits) -> Bool[Array, ""]:
+    """Whether the next waiting request might be admitted: there is a slot, a tile, and a block to begin with."""
+    rows = state.rows
+    has_slot = jnp.sum(rows.running) < limits.max_num_seqs
+    has_tile = jnp.sum(plan.num_tiles) < limits.num_tiles
+    has_block = _reserved(state, limits) <= state.tables.pool.num_free
+    return jnp.any(rows.waiting) & has_slot & has_tile & has_block
+
+
+def _reserved(state: EngineState, limits: Limits) -> Int[Array, ""]:
+    """Free blocks that are not for the next request: for tokens the running ones know, and to grow into."""
+    rows, tables = state.rows, state.tables
+    held = tables.num_blocks - tables.num_skipped
+    to_come = jnp.maximum(limits.blocks_of(rows.num_tokens, tables.block_size) - held, 0)
+    num_running = jnp.sum(rows.running, dtype=jnp.int32)
+    spare = jnp.where(num_running > 0, limits.watermark_blocks + num_running, 0)
+    return jnp.sum(jnp.where(rows.running, to_come, 0)) + spare
+
+
+def _look_up(state: EngineState, row: Int[Array, ""], limits: Limits) -> tuple[Hit, Bool[Array, ""]]:
+    """What the prefix cache has for a request; and if it should rather wait for what is being computed."""
+    rows, tables = state.rows, state.tables
+    cache = tables.pool.prefix_cache
+    salt, num_tokens = rows.salt[row], rows.num_tokens[row]
+    if cache is None:
+        nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
+        return nothing, jnp.bool_(False)
+    is_new = rows.phase[row] == Phase.WAITING
+    positions = jnp.arange(rows.token_ids.shape[1], dtype=jnp.int32)
+    keys = cache_keys(rows, jnp.broadcast_to(row, positions.shape), positions, limits)
+    hit = prefix_cache.lookup(cache, keys, jnp.where(is_new, num_tokens, 0), salt)
+
+    computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
+
+    def gains() -> Bool[Array, ""]:
+        """Whether some running row will soon have made findable at least a tile more than is."""
+        differs = rows.token_ids != rows.token_ids[row]
+        common = jnp.where(jnp.any(differs, axis=1), jnp.argmax(differs, axis=1), differs.shape[1])
+        common = jnp.minimum(jnp.minimum(common, rows.prompt_lens), rows.prompt_lens[row])
+        shared = jnp.minimum(common, num_tokens - 1) // tables.block_size - hit.chain.num_blocks
+        return jnp.any(computing & (shared * tables.block_size >= PREFILL_TILE))
+
+    defers = lax.cond(is_new & jnp.any(computing), gains, lambda: jnp.bool_(False))
+    return hit, defers
+
+
+def _start(state: EngineState, row: Int[Array, ""], hit: Hit, limits: Limits) -> EngineState:
+    """Let a waiting row run: with the blocks it hit, or with its own back from the host."""
+    rows = state.rows
+    this = jnp.arange(state.tables.max_seqs) == row
+    is_new = rows.phase[row] == Phase.WAITING
+    first_time = rows.num_tokens[row] == rows.prompt_lens[row]
+    if state.host is not None:
+        state = _swap_in(state, this & ~is_new)
+    tables, status = state.tables, state.status
+    if tables.pool.prefix_cache is not None:
+        chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
+        tables, adopted = block_table.adopt(tables, row[None], hit.block_ids[None], chain, is_new[None])
+        status |= adopted.status
+        tables, slid = slide_windows(tables, this & is_new, limits, max_blocks=hit.block_ids.shape[0])
+        status |= slid
+    num_hit_tokens = hit.chain.num_blocks * tables.block_size
+    rows = dataclasses.replace(
+        rows,
+        phase=jnp.where(this, Phase.RUNNING, rows.phase),
+        num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
+    )
+    state = dataclasses.replace(state, rows=rows, tables=tables, status=status)
+    return state.count(
+        num_lookup_tokens=jnp.where(is_new, rows.num_tokens[row], 0), num_hit_tokens=num_hit_tokens
     )
 
 
-def any_work(state: EngineState) -> Bool[Array, ""]:
-    return jnp.any((state.rows.phase == Phase.WAITING) | state.rows.running)
+def _swap_out(
+    state: EngineState, rows: Bool[Array, " rows"]
+) -> tuple[EngineState, Bool[Array, " rows"]]:
+    """Move the masked row to the host if there is room; who was moved."""
+    host = _has_host(state)
+    held = jnp.sum(jnp.where(rows, state.tables.num_blocks - state.tables.num_skipped, 0))
+    fits = held <= host.tables.pool.num_free
+    tables, host_tables, info = swap.swap_out(
+        state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
+    )
+    host_cache = _copy(state.kv_cache, host.kv_cache, info)
+    state = dataclasses.replace(
+        state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
+    )
+    return state, rows & fits & (host_tables.seq_lens > 0)
+
+
+def _swap_in(state: EngineState, rows: Bool[Array, " rows"]) -> EngineState:
+    host = _has_host(state)
+    tables, host_tables, info = swap.swap_in(
+        state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
+    )
+    kv_cache = _copy(host.kv_cache, state.kv_cache, info)
+    return dataclasses.replace(
+        state,
+        tables=tables,
+        kv_cache=kv_cache,
+        host=dataclasses.replace(host, tables=host_tables),
+        status=state.status | info.status,
+    )
+
+
+def _copy(source: Any, target: Any, info: swap.SwapInfo) -> Any:
+    pairs = jnp.stack([info.sources, info.destinations], axis=-1)
+    return jax.tree.map(lambda a, b: ops.swap_blocks(a, b, pairs), source, target)
+
+
+def _has_host(state: EngineState) -> HostPool:
+    assert state.host is not None
+    return state.host

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.config import MAX_STOP_TOKENS
 from jaxpaged.memory.block_table import BlockTables
@@ -20,42 +21,53 @@ class Phase(enum.IntEnum):
     """Where the request in a row stands."""
 
     EMPTY = 0  # no request
-    WAITING = 1  # submitted, holds no block
-    RUNNING = 2  # admitted: its prompt is being computed, or it decodes
-    FINISHED = 3  # its tokens are ready to be read; holds no block
+    WAITING = 1  # submitted, or preempted to be computed again; holds no block
+    RUNNING = 2  # its prompt is being computed, or it decodes
+    SWAPPED = 3  # preempted, its blocks are in the host pool
+    FINISHED = 4  # its tokens are ready to be read; holds no block
 
 
 class FinishReason(enum.IntEnum):
     NONE = 0
     STOP = 1  # a stop token, which is the answer's last
     LENGTH = 2  # as many tokens as were asked for
+    ABORT = 3  # the host did not want it any more
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "phase", "arrival", "token_ids", "prompt_lens", "num_tokens", "max_num_tokens", "stop_token_ids",
-        "finish_reason", "sampling",
+        "order", "phase", "arrival", "priority", "salt", "token_ids", "prompt_lens", "num_tokens",
+        "max_num_tokens", "stop_token_ids", "finish_reason", "num_hit_tokens", "sampling",
     ],
     meta_fields=[],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """One request a row. All arrays are int32 but the sampling options."""
+    """One request a row. There are more rows than run together: the others wait where the loop can reach."""
 
-    phase: Int[Array, " max_num_seqs"]
-    arrival: Int[Array, " max_num_seqs"]  # requests are admitted in this order
-    token_ids: Int[Array, "max_num_seqs max_model_len"]  # the prompt, then the answer; 0 beyond num_tokens
-    prompt_lens: Int[Array, " max_num_seqs"]
-    num_tokens: Int[Array, " max_num_seqs"]  # prompt and answer so far
-    max_num_tokens: Int[Array, " max_num_seqs"]  # the request ends when it has so many
-    stop_token_ids: Int[Array, "max_num_seqs max_stop_tokens"]  # NO_TOKEN where there are fewer
-    finish_reason: Int[Array, " max_num_seqs"]
+    order: Int[Array, " rows"]  # the rows by priority, then arrival: who is served first
+    phase: Int[Array, " rows"]
+    arrival: Int[Array, " rows"]  # rises from request to request
+    priority: Int[Array, " rows"]  # lower goes first
+    salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
+    token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; 0 beyond num_tokens
+    prompt_lens: Int[Array, " rows"]
+    num_tokens: Int[Array, " rows"]  # prompt and answer so far
+    max_num_tokens: Int[Array, " rows"]  # the request ends when it has so many
+    stop_token_ids: Int[Array, "rows max_stop_tokens"]  # NO_TOKEN where there are fewer
+    finish_reason: Int[Array, " rows"]
+    num_hit_tokens: Int[Array, " rows"]  # found in the prefix cache when the request first ran
     sampling: SamplingState
 
     @property
-    def running(self) -> Bool[Array, " max_num_seqs"]:
+    def running(self) -> Bool[Array, " rows"]:
         return self.phase == Phase.RUNNING
+
+    @property
+    def waiting(self) -> Bool[Array, " rows"]:
+        """Not running, but to run: new, or preempted."""
+        return (self.phase == Phase.WAITING) | (self.phase == Phase.SWAPPED)
 
 
 NO_TOKEN = -1
@@ -63,21 +75,37 @@ NO_TOKEN = -1
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["num_steps", "num_prompt_tokens", "num_decode_tokens"],
+    data_fields=[
+        "num_steps", "num_prompt_tokens", "num_decode_tokens", "num_new_tokens", "num_preemptions",
+        "num_lookup_tokens", "num_hit_tokens",
+    ],
     meta_fields=[],
-)
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """What has been done since the state was made."""
+    """What has been done since the state was made. They wrap around: differences are what counts."""
 
     num_steps: Int[Array, ""]
-    num_prompt_tokens: Int[Array, ""]  # prompt tokens computed
-    num_decode_tokens: Int[Array, ""]  # answer tokens computed: each answer's first comes with its prompt
+    num_prompt_tokens: Int[Array, ""]  # computed in prompt tiles
+    num_decode_tokens: Int[Array, ""]  # computed one a row and step
+    num_new_tokens: Int[Array, ""]  # sampled
+    num_preemptions: Int[Array, ""]
+    num_lookup_tokens: Int[Array, ""]  # of admitted requests, looked up in the prefix cache
+    num_hit_tokens: Int[Array, ""]  # of these, found
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tables", "kv_cache"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class HostPool:
+    """Where rows are swapped out to: tables with the same rows as the device's, and K and V in host memory."""
+
+    tables: BlockTables
+    kv_cache: KVCache
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows", "tables", "kv_cache", "counters", "status"],
+    data_fields=["rows", "logprobs", "tables", "kv_cache", "host", "counters", "status"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -85,52 +113,69 @@ class EngineState:
     """Row r of `rows` and row r of `tables` belong together; `tables.seq_lens` counts tokens in the cache."""
 
     rows: Rows
+    logprobs: Float[Array, "rows max_model_len"]  # of answer tokens, where `rows.sampling.wants_logprobs`
     tables: BlockTables
     kv_cache: KVCache
+    host: HostPool | None
     counters: Counters
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
 
+    def count(self, **more: Int[Array, ""]) -> "EngineState":
+        """The state with counters raised."""
+        raised = {name: getattr(self.counters, name) + n for name, n in more.items()}
+        return dataclasses.replace(self, counters=dataclasses.replace(self.counters, **raised))
 
-def empty_rows(max_num_seqs: int, max_model_len: int) -> Rows:
+
+def empty_rows(num_rows: int, max_model_len: int) -> Rows:
     """Rows without requests, as NumPy arrays: what the host fills in to submit."""
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
-        return np.zeros((max_num_seqs, *shape), dtype)
+        return np.zeros((num_rows, *shape), dtype)
 
     return Rows(
+        order=np.arange(num_rows, dtype=np.int32),  # type: ignore[arg-type]
         phase=zeros(),
         arrival=zeros(),
+        priority=zeros(),
+        salt=zeros(),
         token_ids=zeros(max_model_len),
         prompt_lens=zeros(),
         num_tokens=zeros(),
         max_num_tokens=zeros(),
         stop_token_ids=zeros(MAX_STOP_TOKENS) + NO_TOKEN,
         finish_reason=zeros(),
+        num_hit_tokens=zeros(),
         sampling=SamplingState(
             temperature=zeros(dtype=np.float32),
             top_k=zeros(),
             top_p=zeros(dtype=np.float32) + 1,
             min_p=zeros(dtype=np.float32),
             seed=zeros(dtype=np.uint32),
+            wants_logprobs=zeros(dtype=np.bool_),
         ),
     )
 
 
-def create(tables: BlockTables, kv_cache: KVCache, max_model_len: int) -> EngineState:
+def create(
+    tables: BlockTables, kv_cache: KVCache, max_model_len: int, host: HostPool | None = None
+) -> EngineState:
     """A state without requests over empty tables and an empty cache."""
     rows = jax.tree.map(jnp.asarray, empty_rows(tables.max_seqs, max_model_len))
 
     def zero() -> Int[Array, ""]:
         return jnp.zeros((), jnp.int32)  # each its own array: a donated one may not be there twice
 
-    counters = Counters(num_steps=zero(), num_prompt_tokens=zero(), num_decode_tokens=zero())
-    return EngineState(rows=rows, tables=tables, kv_cache=kv_cache, counters=counters, status=zero())
+    counters = Counters(**{field.name: zero() for field in dataclasses.fields(Counters)})
+    logprobs = jnp.zeros(rows.token_ids.shape, jnp.float32)
+    return EngineState(rows, logprobs, tables, kv_cache, host, counters, status=zero())
 
 
-def submit(state: EngineState, requests: Rows, mask: Bool[Array, " max_num_seqs"]) -> EngineState:
-    """Put the masked lines of `requests` into their rows, which must be EMPTY or FINISHED."""
+def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
+    """Put line i of `requests` into row `rows[i]`, which must be EMPTY or FINISHED; a row beyond all is none.
 
-    def place(new: Array, old: Array) -> Array:
-        return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-
-    return dataclasses.replace(state, rows=jax.tree.map(place, requests, state.rows))
+    `requests.order` has no meaning here.
+    """
+    placed = jax.tree.map(lambda new, old: old.at[rows].set(new, mode="drop"), requests, state.rows)
+    index = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
+    *_, order = lax.sort([placed.priority, placed.arrival, index], num_keys=2)
+    return dataclasses.replace(state, rows=dataclasses.replace(placed, order=order))

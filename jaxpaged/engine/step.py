@@ -1,7 +1,8 @@
-"""One step: schedule, take blocks, run the model, sample, append, stop, free. Pure."""
+"""One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,149 +10,223 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import scheduler
-from jaxpaged.engine.scheduler import Tiles
+from jaxpaged.engine.scheduler import Decision, Limits, Plan, Tiles
 from jaxpaged.engine.state import EngineState, FinishReason, Phase, Rows
 from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables, cdiv
-from jaxpaged.memory.kv_cache import AttentionBatch
-from jaxpaged.models.llama import Llama
-from jaxpaged.sampling import sample
-from jaxpaged.status import Status
+from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.sampling import logprobs_of, sample
 from pallas_kernels.ops import Implementation
 
 Hidden = Float[Array, "max_num_seqs hidden"]
+
+
+class Model(Protocol):
+    """What a step needs of a model; `models.llama.Llama` is one."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def dtype(self) -> jnp.dtype: ...
+
+    def __call__(
+        self,
+        token_ids: Int[Array, " num_tokens"],
+        positions: Int[Array, " num_tokens"],
+        cache: KVCache,
+        batch: AttentionBatch,
+        /,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]: ...
+
+    def logits(self, hidden: Hidden, /) -> Float[Array, "max_num_seqs vocab"]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
     """What is fixed when the loop is compiled, beside the sizes of the state."""
 
-    max_prefill_tokens: int
+    limits: Limits
     decode_attention: Implementation
 
 
-def step(model: Llama, state: EngineState, config: StepConfig) -> EngineState:
-    """Advance by a few prompt tiles if a prompt is unfinished, else by one token a running row.
+def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
+    """Advance every running row: some by tiles of their prompt, the others by one token.
 
-    Each kind of forward pass has one shape (prompts two, so that a short one need not pay for a full batch);
-    what follows it, from logits to freeing, always has the shape of the rows. So a token's bits do not depend
-    on what else is in the step.
+    Each kind of forward pass has few shapes (prompts a handful, so that a short one need not pay for a full
+    batch; decoding one), and what follows, from logits to freeing, has the shape of the rows that run. So a
+    token's bits do not depend on what else is in the step.
     """
-    state = scheduler.admit(state)
-    widths = prefill_widths(config.max_prefill_tokens)
-    tiles_left = jnp.sum(cdiv(scheduler.prompt_tokens_left(state), PREFILL_TILE))
+    state, decision = scheduler.schedule(state, config.limits)
+    plan, limits = decision.plan, config.limits
+    ran = plan.num_new_tokens > 0
+    tables, appended = block_table.append(
+        state.tables, plan.num_new_tokens, max_new_blocks=max_blocks_touched(limits, state.tables.block_size)
+    )
+    state = dataclasses.replace(state, tables=tables, status=state.status | appended.status)
+    slots = scheduler.slots_of(state.rows.running, limits.max_num_seqs)
 
-    def prefill(num_tiles: int) -> Callable[[EngineState], tuple[EngineState, Hidden]]:
-        return lambda state: forward(
-            model, state, scheduler.prefill_tiles(state, num_tiles, PREFILL_TILE), "xla"
-        )
-
-    def decode(state: EngineState) -> tuple[EngineState, Hidden]:
-        return forward(model, state, scheduler.decode_tiles(state), config.decode_attention)
-
-    # Branch 0 decodes; branch i > 0 is the narrowest prefill that takes all tiles left, or the widest.
-    wanted = 1 + jnp.searchsorted(jnp.asarray(widths), tiles_left)
-    branch = jnp.where(tiles_left == 0, 0, jnp.minimum(wanted, len(widths)))
-    state, hidden = lax.switch(branch, [decode, *map(prefill, widths)], state)
-
+    state, hidden = forward(model, state, plan, slots, config)
     # A row whose every token is in the cache has its newest token's hidden state, and is due for the next.
-    rows = state.rows
-    due = rows.running & (state.tables.seq_lens == rows.num_tokens)
-    next_ids = lax.cond(
-        jnp.any(due),
-        lambda: sample(model.logits(hidden), rows.sampling, rows.num_tokens),
-        lambda: jnp.zeros_like(rows.num_tokens),
+    due = ran & (state.tables.seq_lens == state.rows.num_tokens)
+    state = answer(model, state, hidden, slots, due)
+
+    in_prompt = plan.num_tiles > 0
+    state = state.count(
+        num_steps=jnp.int32(1),
+        num_prompt_tokens=jnp.sum(jnp.where(in_prompt, plan.num_new_tokens, 0)),
+        num_decode_tokens=jnp.sum(jnp.where(in_prompt, 0, plan.num_new_tokens)),
+        num_new_tokens=jnp.sum(due, dtype=jnp.int32),
     )
-    rows = append_tokens(rows, next_ids, due)
-    tables, freed = free_finished(rows, state.tables)
-    counters = dataclasses.replace(state.counters, num_steps=state.counters.num_steps + 1)
-    return dataclasses.replace(
-        state, rows=rows, tables=tables, counters=counters, status=state.status | freed
-    )
+    return clean_up(publish(state, ran, limits), limits), decision
 
 
-def prefill_widths(max_prefill_tokens: int) -> tuple[int, ...]:
-    """Tiles of each prefill shape, narrow to wide."""
-    widest = max_prefill_tokens // PREFILL_TILE
-    narrow = 2
-    return (narrow, widest) if narrow < widest else (widest,)
+def prefill_widths(num_tiles: int) -> tuple[int, ...]:
+    """Tiles of each prefill shape, narrow to wide: a batch of prompts is padded to the next."""
+    widths = []
+    width = 2
+    while width < num_tiles:
+        widths.append(width)
+        width *= 3
+    return (*widths, num_tiles)
+
+
+def max_blocks_touched(limits: Limits, block_size: int) -> int:
+    """Blocks that a step can begin, or fill, over all rows: one for each that decodes, and those of tiles."""
+    return limits.max_num_seqs + limits.num_tiles * (cdiv(PREFILL_TILE, block_size) + 1)
 
 
 def forward(
-    model: Llama, state: EngineState, tiles: Tiles, attention: Implementation
+    model: Model, state: EngineState, plan: Plan, slots: Int[Array, " max_num_seqs"], config: StepConfig
 ) -> tuple[EngineState, Hidden]:
-    """Compute the tiles' tokens; the hidden state of each row's newest token, where it was among them."""
-    rows = state.rows
-    offset = jnp.arange(tiles.tile_len, dtype=jnp.int32)
-    positions = tiles.start[:, None] + offset
-    row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
-    valid = offset < tiles.num_tokens[:, None]
+    """Compute the plan's tokens: the prompts' in one pass, then the decoding rows' in another.
 
-    per_row = jnp.zeros_like(rows.num_tokens).at[tiles.row].add(tiles.num_tokens)
-    tables, appended = block_table.append(
-        state.tables, per_row, max_new_blocks=max_new_blocks(tiles, state.tables.block_size)
-    )
-    end = tiles.start + tiles.num_tokens
+    Two passes, for in one the decoding rows would have another shape in every mix, and other bits.
+    Returns the hidden state of each slot's newest token, where it was among the computed.
+    """
+    widths = prefill_widths(config.limits.num_tiles)
+    num_tiles = jnp.sum(plan.num_tiles)
+    rows, tables = state.rows, state.tables
+    type Pass = tuple[KVCache, Hidden]
+
+    def prefill(width: int) -> Callable[[Pass], Pass]:
+        def run(carry: Pass) -> Pass:
+            return compute(model, rows, tables, *carry, scheduler.prompt_tiles(state, plan, width), slots, "xla")
+
+        return run
+
+    def decode(carry: Pass) -> Pass:
+        tiles = scheduler.decode_tiles(state, plan, slots)
+        return compute(model, rows, tables, *carry, tiles, slots, config.decode_attention)
+
+    def nothing(carry: Pass) -> Pass:
+        return carry
+
+    carry = state.kv_cache, jnp.zeros((slots.shape[0], model.hidden_size), model.dtype)
+    branch = jnp.where(num_tiles == 0, 0, 1 + jnp.searchsorted(jnp.asarray(widths), num_tiles))
+    carry = lax.switch(branch, [nothing, *map(prefill, widths)], carry)
+    decodes = jnp.any((plan.num_tiles == 0) & (plan.num_new_tokens > 0))
+    kv_cache, hidden = lax.cond(decodes, decode, nothing, carry)
+    return dataclasses.replace(state, kv_cache=kv_cache), hidden
+
+
+def compute(
+    model: Model,
+    rows: Rows,
+    tables: BlockTables,
+    kv_cache: KVCache,
+    hidden: Hidden,
+    tiles: Tiles,
+    slots: Int[Array, " max_num_seqs"],
+    attention: Implementation,
+) -> tuple[KVCache, Hidden]:
+    """Run the model over tiles whose tokens have places already; `hidden` where a row's newest was computed."""
+    positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
+    row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
+    valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
     batch = AttentionBatch(
         slot_mapping=block_table.slot_mapping(tables, row, positions, valid).reshape(-1),
         block_tables=tables.block_tables[tiles.row],
         query_starts=tiles.start,
-        seq_lens=jnp.where(tiles.num_tokens > 0, end, 0),
+        seq_lens=tiles.end,
         implementation=attention,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
-    hidden, kv_cache = model(
-        token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), state.kv_cache, batch
+    out, kv_cache = model(
+        token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), kv_cache, batch
     )
-
-    is_newest = (tiles.num_tokens > 0) & (end == rows.num_tokens[tiles.row])
-    last = hidden.reshape(*positions.shape, -1)[jnp.arange(positions.shape[0]), tiles.num_tokens - 1]
-    of_rows = jnp.zeros((tables.max_seqs, hidden.shape[-1]), hidden.dtype)
-    of_rows = of_rows.at[jnp.where(is_newest, tiles.row, tables.max_seqs)].set(last, mode="drop")
-
-    num_prompt = jnp.sum(jnp.where(tiles.start < rows.prompt_lens[tiles.row], tiles.num_tokens, 0))
-    counters = dataclasses.replace(
-        state.counters,
-        num_prompt_tokens=state.counters.num_prompt_tokens + num_prompt,
-        num_decode_tokens=state.counters.num_decode_tokens + jnp.sum(tiles.num_tokens) - num_prompt,
-    )
-    return EngineState(rows, tables, kv_cache, counters, status=state.status | appended.status), of_rows
+    is_newest = (tiles.end > 0) & (tiles.end == rows.num_tokens[tiles.row])
+    last = out.reshape(*positions.shape, -1)[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
+    slot_of = jnp.zeros(tables.max_seqs, jnp.int32).at[slots].set(jnp.arange(slots.shape[0]), mode="drop")
+    slot = jnp.where(is_newest, slot_of[tiles.row], slots.shape[0])
+    return kv_cache, hidden.at[slot].set(last, mode="drop")
 
 
-def max_new_blocks(tiles: Tiles, block_size: int) -> int:
-    """Blocks that these tiles can need: each token of a tile lies in a new block, or shares one."""
-    num_tiles = tiles.row.shape[0]
-    return num_tiles if tiles.tile_len == 1 else num_tiles * (cdiv(tiles.tile_len, block_size) + 1)
+def answer(
+    model: Model,
+    state: EngineState,
+    hidden: Hidden,
+    slots: Int[Array, " max_num_seqs"],
+    due: Bool[Array, " rows"],
+) -> EngineState:
+    """Sample a token for each row that is due, append it, and finish the rows that end with it."""
+    rows = state.rows
+    num_rows = rows.phase.shape[0]
+    row = jnp.minimum(slots, num_rows - 1)
+    is_due = due[row] & (slots < num_rows)
+    position = rows.num_tokens[row]
+    options = rows.sampling.take(row, is_due)
 
+    def choose() -> tuple[Int[Array, " max_num_seqs"], Float[Array, " max_num_seqs"]]:
+        logits = model.logits(hidden)
+        token_ids = sample(logits, options, position)
+        logprobs = lax.cond(
+            jnp.any(options.wants_logprobs),
+            lambda: logprobs_of(logits, token_ids),
+            lambda: jnp.zeros(token_ids.shape),
+        )
+        return token_ids, logprobs
 
-def append_tokens(
-    rows: Rows, next_ids: Int[Array, " max_num_seqs"], appends: Bool[Array, " max_num_seqs"]
-) -> Rows:
-    """Append a token to each row that is due, and finish the rows that end with it."""
-    max_num_seqs = rows.phase.shape[0]
-    at = jnp.where(appends, jnp.arange(max_num_seqs), max_num_seqs)
-    num_tokens = rows.num_tokens + appends
-    stops = appends & jnp.any(next_ids[:, None] == rows.stop_token_ids, axis=1)
-    ends = appends & (num_tokens == rows.max_num_tokens)
-    reason = jnp.where(stops, FinishReason.STOP, jnp.where(ends, FinishReason.LENGTH, rows.finish_reason))
-    return dataclasses.replace(
+    nothing = jnp.zeros_like(position), jnp.zeros(position.shape)
+    token_ids, logprobs = lax.cond(jnp.any(is_due), choose, lambda: nothing)
+    num_tokens = position + 1
+    stops = jnp.any(token_ids[:, None] == rows.stop_token_ids[row], axis=1)
+    ends = num_tokens == rows.max_num_tokens[row]
+    reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
+    at = jnp.where(is_due, row, num_rows)
+    finished = jnp.where(is_due & (stops | ends), row, num_rows)
+    rows = dataclasses.replace(
         rows,
-        token_ids=rows.token_ids.at[at, rows.num_tokens].set(next_ids, mode="drop"),
-        num_tokens=num_tokens,
-        phase=jnp.where(stops | ends, Phase.FINISHED, rows.phase),
-        finish_reason=reason,
+        token_ids=rows.token_ids.at[at, position].set(token_ids, mode="drop"),
+        num_tokens=rows.num_tokens.at[at].set(num_tokens, mode="drop"),
+        phase=rows.phase.at[finished].set(Phase.FINISHED, mode="drop"),
+        finish_reason=rows.finish_reason.at[finished].set(reason, mode="drop"),
     )
+    logprobs = state.logprobs.at[at, position].set(logprobs, mode="drop")
+    return dataclasses.replace(state, rows=rows, logprobs=logprobs)
 
 
-def free_finished(rows: Rows, tables: BlockTables) -> tuple[BlockTables, Int[Array, ""]]:
-    """Give back the blocks of rows that have finished; the second result is the status."""
-    finished = (rows.phase == Phase.FINISHED) & (tables.seq_lens > 0)
+def publish(state: EngineState, ran: Bool[Array, " rows"], limits: Limits) -> EngineState:
+    """Make the blocks that were filled in this step findable: their K and V are written."""
+    if state.tables.pool.prefix_cache is None:
+        return state
+    rows, block_size = state.rows, state.tables.block_size
+    num_tokens = jnp.where(ran, state.tables.seq_lens, 0)
+    any_full = jnp.any(num_tokens // block_size > state.tables.chains.num_blocks)
 
-    def give_back(tables: BlockTables) -> tuple[BlockTables, Int[Array, ""]]:
-        tables, info = block_table.free_rows(tables, finished)
-        return tables, info.status
+    def insert(state: EngineState) -> EngineState:
+        every = jnp.arange(state.tables.max_seqs)[:, None], jnp.arange(rows.token_ids.shape[1])
+        keys = scheduler.cache_keys(rows, *jnp.broadcast_arrays(*every), limits)
+        max_blocks = max_blocks_touched(limits, block_size)
+        tables, info = block_table.cache_full_blocks(state.tables, keys, num_tokens, max_blocks=max_blocks)
+        return dataclasses.replace(state, tables=tables, status=state.status | info.status)
 
-    def nothing(tables: BlockTables) -> tuple[BlockTables, Int[Array, ""]]:
-        return tables, jnp.int32(Status.OK)
+    return lax.cond(any_full, insert, lambda state: state, state)
 
-    return lax.cond(jnp.any(finished), give_back, nothing, tables)
+
+def clean_up(state: EngineState, limits: Limits) -> EngineState:
+    """Take back the blocks of rows that have finished, and those that running rows' windows have left."""
+    tables, status = scheduler.free_rows(state.tables, state.rows.phase == Phase.FINISHED)
+    max_blocks = max_blocks_touched(limits, tables.block_size)
+    tables, slid = scheduler.slide_windows(tables, state.rows.running, limits, max_blocks=max_blocks)
+    return dataclasses.replace(state, tables=tables, status=state.status | status | slid)

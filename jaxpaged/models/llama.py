@@ -31,6 +31,14 @@ class Llama(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Param(jnp.asarray(weights["lm_head.weight"], dtype))
 
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.embedding[...].dtype
+
     def __call__(
         self,
         token_ids: Int[Array, " num_tokens"],

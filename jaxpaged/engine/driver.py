@@ -1,0 +1,258 @@
+"""The driver: fills rows, dispatches runs of the loop, reads their reports. For one thread only.
+
+The only object that holds a variable: the current `EngineState`, and who is in which row.
+"""
+
+import dataclasses
+import heapq
+import logging
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import loop, state
+from jaxpaged.engine.loop import MAX_STEPS, Report
+from jaxpaged.engine.plan import attention, cache_plan, max_model_len, resolve_dtype
+from jaxpaged.engine.request import Delta, Door, Request
+from jaxpaged.engine.scheduler import Limits
+from jaxpaged.engine.state import Counters, FinishReason, HostPool, Phase
+from jaxpaged.engine.step import StepConfig
+from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache
+from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.llama import Llama, Weights
+from jaxpaged.status import raise_if_error
+
+logger = logging.getLogger("jaxpaged")
+
+# Rows of the state for each row that can run: while all run, as many requests again wait on the device.
+ROWS_PER_SEQ = 2
+# Requests submitted in one dispatch.
+SUBMIT_LINES = 8
+# The share of blocks that stays free, as vLLM's, when a request is admitted beside running ones.
+WATERMARK = 0.01
+# A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
+SECONDS_PER_RUN = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What the engine has done since it was made, and how it stands."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # computed in prompt tiles
+    num_decode_tokens: int = 0  # computed one a row and step
+    num_new_tokens: int = 0  # of answers
+    num_preemptions: int = 0
+    num_lookup_tokens: int = 0  # looked up in the prefix cache
+    num_hit_tokens: int = 0  # found there
+    num_running: int = 0
+    num_waiting: int = 0  # on the device or on the host, preempted ones included
+    num_blocks: int = 0  # of the pool, the null block left out
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0  # free ones whose content can still be found
+
+
+@dataclasses.dataclass
+class _Place:
+    """A row that has a request."""
+
+    request: Request
+    num_seen: int  # tokens read so far
+
+
+class Driver:
+    """Owns the model and the state. `turn` is one beat: dispatch the next run, read the one before."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.plan = cache_plan(config, model_config)
+        decode_attention, why = attention(config, model_config)
+        logger.info("attention of decode steps: %s (%s)", decode_attention, why)
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            num_tiles=config.num_prefill_tiles,
+            watermark_blocks=int(WATERMARK * self.plan.num_blocks),
+            sliding_window=None,
+            reuse_answers=config.reuse_answers,
+        )
+        self.door = Door(config, model_config, max_model_len(config, model_config), self.plan, limits)
+        self.step_config = StepConfig(limits, decode_attention)
+        self.stats = Stats(num_blocks=self.plan.num_blocks - 1, num_free_blocks=self.plan.num_blocks - 1)
+        dtype = resolve_dtype(config)
+        self._graphdef, self._params = nnx.split(Llama(model_config, weights, dtype))
+        self._state = self._create_state(model_config, dtype)
+        self._counters = jax.device_get(self._state.counters)
+        self._queue: list[tuple[tuple[int, int], Request]] = []  # a heap of those without a row
+        self._places: list[_Place | None] = [None] * self._num_rows
+        self._unread: Report | None = None
+        self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
+        self._last_read: float | None = None
+        logger.info("cache: %s", self.plan)
+        self._compile()
+
+    @property
+    def _num_rows(self) -> int:
+        return ROWS_PER_SEQ * self.config.max_num_seqs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue) or self._unread is not None or any(self._places)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that came through the door."""
+        heapq.heappush(self._queue, (request.order, request))
+
+    def abort(self, request_ids: Sequence[int]) -> list[Delta]:
+        """End these requests; who has no row yet ends at once, of the others the next turns tell."""
+        wanted = set(request_ids)
+        gone = [request for _, request in self._queue if request.request_id in wanted]
+        if gone:
+            self._queue = [entry for entry in self._queue if entry[1].request_id not in wanted]
+            heapq.heapify(self._queue)
+        in_rows = [p.request.request_id for p in self._places if p and p.request.request_id in wanted]
+        if in_rows:
+            arrivals = np.full(self._num_rows, -1, np.int32)
+            arrivals[: len(in_rows)] = in_rows
+            self._state = loop.abort(self._state, arrivals)
+        return [
+            Delta(r.request_id, [], [] if r.params.logprobs is not None else None, 0, FinishReason.ABORT)
+            for r in gone
+        ]
+
+    def turn(self, max_steps: int | None = None) -> list[Delta]:
+        """Dispatch the next run if there is anything to run, then read the report of the one before.
+
+        So the device has work while the host reads. `max_steps` is at most `loop.MAX_STEPS`; without it as many
+        as make a short while.
+        """
+        self._fill_rows()
+        dispatched = None
+        if any(self._places):
+            dispatched = self._run(max_steps or self._steps_of_a_short_while())
+        deltas = [] if self._unread is None else self._read(self._unread)
+        self._unread = dispatched if any(self._places) else None
+        return deltas
+
+    def _steps_of_a_short_while(self) -> int:
+        return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
+
+    def _create_state(self, model_config: ModelConfig, dtype: np.dtype) -> state.EngineState:
+        config = self.config
+        max_blocks_per_seq = cdiv(self.door.max_model_len, config.block_size)
+
+        def tables(num_blocks: int, *, cached: bool) -> BlockTables:
+            cache = prefix_cache.create(num_blocks, config.block_size) if cached else None
+            pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
+            return block_table.create(pool, self._num_rows, max_blocks_per_seq, config.block_size)
+
+        def arrays(num_blocks: int) -> KVCache:
+            c = model_config
+            return kv_cache.create(
+                c.num_layers, num_blocks, config.block_size, c.num_kv_heads, c.head_dim, dtype
+            )
+
+        host = None
+        if config.preemption_mode == "swap":
+            on_host = jax.device_put(arrays(config.num_host_blocks), jax.memory.Space.Host)
+            host = HostPool(tables(config.num_host_blocks, cached=False), on_host)
+        return state.create(
+            tables(self.plan.num_blocks, cached=config.enable_prefix_caching),
+            arrays(self.plan.num_blocks),
+            self.door.max_model_len,
+            host,
+        )
+
+    def _compile(self) -> None:
+        """Compile the loop (or read it from JAX's cache on disk) by running none of its steps."""
+        start = time.perf_counter()
+        self._submit([])
+        self._state = loop.abort(self._state, np.full(self._num_rows, -1, np.int32))
+        jax.block_until_ready(self._run(max_steps=0))
+        logger.info("compiled in %.1f s", time.perf_counter() - start)
+
+    def _run(self, max_steps: int) -> Report:
+        self._state, report = loop.run(
+            self._graphdef,
+            self._params,
+            self._state,
+            np.int32(max_steps),
+            np.bool_(bool(self._queue)),
+            config=self.step_config,
+        )
+        return report
+
+    def _fill_rows(self) -> None:
+        free_rows = [row for row, place in enumerate(self._places) if place is None]
+        while self._queue and free_rows:
+            batch = []
+            while self._queue and free_rows and len(batch) < SUBMIT_LINES:
+                batch.append((free_rows.pop(0), heapq.heappop(self._queue)[1]))
+            self._submit(batch)
+
+    def _submit(self, batch: Sequence[tuple[int, Request]]) -> None:
+        requests = state.empty_rows(SUBMIT_LINES, self.door.max_model_len)
+        rows = np.full(SUBMIT_LINES, self._num_rows, np.int32)  # beyond all: none
+        for line, (row, request) in enumerate(batch):
+            rows[line] = row
+            self._places[row] = _Place(request, num_seen=len(request.prompt_token_ids))
+            self.door.write(requests, line, request)
+        self._state = loop.submit(self._state, requests, rows)
+
+    def _read(self, unread: Report) -> list[Delta]:
+        report: Report = jax.device_get(unread)
+        raise_if_error(int(report.status))
+        deltas = []
+        for row, place in enumerate(self._places):
+            # A row filled after this run began is not in its report.
+            if place is None or report.arrival[row] != place.request.request_id:
+                continue
+            num_new = int(report.num_tokens[row]) - place.num_seen
+            reason = FinishReason(int(report.finish_reason[row]))
+            if num_new or reason:
+                place.num_seen += num_new
+                deltas.append(_delta(report, row, place.request, num_new, reason))
+            if reason:
+                self._places[row] = None
+        self._note(report)
+        return deltas
+
+    def _note(self, report: Report) -> None:
+        """Bring the statistics up to date, and the time that a step takes."""
+        done = {
+            field.name: int(np.int32(getattr(report.counters, field.name) - getattr(self._counters, field.name)))
+            for field in dataclasses.fields(Counters)
+        }
+        self._counters = report.counters
+        now = time.perf_counter()
+        if self._last_read is not None and done["num_steps"]:
+            self._seconds_per_step = (now - self._last_read) / done["num_steps"]
+        self._last_read = now if done["num_steps"] else None
+        num_running = int(np.sum(report.phase == Phase.RUNNING))
+        self.stats = dataclasses.replace(
+            self.stats,
+            **{name: getattr(self.stats, name) + more for name, more in done.items()},
+            num_running=num_running,
+            num_waiting=len(self._queue) + sum(p is not None for p in self._places) - num_running,
+            num_free_blocks=int(report.num_free_blocks),
+            num_cached_blocks=int(report.num_cached_blocks),
+        )
+
+
+def _delta(report: Report, row: int, request: Request, num_new: int, reason: FinishReason) -> Delta:
+    """The row's newest `num_new` tokens: the report has its last MAX_STEPS, the oldest first."""
+    end = min(int(report.num_tokens[row]), MAX_STEPS)
+    new = slice(end - num_new, end)
+    logprobs = report.new_logprobs[row, new].tolist() if request.params.logprobs is not None else None
+    return Delta(
+        request_id=request.request_id,
+        token_ids=report.new_token_ids[row, new].tolist(),
+        logprobs=logprobs,
+        num_hit_tokens=int(report.num_hit_tokens[row]),
+        finish_reason=reason,
+    )
