@@ -1,12 +1,15 @@
 """A Llama small enough to compute without a cache in NumPy, and engines over it."""
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
 
 from jaxpaged.config import EngineConfig, SamplingParams
-from jaxpaged.engine.engine import Answer, Engine
+from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.engine import Answer, Engine, collect
+from jaxpaged.engine.request import Delta
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 from reference import model as reference_model
@@ -26,6 +29,11 @@ CONFIG = ModelConfig(
 )
 
 
+# Few and small shapes, for quick compiling.
+DEFAULTS = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "max_num_batched_tokens": 4 + 128}
+_request_ids = itertools.count()
+
+
 @functools.cache
 def weights(config: ModelConfig = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
     return llama.random_weights(config, seed)
@@ -37,35 +45,54 @@ def reference_answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     return reference_model.generate(CONFIG, weights(), list(prompt), max_tokens)
 
 
+def reference_logits(token_ids: tuple[int, ...]) -> np.ndarray:
+    """The oracle's scores after each token: [num_tokens, vocab_size]."""
+    return reference_model.logits(CONFIG, weights(), list(token_ids))
+
+
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in lengths]
 
 
-def engine(**options: Any) -> Engine:
-    """A float32 engine over the tiny model; options are those of `EngineConfig`.
+def driver(**options: Any) -> Driver:
+    """A float32 driver over the tiny model; options are those of `EngineConfig`.
 
-    Engines of the same sizes share one compiled loop: leave the defaults where a test does not care.
+    Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
-    defaults = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8}
-    return Engine(EngineConfig(**defaults | options), CONFIG, weights())
+    return Driver(EngineConfig(**DEFAULTS | options), CONFIG, weights())
+
+
+def engine(**options: Any) -> Engine:
+    """The same with a thread; close it."""
+    return Engine(EngineConfig(**DEFAULTS | options), CONFIG, weights())
+
+
+def submit(driver: Driver, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[int]:
+    """Queue the prompts; their request ids."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    ids = [next(_request_ids) for _ in prompts]
+    for request_id, prompt, p in zip(ids, prompts, each, strict=True):
+        driver.add(driver.door.admit(request_id, prompt, p))
+    return ids
 
 
 def generate(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    driver: Driver, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[list[int]]:
     """The answers' token ids, in the prompts' order."""
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    ids = [engine.add_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
-    answers = {answer.request_id: answer for answer in drain(engine)}
+    ids = submit(driver, prompts, params)
+    answers = drain(driver)
     return [answers[i].token_ids for i in ids]
 
 
-def drain(engine: Engine) -> list[Answer]:
-    answers: list[Answer] = []
-    while engine.has_work:
-        answers += engine.run()[0]
-    return answers
+def drain(driver: Driver) -> dict[int, Answer]:
+    """Run until there is nothing left to do; the answers that have ended since, by request."""
+    deltas: dict[int, list[Delta]] = {}
+    while driver.has_work:
+        for delta in driver.turn():
+            deltas.setdefault(delta.request_id, []).append(delta)
+    return {request_id: collect(its) for request_id, its in deltas.items()}
 
 
 def greedy(max_tokens: int) -> SamplingParams:

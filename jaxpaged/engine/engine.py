@@ -1,223 +1,254 @@
-"""The host side: hands requests to the compiled loop and reads its answers. The only object that changes."""
+"""The engine: requests in, tokens out, from any thread. One thread of its own drives the compiled loop."""
 
-import collections
+import contextlib
 import dataclasses
+import itertools
 import logging
-import time
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 
-import jax
-import numpy as np
-from flax import nnx
-
-from jaxpaged.config import MAX_STOP_TOKENS, EngineConfig, InputError, SamplingParams, check, is_int
-from jaxpaged.engine import loop, state
-from jaxpaged.engine.plan import attention, cache_plan, max_model_len, resolve_dtype
-from jaxpaged.engine.state import FinishReason, Phase
-from jaxpaged.engine.step import StepConfig
-from jaxpaged.memory import block_pool, block_table, kv_cache
-from jaxpaged.memory.block_table import cdiv
+from jaxpaged.config import EngineConfig, InputError, SamplingParams
+from jaxpaged.engine.driver import Driver, Stats
+from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.state import FinishReason
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.llama import Llama, Weights
-from jaxpaged.status import raise_if_error
+from jaxpaged.models.llama import Weights
 
 logger = logging.getLogger("jaxpaged")
 
-# Steps of one dispatch of the loop: reading back then costs nothing, and progress still shows.
-STEPS_PER_RUN = 32
+
+class EngineDeadError(RuntimeError):
+    """The engine has stopped, by an error (its cause) or because it was closed. It answers nothing any more."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A checked request, ready for a row."""
-
-    request_id: int
-    prompt_token_ids: list[int]
-    params: SamplingParams
+type Item = Delta | EngineDeadError
+Sink = Callable[[Item], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
+    """All of a request's tokens."""
+
     request_id: int
     token_ids: list[int]
+    logprobs: list[float] | None
+    num_hit_tokens: int
     finish_reason: FinishReason
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """What the engine has done since it was made."""
+class Handle:
+    """A submitted request: iterate over it for its tokens as they come, or wait for all with `result`.
 
-    num_steps: int = 0
-    num_prompt_tokens: int = 0  # prompt tokens computed
-    num_new_tokens: int = 0  # answer tokens made
+    Any number of threads may do so, any number of times.
+    """
+
+    def __init__(self, engine: "Engine", request: Request) -> None:
+        self.request = request
+        self._engine = engine
+        self._items: list[Item] = []
+        self._more = threading.Condition()
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    def __iter__(self) -> Iterator[Delta]:
+        """The deltas, the last with a reason. Raises `EngineDeadError` if the engine stops before."""
+        for place in itertools.count():
+            with self._more:
+                self._more.wait_for(lambda: len(self._items) > place)  # noqa: B023, called at once
+            delta = or_raise(self._items[place])
+            yield delta
+            if delta.finish_reason:
+                return
+
+    def result(self) -> Answer:
+        """Wait for the whole answer."""
+        return collect(list(self))
+
+    def abort(self) -> None:
+        """Give the request up. Its last delta says so, unless it had finished before."""
+        self._engine.abort([self])
+
+    def put(self, item: Item) -> None:
+        """What the engine's thread calls."""
+        with self._more:
+            self._items.append(item)
+            self._more.notify_all()
+
+
+def or_raise(item: Item) -> Delta:
+    """The delta; or the error, raised anew for each who waits, with its cause."""
+    if isinstance(item, EngineDeadError):
+        raise EngineDeadError(str(item)) from item.__cause__
+    return item
+
+
+def collect(deltas: Sequence[Delta]) -> Answer:
+    """A request's deltas, all of them, as one."""
+    last = deltas[-1]
+    logprobs = None if last.logprobs is None else [x for delta in deltas for x in delta.logprobs or ()]
+    return Answer(
+        request_id=last.request_id,
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=logprobs,
+        num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
+        finish_reason=last.finish_reason,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """One request for `Engine.submit_all`; see `Engine.submit`."""
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    salt: int = 0
 
 
 class Engine:
-    """Owns the model, the current `EngineState`, and the requests that do not have a row yet."""
+    """Serves a model. `with` closes it; so does forgetting it, and the end of the program."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, weights: Weights) -> None:
-        self.config = config
-        self.model_config = model_config
-        self.max_model_len = max_model_len(config, model_config)
-        self.plan = cache_plan(config, model_config)
-        decode_attention, why = attention(config, model_config)
-        logger.info("attention of decode steps: %s (%s)", decode_attention, why)
-        self.step_config = StepConfig(config.max_prefill_tokens, decode_attention)
-        dtype = resolve_dtype(config)
-        self._graphdef, self._params = nnx.split(Llama(model_config, weights, dtype))
-        max_blocks_per_seq = cdiv(self.max_model_len, config.block_size)
-        self._state = state.create(
-            block_table.create(
-                block_pool.create(self.plan.num_blocks),
-                config.max_num_seqs,
-                max_blocks_per_seq,
-                config.block_size,
-            ),
-            kv_cache.create(
-                model_config.num_layers,
-                self.plan.num_blocks,
-                config.block_size,
-                model_config.num_kv_heads,
-                model_config.head_dim,
-                dtype,
-            ),
-            self.max_model_len,
-        )
-        self.progress = Progress()
-        self._queue: collections.deque[Request] = collections.deque()
-        self._in_row: list[Request | None] = [None] * config.max_num_seqs
-        self._num_requests = 0
-        self._num_read_tokens = 0  # answer tokens of requests that have left their row
-        logger.info("cache: %s", self.plan)
-        self._compile()
+        self._driver = Driver(config, model_config, weights)
+        self.config, self.door, self.plan = config, self._driver.door, self._driver.plan
+        self._worker = _Worker(self._driver)
+        self._close = weakref.finalize(self, self._worker.stop)
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._queue) or any(request is not None for request in self._in_row)
+    def stats(self) -> Stats:
+        return self._driver.stats
 
-    def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a request and return its id; `InputError`, and no change, if it could never run."""
-        prompt = list(prompt_token_ids)
-        self.check_request(prompt, params)
-        request_id = self._num_requests
-        self._num_requests += 1
-        self._queue.append(Request(request_id, prompt, params))
-        return request_id
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: int = 0,
+        sink: Sink | None = None,
+    ) -> Handle:
+        """Queue a request and return at once; `InputError`, and no change, if it could never run.
 
-    def check_request(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raise `InputError` if this request could never run."""
-        if not prompt:
-            raise InputError("the prompt must have at least one token")
-        vocab_size = self.model_config.vocab_size
-        for token in prompt:
-            rule = f"a token id, an int in [0, {vocab_size})"
-            check("prompt token", token, rule, is_int(token) and 0 <= token < vocab_size)
-        if len(prompt) >= self.max_model_len:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens, must have less than max_model_len={self.max_model_len}"
-            )
-        need = cdiv(self._max_num_tokens(prompt, params) - 1, self.config.block_size)
-        if need > self.plan.num_blocks - 1:
-            raise InputError(
-                f"the prompt of {len(prompt)} tokens with max_tokens={params.max_tokens} needs {need} blocks "
-                f"of {self.config.block_size} tokens, but num_blocks={self.plan.num_blocks} leaves "
-                f"{self.plan.num_blocks - 1} for use"
-            )
-        num_stop = len(self._stop_token_ids(params))
-        check("number of stop tokens", num_stop, f"at most {MAX_STOP_TOKENS}", num_stop <= MAX_STOP_TOKENS)
+        Requests share cached blocks only if their salts are equal. `sink` gets what the handle would, in the
+        engine's thread, and must not block.
+        """
+        [handle] = self.submit_all([Submission(prompt_token_ids, params, priority, salt)], sink)
+        return handle
 
-    def run(self, max_steps: int = STEPS_PER_RUN) -> tuple[list[Answer], Progress]:
-        """Fill free rows from the queue, step until one is free or `max_steps` are done, read the answers."""
-        self._fill_rows()
-        self._run_loop(max_steps)
-        return self._read()
+    def submit_all(self, submissions: Sequence[Submission], sink: Sink | None = None) -> list[Handle]:
+        """Queue several requests at once, all or none: no step is made between the first and the last.
 
-    def _compile(self) -> None:
-        """Compile the loop (or read it from JAX's cache on disk) by running none of its steps."""
-        start = time.perf_counter()
-        rows = state.empty_rows(self.config.max_num_seqs, self.max_model_len)
-        self._state = loop.submit(self._state, rows, np.zeros(self.config.max_num_seqs, bool))
-        self._run_loop(max_steps=0)
-        jax.block_until_ready(self._state)
-        logger.info("compiled in %.1f s", time.perf_counter() - start)
+        An `InputError` says which one (counted from 0) is at fault, where there are several.
+        """
+        with self._worker.lock:
+            first = self._worker.num_requests
+            requests = []
+            for i, s in enumerate(submissions):
+                try:
+                    request = self.door.admit(first + i, s.prompt_token_ids, s.params, s.priority, s.salt)
+                except InputError as error:
+                    raise error if len(submissions) == 1 else InputError(f"prompt {i}: {error}") from error
+                requests.append(request)
+            handles = [Handle(self, request) for request in requests]
+            self._worker.submit({h.request: sink or h.put for h in handles})
+        return handles
 
-    def _run_loop(self, max_steps: int) -> None:
-        self._state = loop.run(
-            self._graphdef,
-            self._params,
-            self._state,
-            np.int32(max_steps),
-            np.bool_(bool(self._queue)),
-            config=self.step_config,
-        )
+    def abort(self, handles: Sequence[Handle]) -> None:
+        """Give requests up; those that have finished stay as they are."""
+        self._worker.abort([handle.request_id for handle in handles])
 
-    def _fill_rows(self) -> None:
-        free_rows = [row for row, request in enumerate(self._in_row) if request is None]
-        if not free_rows or not self._queue:
-            return
-        mask = np.zeros(self.config.max_num_seqs, bool)
-        requests = state.empty_rows(self.config.max_num_seqs, self.max_model_len)
-        for row in free_rows[: len(self._queue)]:
-            request = self._queue.popleft()
-            self._in_row[row] = request
-            mask[row] = True
-            self._write_row(requests, row, request)
-        self._state = loop.submit(self._state, requests, mask)
+    def close(self) -> None:
+        """Stop, and end what is in flight with `EngineDeadError`. May be called again."""
+        self._close()
 
-    def _write_row(self, rows: state.Rows, row: int, request: Request) -> None:
-        """Fill one line of NumPy rows."""
-        prompt, params = request.prompt_token_ids, request.params
-        seed = params.seed
-        if seed is None:  # one of its own, the same whenever the same requests come in the same order
-            seed = int(np.random.SeedSequence((self.config.seed, request.request_id)).generate_state(1)[0])
-        for array, value in (
-            (rows.phase, Phase.WAITING),
-            (rows.arrival, request.request_id),
-            (rows.prompt_lens, len(prompt)),
-            (rows.num_tokens, len(prompt)),
-            (rows.max_num_tokens, self._max_num_tokens(prompt, params)),
-            (rows.sampling.temperature, params.temperature),
-            (rows.sampling.top_k, min(params.top_k, self.model_config.vocab_size)),
-            (rows.sampling.top_p, params.top_p),
-            (rows.sampling.min_p, params.min_p),
-            (rows.sampling.seed, seed),
-        ):
-            np.asarray(array)[row] = value
-        stop = self._stop_token_ids(params)
-        np.asarray(rows.token_ids)[row, : len(prompt)] = prompt
-        np.asarray(rows.stop_token_ids)[row, : len(stop)] = stop
+    def __enter__(self) -> Self:
+        return self
 
-    def _stop_token_ids(self, params: SamplingParams) -> list[int]:
-        eos = () if params.ignore_eos else self.model_config.eos_token_ids
-        return sorted({*eos, *params.stop_token_ids})
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def _max_num_tokens(self, prompt: list[int], params: SamplingParams) -> int:
-        return min(len(prompt) + params.max_tokens, self.max_model_len)
 
-    def _read(self) -> tuple[list[Answer], Progress]:
-        """Read what the last run did: a copy of the small arrays, and one of the tokens if a row finished."""
-        rows = self._state.rows
-        phase, num_tokens, reason, status, counters = jax.device_get(
-            (rows.phase, rows.num_tokens, rows.finish_reason, self._state.status, self._state.counters)
-        )
-        raise_if_error(int(status))
-        answers = []
-        token_ids: np.ndarray | None = None
-        num_new_tokens = 0
-        for row, request in enumerate(self._in_row):
-            if request is None:
-                continue
-            num_prompt = len(request.prompt_token_ids)
-            num_new_tokens += int(num_tokens[row]) - num_prompt
-            if phase[row] == Phase.FINISHED:
-                token_ids = jax.device_get(rows.token_ids) if token_ids is None else token_ids
-                answer = token_ids[row, num_prompt : num_tokens[row]].tolist()
-                answers.append(Answer(request.request_id, answer, FinishReason(int(reason[row]))))
-                self._in_row[row] = None
-        self.progress = Progress(
-            num_steps=int(counters.num_steps),
-            num_prompt_tokens=int(counters.num_prompt_tokens),
-            num_new_tokens=self._num_read_tokens + num_new_tokens,
-        )
-        self._num_read_tokens += sum(len(answer.token_ids) for answer in answers)
-        return answers, self.progress
+class _Worker:
+    """The engine's thread, and what other threads may touch: under `lock`."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.lock = threading.RLock()
+        self.num_requests = 0
+        self._driver = driver
+        self._changed = threading.Condition(self.lock)
+        self._sinks: dict[int, Sink] = {}  # of the requests in flight
+        self._submitted: list[Request] = []
+        self._aborted: list[int] = []
+        self._stopped: EngineDeadError | None = None
+        self._thread = threading.Thread(target=self._serve, name="jaxpaged-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, sinks: dict[Request, Sink]) -> None:
+        with self.lock:
+            self._check_alive()
+            self.num_requests += len(sinks)
+            self._submitted += sinks
+            self._sinks |= {request.request_id: sink for request, sink in sinks.items()}
+            self._changed.notify()
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        with self.lock:
+            self._aborted += [i for i in request_ids if i in self._sinks]
+            self._changed.notify()
+
+    def stop(self, error: EngineDeadError | None = None) -> None:
+        """Let the thread end after its turn, and tell everyone who waits."""
+        with self.lock:
+            self._stopped = self._stopped or error or EngineDeadError("the engine was closed")
+            sinks, self._sinks = self._sinks, {}
+            self._changed.notify()
+        for sink in sinks.values():
+            _deliver(sink, self._stopped)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_alive(self) -> None:
+        if self._stopped is not None:
+            or_raise(self._stopped)
+
+    def _serve(self) -> None:
+        try:
+            while self._take_inbox():
+                self._deliver_all(self._driver.turn())
+        except BaseException as error:
+            logger.exception("the engine stops")
+            dead = EngineDeadError(f"the engine stopped by {type(error).__name__}: {error}")
+            dead.__cause__ = error
+            self.stop(dead)
+
+    def _take_inbox(self) -> bool:
+        """Wait for work, and hand new requests and aborts to the driver; False when stopped."""
+        with self.lock:
+            while not (self._stopped or self._submitted or self._aborted or self._driver.has_work):
+                self._changed.wait()
+            submitted, self._submitted = self._submitted, []
+            aborted, self._aborted = self._aborted, []
+            stopped = self._stopped is not None
+        for request in submitted:
+            self._driver.add(request)
+        if aborted:
+            self._deliver_all(self._driver.abort(aborted))
+        return not stopped
+
+    def _deliver_all(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            with self.lock:
+                last = delta.finish_reason is not FinishReason.NONE
+                sink = (self._sinks.pop if last else self._sinks.get)(delta.request_id, None)
+            if sink is not None:
+                _deliver(sink, delta)
+
+
+def _deliver(sink: Sink, item: Item) -> None:
+    """A sink that raises must not stop the others' answers."""
+    with contextlib.suppress(Exception):
+        sink(item)

@@ -2,21 +2,29 @@
 
 import dataclasses
 import os
+import queue
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from tqdm import tqdm
 
 from jaxpaged.chat import Message, check_messages
 from jaxpaged.config import EngineConfig, InputError, SamplingParams
 from jaxpaged.engine import plan
-from jaxpaged.engine.engine import Answer, Engine
-from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.engine.engine import Answer, Engine, Handle, Item, Submission, collect, or_raise
+from jaxpaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.models import loading
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"]] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +34,7 @@ class GenerationStats:
     seconds: float = 0.0
     num_prompt_tokens: int = 0
     num_new_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompts' tokens, found in the prefix cache
 
     def __str__(self) -> str:
         prompt, new = (n / (self.seconds or 1) for n in (self.num_prompt_tokens, self.num_new_tokens))
@@ -53,29 +62,42 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer each prompt, in order.
 
         A prompt is a string, a list of token ids, or `{"prompt": str}` or `{"prompt_token_ids": [...]}`.
-        `sampling_params` is one for all prompts or a list with one each. Nothing runs unless all are valid.
+        `sampling_params` is one for all prompts or a list with one each; `priority` one int a prompt, lower
+        first, with `scheduling_policy="priority"`. Nothing runs unless all are valid. May be called from
+        several threads, which then share the engine.
         """
         texts, token_ids = self._read_prompts(prompts)
         params = _one_each(sampling_params, len(token_ids))
-        for i, (prompt, p) in enumerate(zip(token_ids, params, strict=True)):
-            try:
-                self.engine.check_request(prompt, p)
-            except InputError as error:
-                raise InputError(f"prompt {i}: {error}") from error
-        ids = [self.engine.add_request(prompt, p) for prompt, p in zip(token_ids, params, strict=True)]
-        answers = self._run(len(ids), use_tqdm)
+        priorities = [0] * len(token_ids) if priority is None else list(priority)
+        if len(priorities) != len(token_ids):
+            raise InputError(
+                f"priority has {len(priorities)} entries, must have one for each of {len(token_ids)} prompts"
+            )
+        submissions = [
+            Submission(prompt, p, urgency)
+            for prompt, p, urgency in zip(token_ids, params, priorities, strict=True)
+        ]
+        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        handles = self.engine.submit_all(submissions, items.put)
+        try:
+            answers = self._gather(handles, items, use_tqdm)
+        except BaseException:  # the user's Ctrl-C, for one: what is left should not run on unseen
+            self.engine.abort(handles)
+            raise
         return [
             RequestOutput(
-                request_id=str(request_id),
+                request_id=str(answer.request_id),
                 prompt=text,
                 prompt_token_ids=prompt,
-                outputs=[self._completion(answers[request_id])],
+                outputs=[self._completion(answer)],
+                num_cached_tokens=answer.num_hit_tokens,
             )
-            for request_id, text, prompt in zip(ids, texts, token_ids, strict=True)
+            for answer, text, prompt in zip(answers, texts, token_ids, strict=True)
         ]
 
     def chat(
@@ -107,31 +129,53 @@ class LLM:
         # The template writes the special tokens itself: none are added.
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
-    def _run(self, num_requests: int, use_tqdm: bool) -> dict[int, Answer]:
-        """Run the engine until all requests are answered, with a bar that shows both speeds."""
-        answers: dict[int, Answer] = {}
+    def _gather(
+        self, handles: Sequence[Handle], items: "queue.SimpleQueue[Item]", use_tqdm: bool
+    ) -> list[Answer]:
+        """All answers, in the handles' order, with a bar that shows both speeds."""
+        deltas: dict[int, list[Delta]] = {handle.request_id: [] for handle in handles}
+        prompt_lens = {h.request_id: len(h.request.prompt_token_ids) for h in handles}
         start = time.perf_counter()
-        before = self.engine.progress
-        with tqdm(total=num_requests, desc="answers", unit="req", disable=not use_tqdm) as bar:
-            while self.engine.has_work:
-                new, progress = self.engine.run()
-                answers |= {answer.request_id: answer for answer in new}
+        self.stats = GenerationStats()
+        unfinished = len(handles)
+        with tqdm(total=unfinished, desc="answers", unit="req", disable=not use_tqdm) as bar:
+            while unfinished:
+                delta = or_raise(items.get())
+                is_first = not deltas[delta.request_id]
+                deltas[delta.request_id].append(delta)
+                before = self.stats
                 self.stats = GenerationStats(
                     seconds=time.perf_counter() - start,
-                    num_prompt_tokens=progress.num_prompt_tokens - before.num_prompt_tokens,
-                    num_new_tokens=progress.num_new_tokens - before.num_new_tokens,
+                    num_prompt_tokens=before.num_prompt_tokens + is_first * prompt_lens[delta.request_id],
+                    num_new_tokens=before.num_new_tokens + len(delta.token_ids),
+                    num_cached_tokens=before.num_cached_tokens + is_first * delta.num_hit_tokens,
                 )
                 bar.set_postfix_str(str(self.stats), refresh=False)
-                bar.update(len(new))
-        return answers
+                if delta.finish_reason:
+                    unfinished -= 1
+                    bar.update()
+        return [collect(deltas[handle.request_id]) for handle in handles]
 
     def _completion(self, answer: Answer) -> CompletionOutput:
+        logprobs = None
+        if answer.logprobs is not None:
+            logprobs = [
+                {token: Logprob(logprob, self._decode([token], skip_special_tokens=False))}
+                for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)
+            ]
         return CompletionOutput(
             index=0,
-            text=self.tokenizer.decode(answer.token_ids, skip_special_tokens=True) if self.tokenizer else "",
+            text=self._decode(answer.token_ids) or "",
             token_ids=answer.token_ids,
-            finish_reason="stop" if answer.finish_reason is FinishReason.STOP else "length",
+            finish_reason=FINISH_REASONS[answer.finish_reason],
+            cumulative_logprob=None if answer.logprobs is None else sum(answer.logprobs),
+            logprobs=logprobs,
         )
+
+    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def _read_prompts(
         self, prompts: Prompt | Sequence[Prompt]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +21,7 @@ from pallas_kernels.ops import Implementation
 Hidden = Float[Array, "max_num_seqs hidden"]
 
 
+@runtime_checkable
 class Model(Protocol):
     """What a step needs of a model; `models.llama.Llama` is one."""
 

@@ -1,0 +1,283 @@
+"""The compiled step and its oracle side by side: one random workload, compared after every step."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from hypothesis import strategies as st
+
+from jaxpaged.config import PREFILL_TILE
+from jaxpaged.engine import scheduler
+from jaxpaged.engine import state as states
+from jaxpaged.engine.scheduler import Decision, Limits
+from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase
+from jaxpaged.engine.step import StepConfig, step
+from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache
+from jaxpaged.memory.block_table import cdiv
+from jaxpaged.memory.invariants import check_invariants, free_block_ids
+from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.status import Status
+from reference import engine as reference
+
+VOCAB = 13
+STOP = 0
+MAX_MODEL_LEN = 112
+MAX_NUM_SEQS = 3
+NUM_ROWS = 6
+
+
+class SumModel(nnx.Module):
+    """Its next token is the sum of all visible tokens, read from the cache, modulo VOCAB.
+
+    So a wrong block, a token not written or a row mixed up with another shows in the answer.
+    """
+
+    hidden_size = VOCAB
+    dtype = jnp.dtype("float32")
+
+    def __init__(self, sliding_window: int | None) -> None:
+        self.sliding_window = sliding_window
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, cache: KVCache, batch: AttentionBatch
+    ) -> tuple[jax.Array, KVCache]:
+        value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
+        zero = jnp.zeros_like(value)
+        mean, cache = kv_cache.attend(
+            cache, 0, zero, zero, value, batch, scale=1.0, sliding_window=self.sliding_window
+        )
+        num_seen = positions + 1
+        if self.sliding_window is not None:
+            num_seen = jnp.minimum(num_seen, self.sliding_window)
+        total = jnp.round(mean[:, 0, 0] * num_seen).astype(jnp.int32)
+        return jax.nn.one_hot(total % VOCAB, VOCAB), cache
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return hidden
+
+
+def next_token(sliding_window: int | None, tokens: list[int]) -> int:
+    return sum(tokens[-sliding_window:] if sliding_window else tokens) % VOCAB
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a workload runs in. Few of them: each is a program to compile."""
+
+    name: str
+    num_blocks: int
+    block_size: int = 4
+    num_tiles: int = 3
+    num_host_blocks: int = 0
+    sliding_window: int | None = None
+    watermark_blocks: int = 0
+    prefix_caching: bool = True
+    reuse_answers: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that comes through the door."""
+        limits = self.limits
+        fits = (n for n in range(MAX_MODEL_LEN) if limits.blocks_of(n, self.block_size) < self.num_blocks)
+        return max(fits) + 1
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            max_num_seqs=MAX_NUM_SEQS,
+            num_tiles=self.num_tiles,
+            watermark_blocks=self.watermark_blocks,
+            sliding_window=self.sliding_window,
+            reuse_answers=self.reuse_answers,
+        )
+
+    def oracle(self) -> reference.Engine:
+        return reference.Engine(
+            reference.EngineConfig(
+                max_num_seqs=MAX_NUM_SEQS,
+                num_rows=NUM_ROWS,
+                num_tiles=self.num_tiles,
+                tile_len=PREFILL_TILE,
+                block_size=self.block_size,
+                num_blocks=self.num_blocks,
+                max_blocks_per_seq=cdiv(MAX_MODEL_LEN, self.block_size),
+                num_host_blocks=self.num_host_blocks,
+                sliding_window=self.sliding_window,
+                watermark_blocks=self.watermark_blocks,
+                prefix_caching=self.prefix_caching,
+                reuse_answers=self.reuse_answers,
+                preemption_mode="swap" if self.num_host_blocks else "recompute",
+            ),
+            functools.partial(next_token, self.sliding_window),
+        )
+
+    def state(self) -> EngineState:
+        def tables(num_blocks: int, *, cached: bool) -> block_table.BlockTables:
+            cache = prefix_cache.create(num_blocks, self.block_size) if cached else None
+            pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
+            return block_table.create(
+                pool, NUM_ROWS, cdiv(MAX_MODEL_LEN, self.block_size), self.block_size
+            )
+
+        def arrays(num_blocks: int) -> KVCache:
+            return kv_cache.create(1, num_blocks, self.block_size, 1, 2, jnp.dtype("float32"))
+
+        host = None
+        if self.num_host_blocks:
+            host = HostPool(tables(self.num_host_blocks, cached=False), arrays(self.num_host_blocks))
+        device = tables(self.num_blocks, cached=self.prefix_caching)
+        return states.create(device, arrays(self.num_blocks), MAX_MODEL_LEN, host)
+
+
+@functools.cache
+def compiled_step(setting: Setting):
+    """One program a setting."""
+    model = SumModel(setting.sliding_window)
+    config = StepConfig(setting.limits, "xla")
+    return jax.jit(lambda state: step(model, state, config))
+
+
+compiled_submit = jax.jit(states.submit)
+compiled_abort = jax.jit(scheduler.abort)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What happens before a step: requests come, and one may be given up."""
+
+    requests: tuple[reference.Request, ...] = ()
+    abort: int | None = None  # an arrival
+
+
+@st.composite
+def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) -> list[Event]:
+    """Up to 14 requests over some 30 steps, many of which begin alike."""
+    arrival = 0
+    events = []
+    bodies = [[draw(st.integers(0, VOCAB - 1)) for _ in range(8)] * 14 for _ in range(2)]
+    for _ in range(draw(st.integers(1, 6))):
+        requests = []
+        for _ in range(draw(st.integers(1, 4))):
+            prompt_len = draw(st.integers(1, setting.longest - 1))
+            prompt = list(draw(st.sampled_from(bodies))[:prompt_len])
+            if draw(st.booleans()):
+                prompt[draw(st.integers(0, prompt_len - 1))] = draw(st.integers(0, VOCAB - 1))
+            requests.append(
+                reference.Request(
+                    arrival=arrival,
+                    prompt=tuple(prompt),
+                    max_num_tokens=draw(st.integers(prompt_len + 1, setting.longest)),
+                    stop_token_ids=draw(st.sampled_from([(), (), (STOP,)])),
+                    priority=draw(st.integers(0, 2)) if priorities else 0,
+                    salt=draw(st.sampled_from([0, 0, 0, 7])),
+                )
+            )
+            arrival += 1
+        aborted = draw(st.integers(0, arrival - 1)) if draw(st.integers(0, 3)) == 0 else None
+        events.append(Event(tuple(requests), aborted))
+        events += [Event()] * draw(st.integers(0, 8))
+    return events
+
+
+class LockStep:
+    """Feeds both sides the same, and compares all that can be seen."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.oracle = setting.oracle()
+        self.state = setting.state()
+        self.num_steps = 0
+        self.queue: list[reference.Request] = []  # those without a row
+        self.seen = {"preempted": 0, "swapped": 0, "hits": 0, "deferred": 0}
+
+    @property
+    def unfinished(self) -> bool:
+        rows = self.oracle.rows
+        return bool(self.queue) or any(r is not None and r.finish_reason is None for r in rows)
+
+    def run(self, events: list[Event]) -> None:
+        for event in events:
+            self.happen(event)
+            self.step()
+        while self.unfinished:
+            self.happen(Event())
+            self.step()
+        tables = self.state.tables
+        assert int(tables.pool.num_free) == self.setting.num_blocks - 1
+
+    def happen(self, event: Event) -> None:
+        self.queue += event.requests
+        for row, old in enumerate(self.oracle.rows):
+            if self.queue and (old is None or old.finish_reason is not None):
+                self.submit(self.queue.pop(0), row)
+        if event.abort is not None:
+            self.queue = [request for request in self.queue if request.arrival != event.abort]
+            self.oracle.abort(event.abort)
+            self.state = compiled_abort(self.state, jnp.array([event.abort, -1], jnp.int32))
+            self.compare_rows()
+
+    def submit(self, request: reference.Request, row: int) -> None:
+        self.oracle.submit(request, row)
+        line = states.empty_rows(1, MAX_MODEL_LEN)
+        stop = request.stop_token_ids
+        for array, value in (
+            (line.phase, Phase.WAITING),
+            (line.arrival, request.arrival),
+            (line.priority, request.priority),
+            (line.salt, request.salt),
+            (line.prompt_lens, len(request.prompt)),
+            (line.num_tokens, len(request.prompt)),
+            (line.max_num_tokens, request.max_num_tokens),
+        ):
+            np.asarray(array)[0] = value
+        np.asarray(line.token_ids)[0, : len(request.prompt)] = request.prompt
+        np.asarray(line.stop_token_ids)[0, : len(stop)] = stop
+        self.state = compiled_submit(self.state, line, jnp.array([row], jnp.int32))
+
+    def step(self) -> None:
+        want = self.oracle.step()
+        self.state, decision = compiled_step(self.setting)(self.state)
+        got: Decision = jax.device_get(decision)
+        assert Status(int(self.state.status)) == Status.OK
+        self.num_steps += 1
+
+        def of(array: np.ndarray, mask: np.ndarray) -> dict[int, int]:
+            return {int(row): int(array[row]) for row in np.flatnonzero(mask)}
+
+        num_new = got.plan.num_new_tokens
+        assert of(num_new, num_new > 0) == want.num_new_tokens
+        assert of(got.num_hit_blocks, got.admitted) == want.admitted
+        modes = {row: "swap" if swaps else "recompute" for row, swaps in of(got.swapped, got.preempted).items()}
+        assert modes == want.preempted
+        self.compare_rows()
+        assert free_block_ids(self.state.tables.pool) == want.free_block_ids
+        self.seen["preempted"] += len(modes)
+        self.seen["swapped"] += list(modes.values()).count("swap")
+        self.seen["hits"] += sum(want.admitted.values())
+
+    def compare_rows(self) -> None:
+        state = jax.device_get(self.state)
+        check_invariants(self.state.tables)
+        if self.state.host is not None:
+            check_invariants(self.state.host.tables)
+        for index, row in enumerate(self.oracle.rows):
+            if row is None:
+                assert state.rows.phase[index] == Phase.EMPTY
+                continue
+            assert Phase(state.rows.phase[index]).name.lower() == row.phase.value
+            num_tokens = int(state.rows.num_tokens[index])
+            assert state.rows.token_ids[index, :num_tokens].tolist() == row.tokens
+            reason = FinishReason(state.rows.finish_reason[index]).name.lower()
+            assert reason == (row.finish_reason or "none")
+            swapped = row.phase is reference.Phase.SWAPPED
+            for tables, mine in ((state.tables, not swapped), (state.host and state.host.tables, swapped)):
+                if tables is None:
+                    continue
+                blocks = [block.block_id for block in row.blocks] if mine else []
+                line = tables.block_tables[index]
+                assert line[: len(blocks)].tolist() == blocks
+                assert not np.any(line[len(blocks) :])
+                assert tables.seq_lens[index] == (row.computed if mine and blocks else 0)

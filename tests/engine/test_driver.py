@@ -1,0 +1,265 @@
+"""The driver and the compiled loop against the NumPy model that has no cache, no batch and no blocks."""
+
+import dataclasses
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged.config import EngineConfig, InputError, SamplingParams
+from jaxpaged.engine import loop, plan
+from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.engine import Answer
+from jaxpaged.engine.state import FinishReason
+from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.status import PagedMemoryError, Status
+from pallas_kernels import ops
+from tests import tiny
+
+# Lengths around a block, a prefill tile (32), the prompt tokens of one step (128), and single tokens.
+LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 65, 100, 127]
+# A pool in which four rows begin together and cannot all grow: someone must give way.
+SMALL = {"num_blocks": 1 + 16, "block_size": 8}
+SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
+
+
+def assert_nothing_is_held(driver: Driver) -> None:
+    state = driver._state
+    check_invariants(state.tables)
+    assert int(state.status) == Status.OK
+    assert not np.any(state.tables.seq_lens)
+    assert int(state.tables.pool.num_free) == driver.stats.num_free_blocks == driver.stats.num_blocks
+    if state.host is not None:
+        check_invariants(state.host.tables)
+        assert not np.any(state.host.tables.seq_lens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="room for all"),
+        pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 33}, id="one row, one tile"),
+        pytest.param({"block_size": 1, "num_blocks": 1 + 136}, id="blocks of 1, few"),
+        pytest.param({"block_size": 16, "num_blocks": 1 + 9, "enable_prefix_caching": False}, id="no caching"),
+    ],
+)
+def test_greedy_tokens_equal_the_reference(options):
+    prompts = tiny.prompts(LENGTHS)
+    max_tokens = [3 + i % 9 for i in range(len(prompts))]
+    driver = tiny.driver(**options)
+    for _ in range(2):  # the second time with what the first has left in the prefix cache
+        answers = tiny.generate(driver, prompts, [tiny.greedy(n) for n in max_tokens])
+        for prompt, n, answer in zip(prompts, max_tokens, answers, strict=True):
+            assert answer == tiny.reference_answer(tuple(prompt), min(n, tiny.CONFIG.max_model_len - len(prompt)))
+    assert_nothing_is_held(driver)
+
+
+@pytest.mark.parametrize("options", [SMALL, SWAP], ids=["recompute", "swap"])
+def test_who_gives_way_answers_as_if_it_had_not(options):
+    prompts = tiny.prompts([10, 20, 30, 12, 25])
+    driver = tiny.driver(**options)
+    answers = tiny.generate(driver, prompts, tiny.greedy(60))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == tiny.reference_answer(tuple(prompt), 60)
+    assert driver.stats.num_preemptions > 0
+    assert_nothing_is_held(driver)
+
+
+def test_a_long_prompt_is_computed_while_others_decode():
+    driver = tiny.driver(max_num_batched_tokens=4 + 32)
+    short, long = tiny.prompts([3, 120])
+    [first] = tiny.submit(driver, [short], tiny.greedy(20))
+    driver.turn(max_steps=2)
+    [second] = tiny.submit(driver, [long], tiny.greedy(4))
+    driver.turn(max_steps=2)  # two of the long prompt's four tiles
+    computed = np.asarray(driver._state.tables.seq_lens)
+    assert sorted(computed[computed > 0].tolist()) == [3 + 3, 64]
+    answers = tiny.drain(driver)
+    assert answers[second].token_ids == tiny.reference_answer(tuple(long), 4)
+    assert set(answers) == {first, second}
+
+
+def test_a_request_may_fill_the_model_length_exactly():
+    prompt = tiny.prompts([120])[0]
+    driver = tiny.driver()
+    [answer] = tiny.generate(driver, [prompt], tiny.greedy(100))
+    assert len(answer) == tiny.CONFIG.max_model_len - len(prompt)
+    assert answer == tiny.reference_answer(tuple(prompt), len(answer))
+    assert_nothing_is_held(driver)
+
+
+def test_stop_tokens_end_an_answer_and_belong_to_it():
+    prompt = tiny.prompts([9])[0]
+    free = tiny.reference_answer(tuple(prompt), 8)
+    for stop in (free[0], free[4]):
+        driver = tiny.driver()
+        params = SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(96, stop))
+        [request_id] = tiny.submit(driver, [prompt], params)
+        answer = tiny.drain(driver)[request_id]
+        assert answer.token_ids == free[: free.index(stop) + 1]
+        assert answer.finish_reason is FinishReason.STOP
+        assert_nothing_is_held(driver)
+
+
+@pytest.mark.parametrize("block_size_ends", [7, 8, 9])
+def test_an_answer_may_end_at_a_blocks_edge(block_size_ends):
+    prompt = tiny.prompts([5])[0]
+    driver = tiny.driver()
+    [request_id] = tiny.submit(driver, [prompt], tiny.greedy(block_size_ends - 5))
+    answer = tiny.drain(driver)[request_id]
+    assert answer.token_ids == tiny.reference_answer(tuple(prompt), block_size_ends - 5)
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert_nothing_is_held(driver)
+
+
+def test_an_answer_of_one_token_to_a_prompt_of_one_runs_no_decode_step():
+    driver = tiny.driver()
+    [answer] = tiny.generate(driver, tiny.prompts([1]), tiny.greedy(1))
+    assert answer == tiny.reference_answer(tuple(tiny.prompts([1])[0]), 1)
+    assert (driver.stats.num_steps, driver.stats.num_decode_tokens) == (1, 0)
+
+
+def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Answer]:
+    ids = tiny.submit(driver, prompts, params)
+    answers = tiny.drain(driver)
+    return [dataclasses.replace(answers[i], request_id=0, num_hit_tokens=0) for i in ids]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, SMALL, SWAP], ids=["room for all", "recompute", "swap"])
+def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options):
+    """Tokens and log-probabilities, greedy and sampled: alone, among others, in other rows and other orders,
+    with prefixes found in the cache or not, preempted or not."""
+    rng = random.Random(0)
+    shared = tiny.prompts([40], seed=1)[0]
+    prompts = [shared[: rng.choice([0, 24, 40])] + p for p in tiny.prompts([5, 33, 50, 12, 60, 1, 40, 7])]
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice([1, 12, 45]),
+            temperature=rng.choice([0.0, 1.5]),
+            top_k=rng.choice([0, 9]),
+            seed=i,
+            logprobs=0,
+        )
+        for i in range(len(prompts))
+    ]
+    driver = tiny.driver(dtype=dtype, **options)
+    alone = []
+    for prompt, p in zip(prompts, params, strict=True):
+        driver = tiny.driver(dtype=dtype, **options)  # a cold cache
+        alone += everything(driver, [prompt], [p])
+    assert driver.stats.num_preemptions == 0
+    for _ in range(3):
+        order = rng.sample(range(len(prompts)), len(prompts))
+        together = everything(driver, [prompts[i] for i in order], [params[i] for i in order])
+        assert together == [alone[i] for i in order]
+    assert driver.stats.num_hit_tokens > 0
+    assert (driver.stats.num_preemptions > 0) == bool(options)
+    assert_nothing_is_held(driver)
+
+
+def test_log_probabilities_are_the_models():
+    prompt = tiny.prompts([20])[0]
+    driver = tiny.driver()
+    params = SamplingParams(max_tokens=5, temperature=0.7, top_k=3, seed=3, logprobs=0)
+    [answer] = everything(driver, [prompt], [params])
+    logits = tiny.reference_logits((*prompt, *answer.token_ids))[len(prompt) - 1 : -1].astype(np.float64)
+    want = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    want = want[np.arange(5), answer.token_ids]
+    np.testing.assert_allclose(answer.logprobs, want, atol=1e-5)
+
+
+def test_the_loop_compiles_once_whatever_comes():
+    driver = tiny.driver(**SMALL)
+    compiled = loop.run._cache_size(), loop.submit._cache_size(), loop.abort._cache_size()
+    for seed in range(3):
+        lengths = np.random.default_rng(seed).integers(1, 90, 7).tolist()
+        ids = tiny.submit(
+            driver, tiny.prompts(lengths, seed), SamplingParams(max_tokens=5 + 9 * seed, seed=seed)
+        )
+        driver.turn()
+        driver.abort(ids[2:4])
+        tiny.drain(driver)
+    assert (loop.run._cache_size(), loop.submit._cache_size(), loop.abort._cache_size()) == compiled
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 1, "max_num_batched_tokens": 65}, SWAP], ids=["one", "swap"])
+def test_no_step_copies_the_cache(options, monkeypatch):
+    """The compiled loop's temporary memory does not grow with the number of blocks."""
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+
+    def temp_bytes(num_blocks: int) -> tuple[int, int]:
+        driver = tiny.driver(**options | {"num_blocks": num_blocks})
+        compiled = loop.run.lower(
+            driver._graphdef,
+            driver._params,
+            driver._state,
+            np.int32(1),
+            np.bool_(False),
+            config=driver.step_config,
+        ).compile()
+        cache_bytes = sum(a.nbytes for a in jax.tree.leaves(driver._state.kv_cache))
+        return compiled.memory_analysis().temp_size_in_bytes, cache_bytes
+
+    small_temp, small_cache = temp_bytes(100)
+    large_temp, large_cache = temp_bytes(5000)
+    one_array = (large_cache - small_cache) / (2 * tiny.CONFIG.num_layers)
+    assert large_temp - small_temp < one_array / 2
+
+
+def test_a_memory_error_in_a_step_stops_the_driver():
+    """Such a bit means that the scheduler miscounted; it must not pass for an answer."""
+    driver = tiny.driver()
+    tiny.submit(driver, [[1, 2, 3]], tiny.greedy(3))
+    bits = jax.numpy.int32(Status.OUT_OF_BLOCKS | Status.DOUBLE_FREE)
+    driver._state = dataclasses.replace(driver._state, status=bits)
+    with pytest.raises(PagedMemoryError, match=r"out of blocks: raise num_blocks .*; double free"):
+        tiny.drain(driver)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 4, "the prompt must have at least one token"),
+        ([3, 97], 4, r"prompt token=97 must be a token id, an int in \[0, 97\)"),
+        ([3, -1], 4, r"prompt token=-1 must be a token id"),
+        ([True], 4, r"prompt token=True must be a token id"),
+        ([1] * 64, 4, "the prompt has 64 tokens, must have less than max_model_len=64"),
+        (
+            [1] * 40,
+            20,
+            "the prompt of 40 tokens with max_tokens=20 needs 8 blocks of 8 tokens, "
+            "but num_blocks=7 leaves 6 for use",
+        ),
+    ],
+)
+def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_tokens, message, monkeypatch):
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    driver = tiny.driver(num_blocks=7, max_model_len=64)
+    with pytest.raises(InputError, match=message):
+        driver.door.admit(0, prompt, tiny.greedy(max_tokens))
+    with pytest.raises(InputError, match="priority=1 must be 0 unless scheduling_policy is 'priority'"):
+        driver.door.admit(0, [1], tiny.greedy(1), priority=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "head_dim", "default", "chosen", "why"),
+    [
+        ({}, 8, "xla", "xla", "the kernels are for Hopper GPUs"),
+        ({"dtype": "bfloat16"}, 64, "mosaic_gpu", "mosaic_gpu", "a Hopper GPU"),
+        ({"dtype": "bfloat16"}, 8, "mosaic_gpu", "xla", "does not serve head_dim=8"),
+        ({"dtype": "bfloat16", "attention": "xla"}, 64, "mosaic_gpu", "xla", "asked for"),
+    ],
+)
+def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, chosen, why, monkeypatch):
+    monkeypatch.setattr(ops, "default_implementation", lambda: default)
+    model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
+    implementation, reason = plan.attention(EngineConfig(**options), model)
+    assert implementation == chosen
+    assert why in reason
+
+
+def test_an_attention_that_does_not_serve_the_model_is_refused():
+    with pytest.raises(InputError, match="attention='mosaic_gpu' must serve the model: .*q.dtype=float32"):
+        plan.attention(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG)
