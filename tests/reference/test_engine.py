@@ -205,16 +205,15 @@ def test_children_of_an_evicted_block_are_not_found_though_its_content_returns()
 
 
 def test_the_second_of_two_equal_prompts_waits_for_the_first_and_shares_it() -> None:
-    engine = make(num_tiles=2, max_num_seqs=3)
+    engine = make(num_tiles=6, max_num_seqs=3)
     prompt = list(range(1, 14))
     engine.submit(Request(0, prompt, 14), row=0)
     engine.submit(Request(1, prompt, 14), row=1)
     engine.submit(Request(2, [50], 2), row=2)
-    steps = [engine.step() for _ in range(2)]
-    assert [step.admitted for step in steps] == [{0: 0}, {}], "nobody overtakes"
-    third = engine.step()
-    assert third.admitted == {1: 6, 2: 0}
-    assert third.num_new_tokens == {1: 1, 2: 1}
+    assert engine.step().admitted == {0: 0}, "two tiles are left, and nobody overtakes"
+    step = engine.step()
+    assert step.admitted == {1: 6, 2: 0}
+    assert step.num_new_tokens == {1: 1, 2: 1}
 
 
 def test_less_than_a_tile_is_not_worth_waiting_for() -> None:
@@ -287,6 +286,19 @@ def test_the_last_in_order_gives_way_and_is_computed_again() -> None:
     assert [step.num_new_tokens for step in replay] == [{0: 1}] * 3
     assert [step.new_tokens for step in replay] == [{}, {0: 103}, {0: 104}]
     assert tokens(engine, 0) == [7, 100, 101, 102, 103, 104]
+
+
+def test_as_many_give_way_as_it_takes() -> None:
+    engine = make(max_num_seqs=8, num_rows=8, num_tiles=8, block_size=1, num_blocks=16, prefix_caching=False)
+    for arrival in range(8):
+        engine.submit(Request(arrival, [arrival], 12), row=arrival)
+    steps = [engine.step() for _ in range(3)]
+    assert len(steps[0].admitted) == 8, "1 block for each, and 7 for those that run"
+    assert steps[1].preempted == {7: "recompute"}, "8 wanted, 7 free; then 7 and 8"
+    assert steps[2].preempted == {6: "recompute", 5: "recompute"}, "7 wanted, 1 free; 6 and 3; 5 and 5"
+    assert steps[2].free_block_ids == []
+    assert {len(tokens(engine, row)) for row in range(5)} == {4}
+    run(engine)
 
 
 def test_known_answer_tokens_are_computed_one_a_step() -> None:
@@ -457,6 +469,29 @@ def test_hits_beyond_the_window_are_let_go_at_once() -> None:
     run(engine)
 
 
+def test_in_a_window_a_swapped_row_needs_room_for_its_next_tiles_too() -> None:
+    engine = make(
+        block_size=1,
+        num_tiles=1,
+        sliding_window=8,  # so a row may hold 7 + 4 + 1 blocks
+        num_blocks=16,
+        max_blocks_per_seq=40,
+        num_host_blocks=9,
+        preemption_mode="swap",
+    )
+    engine.submit(Request(0, [1], 12), row=0)
+    engine.submit(Request(1, [2] * 40, 41), row=1)
+    steps = [engine.step() for _ in range(6)]
+    assert steps[1].admitted == {1: 0}, "12 blocks, 1 for row 0, and another as it runs: 14 are free"
+    assert steps[4].preempted == {1: "swap"}, "it holds 7 and row 0 holds 4: 5 wanted, 4 free"
+    assert computed(engine)[:2] == [6, 12]
+    assert len(steps[4].host_block_tables[1]) == 12
+    assert len(steps[4].copies_out) == 7
+    assert len(steps[4].free_block_ids) == 10
+    assert steps[5].admitted == {}, "10 are enough for the 7, but not for 4 more"
+    assert run(engine)[-1].finished == {1: "length"}
+
+
 def test_what_cannot_be_served_is_refused_at_the_door() -> None:
     engine = make(num_blocks=4, max_blocks_per_seq=2)
     for request, message in (
@@ -486,10 +521,11 @@ def test_the_answers_are_the_models_own() -> None:
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         rope_scaling=None,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
     )
     shapes = {
         "model.embed_tokens": (23, 8),
+        "lm_head": (23, 8),
         "model.norm": (8,),
         "model.layers.0.input_layernorm": (8,),
         "model.layers.0.post_attention_layernorm": (8,),
@@ -584,7 +620,7 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, list[Event]]:
         num_blocks=2,
         max_blocks_per_seq=longest,
         num_host_blocks=draw(st.sampled_from([0, 4, 9, 30])),
-        sliding_window=draw(st.sampled_from([None, None, None, 1, 2, 5])),
+        sliding_window=draw(st.sampled_from([None, None, None, 1, 2, 5, 8])),
         watermark_blocks=draw(st.sampled_from([0, 0, 2])),
         prefix_caching=draw(st.sampled_from([True, True, False])),
         reuse_answers=draw(st.booleans()),
@@ -660,7 +696,7 @@ class Workload:
 def test_all_requests_finish_in_time_with_the_tokens_they_have_alone(fcfs: bool) -> None:
     happened: set[str] = set()
 
-    @settings(max_examples=400, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=250, deadline=None, derandomize=True, database=None)
     @given(workloads())
     def play(drawn: tuple[EngineConfig, list[Event]]) -> None:
         config, events = drawn
@@ -689,8 +725,6 @@ def test_all_requests_finish_in_time_with_the_tokens_they_have_alone(fcfs: bool)
             happened.update("hit" for num_hits in step.admitted.values() if num_hits)
             happened.update(step.finished.values())
             happened.update("back" for _ in step.copies_in)
-            if len(step.preempted) > 1:
-                happened.add("several preempted")
 
     play()
-    assert happened == {"recompute", "swap", "hit", "stop", "length", "back", "several preempted"}
+    assert happened == {"recompute", "swap", "hit", "stop", "length", "back"}
