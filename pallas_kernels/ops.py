@@ -178,6 +178,7 @@ def tiled_paged_attention(
     seq_lens: jax.Array,
     *,
     scale: float,
+    sliding_window: int | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Causal attention of tiles of neighbouring query tokens, each over its own line of the block table.
@@ -188,34 +189,37 @@ def tiled_paged_attention(
     Args:
         q: [num_tiles, tile_len, num_q_heads, head_dim] float16, bfloat16 or float32.
         k_cache, v_cache: the pools, token-major and of q's type.
-        block_tables: [num_tiles, max_blocks_per_seq] int32. Entries past a sequence's tokens are never read.
+        block_tables: [num_tiles, max_blocks_per_seq] int32. Entries of blocks that no query of the tile sees,
+            past its sequence's tokens or before its window, are never read.
         query_starts: [num_tiles] int32. A tile of one token is its sequence's last: seq_lens - 1.
         seq_lens: [num_tiles] int32, tokens in the cache that the tile may see; 0 makes a tile of zeros.
         scale: factor on the dot products.
+        sliding_window: only the last so many tokens are seen, the query's own among them.
         implementation: None runs tiles of one token as `paged_attention` does by default where that is a
             kernel, and everything else through XLA: longer tiles have no kernel yet.
 
     Returns: [num_tiles, tile_len, num_q_heads, head_dim] of q's type. Queries at or beyond seq_lens are
         padding: what they get has no meaning.
-    Raises: ValueError on wrong shapes or types; NotImplementedError for "mosaic_gpu" and longer tiles.
+    Raises: ValueError on wrong shapes, types or options; NotImplementedError for "mosaic_gpu" and longer
+        tiles.
     """
     if q.ndim != 4:
         raise ValueError(f"{q.shape=} must be [num_tiles, tile_len, num_q_heads, head_dim]")
     num_tiles, tile_len = q.shape[:2]
-    _check_attention(q[:, 0], k_cache, v_cache, block_tables, seq_lens, Options(scale=scale))
+    options = Options(scale=scale, sliding_window=sliding_window)
+    _check_attention(q[:, 0], k_cache, v_cache, block_tables, seq_lens, options)
     _check_int32("query_starts", query_starts, (num_tiles,))
     if k_cache.dtype != q.dtype:
         raise ValueError(f"{k_cache.dtype=} must be q's {q.dtype}: tiles read no quantised cache yet")
     chosen = implementation or (default_implementation() if tile_len == 1 else "xla")
     if chosen == "xla":
-        return xla_tiles.tiled_paged_attention(
-            q, k_cache, v_cache, block_tables, query_starts, seq_lens, scale=scale
-        )
+        arrays = (q, k_cache, v_cache, block_tables, query_starts, seq_lens)
+        return xla_tiles.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
     if tile_len > 1:
         raise NotImplementedError(f"{chosen} serves tiles of one token, not {tile_len=}. Use 'xla'.")
-    return paged_attention(
-        q[:, 0], k_cache, v_cache, block_tables, seq_lens, scale=scale, implementation=chosen
-    )[:, None]
+    args = (q[:, 0], k_cache, v_cache, block_tables, seq_lens)
+    out = paged_attention(*args, scale=scale, sliding_window=sliding_window, implementation=chosen)
+    return out[:, None]
 
 
 def reshape_and_cache(

@@ -26,14 +26,15 @@ def tiled_paged_attention(
     seq_lens: Int[Array, " num_tiles"],
     *,
     scale: float,
+    sliding_window: int | None,
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
-    """As `ops.tiled_paged_attention`: a running softmax over chunks of blocks, as far as the longest tile."""
+    """As `ops.tiled_paged_attention`: a running softmax over the chunks of blocks that some tile sees."""
     num_tiles, tile_len, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group = num_q_heads // num_kv_heads
     q = (q * jnp.asarray(scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
     if num_kv_heads == 1 or tile_len * num_q_heads > MERGE_HEADS_BELOW:
-        out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens)
+        out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens, sliding_window)
     else:
         # Few queries: reading K and V is all that counts, and products by kv head would transpose them
         # first. All kv heads become one, as wide as they are together: a query is zero outside its own.
@@ -46,6 +47,7 @@ def tiled_paged_attention(
             block_tables,
             query_starts,
             seq_lens,
+            sliding_window,
         )
         out = jnp.einsum("ntkgkd->ntkgd", out.reshape(wide_q.shape))
     return out.reshape(num_tiles, tile_len, num_q_heads, head_dim).astype(q.dtype)
@@ -58,6 +60,7 @@ def _attend_by_kv_head(
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
     query_starts: Int[Array, " num_tiles"],
     seq_lens: Int[Array, " num_tiles"],
+    sliding_window: int | None,
 ) -> Float[Array, "num_tiles tile_len wide_heads group wide_dim"]:
     """Attention of scaled queries, in float32. A token's K and V are cut into heads as q's shape says."""
     num_tiles, tile_len, num_kv_heads, group, head_dim = q.shape
@@ -66,7 +69,16 @@ def _attend_by_kv_head(
     chunk_len = blocks_per_chunk * block_size
     num_chunks = -(-jnp.max(seq_lens) // chunk_len)
     # Beyond a sequence's blocks an entry may be anything; the last chunk may reach past the table's width.
-    held = jnp.arange(block_tables.shape[1]) * block_size < seq_lens[:, None]
+    block_start = jnp.arange(block_tables.shape[1]) * block_size
+    held = block_start < seq_lens[:, None]
+    first_chunk: int | Array = 0
+    if sliding_window is not None:
+        # Where the window of each tile's first query begins. Chunks are counted from position 0 all the same:
+        # which ones a tile is computed in, and so its bits, must not depend on where its company begins.
+        begin = query_starts + 1 - sliding_window
+        held &= block_start + block_size > begin[:, None]
+        earliest = jnp.min(jnp.where(seq_lens > 0, begin, jnp.max(seq_lens)))
+        first_chunk = jnp.maximum(earliest, 0) // chunk_len
     block_tables = jnp.pad(
         jnp.where(held, block_tables, 0), ((0, 0), (0, -block_tables.shape[1] % blocks_per_chunk))
     )
@@ -87,19 +99,24 @@ def _attend_by_kv_head(
         # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
         k, v = lax.optimization_barrier(gather(k_cache, ids)), gather(v_cache, ids)
         kv_position = i * chunk_len + jnp.arange(chunk_len)
+        seen = kv_position < bound
+        tile_sees = kv_position < seq_lens[:, None]
+        if sliding_window is not None:
+            seen &= kv_position > q_position[:, None, :, None] - sliding_window
+            tile_sees &= kv_position >= begin[:, None]
         # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
-        v = jnp.where((kv_position < seq_lens[:, None])[:, :, None, None], v, 0)
+        v = jnp.where(tile_sees[:, :, None, None], v, 0)
 
         scores = jnp.einsum("nkrd,nckd->nkrc", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(kv_position < bound, scores, MASKED)
+        scores = jnp.where(seen, scores, MASKED)
         new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
-        weights = jnp.where(kv_position < bound, jnp.exp(scores - new_max[..., None]), 0)
+        weights = jnp.where(seen, jnp.exp(scores - new_max[..., None]), 0)
         rescale = jnp.exp(row_max - new_max)
         pv = jnp.einsum("nkrc,nckd->nkrd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
         return new_max, row_sum * rescale + jnp.sum(weights, -1), acc * rescale[..., None] + pv
 
     rows = (num_tiles, num_kv_heads, tile_len * group)
     init = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
-    _, row_sum, acc = lax.fori_loop(0, num_chunks, chunk, init)
+    _, row_sum, acc = lax.fori_loop(first_chunk, num_chunks, chunk, init)
     out = acc / jnp.where(row_sum == 0, 1, row_sum)[..., None]
     return out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)

@@ -1,4 +1,4 @@
-"""A whole Llama in NumPy: no cache, no batch, every token computed anew. The oracle of the engine."""
+"""A whole Llama or Mistral in NumPy: no cache, no batch, every token anew. The oracle of the engine."""
 
 import math
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ class Config(Protocol):
     rope_theta: float
     rope_scaling: Any  # None, or Llama 3's: factor, low_freq_factor, high_freq_factor, original_max_len
     tie_word_embeddings: bool
+    sliding_window: int | None  # tokens that a token sees, itself among them; None: all before it
 
 
 Weights = Mapping[str, np.ndarray]  # by Hugging Face name; a projection is [out_features, in_features]
@@ -54,7 +55,10 @@ def generate(
 
 
 def attention(config: Config, weights: Weights, prefix: str, x: np.ndarray) -> np.ndarray:
-    """Causal attention over all of `x`, [num_tokens, hidden_size]; query heads share kv heads in groups."""
+    """Causal attention over all of `x`, [num_tokens, hidden_size]; query heads share kv heads in groups.
+
+    Token i sees token j if j <= i and, with a sliding window, i - j < sliding_window.
+    """
     num_tokens = len(x)
     q = linear(weights, f"{prefix}.q_proj", x).reshape(num_tokens, config.num_q_heads, config.head_dim)
     k = linear(weights, f"{prefix}.k_proj", x).reshape(num_tokens, config.num_kv_heads, config.head_dim)
@@ -62,9 +66,12 @@ def attention(config: Config, weights: Weights, prefix: str, x: np.ndarray) -> n
     q, k = rope(q, config), rope(k, config)
     out = np.empty_like(q)
     group = config.num_q_heads // config.num_kv_heads
+    seen = np.tri(num_tokens, dtype=bool)
+    if config.sliding_window is not None:
+        seen &= ~np.tri(num_tokens, k=-config.sliding_window, dtype=bool)
     for head in range(config.num_q_heads):
         scores = q[:, head] @ k[:, head // group].T / np.sqrt(config.head_dim)
-        scores = np.where(np.tri(num_tokens, dtype=bool), scores, -np.inf)
+        scores = np.where(seen, scores, -np.inf)
         weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
         out[:, head] = weight / weight.sum(axis=-1, keepdims=True) @ v[:, head // group]
     return linear(weights, f"{prefix}.o_proj", out.reshape(num_tokens, -1))

@@ -1,9 +1,14 @@
 """LLM: prompts and parameters in all their forms, results in vLLM's shape, and what is refused."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 import jaxpaged
 from jaxpaged import InputError, SamplingParams
+from jaxpaged.models import loading
+from reference import model as reference_model
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 
@@ -32,6 +37,23 @@ def test_results_have_vllms_shape(llm):
     assert answer.token_ids == reference_answer(result.prompt_token_ids)
     assert answer.text == llm.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
     assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 0 else "length")
+
+
+def test_a_model_with_a_sliding_window_answers_as_transformers_does():
+    """Prompts longer and shorter than the window, beside each other and in more than one tile."""
+    folder = Path(__file__).parent / "goldens" / "mistral_window"
+    golden = json.loads((folder / "golden.json").read_text())
+    prompt, answer = golden["token_ids"], golden["answer"]
+    llm = jaxpaged.LLM(folder, dtype="float32", max_num_seqs=4, block_size=8)
+    params = SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True)
+    results = llm.generate([prompt[:5], prompt, prompt[:40]], params, use_tqdm=False)
+    assert results[1].outputs[0].token_ids == answer
+    checkpoint = loading.open_checkpoint(folder)
+    for result in results:
+        want = reference_model.generate(
+            checkpoint.config, checkpoint.load_weights(), result.prompt_token_ids, len(answer)
+        )
+        assert result.outputs[0].token_ids == want
 
 
 def test_all_forms_of_prompts_mean_the_same(llm):

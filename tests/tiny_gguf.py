@@ -14,7 +14,14 @@ def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path: Path, *, architecture: str = "llama", without: str = "", extra: str = "") -> Path:
+def write_gguf(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    without: str = "",
+    extra: str = "",
+    sliding_window: int | None = None,
+) -> Path:
     """The tiny model as a GGUF file, with a byte-level vocabulary of as many tokens."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(CONFIG.max_model_len)
@@ -26,6 +33,8 @@ def write_gguf(path: Path, *, architecture: str = "llama", without: str = "", ex
     writer.add_key_length(CONFIG.head_dim)
     writer.add_layer_norm_rms_eps(CONFIG.rms_norm_eps)
     writer.add_rope_freq_base(CONFIG.rope_theta)
+    if sliding_window is not None:
+        writer.add_sliding_window(sliding_window)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     letters = [chr(c) for c in range(33, 33 + CONFIG.vocab_size - 3)]

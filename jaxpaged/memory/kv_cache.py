@@ -57,8 +57,13 @@ def attend(
     batch: AttentionBatch,
     *,
     scale: float,
+    sliding_window: int | None = None,
 ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
-    """Write the tokens' K and V of one layer, then let each token look at its sequence up to itself."""
+    """Write the tokens' K and V of one layer, then let each token look at its sequence up to itself.
+
+    With a `sliding_window` it sees only the last so many tokens, itself among them; blocks that lie wholly
+    before the window of a tile's first token may be gone, with anything in their places of the block table.
+    """
     k_layer, v_layer = ops.reshape_and_cache(k, v, cache.k[layer], cache.v[layer], batch.slot_mapping)
     tiles = q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:])
     out = ops.tiled_paged_attention(
@@ -69,6 +74,7 @@ def attend(
         batch.query_starts,
         batch.seq_lens,
         scale=scale,
+        sliding_window=sliding_window,
         implementation=batch.implementation,
     )
     cache = KVCache(

@@ -7,6 +7,11 @@ from typing import Any
 from jaxpaged.config import InputError
 
 HEAD_DIM_MULTIPLE = 2  # RoPE turns pairs
+# The model types that are Llamas, and what transformers takes for numbers that their configs leave out.
+DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool = False
     mlp_bias: bool = False
+    sliding_window: int | None = None  # tokens that a token sees in every layer, itself among them; None: all
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,6 +53,8 @@ class ModelConfig:
                 f"model config: num_q_heads={self.num_q_heads} must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise InputError(f"model config: sliding_window={self.sliding_window} must be at least 1")
         if self.head_dim % HEAD_DIM_MULTIPLE:
             raise InputError(f"model config: head_dim={self.head_dim} must be even")
 
@@ -62,15 +70,17 @@ class RopeScaling:
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Read a Hugging Face config (as a dictionary) of `model_type` "llama".
+    """Read a Hugging Face config (as a dictionary) of `model_type` "llama" or "mistral".
 
-    Raises `InputError` for other model types, activations or kinds of RoPE scaling.
+    Raises `InputError` for other model types, activations, kinds of RoPE scaling or of sliding window.
     """
     model_type = hf.get("model_type")
-    if model_type != "llama":
+    if model_type not in DEFAULTS:
         raise InputError(
-            f"model config: model_type={model_type!r} must be 'llama': no other family is supported"
+            f"model config: model_type={model_type!r} must be 'llama' or 'mistral': no other family is "
+            "supported"
         )
+    hf = DEFAULTS[model_type] | dict(hf)
     if hf.get("hidden_act", "silu") != "silu":
         raise InputError(f"model config: hidden_act={hf['hidden_act']!r} must be 'silu'")
     # Transformers 5 gathers RoPE's numbers in `rope_parameters`; older configs spread them.
@@ -90,12 +100,34 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_rope_scaling(rope),
-        max_model_len=hf.get("max_position_embeddings", 2048),
+        max_model_len=hf["max_position_embeddings"],
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         attention_bias=bool(hf.get("attention_bias", False)),
         mlp_bias=bool(hf.get("mlp_bias", False)),
+        sliding_window=_sliding_window(hf),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
     )
+
+
+def _sliding_window(hf: Mapping[str, Any]) -> int | None:
+    """A Mistral's window, the same in every layer. A Llama has none; what says otherwise is refused."""
+    window, is_used = hf.get("sliding_window"), hf.get("use_sliding_window", True)
+    if hf["model_type"] == "llama":
+        if window is not None and is_used:
+            raise InputError(f"model config: sliding_window={window} must be null for model_type 'llama'")
+        window = None
+    elif window is not None and not is_used:
+        raise InputError(
+            f"model config: use_sliding_window={is_used} contradicts sliding_window={window}: remove the "
+            "former, or set the latter to null"
+        )
+    kind = "full_attention" if window is None else "sliding_attention"
+    if set(hf.get("layer_types") or ()) - {kind}:
+        raise InputError(
+            f"model config: layer_types must all be {kind!r} with sliding_window={window}: "
+            "layers of several kinds are not supported"
+        )
+    return window
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:

@@ -1,6 +1,9 @@
 """Config, weights and tokenizer from one GGUF file, without PyTorch.
 
 The `gguf` package parses the file and dequantises; here its names and orders become Hugging Face's.
+
+llama.cpp keeps no sliding window for this architecture: a file that it made of a Mistral does not say that
+the model has one, and a token then sees all before it, here as there. A window that a file does name is used.
 """
 
 import re
@@ -77,6 +80,7 @@ def model_config(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
         tie_word_embeddings="output.weight" not in tensors,
         attention_bias="blk.0.attn_q.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
+        sliding_window=number("attention.sliding_window", 0) or None,
         eos_token_ids=tuple(sorted({i for i in (eos, eot) if i >= 0})),
     )
 

@@ -1,4 +1,4 @@
-"""Llama: grouped-query attention, RoPE, SwiGLU. Serves Llama 2 and 3, SmolLM2, TinyLlama and their kin."""
+"""Llama: grouped-query attention, RoPE, SwiGLU. Serves Llama 2 and 3, Mistral 7B, SmolLM2, TinyLlama, ..."""
 
 from collections.abc import Iterator, Mapping
 
@@ -102,7 +102,16 @@ class DecoderLayer(nnx.Module):
         qkv = self.qkv(self.input_norm(x)).reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
         qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
         q, k = jnp.split(layers.apply_rope(qk, cos, sin).astype(dtype), [c.num_q_heads], axis=1)
-        attended, cache = kv_cache.attend(cache, layer, q, k, v.astype(dtype), batch, scale=c.head_dim**-0.5)
+        attended, cache = kv_cache.attend(
+            cache,
+            layer,
+            q,
+            k,
+            v.astype(dtype),
+            batch,
+            scale=c.head_dim**-0.5,
+            sliding_window=c.sliding_window,
+        )
         x = x + self.o(attended.reshape(x.shape[0], -1)).astype(dtype)
 
         gate, up = jnp.split(self.gate_up(self.post_attention_norm(x)), 2, axis=-1)

@@ -13,8 +13,11 @@ from reference import cache_ops as reference_cache_ops
 TOLERANCE = 1e-5
 
 
-def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_len, seed=0):
-    """Tiles that end where their sequence ends, over shuffled blocks; everything nobody owns is NaN."""
+def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_len, seed=0, window=None):
+    """Tiles that end where their sequence ends, over shuffled blocks; everything nobody owns is NaN.
+
+    With a window, the null block stands for what has left it, as the allocator has it.
+    """
     rng = np.random.default_rng(seed)
     num_tiles = len(seq_lens)
     width = -(-max(seq_lens) // block_size) + 2
@@ -23,8 +26,10 @@ def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_le
     tables = 1 + rng.permutation(num_blocks - 1)[: num_tiles * width].reshape(num_tiles, width)
     live = np.zeros((num_blocks, block_size), bool)
     for tile, seq_len in enumerate(seq_lens):
-        for position in range(seq_len):
+        begin = 0 if window is None else max(max(seq_len - tile_len, 0) + 1 - window, 0)
+        for position in range(begin, seq_len):
             live[tables[tile, position // block_size], position % block_size] = True
+        tables[tile, : begin // block_size] = 0
         tables[tile, -(-seq_len // block_size) :] = 10**6  # must not be read
     caches[:, ~live] = np.nan
     q = rng.normal(size=(num_tiles, tile_len, num_q_heads, head_dim)).astype(np.float32)
@@ -41,39 +46,89 @@ SHAPES = [
 LENGTHS = [1, 15, 16, 17, 128, 129, 300, 0]
 
 
+@pytest.mark.parametrize("window", [None, 1, 45, 128])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
-def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_size):
-    q, k, v, tables, seq_lens = make_case(num_q_heads, num_kv_heads, head_dim, block_size, LENGTHS, 1)
+def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_size, window):
+    shape = (num_q_heads, num_kv_heads, head_dim, block_size)
+    q, k, v, tables, seq_lens = make_case(*shape, LENGTHS, 1, window=window)
     arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
-    out = ops.tiled_paged_attention(*arrays, scale=0.3)[:, 0]
-    want = reference_attention.paged_attention(q[:, 0], k, v, tables, seq_lens, scale=0.3)
+    out = ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=window)[:, 0]
+    want = reference_attention.paged_attention(
+        q[:, 0], k, v, tables, seq_lens, scale=0.3, sliding_window=window
+    )
     np.testing.assert_allclose(out, want, atol=TOLERANCE, rtol=TOLERANCE)
     assert not np.any(out[LENGTHS.index(0)])
 
 
+@pytest.mark.parametrize("window", [None, 4, 20])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
-def test_each_query_of_a_tile_equals_a_decode_at_its_place(num_q_heads, num_kv_heads, head_dim, block_size):
+def test_each_query_of_a_tile_equals_a_decode_at_its_place(
+    num_q_heads, num_kv_heads, head_dim, block_size, window
+):
     tile_len = 6
     lengths = [6, 7, 17, 130, 4]  # the last tile has two places of padding
-    q, k, v, tables, seq_lens = make_case(num_q_heads, num_kv_heads, head_dim, block_size, lengths, tile_len)
+    shape = (num_q_heads, num_kv_heads, head_dim, block_size)
+    q, k, v, tables, seq_lens = make_case(*shape, lengths, tile_len, window=window)
     starts = np.maximum(seq_lens - tile_len, 0).astype(np.int32)
-    out = ops.tiled_paged_attention(*map(jnp.asarray, (q, k, v, tables, starts, seq_lens)), scale=0.3)
+    arrays = map(jnp.asarray, (q, k, v, tables, starts, seq_lens))
+    out = ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=window)
     for i in range(tile_len):
         upto = np.where(starts + i < seq_lens, starts + i + 1, 0).astype(np.int32)
-        want = reference_attention.paged_attention(q[:, i], k, v, tables, upto, scale=0.3)
+        want = reference_attention.paged_attention(
+            q[:, i], k, v, tables, upto, scale=0.3, sliding_window=window
+        )
         used = upto > 0
         np.testing.assert_allclose(out[used, i], want[used], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_a_tile_does_not_depend_on_its_neighbours():
-    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [40, 200, 3, 90], 4)
+@pytest.mark.parametrize("window", [None, 1, 50, 130])
+def test_a_tile_does_not_depend_on_its_neighbours(window):
+    """Alone, the longer ones begin one and three chunks later than with the short ones beside them."""
+    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [40, 200, 3, 600], 4, window=window)
     starts = np.maximum(seq_lens - 4, 0).astype(np.int32)
-    attend = jax.jit(ops.tiled_paged_attention, static_argnames="scale")
-    together = attend(q, k, v, tables, starts, seq_lens, scale=0.3)
+    attend = jax.jit(ops.tiled_paged_attention, static_argnames=("scale", "sliding_window"))
+    options = {"scale": 0.3, "sliding_window": window}
+    together = attend(q, k, v, tables, starts, seq_lens, **options)
     for tile in range(4):
         others = np.arange(4) != tile
-        alone = attend(q, k, v, tables, starts, np.where(others, 0, seq_lens), scale=0.3)
+        alone = attend(q, k, v, tables, starts, np.where(others, 0, seq_lens), **options)
         np.testing.assert_array_equal(alone[tile, : seq_lens[tile]], together[tile, : seq_lens[tile]])
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "chunks"), [([600, 900, 0], range(3, 8)), ([600, 3, 0], range(5)), ([0, 0, 0], range(0))]
+)
+def test_only_chunks_that_some_tile_sees_are_looked_at(monkeypatch, seq_lens, chunks):
+    """A window of 130 before the first of 4 tokens at 596 begins at 467, in the fourth chunk of 128."""
+    seen = []
+    loop = jax.lax.fori_loop
+
+    def spy(lower, upper, body, init):
+        seen.extend(range(lower, upper))
+        return loop(lower, upper, body, init)
+
+    monkeypatch.setattr(jax.lax, "fori_loop", spy)
+    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [*seq_lens, 1], 4, window=130)
+    q, tables, seq_lens = q[:-1], tables[:-1], seq_lens[:-1]
+    starts = np.maximum(seq_lens - 4, 0).astype(np.int32)
+    arrays = map(jnp.asarray, (q, k, v, tables, starts, seq_lens))
+    ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=130)
+    assert seen == list(chunks)
+
+
+def test_a_kernel_for_tiles_of_one_token_is_told_the_window(monkeypatch):
+    """XLA stands in for the kernel, which a CPU does not have."""
+    served = ops.paged_attention
+    monkeypatch.setattr(
+        ops,
+        "paged_attention",
+        lambda *args, implementation, **options: served(*args, implementation="xla", **options),
+    )
+    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [40, 3, 90], 1, window=20)
+    arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
+    out = ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=20, implementation="mosaic_gpu")[:, 0]
+    want = reference_attention.paged_attention(q[:, 0], k, v, tables, seq_lens, scale=0.3, sliding_window=20)
+    np.testing.assert_allclose(out, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
@@ -101,6 +156,7 @@ def test_reshape_and_cache_equals_the_oracle(num_tokens):
         ({"block_tables": jnp.zeros((2, 2), jnp.int32)}, r"block_tables.shape=\(2, 2\) must be \(3, 2\)"),
         ({"seq_lens": jnp.zeros(3, jnp.uint8)}, "seq_lens.dtype=uint8 must be int32"),
         ({"query_starts": jnp.zeros((3, 1), jnp.int32)}, "query_starts.shape=.* must be"),
+        ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
     ],
 )
 def test_bad_arrays_are_refused(change, message):

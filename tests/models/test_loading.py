@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from jaxpaged.config import InputError
 from jaxpaged.models import gguf_file, loading
+from jaxpaged.models.config import from_hf
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 
@@ -70,6 +71,35 @@ def test_bfloat16_and_sharded_safetensors_are_read(tmp_path):
     assert weights["b"].shape == (2, 2)
 
 
+def test_a_mistral_is_read_with_its_window_or_without(tmp_path):
+    hf = json.loads((GOLDENS / "mistral_window" / "config.json").read_text())
+    assert loading.open_checkpoint(GOLDENS / "mistral_window").config.sliding_window == 12
+    for change, window in (
+        ({"sliding_window": None}, None),
+        ({"sliding_window": None, "use_sliding_window": False}, None),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 12),
+        ({"sliding_window": None, "layer_types": ["full_attention"] * 2}, None),
+    ):
+        assert from_hf(hf | change).sliding_window == window
+    # What a config does not say is what transformers takes then: Mistral 7B's numbers.
+    for name in ("sliding_window", "num_key_value_heads", "max_position_embeddings"):
+        del hf[name]
+    config = from_hf(hf | {"num_attention_heads": 16})
+    assert (config.sliding_window, config.num_kv_heads, config.max_model_len) == (4096, 8, 131072)
+
+
+def test_a_llama_has_no_window():
+    hf = json.loads((GOLDENS / "gqa_tied" / "config.json").read_text())
+    assert from_hf(hf).sliding_window is None
+    assert from_hf(hf | {"sliding_window": 12, "use_sliding_window": False}).sliding_window is None
+
+
+@pytest.mark.parametrize(("key", "window"), [(None, None), (0, None), (12, 12)])
+def test_a_gguf_file_may_name_a_window(tmp_path, key, window):
+    path = write_gguf(tmp_path / "tiny.gguf", sliding_window=key)
+    assert loading.open_checkpoint(path).config.sliding_window == window
+
+
 @pytest.mark.parametrize("name", ["nowhere/at/all", "./missing", "missing.gguf", "llama", ""])
 def test_a_model_that_is_nowhere_is_refused(name):
     with pytest.raises(InputError, match=f"model={name!r} must be "):
@@ -103,12 +133,23 @@ def test_a_hub_id_is_loaded_from_its_snapshot(monkeypatch):
     [
         (None, "must contain a config.json"),
         ("{", "config.json is not valid JSON"),
-        ('{"model_type": "bert"}', "model_type='bert' must be 'llama'"),
+        ('{"model_type": "bert"}', "model_type='bert' must be 'llama' or 'mistral'"),
         ('{"model_type": "llama"}', "config.json lacks 'num_attention_heads'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
         ({"num_key_value_heads": 4}, "num_q_heads=6 must be a multiple of num_kv_heads=4"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "rope_type='yarn' must be 'default'"),
         ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ({"sliding_window": 12}, "sliding_window=12 must be null for model_type 'llama'"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        (
+            {"model_type": "mistral", "sliding_window": 12, "use_sliding_window": False},
+            "use_sliding_window=False contradicts sliding_window=12: remove",
+        ),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types must all be 'sliding_attention' with sliding_window=4096",
+        ),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types must all be 'full_attention' with"),
     ],
 )
 def test_a_directory_with_a_bad_config_is_refused(config, message, tmp_path):

@@ -1,0 +1,496 @@
+"""The serving engine, one decision after the other: what the compiled loop must do in every step.
+
+A request runs in a row. Its prompt is computed in tiles, `tile_len` neighbouring positions counted from the
+sequence's start, at most `num_tiles` of them a step; every later position is decoded, one a row and step. So
+too when a preempted row is computed again: its prompt in tiles, the answer tokens it has one a step. Each
+position is thus always computed in the same shape.
+
+Requests come in the order (priority, arrival), the lower first. The order of work is that of `Engine.step`.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from reference import model
+from reference.v1.block_pool import BlockPool
+from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock
+from reference.v1.kv_cache_utils import Request as V1Request
+
+NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
+
+
+def greedy(config: model.Config, weights: model.Weights) -> NextToken:
+    """The likeliest next token of a whole model."""
+    return lambda tokens: int(np.argmax(model.logits(config, weights, tokens)[-1]))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine's fixed sizes; both pools count their null block."""
+
+    max_num_seqs: int  # rows that run together
+    num_rows: int  # rows that requests may wait, run and lie finished in
+    num_tiles: int  # prompt tiles in one step
+    tile_len: int  # positions a tile
+    block_size: int  # positions a block
+    num_blocks: int
+    max_blocks_per_seq: int  # blocks in a row's line
+    num_host_blocks: int = 0  # 0: there is no host pool
+    sliding_window: int | None = None  # positions a token attends to, its own included
+    watermark_blocks: int = 0  # left free when a request joins others
+    prefix_caching: bool = True
+    reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+
+
+@dataclass(frozen=True)
+class Request:
+    """arrival: its name, higher than that of all requests before it.
+
+    max_num_tokens: prompt and answer end at so many.
+    salt: requests that differ in it share no blocks.
+    """
+
+    arrival: int
+    prompt: Sequence[int]
+    max_num_tokens: int
+    stop_token_ids: Sequence[int] = ()
+    priority: int = 0
+    salt: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.priority, self.arrival
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"
+    SWAPPED = "swapped"  # its blocks are on the host
+    FINISHED = "finished"  # holds no blocks; its tokens can be read until its row is used again
+
+
+FinishReason = Literal["stop", "length", "abort"]
+Preemption = Literal["recompute", "swap"]
+
+
+@dataclass(eq=False)
+class Row:
+    """A request and how far it is.
+
+    computed: tokens whose K and V are in the cache, the first ones.
+    blocks: those of the computed tokens, in order; the null block stands for one that left the window.
+        On the host while SWAPPED.
+    names: of the content of the leading blocks, as far as it has been published or found; see `Engine`.
+    """
+
+    index: int
+    request: Request
+    tokens: list[int]
+    phase: Phase = Phase.WAITING
+    computed: int = 0
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    names: list[BlockHash] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def held(self) -> list[KVCacheBlock]:
+        """The blocks that have not left the window."""
+        return [block for block in self.blocks if not block.is_null]
+
+    @property
+    def marked_tokens(self) -> list[int]:
+        """The tokens, those of the answer as `-1 - token`, for their K and V come from another shape."""
+        return [
+            token if position < self.prompt_len else -1 - token for position, token in enumerate(self.tokens)
+        ]
+
+
+@dataclass
+class Step:
+    """What one step did, by row; rows and requests of which there is nothing to say are left out."""
+
+    num_new_tokens: dict[int, int] = field(default_factory=dict)  # computed in this step
+    preempted: dict[int, Preemption] = field(default_factory=dict)  # in this order
+    admitted: dict[int, int] = field(default_factory=dict)  # blocks hit; in this order, swapped ones too
+    copies_out: list[tuple[int, int]] = field(default_factory=list)  # device block to host block
+    copies_in: list[tuple[int, int]] = field(default_factory=list)  # host block to device block
+    new_tokens: dict[int, int] = field(default_factory=dict)
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+    # Afterwards:
+    block_tables: dict[int, list[int]] = field(default_factory=dict)
+    host_block_tables: dict[int, list[int]] = field(default_factory=dict)
+    free_block_ids: list[int] = field(default_factory=list)  # in the order in which they will be taken
+    free_host_block_ids: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """Rows over a block pool (`lru`), and beside it a pool on the host, which caches no content.
+
+    Content is named exactly: a full block's name stands for its parent's name (the salt, if it is the first)
+    and its tokens, and dies with the last block that has it. A name is never used again, so that the children
+    of an evicted block are not found even if its content returns. vLLM's hash would find them.
+
+    In place of K and V the cache holds what they depend on, `marked_tokens` up to the position, and is
+    checked whenever it is read: a wrong block cannot go unnoticed.
+
+    **Nobody waits for ever.** Let a request's work be cdiv(prompt_len, tile_len) + max_new_tokens - 1 steps,
+    with max_new_tokens = max_num_tokens - prompt_len. Under first-come-first-served (equal priorities) a
+    request has finished after as many steps as it and those unfinished before it have work, together,
+    counted from its submission. For:
+
+    1. The running requests are always the first of all unfinished ones: preemption takes the last of them,
+       admission adds the next, nobody overtakes.
+    2. So either the first unfinished request runs or none does. If none does, all blocks are free, nothing
+       can be preempted or waited for, and it is admitted in this step: what fits at the door fits now.
+    3. The first is never preempted: all others go before it, and alone it fits.
+    4. So in each step the first computes at least one tile or one later position, and keeps it. A prompt has
+       cdiv(prompt_len, tile_len) tiles, and the last one's step gives the first new token; each of the others
+       costs a step, be it known from before a preemption or not. Then it is gone, and the next is the first.
+
+    With priorities 3 and 4 hold for the first unfinished request once it runs. Until then nobody is admitted,
+    and the first of those running is not preempted and gets on, so that after no more steps than the running
+    ones have work, together, the first unfinished one runs. So all n requests that are there finish, if no
+    others come, within n times the work of all. New ones of higher priority may hold one back for ever.
+    """
+
+    def __init__(self, config: EngineConfig, next_token: NextToken) -> None:
+        self.config = config
+        self.next_token = next_token
+        self.rows: list[Row | None] = [None] * config.num_rows
+        self.pool = BlockPool(config.num_blocks, config.prefix_caching, config.block_size)
+        self.host_pool = BlockPool(max(config.num_host_blocks, 1), False, config.block_size)
+        self.cache: dict[
+            tuple[KVCacheBlock, int], tuple[int, ...]
+        ] = {}  # by block, of either pool, and offset
+        self.names: dict[
+            tuple[BlockHash | int, tuple[int, ...]], BlockHash
+        ] = {}  # by parent or salt, and tokens
+        self.num_names = 0
+        self.last_arrival: int | None = None
+
+    # What the host may do between steps.
+
+    def submit(self, request: Request, row: int) -> None:
+        """Put a request into a row without one, or with a finished one.
+
+        Raises: ValueError when it could never be served, or the row is in use.
+        """
+        config = self.config
+        old = self.rows[row]
+        if old is not None and old.phase is not Phase.FINISHED:
+            raise ValueError(f"{row=} must be empty or finished, but is {old.phase.value}")
+        if self.last_arrival is not None and request.arrival <= self.last_arrival:
+            raise ValueError(f"{request.arrival=} must be higher than {self.last_arrival}, the last one")
+        if not 0 < len(request.prompt) < request.max_num_tokens:
+            raise ValueError(f"{len(request.prompt)=} must be in [1, {request.max_num_tokens=})")
+        most = request.max_num_tokens - 1  # the last token is never computed
+        if cdiv(most, config.block_size) > config.max_blocks_per_seq:
+            raise ValueError(f"{request.max_num_tokens=} needs more than {config.max_blocks_per_seq=}")
+        if self._blocks_of(most) > config.num_blocks - 1:
+            raise ValueError(
+                f"{request.max_num_tokens=} needs {self._blocks_of(most)} blocks, more than the pool has"
+            )
+        self.last_arrival = request.arrival
+        self.rows[row] = Row(row, request, list(request.prompt))
+
+    def abort(self, arrival: int) -> None:
+        """Finish the request, whatever its phase, and free its blocks. Nothing if it has finished already."""
+        for row in self._in_phase(Phase.WAITING, Phase.RUNNING, Phase.SWAPPED):
+            if row.request.arrival == arrival:
+                self._free(row)
+                row.phase, row.finish_reason = Phase.FINISHED, "abort"
+
+    # One step.
+
+    def step(self) -> Step:
+        step = Step()
+
+        # Shortage: the last running rows give way until the others have room.
+        new, tiles_left = self._plan()
+        while self._num_new_blocks(new) > self.pool.get_num_free_blocks():
+            self._preempt(self._in_phase(Phase.RUNNING)[-1], step)
+            new, tiles_left = self._plan()
+
+        # Admission in order, without overtaking.
+        if not step.preempted:
+            while tiles_left and self._admit_next(step):
+                new, tiles_left = self._plan()
+
+        # Blocks for the new tokens, then the tokens.
+        running = [row for row in self._by_row() if row.phase is Phase.RUNNING]
+        for row in running:
+            num_blocks = cdiv(row.computed + new[row], self.config.block_size) - len(row.blocks)
+            row.blocks += self.pool.get_new_blocks(num_blocks)
+        for row in running:
+            self._write(row, new[row])
+        for row in running:
+            self._check(row, new[row])
+            row.computed += new[row]
+        step.num_new_tokens = {row.index: new[row] for row in running if new[row]}
+
+        # Who has computed all tokens is due for the next.
+        for row in running:
+            if row.computed == row.num_tokens:
+                token = self.next_token(list(row.tokens))
+                row.tokens.append(token)
+                step.new_tokens[row.index] = token
+                if token in row.request.stop_token_ids:
+                    row.phase, row.finish_reason = Phase.FINISHED, "stop"
+                elif row.num_tokens == row.request.max_num_tokens:
+                    row.phase, row.finish_reason = Phase.FINISHED, "length"
+
+        # What is computed can be found from now on; who has finished, and what left the window, goes.
+        for row in running:
+            self._publish(row)
+        for row in running:
+            if row.finish_reason is not None:
+                step.finished[row.index] = row.finish_reason
+                self._free(row)
+        for row in running:
+            self._slide(row)
+
+        for row in self._by_row():
+            if row.blocks:
+                tables = step.host_block_tables if row.phase is Phase.SWAPPED else step.block_tables
+                tables[row.index] = ids(row.blocks)
+        step.free_block_ids = ids(self.pool.free_block_queue.get_all_free_blocks())
+        step.free_host_block_ids = ids(self.host_pool.free_block_queue.get_all_free_blocks())
+        return step
+
+    def _plan(self) -> tuple[dict[Row, int], int]:
+        """How many tokens each running row would compute now, and how many tiles are left.
+
+        Tiles are dealt out in the order of requests.
+        """
+        tile_len, tiles_left = self.config.tile_len, self.config.num_tiles
+        new = {}
+        for row in self._in_phase(Phase.RUNNING):
+            new[row] = 1
+            if row.computed < row.prompt_len:
+                first_tile = row.computed // tile_len
+                num_tiles = min(cdiv(row.prompt_len, tile_len) - first_tile, tiles_left)
+                tiles_left -= num_tiles
+                end = min((first_tile + num_tiles) * tile_len, row.prompt_len)
+                new[row] = end - row.computed if num_tiles else 0
+        return new, tiles_left
+
+    def _num_new_blocks(self, new: dict[Row, int]) -> int:
+        return sum(
+            cdiv(row.computed + num_new, self.config.block_size) - len(row.blocks)
+            for row, num_new in new.items()
+        )
+
+    def _preempt(self, row: Row, step: Step) -> None:
+        swaps = (
+            self.config.preemption_mode == "swap"
+            and self.config.num_host_blocks > 0
+            and len(row.held) <= self.host_pool.get_num_free_blocks()
+        )
+        if swaps:
+            step.copies_out += self._move(row, self.pool, self.host_pool)
+            row.phase = Phase.SWAPPED
+        else:
+            self._free(row)
+            row.phase = Phase.WAITING
+        row.num_preemptions += 1
+        step.preempted[row.index] = "swap" if swaps else "recompute"
+
+    def _admit_next(self, step: Step) -> bool:
+        """Let the first request in line run. False if there is none, or it has to wait."""
+        line = self._in_phase(Phase.WAITING, Phase.SWAPPED)
+        running = self._in_phase(Phase.RUNNING)
+        if not line or len(running) == self.config.max_num_seqs:
+            return False
+        row = line[0]
+
+        names: list[BlockHash] = []
+        hits: list[KVCacheBlock] = []
+        if row.phase is Phase.WAITING and self.config.prefix_caching:
+            names, hits = self._lookup(row)
+            if self._is_worth_waiting(row, len(hits)):
+                return False
+
+        # Room for all tokens that it and the running ones have. Of the hits, those in the window stay.
+        hits_held = hits[self._num_skipped(len(hits) * self.config.block_size) :]
+        need = self._blocks_of(row.num_tokens) - len(hits_held)
+        need += sum(block.ref_cnt == 0 for block in hits_held)
+        for other in running:
+            need += max(self._blocks_of(other.num_tokens) - len(other.held), 0)
+        if running:
+            need += self.config.watermark_blocks + len(running)
+        if need > self.pool.get_num_free_blocks():
+            return False
+
+        if row.phase is Phase.SWAPPED:
+            step.copies_in += self._move(row, self.host_pool, self.pool)
+        else:
+            self.pool.touch(hits)
+            row.names, row.blocks = names, hits
+            row.computed = len(hits) * self.config.block_size
+            self._slide(row)
+        row.phase = Phase.RUNNING
+        step.admitted[row.index] = len(hits)
+        return True
+
+    def _is_worth_waiting(self, row: Row, num_hits: int) -> bool:
+        """Whether a running row's prompt will let this one find at least a tile more than its hits."""
+        block_size = self.config.block_size
+        for other in self._in_phase(Phase.RUNNING):
+            if other.computed < other.prompt_len and other.request.salt == row.request.salt:
+                shared = num_common(row.request.prompt, other.request.prompt)
+                shared = min(shared, row.num_tokens - 1) // block_size * block_size
+                if shared - num_hits * block_size >= self.config.tile_len:
+                    return True
+        return False
+
+    def _write(self, row: Row, num_new: int) -> None:
+        """Put the next tokens' K and V, so to speak, into the cache."""
+        marked = row.marked_tokens
+        for position in range(row.computed, row.computed + num_new):
+            self.cache[self._place(row, position)] = tuple(marked[: position + 1])
+
+    def _check(self, row: Row, num_new: int) -> None:
+        """AssertionError unless all that the new tokens attend to is what this row would have written."""
+        window, marked = self.config.sliding_window, row.marked_tokens
+        first = 0 if window is None else max(row.computed + 1 - window, 0)
+        for position in range(first, row.computed + num_new) if num_new else ():
+            found = list(self.cache[self._place(row, position)])
+            wanted = marked[: position + 1]
+            if self.config.reuse_answers:  # their shape may differ
+                found, wanted = unmarked(found), unmarked(wanted)
+            assert found == wanted, f"{row} finds {found} at {position=}"
+
+    # Blocks.
+
+    def _place(self, row: Row, position: int) -> tuple[KVCacheBlock, int]:
+        """Where in the cache a position of a row is."""
+        return row.blocks[position // self.config.block_size], position % self.config.block_size
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        """Blocks that a row may hold at once, until it has computed so many tokens."""
+        config = self.config
+        num_blocks = cdiv(num_tokens, config.block_size)
+        if config.sliding_window is None:
+            return num_blocks
+        widest = config.sliding_window - 1 + config.num_tiles * config.tile_len
+        return min(num_blocks, cdiv(widest, config.block_size) + 1)
+
+    def _num_skipped(self, computed: int) -> int:
+        """Leading blocks that the token after so many does not attend to."""
+        if self.config.sliding_window is None:
+            return 0
+        return max(computed + 1 - self.config.sliding_window, 0) // self.config.block_size
+
+    def _slide(self, row: Row) -> None:
+        """Free the blocks that have left the window."""
+        num_skipped = self._num_skipped(row.computed)
+        self.pool.free_blocks(reversed(row.blocks[:num_skipped]))
+        row.blocks[:num_skipped] = [self.pool.null_block] * num_skipped
+
+    def _free(self, row: Row) -> None:
+        """Free all blocks, the last first, so that the beginning, which others may share, is evicted last."""
+        pool = self.host_pool if row.phase is Phase.SWAPPED else self.pool
+        pool.free_blocks(reversed(row.blocks))
+        row.blocks, row.names, row.computed = [], [], 0
+
+    def _move(self, row: Row, source: BlockPool, target: BlockPool) -> list[tuple[int, int]]:
+        """Take new blocks of the other pool, copy, and free the old ones. What others hold they keep."""
+        held = row.held
+        twins = dict(zip(held, target.get_new_blocks(len(held)), strict=True))
+        for block, twin in twins.items():
+            for offset in range(self.config.block_size):
+                if (block, offset) in self.cache:
+                    self.cache[twin, offset] = self.cache[block, offset]
+        source.free_blocks(reversed(row.blocks))
+        row.blocks = [twins.get(block, target.null_block) for block in row.blocks]
+        return [(block.block_id, twin.block_id) for block, twin in twins.items()]
+
+    # Content.
+
+    def _content(self, row: Row, index: int) -> tuple[int, ...]:
+        """The tokens of a row's block as the prefix cache sees them."""
+        tokens = row.tokens if self.config.reuse_answers else row.marked_tokens
+        return tuple(tokens[index * self.config.block_size : (index + 1) * self.config.block_size])
+
+    def _find(
+        self, parent: BlockHash | int, content: tuple[int, ...]
+    ) -> tuple[BlockHash, KVCacheBlock] | None:
+        """The name of this content and the block that got it first, if any block still has it."""
+        name = self.names.get((parent, content))
+        blocks = None if name is None else self.pool.get_cached_block(name, [0])
+        return (name, blocks[0]) if name is not None and blocks is not None else None
+
+    def _lookup(self, row: Row) -> tuple[list[BlockHash], list[KVCacheBlock]]:
+        """The longest beginning of a row's tokens that can be found, at least one token left to compute."""
+        names: list[BlockHash] = []
+        blocks: list[KVCacheBlock] = []
+        parent: BlockHash | int = row.request.salt
+        for index in range((row.num_tokens - 1) // self.config.block_size):
+            found = self._find(parent, self._content(row, index))
+            if found is None:
+                break
+            parent = found[0]
+            names.append(found[0])
+            blocks.append(found[1])
+        return names, blocks
+
+    def _publish(self, row: Row) -> None:
+        """Make the full blocks of the computed tokens findable, behind others with the same content."""
+        if not self.config.prefix_caching:
+            return
+        first, end = len(row.names), row.computed // self.config.block_size
+        for index in range(first, end):
+            parent = row.names[-1] if row.names else row.request.salt
+            content = self._content(row, index)
+            if self._find(parent, content) is None:
+                self.num_names += 1
+                self.names[parent, content] = BlockHash(self.num_names.to_bytes(32, "big"))
+            row.names.append(self.names[parent, content])
+        named = V1Request(str(row.request.arrival), row.tokens)
+        named.block_hashes = row.names
+        self.pool.cache_full_blocks(named, row.blocks, first, end, self.config.block_size, 0)
+
+    # Rows.
+
+    def _by_row(self) -> list[Row]:
+        return [row for row in self.rows if row is not None]
+
+    def _in_phase(self, *phases: Phase) -> list[Row]:
+        """In the order of requests."""
+        return sorted(
+            (row for row in self._by_row() if row.phase in phases), key=lambda row: row.request.order
+        )
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """The length of the longest common prefix."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def unmarked(tokens: list[int]) -> list[int]:
+    return [token if token >= 0 else -1 - token for token in tokens]
