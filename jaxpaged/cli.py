@@ -92,6 +92,22 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, help="tokens of a prompt with its answer (default: the model's)"
     )
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, help="computed in one step (default: max-num-seqs + 512)"
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="requests that begin alike share blocks (default: yes)",
+    )
+    group.add_argument(
+        "--reuse-answers",
+        action=argparse.BooleanOptionalAction,
+        help="prompts share blocks with earlier answers too, whose last bits may differ (default: no)",
+    )
+    group.add_argument("--preemption-mode", help="of who gives way: recompute (default) or swap")
+    group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")
+    group.add_argument("--scheduling-policy", help="fcfs (default) or priority")
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:

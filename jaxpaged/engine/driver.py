@@ -78,7 +78,7 @@ class Driver:
             max_num_seqs=config.max_num_seqs,
             num_tiles=config.num_prefill_tiles,
             watermark_blocks=int(WATERMARK * self.plan.num_blocks),
-            sliding_window=None,
+            sliding_window=model_config.sliding_window,
             reuse_answers=config.reuse_answers,
         )
         self.door = Door(config, model_config, max_model_len(config, model_config), self.plan, limits)

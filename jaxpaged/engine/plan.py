@@ -53,7 +53,7 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[Implemen
             head_dim=model_config.head_dim,
             block_size=config.block_size,
             group_size=model_config.num_q_heads // model_config.num_kv_heads,
-            options=support.Options(scale=1.0),
+            options=support.Options(scale=1.0, sliding_window=model_config.sliding_window),
         )
     except NotImplementedError as error:
         if config.attention != "auto":
