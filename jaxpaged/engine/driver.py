@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, state
 from jaxpaged.engine.loop import MAX_STEPS, Report
-from jaxpaged.engine.plan import attention, cache_plan, max_model_len, resolve_dtype
+from jaxpaged.engine.plan import attention, cache_plan, max_model_len, resolve_dtype, tiles_per_pass
 from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import Counters, FinishReason, HostPool, Phase
@@ -82,7 +82,7 @@ class Driver:
             reuse_answers=config.reuse_answers,
         )
         self.door = Door(config, model_config, max_model_len(config, model_config), self.plan, limits)
-        self.step_config = StepConfig(limits, decode_attention)
+        self.step_config = StepConfig(limits, tiles_per_pass(config), decode_attention)
         self.stats = Stats(num_blocks=self.plan.num_blocks - 1, num_free_blocks=self.plan.num_blocks - 1)
         dtype = resolve_dtype(config)
         self._graphdef, self._params = nnx.split(Llama(model_config, weights, dtype))

@@ -64,6 +64,17 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[Implemen
     return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else "the kernels are for Hopper GPUs"
 
 
+def tiles_per_pass(config: EngineConfig) -> int:
+    """Prompt tiles in one forward pass, a fixed number so that a token's bits are, too.
+
+    A wide pass computes long prompts faster, a narrow one wastes less on short ones: 16 tokens for each row
+    that can run, at least 64, and at most what makes a product efficient (LOG.md: 256 on two CPU cores).
+    """
+    widest = 256 if jax.default_backend() == "cpu" else 512
+    tokens = min(max(16 * config.max_num_seqs, 64), widest)
+    return min(tokens // PREFILL_TILE, config.num_prefill_tiles)
+
+
 def cache_plan(config: EngineConfig, model_config: ModelConfig) -> CachePlan:
     """How many blocks the cache gets on this machine."""
     dtype = resolve_dtype(config)

@@ -1,9 +1,9 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -48,15 +48,15 @@ class StepConfig:
     """What is fixed when the loop is compiled, beside the sizes of the state."""
 
     limits: Limits
+    tiles_per_pass: int  # prompt tiles computed in one forward pass; a step may make several passes
     decode_attention: Implementation
 
 
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
     """Advance every running row: some by tiles of their prompt, the others by one token.
 
-    Each kind of forward pass has few shapes (prompts a handful, so that a short one need not pay for a full
-    batch; decoding one), and what follows, from logits to freeing, has the shape of the rows that run. So a
-    token's bits do not depend on what else is in the step.
+    Prompts are computed in passes of one shape, decoding rows in one of another, and logits in a third,
+    whatever else is in the step. So a token's bits do not depend on its company.
     """
     state, decision = scheduler.schedule(state, config.limits)
     plan, limits = decision.plan, config.limits
@@ -82,16 +82,6 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
     return clean_up(publish(state, ran, limits), limits), decision
 
 
-def prefill_widths(num_tiles: int) -> tuple[int, ...]:
-    """Tiles of each prefill shape, narrow to wide: a batch of prompts is padded to the next."""
-    widths = []
-    width = 2
-    while width < num_tiles:
-        widths.append(width)
-        width *= 3
-    return (*widths, num_tiles)
-
-
 def max_blocks_touched(limits: Limits, block_size: int) -> int:
     """Blocks that a step can begin, or fill, over all rows: one for each that decodes, and those of tiles."""
     return limits.max_num_seqs + limits.num_tiles * (cdiv(PREFILL_TILE, block_size) + 1)
@@ -100,34 +90,29 @@ def max_blocks_touched(limits: Limits, block_size: int) -> int:
 def forward(
     model: Model, state: EngineState, plan: Plan, slots: Int[Array, " max_num_seqs"], config: StepConfig
 ) -> tuple[EngineState, Hidden]:
-    """Compute the plan's tokens: the prompts' in one pass, then the decoding rows' in another.
+    """Compute the plan's tokens: the prompts' in passes of a few tiles, then the decoding rows' in one.
 
-    Two passes, for in one the decoding rows would have another shape in every mix, and other bits.
+    Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
     Returns the hidden state of each slot's newest token, where it was among the computed.
     """
-    widths = prefill_widths(config.limits.num_tiles)
-    num_tiles = jnp.sum(plan.num_tiles)
     rows, tables = state.rows, state.tables
+    width = config.tiles_per_pass
+    num_passes = cdiv(jnp.sum(plan.num_tiles), width)
+    all_tiles = scheduler.prompt_tiles(state, plan, cdiv(config.limits.num_tiles, width) * width)
     type Pass = tuple[KVCache, Hidden]
 
-    def prefill(width: int) -> Callable[[Pass], Pass]:
-        def run(carry: Pass) -> Pass:
-            return compute(model, rows, tables, *carry, scheduler.prompt_tiles(state, plan, width), slots, "xla")
-
-        return run
+    def prefill(i: Int[Array, ""], carry: Pass) -> Pass:
+        tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
+        return compute(model, rows, tables, *carry, tiles, slots, "xla")
 
     def decode(carry: Pass) -> Pass:
         tiles = scheduler.decode_tiles(state, plan, slots)
         return compute(model, rows, tables, *carry, tiles, slots, config.decode_attention)
 
-    def nothing(carry: Pass) -> Pass:
-        return carry
-
     carry = state.kv_cache, jnp.zeros((slots.shape[0], model.hidden_size), model.dtype)
-    branch = jnp.where(num_tiles == 0, 0, 1 + jnp.searchsorted(jnp.asarray(widths), num_tiles))
-    carry = lax.switch(branch, [nothing, *map(prefill, widths)], carry)
+    carry = lax.fori_loop(0, num_passes, prefill, carry)
     decodes = jnp.any((plan.num_tiles == 0) & (plan.num_new_tokens > 0))
-    kv_cache, hidden = lax.cond(decodes, decode, nothing, carry)
+    kv_cache, hidden = lax.cond(decodes, decode, lambda carry: carry, carry)
     return dataclasses.replace(state, kv_cache=kv_cache), hidden
 
 

@@ -1,22 +1,18 @@
 """Whole histories of the engine against `reference.engine`: who runs, with which blocks, and what comes out."""
 
-import math
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.config import PREFILL_TILE
-from tests.engine.lockstep import MAX_NUM_SEQS, Event, LockStep, Setting, workloads
+from tests.engine.lockstep import LockStep, Setting, workloads
 
 SETTINGS = [
     Setting("roomy", num_blocks=1 + 90),
     Setting("tight", num_blocks=1 + 17),
     Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14),
     Setting("window", num_blocks=1 + 14, num_tiles=1, sliding_window=10, num_host_blocks=1 + 6),
-    Setting("one tile, big blocks", num_blocks=1 + 5, block_size=24, num_tiles=1, watermark_blocks=1),
+    Setting("big blocks", num_blocks=1 + 5, block_size=24, num_tiles=1, watermark_blocks=1, reuse_answers=True),
     Setting("no caching", num_blocks=1 + 30, block_size=3, prefix_caching=False),
-    Setting("answers reused", num_blocks=1 + 24, reuse_answers=True),
 ]
 
 
