@@ -38,8 +38,9 @@ def tiled_paged_attention(
     else:
         # Few queries: reading K and V is all that counts, and products by kv head would transpose them
         # first. All kv heads become one, as wide as they are together: a query is zero outside its own.
-        own = jnp.eye(num_kv_heads, dtype=q.dtype)
-        wide_q = jnp.einsum("ntkgd,kj->ntkgjd", q, own)
+        # (Selects and slices, not einsums: a CPU product of that size costs more than its arithmetic.)
+        own = jnp.eye(num_kv_heads, dtype=bool)[:, None, :, None]
+        wide_q = jnp.where(own, q[..., None, :], 0)
         out = _attend_by_kv_head(
             wide_q.reshape(num_tiles, tile_len, 1, num_q_heads, num_kv_heads * head_dim),
             k_cache,
@@ -48,8 +49,8 @@ def tiled_paged_attention(
             query_starts,
             seq_lens,
             sliding_window,
-        )
-        out = jnp.einsum("ntkgkd->ntkgd", out.reshape(wide_q.shape))
+        ).reshape(wide_q.shape)
+        out = jnp.stack([out[:, :, head, :, head] for head in range(num_kv_heads)], axis=2)
     return out.reshape(num_tiles, tile_len, num_q_heads, head_dim).astype(q.dtype)
 
 
@@ -83,15 +84,23 @@ def _attend_by_kv_head(
         jnp.where(held, block_tables, 0), ((0, 0), (0, -block_tables.shape[1] % blocks_per_chunk))
     )
 
-    # All queries that share a kv head, of all places of the tile, are one dimension: "rows" of the scores.
-    q = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile_len * group, head_dim)
-    q_position = jnp.repeat(query_starts[:, None] + jnp.arange(tile_len), group, axis=1)
+    # A tile's kv head is one entry of the batch of products; the queries that share it, of all places of
+    # the tile, are its "rows".
+    q = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles * num_kv_heads, tile_len * group, head_dim)
     # One bound says both what is causal and what exists.
-    bound = jnp.minimum(q_position + 1, seq_lens[:, None])[:, None, :, None]
+    q_position = query_starts[:, None] + jnp.arange(tile_len)
+    bound = jnp.minimum(q_position + 1, seq_lens[:, None])
+    q_position, bound = (
+        jnp.repeat(jnp.repeat(x, group, axis=1), num_kv_heads, axis=0)[:, :, None] for x in (q_position, bound)
+    )
 
     def gather(cache: Num[Array, "..."], ids: Int[Array, "..."]) -> Num[Array, "..."]:
         blocks = cache.reshape(cache.shape[0], -1).at[ids].get(mode="promise_in_bounds")
-        return blocks.reshape(num_tiles, chunk_len, num_kv_heads, head_dim).astype(q.dtype)
+        return blocks.reshape(num_tiles, chunk_len, num_kv_heads * head_dim).astype(q.dtype)
+
+    def by_head(x: Num[Array, "..."]) -> Num[Array, "..."]:
+        x = x.reshape(num_tiles, chunk_len, num_kv_heads, head_dim).swapaxes(1, 2)
+        return x.reshape(num_tiles * num_kv_heads, chunk_len, head_dim)
 
     def chunk(i, carry):  # type: ignore[no-untyped-def]
         row_max, row_sum, acc = carry
@@ -102,21 +111,24 @@ def _attend_by_kv_head(
         seen = kv_position < bound
         tile_sees = kv_position < seq_lens[:, None]
         if sliding_window is not None:
-            seen &= kv_position > q_position[:, None, :, None] - sliding_window
+            seen &= kv_position > q_position - sliding_window
             tile_sees &= kv_position >= begin[:, None]
         # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
-        v = jnp.where(tile_sees[:, :, None, None], v, 0)
+        v = jnp.where(tile_sees[:, :, None], v, 0)
 
-        scores = jnp.einsum("nkrd,nckd->nkrc", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("brd,bcd->brc", q, by_head(k), preferred_element_type=jnp.float32)
         scores = jnp.where(seen, scores, MASKED)
         new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - new_max[..., None]), 0)
+        weights = jnp.exp(scores - new_max[..., None])
         rescale = jnp.exp(row_max - new_max)
-        pv = jnp.einsum("nkrc,nckd->nkrd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+        pv = jnp.einsum(
+            "brc,bcd->brd", weights.astype(q.dtype), by_head(v), preferred_element_type=jnp.float32
+        )
         return new_max, row_sum * rescale + jnp.sum(weights, -1), acc * rescale[..., None] + pv
 
-    rows = (num_tiles, num_kv_heads, tile_len * group)
-    init = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
+    rows = q.shape[:2]
+    # The maximum starts above MASKED, so that what is masked weighs 0 in a row that sees nothing, too.
+    init = (jnp.full(rows, MASKED / 2), jnp.zeros(rows), jnp.zeros(q.shape))
     _, row_sum, acc = lax.fori_loop(first_chunk, num_chunks, chunk, init)
     out = acc / jnp.where(row_sum == 0, 1, row_sum)[..., None]
     return out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
