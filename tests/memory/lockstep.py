@@ -442,7 +442,7 @@ class Lockstep:
         found, want = free_block_ids(pool), self.oracle.free_order(on_host)
         if found != want:
             raise Disagreement(f"free blocks are {found}, the oracle's {want}")
-        found, want = pool.ref_count.tolist(), self.oracle.ref_counts(on_host)
+        found, want = tables.pool.ref_count.tolist(), self.oracle.ref_counts(on_host)
         if found != want:
             raise Disagreement(f"reference counts are {found}, the oracle's {want}")
         num_used = pool.num_blocks - 1 - len(self.oracle.free_order(on_host))
