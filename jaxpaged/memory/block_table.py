@@ -85,8 +85,7 @@ def create(pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: 
         block_tables=jnp.full((max_seqs, max_blocks_per_seq), NULL_BLOCK, jnp.int32),
         seq_lens=jnp.zeros(max_seqs, jnp.int32),
         num_skipped=jnp.zeros(max_seqs, jnp.int32),
-        # Each its own array: a donated one may not be there twice.
-        chains=jax.tree.map(jnp.copy, prefix_cache.root(cache, jnp.zeros(max_seqs, jnp.int32))),
+        chains=prefix_cache.root(cache, jnp.zeros(max_seqs, jnp.int32)),
         block_size=block_size,
     )
 
