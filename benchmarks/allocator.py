@@ -460,7 +460,8 @@ class LruSubject(Subject):
         self._do(self.append_prompt, self.prompt_lens)
         tokens = np.zeros((NUM_ROWS, MAX_BLOCKS_PER_ROW * BLOCK_SIZE), np.int32)
         tokens[0, : len(prompt)] = prompt
-        return self._do(self.commit, jnp.asarray(tokens), self.prompt_lens)
+        on_device = jax.block_until_ready(jnp.asarray(tokens))
+        return self._do(self.commit, on_device, self.prompt_lens)
 
     def time_cache(self) -> dict[str, float]:
         us = self._cache_prompt(self._prompt())
@@ -479,7 +480,7 @@ class LruSubject(Subject):
         self._cache_prompt(prompt)
         cache = self.tables.pool.prefix_cache
         num_tokens = HIT_BLOCKS * BLOCK_SIZE + 1
-        line = jnp.asarray(prompt[:num_tokens])
+        line = jax.block_until_ready(jnp.asarray(prompt[:num_tokens]))
         us, hit = timed(lambda: self.lookup(cache, line, jnp.int32(num_tokens), jnp.int32(0)))
         assert hit.block_ids.tolist() == self.tables.block_tables[0, :HIT_BLOCKS].tolist()
         self._do(self.free, self.everybody)

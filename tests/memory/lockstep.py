@@ -330,7 +330,7 @@ class Lockstep:
         """What an engine does with a new prompt: look it up, pin what is found, take blocks for the rest."""
         line = np.zeros(MAX_BLOCKS * self.block_size, np.int32)
         line[: len(tokens)] = tokens
-        hit = jax.device_get(self.verbs["lookup"](self.device, line, np.int32(len(tokens)), np.int32(salt)))
+        hit = self.verbs["lookup"](self.device, line, np.int32(len(tokens)), np.int32(salt))
         num_hits = int(hit.chain.num_blocks)
         found, want = hit.block_ids[:num_hits].tolist(), self.oracle.hits(tokens, salt)
         if found != want or hit.block_ids[num_hits:].any():

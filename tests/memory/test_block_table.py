@@ -408,9 +408,11 @@ def test_no_transition_copies_or_scans_the_pool() -> None:
     for name, (transition, arg) in transitions.items():
         donating = jax.jit(transition, donate_argnums=0)
         compiled = donating.lower(tables, arg).compile()
-        entry = compiled.as_text().split("\nENTRY ")[1]
+        text = compiled.as_text()
+        # The others have a branch that compacts.
+        entry = text if name in ("append", "commit") else text.split("\nENTRY ")[1]
         for line_ in entry.splitlines():
-            made = re.search(r"= \w+\[(\d+)[\],].*? (copy|sort|broadcast|iota|reduce|concatenate)\(", line_)
+            made = re.search(r"= \w+\[(\d+)[\],]\S* (copy|sort|broadcast|iota|reduce|concatenate)\(", line_)
             assert not (made and made.group(1) in sizes), f"{name} makes an array of the pool's size: {line_}"
         tables, info = donating(tables, arg)
         assert int(info.status) == Status.OK
