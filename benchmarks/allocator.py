@@ -312,6 +312,10 @@ class LifoSubject(Subject):
     def _append(self, seq: Any) -> None:
         self.manager.append_slot(seq)
 
+    def _append_all(self, seqs: list[Any]) -> None:
+        for seq in seqs:
+            self._append(seq)
+
     def _end(self, seqs: list[Any]) -> None:
         for seq in reversed(seqs):
             self.manager.free(seq)
@@ -322,7 +326,7 @@ class LifoSubject(Subject):
         for _ in range(STEPS):
             for seq in seqs:
                 self._write(seq)
-            us.append(timed(lambda: [self._append(seq) for seq in seqs])[0])
+            us.append(timed(functools.partial(self._append_all, seqs))[0])
         self._end(seqs)
         return float(np.median(us))
 

@@ -90,9 +90,8 @@ def _check_tables(tables: BlockTables) -> None:
                 f"block {block_id} at place {place}",
             )
         held.update(int(block_id) for block_id in line if block_id != NULL_BLOCK)
-    place = tables.pool.free_queue.place
     for used_id in range(1, tables.pool.num_blocks):
-        count = max(FreeQueue.NOT_QUEUED - place[used_id], 0)
+        count = max(FreeQueue.NOT_QUEUED - tables.pool.free_queue.place[used_id], 0)
         _require(
             held[used_id] == count,
             f"block {used_id} has {count} holders, but {held[used_id]} rows name it",
