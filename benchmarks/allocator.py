@@ -1,11 +1,15 @@
 """How long the memory's transitions take, beside the Python loops of vLLM's managers (our oracles of them).
 
-    python -m benchmarks.allocator [--policy lru lifo] [--num-blocks 1024 65536 1048576] [--repeats 30]
+    python -m benchmarks.allocator [--policy lru lifo naive] [--num-blocks 1024 65536 1048576] [--repeats 30]
 
 JSON lines on stdout. `us` are microseconds of one jitted call, its dispatch included; `in_loop_us` of one
 append inside a compiled loop, as the engine has it. The state is donated, so nothing of the pool's size may
 be copied. With `lru` all blocks hold cached content, so that each allocation evicts. The oracle's time is
-that of its manager alone: tokens and hashes are ready.
+that of its manager alone: tokens and hashes are ready. On a CPU, JAX runs in the thread that calls: else most
+of a call is the waking of another one, and varies with it (`--async-dispatch` leaves it as JAX has it).
+
+The lines "in a loop" are what an engine's decode step needs of the memory: 64 sequences in 128 rows, 4,096
+blocks; microseconds of one transition inside a compiled `while_loop`, without an oracle.
 """
 
 import argparse
@@ -27,7 +31,9 @@ from jaxpaged.memory.block_pool import Policy
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants
 from reference.v0.block_manager import BlockSpaceManager
-from reference.v0.sequence import Sequence, SequenceGroup, SequenceStatus
+from reference.v0.sequence import Sequence, SequenceGroup
+from reference.v063 import block_manager as v063_manager
+from reference.v063 import sequence as v063_sequence
 from reference.v1.kv_cache_manager import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheManager
 from reference.v1.kv_cache_utils import (
     BlockHash,
@@ -45,22 +51,45 @@ MAX_BLOCKS_PER_ROW = 1024
 STEPS = 16  # decode steps in one history: each row takes one block
 FILL = 4096  # blocks that are filled with content at a time
 
+# What an engine's loop has.
+LOOP_ROWS = 128
+LOOP_SEQS = 64
+LOOP_BLOCKS = 4096
+LOOP_BLOCKS_PER_ROW = 64
+LOOP_STEPS = 64
+LOOP_PROMPT = 512  # tokens
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.allocator", description=__doc__)
-    parser.add_argument("--policy", nargs="+", choices=["lru", "lifo"], default=["lru", "lifo"])
+    parser.add_argument("--policy", nargs="+", choices=[*SUBJECTS], default=[*SUBJECTS])
     parser.add_argument("--num-blocks", nargs="+", type=int, default=[1024, 65536, 1048576])
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--async-dispatch", action="store_true")
     options = parser.parse_args()
+    jax.config.update("jax_cpu_enable_async_dispatch", options.async_dispatch)
     context = record.context("benchmarks.allocator")
-    context |= {"device": jax.devices()[0].device_kind, "block_size": BLOCK_SIZE, "num_rows": NUM_ROWS}
+    context |= {
+        "device": jax.devices()[0].device_kind,
+        "block_size": BLOCK_SIZE,
+        "async_dispatch": options.async_dispatch,
+    }
     for policy in options.policy:
         append_us = {}
+        for line in measure_loops(policy, options.repeats):
+            shape = {
+                "policy": policy,
+                "num_blocks": LOOP_BLOCKS,
+                "num_rows": LOOP_ROWS,
+                "num_seqs": LOOP_SEQS,
+            }
+            print(json.dumps(context | shape | line), flush=True)
         for num_blocks in options.num_blocks:
             for line in measure(policy, num_blocks, options.repeats):
                 if line["operation"] == "append":
                     append_us[num_blocks] = line["us"]["median"], line["in_loop_us"]["median"]
-                print(json.dumps(context | {"policy": policy, "num_blocks": num_blocks} | line), flush=True)
+                shape = {"policy": policy, "num_blocks": num_blocks, "num_rows": NUM_ROWS}
+                print(json.dumps(context | shape | line), flush=True)
         smallest, largest = append_us[min(append_us)], append_us[max(append_us)]
         growth = [round(b / a, 2) for a, b in zip(smallest, largest, strict=True)]
         line = {"operation": "append", "growth": dict(zip(["us", "in_loop_us"], growth, strict=True))}
@@ -69,7 +98,7 @@ def main() -> None:
 
 def measure(policy: Policy, num_blocks: int, repeats: int) -> list[dict[str, Any]]:
     """One line for each operation."""
-    subject: Subject = {"lru": LruSubject, "lifo": LifoSubject}[policy](policy, num_blocks)
+    subject = SUBJECTS[policy](policy, num_blocks)
     lines = []
     for operation, (ours, theirs) in subject.operations().items():
         runs = [ours() for _ in range(repeats + 3)][3:]
@@ -89,6 +118,82 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
     result = jax.block_until_ready(call())
     return (time.perf_counter() - start) * 1e6, result
+
+
+def measure_loops(policy: Policy, repeats: int) -> list[dict[str, Any]]:
+    """One line for each transition that an engine's loop has."""
+    cache = prefix_cache.create(LOOP_BLOCKS, BLOCK_SIZE) if policy == "lru" else None
+    pool = block_pool.create(LOOP_BLOCKS, policy, prefix_cache=cache)
+    tables = block_table.create(pool, LOOP_ROWS, LOOP_BLOCKS_PER_ROW, BLOCK_SIZE)
+    row = jnp.arange(LOOP_ROWS, dtype=jnp.int32)
+    one_token = (row < LOOP_SEQS).astype(jnp.int32)
+    shape = (LOOP_ROWS, LOOP_BLOCKS_PER_ROW * BLOCK_SIZE)
+    token_ids = jnp.asarray(np.random.default_rng(0).integers(0, 1 << 15, shape), jnp.int32)
+    append_prompts = jax.jit(functools.partial(block_table.append, max_new_blocks=LOOP_BLOCKS))
+    # One sequence in 16 begins a block at every step.
+    tables, info = append_prompts(tables, one_token * (LOOP_PROMPT + row % BLOCK_SIZE))
+    assert int(info.status) == 0
+
+    def append(tables: BlockTables, _: jax.Array) -> tuple[BlockTables, jax.Array]:
+        tables, info = block_table.append(tables, one_token, max_new_blocks=LOOP_SEQS)
+        return tables, info.status
+
+    def free(tables: BlockTables, step: jax.Array) -> tuple[BlockTables, jax.Array]:
+        tables, info = block_table.free_rows(tables, row == step, max_blocks=LOOP_BLOCKS_PER_ROW)
+        return tables, info.status
+
+    loops = {"append": append, "free_rows of one row": free}
+    if policy == "lru":
+        publish = functools.partial(block_table.cache_full_blocks, max_blocks=LOOP_SEQS)
+        publish_prompts = jax.jit(functools.partial(block_table.cache_full_blocks, max_blocks=LOOP_BLOCKS))
+        tables, info = publish_prompts(tables, token_ids, tables.seq_lens)
+        assert int(info.status) == 0
+
+        def append_and_publish(tables: BlockTables, step: jax.Array) -> tuple[BlockTables, jax.Array]:
+            tables, status = append(tables, step)
+            tables, info = publish(tables, token_ids, tables.seq_lens)
+            return tables, status | info.status
+
+        def publish_nothing(tables: BlockTables, _: jax.Array) -> tuple[BlockTables, jax.Array]:
+            tables, info = publish(tables, token_ids, tables.seq_lens)
+            return tables, info.status
+
+        def lookup(tables: BlockTables, step: jax.Array) -> tuple[BlockTables, jax.Array]:
+            cache, line = tables.pool.prefix_cache, token_ids[step, :LOOP_PROMPT]
+            assert cache is not None
+            hit = prefix_cache.lookup(cache, line, jnp.int32(LOOP_PROMPT), jnp.int32(0))
+            return tables, hit.chain.num_blocks - (LOOP_PROMPT - 1) // BLOCK_SIZE
+
+        loops |= {
+            "append and cache_full_blocks, 4 of 64 new": append_and_publish,
+            "cache_full_blocks, none new": publish_nothing,
+            "lookup of 512 tokens": lookup,
+        }
+    lines = []
+    for name, transition in loops.items():
+        loop = jax.jit(functools.partial(_loop, transition))
+        runs = []
+        for _ in range(repeats + 3):
+            us, wrong = timed(functools.partial(loop, tables))
+            assert int(wrong[1]) == 0
+            runs.append(us / LOOP_STEPS)
+        lines.append({"operation": f"in a loop: {name}", "in_loop_us": record.spread(runs[3:])})
+    return lines
+
+
+def _loop(
+    transition: Callable[[BlockTables, jax.Array], tuple[BlockTables, jax.Array]], tables: BlockTables
+) -> tuple[BlockTables, jax.Array]:
+    """The tables after LOOP_STEPS transitions, and 0 if each returned 0."""
+    type Carry = tuple[jax.Array, BlockTables, jax.Array]
+
+    def body(carry: Carry) -> Carry:
+        step, tables, wrong = carry
+        tables, status = transition(tables, step)
+        return step + 1, tables, wrong | status
+
+    start = (jnp.int32(0), tables, jnp.int32(0))
+    return lax.while_loop(lambda carry: carry[0] < LOOP_STEPS, body, start)[1:]
 
 
 class Subject:
@@ -171,54 +276,85 @@ class LifoSubject(Subject):
 
     def __init__(self, policy: Policy, num_blocks: int) -> None:
         super().__init__(policy, num_blocks)
-        self.manager = BlockSpaceManager(BLOCK_SIZE, num_blocks - 1, 0, watermark=0.0)
+        self.manager = self._manager()
         # The two agree before either is timed.
         self.tables, _ = self.append_prompt(self.tables, self.first_lens)
         self.tables, _ = self.append(self.tables, self.one_token)
         seqs = self._begin(np.asarray(self.first_lens).tolist())
         for seq in seqs:
+            self._write(seq)
             self._append(seq)
         for row, seq in enumerate(seqs):
             table = self.manager.get_block_table(seq)
             ours = self.tables.block_tables[row, : len(table)]
             assert ours.tolist() == [block + 1 for block in table]
-        self.manager.reset()
+        self._end(seqs)
         self._do(self.free, self.everybody)
 
-    def _begin(self, lens: list[int]) -> list[Sequence]:
-        seqs = [Sequence(row, None, [0] * n, BLOCK_SIZE) for row, n in enumerate(lens)]
+    def _manager(self) -> Any:
+        return BlockSpaceManager(BLOCK_SIZE, self.num_blocks - 1, 0, watermark=0.0)
+
+    def _group(self, row: int, num_tokens: int) -> Any:
+        return SequenceGroup("", [Sequence(row, None, [0] * num_tokens, BLOCK_SIZE)])
+
+    def _begin(self, lens: list[int]) -> list[Any]:
+        groups = [self._group(row, num_tokens) for row, num_tokens in enumerate(lens)]
+        for group in groups:
+            self.manager.allocate(group)
+        seqs = [group.get_seqs()[0] for group in groups]
         for seq in seqs:
-            self.manager.allocate(SequenceGroup("", [seq]))
-            seq.status = SequenceStatus.RUNNING
+            seq.status = type(seq.status).RUNNING
         return seqs
 
-    def _append(self, seq: Sequence) -> None:
+    def _write(self, seq: Any) -> None:
         seq.append_token_id(0, {0: 0.0})
+
+    def _append(self, seq: Any) -> None:
         self.manager.append_slot(seq)
+
+    def _append_all(self, seqs: list[Any]) -> None:
+        for seq in seqs:
+            self._append(seq)
+
+    def _end(self, seqs: list[Any]) -> None:
+        for seq in reversed(seqs):
+            self.manager.free(seq)
 
     def time_oracle_append(self) -> float:
         seqs = self._begin(np.asarray(self.first_lens).tolist())
         us = []
         for _ in range(STEPS):
             for seq in seqs:
-                seq.append_token_id(0, {0: 0.0})
-            us.append(timed(lambda: [self.manager.append_slot(seq) for seq in seqs])[0])
-        self.manager.reset()
+                self._write(seq)
+            us.append(timed(functools.partial(self._append_all, seqs))[0])
+        self._end(seqs)
         return float(np.median(us))
 
-    def _prompt(self) -> SequenceGroup:
-        return SequenceGroup("", [Sequence(0, None, [0] * (PROMPT_BLOCKS * BLOCK_SIZE), BLOCK_SIZE)])
-
     def time_oracle_prompt(self) -> float:
-        group = self._prompt()
+        group = self._group(0, PROMPT_BLOCKS * BLOCK_SIZE)
         us, _ = timed(lambda: self.manager.allocate(group))
-        self.manager.reset()
+        self._end(group.get_seqs())
         return us
 
     def time_oracle_free(self) -> float:
-        group = self._prompt()
-        self.manager.allocate(group)
-        return timed(lambda: self.manager.free(group.get_seqs()[0]))[0]
+        [seq] = self._begin([PROMPT_BLOCKS * BLOCK_SIZE])
+        return timed(lambda: self.manager.free(seq))[0]
+
+
+class NaiveSubject(LifoSubject):
+    """Beside vLLM 0.6.3's `SelfAttnBlockSpaceManager`, without prefix caching."""
+
+    def _manager(self) -> Any:
+        return v063_manager.SelfAttnBlockSpaceManager(BLOCK_SIZE, self.num_blocks - 1, 0, watermark=0.0)
+
+    def _group(self, row: int, num_tokens: int) -> Any:
+        return v063_sequence.SequenceGroup(str(row), [v063_sequence.Sequence(row, [0] * num_tokens)])
+
+    def _write(self, seq: Any) -> None:
+        seq.append_token_id(0)
+
+    def _append(self, seq: Any) -> None:
+        self.manager.append_slots(seq, 0)
 
 
 class LruSubject(Subject):
@@ -328,7 +464,8 @@ class LruSubject(Subject):
         self._do(self.append_prompt, self.prompt_lens)
         tokens = np.zeros((NUM_ROWS, MAX_BLOCKS_PER_ROW * BLOCK_SIZE), np.int32)
         tokens[0, : len(prompt)] = prompt
-        return self._do(self.commit, jnp.asarray(tokens), self.prompt_lens)
+        on_device = jax.block_until_ready(jnp.asarray(tokens))
+        return self._do(self.commit, on_device, self.prompt_lens)
 
     def time_cache(self) -> dict[str, float]:
         us = self._cache_prompt(self._prompt())
@@ -347,7 +484,7 @@ class LruSubject(Subject):
         self._cache_prompt(prompt)
         cache = self.tables.pool.prefix_cache
         num_tokens = HIT_BLOCKS * BLOCK_SIZE + 1
-        line = jnp.asarray(prompt[:num_tokens])
+        line = jax.block_until_ready(jnp.asarray(prompt[:num_tokens]))
         us, hit = timed(lambda: self.lookup(cache, line, jnp.int32(num_tokens), jnp.int32(0)))
         assert hit.block_ids.tolist() == self.tables.block_tables[0, :HIT_BLOCKS].tolist()
         self._do(self.free, self.everybody)
@@ -363,6 +500,9 @@ class LruSubject(Subject):
         assert num_tokens == HIT_BLOCKS * BLOCK_SIZE
         self.manager.free(request)
         return us
+
+
+SUBJECTS: dict[Policy, type[Subject]] = {"lru": LruSubject, "lifo": LifoSubject, "naive": NaiveSubject}
 
 
 if __name__ == "__main__":

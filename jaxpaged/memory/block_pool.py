@@ -21,6 +21,7 @@ from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 
 NULL_BLOCK = 0
+HELD_ONCE = FreeQueue.NOT_QUEUED - 1  # the `place` of a block with one holder
 
 # Blocks are taken from the head of the free queue. A policy is nothing but a first order and an end:
 #   lifo       starts with the highest id, puts freed blocks at the head (vLLM v0 `BlockAllocator`);
@@ -32,20 +33,26 @@ Policy = Literal["lifo", "naive", "lru", "lru_split"]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["free_queue", "ref_count", "prefix_cache"],
+    data_fields=["free_queue", "prefix_cache"],
     meta_fields=["policy"],
 )
 @dataclasses.dataclass(frozen=True)
 class BlockPool:
+    """A block is either queued or held: `free_queue.place` is its place, or `NOT_QUEUED - holders`."""
+
     free_queue: FreeQueue
-    ref_count: Int[Array, " num_blocks"]  # holders of each block; 0 for free blocks and the null block
     prefix_cache: PrefixCache | None  # None: content is forgotten when its block is freed
     policy: Policy
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, the null block included."""
-        return self.ref_count.shape[0]
+        return self.free_queue.num_blocks
+
+    @property
+    def ref_count(self) -> Int[Array, " num_blocks"]:
+        """How many hold each block; 0 for free blocks and the null block."""
+        return (FreeQueue.NOT_QUEUED - self.free_queue.place).clip(0)
 
     @property
     def num_free(self) -> Int[Array, ""]:
@@ -100,7 +107,6 @@ def create(
     block_ids = jnp.arange(1, num_blocks, dtype=jnp.int32)
     return BlockPool(
         free_queue=free_queue.create(block_ids[::-1] if policy == "lifo" else block_ids, num_blocks),
-        ref_count=jnp.zeros(num_blocks, jnp.int32),
         prefix_cache=prefix_cache,
         policy=policy,
     )
@@ -125,10 +131,8 @@ def allocate(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[Bl
         count > max_count, Status.TOO_MANY_BLOCKS
     )
     count = jnp.where(status == Status.OK, count, 0)
-    queue, block_ids = free_queue.pop_front(pool.free_queue, count, max_count)
-    taken = jnp.arange(max_count) < count
-    ref_count = pool.ref_count.at[jnp.where(taken, block_ids, pool.num_blocks)].set(1, mode="drop")
-    pool = _forget(dataclasses.replace(pool, free_queue=queue, ref_count=ref_count), block_ids, taken)
+    queue, block_ids = free_queue.pop_front(pool.free_queue, count, max_count, place=HELD_ONCE)
+    pool = _forget(dataclasses.replace(pool, free_queue=queue), block_ids, jnp.arange(max_count) < count)
     return pool, AllocateInfo(block_ids=block_ids, status=status)
 
 
@@ -146,15 +150,13 @@ def free(
     Status: DOUBLE_FREE if a block is named more often than it is held, UNKNOWN_BLOCK.
     """
     known, unknown = _known(pool, block_ids, mask)
-    target = jnp.where(known, block_ids, pool.num_blocks)
-    ref_count = pool.ref_count.at[target].add(-1, mode="drop")
-    double_free = jnp.any(known & (ref_count[block_ids] < 0))
+    after = hold(pool, block_ids, known, -1)
+    place = after.free_queue.place[block_ids]
+    double_free = jnp.any(known & (place > FreeQueue.NOT_QUEUED))
     refused = double_free | unknown
-    ref_count = ref_count.at[jnp.where(refused, target, pool.num_blocks)].add(1, mode="drop")
-
-    queue, is_last = free_queue.last_namings(pool.free_queue, block_ids, known & ~refused)
-    is_freed = is_last & (ref_count[block_ids] == 0)
-    pool = dataclasses.replace(pool, ref_count=ref_count)
+    pool = hold(after, block_ids, known & refused, 1)
+    is_free = known & ~refused & (place == FreeQueue.NOT_QUEUED)
+    queue, is_freed = free_queue.last_namings(pool.free_queue, block_ids, is_free)
     if pool.policy == "lru":
         queue = free_queue.push_back(queue, block_ids, is_freed)
     elif pool.policy == "lru_split":
@@ -180,14 +182,9 @@ def touch(
     """
     known, unknown = _known(pool, block_ids, mask)
     known &= ~unknown
-    is_free = known & (pool.free_queue.place[block_ids] != FreeQueue.NOT_QUEUED)
-    target = jnp.where(known, block_ids, pool.num_blocks)
-    pool = dataclasses.replace(
-        pool,
-        free_queue=free_queue.remove(pool.free_queue, block_ids, is_free),
-        ref_count=pool.ref_count.at[target].add(1, mode="drop"),
-    )
-    return pool, StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
+    is_free = known & (pool.free_queue.place[block_ids] >= 0)
+    pool = dataclasses.replace(pool, free_queue=free_queue.remove(pool.free_queue, block_ids, is_free))
+    return hold(pool, block_ids, known, 1), StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
 
 
 def evict(
@@ -205,6 +202,13 @@ def reset_prefix_cache(pool: BlockPool) -> tuple[BlockPool, StatusInfo]:
         cleared = lax.cond(in_use, lambda same: same, prefix_cache.clear, pool.prefix_cache)
         pool = dataclasses.replace(pool, prefix_cache=cleared)
     return pool, StatusInfo(flag(in_use, Status.BLOCKS_IN_USE))
+
+
+def hold(pool: BlockPool, block_ids: Int[Array, "*n"], mask: Bool[Array, "*n"], holders: int) -> BlockPool:
+    """So many more `holders` for each masked naming of a held block. Nothing is checked or freed."""
+    target = jnp.where(mask, block_ids, pool.num_blocks)
+    place = pool.free_queue.place.at[target].add(-holders, mode="drop")
+    return dataclasses.replace(pool, free_queue=dataclasses.replace(pool.free_queue, place=place))
 
 
 def flag(condition: Bool[Array, ""], bit: Status) -> Int[Array, ""]:

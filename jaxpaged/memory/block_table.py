@@ -8,11 +8,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.memory import block_pool, free_queue, prefix_cache
+from jaxpaged.memory import block_pool, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
-from jaxpaged.memory.entries import number_through
+from jaxpaged.memory.entries import first_equal, number_through
+from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.prefix_cache import Chain
 from jaxpaged.status import Status
 
@@ -83,8 +85,7 @@ def create(pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: 
         block_tables=jnp.full((max_seqs, max_blocks_per_seq), NULL_BLOCK, jnp.int32),
         seq_lens=jnp.zeros(max_seqs, jnp.int32),
         num_skipped=jnp.zeros(max_seqs, jnp.int32),
-        # Each its own array: a donated one may not be there twice.
-        chains=jax.tree.map(jnp.copy, prefix_cache.root(cache, jnp.zeros(max_seqs, jnp.int32))),
+        chains=prefix_cache.root(cache, jnp.zeros(max_seqs, jnp.int32)),
         block_size=block_size,
     )
 
@@ -106,29 +107,21 @@ def append(
     needed = cdiv(seq_lens, tables.block_size)
     table_full = jnp.any(needed > tables.max_blocks_per_seq)
 
-    # Who writes into its last block lets go of it; when nobody is left, the last of them may keep it.
     last_ids = tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(held - 1, 0)]
     writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
-    ref_count = pool.ref_count.at[jnp.where(writes, last_ids, pool.num_blocks)].add(-1, mode="drop")
-    queue, is_last = free_queue.last_namings(pool.free_queue, last_ids, writes)
-    keeps = writes & is_last & (ref_count[last_ids] == 0)
-    copies = writes & ~keeps
-
+    copies = _must_copy(pool, last_ids, writes)
     num_new = needed - held + copies
     pool, allocated = block_pool.allocate(
-        dataclasses.replace(pool, free_queue=queue, ref_count=ref_count),
-        jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)),
-        max_new_blocks,
+        pool, jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)), max_new_blocks
     )
     status = allocated.status | flag(table_full, Status.TABLE_FULL)
     ok = status == Status.OK
-    stays = jnp.where(writes & (keeps | ~ok), last_ids, pool.num_blocks)
-    pool = dataclasses.replace(pool, ref_count=pool.ref_count.at[stays].add(1, mode="drop"))
-    if pool.prefix_cache is not None:  # content about to be written over cannot be found any more
-        pool, _ = block_pool.evict(pool, last_ids, keeps & ok)
-
     num_new = jnp.where(ok, num_new, 0)
     copies &= ok
+    pool = block_pool.hold(pool, last_ids, copies, -1)
+    if pool.prefix_cache is not None:  # content about to be written over cannot be found any more
+        pool, _ = block_pool.evict(pool, last_ids, writes & ~copies & ok)
+
     row, k, used = number_through(num_new, max_new_blocks)
     if pool.policy == "naive":
         col = jnp.where(copies[row] & (k == num_new[row] - 1), held[row] - 1, held[row] + k)
@@ -153,6 +146,26 @@ def append(
     )
 
 
+def _must_copy(
+    pool: BlockPool, last_ids: Int[Array, " max_seqs"], writes: Bool[Array, " max_seqs"]
+) -> Bool[Array, " max_seqs"]:
+    """Which of the rows that write into their last blocks must not, because others hold those too.
+
+    Row by row each lets go of its block; when nobody else is left, the last of them may keep it.
+    """
+    num_holders = FreeQueue.NOT_QUEUED - pool.free_queue.place[last_ids]
+
+    def count_writers() -> Bool[Array, " max_seqs"]:
+        index = jnp.arange(last_ids.shape[0], dtype=jnp.int32)
+        first = first_equal(last_ids, mask=writes)
+        num_writers = jnp.zeros_like(index).at[first].add(1)
+        last_writer = jnp.zeros_like(index).at[first].max(index)
+        return writes & ((num_writers[first] < num_holders) | (last_writer[first] != index))
+
+    # Nearly always every row is alone.
+    return lax.cond(jnp.any(writes & (num_holders > 1)), count_writers, lambda: jnp.zeros_like(writes))
+
+
 def fork(
     tables: BlockTables,
     sources: Int[Array, " num_forks"],
@@ -169,12 +182,10 @@ def fork(
     in_use = _any_in_use(tables, destinations, mask)
     done = mask & ~(unknown | in_use)
     lines = jnp.where(done[:, None], tables.block_tables[sources], NULL_BLOCK)
-    held = jnp.where(lines != NULL_BLOCK, lines, tables.pool.num_blocks)
-    ref_count = tables.pool.ref_count.at[held].add(1, mode="drop")
     target = jnp.where(done, destinations, tables.max_seqs)
     tables = dataclasses.replace(
         tables,
-        pool=dataclasses.replace(tables.pool, ref_count=ref_count),
+        pool=block_pool.hold(tables.pool, lines, lines != NULL_BLOCK, 1),
         block_tables=tables.block_tables.at[target].set(lines, mode="drop"),
         seq_lens=tables.seq_lens.at[target].set(tables.seq_lens[sources], mode="drop"),
         num_skipped=tables.num_skipped.at[target].set(tables.num_skipped[sources], mode="drop"),

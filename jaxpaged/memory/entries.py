@@ -4,7 +4,7 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 
 def number_through(
@@ -28,13 +28,31 @@ def unbroken(ok: Bool[Array, " n"], is_first: Bool[Array, " n"]) -> Bool[Array, 
 
 
 def first_equal(*keys: Array, mask: Bool[Array, " n"]) -> Int[Array, " n"]:
-    """The index of the first masked entry with the same keys as each masked entry; the others' own."""
-    index = jnp.arange(mask.shape[0], dtype=jnp.int32)
-    alone = jnp.where(mask, -1, index)  # no two of the others are equal
-    *ordered, order = lax.sort([alone, *keys, index], num_keys=len(keys) + 1, is_stable=True)
-    differs = functools.reduce(jnp.logical_or, [key != jnp.roll(key, 1) for key in ordered]) | (index == 0)
-    first = order[lax.cummax(jnp.where(differs, index, 0))]
-    return jnp.zeros_like(index).at[order].set(first)
+    """The index of the first masked entry with the same keys as each masked entry; the others' own.
+
+    By hashing: of all entries in a bucket the first is tried, and those that differ from it try another one.
+    Entries with the same keys go together, and the first of all is always settled: so the loop ends.
+    """
+    num_entries = mask.shape[0]
+    index = jnp.arange(num_entries, dtype=jnp.int32)
+    num_buckets = 1 << (4 * num_entries).bit_length()
+    type Search = tuple[UInt32[Array, ""], Int[Array, " n"], Bool[Array, " n"]]
+
+    def attempt(search: Search) -> Search:
+        seed, first, pending = search
+        bucket = jnp.broadcast_to(seed, index.shape)
+        for key in keys:
+            bucket = (bucket ^ key.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+            bucket ^= bucket >> 15
+        bucket = (bucket % num_buckets).astype(jnp.int32)
+        table = jnp.full(num_buckets, num_entries, jnp.int32)
+        table = table.at[jnp.where(pending, bucket, num_buckets)].min(index, mode="drop")
+        tried = table[bucket]
+        equal = functools.reduce(jnp.logical_and, [key == key[tried] for key in keys], pending)
+        return seed * jnp.uint32(0x85EBCA6B) + 1, jnp.where(equal, tried, first), pending & ~equal
+
+    start = (jnp.uint32(1), index, mask)
+    return lax.while_loop(lambda search: jnp.any(search[2]), attempt, start)[1]
 
 
 def reversed_groups(group: Int[Array, " n"]) -> Int[Array, " n"]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ring", "place", "head", "span", "num_free"],
+    data_fields=["ring", "place", "counters"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +29,29 @@ class FreeQueue:
     """
 
     ring: Int[Array, " capacity"]  # block ids; negative where one was removed; anything outside the span
-    place: Int[Array, " num_blocks"]  # where in the ring each block is; NOT_QUEUED if it is not
-    head: Int[Array, ""]  # place of the first entry
-    span: Int[Array, ""]  # places from the first entry to the last, holes included
-    num_free: Int[Array, ""]  # blocks in the queue
+    # Where in the ring each block is. Of one that is not queued: anything negative, for the owner's use.
+    place: Int[Array, " num_blocks"]
+    counters: Int[Array, "3"]  # head, span, num_free: one array, for every array costs time in every call
 
     HOLE: ClassVar[int] = -1  # any negative entry is a hole
     NOT_QUEUED: ClassVar[int] = -1
     # How many holes a taking steps over without looking a second time.
     HOLE_SLACK: ClassVar[int] = 64
+
+    @property
+    def head(self) -> Int[Array, ""]:
+        """The place of the first entry."""
+        return self.counters[..., 0]
+
+    @property
+    def span(self) -> Int[Array, ""]:
+        """Places from the first entry to the last, holes included."""
+        return self.counters[..., 1]
+
+    @property
+    def num_free(self) -> Int[Array, ""]:
+        """Blocks in the queue."""
+        return self.counters[..., 2]
 
     @property
     def capacity(self) -> int:
@@ -55,15 +69,16 @@ def create(block_ids: Int[Array, " num_free"], num_blocks: int) -> FreeQueue:
     ring = jnp.full(capacity, FreeQueue.HOLE, jnp.int32).at[:num_free].set(block_ids)
     place = jnp.full(num_blocks, FreeQueue.NOT_QUEUED, jnp.int32)
     place = place.at[block_ids].set(jnp.arange(num_free, dtype=jnp.int32))
-    return FreeQueue(ring, place, head=jnp.int32(0), span=jnp.int32(num_free), num_free=jnp.int32(num_free))
+    return FreeQueue(ring, place, jnp.array([0, num_free, num_free], jnp.int32))
 
 
 def pop_front(
-    queue: FreeQueue, count: Int[Array, ""], max_count: int
+    queue: FreeQueue, count: Int[Array, ""], max_count: int, *, place: int = FreeQueue.NOT_QUEUED
 ) -> tuple[FreeQueue, Int[Array, " max_count"]]:
     """Take the first `count <= min(max_count, num_free)` ids; the ids beyond `count` are 0.
 
-    The caller has checked `count`: taking more than there are is its error.
+    The caller has checked `count`: taking more than there are is its error. The ids' `place` becomes what the
+    owner likes, if it is negative.
     """
     window = min(max_count + FreeQueue.HOLE_SLACK, queue.capacity)
     offsets = jnp.arange(window, dtype=jnp.int32)
@@ -92,12 +107,8 @@ def pop_front(
     taken = jnp.arange(max_count, dtype=jnp.int32) < count
     queue = dataclasses.replace(
         queue,
-        place=queue.place.at[jnp.where(taken, taken_ids, queue.num_blocks)].set(
-            FreeQueue.NOT_QUEUED, mode="drop"
-        ),
-        head=(queue.head + passed) % queue.capacity,
-        span=queue.span - passed,
-        num_free=queue.num_free - count,
+        place=queue.place.at[jnp.where(taken, taken_ids, queue.num_blocks)].set(place, mode="drop"),
+        counters=_counters(queue, head=passed, span=-passed, num_free=-count),
     )
     return queue, taken_ids
 
@@ -108,7 +119,7 @@ def push_front(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, 
     queue = _make_room(queue, count)
     rank = jnp.cumsum(mask, dtype=jnp.int32) - 1
     queue = _put(queue, ids, mask, (queue.head - 1 - rank) % queue.capacity)
-    return dataclasses.replace(queue, head=(queue.head - count) % queue.capacity)
+    return dataclasses.replace(queue, counters=_counters(queue, head=-count))
 
 
 def push_back(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> FreeQueue:
@@ -133,25 +144,21 @@ def remove(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " nu
         ring=ring,
         # Always NOT_QUEUED; said like this, XLA reads before it writes instead of copying the whole array.
         place=queue.place.at[target].set(jnp.maximum(found, FreeQueue.NOT_QUEUED), mode="drop"),
-        num_free=queue.num_free - jnp.sum(mask & (found == hole), dtype=jnp.int32),
+        counters=_counters(queue, num_free=-jnp.sum(mask & (found == hole), dtype=jnp.int32)),
     )
 
 
 def last_namings(
     queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
 ) -> tuple[FreeQueue, Bool[Array, " num_ids"]]:
-    """Which of the masked entries is the last to name its id. None of these ids may be queued.
+    """Which of the masked entries is the last to name its id. The place of each of these is NOT_QUEUED.
 
-    The ids' own places, without meaning while they are not queued, serve as scratch: no sort is needed, and
-    nothing of the pool's size. The queue comes back as it was.
+    Their places serve as scratch: no sort is needed, and nothing of the pool's size. They are left negative;
+    the caller must push the ids.
     """
     mark = FreeQueue.NOT_QUEUED - 1 - jnp.arange(ids.shape[0], dtype=jnp.int32)
-    target = jnp.where(mask, ids, queue.num_blocks)
-    place = queue.place.at[target].min(mark, mode="drop")
-    found = place[ids]
-    # Always NOT_QUEUED; said like this, XLA reads before it writes instead of copying the whole array.
-    place = place.at[target].set(jnp.maximum(found, FreeQueue.NOT_QUEUED), mode="drop")
-    return dataclasses.replace(queue, place=place), mask & (found == mark)
+    place = queue.place.at[jnp.where(mask, ids, queue.num_blocks)].min(mark, mode="drop")
+    return dataclasses.replace(queue, place=place), mask & (place[ids] == mark)
 
 
 def compact(queue: FreeQueue) -> FreeQueue:
@@ -166,9 +173,19 @@ def compact(queue: FreeQueue) -> FreeQueue:
         .at[jnp.where(is_live, rank, queue.capacity)]
         .set(ids, mode="drop"),
         place=queue.place.at[jnp.where(is_live, ids, queue.num_blocks)].set(rank, mode="drop"),
-        head=jnp.zeros_like(queue.head),
-        span=queue.num_free,
+        counters=_counters(queue, head=-queue.head, span=queue.num_free - queue.span),
     )
+
+
+def _counters(
+    queue: FreeQueue,
+    *,
+    head: int | Int[Array, ""] = 0,
+    span: int | Int[Array, ""] = 0,
+    num_free: int | Int[Array, ""] = 0,
+) -> Int[Array, "3"]:
+    """The queue's counters, after so much is added to each."""
+    return jnp.stack([(queue.head + head) % queue.capacity, queue.span + span, queue.num_free + num_free])
 
 
 def _make_room(queue: FreeQueue, count: Int[Array, ""]) -> FreeQueue:
@@ -187,6 +204,5 @@ def _put(
         queue,
         ring=queue.ring.at[jnp.where(mask, place, queue.capacity)].set(ids, mode="drop"),
         place=queue.place.at[jnp.where(mask, ids, queue.num_blocks)].set(place, mode="drop"),
-        span=queue.span + count,
-        num_free=queue.num_free + count,
+        counters=_counters(queue, span=count, num_free=count),
     )

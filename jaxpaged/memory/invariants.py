@@ -41,33 +41,36 @@ def _require(condition: object, sentence: str) -> None:
 
 
 def _queued_ids(queue: FreeQueue) -> list[int]:
-    places = (int(queue.head) + np.arange(int(queue.span))) % queue.capacity
+    head, span, _ = queue.counters
+    places = (int(head) + np.arange(int(span))) % queue.capacity
     return [int(block_id) for block_id in queue.ring[places] if block_id >= 0]
 
 
 def _check_pool(pool: BlockPool) -> None:
     queue, num_blocks = pool.free_queue, pool.num_blocks
-    _require(0 <= queue.span <= queue.capacity, f"the queue spans {queue.span} of {queue.capacity} places")
-    _require(
-        0 <= queue.head < queue.capacity, f"the queue's head is {queue.head}, of {queue.capacity} places"
-    )
+    head, span, num_free = queue.counters
+    _require(0 <= span <= queue.capacity, f"the queue spans {span} of {queue.capacity} places")
+    _require(0 <= head < queue.capacity, f"the queue's head is {head}, of {queue.capacity} places")
     free = _queued_ids(queue)
-    _require(len(free) == queue.num_free, f"the queue holds {free}, num_free is {queue.num_free}")
+    _require(len(free) == num_free, f"the queue holds {free}, num_free is {num_free}")
     _require(len(set(free)) == len(free), f"a block is in the queue twice: {free}")
     _require(NULL_BLOCK not in free, "the null block is in the free queue")
-    _require(pool.ref_count[NULL_BLOCK] == 0, f"the null block has {pool.ref_count[NULL_BLOCK]} holders")
+    holders = FreeQueue.NOT_QUEUED - queue.place[NULL_BLOCK]
+    _require(holders == 0, f"the null block has {holders} holders")
     free_set = set(free)
     for block_id in range(1, num_blocks):
-        count = pool.ref_count[block_id]
-        _require(count >= 0, f"block {block_id} has {count} holders")
-        is_free = block_id in free_set
-        _require(is_free == (count == 0), f"block {block_id} has {count} holders, and is free: {is_free}")
         place = queue.place[block_id]
-        if is_free:
+        holders = FreeQueue.NOT_QUEUED - place
+        is_free = block_id in free_set
+        if place < 0:
+            _require(
+                not is_free and holders > 0,
+                f"block {block_id} has {holders} holders, and is free: {is_free}",
+            )
+        else:
+            _require(is_free, f"block {block_id} is not free, but its place is {place}")
             found = queue.ring[place]
             _require(found == block_id, f"block {block_id} should be at place {place}, where {found} is")
-        else:
-            _require(place == FreeQueue.NOT_QUEUED, f"block {block_id} is not free, but its place is {place}")
 
 
 def _check_tables(tables: BlockTables) -> None:
@@ -88,7 +91,7 @@ def _check_tables(tables: BlockTables) -> None:
             )
         held.update(int(block_id) for block_id in line if block_id != NULL_BLOCK)
     for used_id in range(1, tables.pool.num_blocks):
-        count = tables.pool.ref_count[used_id]
+        count = max(FreeQueue.NOT_QUEUED - tables.pool.free_queue.place[used_id], 0)
         _require(
             held[used_id] == count,
             f"block {used_id} has {count} holders, but {held[used_id]} rows name it",

@@ -90,18 +90,51 @@ class PrefixCache:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["salt", "num_blocks", "slot", "generation", "hash"],
+    data_fields=["fields"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Chain:
     """How far sequences are cached: the node of the last cached block, to which the next one is attached."""
 
-    salt: Int[Array, "*rows"]  # sequences share blocks only if their salts are equal
-    num_blocks: Int[Array, "*rows"]  # blocks cached, or passed over because the chain is broken
-    slot: Int[Array, "*rows"]  # ROOT before the first block; BROKEN if no further block can be cached
-    generation: Int[Array, "*rows"]
-    hash: UInt32[Array, "*rows 2"]  # of all tokens so far
+    fields: Int[Array, "*rows 6"]  # in the order of `of`; one array, for each costs time in every call
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        salt: Int[Array, "*rows"],
+        num_blocks: Int[Array, "*rows"],
+        slot: Int[Array, "*rows"],
+        generation: Int[Array, "*rows"],
+        hash: UInt32[Array, "*rows 2"],
+    ) -> "Chain":
+        columns = jnp.stack([salt, num_blocks, slot, generation], axis=-1)
+        return cls(jnp.concatenate([columns, hash.astype(jnp.int32)], axis=-1))
+
+    @property
+    def salt(self) -> Int[Array, "*rows"]:
+        """Sequences share blocks only if their salts are equal."""
+        return self.fields[..., 0]
+
+    @property
+    def num_blocks(self) -> Int[Array, "*rows"]:
+        """Blocks cached, or passed over because the chain is broken."""
+        return self.fields[..., 1]
+
+    @property
+    def slot(self) -> Int[Array, "*rows"]:
+        """ROOT before the first block; BROKEN if no further block can be cached."""
+        return self.fields[..., 2]
+
+    @property
+    def generation(self) -> Int[Array, "*rows"]:
+        return self.fields[..., 3]
+
+    @property
+    def hash(self) -> UInt32[Array, "*rows 2"]:
+        """Of all tokens so far."""
+        return self.fields[..., 4:].astype(jnp.uint32)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["block_ids", "chain"], meta_fields=[])
@@ -143,11 +176,11 @@ def root(cache: PrefixCache | None, salt: Int[Array, "*rows"]) -> Chain:
     else:
         token_ids = jnp.broadcast_to(salt[..., None], (*salt.shape, cache.block_size))
         hashed = cache.hash_fn(token_ids, jnp.full_like(salt, -1))
-    return Chain(
+    return Chain.of(
         salt=salt,
         num_blocks=jnp.zeros_like(salt),
         slot=jnp.full_like(salt, PrefixCache.ROOT),
-        generation=jnp.copy(salt),  # an array of its own: a donated one may not be there twice
+        generation=salt,
         hash=hashed,
     )
 
@@ -182,10 +215,16 @@ def lookup(
     slot, hit = _match(cache, blocks, hashes, fill(start.slot), fill(start.generation), index == 0, mask)
     num_hits = jnp.sum(hit, dtype=jnp.int32)
     end = jnp.maximum(num_hits - 1, 0)
-    reached = Chain(salt.astype(jnp.int32), num_hits, slot[end], cache.generation[slot[end]], hashes[end])
+    reached = Chain.of(
+        salt=start.salt,
+        num_blocks=num_hits,
+        slot=slot[end],
+        generation=cache.generation[slot[end]],
+        hash=hashes[end],
+    )
     return Hit(
         block_ids=jnp.where(hit, cache.neighbours[cache.last[slot], 0], 0),
-        chain=jax.tree.map(lambda some, none: jnp.where(num_hits > 0, some, none), reached, start),
+        chain=where(num_hits > 0, reached, start),
     )
 
 
@@ -203,9 +242,30 @@ def insert(
     already keeps it. If a block cannot be cached (its buckets are full, its content disagrees, it is the null
     block) its row's chain is broken there and nothing more of it is cached: that is no error.
     """
-    num_entries = block_ids.shape[0]
-    if num_entries == 0:
+    if block_ids.shape[0] == 0:
         return cache, chain
+    return lax.cond(
+        jnp.any(counts > 0),
+        _insert,
+        lambda cache, chain, *_: (cache, chain),
+        cache,
+        chain,
+        counts,
+        row,
+        block_ids,
+        token_ids,
+    )
+
+
+def _insert(
+    cache: PrefixCache,
+    chain: Chain,
+    counts: Int[Array, " rows"],
+    row: Int[Array, " n"],
+    block_ids: Int[Array, " n"],
+    token_ids: Int[Array, "n block_size"],
+) -> tuple[PrefixCache, Chain]:
+    num_entries = block_ids.shape[0]
     index = jnp.arange(num_entries, dtype=jnp.int32)
     end = jnp.cumsum(counts, dtype=jnp.int32)
     mask = index < end[-1]
@@ -268,7 +328,7 @@ def insert(
     grows = counts > 0
     at = jnp.maximum(end - 1, 0)
     whole_row = cached[at] & grows
-    return cache, Chain(
+    return cache, Chain.of(
         salt=chain.salt,
         num_blocks=chain.num_blocks + counts,
         slot=jnp.where(grows, jnp.where(whole_row, slot[at], PrefixCache.BROKEN), chain.slot),
@@ -279,8 +339,14 @@ def insert(
 
 def remove(cache: PrefixCache, block_ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> PrefixCache:
     """Forget the content of the masked blocks; a node whose last block goes is dead for good."""
-    slot = cache.slot[block_ids]
+    slot = cache.slot[block_ids]  # read before the branch: in it, XLA would copy the array it writes to
     mask = mask & (slot != PrefixCache.NO_SLOT)
+    return lax.cond(jnp.any(mask), _remove, lambda cache, *_: cache, cache, block_ids, slot, mask)
+
+
+def _remove(
+    cache: PrefixCache, block_ids: Int[Array, " n"], slot: Int[Array, " n"], mask: Bool[Array, " n"]
+) -> PrefixCache:
     target = jnp.where(mask, block_ids, cache.num_blocks)
     after, before = cache.neighbours[block_ids].T
     # Mark the blocks that go with their index here, and see which neighbours are marked.
@@ -325,7 +391,7 @@ def rewind(
     """The chains of rows shortened to `num_blocks` full blocks, the last of them `last_block_ids`."""
     at_root = root(cache, chain.salt)
     slot = cache.slot[last_block_ids]
-    inside = Chain(
+    inside = Chain.of(
         salt=chain.salt,
         num_blocks=num_blocks,
         slot=jnp.where(slot == PrefixCache.NO_SLOT, PrefixCache.BROKEN, slot),
@@ -336,8 +402,8 @@ def rewind(
     return where(num_blocks < chain.num_blocks, shorter, chain)
 
 
-def where(rows: Bool[Array, " rows"], then: Chain, otherwise: Chain) -> Chain:
-    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), then, otherwise)
+def where(rows: Bool[Array, "*rows"], then: Chain, otherwise: Chain) -> Chain:
+    return Chain(jnp.where(rows[..., None], then.fields, otherwise.fields))
 
 
 def _candidates(cache: PrefixCache, hashes: UInt32[Array, "n 2"]) -> Int[Array, "n candidates"]:
@@ -364,35 +430,40 @@ def _match(
     slots = _candidates(cache, hashes)
     block = cache.last[slots]
     same = (block != 0) & jnp.all(cache.hash[block] == hashes[:, None], axis=-1)
-    # Nearly always there is one candidate at most, whose tokens are compared at the end.
-    same = lax.cond(
-        jnp.any(jnp.sum(same, axis=1) > 1),
-        lambda: same & jnp.all(cache.token_ids[block] == token_ids[:, None], axis=-1),
-        lambda: same,
-    )
-    parent = cache.parent[block]
 
-    def fits(slot: Int[Array, " n"]) -> Bool[Array, "n candidates"]:
-        """Which candidates are children of what was chosen for the entry before."""
+    def parents(slot: Int[Array, " n"]) -> Int[Array, "n 2"]:
+        """What the entries' parents are, if `slot` is where the entries are."""
         before = jnp.roll(slot, 1)
-        want_slot = jnp.where(is_first, tip_slot, before)
-        want_generation = jnp.where(is_first, tip_generation, cache.generation[before])
-        return same & jnp.all(parent == jnp.stack([want_slot, want_generation], axis=-1)[:, None], axis=-1)
+        generation = jnp.where(is_first, tip_generation, cache.generation[before])
+        return jnp.stack([jnp.where(is_first, tip_slot, before), generation], axis=-1)
 
     def choose(among: Bool[Array, "n candidates"]) -> Int[Array, " n"]:
         return jnp.take_along_axis(slots, jnp.argmax(among, axis=1)[:, None], axis=1)[:, 0]
 
     # Where several have the tokens, the parents decide, and a parent may itself be undecided: each round
     # settles at least one more entry of every row.
-    def refine(state: tuple[Int[Array, " n"], Int[Array, " n"]]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
-        slot, _ = state
-        among = fits(slot)
-        return jnp.where(jnp.any(among, axis=1), choose(among), slot), slot
+    def decide() -> Int[Array, " n"]:
+        equal = same & jnp.all(cache.token_ids[block] == token_ids[:, None], axis=-1)
+        parent = cache.parent[block]
+        type Choice = tuple[Int[Array, " n"], Int[Array, " n"]]
 
-    slot = choose(same)
-    slot, _ = lax.while_loop(lambda state: jnp.any(state[0] != state[1]), refine, refine((slot, slot)))
-    equal = jnp.all(cache.token_ids[cache.last[slot]] == token_ids, axis=1)
-    return slot, unbroken(mask & equal & jnp.any(fits(slot), axis=1), is_first)
+        def refine(choice: Choice) -> Choice:
+            slot, _ = choice
+            among = equal & jnp.all(parent == parents(slot)[:, None], axis=-1)
+            return jnp.where(jnp.any(among, axis=1), choose(among), slot), slot
+
+        first = choose(equal)
+        return lax.while_loop(lambda choice: jnp.any(choice[0] != choice[1]), refine, refine((first, first)))[
+            0
+        ]
+
+    # Nearly always there is one candidate at most. Its hash, tokens and parent decide if it is right.
+    slot = lax.cond(jnp.any(jnp.sum(same, axis=1) > 1), decide, lambda: choose(same))
+    block = cache.last[slot]
+    right = (block != 0) & jnp.all(cache.hash[block] == hashes, axis=1)
+    right &= jnp.all(cache.token_ids[block] == token_ids, axis=1)
+    right &= jnp.all(cache.parent[block] == parents(slot), axis=1)
+    return slot, unbroken(mask & right, is_first)
 
 
 def _survivor(
@@ -466,7 +537,12 @@ def _link(
 ) -> PrefixCache:
     """Add the masked blocks to the rings of their nodes, behind those there; empty unclaimed slots."""
     index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
-    order = jnp.argsort(jnp.where(mask, slot, cache.num_slots), stable=True)
+    # Nearly always every block has a ring of its own.
+    order = lax.cond(
+        jnp.any(first_equal(slot, mask=mask) != index),
+        lambda: jnp.argsort(jnp.where(mask, slot, cache.num_slots), stable=True),
+        lambda: index,
+    )
     slot, ids, is_new, mask, unclaimed = (x[order] for x in (slot, block_ids, is_new, mask, unclaimed))
     begins = (index == 0) | (slot != jnp.roll(slot, 1)) | ~jnp.roll(mask, 1)
     ends = (index == index[-1]) | (slot != jnp.roll(slot, -1)) | ~jnp.roll(mask, -1)

@@ -71,11 +71,9 @@ def _move(
     status = allocated.status | flag(in_use, Status.ROW_IN_USE) | flag(too_many, Status.TOO_MANY_BLOCKS)
     done = status == Status.OK
     new_ids = allocated.block_ids[(jnp.cumsum(moves, dtype=jnp.int32) - 1)[first]]
-    shares = jnp.where(done & used & ~moves, new_ids, pool.num_blocks)
-    ref_count = pool.ref_count.at[shares].add(1, mode="drop")
     target = dataclasses.replace(
         target,
-        pool=dataclasses.replace(pool, ref_count=ref_count),
+        pool=block_pool.hold(pool, new_ids, done & used & ~moves, 1),
         block_tables=target.block_tables.at[jnp.where(done & used, row, target.max_seqs), col].set(
             new_ids, mode="drop"
         ),

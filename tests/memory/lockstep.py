@@ -330,7 +330,7 @@ class Lockstep:
         """What an engine does with a new prompt: look it up, pin what is found, take blocks for the rest."""
         line = np.zeros(MAX_BLOCKS * self.block_size, np.int32)
         line[: len(tokens)] = tokens
-        hit = jax.device_get(self.verbs["lookup"](self.device, line, np.int32(len(tokens)), np.int32(salt)))
+        hit = self.verbs["lookup"](self.device, line, np.int32(len(tokens)), np.int32(salt))
         num_hits = int(hit.chain.num_blocks)
         found, want = hit.block_ids[:num_hits].tolist(), self.oracle.hits(tokens, salt)
         if found != want or hit.block_ids[num_hits:].any():
@@ -442,7 +442,7 @@ class Lockstep:
         found, want = free_block_ids(pool), self.oracle.free_order(on_host)
         if found != want:
             raise Disagreement(f"free blocks are {found}, the oracle's {want}")
-        found, want = pool.ref_count.tolist(), self.oracle.ref_counts(on_host)
+        found, want = tables.pool.ref_count.tolist(), self.oracle.ref_counts(on_host)
         if found != want:
             raise Disagreement(f"reference counts are {found}, the oracle's {want}")
         num_used = pool.num_blocks - 1 - len(self.oracle.free_order(on_host))

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from jaxpaged.memory import block_pool, block_table, prefix_cache, swap
-from jaxpaged.memory.block_pool import AllocStatus
+from jaxpaged.memory.block_pool import HELD_ONCE, AllocStatus
 from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.invariants import InvariantError, check_invariants, free_block_ids
 from jaxpaged.status import PagedMemoryError, Status, raise_if_error
 from tests import replay
@@ -407,9 +408,11 @@ def test_no_transition_copies_or_scans_the_pool() -> None:
     for name, (transition, arg) in transitions.items():
         donating = jax.jit(transition, donate_argnums=0)
         compiled = donating.lower(tables, arg).compile()
-        entry = compiled.as_text().split("\nENTRY ")[1]
+        text = compiled.as_text()
+        # The others have a branch that compacts.
+        entry = text if name in ("append", "commit") else text.split("\nENTRY ")[1]
         for line_ in entry.splitlines():
-            made = re.search(r"= \w+\[(\d+)[\],].*? (copy|sort|broadcast|iota|reduce|concatenate)\(", line_)
+            made = re.search(r"= \w+\[(\d+)[\],]\S* (copy|sort|broadcast|iota|reduce|concatenate)\(", line_)
             assert not (made and made.group(1) in sizes), f"{name} makes an array of the pool's size: {line_}"
         tables, info = donating(tables, arg)
         assert int(info.status) == Status.OK
@@ -427,16 +430,17 @@ def test_no_transition_copies_or_scans_the_pool() -> None:
             "1 of them out of its window",
         ),
         (lambda t: dataclasses.replace(t, block_tables=t.block_tables.at[1, 0].set(1)), "2 rows name it"),
-        (lambda t: with_queue(t, num_free=t.pool.num_free + 1), "num_free is"),
-        (lambda t: with_queue(t, place=t.pool.free_queue.place.at[5].set(0)), "block 5 should be at place 0"),
+        (lambda t: with_queue(t, counters=t.pool.free_queue.counters.at[2].add(1)), "num_free is"),
+        (lambda t: with_place(t, 5, 0), "block 5 should be at place 0"),
         (lambda t: with_queue(t, ring=t.pool.free_queue.ring.at[5].set(5)), "in the queue twice"),
         (
             lambda t: with_queue(t, ring=t.pool.free_queue.ring.at[5].set(1)),
-            "block 1 has 1 holders, and is free",
+            "block 1 has 1 holders, and is free: True",
         ),
-        (lambda t: with_counts(t, t.pool.ref_count.at[1].set(2)), "block 1 has 2 holders, but 1 rows"),
-        (lambda t: with_counts(t, t.pool.ref_count.at[1].set(-1)), "block 1 has -1 holders"),
-        (lambda t: with_counts(t, t.pool.ref_count.at[0].set(1)), "the null block has 1 holders"),
+        (lambda t: with_place(t, 1, HELD_ONCE - 1), "block 1 has 2 holders, but 1 rows"),
+        (lambda t: with_place(t, 1, FreeQueue.NOT_QUEUED), "block 1 has 0 holders, and is free: False"),
+        (lambda t: with_place(t, 1, 0), "block 1 is not free, but its place is 0"),
+        (lambda t: with_place(t, 0, HELD_ONCE), "the null block has 1 holders"),
     ],
 )
 def test_invariants_notice_what_is_wrong(change: Callable[[BlockTables], BlockTables], message: str) -> None:
@@ -449,8 +453,8 @@ def with_queue(tables: BlockTables, **parts: Any) -> BlockTables:
     return dataclasses.replace(tables, pool=dataclasses.replace(tables.pool, free_queue=queue))
 
 
-def with_counts(tables: BlockTables, ref_count: Any) -> BlockTables:
-    return dataclasses.replace(tables, pool=dataclasses.replace(tables.pool, ref_count=ref_count))
+def with_place(tables: BlockTables, block_id: int, place: int) -> BlockTables:
+    return with_queue(tables, place=tables.pool.free_queue.place.at[block_id].set(place))
 
 
 def test_a_failing_history_is_saved_and_replayed(
