@@ -58,9 +58,7 @@ def sample(
     return lax.cond(jnp.any(samples), draw, lambda: greedy)
 
 
-def logprobs_of(
-    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"]
-) -> Float[Array, " rows"]:
+def logprobs_of(logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"]) -> Float[Array, " rows"]:
     """The natural logarithm of each token's chance in `softmax(logits)`: before temperature and filters."""
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=1)

@@ -91,7 +91,8 @@ def _attend_by_kv_head(
     q_position = query_starts[:, None] + jnp.arange(tile_len)
     bound = jnp.minimum(q_position + 1, seq_lens[:, None])
     q_position, bound = (
-        jnp.repeat(jnp.repeat(x, group, axis=1), num_kv_heads, axis=0)[:, :, None] for x in (q_position, bound)
+        jnp.repeat(jnp.repeat(x, group, axis=1), num_kv_heads, axis=0)[:, :, None]
+        for x in (q_position, bound)
     )
 
     def gather(cache: Num[Array, "..."], ids: Int[Array, "..."]) -> Num[Array, "..."]:

@@ -68,7 +68,9 @@ def engine(**options: Any) -> Engine:
     return Engine(EngineConfig(**DEFAULTS | options), CONFIG, weights())
 
 
-def submit(driver: Driver, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[int]:
+def submit(
+    driver: Driver, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[int]:
     """Queue the prompts; their request ids."""
     each = params if isinstance(params, list) else [params] * len(prompts)
     ids = [next(_request_ids) for _ in prompts]

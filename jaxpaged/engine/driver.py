@@ -128,8 +128,8 @@ class Driver:
     def turn(self, max_steps: int | None = None) -> list[Delta]:
         """Dispatch the next run if there is anything to run, then read the report of the one before.
 
-        So the device has work while the host reads. `max_steps` is at most `loop.MAX_STEPS`; without it as many
-        as make a short while.
+        So the device has work while the host reads. `max_steps` is at most `loop.MAX_STEPS`; without it as
+        many as make a short while.
         """
         self._fill_rows()
         dispatched = None
@@ -190,7 +190,7 @@ class Driver:
     def _fill_rows(self) -> None:
         free_rows = [row for row, place in enumerate(self._places) if place is None]
         while self._queue and free_rows:
-            batch = []
+            batch: list[tuple[int, Request]] = []
             while self._queue and free_rows and len(batch) < SUBMIT_LINES:
                 batch.append((free_rows.pop(0), heapq.heappop(self._queue)[1]))
             self._submit(batch)
@@ -225,7 +225,9 @@ class Driver:
     def _note(self, report: Report) -> None:
         """Bring the statistics up to date, and the time that a step takes."""
         done = {
-            field.name: int(np.int32(getattr(report.counters, field.name) - getattr(self._counters, field.name)))
+            field.name: int(
+                np.int32(getattr(report.counters, field.name) - getattr(self._counters, field.name))
+            )
             for field in dataclasses.fields(Counters)
         }
         self._counters = report.counters

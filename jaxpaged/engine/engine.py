@@ -20,7 +20,7 @@ logger = logging.getLogger("jaxpaged")
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has stopped, by an error (its cause) or because it was closed. It answers nothing any more."""
+    """The engine has stopped, by an error (its cause) or because it was closed, and answers nothing more."""
 
 
 type Item = Delta | EngineDeadError

@@ -56,7 +56,7 @@ def run(
 ) -> tuple[EngineState, Report]:
     """Step until all rows are done or `max_steps`, at most MAX_STEPS, are made.
 
-    If the host has more requests than there are rows, also when a row is free and no request waits in another.
+    If the host has more requests than rows, also when a row is free and no request waits in another.
     The model comes as `nnx.split(model)`. The state is donated: use the one returned.
     """
     model = nnx.merge(graphdef, params)

@@ -3,9 +3,9 @@
 Requests are served in order of priority, then arrival. Running rows come first; of them, the last in order
 gives way when blocks run out. A waiting request is admitted when the blocks for all its tokens known so far
 are there beside those of the running ones, and some to grow into; nobody overtakes. So the first in order
-among the running ones always goes on, and everyone's turn comes: request i of a first-come-first-served
-engine ends within `sum over j <= i of (tiles(prompt j) + max_tokens j)` steps of its arrival, where j runs over
-the requests that were unfinished then and i itself (`tests/engine/test_scheduler.py` holds it to that).
+among the running ones always goes on, and everyone's turn comes: first come, first served, a request has
+finished after as many steps as it and those unfinished before it have work, where a request's work is a step
+for each tile of its prompt and for each token of its answer but the first. `reference/engine.py` has the proof.
 """
 
 import dataclasses
@@ -226,7 +226,7 @@ def free_rows(tables: BlockTables, rows: Bool[Array, " rows"]) -> tuple[BlockTab
 def slide_windows(
     tables: BlockTables, rows: Bool[Array, " rows"], limits: Limits, *, max_blocks: int
 ) -> tuple[BlockTables, Int[Array, ""]]:
-    """Free the blocks of the masked rows that nothing to come can see; `max_blocks` over all. Also the status."""
+    """Free the blocks of the masked rows that nothing to come can see, `max_blocks` over all; also the status."""
     if limits.sliding_window is None:
         return tables, jnp.int32(0)
     skipped = jnp.where(rows, limits.skipped(tables.seq_lens), 0)
@@ -244,7 +244,7 @@ def _blocks_short(state: EngineState, plan: Plan) -> Int[Array, ""]:
 def _preempt(
     state: EngineState, limits: Limits
 ) -> tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]:
-    """Take running rows out, the last in order first, until the others' plan fits; who, and who was swapped."""
+    """Take running rows out, the last in order first, until the others' plan fits; who, and who swapped."""
     nobody = jnp.zeros(state.tables.max_seqs, bool)
     type Carry = tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]
 
@@ -277,7 +277,7 @@ def _preempt(
 def _admit(
     state: EngineState, limits: Limits, may: Bool[Array, ""]
 ) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"]]:
-    """Let waiting requests run in their order, as long as there is room; who, and how many blocks each hit."""
+    """Let waiting requests run in their order while there is room; who, and how many blocks each hit."""
     type Carry = tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Bool[Array, ""]]
 
     def try_next(carry: Carry) -> Carry:
@@ -309,7 +309,7 @@ def _admit(
 
 
 def _may_admit(state: EngineState, plan: Plan, limits: Limits) -> Bool[Array, ""]:
-    """Whether the next waiting request might be admitted: there is a slot, a tile, and a block to begin with."""
+    """Whether the next waiting request might be admitted: there is a slot, a tile, and some block."""
     rows = state.rows
     has_slot = jnp.sum(rows.running) < limits.max_num_seqs
     has_tile = jnp.sum(plan.num_tiles) < limits.num_tiles
@@ -381,9 +381,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, limits: Limits) ->
     )
 
 
-def _swap_out(
-    state: EngineState, rows: Bool[Array, " rows"]
-) -> tuple[EngineState, Bool[Array, " rows"]]:
+def _swap_out(state: EngineState, rows: Bool[Array, " rows"]) -> tuple[EngineState, Bool[Array, " rows"]]:
     """Move the masked row to the host if there is room; who was moved."""
     host = _has_host(state)
     held = jnp.sum(jnp.where(rows, state.tables.num_blocks - state.tables.num_skipped, 0))

@@ -97,7 +97,7 @@ class Counters:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tables", "kv_cache"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class HostPool:
-    """Where rows are swapped out to: tables with the same rows as the device's, and K and V in host memory."""
+    """Where rows are swapped out to: tables with the device's rows, and K and V in host memory."""
 
     tables: BlockTables
     kv_cache: KVCache

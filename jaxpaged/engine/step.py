@@ -126,7 +126,7 @@ def compute(
     slots: Int[Array, " max_num_seqs"],
     attention: Implementation,
 ) -> tuple[KVCache, Hidden]:
-    """Run the model over tiles whose tokens have places already; `hidden` where a row's newest was computed."""
+    """Run the model over tiles whose tokens have places already; each row's newest goes to `hidden`."""
     positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
     row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
     valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
@@ -138,9 +138,7 @@ def compute(
         implementation=attention,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
-    out, kv_cache = model(
-        token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), kv_cache, batch
-    )
+    out, kv_cache = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), kv_cache, batch)
     is_newest = (tiles.end > 0) & (tiles.end == rows.num_tokens[tiles.row])
     last = out.reshape(*positions.shape, -1)[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot_of = jnp.zeros(tables.max_seqs, jnp.int32).at[slots].set(jnp.arange(slots.shape[0]), mode="drop")
@@ -201,8 +199,8 @@ def publish(state: EngineState, ran: Bool[Array, " rows"], limits: Limits) -> En
     any_full = jnp.any(num_tokens // block_size > state.tables.chains.num_blocks)
 
     def insert(state: EngineState) -> EngineState:
-        every = jnp.arange(state.tables.max_seqs)[:, None], jnp.arange(rows.token_ids.shape[1])
-        keys = scheduler.cache_keys(rows, *jnp.broadcast_arrays(*every), limits)
+        row, position = jnp.indices(rows.token_ids.shape, jnp.int32)
+        keys = scheduler.cache_keys(rows, row, position, limits)
         max_blocks = max_blocks_touched(limits, block_size)
         tables, info = block_table.cache_full_blocks(state.tables, keys, num_tokens, max_blocks=max_blocks)
         return dataclasses.replace(state, tables=tables, status=state.status | info.status)

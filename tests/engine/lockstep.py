@@ -118,9 +118,7 @@ class Setting:
         def tables(num_blocks: int, *, cached: bool) -> block_table.BlockTables:
             cache = prefix_cache.create(num_blocks, self.block_size) if cached else None
             pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
-            return block_table.create(
-                pool, NUM_ROWS, cdiv(MAX_MODEL_LEN, self.block_size), self.block_size
-            )
+            return block_table.create(pool, NUM_ROWS, cdiv(MAX_MODEL_LEN, self.block_size), self.block_size)
 
         def arrays(num_blocks: int) -> KVCache:
             return kv_cache.create(1, num_blocks, self.block_size, 1, 2, jnp.dtype("float32"))
@@ -250,7 +248,9 @@ class LockStep:
         num_new = got.plan.num_new_tokens
         assert of(num_new, num_new > 0) == want.num_new_tokens
         assert of(got.num_hit_blocks, got.admitted) == want.admitted
-        modes = {row: "swap" if swaps else "recompute" for row, swaps in of(got.swapped, got.preempted).items()}
+        modes = {
+            row: "swap" if swaps else "recompute" for row, swaps in of(got.swapped, got.preempted).items()
+        }
         assert modes == want.preempted
         self.compare_rows()
         assert free_block_ids(self.state.tables.pool) == want.free_block_ids

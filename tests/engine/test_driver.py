@@ -41,7 +41,9 @@ def assert_nothing_is_held(driver: Driver) -> None:
         pytest.param({}, id="room for all"),
         pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 33}, id="one row, one tile"),
         pytest.param({"block_size": 1, "num_blocks": 1 + 136}, id="blocks of 1, few"),
-        pytest.param({"block_size": 16, "num_blocks": 1 + 9, "enable_prefix_caching": False}, id="no caching"),
+        pytest.param(
+            {"block_size": 16, "num_blocks": 1 + 9, "enable_prefix_caching": False}, id="no caching"
+        ),
     ],
 )
 def test_greedy_tokens_equal_the_reference(options):
@@ -51,7 +53,9 @@ def test_greedy_tokens_equal_the_reference(options):
     for _ in range(2):  # the second time with what the first has left in the prefix cache
         answers = tiny.generate(driver, prompts, [tiny.greedy(n) for n in max_tokens])
         for prompt, n, answer in zip(prompts, max_tokens, answers, strict=True):
-            assert answer == tiny.reference_answer(tuple(prompt), min(n, tiny.CONFIG.max_model_len - len(prompt)))
+            assert answer == tiny.reference_answer(
+                tuple(prompt), min(n, tiny.CONFIG.max_model_len - len(prompt))
+            )
     assert_nothing_is_held(driver)
 
 
@@ -184,7 +188,9 @@ def test_the_loop_compiles_once_whatever_comes():
     assert (loop.run._cache_size(), loop.submit._cache_size(), loop.abort._cache_size()) == compiled
 
 
-@pytest.mark.parametrize("options", [{"max_num_seqs": 1, "max_num_batched_tokens": 65}, SWAP], ids=["one", "swap"])
+@pytest.mark.parametrize(
+    "options", [{"max_num_seqs": 1, "max_num_batched_tokens": 65}, SWAP], ids=["one", "swap"]
+)
 def test_no_step_copies_the_cache(options, monkeypatch):
     """The compiled loop's temporary memory does not grow with the number of blocks."""
     monkeypatch.setattr(Driver, "_compile", lambda self: None)

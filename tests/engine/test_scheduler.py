@@ -1,4 +1,4 @@
-"""Whole histories of the engine against `reference.engine`: who runs, with which blocks, and what comes out."""
+"""Whole histories of the engine against `reference.engine`: who runs, with which blocks, with what answer."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +11,9 @@ SETTINGS = [
     Setting("tight", num_blocks=1 + 17),
     Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14),
     Setting("window", num_blocks=1 + 14, num_tiles=1, sliding_window=10, num_host_blocks=1 + 6),
-    Setting("big blocks", num_blocks=1 + 5, block_size=24, num_tiles=1, watermark_blocks=1, reuse_answers=True),
+    Setting(
+        "big blocks", num_blocks=1 + 5, block_size=24, num_tiles=1, watermark_blocks=1, reuse_answers=True
+    ),
     Setting("no caching", num_blocks=1 + 30, block_size=3, prefix_caching=False),
 ]
 
