@@ -3,7 +3,7 @@
 Requests are served in order of priority, then arrival. Running rows come first; of them, the last in order
 gives way when blocks run out. A waiting request is admitted when the blocks for all its tokens known so far
 are there beside those of the running ones, and some to grow into; nobody overtakes. So the first in order
-among the running ones always goes on, and everyone's turn comes: first come, first served, a request has
+among the running ones always goes on, and everyone has their turn: first come, first served, a request has
 finished after as many steps as it and those unfinished before it have work, where a request's work is a step
 for each tile of its prompt and for each token of its answer but the first. `reference/engine.py` has the proof.
 """
@@ -226,7 +226,7 @@ def free_rows(tables: BlockTables, rows: Bool[Array, " rows"]) -> tuple[BlockTab
 def slide_windows(
     tables: BlockTables, rows: Bool[Array, " rows"], limits: Limits, *, max_blocks: int
 ) -> tuple[BlockTables, Int[Array, ""]]:
-    """Free the blocks of the masked rows that nothing to come can see, `max_blocks` over all; also the status."""
+    """Free what nothing to come in the masked rows can see, `max_blocks` over all; also the status."""
     if limits.sliding_window is None:
         return tables, jnp.int32(0)
     skipped = jnp.where(rows, limits.skipped(tables.seq_lens), 0)
