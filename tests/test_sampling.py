@@ -33,6 +33,7 @@ def options(rows: list[dict], seeds: list[int]) -> SamplingState:
         top_p=jnp.array(columns["top_p"], jnp.float32),
         min_p=jnp.array(columns["min_p"], jnp.float32),
         seed=jnp.array(seeds, jnp.uint32),
+        wants_logprobs=jnp.zeros(len(seeds), bool),
     )
 
 

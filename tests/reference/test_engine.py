@@ -521,6 +521,7 @@ def test_the_answers_are_the_models_own() -> None:
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         rope_scaling=None,
+        sliding_window=None,
         tie_word_embeddings=False,
     )
     shapes = {
