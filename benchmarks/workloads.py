@@ -58,6 +58,12 @@ def ragged64(seed: int = 0) -> Workload:
     return {"name": "ragged64", "requests": requests, "max_num_seqs": 32}
 
 
+def full32(seed: int = 0) -> Workload:
+    """Thirty-two requests of the mean lengths of `ragged64`, all alike: decoding in an always full batch."""
+    rng = np.random.default_rng(seed)
+    return {"name": "full32", "requests": [_request(rng, 264, 136) for _ in range(32)], "max_num_seqs": 32}
+
+
 def shared_prefix32(seed: int = 0) -> Workload:
     """Thirty-two requests with the same first 256 tokens, then 16 to 64 of their own, 32 new ones each."""
     rng = np.random.default_rng(seed)
@@ -67,7 +73,7 @@ def shared_prefix32(seed: int = 0) -> Workload:
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
-    function.__name__: function for function in (single, batch16, ragged32, ragged64, shared_prefix32)
+    function.__name__: function for function in (single, batch16, ragged32, ragged64, full32, shared_prefix32)
 }
 
 

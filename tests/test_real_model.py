@@ -48,3 +48,26 @@ def test_it_stops_at_the_end_of_its_turn(llm):
     assert answer.text == "The capital of France is Paris."
     assert answer.finish_reason == "stop"
     assert answer.token_ids[-1] == llm.tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_are_the_same_bit_for_bit_in_any_company(llm, dtype):
+    """Cold, in company, with hits, and preempted, in the shapes of a real model; sampled as well as greedy."""
+    if dtype != "float32":
+        llm = LLM("smollm2", dtype=dtype, max_num_seqs=4, max_model_len=256, num_blocks=1 + 17)
+    shared = GOLDENS[1]["prompt_token_ids"] + GOLDENS[1]["token_ids"]
+    prompts = [shared[:48] + GOLDENS[i]["token_ids"][: 9 * i] for i in range(4)]
+    params = [SamplingParams(max_tokens=24, temperature=i % 2, seed=i, logprobs=0) for i in range(4)]
+
+    def answers(prompts, params):
+        results = llm.generate(prompts, params, use_tqdm=False)
+        return [(r.outputs[0].token_ids, r.outputs[0].logprobs) for r in results]
+
+    alone = []
+    for prompt, p in zip(prompts, params, strict=True):
+        llm.reset_prefix_cache()
+        alone += answers(prompt, p)
+    assert answers(prompts[::-1], params[::-1]) == alone[::-1]
+    assert answers(prompts, params) == alone
+    assert llm.engine.stats.num_hit_tokens > 0
+    assert (llm.engine.stats.num_preemptions > 0) == (dtype == "bfloat16")

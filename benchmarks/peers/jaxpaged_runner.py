@@ -4,8 +4,9 @@ import harness  # type: ignore[import-not-found]  # the file beside this one
 
 
 def main() -> None:
-    """Load the model and measure it."""
-    options = harness.start("Time jaxpaged on a workload.")
+    """Load the model and measure it. Every run begins with an empty prefix cache, if there is one."""
+    flags = {"--prefix-caching": "share the blocks of equal prompt beginnings (the peers do not)"}
+    options = harness.start("Time jaxpaged on a workload.", flags)
 
     import jaxpaged
 
@@ -14,6 +15,7 @@ def main() -> None:
         dtype=options.dtype,
         max_num_seqs=options.max_num_seqs,
         max_model_len=max(1024, options.max_model_len),
+        enable_prefix_caching=options.extra.prefix_caching,
     )
 
     def generate(requests: list[harness.Request]) -> list[list[int]]:
@@ -25,7 +27,7 @@ def main() -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 
-    harness.measure("jaxpaged", jaxpaged.__version__, options, generate)
+    harness.measure("jaxpaged", jaxpaged.__version__, options, generate, llm.reset_prefix_cache)
 
 
 if __name__ == "__main__":

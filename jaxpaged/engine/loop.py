@@ -109,6 +109,14 @@ def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> Engine
 
 
 @functools.partial(jax.jit, donate_argnames="state")
+def reset_prefix_cache(state: EngineState) -> EngineState:
+    """Forget what can be found of former requests; none may be running. The state is donated."""
+    pool, info = block_pool.reset_prefix_cache(state.tables.pool)
+    tables = dataclasses.replace(state.tables, pool=pool)
+    return dataclasses.replace(state, tables=tables, status=state.status | info.status)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
 def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     """End the unfinished requests with these arrivals, where they still are, with reason ABORT.
 
