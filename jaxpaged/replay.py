@@ -399,7 +399,7 @@ def _pool_sizes(tables: BlockTables) -> dict[str, Any]:
 
 def _kv(state: EngineState) -> tuple[KVCache, KVCache | None]:
     """The device's, and the host's."""
-    return state.kv_cache, state.host and state.host.kv_cache
+    return state.kv_cache, None if state.host is None else state.host.kv_cache
 
 
 def _put_kv(state: EngineState, device: KVCache, host: KVCache | None) -> EngineState:
@@ -429,8 +429,8 @@ def _refuse_computed(state: EngineState) -> None:
     cached = cache is not None and np.any(cache.last)
     if cached or any(np.any(tables.seq_lens) for tables in _tables(state).values()):
         raise InputError(
-            "model: the state must have no computed tokens, nor any in the prefix cache, for their K and V are "
-            "not in the file; replay it without a model"
+            "model: the state must have no computed tokens, nor any in the prefix cache, for their K and V "
+            "are not in the file; replay it without a model"
         )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import random
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,11 @@ from jaxpaged import replay
 from jaxpaged.config import InputError
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import EngineDeadError
+from jaxpaged.engine.scheduler import Decision, Plan
 from jaxpaged.engine.state import EngineState, FinishReason, Phase, empty_rows, without_kv
 from jaxpaged.engine.step import StepConfig
 from jaxpaged.memory.prefix_cache import hash_block
+from jaxpaged.status import Status
 from reference.engine import Request
 from tests import tiny
 from tests.engine.lockstep import MAX_MODEL_LEN, STOP, VOCAB, Event, LockStep, Setting, compiled_step
@@ -129,6 +132,14 @@ def test_a_replay_does_just_what_was_done(tmp_path):
         assert_equal(without_logprobs(step.after), without_logprobs(state))
     for step, follower in itertools.pairwise(steps):
         assert follower.before is step.after
+    text = "\n".join(line for i, step in enumerate(steps) for line in replay.describe(i, step))
+    assert text.count("preempted, swapped out") == was.seen_later["swapped"]
+    assert "swapped in; decode +1; blocks " in text
+    num_recomputed = was.seen_later["preempted"] - was.seen_later["swapped"]
+    assert text.count("preempted, to be recomputed") == num_recomputed
+    assert sum(map(int, re.findall(r"admitted, (\d+) blocks hit", text))) == was.seen_later["hits"]
+    assert text.count("finished, ABORT") == 1
+    assert "broken" not in text
     unanswered = dataclasses.replace(was.dump, answers={})
     assert len(list(replay.replay(unanswered))) > len(steps)  # who stopped goes on
 
@@ -270,6 +281,7 @@ def test_a_missing_file_is_told(tmp_path, capsys):
 
 
 PROMPTS = tiny.prompts([40, 34, 3, 3, 3, 3, 37])
+PROMPTS[1][:21] = PROMPTS[0][:21]  # the second hits the first's
 
 
 def filled_driver(**options) -> Driver:
@@ -317,7 +329,7 @@ def test_the_real_model_answers_where_nothing_was_computed(monkeypatch, tmp_path
 
 def test_the_command_prints_each_step(driver, tmp_path, capsys):
     replay.report(driver, tmp_path / "report")
-    assert replay.main([str(tmp_path / "report"), "--steps", "9"]) == 0
+    assert replay.main([str(tmp_path / "report"), "--steps", "7"]) == 0
     made_with, rest = capsys.readouterr().out.split("\n", 1)
     assert made_with.startswith("made with jaxpaged 0.1.0, jax 0.")
     assert rest == GOLDEN
@@ -391,4 +403,47 @@ def test_who_asks_for_a_report_as_the_engine_stops_is_answered(monkeypatch):
         assert shot.result(timeout=20).queue.arrival.tolist() == [0]
 
 
-GOLDEN = ""
+def test_what_is_wrong_with_a_state_is_said():
+    state = jax.device_get(without_kv(SETTING.state()))
+    nobody = np.zeros(6, bool)
+    nothing = Decision(Plan(np.zeros(6, int), np.zeros(6, int)), nobody, np.zeros(6, int), nobody, nobody)
+    tables = dataclasses.replace(state.tables, seq_lens=state.tables.seq_lens + 1)
+    after = dataclasses.replace(state, tables=tables, status=np.int32(Status.DOUBLE_FREE))
+    _, error, broken = replay.describe(1, replay.Step(state, nothing, after, num_queued=0))
+    assert error.startswith("  error: double free: ")
+    assert broken.startswith("  broken: row 0 has 1 blocks, 0 of them out of its window, but names block 0")
+
+
+GOLDEN = """\
+6 rows of 112 tokens, 3 run together; blocks of 4 tokens; 17 of 17 blocks free; 14 of 14 host blocks free
+  row 0, request 0: WAITING; 40 prompt tokens, 40 in all; 0 computed
+  row 1, request 1: WAITING; 34 prompt tokens, 34 in all; 0 computed
+  row 2, request 2: WAITING; 3 prompt tokens, 3 in all; 0 computed
+  row 3, request 3: WAITING; 3 prompt tokens, 3 in all; 0 computed
+  row 4, request 4: WAITING; 3 prompt tokens, 3 in all; 0 computed
+  row 5, request 5: WAITING; 3 prompt tokens, 3 in all; 0 computed
+step 1: 1 ran, 6 wait; 7 of 17 blocks free; 14 of 14 host blocks free
+  row 0, request 0: admitted, 0 blocks hit; prompt +40; blocks 1-10
+step 2: 2 ran, 5 wait; 2 of 17 blocks free; 14 of 14 host blocks free
+  row 0, request 0: decode +1; blocks 1-11
+  row 1, request 1: admitted, 5 blocks hit; prompt +14; blocks 1-5 12-15
+step 3: 2 ran, 5 wait; 2 of 17 blocks free; 14 of 14 host blocks free
+  row 0, request 0: decode +1
+  row 1, request 1: decode +1
+step 4: 2 ran, 5 wait; 8 of 17 blocks free; 14 of 14 host blocks free
+  row 0, request 0: decode +1; finished, LENGTH; blocks none
+  row 1, request 1: decode +1
+step 5: 3 ran, 3 wait; 5 of 17 blocks free; 14 of 14 host blocks free
+  row 0, request 6: submitted, 37 prompt tokens
+  row 1, request 1: decode +1; blocks 1-5 12-16
+  row 2, request 2: admitted, 0 blocks hit; prompt +3; blocks 17
+  row 3, request 3: admitted, 0 blocks hit; prompt +3; blocks 11
+step 6: 3 ran, 3 wait; 15 of 17 blocks free; 14 of 14 host blocks free
+  row 1, request 1: decode +1; finished, LENGTH; blocks none
+  row 2, request 2: decode +1
+  row 3, request 3: decode +1
+step 7: 3 ran, 2 wait; 12 of 17 blocks free; 14 of 14 host blocks free
+  row 2, request 2: decode +1; blocks 17 10
+  row 3, request 3: decode +1; blocks 11 9
+  row 4, request 4: admitted, 0 blocks hit; prompt +3; blocks 8
+"""
