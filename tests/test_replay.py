@@ -157,6 +157,16 @@ def test_without_stop_tokens_it_needs_no_answers(tmp_path):
             assert_equal(got.tables.pool.free_queue, want.tables.pool.free_queue)
 
 
+def test_steps_in_which_nothing_is_to_do_count(tmp_path):
+    """So that a request comes when it came, however long the engine had waited for it."""
+    event = replay.Event(3, request=line_of(Request(8, (1, 2, 3), 5)))
+    replay.dump(
+        SETTING.state(), tmp_path / "f", step_config=STEP_CONFIG, vocab_size=VOCAB_SIZE, events=[event]
+    )
+    steps = list(replay.replay(replay.load(tmp_path / "f")))
+    assert [int(step.decision.plan.num_new_tokens[0]) for step in steps] == [0, 0, 0, 3, 1]
+
+
 @pytest.mark.parametrize(
     "setting",
     [
