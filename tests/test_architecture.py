@@ -34,6 +34,14 @@ ALLOWED = {
         "jaxpaged/engine",
         "jaxpaged/models",
     },
+    "jaxpaged/replay.py": {
+        "jaxpaged/__init__.py",
+        "jaxpaged/config.py",
+        "jaxpaged/status.py",
+        "jaxpaged/memory",
+        "jaxpaged/models",
+        "jaxpaged/engine",
+    },
     "jaxpaged/__init__.py": {"jaxpaged/config.py", "jaxpaged/engine"},
 }
 # Packages beside the standard library; None: any that pyproject.toml names.

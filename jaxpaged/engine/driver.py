@@ -19,7 +19,7 @@ from jaxpaged.engine.loop import MAX_STEPS, Report
 from jaxpaged.engine.plan import attention, cache_plan, max_model_len, resolve_dtype, tiles_per_pass
 from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.scheduler import Limits
-from jaxpaged.engine.state import Counters, FinishReason, HostPool, Phase
+from jaxpaged.engine.state import Counters, EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.engine.step import StepConfig
 from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache
 from jaxpaged.memory.block_table import BlockTables, cdiv
@@ -64,6 +64,16 @@ class _Place:
 
     request: Request
     num_seen: int  # tokens read so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """An engine between two runs, as values of the host: what `jaxpaged.replay` writes to a file."""
+
+    state: EngineState  # NumPy arrays; of K and V only shapes and types
+    step_config: StepConfig
+    vocab_size: int
+    queue: Rows  # of those who have no row yet, a line each, in their order
 
 
 class Driver:
@@ -138,6 +148,15 @@ class Driver:
         deltas = [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if any(self._places) else None
         return deltas
+
+    def snapshot(self) -> Snapshot:
+        """Waits for the run under way, and disturbs nothing."""
+        requests = [request for _, request in sorted(self._queue)]
+        queue = state.empty_rows(len(requests), self.door.max_model_len)
+        for line, request in enumerate(requests):
+            self.door.write(queue, line, request)
+        values = jax.device_get(state.without_kv(self._state))
+        return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
 
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))

@@ -7,10 +7,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Self
 
 from jaxpaged.config import EngineConfig, InputError, SamplingParams
-from jaxpaged.engine.driver import Driver, Stats
+from jaxpaged.engine.driver import Driver, Snapshot, Stats
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.models.config import ModelConfig
@@ -161,6 +162,10 @@ class Engine:
         """Give requests up; those that have finished stay as they are."""
         self._worker.abort([handle.request_id for handle in handles])
 
+    def snapshot(self) -> Snapshot:
+        """How the engine stands after the run under way, or has stopped: see `jaxpaged.replay.report`."""
+        return self._worker.snapshot()
+
     def close(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`. May be called again."""
         self._close()
@@ -183,6 +188,7 @@ class _Worker:
         self._sinks: dict[int, Sink] = {}  # of the requests in flight
         self._submitted: list[Request] = []
         self._aborted: list[int] = []
+        self._snapshots: list[Future[Snapshot]] = []  # asked for
         self._stopped: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._serve, name="jaxpaged-engine", daemon=True)
         self._thread.start()
@@ -199,6 +205,19 @@ class _Worker:
         with self.lock:
             self._aborted += [i for i in request_ids if i in self._sinks]
             self._changed.notify()
+
+    def snapshot(self) -> Snapshot:
+        """Taken by the engine's thread, as each run takes the state away; by the caller if that has ended."""
+        asked: Future[Snapshot] = Future()
+        with self.lock:
+            lives = self._stopped is None
+            if lives:
+                self._snapshots.append(asked)
+                self._changed.notify()
+        if lives:
+            return asked.result()
+        self._thread.join()
+        return self._driver.snapshot()
 
     def stop(self, error: EngineDeadError | None = None) -> None:
         """Let the thread end after its turn, and tell everyone who waits."""
@@ -218,17 +237,20 @@ class _Worker:
     def _serve(self) -> None:
         try:
             while self._take_inbox():
+                self._take_snapshots()
                 self._deliver_all(self._driver.turn())
         except BaseException as error:
-            logger.exception("the engine stops")
+            logger.exception("the engine stops; jaxpaged.replay.report(engine, path) still writes its state")
             dead = EngineDeadError(f"the engine stopped by {type(error).__name__}: {error}")
             dead.__cause__ = error
             self.stop(dead)
+        finally:
+            self._take_snapshots()
 
     def _take_inbox(self) -> bool:
         """Wait for work, and hand new requests and aborts to the driver; False when stopped."""
         with self.lock:
-            while not (self._stopped or self._submitted or self._aborted or self._driver.has_work):
+            while not (self._stopped or self._has_mail or self._driver.has_work):
                 self._changed.wait()
             submitted, self._submitted = self._submitted, []
             aborted, self._aborted = self._aborted, []
@@ -238,6 +260,19 @@ class _Worker:
         if aborted:
             self._deliver_all(self._driver.abort(aborted))
         return not stopped
+
+    @property
+    def _has_mail(self) -> bool:
+        return bool(self._submitted or self._aborted or self._snapshots)
+
+    def _take_snapshots(self) -> None:
+        with self.lock:
+            asked, self._snapshots = self._snapshots, []
+        for future in asked:
+            try:
+                future.set_result(self._driver.snapshot())
+            except Exception as error:  # that of who asked
+                future.set_exception(error)
 
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:

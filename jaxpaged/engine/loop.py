@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.engine import scheduler
 from jaxpaged.engine import state as states
+from jaxpaged.engine.scheduler import Decision, Limits
 from jaxpaged.engine.state import Counters, EngineState, Phase, Rows
 from jaxpaged.engine.step import StepConfig, step
 from jaxpaged.memory import block_pool, prefix_cache
@@ -123,3 +124,17 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     An arrival that is in no row, -1 for one, does nothing. The state is donated.
     """
     return scheduler.abort(state, arrivals)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")
+def step_once(
+    graphdef: nnx.GraphDef, params: nnx.State, state: EngineState, *, config: StepConfig
+) -> tuple[EngineState, Decision]:
+    """One step, with what it decided: for a replay, which looks at each. The state is donated."""
+    return step(nnx.merge(graphdef, params), state, config)
+
+
+@functools.partial(jax.jit, static_argnames="limits")
+def schedule(state: EngineState, *, limits: Limits) -> Decision:
+    """What the next step will decide."""
+    return scheduler.schedule(state, limits)[1]

@@ -170,6 +170,16 @@ def create(
     return EngineState(rows, logprobs, tables, kv_cache, host, counters, status=zero())
 
 
+def without_kv(state: EngineState) -> EngineState:
+    """The state with shapes and types in place of the arrays of K and V."""
+
+    def shapes(kv_cache: KVCache) -> KVCache:
+        return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), kv_cache)
+
+    host = state.host and dataclasses.replace(state.host, kv_cache=shapes(state.host.kv_cache))
+    return dataclasses.replace(state, kv_cache=shapes(state.kv_cache), host=host)
+
+
 def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
     """Put line i of `requests` into row `rows[i]`, which must be EMPTY or FINISHED; a row beyond all is none.
 
