@@ -149,6 +149,13 @@ class Driver:
         self._unread = dispatched if any(self._places) else None
         return deltas
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget what can be found of former requests; False, and nothing happens, while any is unfinished."""
+        if self.has_work:
+            return False
+        self._state = loop.reset_prefix_cache(self._state)
+        return True
+
     def snapshot(self) -> Snapshot:
         """Waits for the run under way, and disturbs nothing."""
         requests = [request for _, request in sorted(self._queue)]

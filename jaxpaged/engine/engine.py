@@ -164,7 +164,11 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """How the engine stands after the run under way, or has stopped: see `jaxpaged.replay.report`."""
-        return self._worker.snapshot()
+        return self._worker.ask(Driver.snapshot)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what can be found of former requests; False, and nothing happens, while any is unfinished."""
+        return self._worker.ask(Driver.reset_prefix_cache)
 
     def close(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`. May be called again."""
@@ -188,7 +192,7 @@ class _Worker:
         self._sinks: dict[int, Sink] = {}  # of the requests in flight
         self._submitted: list[Request] = []
         self._aborted: list[int] = []
-        self._snapshots: list[Future[Snapshot]] = []  # asked for
+        self._questions: list[Callable[[], None]] = []  # of `ask`
         self._stopped: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._serve, name="jaxpaged-engine", daemon=True)
         self._thread.start()
@@ -206,18 +210,25 @@ class _Worker:
             self._aborted += [i for i in request_ids if i in self._sinks]
             self._changed.notify()
 
-    def snapshot(self) -> Snapshot:
-        """Taken by the engine's thread, as each run takes the state away; by the caller if that has ended."""
-        asked: Future[Snapshot] = Future()
+    def ask[T](self, question: Callable[[Driver], T]) -> T:
+        """Put a question to the driver between two runs, in its thread; in the caller's if that has ended."""
+        answer: Future[T] = Future()
+
+        def put() -> None:
+            try:
+                answer.set_result(question(self._driver))
+            except Exception as error:  # that of who asked
+                answer.set_exception(error)
+
         with self.lock:
             lives = self._stopped is None
             if lives:
-                self._snapshots.append(asked)
+                self._questions.append(put)
                 self._changed.notify()
-        if lives:
-            return asked.result()
-        self._thread.join()
-        return self._driver.snapshot()
+        if not lives:
+            self._thread.join()
+            put()
+        return answer.result()
 
     def stop(self, error: EngineDeadError | None = None) -> None:
         """Let the thread end after its turn, and tell everyone who waits."""
@@ -237,7 +248,7 @@ class _Worker:
     def _serve(self) -> None:
         try:
             while self._take_inbox():
-                self._take_snapshots()
+                self._take_questions()
                 self._deliver_all(self._driver.turn())
         except BaseException as error:
             logger.exception("the engine stops; jaxpaged.replay.report(engine, path) still writes its state")
@@ -245,7 +256,7 @@ class _Worker:
             dead.__cause__ = error
             self.stop(dead)
         finally:
-            self._take_snapshots()
+            self._take_questions()
 
     def _take_inbox(self) -> bool:
         """Wait for work, and hand new requests and aborts to the driver; False when stopped."""
@@ -263,16 +274,13 @@ class _Worker:
 
     @property
     def _has_mail(self) -> bool:
-        return bool(self._submitted or self._aborted or self._snapshots)
+        return bool(self._submitted or self._aborted or self._questions)
 
-    def _take_snapshots(self) -> None:
+    def _take_questions(self) -> None:
         with self.lock:
-            asked, self._snapshots = self._snapshots, []
-        for future in asked:
-            try:
-                future.set_result(self._driver.snapshot())
-            except Exception as error:  # that of who asked
-                future.set_exception(error)
+            questions, self._questions = self._questions, []
+        for put in questions:
+            put()
 
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:

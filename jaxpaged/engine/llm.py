@@ -113,6 +113,10 @@ class LLM:
         prompts = [self.render_chat(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefixes of former requests; False, and nothing happens, while any is unfinished."""
+        return self.engine.reset_prefix_cache()
+
     def render_chat(self, conversation: Sequence[Message]) -> dict[str, Any]:
         """The prompt, as text and as token ids, that the chat template makes of a conversation."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
