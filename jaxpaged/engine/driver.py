@@ -128,8 +128,8 @@ class Driver:
     def turn(self, max_steps: int | None = None) -> list[Delta]:
         """Dispatch the next run if there is anything to run, then read the report of the one before.
 
-        So the device has work while the host reads. `max_steps` is at most `loop.MAX_STEPS`; without it as many
-        as make a short while.
+        So the device has work while the host reads. `max_steps` is at most `loop.MAX_STEPS`; without it as
+        many as make a short while.
         """
         self._fill_rows()
         dispatched = None
@@ -224,10 +224,8 @@ class Driver:
 
     def _note(self, report: Report) -> None:
         """Bring the statistics up to date, and the time that a step takes."""
-        done = {
-            field.name: int(np.int32(getattr(report.counters, field.name) - getattr(self._counters, field.name)))
-            for field in dataclasses.fields(Counters)
-        }
+        names = [field.name for field in dataclasses.fields(Counters)]
+        done = {n: int(np.int32(getattr(report.counters, n) - getattr(self._counters, n))) for n in names}
         self._counters = report.counters
         now = time.perf_counter()
         if self._last_read is not None and done["num_steps"]:

@@ -1,6 +1,5 @@
 """The engine: requests in, tokens out, from any thread. One thread of its own drives the compiled loop."""
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -20,7 +19,7 @@ logger = logging.getLogger("jaxpaged")
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has stopped, by an error (its cause) or because it was closed. It answers nothing any more."""
+    """The engine has stopped, by an error (its cause) or because it was closed. It answers no more."""
 
 
 type Item = Delta | EngineDeadError
@@ -134,7 +133,7 @@ class Engine:
         """Queue a request and return at once; `InputError`, and no change, if it could never run.
 
         Requests share cached blocks only if their salts are equal. `sink` gets what the handle would, in the
-        engine's thread, and must not block.
+        engine's thread, and must not block; if it raises, that is logged, and the request is given up.
         """
         [handle] = self.submit_all([Submission(prompt_token_ids, params, priority, salt)], sink)
         return handle
@@ -244,11 +243,21 @@ class _Worker:
             with self.lock:
                 last = delta.finish_reason is not FinishReason.NONE
                 sink = (self._sinks.pop if last else self._sinks.get)(delta.request_id, None)
-            if sink is not None:
-                _deliver(sink, delta)
+            if sink is not None and not _deliver(sink, delta):
+                self._give_up(delta.request_id)
+
+    def _give_up(self, request_id: int) -> None:
+        """Nobody hears this request any more."""
+        with self.lock:
+            if self._sinks.pop(request_id, None):
+                self._aborted.append(request_id)
 
 
-def _deliver(sink: Sink, item: Item) -> None:
-    """A sink that raises must not stop the others' answers."""
-    with contextlib.suppress(Exception):
+def _deliver(sink: Sink, item: Item) -> bool:
+    """Whether the sink took it. One that raises must not stop the others' answers."""
+    try:
         sink(item)
+    except Exception:
+        logger.exception("a sink raised: its request is given up")
+        return False
+    return True
