@@ -132,6 +132,8 @@ class Driver:
         many as make a short while.
         """
         self._fill_rows()
+        if self._unread is None:
+            self._last_read = None  # the device was idle: the next report does not tell a run's time
         dispatched = None
         if any(self._places):
             dispatched = self._run(max_steps or self._steps_of_a_short_while())
