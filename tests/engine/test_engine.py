@@ -56,12 +56,6 @@ def limited[**P](test: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Wait for what another thread does; the test's limit ends it."""
-    while not is_so():
-        time.sleep(0.001)
-
-
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Engine]:
     with tiny.engine(**SMALL) as engine:
@@ -88,42 +82,6 @@ def own() -> Iterator[Engine]:
     """An engine to break: the loop is the shared one's, so that nothing compiles."""
     with tiny.engine(**SMALL) as engine:
         yield engine
-
-
-class Brake:
-    """Lets an engine make one step a turn, and only as many turns as the test allows: then nothing races."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._turns = threading.Semaphore(0)
-        self._is_off = False
-        turn = engine._driver.turn
-
-        def slow_turn() -> list[Delta]:
-            while not (self._is_off or engine._worker._stopped or self._turns.acquire(timeout=0.01)):
-                pass
-            return turn(max_steps=1)
-
-        monkeypatch.setattr(engine._driver, "turn", slow_turn)
-
-    def allow(self, turns: int) -> None:
-        """The tokens of a turn's step are delivered in the turn after it."""
-        self._turns.release(turns)
-
-    def off(self) -> None:
-        self._is_off = True
-
-
-@pytest.fixture
-def brake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Engine], Brake]]:
-    brakes = []
-
-    def hold(engine: Engine) -> Brake:
-        brakes.append(Brake(engine, monkeypatch))
-        return brakes[-1]
-
-    yield hold
-    for each in brakes:
-        each.off()
 
 
 def is_right(handle: Handle, token_ids: list[int]) -> bool:
@@ -197,7 +155,7 @@ def test_all_are_queued_or_none_and_the_bad_one_is_named(engine):
     handles = engine.submit_all([good, good])
     assert handles[1].request_id == handles[0].request_id + 1
     assert all(is_right(h, h.result().token_ids) for h in handles)
-    until(lambda: engine.stats.num_running == 0)
+    tiny.until(lambda: engine.stats.num_running == 0)
     assert engine.stats.num_new_tokens == before.num_new_tokens + 2 * 3
 
 
@@ -220,7 +178,7 @@ def test_a_sink_gets_what_the_handle_would_and_one_that_raises_hurts_nobody(engi
     done.wait()
     assert is_right(good, collect(items).token_ids)
     assert is_right(other, other.result().token_ids)
-    until(lambda: not engine._worker._sinks)
+    tiny.until(lambda: not engine._worker._sinks)
     # Said once a request, not at every delta.
     assert [r.exc_info[1].args for r in caplog.records] == [("gone",)] * 3
 
@@ -358,7 +316,7 @@ def test_many_threads_may_close_while_others_submit(own):
 
     with ThreadPoolExecutor(12) as pool:
         early = [pool.submit(submit, i) for i in range(8)]
-        until(early[0].done)
+        tiny.until(early[0].done)
         closing = [pool.submit(own.close) for _ in range(4)]
         late = [pool.submit(submit, i) for i in range(8)]
         assert [c.result() for c in closing] == [None] * 4
@@ -414,7 +372,7 @@ def test_forgetting_the_engine_ends_its_thread():
     assert len(engine.submit([1, 2, 3], tiny.greedy(3)).result().token_ids) == 3
     del engine
     gc.collect()
-    until(lambda: not thread.is_alive())
+    tiny.until(lambda: not thread.is_alive())
 
 
 @limited
@@ -425,7 +383,7 @@ def test_an_engine_lives_while_a_handle_of_it_does():
     assert is_right(handle, handle.result().token_ids)
     del handle
     gc.collect()
-    until(lambda: not thread.is_alive())
+    tiny.until(lambda: not thread.is_alive())
 
 
 # asyncio
@@ -475,7 +433,7 @@ async def test_a_cancelled_task_aborts_its_request(engine, brake):
         await task
     hold.off()
     assert await gather(AsyncEngine(engine), [3], 2) == tiny.reference_answer((3,), 2)
-    until(lambda: not engine._worker._sinks and not engine._driver.has_work)
+    tiny.until(lambda: not engine._worker._sinks and not engine._driver.has_work)
     assert engine.stats.num_new_tokens - before <= 3 + 2
 
 
@@ -499,7 +457,7 @@ async def test_leaving_the_iteration_aborts_the_request(engine, brake, monkeypat
     while not aborted:  # the event loop closes what is forgotten, in a task of its own
         await asyncio.sleep(0.001)
     hold.off()
-    until(lambda: not engine._worker._sinks and not engine._driver.has_work)
+    tiny.until(lambda: not engine._worker._sinks and not engine._driver.has_work)
     assert engine.stats.num_new_tokens - before <= 3
 
 
