@@ -178,7 +178,7 @@ def test_ctrl_c_gives_up_what_is_left_and_the_engine_goes_on(llm, brake, monkeyp
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[i] for i in range(20)], tiny.greedy(100))
     hold.off()
-    tiny.until(lambda: not llm.engine._worker._sinks and not llm.engine._driver.has_work)
+    tiny.until(lambda: not llm.engine._worker._in_flight and not llm.engine._driver.has_work)
     assert llm.engine.stats.num_new_tokens - before <= 4 * 3
     monkeypatch.undo()
     [result] = llm.generate("ab 12", GREEDY, use_tqdm=False)
@@ -311,7 +311,7 @@ def test_bad_prompts_are_refused_and_nothing_runs(llm, prompts, params, message)
     steps = llm.engine.stats.num_steps
     with pytest.raises(InputError, match=message):
         llm.generate(prompts, params, use_tqdm=False)
-    assert not llm.engine._worker._sinks
+    assert not llm.engine._worker._in_flight
     assert llm.engine.stats.num_steps == steps
 
 

@@ -192,7 +192,7 @@ class Driver:
     def _fill_rows(self) -> None:
         free_rows = [row for row, place in enumerate(self._places) if place is None]
         while self._queue and free_rows:
-            batch = []
+            batch: list[tuple[int, Request]] = []
             while self._queue and free_rows and len(batch) < SUBMIT_LINES:
                 batch.append((free_rows.pop(0), heapq.heappop(self._queue)[1]))
             self._submit(batch)

@@ -71,7 +71,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     while shared._driver.has_work or shared._worker._submitted or shared._worker._aborted:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert not shared._worker._sinks
+    assert not shared._worker._in_flight
     stats = shared.stats
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
@@ -160,7 +160,7 @@ def test_all_are_queued_or_none_and_the_bad_one_is_named(engine):
 
 
 @limited
-def test_a_sink_gets_what_the_handle_would_and_one_that_raises_hurts_nobody(engine, caplog):
+def test_a_sink_gets_what_the_handle_would_and_one_that_raises_hurts_nobody(engine, brake, caplog):
     items: list[Item] = []
     done = threading.Event()
 
@@ -172,13 +172,17 @@ def test_a_sink_gets_what_the_handle_would_and_one_that_raises_hurts_nobody(engi
     def broken(item: Item) -> None:
         raise OSError("gone")
 
-    engine.submit_all([Submission([i], tiny.greedy(30)) for i in range(3)], broken)
+    hold = brake(engine)
+    hold.allow(2)
+    bad = engine.submit_all([Submission([i], tiny.greedy(30)) for i in range(3)], broken)
     good = engine.submit([5], tiny.greedy(30), sink=sink)
     other = engine.submit([6], tiny.greedy(30))
+    hold.off()
     done.wait()
     assert is_right(good, collect(items).token_ids)
+    assert good.result() == collect(items)
     assert is_right(other, other.result().token_ids)
-    tiny.until(lambda: not engine._worker._sinks)
+    assert [handle.result().finish_reason for handle in bad] == [FinishReason.ABORT] * 3
     # Said once a request, not at every delta.
     assert [r.exc_info[1].args for r in caplog.records] == [("gone",)] * 3
 
@@ -433,7 +437,7 @@ async def test_a_cancelled_task_aborts_its_request(engine, brake):
         await task
     hold.off()
     assert await gather(AsyncEngine(engine), [3], 2) == tiny.reference_answer((3,), 2)
-    tiny.until(lambda: not engine._worker._sinks and not engine._driver.has_work)
+    tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
     assert engine.stats.num_new_tokens - before <= 3 + 2
 
 
@@ -457,7 +461,7 @@ async def test_leaving_the_iteration_aborts_the_request(engine, brake, monkeypat
     while not aborted:  # the event loop closes what is forgotten, in a task of its own
         await asyncio.sleep(0.001)
     hold.off()
-    tiny.until(lambda: not engine._worker._sinks and not engine._driver.has_work)
+    tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
     assert engine.stats.num_new_tokens - before <= 3
 
 
