@@ -112,6 +112,8 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "reuse_answers"):
             value = getattr(self, name)
             check(name, value, "True or False", isinstance(value, bool))
+        rule = "False without enable_prefix_caching"
+        check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)
         for name in ("block_size", "max_num_seqs"):
             value = getattr(self, name)
             check(name, value, "a positive int", is_int(value) and value > 0)

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 from jaxtyping import install_import_hook
 
 from tests import typechecker
@@ -19,3 +20,19 @@ CHECKED = [
     *(f"jaxpaged.engine.{module}" for module in ("loop", "scheduler", "state", "step")),
 ]
 install_import_hook(CHECKED, f"{typechecker.__name__}.check")
+
+
+@pytest.fixture
+def brake(monkeypatch):
+    """Call it with an engine for a `tiny.Brake`, which is off again when the test ends."""
+    from tests import tiny  # not before the hook is there
+
+    brakes = []
+
+    def hold(engine):
+        brakes.append(tiny.Brake(engine, monkeypatch))
+        return brakes[-1]
+
+    yield hold
+    for each in brakes:
+        each.off()

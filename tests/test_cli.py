@@ -7,9 +7,12 @@ import sys
 import pytest
 
 from jaxpaged import cli
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.driver import Driver
 from tests.tiny_gguf import write_gguf
 
-FAST = ["--max-num-seqs", "4", "--block-size", "8", "--dtype", "float32"]
+# Few and small shapes, for quick compiling; the same as in test_llm.py.
+FAST = ["--max-num-seqs", "4", "--block-size", "8", "--dtype", "float32", "--max-num-batched-tokens", "68"]
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +96,25 @@ def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, ca
     assert [line["prompt"] for line in lines] == ["user:ab<|end|>", "user:c d<|end|>"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ("", {}),
+        ("--max-num-batched-tokens 68", {"max_num_batched_tokens": 68}),
+        ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--enable-prefix-caching --reuse-answers", {"enable_prefix_caching": True, "reuse_answers": True}),
+        ("--preemption-mode swap --num-host-blocks 9", {"preemption_mode": "swap", "num_host_blocks": 9}),
+        ("--scheduling-policy priority --num-blocks 33", {"scheduling_policy": "priority", "num_blocks": 33}),
+        ("--max-model-len 64 --attention xla", {"max_model_len": 64, "attention": "xla"}),
+    ],
+)
+def test_engine_options_reach_the_engine(arguments, options):
+    for command in ("generate", "info"):
+        args = cli._parser().parse_args([command, *arguments.split()])
+        assert cli._engine_options(args) == options
+        EngineConfig(**options)
+
+
 def test_info_prints_the_cache_plan(model, capsys):
     assert cli.main(["info", "--model", model, *FAST, "--num-blocks", "33"]) == 0
     out = capsys.readouterr().out
@@ -124,14 +146,45 @@ def test_info_prints_the_cache_plan(model, capsys):
         ),
         (["--prompt", "a", "--colour"], "unrecognized arguments: --colour"),
         (["--prompts-file", "missing.txt"], "--prompts-file 'missing.txt' must exist"),
-        (["--prompt", "a b " * 60], "prompt 0: the prompt has "),
+        (["--prompt", "a b " * 60], "jaxpaged: the prompt has "),
+        (["--prompt", "a", "--prompt", "a b " * 60], "jaxpaged: prompt 1: the prompt has "),
+        (
+            ["--prompt", "a", "--max-num-batched-tokens", "35"],
+            "max_num_batched_tokens=35 must be None or an int >= 36",
+        ),
+        (
+            ["--prompt", "a", "--max-num-batched-tokens", "x"],
+            "--max-num-batched-tokens: invalid int value: 'x'",
+        ),
+        (
+            ["--prompt", "a", "--preemption-mode", "drop"],
+            "preemption_mode='drop' must be one of recompute, swap",
+        ),
+        (["--prompt", "a", "--preemption-mode", "swap"], "num_host_blocks=0 must be an int >= 2 to swap to"),
+        (
+            ["--prompt", "a", "--num-host-blocks", "8"],
+            "num_host_blocks=8 must be 0 unless preemption_mode is",
+        ),
+        (
+            ["--prompt", "a", "--scheduling-policy", "lifo"],
+            "scheduling_policy='lifo' must be one of fcfs, priority",
+        ),
+        (
+            ["--prompt", "a", "--reuse-answers", "--no-enable-prefix-caching"],
+            "reuse_answers=True must be False without enable_prefix_caching",
+        ),
+        (
+            ["--prompt", "a", "--reuse-answers=maybe"],
+            "argument --reuse-answers/--no-reuse-answers: ignored explicit",
+        ),
         (
             ["--prompt", "a", "--num-blocks", "2"],
             "needs 8 blocks of 8 tokens, but num_blocks=2 leaves 1 for use",
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(model, arguments, message, capsys):
+def test_a_mistake_is_one_line_and_exit_code_2(model, arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)  # nothing is to run
     if "--model" not in arguments:
         arguments = ["--model", model, *FAST, *arguments]
     try:

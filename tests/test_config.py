@@ -24,6 +24,8 @@ from jaxpaged.config import EngineConfig, InputError, SamplingParams
         ({"seed": 2**32}, "seed=4294967296 must be None or"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\] must be at most 8 token ids >= 0"),
         ({"stop_token_ids": list(range(9))}, "must be at most 8 token ids"),
+        ({"logprobs": 1}, r"logprobs=1 must be None or 0"),
+        ({"logprobs": False}, r"logprobs=False must be None or 0"),
     ],
 )
 def test_bad_sampling_params_are_refused(options, message):
@@ -43,7 +45,30 @@ def test_bad_sampling_params_are_refused(options, message):
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a positive int"),
         ({"max_num_seqs": 5000}, "max_num_seqs=5000 must be at most 4096"),
         ({"max_model_len": 1}, "max_model_len=1 must be None or an int >= 2"),
-        ({"max_prefill_tokens": 40}, "max_prefill_tokens=40 must be a multiple of 32"),
+        (
+            {"max_num_batched_tokens": 47},
+            "max_num_batched_tokens=47 must be None or an int >= 48, max_num_seqs and one tile of 32 prompt",
+        ),
+        ({"max_num_batched_tokens": "64"}, "max_num_batched_tokens='64' must be None or an int >= 48"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 64}, "max_num_batched_tokens=64 must .* >= 96"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
+        ({"reuse_answers": 1}, "reuse_answers=1 must be True or False"),
+        ({"reuse_answers": True, "enable_prefix_caching": False}, "reuse_answers=True must be False without"),
+        ({"preemption_mode": "kill"}, "preemption_mode='kill' must be one of recompute, swap"),
+        ({"preemption_mode": ["swap"]}, r"preemption_mode=\['swap'\] must be one of recompute, swap"),
+        ({"preemption_mode": "swap"}, "num_host_blocks=0 must be an int >= 2 to swap to"),
+        (
+            {"preemption_mode": "swap", "num_host_blocks": 1},
+            "num_host_blocks=1 must be an int >= 2 to swap to",
+        ),
+        (
+            {"preemption_mode": "swap", "num_host_blocks": True},
+            "num_host_blocks=True must be an int >= 2 to swap to",
+        ),
+        ({"num_host_blocks": 9}, "num_host_blocks=9 must be 0 unless preemption_mode is 'swap'"),
+        ({"num_host_blocks": -1}, "num_host_blocks=-1 must be 0 unless preemption_mode is 'swap'"),
+        ({"scheduling_policy": "lottery"}, "scheduling_policy='lottery' must be one of fcfs, priority"),
+        ({"scheduling_policy": None}, "scheduling_policy=None must be one of fcfs, priority"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization=1.5 must be in \(0, 1\]"),
         ({"seed": "x"}, r"seed='x' must be an int in \[0, 2\*\*32\)"),
     ],
@@ -58,3 +83,17 @@ def test_a_mistake_is_a_value_error_and_the_defaults_are_good():
     assert SamplingParams() == SamplingParams(max_tokens=16, temperature=1.0)
     assert SamplingParams(stop_token_ids=[3]).stop_token_ids == (3,)
     assert EngineConfig().dtype == "auto"
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tiles"),
+    [
+        ({}, 16),
+        ({"max_num_seqs": 64}, 16),
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 36}, 1),
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 67}, 1),
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 68}, 2),
+    ],
+)
+def test_what_decoding_rows_leave_of_the_budget_goes_to_whole_prompt_tiles(options, num_tiles):
+    assert EngineConfig(**options).num_prefill_tiles == num_tiles

@@ -1,24 +1,36 @@
 """LLM: prompts and parameters in all their forms, results in vLLM's shape, and what is refused."""
 
 import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import jaxpaged
 from jaxpaged import InputError, SamplingParams
+from jaxpaged.engine import llm as llm_module
+from jaxpaged.engine.engine import EngineDeadError
 from jaxpaged.models import loading
 from reference import model as reference_model
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 
 GREEDY = tiny.greedy(6)
+# Few and small shapes, for quick compiling.
+OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "max_num_batched_tokens": 4 + 64}
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    path = write_gguf(tmp_path_factory.mktemp("llm") / "tiny.gguf")
-    return jaxpaged.LLM(path, dtype="float32", max_num_seqs=4, block_size=8)
+def path(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("llm") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    return jaxpaged.LLM(path, **OPTIONS)
 
 
 def reference_answer(token_ids: list[int]) -> list[int]:
@@ -44,7 +56,7 @@ def test_a_model_with_a_sliding_window_answers_as_transformers_does():
     folder = Path(__file__).parent / "goldens" / "mistral_window"
     golden = json.loads((folder / "golden.json").read_text())
     prompt, answer = golden["token_ids"], golden["answer"]
-    llm = jaxpaged.LLM(folder, dtype="float32", max_num_seqs=4, block_size=8)
+    llm = jaxpaged.LLM(folder, **OPTIONS)
     params = SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True)
     results = llm.generate([prompt[:5], prompt, prompt[:40]], params, use_tqdm=False)
     assert results[1].outputs[0].token_ids == answer
@@ -103,6 +115,175 @@ def test_sampling_is_repeatable_by_seed_and_differs_without(llm):
     assert first != second
 
 
+def test_log_probabilities_have_vllms_shape(llm):
+    params = [SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logprobs=n) for n in (0, None)]
+    with_them, without = (r.outputs[0] for r in llm.generate(["ab 12", "ab 12"], params, use_tqdm=False))
+    assert without.logprobs is None
+    assert without.cumulative_logprob is None
+    assert with_them.token_ids == without.token_ids
+    assert [list(place) for place in with_them.logprobs] == [[token] for token in with_them.token_ids]
+    each = [place[token] for place, token in zip(with_them.logprobs, with_them.token_ids, strict=True)]
+    prompt = llm.tokenizer.encode("ab 12")
+    logits = tiny.reference_logits((*prompt, *with_them.token_ids))[len(prompt) - 1 : -1].astype(np.float64)
+    want = np.max(logits, axis=-1) - np.log(np.sum(np.exp(logits), axis=-1))  # greedy: the likeliest
+    np.testing.assert_allclose([entry.logprob for entry in each], want, atol=1e-5)
+    assert with_them.cumulative_logprob == pytest.approx(sum(want), abs=1e-4)
+    assert [e.decoded_token for e in each] == [llm.tokenizer.decode([token]) for token in with_them.token_ids]
+
+
+def test_tokens_found_in_the_prefix_cache_are_counted(llm):
+    [prompt] = tiny.prompts([20], seed=77)
+    [cold] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert (cold.num_cached_tokens, llm.stats.num_cached_tokens) == (0, 0)
+    both = llm.generate([prompt, prompt[:16]], GREEDY, use_tqdm=False)
+    # Two blocks of 8; of a prompt that is all there, the last token is computed, and so its block.
+    assert [result.num_cached_tokens for result in both] == [16, 8]
+    assert llm.stats.num_cached_tokens == 24
+    assert both[0].outputs == cold.outputs
+
+
+def test_threads_that_generate_at_once_share_the_engine(llm):
+    batches = [tiny.prompts([1 + 7 * i, 40, 3, 20 + i], seed=i) for i in range(6)]
+    lengths = [3, 30, 12, 1]
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in lengths]
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda prompts: llm.generate(prompts, params, use_tqdm=False), batches))
+    for prompts, answers in zip(batches, results, strict=True):
+        assert [r.prompt_token_ids for r in answers] == prompts
+        want = [tiny.reference_answer(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]
+        assert [r.outputs[0].token_ids for r in answers] == want
+    # The statistics are those of one of the calls, not a mixture.
+    assert llm.stats.num_new_tokens <= sum(lengths)
+
+
+def test_ctrl_c_gives_up_what_is_left_and_the_engine_goes_on(llm, brake, monkeypatch):
+    hold = brake(llm.engine)
+    hold.allow(2)
+
+    class Bar:
+        def __init__(self, **_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def set_postfix_str(self, *_, **__):
+            raise KeyboardInterrupt
+
+    before = llm.engine.stats.num_new_tokens
+    monkeypatch.setattr(llm_module, "tqdm", Bar)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[i] for i in range(20)], tiny.greedy(100))
+    hold.off()
+    tiny.until(lambda: not llm.engine._worker._in_flight and not llm.engine._driver.has_work)
+    assert llm.engine.stats.num_new_tokens - before <= 4 * 3
+    monkeypatch.undo()
+    [result] = llm.generate("ab 12", GREEDY, use_tqdm=False)
+    assert result.outputs[0].token_ids == reference_answer(result.prompt_token_ids)
+
+
+def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(path, monkeypatch):
+    llm = jaxpaged.LLM(path, **OPTIONS)
+
+    def breaks(*_, **__):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(llm.engine._driver, "turn", breaks)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="stopped by MemoryError: no more") as caught:
+            llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+        assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_the_most_urgent_goes_first_and_answers_keep_the_prompts_order(path, brake, monkeypatch):
+    llm = jaxpaged.LLM(path, **OPTIONS, scheduling_policy="priority")
+    brake(llm.engine).off()  # one step a turn, so that answers that end together are told together
+    ended = []
+    submit_all = llm.engine.submit_all
+
+    def spy(submissions, sink):
+        def heard(item):
+            if item.finish_reason:
+                ended.append(item.request_id)
+            sink(item)
+
+        return submit_all(submissions, heard)
+
+    monkeypatch.setattr(llm.engine, "submit_all", spy)
+    prompts = [[i] for i in range(24)]
+    priority = [(7 * i) % 24 - 5 for i in range(24)]
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    results = llm.generate(prompts, params, use_tqdm=False, priority=priority)
+    assert [r.prompt_token_ids for r in results] == prompts
+    assert [r.outputs[0].token_ids for r in results] == [tiny.reference_answer((i,), 3) for i in range(24)]
+    first = min(ended)
+    for turn in range(0, 24, 4):
+        assert (
+            sorted(priority[i - first] for i in ended[turn : turn + 4]) == sorted(priority)[turn : turn + 4]
+        )
+    with pytest.raises(InputError, match="priority has 1 entries, must have one for each of 24 prompts"):
+        llm.generate(prompts, params, use_tqdm=False, priority=[1])
+    with pytest.raises(
+        InputError, match=r"prompt 3: priority='high' must be an int in \[-2\*\*31, 2\*\*31\)"
+    ):
+        llm.generate(prompts, params, use_tqdm=False, priority=[0, 0, 0, "high", *[0] * 20])
+
+
+def test_priorities_need_their_policy(llm):
+    with pytest.raises(InputError, match="^priority=3 must be 0 unless scheduling_policy is 'priority'"):
+        llm.generate("a", GREEDY, use_tqdm=False, priority=[3])
+
+
+PROGRAM = """
+import weakref
+class Anything: pass
+first = weakref.finalize(Anything(), int)  # so that what weakref does at the end comes after what jax does
+import logging, sys
+read = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        read.append(record.getMessage())
+compiler = logging.getLogger("jax._src.compiler")
+compiler.addHandler(Keep())
+compiler.setLevel(logging.DEBUG)
+compiler.propagate = False
+import jaxpaged
+llm = jaxpaged.LLM(sys.argv[1], **OPTIONS)
+params = jaxpaged.SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+[result] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+print(result.outputs[0].token_ids)
+for name in ("run", "submit", "abort"):
+    print(name, *(m.split(" for ")[0] for m in read if f" for 'jit_{name}'" in m))
+handles = [llm.engine.submit([4], params) for _ in range(1000)]
+next(iter(handles[0]))
+print("the end")
+"""
+
+
+@pytest.fixture(scope="module")
+def second_process(llm, path):
+    """A process that loads the same model, asks it, and ends with an engine that has much to do."""
+    program = PROGRAM.replace("OPTIONS", repr(OPTIONS))
+    return subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_the_program_ends_cleanly_with_an_engine_at_work(second_process):
+    assert second_process.stdout.endswith("the end\n")
+    assert second_process.stderr == ""
+    assert second_process.returncode == 0
+
+
+def test_a_second_start_reads_the_compiled_loop_from_disk(second_process):
+    tokens, run, *_ = second_process.stdout.splitlines()
+    assert json.loads(tokens) == tiny.reference_answer((1, 2, 3), 100)
+    assert run == "run Persistent compilation cache hit"
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
@@ -112,21 +293,26 @@ def test_sampling_is_repeatable_by_seed_and_differs_without(llm):
         (["a", []], GREEDY, "prompt 1: the prompt must have at least one token"),
         (["a", 7], GREEDY, "prompt 1: 7 must be a string, a list of token ids, or a mapping"),
         ([{"text": "a"}], GREEDY, "prompt 0: {'text': 'a'} must be a string"),
-        ([[5, 1000]], GREEDY, "prompt 0: prompt token=1000 must be a token id"),
+        (["a", [5, 1000]], GREEDY, "prompt 1: prompt token=1000 must be a token id"),
+        ([[5, 1000]], GREEDY, "^prompt token=1000 must be a token id"),
+        ({"prompt_token_ids": 5}, GREEDY, "prompt 0: prompt_token_ids=5 must be a list of token ids"),
+        ({"prompt_token_ids": "ab"}, GREEDY, "prompt 0: prompt_token_ids='ab' must be a list of token ids"),
         (
             ["a", [1] * 200],
             GREEDY,
             "prompt 1: the prompt has 200 tokens, must have less than max_model_len=128",
         ),
         (["a", "b"], [GREEDY], "sampling_params has 1 entries, must have one for each of 2 prompts"),
+        ("a", [{"max_tokens": 3}], "sampling_params={'max_tokens': 3} must be a SamplingParams"),
+        ("a", 3, "sampling_params=3 must be a SamplingParams or a list of them"),
     ],
 )
 def test_bad_prompts_are_refused_and_nothing_runs(llm, prompts, params, message):
-    steps = llm.engine.progress.num_steps
+    steps = llm.engine.stats.num_steps
     with pytest.raises(InputError, match=message):
         llm.generate(prompts, params, use_tqdm=False)
-    assert not llm.engine.has_work
-    assert llm.engine.progress.num_steps == steps
+    assert not llm.engine._worker._in_flight
+    assert llm.engine.stats.num_steps == steps
 
 
 @pytest.mark.parametrize(

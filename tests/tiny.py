@@ -2,9 +2,13 @@
 
 import functools
 import itertools
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from jaxpaged.config import EngineConfig, SamplingParams
 from jaxpaged.engine.driver import Driver
@@ -66,6 +70,35 @@ def driver(**options: Any) -> Driver:
 def engine(**options: Any) -> Engine:
     """The same with a thread; close it."""
     return Engine(EngineConfig(**DEFAULTS | options), CONFIG, weights())
+
+
+class Brake:
+    """Lets an engine make one step a turn, and only as many turns as the test allows: then nothing races."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._turns = threading.Semaphore(0)
+        self._is_off = False
+        turn = engine._driver.turn
+
+        def slow_turn() -> list[Delta]:
+            while not (self._is_off or engine._worker._stopped or self._turns.acquire(timeout=0.01)):
+                pass
+            return turn(max_steps=1)
+
+        monkeypatch.setattr(engine._driver, "turn", slow_turn)
+
+    def allow(self, turns: int) -> None:
+        """The tokens of a turn's step are delivered in the turn after it."""
+        self._turns.release(turns)
+
+    def off(self) -> None:
+        self._is_off = True
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait for what another thread does; a test that may hang sets itself a limit."""
+    while not is_so():
+        time.sleep(0.001)
 
 
 def submit(

@@ -1,6 +1,7 @@
 """The engine for asyncio: what a server awaits."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from jaxpaged.config import SamplingParams
@@ -31,7 +32,8 @@ class AsyncEngine:
         items: asyncio.Queue[Item] = asyncio.Queue()
 
         def sink(item: Item) -> None:
-            event_loop.call_soon_threadsafe(items.put_nowait, item)
+            with contextlib.suppress(RuntimeError):  # the event loop has been closed: nobody waits
+                event_loop.call_soon_threadsafe(items.put_nowait, item)
 
         handle = self.engine.submit(prompt_token_ids, params, priority=priority, salt=salt, sink=sink)
         finished = False

@@ -142,6 +142,8 @@ class Driver:
         many as make a short while.
         """
         self._fill_rows()
+        if self._unread is None:
+            self._last_read = None  # the device was idle: the next report does not tell a run's time
         dispatched = None
         if any(self._places):
             dispatched = self._run(max_steps or self._steps_of_a_short_while())
@@ -250,12 +252,8 @@ class Driver:
 
     def _note(self, report: Report) -> None:
         """Bring the statistics up to date, and the time that a step takes."""
-        done = {
-            field.name: int(
-                np.int32(getattr(report.counters, field.name) - getattr(self._counters, field.name))
-            )
-            for field in dataclasses.fields(Counters)
-        }
+        names = [field.name for field in dataclasses.fields(Counters)]
+        done = {n: int(np.int32(getattr(report.counters, n) - getattr(self._counters, n))) for n in names}
         self._counters = report.counters
         now = time.perf_counter()
         if self._last_read is not None and done["num_steps"]:

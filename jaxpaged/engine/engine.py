@@ -1,6 +1,5 @@
 """The engine: requests in, tokens out, from any thread. One thread of its own drives the compiled loop."""
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -45,9 +44,10 @@ class Handle:
     Any number of threads may do so, any number of times.
     """
 
-    def __init__(self, engine: "Engine", request: Request) -> None:
+    def __init__(self, engine: "Engine", request: Request, sink: Sink | None = None) -> None:
         self.request = request
         self._engine = engine
+        self._sink = sink
         self._items: list[Item] = []
         self._more = threading.Condition()
 
@@ -74,10 +74,17 @@ class Handle:
         self._engine.abort([self])
 
     def put(self, item: Item) -> None:
-        """What the engine's thread calls."""
+        """What the engine's thread calls. A sink that raises must not stop the others' answers."""
         with self._more:
             self._items.append(item)
             self._more.notify_all()
+        if self._sink is not None:
+            try:
+                self._sink(item)
+            except Exception:
+                logger.exception("request %d: its sink raised, so it is given up", self.request_id)
+                self._sink = None
+                self.abort()
 
 
 def or_raise(item: Item) -> Delta:
@@ -134,8 +141,8 @@ class Engine:
     ) -> Handle:
         """Queue a request and return at once; `InputError`, and no change, if it could never run.
 
-        Requests share cached blocks only if their salts are equal. `sink` gets what the handle would, in the
-        engine's thread, and must not block.
+        Requests share cached blocks only if their salts are equal. `sink` gets what the handle gets, in the
+        engine's thread, and must not block; if it raises, that is logged, and the request is given up.
         """
         [handle] = self.submit_all([Submission(prompt_token_ids, params, priority, salt)], sink)
         return handle
@@ -154,8 +161,8 @@ class Engine:
                 except InputError as error:
                     raise error if len(submissions) == 1 else InputError(f"prompt {i}: {error}") from error
                 requests.append(request)
-            handles = [Handle(self, request) for request in requests]
-            self._worker.submit({h.request: sink or h.put for h in handles})
+            handles = [Handle(self, request, sink) for request in requests]
+            self._worker.submit(handles)
         return handles
 
     def abort(self, handles: Sequence[Handle]) -> None:
@@ -189,7 +196,7 @@ class _Worker:
         self.num_requests = 0
         self._driver = driver
         self._changed = threading.Condition(self.lock)
-        self._sinks: dict[int, Sink] = {}  # of the requests in flight
+        self._in_flight: dict[int, Handle] = {}
         self._submitted: list[Request] = []
         self._aborted: list[int] = []
         self._questions: list[Callable[[], None]] = []  # of `ask`
@@ -197,17 +204,17 @@ class _Worker:
         self._thread = threading.Thread(target=self._serve, name="jaxpaged-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, sinks: dict[Request, Sink]) -> None:
+    def submit(self, handles: Sequence[Handle]) -> None:
         with self.lock:
             self._check_alive()
-            self.num_requests += len(sinks)
-            self._submitted += sinks
-            self._sinks |= {request.request_id: sink for request, sink in sinks.items()}
+            self.num_requests += len(handles)
+            self._submitted += [handle.request for handle in handles]
+            self._in_flight |= {handle.request_id: handle for handle in handles}
             self._changed.notify()
 
     def abort(self, request_ids: Sequence[int]) -> None:
         with self.lock:
-            self._aborted += [i for i in request_ids if i in self._sinks]
+            self._aborted += [i for i in request_ids if i in self._in_flight]
             self._changed.notify()
 
     def ask[T](self, question: Callable[[Driver], T]) -> T:
@@ -234,10 +241,10 @@ class _Worker:
         """Let the thread end after its turn, and tell everyone who waits."""
         with self.lock:
             self._stopped = self._stopped or error or EngineDeadError("the engine was closed")
-            sinks, self._sinks = self._sinks, {}
+            left, self._in_flight = self._in_flight, {}
             self._changed.notify()
-        for sink in sinks.values():
-            _deliver(sink, self._stopped)
+        for handle in left.values():
+            handle.put(self._stopped)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -286,12 +293,6 @@ class _Worker:
         for delta in deltas:
             with self.lock:
                 last = delta.finish_reason is not FinishReason.NONE
-                sink = (self._sinks.pop if last else self._sinks.get)(delta.request_id, None)
-            if sink is not None:
-                _deliver(sink, delta)
-
-
-def _deliver(sink: Sink, item: Item) -> None:
-    """A sink that raises must not stop the others' answers."""
-    with contextlib.suppress(Exception):
-        sink(item)
+                handle = (self._in_flight.pop if last else self._in_flight.get)(delta.request_id, None)
+            if handle is not None:
+                handle.put(delta)

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from tqdm import tqdm
 
 from jaxpaged.chat import Message, check_messages
-from jaxpaged.config import EngineConfig, InputError, SamplingParams
+from jaxpaged.config import EngineConfig, InputError, SamplingParams, check
 from jaxpaged.engine import plan
 from jaxpaged.engine.engine import Answer, Engine, Handle, Item, Submission, collect, or_raise
 from jaxpaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -54,7 +54,7 @@ class LLM:
         plan.keep_compiled_programs()
         self.tokenizer = checkpoint.tokenizer
         self.engine = Engine(self.config, checkpoint.config, checkpoint.load_weights())
-        self.stats = GenerationStats()  # of the last call of `generate`
+        self.stats = GenerationStats()  # of the call of `generate` that got tokens last
 
     def generate(
         self,
@@ -140,21 +140,20 @@ class LLM:
         deltas: dict[int, list[Delta]] = {handle.request_id: [] for handle in handles}
         prompt_lens = {h.request_id: len(h.request.prompt_token_ids) for h in handles}
         start = time.perf_counter()
-        self.stats = GenerationStats()
+        stats = GenerationStats()  # of this call: another thread's may run at the same time
         unfinished = len(handles)
         with tqdm(total=unfinished, desc="answers", unit="req", disable=not use_tqdm) as bar:
             while unfinished:
                 delta = or_raise(items.get())
                 is_first = not deltas[delta.request_id]
                 deltas[delta.request_id].append(delta)
-                before = self.stats
-                self.stats = GenerationStats(
+                stats = self.stats = GenerationStats(
                     seconds=time.perf_counter() - start,
-                    num_prompt_tokens=before.num_prompt_tokens + is_first * prompt_lens[delta.request_id],
-                    num_new_tokens=before.num_new_tokens + len(delta.token_ids),
-                    num_cached_tokens=before.num_cached_tokens + is_first * delta.num_hit_tokens,
+                    num_prompt_tokens=stats.num_prompt_tokens + is_first * prompt_lens[delta.request_id],
+                    num_new_tokens=stats.num_new_tokens + len(delta.token_ids),
+                    num_cached_tokens=stats.num_cached_tokens + is_first * delta.num_hit_tokens,
                 )
-                bar.set_postfix_str(str(self.stats), refresh=False)
+                bar.set_postfix_str(str(stats), refresh=False)
                 if delta.finish_reason:
                     unfinished -= 1
                     bar.update()
@@ -196,7 +195,11 @@ class LLM:
         text = prompt
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                token_ids = prompt["prompt_token_ids"]
+                if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
+                    what = f"prompt {i}: prompt_token_ids={token_ids!r}"
+                    raise InputError(f"{what} must be a list of token ids")
+                return prompt.get("prompt"), list(token_ids)
             text = prompt.get("prompt")
         elif isinstance(prompt, Sequence) and not isinstance(prompt, str):
             return None, list(prompt)
@@ -227,6 +230,8 @@ def _one_each(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    rule = "a SamplingParams or a list of them"
+    check("sampling_params", params, rule, isinstance(params, Sequence) and not isinstance(params, str))
     params = list(params)
     if len(params) != num_prompts:
         raise InputError(

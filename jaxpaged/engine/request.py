@@ -61,6 +61,7 @@ class Door:
         salt: int = 0,
     ) -> Request:
         """The request, ready for a row. Raises `InputError`."""
+        check("sampling_params", params, "a SamplingParams", isinstance(params, SamplingParams))
         prompt = tuple(prompt_token_ids)
         self._check(prompt, params, priority, salt)
         seed = params.seed

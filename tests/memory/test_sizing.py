@@ -70,7 +70,7 @@ class FakeGpu:
 
 def test_on_a_gpu_the_cache_gets_what_weights_and_activations_leave(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu()])
-    config = EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=4, max_prefill_tokens=32)
+    config = EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=4, max_num_batched_tokens=36)
     left, why = plan.available_bytes(config, tiny.CONFIG, jnp.dtype("float32"))
     weights = sum(w.nbytes for w in tiny.weights().values())
     # 32 tokens x the 96 columns of gate and up, four times, and 4 rows x 97 logits, three times

@@ -1,0 +1,540 @@
+"""The engine's thread and those who use it: streams, aborts, ends and errors, from many threads at once.
+
+Every test runs under a time limit: what hangs, fails.
+"""
+
+import asyncio
+import functools
+import gc
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpaged.config import InputError, SamplingParams
+from jaxpaged.engine import loop
+from jaxpaged.engine.async_engine import AsyncEngine
+from jaxpaged.engine.engine import Engine, EngineDeadError, Handle, Item, Submission, collect
+from jaxpaged.engine.request import Delta
+from jaxpaged.engine.state import FinishReason
+from tests import tiny
+from tests.engine.test_driver import SMALL, assert_nothing_is_held
+
+LIMIT_S = 120.0  # far more than any of them takes, for a machine with much else to do
+LONG = 100  # tokens
+
+
+def limited[**P](test: Callable[P, None]) -> Callable[P, None]:
+    """Run a test in a thread; fail, with a view of all threads, if it does not end in time."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        raised: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                test(*args, **kwargs)
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=body, daemon=True)
+        thread.start()
+        thread.join(LIMIT_S)
+        if thread.is_alive():
+            stacks = ["".join(traceback.format_stack(f)) for f in sys._current_frames().values()]
+            pytest.fail(f"still running after {LIMIT_S} s:\n" + "\n\n".join(stacks))
+        for error in raised:
+            raise error
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    with tiny.engine(**SMALL) as engine:
+        yield engine
+    assert_nothing_is_held(engine._driver)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """The engine that most tests share; each leaves it without work and with all blocks free."""
+    yield shared
+    deadline = time.monotonic() + LIMIT_S
+    while shared._driver.has_work or shared._worker._submitted or shared._worker._aborted:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert not shared._worker._in_flight
+    stats = shared.stats
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.fixture
+def own() -> Iterator[Engine]:
+    """An engine to break: the loop is the shared one's, so that nothing compiles."""
+    with tiny.engine(**SMALL) as engine:
+        yield engine
+
+
+def is_right(handle: Handle, token_ids: list[int]) -> bool:
+    request = handle.request
+    return token_ids == tiny.reference_answer(request.prompt_token_ids, request.params.max_tokens)
+
+
+def begins_right(handle: Handle, token_ids: list[int]) -> bool:
+    request = handle.request
+    want = tiny.reference_answer(request.prompt_token_ids, request.params.max_tokens)
+    return token_ids == want[: len(token_ids)]
+
+
+# Streams
+
+
+@limited
+def test_the_stream_is_the_result_is_the_reference(engine):
+    prompts = tiny.prompts([1, 7, 40, 3, 90, 12, 33])
+    lengths = [20, 1, 30, LONG, 9, 33, 64]
+    handles = [engine.submit(p, tiny.greedy(n)) for p, n in zip(prompts, lengths, strict=True)]
+    for handle in handles:
+        deltas = list(handle)
+        assert is_right(handle, [token for delta in deltas for token in delta.token_ids])
+        assert handle.result() == collect(deltas)
+        assert all(delta.request_id == handle.request_id for delta in deltas)
+        assert [d.finish_reason for d in deltas[:-1]] == [FinishReason.NONE] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert all(delta.token_ids for delta in deltas[:-1])
+    assert any(len(list(handle)) > 1 for handle in handles), "tokens come before the answer is ready"
+
+
+@limited
+def test_any_number_may_read_one_handle_any_number_of_times(engine):
+    handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=60, temperature=0, logprobs=0))
+    with ThreadPoolExecutor(8) as pool:
+        reads = [pool.submit(list, handle) for _ in range(4)] + [pool.submit(handle.result) for _ in range(4)]
+        first, *others = [read.result() for read in reads[:4]]
+    assert all(other == first for other in others)
+    assert all(read.result() == collect(first) for read in reads[4:])
+    assert list(handle) == first
+    answer = handle.result()
+    assert is_right(handle, answer.token_ids)
+    assert len(answer.logprobs) == 60
+
+
+@limited
+def test_what_comes_while_others_run_is_answered_beside_them(engine, brake):
+    hold = brake(engine)
+    long = engine.submit([1, 2, 3], tiny.greedy(LONG))
+    hold.allow(2)
+    next(iter(long))
+    short = engine.submit([4], tiny.greedy(1))
+    hold.allow(3)
+    assert is_right(short, short.result().token_ids)
+    assert engine.stats.num_running == 1
+    hold.off()
+    assert is_right(long, long.result().token_ids)
+
+
+@limited
+def test_all_are_queued_or_none_and_the_bad_one_is_named(engine):
+    before = engine.stats
+    good = Submission([1, 2], tiny.greedy(3))
+    bad = Submission([1, 97], tiny.greedy(3))
+    with pytest.raises(InputError, match=r"^prompt 2: prompt token=97 must be a token id"):
+        engine.submit_all([good, good, bad, good])
+    with pytest.raises(InputError, match=r"^prompt token=97 must be a token id"):
+        engine.submit(bad.prompt_token_ids, bad.params)
+    assert engine.submit_all([]) == []
+    handles = engine.submit_all([good, good])
+    assert handles[1].request_id == handles[0].request_id + 1
+    assert all(is_right(h, h.result().token_ids) for h in handles)
+    tiny.until(lambda: engine.stats.num_running == 0)
+    assert engine.stats.num_new_tokens == before.num_new_tokens + 2 * 3
+
+
+@limited
+def test_a_sink_gets_what_the_handle_would_and_one_that_raises_hurts_nobody(engine, brake, caplog):
+    items: list[Item] = []
+    done = threading.Event()
+
+    def sink(item: Item) -> None:
+        items.append(item)
+        if item.finish_reason:
+            done.set()
+
+    def broken(item: Item) -> None:
+        raise OSError("gone")
+
+    hold = brake(engine)
+    hold.allow(2)
+    bad = engine.submit_all([Submission([i], tiny.greedy(30)) for i in range(3)], broken)
+    good = engine.submit([5], tiny.greedy(30), sink=sink)
+    other = engine.submit([6], tiny.greedy(30))
+    hold.off()
+    done.wait()
+    assert is_right(good, collect(items).token_ids)
+    assert good.result() == collect(items)
+    assert is_right(other, other.result().token_ids)
+    assert [handle.result().finish_reason for handle in bad] == [FinishReason.ABORT] * 3
+    # Said once a request, not at every delta.
+    assert [r.exc_info[1].args for r in caplog.records] == [("gone",)] * 3
+
+
+# Aborts
+
+
+@limited
+def test_an_aborted_request_ends_at_once_with_what_it_had(engine, brake):
+    hold = brake(engine)
+    handle = engine.submit([9, 8], tiny.greedy(LONG))
+    hold.allow(6)
+    stream = iter(handle)
+    assert len([next(stream) for _ in range(5)]) == 5
+    handle.abort()
+    handle.abort()
+    hold.off()
+    answer = handle.result()
+    assert answer.finish_reason is FinishReason.ABORT
+    assert 5 <= len(answer.token_ids) <= 7, "the turn it was in, and the run that was under way"
+    assert begins_right(handle, answer.token_ids)
+    handle.abort()  # it has ended
+    assert handle.result() == answer
+
+
+@limited
+def test_who_waits_behind_others_can_be_aborted_before_it_ran(engine, brake):
+    """Of 30 in four running rows, four waiting ones and the host's queue."""
+    hold = brake(engine)
+    handles = engine.submit_all([Submission([i], tiny.greedy(50)) for i in range(30)])
+    hold.allow(2)
+    assert next(iter(handles[0])).token_ids
+    assert (engine.stats.num_running, engine.stats.num_waiting) == (4, 26)
+    engine.abort(handles[2:])
+    hold.off()
+    for i, handle in enumerate(handles):
+        answer = handle.result()
+        if i < 2:
+            assert is_right(handle, answer.token_ids)
+        else:
+            assert answer.finish_reason is FinishReason.ABORT
+            assert len(answer.token_ids) <= (3 if i < 4 else 0)
+            assert begins_right(handle, answer.token_ids)
+
+
+@limited
+def test_an_abort_after_the_end_and_one_of_a_stranger_change_nothing(engine):
+    handle = engine.submit([2, 4], tiny.greedy(4))
+    answer = handle.result()
+    handle.abort()
+    engine.abort([handle, handle])
+    engine.abort([])
+    assert handle.result() == answer
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert is_right(handle, engine.submit([2, 4], tiny.greedy(4)).result().token_ids)
+
+
+@limited
+def test_many_threads_submit_iterate_and_abort_at_random(engine):
+    """Hundreds of requests from a dozen threads, in a pool too small for the rows that run together."""
+    choices = [(tuple(p), n) for p in tiny.prompts([1, 5, 9, 30, 31, 40, 64, 90]) for n in (1, 7, 24)]
+
+    def user(seed: int) -> list[tuple[Handle, list[int], FinishReason, bool]]:
+        rng = random.Random(seed)
+        seen = []
+        for _ in range(8):
+            picked = rng.choices(choices, k=rng.randint(1, 6))
+            handles = engine.submit_all([Submission(p, tiny.greedy(n)) for p, n in picked])
+            given_up = {h.request_id for h in handles if rng.random() < 0.4}
+            early = [h for h in handles if h.request_id in given_up and rng.random() < 0.5]
+            engine.abort(early)
+            for handle in handles:
+                tokens: list[int] = []
+                for delta in handle:
+                    tokens += delta.token_ids
+                    if handle.request_id in given_up:
+                        handle.abort()
+                seen.append((handle, tokens, delta.finish_reason, handle.request_id in given_up))
+        return seen
+
+    before = engine.stats
+    with ThreadPoolExecutor(12) as pool:
+        seen = [entry for entries in pool.map(user, range(12)) for entry in entries]
+    assert len(seen) > 200
+    reasons = [reason for *_, reason, _ in seen]
+    for handle, tokens, reason, given_up in seen:
+        if reason is FinishReason.ABORT:
+            assert given_up
+            assert begins_right(handle, tokens)
+        else:
+            assert is_right(handle, tokens)
+    assert reasons.count(FinishReason.ABORT) > 20
+    assert reasons.count(FinishReason.LENGTH) > 100
+    assert engine.stats.num_hit_tokens > before.num_hit_tokens
+
+
+# Ends
+
+
+@limited
+def test_closing_ends_what_is_in_flight_and_later_submits(own, brake):
+    brake(own).allow(2)
+    running = own.submit([1, 2], tiny.greedy(LONG))
+    next(iter(running))
+    waiting = own.submit_all([Submission([i], tiny.greedy(LONG)) for i in range(20)])
+    items: list[Item] = []
+    own.submit([3], tiny.greedy(LONG), sink=items.append)
+    own.close()
+    own.close()
+    for handle in [running, *waiting]:
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            handle.result()
+    assert isinstance(items[-1], EngineDeadError)
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        own.submit([1], tiny.greedy(1))
+    running.abort()
+    assert not own._worker._thread.is_alive()
+
+
+@limited
+def test_answers_that_were_ready_can_still_be_read_after_the_end(own):
+    handle = own.submit([1, 2], tiny.greedy(5))
+    answer = handle.result()
+    own.close()
+    assert handle.result() == answer
+
+
+@limited
+def test_many_threads_may_close_while_others_submit(own):
+    def submit(i: int) -> bool:
+        try:
+            return own.submit([i], tiny.greedy(3)).result().finish_reason is FinishReason.LENGTH
+        except EngineDeadError:
+            return False
+
+    with ThreadPoolExecutor(12) as pool:
+        early = [pool.submit(submit, i) for i in range(8)]
+        tiny.until(early[0].done)
+        closing = [pool.submit(own.close) for _ in range(4)]
+        late = [pool.submit(submit, i) for i in range(8)]
+        assert [c.result() for c in closing] == [None] * 4
+        assert early[0].result()
+        assert [f.result() for f in early[1:] + late].count(True) < 15
+    assert not submit(0)
+
+
+@limited
+def test_a_sink_may_close_the_engine(own, caplog):
+    """It runs in the engine's thread, which cannot wait for itself."""
+    handle = own.submit([1], tiny.greedy(LONG), sink=lambda item: own.close())
+    own._worker._thread.join()
+    with pytest.raises(EngineDeadError):
+        own.submit([1], tiny.greedy(1))
+    assert handle.request_id == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("what", ["run", "turn", "_read", "abort"])
+@limited
+def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
+    own, brake, monkeypatch, caplog, what
+):
+    hold = brake(own)
+    hold.allow(2)
+    running = own.submit([1, 2], tiny.greedy(LONG))
+    next(iter(running))
+    waiting = own.submit_all([Submission([i], tiny.greedy(LONG)) for i in range(20)])
+    reader = ThreadPoolExecutor(1)
+    waits = reader.submit(waiting[-1].result)
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(loop if what == "run" else own._driver, what, breaks)
+    waiting[0].abort()
+    hold.off()
+    for read in (running.result, waiting[-1].result, waits.result, lambda: own.submit([1], tiny.greedy(1))):
+        with pytest.raises(EngineDeadError, match="the engine stopped by MemoryError: no more") as caught:
+            read()
+        assert isinstance(caught.value.__cause__, MemoryError)
+    reader.shutdown()
+    own._worker._thread.join()
+    assert [record.message for record in caplog.records] == ["the engine stops"]
+    own.close()
+
+
+@limited
+def test_forgetting_the_engine_ends_its_thread():
+    engine = tiny.engine(**SMALL)
+    thread = engine._worker._thread
+    assert len(engine.submit([1, 2, 3], tiny.greedy(3)).result().token_ids) == 3
+    del engine
+    gc.collect()
+    tiny.until(lambda: not thread.is_alive())
+
+
+@limited
+def test_an_engine_lives_while_a_handle_of_it_does():
+    handle = tiny.engine(**SMALL).submit([1, 2, 3], tiny.greedy(40))
+    thread = handle._engine._worker._thread
+    gc.collect()
+    assert is_right(handle, handle.result().token_ids)
+    del handle
+    gc.collect()
+    tiny.until(lambda: not thread.is_alive())
+
+
+# asyncio
+
+
+def in_event_loop(test: Callable[..., Any]) -> Callable[..., None]:
+    """A coroutine as a test under the time limit."""
+
+    @limited
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+async def gather(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = []
+    async for delta in engine.generate(prompt, tiny.greedy(max_tokens)):
+        tokens += delta.token_ids
+    assert delta.finish_reason is FinishReason.LENGTH
+    return tokens
+
+
+@in_event_loop
+async def test_coroutines_stream_side_by_side(engine):
+    prompts = tiny.prompts([1, 30, 9, 50, 4, 77, 20])
+    answers = await asyncio.gather(*(gather(AsyncEngine(engine), p, 40) for p in prompts))
+    assert answers == [tiny.reference_answer(tuple(p), 40) for p in prompts]
+
+
+@in_event_loop
+async def test_a_cancelled_task_aborts_its_request(engine, brake):
+    hold = brake(engine)
+    hold.allow(2)
+    before = engine.stats.num_new_tokens
+    started = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in AsyncEngine(engine).generate([1, 2], tiny.greedy(LONG)):
+            started.set()
+
+    task = asyncio.create_task(read())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    hold.off()
+    assert await gather(AsyncEngine(engine), [3], 2) == tiny.reference_answer((3,), 2)
+    tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
+    assert engine.stats.num_new_tokens - before <= 3 + 2
+
+
+@pytest.mark.parametrize("by", ["aclose", "break"])
+@in_event_loop
+async def test_leaving_the_iteration_aborts_the_request(engine, brake, monkeypatch, by):
+    aborted = []
+    abort = engine._worker.abort
+    monkeypatch.setattr(engine._worker, "abort", lambda ids: (abort(ids), aborted.extend(ids)))
+    hold = brake(engine)
+    hold.allow(2)
+    before = engine.stats.num_new_tokens
+    stream = AsyncEngine(engine).generate([1, 2], tiny.greedy(LONG))
+    async for delta in stream:
+        assert delta.token_ids
+        break
+    if by == "aclose":
+        await stream.aclose()
+    del stream
+    gc.collect()
+    while not aborted:  # the event loop closes what is forgotten, in a task of its own
+        await asyncio.sleep(0.001)
+    hold.off()
+    tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
+    assert engine.stats.num_new_tokens - before <= 3
+
+
+@in_event_loop
+async def test_a_bad_request_is_refused_at_once(engine):
+    with pytest.raises(InputError, match="the prompt must have at least one token"):
+        await anext(AsyncEngine(engine).generate([], tiny.greedy(1)))
+
+
+@limited
+def test_an_event_loop_that_is_gone_disturbs_nobody(engine, brake, caplog):
+    hold = brake(engine)
+    hold.allow(2)
+
+    async def leave() -> AsyncIterator[Delta]:
+        stream = AsyncEngine(engine).generate([1, 2], tiny.greedy(LONG))
+        await anext(stream)
+        return stream
+
+    event_loop = asyncio.new_event_loop()
+    stream = event_loop.run_until_complete(leave())
+    event_loop.close()
+    hold.off()
+    assert len(engine.submit([1], tiny.greedy(50)).result().token_ids) == 50
+    assert not caplog.records
+    del stream
+
+
+@in_event_loop
+async def test_a_dead_engine_ends_every_stream(own, brake):
+    brake(own).allow(2)
+    started = AsyncEngine(own).generate([1, 2], tiny.greedy(LONG))
+    await anext(started)
+    own.close()
+    with pytest.raises(EngineDeadError):
+        async for _ in started:
+            pass
+    with pytest.raises(EngineDeadError):
+        await anext(AsyncEngine(own).generate([1], tiny.greedy(1)))
+
+
+# What the driver does between
+
+
+@limited
+def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypatch):
+    """So the device never waits for Python."""
+    driver = tiny.driver(**SMALL)
+    events: list[tuple[str, int]] = []
+    reports: list[Any] = []
+    run, device_get = loop.run, jax.device_get
+
+    def recorded_run(*args: Any, **kwargs: Any) -> Any:
+        state, report = run(*args, **kwargs)
+        events.append(("run", len(reports)))
+        reports.append(report)
+        return state, report
+
+    def recorded_get(value: Any) -> Any:
+        events.append(("read", [report is value for report in reports].index(True)))
+        return device_get(value)
+
+    monkeypatch.setattr(loop, "run", recorded_run)
+    monkeypatch.setattr(jax, "device_get", recorded_get)
+    [request_id] = tiny.submit(driver, [[1, 2, 3]], tiny.greedy(90))
+    tokens: list[int] = []
+    while driver.has_work:
+        for delta in driver.turn(max_steps=8):
+            assert delta.request_id == request_id
+            tokens += delta.token_ids
+    assert tokens == tiny.reference_answer((1, 2, 3), 90)
+    reads = [n for what, n in events if what == "read"]
+    assert reads == list(range(len(reads))), "every report is read once, in order"
+    assert len(reads) >= 90 // 8
+    for n in reads:
+        assert events.index(("run", n + 1)) < events.index(("read", n))

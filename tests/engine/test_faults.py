@@ -1,0 +1,239 @@
+"""What goes wrong on the way: pools that run out, aborts at every stage, thousands of both; nothing leaks."""
+
+import collections
+import random
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged.config import SamplingParams
+from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.engine import collect
+from jaxpaged.engine.request import Delta
+from jaxpaged.engine.state import FinishReason, Phase, Rows
+from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.status import Status
+from tests import tiny
+from tests.engine.test_driver import SMALL, SWAP, assert_nothing_is_held
+
+# Steps of one tile, so that a long prompt is still being computed after one.
+ONE_TILE = {"max_num_batched_tokens": 4 + 32}
+
+
+def assert_every_block_is_free_or_used(driver: Driver) -> None:
+    """Counted from the tables, and as the statistics say it of the run before."""
+    stats = driver.stats
+    assert 0 <= stats.num_cached_blocks <= stats.num_free_blocks <= stats.num_blocks
+    assert stats.num_running >= 0
+    assert stats.num_waiting >= 0
+    state = driver._state
+    for tables in [state.tables] + ([state.host.tables] if state.host else []):
+        pool = tables.pool
+        block_tables, ref_count, num_free = jax.device_get(
+            (tables.block_tables, pool.ref_count, pool.num_free)
+        )
+        used = set(block_tables[block_tables > 0].tolist())
+        assert used == set(np.flatnonzero(ref_count).tolist())
+        assert len(used) + int(num_free) == pool.num_blocks - 1
+    assert int(state.status) == Status.OK
+
+
+def computed(driver: Driver) -> np.ndarray:
+    return np.asarray(driver._state.tables.seq_lens)
+
+
+def someone(driver: Driver, where: Callable[[Rows, np.ndarray], np.ndarray]) -> int:
+    """Step until some row is so; its request. `where` gets the rows and how many tokens each has computed."""
+    for _ in range(300):
+        rows = jax.device_get(driver._state.rows)
+        wanted = where(rows, computed(driver)) & [place is not None for place in driver._places]
+        if np.any(wanted):
+            return int(rows.arrival[np.argmax(wanted)])
+        driver.turn(max_steps=1)
+    raise AssertionError("no row was ever so")
+
+
+def has_answer(rows: Rows) -> np.ndarray:
+    return np.asarray(rows.num_tokens > rows.prompt_lens)
+
+
+def gave_way(rows: Rows) -> np.ndarray:
+    return np.isin(rows.phase, [Phase.WAITING, Phase.SWAPPED]) & has_answer(rows)
+
+
+STAGES = {
+    "waits in a row": (SMALL, lambda rows, done: rows.phase == Phase.WAITING),
+    "in its prompt": (ONE_TILE, lambda rows, done: (done > 0) & (done < rows.prompt_lens)),
+    "decodes": (
+        SMALL,
+        lambda rows, done: (rows.phase == Phase.RUNNING) & has_answer(rows),
+    ),
+    "preempted": (SMALL, lambda rows, done: gave_way(rows)),
+    "swapped": (SWAP, lambda rows, done: rows.phase == Phase.SWAPPED),
+    "computed again": (
+        SMALL,
+        lambda rows, done: (done > 0) & (done < rows.num_tokens - 1) & has_answer(rows),
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_abort_at_any_stage_frees_all_and_hurts_nobody(stage):
+    options, where = STAGES[stage]
+    driver = tiny.driver(**options)
+    prompts = tiny.prompts([10, 120 if options is ONE_TILE else 20, 30, 12, 25, 9])
+    ids = tiny.submit(driver, prompts, tiny.greedy(60))
+    deltas: dict[int, list[Delta]] = {i: [] for i in ids}
+    turn = driver.turn
+    driver.turn = lambda max_steps=None: [deltas[d.request_id].append(d) or d for d in turn(max_steps)]
+    driver._fill_rows()
+    gone = someone(driver, where)
+    for _ in range(2):  # twice: the second finds it ended
+        assert driver.abort([gone, 10**6]) == []
+    driver.turn(max_steps=1)
+    assert_every_block_is_free_or_used(driver)
+    tiny.drain(driver)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        answer = collect(deltas[request_id])
+        want = tiny.reference_answer(tuple(prompt), min(60, tiny.CONFIG.max_model_len - len(prompt)))
+        if request_id == gone:
+            assert answer.finish_reason is FinishReason.ABORT
+            assert len(answer.token_ids) < len(want)
+            assert answer.token_ids == want[: len(answer.token_ids)]
+        else:
+            assert answer.finish_reason is FinishReason.LENGTH
+            assert answer.token_ids == want
+    assert_nothing_is_held(driver)
+
+
+def test_an_abort_in_the_hosts_queue_ends_at_once_and_keeps_the_order():
+    driver = tiny.driver(**SMALL)
+    ids = tiny.submit(driver, [[i] for i in range(40)], tiny.greedy(3))
+    driver.turn()
+    wanted = [*ids[9::3], *ids[9::3], 10**6]
+    ended = driver.abort(wanted)
+    assert sorted(delta.request_id for delta in ended) == ids[9::3]
+    assert all(d.finish_reason is FinishReason.ABORT and not d.token_ids for d in ended)
+    assert driver.abort(wanted) == []
+    answers = tiny.drain(driver)
+    assert list(answers) == [i for i in ids if i not in ids[9::3]], "first come, first served"
+    for i, request_id in enumerate(ids):
+        if request_id in answers:
+            assert answers[request_id].token_ids == tiny.reference_answer((i,), 3)
+    assert_nothing_is_held(driver)
+
+
+def test_an_abort_of_what_has_finished_but_was_not_read_comes_too_late():
+    driver = tiny.driver(**SMALL)
+    [request_id] = tiny.submit(driver, [[1, 2]], tiny.greedy(5))
+    assert driver.turn(max_steps=8) == []
+    assert int(driver._state.rows.phase[0]) == Phase.FINISHED
+    assert driver.abort([request_id]) == []
+    answer = tiny.drain(driver)[request_id]
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert answer.token_ids == tiny.reference_answer((1, 2), 5)
+    assert driver.abort([request_id]) == []
+    assert not driver.has_work
+    assert_nothing_is_held(driver)
+
+
+def test_who_finds_no_room_in_the_host_pool_is_computed_again():
+    """Three rows hold 15 blocks between them when the first wants the pool; the host has 11."""
+    driver = tiny.driver(**SWAP)
+    prompts = tiny.prompts([1, 38, 37, 39])
+    ids = tiny.submit(driver, prompts, [tiny.greedy(127), *[tiny.greedy(50)] * 3])
+    seen: set[Phase] = set()
+    deltas: dict[int, list[Delta]] = {i: [] for i in ids}
+    while driver.has_work:
+        for delta in driver.turn(max_steps=1):
+            deltas[delta.request_id].append(delta)
+        rows = jax.device_get(driver._state.rows)
+        seen |= {Phase(p) for p in rows.phase[gave_way(rows)].tolist()}
+        assert_every_block_is_free_or_used(driver)
+    assert seen == {Phase.WAITING, Phase.SWAPPED}
+    for request_id, prompt, n in zip(ids, prompts, [127, 50, 50, 50], strict=True):
+        assert collect(deltas[request_id]).token_ids == tiny.reference_answer(tuple(prompt), n)
+    assert_nothing_is_held(driver)
+
+
+def test_a_request_that_needs_the_whole_pool_gets_it_in_the_end():
+    driver = tiny.driver(**SMALL)  # 128 tokens, all that the model can have
+    prompts = [*tiny.prompts([1, 30, 20]), *tiny.prompts([127], seed=1), [5]]
+    lengths = [127, 40, 60, 1, 127]
+    answers = tiny.generate(driver, prompts, [tiny.greedy(n) for n in lengths])
+    assert answers == [tiny.reference_answer(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]
+    assert_nothing_is_held(driver)
+
+
+def test_a_stop_token_may_be_the_first_the_last_allowed_or_at_a_blocks_edge():
+    driver = tiny.driver(**SMALL)
+    for prompt in ([3], *tiny.prompts([7, 8, 15])):
+        free = tiny.reference_answer(tuple(prompt), 12)
+        for place in (0, 1, 8 - len(prompt) % 8, 11):
+            if place >= 12 or free[place] in free[:place]:
+                continue
+            params = SamplingParams(max_tokens=place + 1, temperature=0, stop_token_ids=(free[place],))
+            [request_id] = tiny.submit(driver, [prompt], params)
+            answer = tiny.drain(driver)[request_id]
+            assert answer.token_ids == free[: place + 1]
+            assert answer.finish_reason is FinishReason.STOP, "it is both the last and a stop token"
+    assert_nothing_is_held(driver)
+
+
+@pytest.mark.parametrize("options", [SMALL, SWAP], ids=["recompute", "swap"])
+def test_thousands_of_submits_and_aborts_leak_nothing(options):
+    rng = random.Random(1)
+    driver = tiny.driver(**options)
+    prompts = [tuple(p) for p in tiny.prompts([1, 2, 8, 9, 20, 31, 45])]
+    asked: dict[int, tuple[tuple[int, ...], int]] = {}
+    alive: list[int] = []
+    deltas: dict[int, list[Delta]] = collections.defaultdict(list)
+    ended: collections.Counter[FinishReason] = collections.Counter()
+
+    def note(new: list[Delta]) -> None:
+        for delta in new:
+            deltas[delta.request_id].append(delta)
+            if delta.finish_reason:
+                alive.remove(delta.request_id)
+                ended[delta.finish_reason] += 1
+                prompt, n = asked[delta.request_id]
+                tokens = collect(deltas.pop(delta.request_id)).token_ids
+                want = tiny.reference_answer(prompt, 40)[:n]
+                assert tokens == (want[: len(tokens)] if delta.finish_reason == FinishReason.ABORT else want)
+
+    for beat in range(400):
+        for _ in range(rng.choice([0, 0, 1, 5, 12])):
+            prompt, n = rng.choice(prompts), rng.choice([1, 2, 5, 40])
+            [request_id] = tiny.submit(driver, [list(prompt)], tiny.greedy(n))
+            asked[request_id] = prompt, n
+            alive.append(request_id)
+        if rng.random() < 0.5 or len(alive) > 40:
+            note(driver.abort(rng.sample(alive, rng.randint(0, len(alive)))))
+        note(driver.turn(max_steps=rng.choice([1, 2, 8, 32])))
+        assert_every_block_is_free_or_used(driver)
+        if beat % 50 == 0:
+            check_invariants(driver._state.tables)
+    while driver.has_work:
+        note(driver.turn())
+        assert_every_block_is_free_or_used(driver)
+    assert not alive
+    assert not deltas
+    assert len(asked) > 1000
+    assert ended[FinishReason.ABORT] > 300
+    assert ended[FinishReason.LENGTH] > 300
+    assert driver.stats.num_preemptions > 0
+    assert driver.stats.num_hit_tokens > 0
+    assert_nothing_is_held(driver)
+
+
+def test_how_long_a_step_takes_is_not_measured_over_idle_times():
+    """Or the first answer after a quiet hour would come in runs of one step."""
+    driver = tiny.driver(**SMALL)
+    tiny.generate(driver, [[1, 2]], tiny.greedy(90))
+    driver._last_read -= 3600
+    tiny.submit(driver, [[3, 4]], tiny.greedy(90))
+    while driver.has_work:
+        driver.turn()
+        assert driver._seconds_per_step < 60
