@@ -188,7 +188,7 @@ def _read(arrays: Mapping[str, np.ndarray]) -> Dump:
     limits = Limits(**header["step_config"]["limits"])
     return Dump(
         state=_put_kv(state, with_kv.kv_cache, with_kv.host and with_kv.host.kv_cache),
-        step_config=StepConfig(limits, header["step_config"]["decode_attention"]),
+        step_config=StepConfig(**header["step_config"] | {"limits": limits}),
         vocab_size=header["vocab_size"],
         events=tuple(
             Event(e["num_steps"], next(requests) if e["has_request"] else None, e["abort"])

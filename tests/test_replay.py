@@ -29,7 +29,7 @@ from tests.tiny_gguf import write_gguf
 
 # Preempts, by swap and, where the host pool is full, to be recomputed. The same as in `test_scheduler.py`.
 SETTING = Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14)
-STEP_CONFIG = StepConfig(SETTING.limits, "xla")
+STEP_CONFIG = StepConfig(SETTING.limits, tiles_per_pass=2, decode_attention="xla")
 MIDDLE = 14
 VOCAB_SIZE = tiny.CONFIG.vocab_size  # no less than the history's own; so all dumps have one
 # The driver's options for a state of just the same sizes, for which all is compiled once.
@@ -192,7 +192,7 @@ def test_a_dump_comes_back_leaf_by_leaf(setting, tmp_path):
         replay.Event(0, abort=3),
         replay.Event(4, request=line_of(Request(9, (4,), 2)), abort=8),
     ]
-    config = StepConfig(setting.limits, "mosaic_gpu")
+    config = StepConfig(setting.limits, tiles_per_pass=2, decode_attention="mosaic_gpu")
     replay.dump(state, tmp_path / "f", step_config=config, vocab_size=13, events=events, answers={8: [5, 6]})
     dump = replay.load(tmp_path / "f")
     assert_equal(dump.state, state)

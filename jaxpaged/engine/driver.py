@@ -152,7 +152,7 @@ class Driver:
         return deltas
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what can be found of former requests; False, and nothing happens, while any is unfinished."""
+        """Forget what can be found of former requests; False, and nothing changes, if any is unfinished."""
         if self.has_work:
             return False
         self._state = loop.reset_prefix_cache(self._state)

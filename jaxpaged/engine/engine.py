@@ -174,7 +174,7 @@ class Engine:
         return self._worker.ask(Driver.snapshot)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what can be found of former requests; False, and nothing happens, while any is unfinished."""
+        """Forget what can be found of former requests; False, and nothing changes, if any is unfinished."""
         return self._worker.ask(Driver.reset_prefix_cache)
 
     def close(self) -> None:

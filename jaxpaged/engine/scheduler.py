@@ -5,7 +5,7 @@ gives way when blocks run out. A waiting request is admitted when the blocks for
 are there beside those of the running ones, and some to grow into; nobody overtakes. So the first in order
 among the running ones always goes on, and everyone has their turn: first come, first served, a request has
 finished after as many steps as it and those unfinished before it have work, where a request's work is a step
-for each tile of its prompt and for each token of its answer but the first. `reference/engine.py` has the proof.
+for each tile of its prompt and each token of its answer but the first. `reference/engine.py` has the proof.
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ least num_blocks removals.
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +39,17 @@ class FreeQueue:
     HOLE_SLACK: ClassVar[int] = 64
 
     @property
-    def head(self) -> Int[Array, ""]:
+    def head(self) -> Int[Any, ""]:  # of a state read back, NumPy's
         """The place of the first entry."""
         return self.counters[..., 0]
 
     @property
-    def span(self) -> Int[Array, ""]:
+    def span(self) -> Int[Any, ""]:
         """Places from the first entry to the last, holes included."""
         return self.counters[..., 1]
 
     @property
-    def num_free(self) -> Int[Array, ""]:
+    def num_free(self) -> Int[Any, ""]:
         """Blocks in the queue."""
         return self.counters[..., 2]
 
