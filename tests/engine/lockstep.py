@@ -155,6 +155,7 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
     """Up to 14 requests over some 30 steps, many of which begin alike."""
     arrival = 0
     events = []
+    seen: list[tuple[int, ...]] = []
     bodies = [[draw(st.integers(0, VOCAB - 1)) for _ in range(8)] * 14 for _ in range(2)]
     for _ in range(draw(st.integers(1, 6))):
         requests = []
@@ -163,6 +164,12 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
             prompt = list(draw(st.sampled_from(bodies))[:prompt_len])
             if draw(st.booleans()):
                 prompt[draw(st.integers(0, prompt_len - 1))] = draw(st.integers(0, VOCAB - 1))
+            elif seen:  # go on with an earlier request's prompt, and its answer as far as there is room
+                prompt = list(draw(st.sampled_from(seen)))
+                while len(prompt) < prompt_len:
+                    prompt.append(next_token(setting.sliding_window, prompt))
+            prompt_len = len(prompt)
+            seen.append(tuple(prompt))
             requests.append(
                 reference.Request(
                     arrival=arrival,
@@ -174,9 +181,10 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                 )
             )
             arrival += 1
-        aborted = draw(st.integers(0, arrival - 1)) if draw(st.integers(0, 3)) == 0 else None
-        events.append(Event(tuple(requests), aborted))
+        events.append(Event(tuple(requests)))
         events += [Event()] * draw(st.integers(0, 8))
+        if draw(st.booleans()):
+            events.append(Event(abort=draw(st.integers(max(arrival - 6, 0), arrival - 1))))
     return events
 
 

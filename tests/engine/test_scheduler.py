@@ -9,7 +9,7 @@ from tests.engine.lockstep import LockStep, Setting, workloads
 SETTINGS = [
     Setting("roomy", num_blocks=1 + 90),
     Setting("tight", num_blocks=1 + 17),
-    Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14),
+    Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 8),
     Setting("window", num_blocks=1 + 14, num_tiles=1, sliding_window=10, num_host_blocks=1 + 6),
     Setting(
         "big blocks", num_blocks=1 + 5, block_size=24, num_tiles=1, watermark_blocks=1, reuse_answers=True
