@@ -19,7 +19,7 @@ from tests import tiny
 from tests.engine.test_driver import SMALL, SWAP, assert_nothing_is_held
 
 # Steps of one tile, so that a long prompt is still being computed after one.
-ONE_TILE = {"max_num_batched_tokens": 4 + 32}
+ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is no multiple of anything
 URGENT = SMALL | {"scheduling_policy": "priority"}
 
 
@@ -84,7 +84,7 @@ STAGES = {
 def test_an_abort_at_any_stage_frees_all_and_hurts_nobody(stage):
     options, where = STAGES[stage]
     driver = tiny.driver(**options)
-    prompts = tiny.prompts([10, 120 if options is ONE_TILE else 20, 30, 12, 25, 9])
+    prompts = tiny.prompts([10, 90 if options is ONE_TILE else 20, 30, 12, 25, 9])
     ids = tiny.submit(driver, prompts, tiny.greedy(60))
     deltas: dict[int, list[Delta]] = {i: [] for i in ids}
     turn = driver.turn
@@ -98,7 +98,7 @@ def test_an_abort_at_any_stage_frees_all_and_hurts_nobody(stage):
     tiny.drain(driver)
     for request_id, prompt in zip(ids, prompts, strict=True):
         answer = collect(deltas[request_id])
-        want = tiny.reference_answer(tuple(prompt), min(60, tiny.CONFIG.max_model_len - len(prompt)))
+        want = tiny.reference_answer(tuple(prompt), min(60, driver.door.max_model_len - len(prompt)))
         if request_id == gone:
             assert answer.finish_reason is FinishReason.ABORT
             assert len(answer.token_ids) < len(want)
@@ -165,6 +165,14 @@ def test_a_request_that_needs_the_whole_pool_gets_it_in_the_end():
     lengths = [127, 40, 60, 1, 127]
     answers = tiny.generate(driver, prompts, [tiny.greedy(n) for n in lengths])
     assert answers == [tiny.reference_answer(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]
+    assert_nothing_is_held(driver)
+
+
+def test_a_model_length_within_a_block_and_a_tile_is_kept_to_the_token():
+    driver = tiny.driver(**ONE_TILE)
+    prompts = tiny.prompts([99, 98, 96, 64, 1, 33])
+    answers = tiny.generate(driver, prompts, tiny.greedy(127))
+    assert answers == [tiny.reference_answer(tuple(p), 100 - len(p)) for p in prompts]
     assert_nothing_is_held(driver)
 
 
