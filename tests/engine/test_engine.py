@@ -57,10 +57,10 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """The engine that most tests share; each leaves it without work and with all blocks free."""
     yield shared
     deadline = time.monotonic() + LIMIT_S
-    while shared._driver.has_work or shared._worker._submitted or shared._worker._aborted:
+    worker = shared._worker
+    while worker._in_flight or worker._submitted or worker._aborted or shared._driver.has_work:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert not shared._worker._in_flight
     stats = shared.stats
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
