@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -146,8 +145,8 @@ def test_threads_that_generate_at_once_share_the_engine(llm):
     batches = [tiny.prompts([1 + 7 * i, 40, 3, 20 + i], seed=i) for i in range(6)]
     lengths = [3, 30, 12, 1]
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in lengths]
-    with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(lambda prompts: llm.generate(prompts, params, use_tqdm=False), batches))
+    calls = [tiny.start(llm.generate, prompts, params, use_tqdm=False) for prompts in batches]
+    results = [call.result(120) for call in calls]
     for prompts, answers in zip(batches, results, strict=True):
         assert [r.prompt_token_ids for r in answers] == prompts
         want = [tiny.reference_answer(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]

@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,20 @@ class Brake:
 
     def off(self) -> None:
         self._is_off = True
+
+
+def start[**P, T](call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Call it in a thread that, should it hang, does not keep the program from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def until(is_so: Callable[[], bool]) -> None:

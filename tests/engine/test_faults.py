@@ -19,7 +19,8 @@ from tests import tiny
 from tests.engine.test_driver import SMALL, SWAP, assert_nothing_is_held
 
 # Steps of one tile, so that a long prompt is still being computed after one.
-ONE_TILE = {"max_num_batched_tokens": 4 + 32}
+ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is no multiple of anything
+URGENT = SMALL | {"scheduling_policy": "priority"}
 
 
 def assert_every_block_is_free_or_used(driver: Driver) -> None:
@@ -83,7 +84,7 @@ STAGES = {
 def test_an_abort_at_any_stage_frees_all_and_hurts_nobody(stage):
     options, where = STAGES[stage]
     driver = tiny.driver(**options)
-    prompts = tiny.prompts([10, 120 if options is ONE_TILE else 20, 30, 12, 25, 9])
+    prompts = tiny.prompts([10, 90 if options is ONE_TILE else 20, 30, 12, 25, 9])
     ids = tiny.submit(driver, prompts, tiny.greedy(60))
     deltas: dict[int, list[Delta]] = {i: [] for i in ids}
     turn = driver.turn
@@ -97,7 +98,7 @@ def test_an_abort_at_any_stage_frees_all_and_hurts_nobody(stage):
     tiny.drain(driver)
     for request_id, prompt in zip(ids, prompts, strict=True):
         answer = collect(deltas[request_id])
-        want = tiny.reference_answer(tuple(prompt), min(60, tiny.CONFIG.max_model_len - len(prompt)))
+        want = tiny.reference_answer(tuple(prompt), min(60, driver.door.max_model_len - len(prompt)))
         if request_id == gone:
             assert answer.finish_reason is FinishReason.ABORT
             assert len(answer.token_ids) < len(want)
@@ -167,6 +168,14 @@ def test_a_request_that_needs_the_whole_pool_gets_it_in_the_end():
     assert_nothing_is_held(driver)
 
 
+def test_a_model_length_within_a_block_and_a_tile_is_kept_to_the_token():
+    driver = tiny.driver(**ONE_TILE)
+    prompts = tiny.prompts([99, 98, 96, 64, 1, 33])
+    answers = tiny.generate(driver, prompts, tiny.greedy(127))
+    assert answers == [tiny.reference_answer(tuple(p), 100 - len(p)) for p in prompts]
+    assert_nothing_is_held(driver)
+
+
 def test_a_stop_token_may_be_the_first_the_last_allowed_or_at_a_blocks_edge():
     driver = tiny.driver(**SMALL)
     for prompt in ([3], *tiny.prompts([7, 8, 15])):
@@ -182,7 +191,7 @@ def test_a_stop_token_may_be_the_first_the_last_allowed_or_at_a_blocks_edge():
     assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize("options", [SMALL, SWAP], ids=["recompute", "swap"])
+@pytest.mark.parametrize("options", [SMALL, SWAP, URGENT], ids=["recompute", "swap", "priority"])
 def test_thousands_of_submits_and_aborts_leak_nothing(options):
     rng = random.Random(1)
     driver = tiny.driver(**options)
@@ -206,7 +215,9 @@ def test_thousands_of_submits_and_aborts_leak_nothing(options):
     for beat in range(400):
         for _ in range(rng.choice([0, 0, 1, 5, 12])):
             prompt, n = rng.choice(prompts), rng.choice([1, 2, 5, 40])
-            [request_id] = tiny.submit(driver, [list(prompt)], tiny.greedy(n))
+            request_id = len(asked)
+            priority = rng.randrange(3) if options is URGENT else 0
+            driver.add(driver.door.admit(request_id, prompt, tiny.greedy(n), priority))
             asked[request_id] = prompt, n
             alive.append(request_id)
         if rng.random() < 0.5 or len(alive) > 40:
@@ -225,6 +236,56 @@ def test_thousands_of_submits_and_aborts_leak_nothing(options):
     assert ended[FinishReason.LENGTH] > 300
     assert driver.stats.num_preemptions > 0
     assert driver.stats.num_hit_tokens > 0
+    assert_nothing_is_held(driver)
+
+
+def add(driver: Driver, prompts: list[list[int]], priority: int, max_tokens: int) -> list[int]:
+    ids = [(1 + (priority < 0)) * 10_000 + i for i, _ in enumerate(prompts)]
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        driver.add(driver.door.admit(request_id, prompt, tiny.greedy(max_tokens), priority))
+    return ids
+
+
+def test_an_urgent_request_overtakes_those_who_wait_in_rows_too():
+    """Of 12, four run and four wait in the device's rows when three urgent ones come; one is aborted."""
+    driver = tiny.driver(**SMALL, scheduling_policy="priority")
+    prompts = [[i] for i in range(12)]
+    usual = add(driver, prompts, 5, 9)
+    deltas = [delta for _ in range(4) for delta in driver.turn(max_steps=1)]
+    assert (driver.stats.num_running, driver.stats.num_waiting) == (4, 8)
+    assert driver.abort(usual[7:8]) == []
+    urgent = add(driver, [[20], [21], [22]], -1, 5)
+    while driver.has_work:
+        deltas += driver.turn(max_steps=1)
+        assert_every_block_is_free_or_used(driver)
+    ended = [delta.request_id for delta in deltas if delta.finish_reason]
+    answers: dict[int, list[int]] = {i: [] for i in usual + urgent}
+    for delta in deltas:
+        answers[delta.request_id] += delta.token_ids
+    assert ended[0] == usual[7]
+    assert sorted(ended[1:8]) == sorted([*usual[:4], *urgent])
+    # The one place that the urgent ones leave is the next in line's.
+    assert ended[8:] == [*usual[4:7], *usual[8:]]
+    assert answers.pop(usual[7]) == []
+    for request_id, tokens in answers.items():
+        prompt = [20 + request_id % 10] if request_id in urgent else [request_id % 1000]
+        assert tokens == tiny.reference_answer(tuple(prompt), 5 if request_id in urgent else 9)
+    assert_nothing_is_held(driver)
+
+
+def test_who_was_preempted_keeps_its_row_when_someone_more_urgent_comes():
+    """Its first tokens have been told; begun again, it would tell them twice."""
+    driver = tiny.driver(**SMALL, scheduling_policy="priority")
+    usual = add(driver, tiny.prompts([10, 20, 30, 12, 5, 6, 7, 8]), 5, 60)
+    deltas = driver.turn(max_steps=32) + driver.turn(max_steps=1)
+    rows = driver._state.rows
+    assert np.any(gave_way(jax.device_get(rows)) & ~np.isin(rows.arrival, usual[4:]))
+    urgent = add(driver, [[i] for i in range(8)], -1, 3)
+    while driver.has_work:
+        deltas += driver.turn(max_steps=1)
+    for request_id in usual + urgent:
+        answer = collect([delta for delta in deltas if delta.request_id == request_id])
+        assert len(answer.token_ids) == (60 if request_id in usual else 3)
     assert_nothing_is_held(driver)
 
 
