@@ -57,7 +57,7 @@ def cases() -> list[Case]:
         for attention, head_dim in (("mosaic_gpu", 64), ("mosaic_gpu", 128), ("xla", 64), ("xla", 128))
         for num_blocks, num_host_blocks in ((512, 0), (1024, 0), (512, 256), (1024, 512))
     ]
-    found.append(Case("mosaic_gpu", flags=False))
+    found.append(Case("constant", flags=False))
     found.append(Case("constant", num_blocks=65536, max_num_seqs=256, num_tiles=16))
     return found
 

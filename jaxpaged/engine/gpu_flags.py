@@ -9,9 +9,9 @@ from jax._src import xla_bridge  # no public name tells whether a backend has st
 
 logger = logging.getLogger("jaxpaged")
 
-# By default XLA makes CUDA graphs of straight lines of kernels only. With these the whole loop is one graph,
-# launched once a run: `tests/engine/test_compile_h200.py` reads it from the compiled program.
-FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE,+CONDITIONAL"}
+# By default XLA makes CUDA graphs of kernels and branches, but not of loops. With this the serving loop is
+# one graph, launched once a run: `tests/engine/test_compile_h200.py` reads it from the compiled program.
+FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE"}
 
 
 def set_defaults() -> None:

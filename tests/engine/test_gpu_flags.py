@@ -11,7 +11,7 @@ import pytest
 
 from jaxpaged.engine import gpu_flags
 
-WANTED = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
+WANTED = "--xla_gpu_enable_command_buffer=+WHILE"
 
 
 @pytest.fixture
