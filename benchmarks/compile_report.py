@@ -155,23 +155,29 @@ def main() -> None:
 
 def run(names: list[str]) -> list[Report]:
     """Compile the programs of these names (none: all of them) in a process of its own, and report."""
+    lines = run_compiler("benchmarks.compile_report", ["--json", *names])
+    return [Report(**line) for line in lines]
+
+
+def run_compiler(module: str, arguments: list[str], flags: str = "") -> list[dict[str, Any]]:
+    """The JSON lines of `python -m module` in a process that can compile for a GPU, with more XLA `flags`."""
     if missing := missing_packages():
         raise RuntimeError(f"{missing=}: install the cuda-compile extra")
     nvcc = importlib.util.find_spec("nvidia.cuda_nvcc")
     assert nvcc is not None
     assert nvcc.submodule_search_locations is not None
-    flags = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={nvcc.submodule_search_locations[0]}"
+    folder = nvcc.submodule_search_locations[0]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder} {flags}",
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
-    command = [sys.executable, "-m", "benchmarks.compile_report", "--json", *names]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
     if done.returncode:
         raise RuntimeError(f"the compiler process ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return [Report(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def markdown(reports: list[Report]) -> str:

@@ -237,9 +237,10 @@ def _info(args: argparse.Namespace) -> None:
     import jax
 
     import jaxpaged
-    from jaxpaged.engine import plan
+    from jaxpaged.engine import gpu_flags, plan
     from jaxpaged.models import loading
 
+    gpu_flags.set_defaults()
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]

@@ -10,13 +10,12 @@ the others are: to a row, a chunk outside its tokens multiplies by one and adds 
 Arguments have been checked by `ops`, which has the shapes.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.compute_on import compute_on
 
 from pallas_kernels.support import Options
 
@@ -255,26 +254,18 @@ def _final_copies(pairs: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Arr
 
 
 def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array) -> jax.Array:
-    """Gather where the source lives, move, scatter where the target lives."""
-    limits = jnp.array([source.shape[0], target.shape[0]])
-    in_range = jnp.all((pairs >= 0) & (pairs < limits), axis=1)
-    # As with copies, a target named twice gets the last of its sources; pairs out of range write nowhere.
-    index = jnp.arange(len(pairs))
-    same = (pairs[None, :, 1] == pairs[:, None, 1]) & in_range[None, :]
-    last = jnp.max(jnp.where(same, index[None, :], 0), axis=1, initial=0)
-    from_block = jnp.where(in_range, pairs[last, 0], 0)
-    to_block = jnp.where(in_range, pairs[:, 1], target.shape[0])
+    """One block after the other, so that of a target named twice the last source stays.
 
-    source_space, target_space = jax.typeof(source).memory_space, jax.typeof(target).memory_space
-    blocks = _in_space(source_space, lambda pool, ids: pool[ids])(source, from_block)
-    blocks = jax.device_put(blocks, target_space)
-    write = _in_space(target_space, lambda pool, ids, new: pool.at[ids].set(new, mode="drop"))
-    return write(target, to_block, blocks)
+    Single slices are what XLA moves between two memories in place, and inside a CUDA graph; to scatter into a
+    pool in the host's memory it would take the whole pool through the device's.
+    """
+    target_space = jax.typeof(target).memory_space
+    in_range = jnp.all((pairs >= 0) & (pairs < jnp.array([source.shape[0], target.shape[0]])), axis=1)
+    (moves,) = jnp.nonzero(in_range, size=len(pairs), fill_value=0)
 
+    def move(i: jax.Array, target: jax.Array) -> jax.Array:
+        from_block, to_block = pairs[moves[i]]
+        block = lax.dynamic_slice_in_dim(source, from_block, 1)
+        return lax.dynamic_update_slice_in_dim(target, jax.device_put(block, target_space), to_block, 0)
 
-def _in_space(space: Any, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The function, computed where its data lives: by the host's processor for arrays in host memory."""
-    if space != jax.memory.Space.Host:
-        return function
-    on_host = compute_on(function, compute_type="device_host", out_memory_spaces=space)
-    return lambda *args: on_host(*(jax.device_put(arg, space) for arg in args))
+    return lax.fori_loop(0, jnp.sum(in_range), move, target)

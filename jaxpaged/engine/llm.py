@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from jaxpaged.chat import Message, check_messages
 from jaxpaged.config import EngineConfig, InputError, SamplingParams, check
-from jaxpaged.engine import plan
+from jaxpaged.engine import gpu_flags, plan
 from jaxpaged.engine.engine import Answer, Engine, Handle, Item, Submission, collect, or_raise
 from jaxpaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.engine.request import Delta
@@ -50,6 +50,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] = loading.SMOLLM2, **options: Any) -> None:
         self.config = _engine_config(options)
+        gpu_flags.set_defaults()
         checkpoint = loading.open_checkpoint(model)
         plan.keep_compiled_programs()
         self.tokenizer = checkpoint.tokenizer

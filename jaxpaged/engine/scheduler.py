@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.memory import block_table, prefix_cache, swap
+from jaxpaged.memory.block_pool import NULL_BLOCK
 from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.entries import number_through
 from jaxpaged.memory.prefix_cache import Hit
@@ -412,7 +413,8 @@ def _swap_in(state: EngineState, rows: Bool[Array, " rows"]) -> EngineState:
 
 
 def _copy(source: Any, target: Any, info: swap.SwapInfo) -> Any:
-    pairs = jnp.stack([info.sources, info.destinations], axis=-1)
+    # What is not to be moved is in no pool, and costs nothing.
+    pairs = jnp.where(info.sources == NULL_BLOCK, -1, jnp.stack([info.sources, info.destinations])).T
     return jax.tree.map(lambda a, b: ops.swap_blocks(a, b, pairs), source, target)
 
 

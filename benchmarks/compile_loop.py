@@ -1,0 +1,238 @@
+"""Compile the serving loop for an H200, without one: does it copy the cache, and is it one CUDA graph?
+
+    python -m benchmarks.compile_loop                  print a table of all cases
+    python -m benchmarks.compile_loop --json NAME...   one JSON line per case, for the tests
+
+Needs the `cuda-compile` extra: the CUDA plugin of jax and ptxas, no driver and no GPU. The model has two
+layers; memory is XLA's own analysis of the compiled program, and the thunks (what the runtime
+does, in order) are those that XLA dumps. A program that is one CUDA graph is one thunk, a command buffer,
+which holds all others.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import compile_report
+from jaxpaged.engine.gpu_flags import FLAGS
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 512
+MODULE = "benchmarks.compile_loop"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compilation of `loop.run`."""
+
+    attention: str  # of decode steps; "constant" for a model without layers
+    head_dim: int = 64
+    num_blocks: int = 512
+    num_host_blocks: int = 0  # 0: preemption by recompute
+    max_num_seqs: int = 8
+    num_tiles: int = 2
+    flags: bool = True  # whether the package's XLA flags are set
+
+    def __str__(self) -> str:
+        words = [
+            self.attention,
+            f"d{self.head_dim}",
+            f"{self.max_num_seqs} rows",
+            f"{self.num_blocks} blocks",
+        ]
+        words += [f"{self.num_host_blocks} on the host"] * bool(self.num_host_blocks)
+        words += ["default flags"] * (not self.flags)
+        return " ".join(words)
+
+
+def cases() -> list[Case]:
+    found = [
+        Case(attention, head_dim, num_blocks, num_host_blocks)
+        for attention, head_dim in (("mosaic_gpu", 64), ("mosaic_gpu", 128), ("xla", 64), ("xla", 128))
+        for num_blocks, num_host_blocks in ((512, 0), (1024, 0), (512, 256), (1024, 512))
+    ]
+    found.append(Case("constant", flags=False))
+    found.append(Case("constant", num_blocks=65536, max_num_seqs=256, num_tiles=16))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What XLA made of a case. Bytes of the device's memory unless they are said to be of the host's."""
+
+    case: str
+    state_bytes: int  # of the arrays of the engine's state
+    state_host_bytes: int
+    alias_bytes: int  # arguments that become results in place
+    alias_host_bytes: int
+    temp_bytes: int
+    temp_host_bytes: int
+    thunks: dict[str, int]  # how many of each kind, at any depth
+    outermost: tuple[str, ...]  # the thunks that are in no other
+    seconds: float
+
+
+def main() -> None:
+    """Run as a module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", nargs="*", metavar="NAME", help="compile these cases in this process")
+    arguments = parser.parse_args()
+    if arguments.json is not None:
+        for name in arguments.json:
+            print(json.dumps(dataclasses.asdict(_report_here(name))), flush=True)
+        return
+    for report in run([str(case) for case in cases()]):
+        print(json.dumps(dataclasses.asdict(report)), flush=True)
+
+
+def run(names: list[str]) -> list[Report]:
+    """Compile the cases of these names, each set of flags in a process of its own, and report."""
+    by_name = {str(case): case for case in cases()}
+    found = []
+    for flags in (True, False):
+        some = [name for name in names if by_name[name].flags == flags]
+        with tempfile.TemporaryDirectory() as folder:
+            wanted = [f"--{name}={value}" for name, value in FLAGS.items()] if flags else []
+            dump = [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_run"]
+            if some:
+                found += compile_report.run_compiler(MODULE, ["--json", *some], " ".join([*wanted, *dump]))
+    return [Report(**line | {"outermost": tuple(line["outermost"])}) for line in found]
+
+
+def _report_here(name: str) -> Report:
+    (case,) = (case for case in cases() if str(case) == name)
+    start = time.perf_counter()
+    state, compiled = compile_for_h200(case)
+    memory = compiled.memory_analysis()
+    (folder,) = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])
+    dumps = Path(folder).glob("*jit_run*thunk_sequence_after_thunk_passes.txt")
+    thunks = read_thunks(max(dumps, key=lambda file: file.stat().st_mtime_ns).read_text())
+    kinds = sorted({kind for _, kind in thunks})
+    return Report(
+        case=name,
+        state_bytes=_bytes(state) - _bytes(state.host and state.host.kv_cache),
+        state_host_bytes=_bytes(state.host and state.host.kv_cache),
+        alias_bytes=memory.alias_size_in_bytes,
+        alias_host_bytes=memory.host_alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        temp_host_bytes=memory.host_temp_size_in_bytes,
+        thunks={kind: sum(k == kind for _, k in thunks) for kind in kinds},
+        outermost=tuple(kind for depth, kind in thunks if depth == 0),
+        seconds=round(time.perf_counter() - start, 1),
+    )
+
+
+def read_thunks(dump: str) -> list[tuple[int, str]]:
+    """Depth (in spaces) and kind of each thunk of a dumped sequence, in order."""
+    found = re.findall(r"^( *)\d+: (k\w+)", dump, re.MULTILINE)
+    return [(len(indent), kind) for indent, kind in found]
+
+
+def compile_for_h200(case: Case) -> tuple[Any, Any]:
+    """Shapes of the state, and `loop.run` compiled for it; needs the environment that `run_compiler` sets."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from benchmarks.constant_model import ConstantModel
+    from jaxpaged.engine import loop
+    from jaxpaged.engine import state as states
+    from jaxpaged.engine.scheduler import Limits
+    from jaxpaged.engine.state import EngineState, HostPool
+    from jaxpaged.engine.step import StepConfig
+    from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache
+    from jaxpaged.memory.block_table import BlockTables
+    from jaxpaged.memory.kv_cache import KVCache
+    from jaxpaged.models import llama
+    from jaxpaged.models.config import ModelConfig
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=compile_report.H200
+    )
+    mesh = Mesh(np.array(topology.devices), ("x",))
+    on_device = NamedSharding(mesh, PartitionSpec())
+    # A device that is not there has no host memory to name; an abstract one takes our word.
+    on_host = NamedSharding(mesh.abstract_mesh, PartitionSpec(), memory_kind="pinned_host")
+
+    config = ModelConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=2,
+        num_q_heads=8,
+        num_kv_heads=2,
+        head_dim=case.head_dim,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_model_len=MAX_MODEL_LEN,
+        tie_word_embeddings=True,
+    )
+    dtype = jnp.dtype(jnp.bfloat16)
+
+    def create_model() -> nnx.Module:
+        if case.attention == "constant":
+            return ConstantModel()
+        shapes = dict(llama.weight_shapes(config))
+        return llama.Llama(config, {name: np.zeros(shape, dtype) for name, shape in shapes.items()}, dtype)
+
+    def tables(num_blocks: int, *, cached: bool) -> BlockTables:
+        cache = prefix_cache.create(num_blocks, BLOCK_SIZE) if cached else None
+        pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
+        return block_table.create(pool, 2 * case.max_num_seqs, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE)
+
+    def arrays(num_blocks: int) -> KVCache:
+        if case.attention == "constant":
+            return kv_cache.create(0, num_blocks, BLOCK_SIZE, 1, 1, dtype)
+        c = config
+        return kv_cache.create(c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim, dtype)
+
+    def create_state() -> EngineState:
+        host = None
+        if case.num_host_blocks:
+            host = HostPool(tables(case.num_host_blocks, cached=False), arrays(case.num_host_blocks))
+        return states.create(
+            tables(case.num_blocks, cached=True), arrays(case.num_blocks), MAX_MODEL_LEN, host
+        )
+
+    def place(tree: Any, sharding: NamedSharding) -> Any:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+    state = place(jax.eval_shape(create_state), on_device)
+    if state.host is not None:
+        host = dataclasses.replace(state.host, kv_cache=place(state.host.kv_cache, on_host))
+        state = dataclasses.replace(state, host=host)
+    graphdef, params = nnx.split(nnx.eval_shape(create_model))
+    limits = Limits(case.max_num_seqs, case.num_tiles, watermark_blocks=case.num_blocks // 100)
+    attention: Any = "xla" if case.attention == "constant" else case.attention
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = loop.run.trace(
+            graphdef,
+            place(params, on_device),
+            state,
+            place(jnp.int32(0), on_device),
+            place(jnp.bool_(False), on_device),
+            config=StepConfig(limits, attention),
+        )
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    return state, lowered.compile()
+
+
+def _bytes(tree: Any) -> int:
+    import jax
+
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The engine's loop with all rows decoding, ready to be timed.
+
+The state is made, not computed: every row's prompt counts as being in the cache, its blocks taken and, with
+prefix caching, findable. So a benchmark of long sequences begins at once.
+"""
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpaged.config import PREFILL_TILE
+from jaxpaged.engine import driver, gpu_flags, loop, scheduler
+from jaxpaged.engine import state as states
+from jaxpaged.engine.scheduler import Limits
+from jaxpaged.engine.state import EngineState, Phase, Rows
+from jaxpaged.engine.step import Model, StepConfig
+from jaxpaged.memory import block_pool, block_table, prefix_cache
+from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.status import raise_if_error
+from pallas_kernels.ops import Implementation
+
+BLOCK_SIZE = 16
+PREFILL_TOKENS = 512  # a step's budget for prompts, of which these rows have none left
+
+
+def has_flags() -> bool:
+    """Whether XLA_FLAGS has what the package sets on a GPU."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return all(f"--{name}={value}" in flags for name, value in gpu_flags.FLAGS.items())
+
+
+@dataclasses.dataclass
+class DecodeLoop:
+    """Owns a state whose rows decode, `seq_lens[i]` tokens of each in the cache at first."""
+
+    model: Model
+    state: EngineState
+    config: StepConfig
+
+    def __post_init__(self) -> None:
+        self.graphdef, self.params = nnx.split(self.model)
+
+    def seconds_per_step(self, num_steps: int = loop.MAX_STEPS) -> float:
+        """Run so many steps and wait for them. Raises if a row did anything but decode one token in each."""
+        before = jax.device_get(self.state.counters)
+        start = time.perf_counter()
+        self.state, report = loop.run(
+            self.graphdef,
+            self.params,
+            self.state,
+            np.int32(num_steps),
+            np.bool_(False),
+            config=self.config,
+        )
+        jax.block_until_ready(report)
+        seconds = time.perf_counter() - start
+        raise_if_error(int(report.status))
+        done = {name: int(getattr(report.counters, name) - getattr(before, name)) for name in vars(before)}
+        tokens = num_steps * self.config.limits.max_num_seqs
+        wanted = {"num_steps": num_steps, "num_decode_tokens": tokens, "num_new_tokens": tokens}
+        if {name: n for name, n in done.items() if n} != wanted:
+            raise RuntimeError(f"the loop made {done}, must make {wanted}")
+        return seconds / num_steps
+
+
+def create(
+    model: Model,
+    kv_cache: KVCache,
+    *,
+    num_blocks: int,
+    seq_lens: Sequence[int],
+    max_model_len: int,
+    prefix_caching: bool,
+    attention: Implementation,
+) -> DecodeLoop:
+    """A row for each of `seq_lens`, in a pool that has room for all of them up to `max_model_len` tokens."""
+    num_seqs = len(seq_lens)
+    cache = prefix_cache.create(num_blocks, BLOCK_SIZE) if prefix_caching else None
+    pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
+    num_rows = driver.ROWS_PER_SEQ * num_seqs
+    tables = block_table.create(pool, num_rows, cdiv(max_model_len, BLOCK_SIZE), BLOCK_SIZE)
+
+    rng = np.random.default_rng(0)
+    lens = np.zeros(num_rows, np.int32)
+    lens[:num_seqs] = seq_lens
+    rows = states.empty_rows(num_rows, max_model_len)
+    fields: dict[str, Any] = {
+        "phase": np.where(lens > 0, Phase.RUNNING, Phase.EMPTY),
+        "arrival": np.arange(num_rows),
+        "token_ids": np.where(
+            np.arange(max_model_len) <= lens[:, None], rng.integers(1, 100, (num_rows, max_model_len)), 0
+        ),
+        "prompt_lens": lens,
+        "num_tokens": lens + 1,  # with the answer's first, whose K and V are not in the cache yet
+        "max_num_tokens": np.full(num_rows, max_model_len),
+    }
+    rows = dataclasses.replace(rows, **{name: value.astype(np.int32) for name, value in fields.items()})
+    state = states.create(tables, kv_cache, max_model_len)
+    state = loop.submit(state, rows, np.arange(num_rows, dtype=np.int32))
+    limits = Limits(num_seqs, PREFILL_TOKENS // PREFILL_TILE, int(driver.WATERMARK * num_blocks))
+    max_blocks = sum(cdiv(n, BLOCK_SIZE) for n in seq_lens)
+    tables = _fill(state.tables, state.rows, lens, limits=limits, max_blocks=max_blocks)
+    return DecodeLoop(model, dataclasses.replace(state, tables=tables), StepConfig(limits, attention))
+
+
+@functools.partial(jax.jit, static_argnames=("limits", "max_blocks"))
+def _fill(
+    tables: BlockTables, rows: Rows, seq_lens: jax.Array, *, limits: Limits, max_blocks: int
+) -> BlockTables:
+    """Let every row have its tokens in the cache, and its full blocks findable."""
+    tables, _ = block_table.append(tables, seq_lens, max_new_blocks=max_blocks)
+    if tables.pool.prefix_cache is None:
+        return tables
+    positions = jnp.broadcast_to(jnp.arange(rows.token_ids.shape[1]), rows.token_ids.shape)
+    row = jnp.broadcast_to(jnp.arange(rows.phase.shape[0])[:, None], positions.shape)
+    keys = scheduler.cache_keys(rows, row, positions, limits)
+    tables, _ = block_table.cache_full_blocks(tables, keys, seq_lens, max_blocks=max_blocks)
+    return tables

@@ -1,0 +1,228 @@
+"""Decode steps of the whole engine with random weights in the shapes of well-known models.
+
+    python -m benchmarks.decode_shapes [--out FILE] [--budget 400]    on a GPU
+    python -m benchmarks.decode_shapes --smoke                        tiny shapes, anywhere
+
+JSON lines on stdout, one a model and batch: tokens/s, time of a step, and `floor_share`, the share of that
+time which reading weights, K and V once takes at the read bandwidth measured here. The engine's own
+`loop.run` decodes `--context` tokens and more a row, ragged, with prefix caching; `graph` is as in
+`benchmarks.step_overhead`. Weights, K and V are random and the answers nonsense; the work is the real one.
+
+`qwen3-0.6b-shaped` is a Llama with the sizes of Qwen3-0.6B: without Qwen3's norms of queries and keys.
+"""
+
+import argparse
+import functools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks import decode_attention, decode_loop, record
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import gpu_flags, plan
+from jaxpaged.engine.loop import MAX_STEPS
+from jaxpaged.memory import kv_cache
+from jaxpaged.memory.block_table import cdiv
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models import llama
+from jaxpaged.models.config import ModelConfig, RopeScaling
+from jaxpaged.models.llama import Llama
+
+MODELS = {
+    "llama-3.1-8b-shaped": ModelConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_q_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=RopeScaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192
+        ),
+        max_model_len=131072,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-0.6b-shaped": ModelConfig(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_q_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_model_len=40960,
+        tie_word_embeddings=True,
+    ),
+}
+TINY = ModelConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_model_len=512,
+    tie_word_embeddings=True,
+)
+BATCHES = (1, 32, 128, 256)
+WEIGHT_SCALE = 0.02
+
+
+def main() -> None:
+    """Run as a module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, metavar="ROWS")
+    parser.add_argument("--context", type=int, default=1024, help="tokens a row has at least at first")
+    parser.add_argument("--repeats", type=int, default=5, help=f"runs of {MAX_STEPS} steps")
+    parser.add_argument("--budget", type=float, default=400, help="seconds after which no case begins")
+    parser.add_argument("--smoke", action="store_true", help="one tiny model, two batches")
+    parser.add_argument("--out", type=Path, help="append the lines to this file as well")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.budget
+    gpu_flags.set_defaults()
+    device = jax.devices()[0]
+    models = {name: MODELS[name] for name in arguments.models}
+    batches, context_len, repeats = arguments.batches, arguments.context, arguments.repeats
+    if arguments.smoke:
+        models, batches, context_len, repeats = {"tiny": TINY}, (1, 4), 64, 2
+    elif device.platform == "cpu":
+        parser.error("these shapes are for a GPU; --smoke runs anywhere")
+    setup = decode_attention.SMOKE if arguments.smoke else decode_attention.Setup()
+    bandwidth = decode_attention.read_bandwidth(setup)
+    context = record.context("benchmarks.decode_shapes") | {
+        "device": device.device_kind,
+        "graph": decode_loop.has_flags(),
+        "read_gb_per_s": round(bandwidth / 1e9, 1),
+    }
+    for name, config in models.items():
+        if time.monotonic() > deadline:
+            break
+        model = random_model(config)
+        for batch in batches:
+            if time.monotonic() > deadline:
+                print(json.dumps({"stopped": f"the budget of {arguments.budget:.0f} s is spent"}), flush=True)
+                break
+            line = context | {"model": name} | measure(model, batch, context_len, repeats, bandwidth)
+            print(json.dumps(line), flush=True)
+            if arguments.out:
+                with arguments.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        del model
+
+
+def measure(model: Llama, batch: int, context_len: int, repeats: int, bandwidth: float) -> dict[str, Any]:
+    """The line of one model and batch."""
+    start = time.perf_counter()
+    c, dtype = model.config, model.dtype
+    attention, _ = plan.attention(EngineConfig(), c)
+    max_model_len = context_len + decode_loop.BLOCK_SIZE + MAX_STEPS * (repeats + 2)
+    # Beside the null block, and those that stay free, for all rows at their longest.
+    num_blocks = 1 + math.ceil(1.02 * batch * cdiv(max_model_len, decode_loop.BLOCK_SIZE))
+    seq_lens = [context_len + row % decode_loop.BLOCK_SIZE for row in range(batch)]
+    loop = decode_loop.create(
+        model,
+        random_cache(c, num_blocks, dtype),
+        num_blocks=num_blocks,
+        seq_lens=seq_lens,
+        max_model_len=max_model_len,
+        prefix_caching=True,
+        attention=attention,
+    )
+    loop.seconds_per_step()  # compiles
+    seconds_to_start = time.perf_counter() - start
+    loop.seconds_per_step()
+    seconds = [loop.seconds_per_step() for _ in range(repeats)]
+
+    per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
+    num_seen = sum(seq_lens) + batch * MAX_STEPS * (2 + repeats / 2)  # in the middle of what was timed
+    weight_bytes = read_weight_bytes(model)
+    floor = (weight_bytes + num_seen * per_token) / bandwidth
+    ms = record.spread([s * 1e3 for s in seconds], digits=3)
+    median = float(np.median(seconds))
+    return {
+        "dtype": str(dtype),
+        "attention": attention,
+        "num_rows": batch,
+        "num_blocks": num_blocks,
+        "tokens_a_row": round(num_seen / batch),
+        "ms_per_step": ms,
+        "tokens_per_s": round(batch / median, 1),
+        "weight_bytes": weight_bytes,
+        "kv_bytes": round(num_seen * per_token),
+        "floor_share": round(floor / median, 4),
+        "seconds_to_start": round(seconds_to_start, 1),
+    }
+
+
+def random_model(config: ModelConfig) -> Llama:
+    """A model with normal weights, made on the device."""
+    dtype = plan.resolve_dtype(EngineConfig())
+    shapes = dict(llama.weight_shapes(config))
+
+    def create() -> Llama:
+        # Zeros that no memory stands for, only to learn the parameters' shapes.
+        zeros = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, shape in shapes.items()}
+        return Llama(config, zeros, dtype)
+
+    graphdef, params = nnx.split(nnx.eval_shape(create))
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    filled = [
+        _normal(key, shape=leaf.shape, dtype=leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return nnx.merge(graphdef, jax.tree.unflatten(structure, filled))
+
+
+def random_cache(config: ModelConfig, num_blocks: int, dtype: jnp.dtype) -> KVCache:
+    """K and V in normal values: zeros would take less power than real ones, and so less time."""
+    c = config
+    shapes = jax.eval_shape(
+        functools.partial(
+            kv_cache.create,
+            c.num_layers,
+            num_blocks,
+            decode_loop.BLOCK_SIZE,
+            c.num_kv_heads,
+            c.head_dim,
+            dtype,
+        )
+    )
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    filled = [
+        _normal(key, shape=leaf.shape, dtype=leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, filled)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return WEIGHT_SCALE * jax.random.normal(key, shape, dtype)
+
+
+def read_weight_bytes(model: Llama) -> int:
+    """Bytes of weights that a step reads: of an embedding table that is not tied, next to nothing."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return total if model.config.tie_word_embeddings else total - model.embedding[...].nbytes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What a decode step costs beside the model: scheduling, blocks, sampling, bookkeeping.
+
+    python -m benchmarks.step_overhead [--repeats 20] [--out FILE]      the sizes for this device
+    python -m benchmarks.step_overhead --model smollm2                  and the share of a real step
+    python -m benchmarks.step_overhead --smoke                          once, tiny
+
+JSON lines on stdout. The engine's own `loop.run` with the model replaced by a constant: all rows decode, of
+ragged lengths, so that in each step one row in sixteen fills a block and begins the next, which with prefix
+caching is made findable. `us_per_step` are microseconds of a step, one run's time by its 32 steps; its
+dispatch and waiting for the end are included, reading the answer is not. `graph` says whether the package's
+XLA flags are set, which make the loop one CUDA graph on a GPU; to see XLA's own choice, run it under
+XLA_FLAGS=--xla_gpu_enable_command_buffer=+FUSION.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import decode_loop, record
+from benchmarks.constant_model import ConstantModel
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import gpu_flags, plan
+from jaxpaged.engine.loop import MAX_STEPS
+from jaxpaged.engine.step import Model
+from jaxpaged.memory import kv_cache
+from jaxpaged.models import loading
+from jaxpaged.models.llama import Llama
+
+MAX_MODEL_LEN = 1024
+SIZES = {"cpu": (64, 4096), "gpu": (256, 65536)}  # rows, blocks
+LIMIT_US = {"cpu": 1000, "gpu": 150}  # what the engine promises of these sizes
+REAL_ROWS, REAL_BLOCKS = 16, 1040  # of the real model's step
+
+
+def main() -> None:
+    """Run as a module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=20, help=f"runs of {MAX_STEPS} steps, at most 26")
+    parser.add_argument("--model", help="also time a real model's steps: smollm2, or what LLM takes")
+    parser.add_argument("--dtype", default="auto", help="of the real model")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, two repeats")
+    parser.add_argument("--out", type=Path, help="append the lines to this file as well")
+    arguments = parser.parse_args()
+    gpu_flags.set_defaults()
+    device = jax.devices()[0]
+    context = record.context("benchmarks.step_overhead") | {
+        "device": device.device_kind,
+        "graph": decode_loop.has_flags(),
+    }
+    repeats = 2 if arguments.smoke else arguments.repeats
+    num_rows, num_blocks = (4, 320) if arguments.smoke else SIZES[device.platform]
+
+    def put(line: dict[str, Any]) -> None:
+        text = json.dumps(context | line)
+        print(text, flush=True)
+        if arguments.out:
+            with arguments.out.open("a") as file:
+                file.write(text + "\n")
+
+    for prefix_caching in (True, False):
+        line = measure_constant(num_rows, num_blocks, prefix_caching, repeats)
+        if not arguments.smoke:
+            limit = LIMIT_US[device.platform]
+            line |= {"limit_us": limit, "within_limit": line["us_per_step"]["median"] <= limit}
+        put(line)
+    if arguments.model:
+        overhead = measure_constant(REAL_ROWS, REAL_BLOCKS, True, repeats)
+        real = measure_real(arguments.model, arguments.dtype, repeats)
+        share = overhead["us_per_step"]["median"] / real["us_per_step"]["median"]
+        put(overhead)
+        put(real | {"overhead_share": round(share, 4)})
+
+
+def measure_constant(num_rows: int, num_blocks: int, prefix_caching: bool, repeats: int) -> dict[str, Any]:
+    """The line of the constant model."""
+    model = ConstantModel()
+    cache = kv_cache.create(0, num_blocks, decode_loop.BLOCK_SIZE, 1, 1, model.dtype)
+    us = _time(model, cache, num_rows, num_blocks, prefix_caching, "xla", repeats)
+    return _line("constant", num_rows, num_blocks, prefix_caching, us)
+
+
+def measure_real(name: str, dtype_name: Any, repeats: int) -> dict[str, Any]:
+    """The line of a real model, as the engine would run it with prefix caching."""
+    checkpoint = loading.open_checkpoint(name)
+    config = EngineConfig(dtype=dtype_name)
+    dtype, c = plan.resolve_dtype(config), checkpoint.config
+    attention, _ = plan.attention(config, c)
+    model = Llama(c, checkpoint.load_weights(), dtype)
+    cache = kv_cache.create(
+        c.num_layers, REAL_BLOCKS, decode_loop.BLOCK_SIZE, c.num_kv_heads, c.head_dim, dtype
+    )
+    us = _time(model, cache, REAL_ROWS, REAL_BLOCKS, True, attention, min(repeats, 5))
+    return _line(name, REAL_ROWS, REAL_BLOCKS, True, us) | {
+        "dtype": str(jnp.dtype(dtype)),
+        "attention": attention,
+    }
+
+
+def _time(
+    model: Model,
+    cache: kv_cache.KVCache,
+    num_rows: int,
+    num_blocks: int,
+    prefix_caching: bool,
+    attention: Any,
+    repeats: int,
+) -> list[float]:
+    loop = decode_loop.create(
+        model,
+        cache,
+        num_blocks=num_blocks,
+        seq_lens=[64 + row % decode_loop.BLOCK_SIZE for row in range(num_rows)],
+        max_model_len=MAX_MODEL_LEN,
+        prefix_caching=prefix_caching,
+        attention=attention,
+    )
+    for _ in range(2):  # the first compiles
+        loop.seconds_per_step()
+    return [loop.seconds_per_step() * 1e6 for _ in range(repeats)]
+
+
+def _line(name: str, num_rows: int, num_blocks: int, prefix_caching: bool, us: list[float]) -> dict[str, Any]:
+    return {
+        "model": name,
+        "num_rows": num_rows,
+        "num_blocks": num_blocks,
+        "prefix_caching": prefix_caching,
+        "us_per_step": record.spread(us, digits=1),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The loop compiled for an H200, on a machine without one: no copy of the cache, and one CUDA graph.
+
+That it is one graph is read from the compiled program; how it runs has not been measured.
+"""
+
+import os
+
+import pytest
+
+from benchmarks import compile_loop, compile_report
+from benchmarks.compile_loop import Case, Report
+
+missing = compile_report.missing_packages()
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
+
+# A case takes 15 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them.
+SMALL, LARGE = Case("mosaic_gpu", 128, 512, 256), Case("mosaic_gpu", 128, 1024, 512)
+LEAN = {str(case) for case in (SMALL, LARGE, Case("xla"), Case("constant", flags=False))}
+EVERY = {str(case): case for case in compile_loop.cases()}
+WANTED = set(EVERY) if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Report]:
+    return {report.case: report for report in compile_loop.run(sorted(WANTED))}
+
+
+def test_every_case_compiles(reports: dict[str, Report]) -> None:
+    assert set(reports) == WANTED
+
+
+def test_the_whole_state_is_updated_in_place(reports: dict[str, Report]) -> None:
+    for report in reports.values():
+        assert report.alias_bytes == report.state_bytes, report
+        assert report.alias_host_bytes == report.state_host_bytes, report
+    assert reports[str(SMALL)].state_host_bytes == 256 * 2 * 2 * 16 * 2 * 128 * 2  # K and V of two layers
+
+
+def test_no_temporary_grows_with_the_cache(reports: dict[str, Report]) -> None:
+    """Twice the blocks: a few words more for each block, of the allocator's, where K and V take 32 KiB."""
+    for name, report in reports.items():
+        case = EVERY[name]
+        twice = Case(case.attention, case.head_dim, 2 * case.num_blocks, 2 * case.num_host_blocks)
+        if str(twice) not in reports:
+            continue
+        more = reports[str(twice)].temp_bytes - report.temp_bytes
+        assert more <= 64 * (case.num_blocks + case.num_host_blocks), (report, more)
+
+
+def test_nothing_is_gathered_in_the_hosts_memory(reports: dict[str, Report]) -> None:
+    assert {report.temp_host_bytes for report in reports.values()} == {0}
+
+
+def test_with_the_packages_flags_the_loop_is_one_cuda_graph(reports: dict[str, Report]) -> None:
+    """The one thunk is a command buffer, which holds all others: kernels, loops, branches, swaps.
+
+    Without the flags the loop is in none.
+    """
+    for name, report in reports.items():
+        assert (report.outermost == ("kCommandBuffer",)) == EVERY[name].flags, report
+        assert report.thunks["kWhile"] > 0, report
+        assert report.thunks["kConditional"] > 0, report
+        assert not {kind for kind in report.thunks if kind.startswith("kHost")}, report
+
+
+def test_thunks_are_read_with_their_depth() -> None:
+    dump = """000: kCommandBuffer [source | sink]
+    002: kWhile        [prev=001 (1)  | next=586 (1) ]
+condition:
+        003: kCustomKernel [source       | next=004 (1)] input_reduce_fusion_4 grid: [1, 1, 1]
+001: kCopy          [source       | next=002 (1)] kCopy
+"""
+    assert compile_loop.read_thunks(dump) == [
+        (0, "kCommandBuffer"),
+        (4, "kWhile"),
+        (8, "kCustomKernel"),
+        (0, "kCopy"),
+    ]

@@ -1,0 +1,114 @@
+"""Which XLA flags are set when, and that XLA knows them: one that it does not know ends the process."""
+
+import importlib.metadata
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpaged.engine import gpu_flags
+
+WANTED = "--xla_gpu_enable_command_buffer=+WHILE"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """One with the CUDA plugin, no flags, and JAX not started; to be changed."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(gpu_flags, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms=None)))
+    plugin = SimpleNamespace(name="xla_cuda12")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [plugin])
+    monkeypatch.setattr(gpu_flags.xla_bridge, "backends_are_initialized", lambda: False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, WANTED),
+        ("", WANTED),
+        (
+            "--xla_dump_to=x  --xla_gpu_autotune_level=0",
+            f"--xla_dump_to=x --xla_gpu_autotune_level=0 {WANTED}",
+        ),
+        ("--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer="),
+        (
+            "--xla_dump_to=x --xla_gpu_enable_command_buffer",
+            "--xla_dump_to=x --xla_gpu_enable_command_buffer",
+        ),
+        ("--xla_gpu_enable_command_buffers=1", f"--xla_gpu_enable_command_buffers=1 {WANTED}"),
+    ],
+)
+def test_flags_are_added_unless_the_user_set_them(
+    machine: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
+    if before is not None:
+        machine.setenv("XLA_FLAGS", before)
+    gpu_flags.set_defaults()
+    assert os.environ["XLA_FLAGS"] == after
+    gpu_flags.set_defaults()
+    assert os.environ["XLA_FLAGS"] == after
+
+
+@pytest.mark.parametrize(
+    ("plugins", "platforms", "sets"),
+    [
+        ([], None, False),
+        (["some_other"], None, False),
+        (["xla_cuda13"], None, True),
+        (["xla_cuda12"], "", True),
+        (["xla_cuda12"], "cpu", False),
+        (["xla_cuda12"], "cuda,cpu", True),
+        (["xla_cuda12"], "gpu", True),
+    ],
+)
+def test_only_where_jax_may_use_cuda(
+    machine: pytest.MonkeyPatch, plugins: list[str], platforms: str | None, sets: bool
+) -> None:
+    found = [SimpleNamespace(name=name) for name in plugins]
+    machine.setattr(importlib.metadata, "entry_points", lambda group: found)
+    gpu_flags.jax.config.jax_platforms = platforms
+    gpu_flags.set_defaults()
+    assert ("XLA_FLAGS" in os.environ) == sets
+
+
+def test_too_late_is_logged(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    machine.setattr(gpu_flags.xla_bridge, "backends_are_initialized", lambda: True)
+    with caplog.at_level(logging.WARNING, "jaxpaged"):
+        gpu_flags.set_defaults()
+    assert "XLA_FLAGS" not in os.environ
+    assert WANTED in caplog.text
+
+
+def test_a_file_of_flags_is_left_alone(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    machine.setenv("XLA_FLAGS", "flags.txt")
+    with caplog.at_level(logging.WARNING, "jaxpaged"):
+        gpu_flags.set_defaults()
+    assert os.environ["XLA_FLAGS"] == "flags.txt"
+    assert WANTED in caplog.text
+
+
+def test_jax_has_not_started_when_the_package_is_imported() -> None:
+    program = """
+import jaxpaged.cli, jaxpaged.engine.gpu_flags as flags
+from jaxpaged import LLM
+assert not flags.xla_bridge.backends_are_initialized()
+import jax; jax.devices()
+assert flags.xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "known"),
+    [(WANTED, True), (WANTED + ",+NONSENSE", False), ("--xla_gpu_nonsense=1", False)],
+)
+def test_xla_knows_the_flags(flag: str, known: bool) -> None:
+    """The CPU's XLA reads the same flags as the GPU's, and refuses alike."""
+    program = "import jax; assert jax.jit(lambda x: x + 1)(1) == 2"
+    environment = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+    assert (done.returncode == 0) == known, done.stderr
