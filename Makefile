@@ -26,7 +26,7 @@ test-suite: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-kernels: $(KERNELS_READY)
-	$(KERNELS_VENV)/bin/python -m pytest tests/kernels $(ARGS)
+	$(KERNELS_VENV)/bin/python -m pytest tests/kernels tests/engine/test_compile_h200.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

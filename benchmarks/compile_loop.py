@@ -222,7 +222,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
             state,
             place(jnp.int32(0), on_device),
             place(jnp.bool_(False), on_device),
-            config=StepConfig(limits, attention),
+            config=StepConfig(limits, tiles_per_pass=limits.num_tiles, decode_attention=attention),
         )
         lowered = traced.lower(lowering_platforms=("cuda",))
     return state, lowered.compile()

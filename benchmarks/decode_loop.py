@@ -109,7 +109,8 @@ def create(
     limits = Limits(num_seqs, PREFILL_TOKENS // PREFILL_TILE, int(driver.WATERMARK * num_blocks))
     max_blocks = sum(cdiv(n, BLOCK_SIZE) for n in seq_lens)
     tables = _fill(state.tables, state.rows, lens, limits=limits, max_blocks=max_blocks)
-    return DecodeLoop(model, dataclasses.replace(state, tables=tables), StepConfig(limits, attention))
+    config = StepConfig(limits, tiles_per_pass=limits.num_tiles, decode_attention=attention)
+    return DecodeLoop(model, dataclasses.replace(state, tables=tables), config)
 
 
 @functools.partial(jax.jit, static_argnames=("limits", "max_blocks"))
