@@ -22,6 +22,18 @@ CHECKED = [
 install_import_hook(CHECKED, f"{typechecker.__name__}.check")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """A module's compiled programs go with it: with some thousands in one process XLA's compiler has crashed.
+
+    Those that the next module needs too are read back from the disk.
+    """
+    yield
+    import jax  # after the environment is set
+
+    jax.clear_caches()
+
+
 @pytest.fixture
 def brake(monkeypatch):
     """Call it with an engine for a `tiny.Brake`, which is off again when the test ends."""
