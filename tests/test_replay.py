@@ -407,7 +407,7 @@ def test_who_asks_for_a_report_as_the_engine_stops_is_answered(monkeypatch):
     with tiny.engine(**OPTIONS) as engine, ThreadPoolExecutor() as pool:
         engine.submit([5, 6, 7], tiny.greedy(3))
         shot = pool.submit(engine.snapshot)
-        while not (engine._worker._snapshots or shot.done()):
+        while not (engine._worker._questions or shot.done()):
             time.sleep(0.001)
         asked.set()
         assert shot.result(timeout=20).queue.arrival.tolist() == [0]
