@@ -258,7 +258,6 @@ def _preempt(
         order = state.rows.order
         place = jnp.max(jnp.where(state.rows.running[order], jnp.arange(order.shape[0]), 0))
         last = jnp.arange(order.shape[0]) == order[place]
-        status = state.status
         if state.host is not None:
             state, moved = _swap_out(state, last)
             swapped |= moved
@@ -268,7 +267,7 @@ def _preempt(
             state,
             rows=dataclasses.replace(state.rows, phase=phase),
             tables=tables,
-            status=status | freed,
+            status=state.status | freed,
         )
         return state.count(num_preemptions=jnp.int32(1)), preempted | last, swapped
 
