@@ -151,7 +151,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.engine.scheduler import Limits
     from jaxpaged.engine.state import EngineState, HostPool
     from jaxpaged.engine.step import StepConfig
-    from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache
+    from jaxpaged.memory import kv_cache
     from jaxpaged.memory.block_table import BlockTables
     from jaxpaged.memory.kv_cache import KVCache
     from jaxpaged.models import llama
@@ -187,9 +187,10 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         return llama.Llama(config, {name: np.zeros(shape, dtype) for name, shape in shapes.items()}, dtype)
 
     def tables(num_blocks: int, *, cached: bool) -> BlockTables:
-        cache = prefix_cache.create(num_blocks, BLOCK_SIZE) if cached else None
-        pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
-        return block_table.create(pool, 2 * case.max_num_seqs, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE)
+        max_blocks_per_seq = MAX_MODEL_LEN // BLOCK_SIZE
+        return states.create_tables(
+            num_blocks, 2 * case.max_num_seqs, max_blocks_per_seq, BLOCK_SIZE, prefix_caching=cached
+        )
 
     def arrays(num_blocks: int) -> KVCache:
         if case.attention == "constant":

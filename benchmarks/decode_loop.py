@@ -22,7 +22,7 @@ from jaxpaged.engine import state as states
 from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import EngineState, Phase, Rows
 from jaxpaged.engine.step import Model, StepConfig
-from jaxpaged.memory import block_pool, block_table, prefix_cache
+from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.status import raise_if_error
@@ -84,10 +84,10 @@ def create(
 ) -> DecodeLoop:
     """A row for each of `seq_lens`, in a pool that has room for all of them up to `max_model_len` tokens."""
     num_seqs = len(seq_lens)
-    cache = prefix_cache.create(num_blocks, BLOCK_SIZE) if prefix_caching else None
-    pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
     num_rows = driver.ROWS_PER_SEQ * num_seqs
-    tables = block_table.create(pool, num_rows, cdiv(max_model_len, BLOCK_SIZE), BLOCK_SIZE)
+    tables = states.create_tables(
+        num_blocks, num_rows, cdiv(max_model_len, BLOCK_SIZE), BLOCK_SIZE, prefix_caching=prefix_caching
+    )
 
     rng = np.random.default_rng(0)
     lens = np.zeros(num_rows, np.int32)

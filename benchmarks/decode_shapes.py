@@ -28,7 +28,6 @@ from benchmarks import decode_attention, decode_loop, record
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, plan
 from jaxpaged.engine.loop import MAX_STEPS
-from jaxpaged.memory import kv_cache
 from jaxpaged.memory.block_table import cdiv
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import llama
@@ -139,7 +138,7 @@ def measure(model: Llama, batch: int, context_len: int, repeats: int, bandwidth:
     seq_lens = [context_len + row % decode_loop.BLOCK_SIZE for row in range(batch)]
     loop = decode_loop.create(
         model,
-        random_cache(c, num_blocks, dtype),
+        random_cache(model, num_blocks),
         num_blocks=num_blocks,
         seq_lens=seq_lens,
         max_model_len=max_model_len,
@@ -183,30 +182,19 @@ def random_model(config: ModelConfig) -> Llama:
         return Llama(config, zeros, dtype)
 
     graphdef, params = nnx.split(nnx.eval_shape(create))
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    filled = [
-        _normal(key, shape=leaf.shape, dtype=leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return nnx.merge(graphdef, jax.tree.unflatten(structure, filled))
+    return nnx.merge(graphdef, _random_like(params, seed=0))
 
 
-def random_cache(config: ModelConfig, num_blocks: int, dtype: jnp.dtype) -> KVCache:
+def random_cache(model: Llama, num_blocks: int) -> KVCache:
     """K and V in normal values: zeros would take less power than real ones, and so less time."""
-    c = config
-    shapes = jax.eval_shape(
-        functools.partial(
-            kv_cache.create,
-            c.num_layers,
-            num_blocks,
-            decode_loop.BLOCK_SIZE,
-            c.num_kv_heads,
-            c.head_dim,
-            dtype,
-        )
-    )
+    shapes = jax.eval_shape(lambda: model.create_cache(num_blocks, decode_loop.BLOCK_SIZE))
+    return _random_like(shapes, seed=1)
+
+
+def _random_like[T](shapes: T, seed: int) -> T:
+    """Normal values in the place of each shape."""
     leaves, structure = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
     filled = [
         _normal(key, shape=leaf.shape, dtype=leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)
     ]

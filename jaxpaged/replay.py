@@ -40,7 +40,7 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.scheduler import Decision, Limits
 from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.engine.step import StepConfig
-from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache
+from jaxpaged.memory import block_pool, kv_cache, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import InvariantError, check_invariants
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
@@ -374,9 +374,14 @@ def _new_state(
     """A state of the sizes that a header has; without K and V if it does not say theirs."""
 
     def tables(num_blocks: int, policy: block_pool.Policy, has_prefix_cache: bool) -> BlockTables:
-        cache = prefix_cache.create(num_blocks, block_size) if has_prefix_cache else None
-        pool = block_pool.create(num_blocks, policy, prefix_cache=cache)
-        return block_table.create(pool, num_rows, max_blocks_per_seq, block_size)
+        return states.create_tables(
+            num_blocks,
+            num_rows,
+            max_blocks_per_seq,
+            block_size,
+            prefix_caching=has_prefix_cache,
+            policy=policy,
+        )
 
     def arrays(num_blocks: int) -> KVCache:
         if not kv:

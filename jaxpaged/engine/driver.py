@@ -21,9 +21,7 @@ from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import Counters, EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.engine.step import StepConfig
-from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache
 from jaxpaged.memory.block_table import BlockTables, cdiv
-from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama, Weights
 from jaxpaged.status import raise_if_error
@@ -95,9 +93,9 @@ class Driver:
         self.door = Door(config, model_config, max_model_len(config, model_config), self.plan, limits)
         self.step_config = StepConfig(limits, tiles_per_pass(config), decode_attention)
         self.stats = Stats(num_blocks=self.plan.num_blocks - 1, num_free_blocks=self.plan.num_blocks - 1)
-        dtype = resolve_dtype(config)
-        self._graphdef, self._params = nnx.split(Llama(model_config, weights, dtype))
-        self._state = self._create_state(model_config, dtype)
+        model = Llama(model_config, weights, resolve_dtype(config))
+        self._graphdef, self._params = nnx.split(model)
+        self._state = self._create_state(model)
         self._counters = jax.device_get(self._state.counters)
         self._queue: list[tuple[tuple[int, int], Request]] = []  # a heap of those without a row
         self._places: list[_Place | None] = [None] * self._num_rows
@@ -177,28 +175,28 @@ class Driver:
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
 
-    def _create_state(self, model_config: ModelConfig, dtype: np.dtype) -> state.EngineState:
+    def _create_state(self, model: Llama) -> EngineState:
         config = self.config
         max_blocks_per_seq = cdiv(self.door.max_model_len, config.block_size)
 
-        def tables(num_blocks: int, *, cached: bool) -> BlockTables:
-            cache = prefix_cache.create(num_blocks, config.block_size) if cached else None
-            pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
-            return block_table.create(pool, self._num_rows, max_blocks_per_seq, config.block_size)
-
-        def arrays(num_blocks: int) -> KVCache:
-            c = model_config
-            return kv_cache.create(
-                c.num_layers, num_blocks, config.block_size, c.num_kv_heads, c.head_dim, dtype
+        def tables(num_blocks: int, *, prefix_caching: bool) -> BlockTables:
+            return state.create_tables(
+                num_blocks,
+                self._num_rows,
+                max_blocks_per_seq,
+                config.block_size,
+                prefix_caching=prefix_caching,
             )
 
         host = None
         if config.preemption_mode == "swap":
-            on_host = jax.device_put(arrays(config.num_host_blocks), jax.memory.Space.Host)
-            host = HostPool(tables(config.num_host_blocks, cached=False), on_host)
+            on_host = jax.device_put(
+                model.create_cache(config.num_host_blocks, config.block_size), jax.memory.Space.Host
+            )
+            host = HostPool(tables(config.num_host_blocks, prefix_caching=False), on_host)
         return state.create(
-            tables(self.plan.num_blocks, cached=config.enable_prefix_caching),
-            arrays(self.plan.num_blocks),
+            tables(self.plan.num_blocks, prefix_caching=config.enable_prefix_caching),
+            model.create_cache(self.plan.num_blocks, config.block_size),
             self.door.max_model_len,
             host,
         )

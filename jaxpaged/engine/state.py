@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.config import MAX_STOP_TOKENS
+from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.sampling import SamplingState
@@ -154,6 +155,21 @@ def empty_rows(num_rows: int, max_model_len: int) -> Rows:
             wants_logprobs=zeros(dtype=np.bool_),
         ),
     )
+
+
+def create_tables(
+    num_blocks: int,
+    num_rows: int,
+    max_blocks_per_seq: int,
+    block_size: int,
+    *,
+    prefix_caching: bool,
+    policy: block_pool.Policy = "lru",
+) -> BlockTables:
+    """Empty tables over a pool of their own, as an engine schedules them."""
+    cache = prefix_cache.create(num_blocks, block_size) if prefix_caching else None
+    pool = block_pool.create(num_blocks, policy, prefix_cache=cache)
+    return block_table.create(pool, num_rows, max_blocks_per_seq, block_size)
 
 
 def create(

@@ -39,6 +39,11 @@ class Llama(nnx.Module):
     def dtype(self) -> jnp.dtype:
         return self.embedding[...].dtype
 
+    def create_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Zeroed K and V of its layers, heads and dtype."""
+        c = self.config
+        return kv_cache.create(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype)
+
     def __call__(
         self,
         token_ids: Int[Array, " num_tokens"],

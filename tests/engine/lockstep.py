@@ -15,8 +15,8 @@ from jaxpaged.engine import state as states
 from jaxpaged.engine.scheduler import Decision, Limits
 from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase
 from jaxpaged.engine.step import StepConfig, step
-from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache
-from jaxpaged.memory.block_table import cdiv
+from jaxpaged.memory import kv_cache
+from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
 from jaxpaged.status import Status
@@ -115,10 +115,11 @@ class Setting:
         )
 
     def state(self) -> EngineState:
-        def tables(num_blocks: int, *, cached: bool) -> block_table.BlockTables:
-            cache = prefix_cache.create(num_blocks, self.block_size) if cached else None
-            pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
-            return block_table.create(pool, NUM_ROWS, cdiv(MAX_MODEL_LEN, self.block_size), self.block_size)
+        def tables(num_blocks: int, *, cached: bool) -> BlockTables:
+            max_blocks_per_seq = cdiv(MAX_MODEL_LEN, self.block_size)
+            return states.create_tables(
+                num_blocks, NUM_ROWS, max_blocks_per_seq, self.block_size, prefix_caching=cached
+            )
 
         def arrays(num_blocks: int) -> KVCache:
             return kv_cache.create(1, num_blocks, self.block_size, 1, 2, jnp.dtype("float32"))

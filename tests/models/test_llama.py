@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import InputError
-from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import AttentionBatch
 from jaxpaged.models import llama, loading
 from jaxpaged.models.llama import Llama
@@ -35,14 +34,8 @@ def paged_logits(config, weights, token_ids, block_size, tile_len) -> np.ndarray
     """All tokens in one pass of tiles, over blocks in shuffled order."""
     num_tokens = -(-len(token_ids) // tile_len) * tile_len
     num_blocks = -(-num_tokens // block_size)
-    cache = kv_cache.create(
-        config.num_layers,
-        num_blocks + 1,
-        block_size,
-        config.num_kv_heads,
-        config.head_dim,
-        jnp.dtype("float32"),
-    )
+    model = Llama(config, weights, jnp.dtype("float32"))
+    cache = model.create_cache(num_blocks + 1, block_size)
     table = 1 + np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
     positions = np.arange(num_tokens, dtype=np.int32)
     num_tiles = num_tokens // tile_len
@@ -53,7 +46,6 @@ def paged_logits(config, weights, token_ids, block_size, tile_len) -> np.ndarray
         seq_lens=jnp.asarray(positions[::tile_len] + tile_len),
         implementation="xla",
     )
-    model = Llama(config, weights, jnp.dtype("float32"))
     padded = jnp.asarray([*token_ids, *[0] * (num_tokens - len(token_ids))], jnp.int32)
     hidden, _ = model(padded, jnp.asarray(positions), cache, batch)
     return np.asarray(model.logits(hidden))[: len(token_ids)]
@@ -88,14 +80,7 @@ def test_blocks_before_the_window_may_be_gone():
         hidden, cache = model(token_ids, positions, cache, batch)
         return model.logits(hidden), cache
 
-    cache = kv_cache.create(
-        config.num_layers,
-        num_blocks + 1,
-        block_size,
-        config.num_kv_heads,
-        config.head_dim,
-        jnp.dtype("float32"),
-    )
+    cache = model.create_cache(num_blocks + 1, block_size)
     table = 1 + np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
     for start in range(0, num_tokens, tile_len):
         num_gone = max(start + 1 - config.sliding_window, 0) // block_size
