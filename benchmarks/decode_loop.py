@@ -26,7 +26,7 @@ from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.status import raise_if_error
-from pallas_kernels.ops import Implementation
+from pallas_kernels.ops import TiledImplementation
 
 BLOCK_SIZE = 16
 PREFILL_TOKENS = 512  # a step's budget for prompts, of which these rows have none left
@@ -80,7 +80,7 @@ def create(
     seq_lens: Sequence[int],
     max_model_len: int,
     prefix_caching: bool,
-    attention: Implementation,
+    attention: TiledImplementation,
 ) -> DecodeLoop:
     """A row for each of `seq_lens`, in a pool that has room for all of them up to `max_model_len` tokens."""
     num_seqs = len(seq_lens)

@@ -85,7 +85,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="smollm2 (default), a directory with config and safetensors, a .gguf file, or a hub id",
     )
     group.add_argument("--dtype", help="auto (default), float32, bfloat16 or float16")
-    group.add_argument("--attention", help="of decode steps: auto (default), mosaic_gpu or xla")
+    group.add_argument("--attention", help="auto (default), mosaic_gpu, native or xla")
     group.add_argument("--block-size", type=int, help="tokens a block (default 16)")
     group.add_argument("--num-blocks", type=int, help="blocks of the cache (default: what memory allows)")
     group.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default 16)")
@@ -248,7 +248,7 @@ def _info(args: argparse.Namespace) -> None:
     implementation, why = plan.attention(config, model)
     cache = plan.cache_plan(config, model)
     lines += [
-        ("attention", f"{implementation} for decode steps: {why}"),
+        ("attention", f"{implementation}: {why}"),
         ("programs", f"kept in {plan.compilation_cache_dir()}"),
         (
             "model",

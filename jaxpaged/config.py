@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Attention = Literal["auto", "mosaic_gpu", "xla"]
+Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
@@ -97,7 +97,7 @@ class EngineConfig:
     preemption_mode: PreemptionMode = "recompute"  # of who gives way when blocks run out
     scheduling_policy: SchedulingPolicy = "fcfs"
     gpu_memory_utilization: float = 0.9  # share of the device memory to use
-    attention: Attention = "auto"  # of decode steps; auto: the kernel on a GPU that has one, else xla
+    attention: Attention = "auto"  # auto: a kernel where the device has one, else xla
     seed: int = 0  # for requests without a seed
 
     def __post_init__(self) -> None:

@@ -24,12 +24,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import native, xla, xla_tiles
 from pallas_kernels import paged_attention_v1 as mosaic_v1
 from pallas_kernels import paged_attention_v2 as mosaic_v2
-from pallas_kernels import xla, xla_tiles
 from pallas_kernels.support import QUANTISED_DTYPES, BlockSparse, Options, refuse_unserved
 
 Implementation = Literal["mosaic_gpu", "xla"]
+TiledImplementation = Literal["mosaic_gpu", "native", "xla"]
 Layout = Literal["token_major", "head_major"]
 Arrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # q, k_cache, v_cache, tables, lengths
 
@@ -179,7 +180,7 @@ def tiled_paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
-    implementation: Implementation | None = None,
+    implementation: TiledImplementation | None = None,
 ) -> jax.Array:
     """Causal attention of tiles of neighbouring query tokens, each over its own line of the block table.
 
@@ -195,13 +196,13 @@ def tiled_paged_attention(
         seq_lens: [num_tiles] int32, tokens in the cache that the tile may see; 0 makes a tile of zeros.
         scale: factor on the dot products.
         sliding_window: only the last so many tokens are seen, the query's own among them.
-        implementation: None runs tiles of one token as `paged_attention` does by default where that is a
-            kernel, and everything else through XLA: longer tiles have no kernel yet.
+        implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" serves tiles of one
+            token, "native" CPUs as `native.why_not` says, "xla" everything.
 
     Returns: [num_tiles, tile_len, num_q_heads, head_dim] of q's type. Queries at or beyond seq_lens are
         padding: what they get has no meaning.
-    Raises: ValueError on wrong shapes, types or options; NotImplementedError for "mosaic_gpu" and longer
-        tiles.
+    Raises: ValueError on wrong shapes, types or options; NotImplementedError for what the implementation
+        does not serve.
     """
     if q.ndim != 4:
         raise ValueError(f"{q.shape=} must be [num_tiles, tile_len, num_q_heads, head_dim]")
@@ -211,10 +212,14 @@ def tiled_paged_attention(
     _check_int32("query_starts", query_starts, (num_tiles,))
     if k_cache.dtype != q.dtype:
         raise ValueError(f"{k_cache.dtype=} must be q's {q.dtype}: tiles read no quantised cache yet")
-    chosen = implementation or (default_implementation() if tile_len == 1 else "xla")
+    chosen = implementation or default_tiled_implementation(q.dtype, tile_len)
+    arrays = (q, k_cache, v_cache, block_tables, query_starts, seq_lens)
     if chosen == "xla":
-        arrays = (q, k_cache, v_cache, block_tables, query_starts, seq_lens)
         return xla_tiles.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
+    if chosen == "native":
+        if why := native.why_not(q.dtype):
+            raise NotImplementedError(f"'native' attention does not serve this call: {why}. Use 'xla'.")
+        return native.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
     if tile_len > 1:
         raise NotImplementedError(f"{chosen} serves tiles of one token, not {tile_len=}. Use 'xla'.")
     args = (q[:, 0], k_cache, v_cache, block_tables, seq_lens)
@@ -302,6 +307,13 @@ def default_implementation() -> Implementation:
     device = jax.devices()[0]
     is_hopper = device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
     return "mosaic_gpu" if is_hopper else "xla"
+
+
+def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplementation:
+    """What None stands for in `tiled_paged_attention`: a kernel of this device if one serves, else "xla"."""
+    if native.serves(dtype):
+        return "native"
+    return default_implementation() if tile_len == 1 else "xla"
 
 
 def _choose(

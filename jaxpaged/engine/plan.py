@@ -12,8 +12,8 @@ from jaxpaged.memory import sizing
 from jaxpaged.memory.sizing import CachePlan
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
-from pallas_kernels import ops, support
-from pallas_kernels.ops import Implementation
+from pallas_kernels import native, ops, support
+from pallas_kernels.ops import TiledImplementation
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
 CPU_MEMORY_SHARE = 0.05
@@ -38,16 +38,36 @@ def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.max_model_len
 
 
-def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[Implementation, str]:
-    """The implementation of decode attention on this machine, and why. Prompts use XLA.
+def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImplementation, str]:
+    """The implementation of attention on this machine, and why. Prompts on a GPU use XLA.
 
     Raises `InputError` if the one asked for does not serve the model.
     """
-    wanted = ops.default_implementation() if config.attention == "auto" else config.attention
     dtype = resolve_dtype(config)
+    if config.attention == "auto":
+        wanted = ops.default_tiled_implementation(dtype, tile_len=1)
+    else:
+        wanted = config.attention
+    if why := _why_not(wanted, dtype, config, model_config):
+        if config.attention != "auto":
+            raise InputError(f"attention={config.attention!r} must serve the model: {why}")
+        return "xla", why
+    if config.attention != "auto":
+        return wanted, "asked for"
+    if wanted == "xla":
+        on_cpu = jax.default_backend() == "cpu"
+        return wanted, native.why_not(dtype) or "" if on_cpu else "the kernels are for Hopper GPUs"
+    return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else "a CPU with AVX-512"
+
+
+def _why_not(
+    implementation: TiledImplementation, dtype: jnp.dtype, config: EngineConfig, model_config: ModelConfig
+) -> str | None:
+    if implementation == "native":
+        return native.why_not(dtype)
     try:
         support.refuse_unserved(
-            wanted,
+            implementation,
             dtype=dtype,
             cache_dtype=dtype,
             head_dim=model_config.head_dim,
@@ -56,12 +76,8 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[Implemen
             options=support.Options(scale=1.0, sliding_window=model_config.sliding_window),
         )
     except NotImplementedError as error:
-        if config.attention != "auto":
-            raise InputError(f"attention={config.attention!r} must serve the model: {error}") from error
-        return "xla", str(error)
-    if config.attention != "auto":
-        return wanted, "asked for"
-    return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else "the kernels are for Hopper GPUs"
+        return str(error)
+    return None
 
 
 def tiles_per_pass(config: EngineConfig) -> int:

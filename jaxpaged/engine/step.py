@@ -16,7 +16,7 @@ from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
 from jaxpaged.sampling import logprobs_of, sample
-from pallas_kernels.ops import Implementation
+from pallas_kernels.ops import TiledImplementation
 
 Hidden = Float[Array, "max_num_seqs hidden"]
 
@@ -49,7 +49,12 @@ class StepConfig:
 
     limits: Limits
     tiles_per_pass: int  # prompt tiles computed in one forward pass; a step may make several passes
-    decode_attention: Implementation
+    decode_attention: TiledImplementation
+
+    @property
+    def prompt_attention(self) -> TiledImplementation:
+        """The kernel for GPUs takes tiles of one token only."""
+        return "xla" if self.decode_attention == "mosaic_gpu" else self.decode_attention
 
 
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
@@ -103,7 +108,7 @@ def forward(
 
     def prefill(i: Int[Array, ""], carry: Pass) -> Pass:
         tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
-        return compute(model, rows, tables, *carry, tiles, slots, "xla")
+        return compute(model, rows, tables, *carry, tiles, slots, config.prompt_attention)
 
     def decode(carry: Pass) -> Pass:
         tiles = scheduler.decode_tiles(state, plan, slots)
@@ -124,7 +129,7 @@ def compute(
     hidden: Hidden,
     tiles: Tiles,
     slots: Int[Array, " max_num_seqs"],
-    attention: Implementation,
+    attention: TiledImplementation,
 ) -> tuple[KVCache, Hidden]:
     """Run the model over tiles whose tokens have places already; each row's newest goes to `hidden`."""
     positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)

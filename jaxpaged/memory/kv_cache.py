@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import ops
-from pallas_kernels.ops import Implementation
+from pallas_kernels.ops import TiledImplementation
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
@@ -33,7 +33,7 @@ class AttentionBatch:
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"]
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
-    implementation: Implementation  # of the attention
+    implementation: TiledImplementation  # of the attention
 
 
 def create(

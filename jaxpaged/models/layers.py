@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.models.config import RopeScaling
+from pallas_kernels import native
 
 
 class Linear(nnx.Module):
@@ -17,42 +18,36 @@ class Linear(nnx.Module):
         kernel: Float[Array, "in_features out_features"],
         bias: Float[Array, " out_features"] | None = None,
     ) -> None:
-        self.kernel = nnx.Param(kernel)
+        self.out_features = kernel.shape[1]
+        self.is_packed = native.serves(kernel.dtype)
+        self.kernel = nnx.Param(native.pack(kernel) if self.is_packed else kernel)
         self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(self, x: Float[Array, "num_tokens in_features"]) -> Float[Array, "num_tokens out_features"]:
-        y = matmul(x, self.kernel[...])
+        if self.is_packed:
+            y = native.product(x, self.kernel[...], self.out_features)
+        else:
+            y = _dot(x, self.kernel[...], contract=0)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
-
-
-def matmul(
-    x: Float[Array, "num_tokens in_features"], kernel: Float[Array, "in_features out_features"]
-) -> Float[Array, "num_tokens out_features"]:
-    """`x @ kernel` in float32, in the form that XLA's CPU code runs fastest for so many rows.
-
-    Measured on two cores, see benchmarks/LOG.md: it takes 4 to 24 rows of float32 up to a fifth faster when
-    they come as columns, behind a barrier that hides the transpose.
-    """
-    if _is_slow_row(x):
-        return matmul(jnp.concatenate([x, x]), kernel)[:1]
-    if 4 <= x.shape[0] <= 24 and x.dtype == jnp.float32 and jax.default_backend() == "cpu":
-        columns = lax.optimization_barrier(x.T)
-        return lax.dot_general(columns, kernel, (((0,), (0,)), ((), ())))
-    return jnp.dot(x, kernel, preferred_element_type=jnp.float32)
 
 
 def unembed(
     hidden: Float[Array, "num_tokens hidden"], table: Float[Array, "vocab hidden"]
 ) -> Float[Array, "num_tokens vocab"]:
     """`hidden @ table.T` in float32: the table has an embedding's layout, so a tied one serves as it is."""
-    if _is_slow_row(hidden):
-        return unembed(jnp.concatenate([hidden, hidden]), table)[:1]
-    return lax.dot_general(hidden, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return _dot(hidden, table, contract=1)
 
 
-def _is_slow_row(x: Float[Array, "num_tokens features"]) -> bool:
-    """XLA's CPU product takes one row of bfloat16 at 2 GFLOP/s, two at 40: then a row is better doubled."""
-    return x.shape[0] == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+def _dot(
+    x: Float[Array, "num_tokens in_features"], kernel: Float[Array, "..."], contract: int
+) -> Float[Array, "num_tokens out_features"]:
+    """XLA's product of x and a kernel whose axis `contract` is the inputs, in float32."""
+    num_tokens = x.shape[0]
+    if num_tokens == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        # One row of bfloat16 runs at 2 GFLOP/s there, two at 40.
+        x = jnp.concatenate([x, x])
+    dimensions = (((1,), (contract,)), ((), ()))
+    return lax.dot_general(x, kernel, dimensions, preferred_element_type=jnp.float32)[:num_tokens]
 
 
 class RMSNorm(nnx.Module):

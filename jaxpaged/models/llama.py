@@ -13,6 +13,7 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
+from pallas_kernels import native
 
 Weights = Mapping[str, np.ndarray]  # by Hugging Face name; a projection is [out_features, in_features]
 
@@ -28,8 +29,12 @@ class Llama(nnx.Module):
             DecoderLayer(config, weights, layer, dtype) for layer in range(config.num_layers)
         )
         self.norm = layers.RMSNorm(jnp.asarray(weights["model.norm.weight"], dtype), config.rms_norm_eps)
-        if not config.tie_word_embeddings:
-            self.lm_head = nnx.Param(jnp.asarray(weights["lm_head.weight"], dtype))
+        # A tied table serves as it lies, unless products want it packed.
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings and not native.serves(dtype)
+            else layers.Linear(jnp.asarray(weights[unembedding_name(config)], dtype).T)
+        )
 
     @property
     def hidden_size(self) -> int:
@@ -63,8 +68,9 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens vocab"]:
         """Scores of the next token, in float32."""
-        table = self.embedding if self.config.tie_word_embeddings else self.lm_head
-        return layers.unembed(hidden, table[...])
+        if self.lm_head is None:
+            return layers.unembed(hidden, self.embedding[...])
+        return self.lm_head(hidden)
 
 
 class DecoderLayer(nnx.Module):
@@ -122,6 +128,11 @@ class DecoderLayer(nnx.Module):
         gate, up = jnp.split(self.gate_up(self.post_attention_norm(x)), 2, axis=-1)
         x = x + self.down((jax.nn.silu(gate) * up).astype(dtype)).astype(dtype)
         return x, cache
+
+
+def unembedding_name(config: ModelConfig) -> str:
+    """Whose table gives the logits."""
+    return "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
 
 
 def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

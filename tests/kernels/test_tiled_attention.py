@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ops
+from pallas_kernels import native, ops
 from reference import attention as reference_attention
 from reference import cache_ops as reference_cache_ops
 
@@ -44,15 +44,24 @@ SHAPES = [
     pytest.param(4, 4, 8, 256, id="a head each, blocks longer than a chunk"),
 ]
 LENGTHS = [1, 15, 16, 17, 128, 129, 300, 0]
+NO_NATIVE = native.why_not(jnp.dtype("float32"))
+IMPLEMENTATIONS = [
+    "xla",
+    pytest.param(
+        "native", marks=pytest.mark.skipif(bool(NO_NATIVE), reason=f"no native kernels: {NO_NATIVE}")
+    ),
+]
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 1, 45, 128])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
-def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_size, window):
+def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_size, window, implementation):
     shape = (num_q_heads, num_kv_heads, head_dim, block_size)
     q, k, v, tables, seq_lens = make_case(*shape, LENGTHS, 1, window=window)
     arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
-    out = ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=window)[:, 0]
+    options = {"scale": 0.3, "sliding_window": window, "implementation": implementation}
+    out = ops.tiled_paged_attention(*arrays, **options)[:, 0]
     want = reference_attention.paged_attention(
         q[:, 0], k, v, tables, seq_lens, scale=0.3, sliding_window=window
     )
@@ -60,10 +69,11 @@ def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_siz
     assert not np.any(out[LENGTHS.index(0)])
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 4, 20])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
 def test_each_query_of_a_tile_equals_a_decode_at_its_place(
-    num_q_heads, num_kv_heads, head_dim, block_size, window
+    num_q_heads, num_kv_heads, head_dim, block_size, window, implementation
 ):
     tile_len = 6
     lengths = [6, 7, 17, 130, 4]  # the last tile has two places of padding
@@ -71,7 +81,8 @@ def test_each_query_of_a_tile_equals_a_decode_at_its_place(
     q, k, v, tables, seq_lens = make_case(*shape, lengths, tile_len, window=window)
     starts = np.maximum(seq_lens - tile_len, 0).astype(np.int32)
     arrays = map(jnp.asarray, (q, k, v, tables, starts, seq_lens))
-    out = ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=window)
+    options = {"scale": 0.3, "sliding_window": window, "implementation": implementation}
+    out = ops.tiled_paged_attention(*arrays, **options)
     for i in range(tile_len):
         upto = np.where(starts + i < seq_lens, starts + i + 1, 0).astype(np.int32)
         want = reference_attention.paged_attention(
@@ -81,13 +92,14 @@ def test_each_query_of_a_tile_equals_a_decode_at_its_place(
         np.testing.assert_allclose(out[used, i], want[used], atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 1, 50, 130])
-def test_a_tile_does_not_depend_on_its_neighbours(window):
+def test_a_tile_does_not_depend_on_its_neighbours(window, implementation):
     """Alone, the longer ones begin one and three chunks later than with the short ones beside them."""
     q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [40, 200, 3, 600], 4, window=window)
     starts = np.maximum(seq_lens - 4, 0).astype(np.int32)
-    attend = jax.jit(ops.tiled_paged_attention, static_argnames=("scale", "sliding_window"))
-    options = {"scale": 0.3, "sliding_window": window}
+    attend = jax.jit(ops.tiled_paged_attention, static_argnames=("scale", "sliding_window", "implementation"))
+    options = {"scale": 0.3, "sliding_window": window, "implementation": implementation}
     together = attend(q, k, v, tables, starts, seq_lens, **options)
     for tile in range(4):
         others = np.arange(4) != tile
@@ -112,7 +124,7 @@ def test_only_chunks_that_some_tile_sees_are_looked_at(monkeypatch, seq_lens, ch
     q, tables, seq_lens = q[:-1], tables[:-1], seq_lens[:-1]
     starts = np.maximum(seq_lens - 4, 0).astype(np.int32)
     arrays = map(jnp.asarray, (q, k, v, tables, starts, seq_lens))
-    ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=130)
+    ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=130, implementation="xla")
     assert seen == list(chunks)
 
 
