@@ -13,8 +13,8 @@ namespace {
 
 using namespace native;
 
-constexpr int64_t kMaxHeads = 4;    // query heads whose outputs are summed in one pass over V
-constexpr int64_t kMaxVectors = 4;  // registers of an output that are, too
+constexpr int64_t kMaxRows = 4;     // rows of queries whose outputs are summed in one pass over V
+constexpr int64_t kMaxVectors = 4;  // registers of an output that are
 
 struct Shape {
   int64_t num_tiles, tile_len, num_q_heads, head_dim, num_kv_heads, block_size, max_blocks;
@@ -42,82 +42,192 @@ inline __m512 Exp(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// weights[t] = exp(scale * q.k[t] - largest) for `count` tokens, zeros up to a whole register; returns their sum.
+// One tile and some of its kv heads: the rows of queries that share each of these, and the tokens that some row sees.
+// A row is one head of one token: row r belongs to token r / group of the tile.
 template <typename T>
-float Weigh(const typename T::Value* q, const typename T::Value* k, const int64_t* offsets, int64_t count,
-            int64_t head_dim, float scale, float* weights) {
-  const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __m512 largest = lowest;
-  for (int64_t first = 0; first < count; first += kLanes) {
-    const typename T::Value* tokens[kLanes];
+struct Job {
+  using Value = typename T::Value;
+  const Value *q, *k, *v;  // of the first of the kv heads
+  Value* out;
+  int64_t num_kv_heads, num_rows, group;
+  int64_t token_stride;  // from one token's queries to the next one's
+  int64_t head_dim, start, window;
+  int64_t begin, end;        // positions [begin, end) are seen by some row
+  const int64_t* offsets;    // where K and V of position begin + i lie; whole registers of them
+  float *weights, *outputs;  // [num_kv_heads, num_rows, stride], [num_kv_heads, num_rows, head_dim]
+  int64_t stride;
+
+  int64_t place(int64_t head, int64_t row) const {
+    return row / group * token_stride + (head * group + row % group) * head_dim;
+  }
+  float* weight(int64_t head, int64_t row) const { return weights + (head * num_rows + row) * stride; }
+  float* output(int64_t head, int64_t row) const { return outputs + (head * num_rows + row) * head_dim; }
+  int64_t first_seen(int64_t row) const { return std::max<int64_t>(start + row / group + 1 - window, 0); }
+  int64_t end_seen(int64_t row) const { return start + row / group + 1; }
+  // Which of the 16 tokens from begin + first on a row sees.
+  __mmask16 Seen(int64_t row, int64_t first) const {
+    const uint32_t before_end = Existing(begin + first, end_seen(row), kLanes);
+    const uint32_t before_window = Existing(begin + first, first_seen(row), kLanes);
+    return static_cast<__mmask16>(before_end & ~before_window);
+  }
+};
+
+// Asks for a head of K or V of one token, into the second-level cache: the first is too small for what is in use and
+// what comes next. Never for many at once: the processor would wait, and they are to arrive while it computes.
+template <typename Value>
+void Prefetch(const Value* p, int64_t head_dim) {
+  const char* bytes = reinterpret_cast<const char*>(p);
+  for (int64_t line = 0; line < head_dim * int64_t{sizeof(Value)}; line += kCacheLine) {
+    _mm_prefetch(bytes + line, _MM_HINT_T1);
+  }
+}
+
+// sums[i] = partial sums of q.k for 16 tokens, for `kVectors` whole registers of head_dim.
+template <typename T, int kVectors>
+void DotWhole(const typename T::Value* q, const typename T::Value* k, const int64_t* offsets, __m512 sums[kLanes]) {
+  __m512 query[kVectors];
+#pragma GCC unroll 8
+  for (int d = 0; d < kVectors; ++d) query[d] = T::Pairs(q + d * T::kPairLanes, ~0u);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const typename T::Value* token = k + offsets[i];
+    sums[i] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+    for (int d = 0; d < kVectors; ++d) {
+      sums[i] = T::AddProduct(sums[i], query[d], T::Pairs(token + d * T::kPairLanes, ~0u));
+    }
+  }
+}
+
+template <typename T>
+void Dot(const typename T::Value* q, const typename T::Value* k, const int64_t* offsets, int64_t head_dim,
+         __m512 sums[kLanes]) {
+  if (head_dim == T::kPairLanes) return DotWhole<T, 1>(q, k, offsets, sums);
+  if (head_dim == 2 * T::kPairLanes) return DotWhole<T, 2>(q, k, offsets, sums);
+  if (head_dim == 4 * T::kPairLanes) return DotWhole<T, 4>(q, k, offsets, sums);
+  if (head_dim == 8 * T::kPairLanes) return DotWhole<T, 8>(q, k, offsets, sums);
+  for (int64_t i = 0; i < kLanes; ++i) sums[i] = _mm512_setzero_ps();
+  for (int64_t d = 0; d < head_dim; d += T::kPairLanes) {
+    const uint32_t mask = Existing(d, head_dim, T::kPairLanes);
+    const __m512 query = T::Pairs(q + d, mask);
     for (int64_t i = 0; i < kLanes; ++i) {
-      tokens[i] = k + offsets[std::min(first + i, count - 1)];
-      const char* ahead = reinterpret_cast<const char*>(k + offsets[std::min(first + i + kLanes, count - 1)]);
-      for (int64_t line = 0; line < head_dim * int64_t{sizeof(*k)}; line += kCacheLine) {
-        _mm_prefetch(ahead + line, _MM_HINT_T0);
+      sums[i] = T::AddProduct(sums[i], query, T::Pairs(k + offsets[i] + d, mask));
+    }
+  }
+}
+
+// weights = q.k for all rows and tokens, 16 tokens at a time, which meanwhile stay in the first-level cache.
+template <typename T>
+void Score(const Job<T>& job) {
+  for (int64_t first = 0; first < job.stride; first += kLanes) {
+    const int64_t* here = job.offsets + first;
+    for (int64_t head = 0; head < job.num_kv_heads; ++head) {
+      const typename T::Value* k = job.k + head * job.head_dim;
+      for (int64_t row = 0; row < job.num_rows; ++row) {
+        if (first + kLanes < job.stride) {  // each row its share of the next 16 tokens
+          for (int64_t i = kLanes * row / job.num_rows; i < kLanes * (row + 1) / job.num_rows; ++i) {
+            Prefetch(k + here[kLanes + i], job.head_dim);
+          }
+        }
+        if (!job.Seen(row, first)) continue;
+        __m512 sums[kLanes];
+        Dot<T>(job.q + job.place(head, row), k, here, job.head_dim, sums);
+#pragma GCC unroll 4
+        for (int width = kLanes; width > 1; width /= 2) {
+#pragma GCC unroll 8
+          for (int i = 0; i < width / 2; ++i) sums[i] = PairSums(sums[2 * i], sums[2 * i + 1]);
+        }
+        _mm512_storeu_ps(job.weight(head, row) + first, sums[0]);
       }
     }
-    __m512 sums[kLanes];
-    for (__m512& sum : sums) sum = _mm512_setzero_ps();
-    for (int64_t d = 0; d < head_dim; d += T::kPairLanes) {
-      const uint32_t mask = Existing(d, head_dim, T::kPairLanes);
-      const __m512 query = T::Pairs(q + d, mask);
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < kLanes; ++i) sums[i] = T::AddProduct(sums[i], query, T::Pairs(tokens[i] + d, mask));
-    }
-#pragma GCC unroll 4
-    for (int width = kLanes; width > 1; width /= 2) {
-#pragma GCC unroll 8
-      for (int i = 0; i < width / 2; ++i) sums[i] = PairSums(sums[2 * i], sums[2 * i + 1]);
-    }
-    const __mmask16 exist = static_cast<__mmask16>(Existing(first, count, kLanes));
-    const __m512 scores = _mm512_mask_mul_ps(lowest, exist, sums[0], _mm512_set1_ps(scale));
-    largest = _mm512_max_ps(largest, scores);
-    _mm512_storeu_ps(weights + first, scores);
+  }
+}
+
+// weights = the softmax of scale * weights over what the row sees, 0 elsewhere.
+template <typename T>
+void Soften(const Job<T>& job, int64_t row, float* weights, float scale) {
+  const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  __m512 largest = lowest;
+  for (int64_t first = 0; first < job.stride; first += kLanes) {
+    const __m512 scores = _mm512_mul_ps(_mm512_loadu_ps(weights + first), _mm512_set1_ps(scale));
+    largest = _mm512_max_ps(largest, _mm512_mask_mov_ps(lowest, job.Seen(row, first), scores));
   }
   const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   __m512 sum = _mm512_setzero_ps();
-  for (int64_t first = 0; first < count; first += kLanes) {
-    const __mmask16 exist = static_cast<__mmask16>(Existing(first, count, kLanes));
-    const __m512 scores = _mm512_loadu_ps(weights + first);
-    const __m512 weight = _mm512_maskz_mov_ps(exist, Exp(_mm512_sub_ps(scores, top)));
+  for (int64_t first = 0; first < job.stride; first += kLanes) {
+    const __m512 scores = _mm512_mul_ps(_mm512_loadu_ps(weights + first), _mm512_set1_ps(scale));
+    const __m512 weight = _mm512_maskz_mov_ps(job.Seen(row, first), Exp(_mm512_sub_ps(scores, top)));
     sum = _mm512_add_ps(sum, weight);
     _mm512_storeu_ps(weights + first, weight);
   }
-  return _mm512_reduce_add_ps(sum);
+  const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
+  for (int64_t first = 0; first < job.stride; first += kLanes) {
+    _mm512_storeu_ps(weights + first, _mm512_mul_ps(_mm512_loadu_ps(weights + first), share));
+  }
 }
 
-// out[head] = sum over tokens of weights[head][t] * v[t] / sums[head], `kHeads` heads in one pass over V.
-template <typename T, int kHeads>
-void Gather(const typename T::Value* v, const int64_t* offsets, int64_t count, int64_t head_dim, const float* weights,
-            int64_t stride, const float* sums, typename T::Value* out) {
-  for (int64_t d = 0; d < head_dim; d += kMaxVectors * kLanes) {
+constexpr int64_t kTokens = 32;  // of V, that stay in the first-level cache for all rows
+
+// outputs += weights @ V for `kRows` rows and the tokens [first, end).
+template <typename T, int kRows>
+void AddValues(const Job<T>& job, int64_t head, int64_t row, int64_t first, int64_t end) {
+  const float* weights = job.weight(head, row);
+  for (int64_t d = 0; d < job.head_dim; d += kMaxVectors * kLanes) {
+    const typename T::Value* v = job.v + head * job.head_dim + d;
+    float* outputs = job.output(head, row) + d;
     uint32_t masks[kMaxVectors];
-    for (int64_t i = 0; i < kMaxVectors; ++i) masks[i] = Existing(d + i * kLanes, head_dim, kLanes);
-    __m512 total[kHeads][kMaxVectors];
-    for (auto& vectors : total) {
-      for (__m512& vector : vectors) vector = _mm512_setzero_ps();
-    }
-    for (int64_t t = 0; t < count; ++t) {
-      const typename T::Value* token = v + offsets[t] + d;
-      const char* ahead = reinterpret_cast<const char*>(v + offsets[std::min(t + kLanes, count - 1)] + d);
-      for (int64_t line = 0; line < kMaxVectors * kLanes * int64_t{sizeof(*v)}; line += kCacheLine) {
-        _mm_prefetch(ahead + line, _MM_HINT_T0);
-      }
-#pragma GCC unroll 4
+    for (int64_t i = 0; i < kMaxVectors; ++i) masks[i] = Existing(d + i * kLanes, job.head_dim, kLanes);
+    const bool is_whole = masks[kMaxVectors - 1] == Existing(0, kLanes, kLanes);
+    __m512 total[kRows][kMaxVectors];
+    for (int r = 0; r < kRows; ++r) {
       for (int64_t i = 0; i < kMaxVectors; ++i) {
-        const __m512 values = T::Widen(token + i * kLanes, masks[i]);
+        total[r][i] = Float32::Widen(outputs + r * job.head_dim + i * kLanes, masks[i]);
+      }
+    }
+    for (int64_t t = first; t < end; ++t) {
+      if (row == 0 && t + kTokens < job.stride) {
+        Prefetch(v + job.offsets[t + kTokens], std::min(kMaxVectors * kLanes, job.head_dim - d));
+      }
+      const auto add = [&](int64_t i, uint32_t mask) {
+        const __m512 values = T::Widen(v + job.offsets[t] + i * kLanes, mask);
 #pragma GCC unroll 4
-        for (int head = 0; head < kHeads; ++head) {
-          total[head][i] = _mm512_fmadd_ps(_mm512_set1_ps(weights[head * stride + t]), values, total[head][i]);
+        for (int r = 0; r < kRows; ++r) {
+          total[r][i] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r * job.stride + t]), values, total[r][i]);
         }
+      };
+      if (is_whole) {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < kMaxVectors; ++i) add(i, ~0u);
+      } else {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < kMaxVectors; ++i) add(i, masks[i]);
       }
     }
-    for (int head = 0; head < kHeads; ++head) {
-      const __m512 share = _mm512_set1_ps(1.0f / sums[head]);
+    for (int r = 0; r < kRows; ++r) {
       for (int64_t i = 0; i < kMaxVectors; ++i) {
-        typename T::Value* place = out + head * head_dim + d + i * kLanes;
-        if (masks[i]) T::Store(place, masks[i], _mm512_mul_ps(total[head][i], share));
+        Float32::Store(outputs + r * job.head_dim + i * kLanes, masks[i], total[r][i]);
+      }
+    }
+  }
+}
+
+// outputs = weights @ V, a few tokens at a time, which meanwhile stay in the first-level cache.
+template <typename T>
+void Gather(const Job<T>& job) {
+  std::fill_n(job.outputs, job.num_kv_heads * job.num_rows * job.head_dim, 0.0f);
+  for (int64_t chunk = 0; chunk < job.end - job.begin; chunk += kTokens) {
+    for (int64_t head = 0; head < job.num_kv_heads; ++head) {
+      for (int64_t row = 0; row < job.num_rows; row += kMaxRows) {
+        const int64_t count = std::min(job.num_rows - row, kMaxRows);
+        const int64_t first = std::max(chunk, job.first_seen(row) - job.begin);
+        const int64_t end = std::min(chunk + kTokens, job.end_seen(row + count - 1) - job.begin);
+        if (first >= end) continue;
+        switch (count) {
+          case 1: AddValues<T, 1>(job, head, row, first, end); break;
+          case 2: AddValues<T, 2>(job, head, row, first, end); break;
+          case 3: AddValues<T, 3>(job, head, row, first, end); break;
+          default: AddValues<T, 4>(job, head, row, first, end);
+        }
       }
     }
   }
@@ -130,62 +240,63 @@ struct Arrays {
   typename T::Value* out;
 };
 
-// The query heads of one tile that share one kv head.
+// The queries of one tile, with the kv heads [first_head, first_head + num_heads).
 template <typename T>
-void Attend(const Arrays<T>& arrays, const Shape& shape, int64_t tile, int64_t kv_head, float scale, int64_t window) {
-  const int64_t group = shape.group();
-  const int64_t start = arrays.query_starts[tile], seq_len = arrays.seq_lens[tile];
-  const auto first_seen = [&](int64_t position) { return std::max<int64_t>(position + 1 - window, 0); };
-  // Where the tokens that the tile sees lie in K and V.
-  const int64_t begin = first_seen(start), end = std::min(start + shape.tile_len, seq_len);
-  thread_local std::vector<int64_t> offsets;
-  thread_local std::vector<float> weights, sums;
-  const int64_t stride = (std::max<int64_t>(end - begin, 0) + kLanes - 1) / kLanes * kLanes;
-  offsets.resize(stride);
-  weights.resize(group * stride);
-  sums.resize(group);
-  for (int64_t position = begin; position < end; ++position) {
-    const int64_t block = arrays.block_tables[tile * shape.max_blocks + position / shape.block_size];
-    const int64_t slot = block * shape.block_size + position % shape.block_size;
-    offsets[position - begin] = (slot * shape.num_kv_heads + kv_head) * shape.head_dim;
+void Attend(const Arrays<T>& arrays, const Shape& shape, int64_t tile, int64_t first_head, int64_t num_heads,
+            float scale, int64_t window) {
+  using Value = typename T::Value;
+  const int64_t group = shape.group(), head_dim = shape.head_dim, token_stride = shape.num_q_heads * head_dim;
+  const int64_t start = arrays.query_starts[tile];
+  const int64_t end = std::min<int64_t>(start + shape.tile_len, arrays.seq_lens[tile]);
+  const int64_t begin = std::max<int64_t>(start + 1 - window, 0);
+  // Padding: queries at or beyond the sequence's end, all of them if it has no tokens.
+  const int64_t num_queries = start < 0 ? 0 : std::max<int64_t>(end - start, 0);
+  const int64_t origin = tile * shape.tile_len * token_stride + first_head * group * head_dim;
+  for (int64_t i = num_queries; i < shape.tile_len; ++i) {
+    std::fill_n(arrays.out + origin + i * token_stride, num_heads * group * head_dim, Value{0});
   }
-  for (int64_t i = 0; i < shape.tile_len; ++i) {
-    const int64_t query = ((tile * shape.tile_len + i) * shape.num_q_heads + kv_head * group) * shape.head_dim;
-    const int64_t position = start + i;
-    if (position < 0 || position >= seq_len) {  // padding, or a tile without tokens
-      std::fill_n(arrays.out + query, group * shape.head_dim, typename T::Value{0});
-      continue;
+  if (num_queries == 0) return;
+
+  thread_local std::vector<int64_t> offsets;
+  thread_local std::vector<float> weights, outputs;
+  const int64_t num_rows = num_queries * group, stride = (end - begin + kLanes - 1) / kLanes * kLanes;
+  offsets.resize(stride);
+  weights.resize(num_heads * num_rows * stride);
+  outputs.resize(num_heads * num_rows * head_dim);
+  const int32_t* blocks = arrays.block_tables + tile * shape.max_blocks;
+  for (int64_t position = begin; position < end;) {
+    const int64_t block = position / shape.block_size;
+    int64_t slot = blocks[block] * shape.block_size + position % shape.block_size;
+    for (; position < std::min((block + 1) * shape.block_size, end); ++position, ++slot) {
+      offsets[position - begin] = (slot * shape.num_kv_heads + first_head) * head_dim;
     }
-    const int64_t* seen = offsets.data() + first_seen(position) - begin;
-    const int64_t count = position + 1 - first_seen(position);
-    for (int64_t head = 0; head < group; ++head) {
-      sums[head] = Weigh<T>(arrays.q + query + head * shape.head_dim, arrays.k, seen, count, shape.head_dim, scale,
-                            weights.data() + head * stride);
-    }
-    for (int64_t head = 0; head < group; head += kMaxHeads) {
-      const auto gather = [&](auto heads) {
-        Gather<T, decltype(heads)::value>(arrays.v, seen, count, shape.head_dim, weights.data() + head * stride, stride,
-                                          sums.data() + head, arrays.out + query + head * shape.head_dim);
-      };
-      switch (std::min(group - head, kMaxHeads)) {
-        case 1: gather(std::integral_constant<int, 1>()); break;
-        case 2: gather(std::integral_constant<int, 2>()); break;
-        case 3: gather(std::integral_constant<int, 3>()); break;
-        default: gather(std::integral_constant<int, 4>());
+  }
+  std::fill(offsets.begin() + (end - begin), offsets.end(), offsets[end - begin - 1]);
+  const Job<T> job{arrays.q + origin, arrays.k, arrays.v, arrays.out + origin, num_heads, num_rows, group,
+                   token_stride, head_dim, start, window, begin, end, offsets.data(), weights.data(), outputs.data(),
+                   stride};
+  Score(job);
+  for (int64_t head = 0; head < num_heads; ++head) {
+    for (int64_t row = 0; row < num_rows; ++row) Soften(job, row, job.weight(head, row), scale);
+  }
+  Gather(job);
+  for (int64_t head = 0; head < num_heads; ++head) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      for (int64_t d = 0; d < head_dim; d += kLanes) {
+        const uint32_t mask = Existing(d, head_dim, kLanes);
+        T::Store(job.out + job.place(head, row) + d, mask, Float32::Widen(job.output(head, row) + d, mask));
       }
     }
   }
 }
 
 template <typename T>
-void AttendAll(ffi::ThreadPool pool, const Shape& shape, const void* q, const void* k, const void* v,
-               const int32_t* block_tables, const int32_t* query_starts, const int32_t* seq_lens, void* out, float scale,
-               int64_t window) {
-  using Value = typename T::Value;
-  const Arrays<T> arrays{static_cast<const Value*>(q), static_cast<const Value*>(k), static_cast<const Value*>(v),
-                         block_tables, query_starts, seq_lens, static_cast<Value*>(out)};
-  Share(pool, shape.num_tiles * shape.num_kv_heads, [=](int64_t item, int64_t) {
-    Attend<T>(arrays, shape, item / shape.num_kv_heads, item % shape.num_kv_heads, scale, window);
+void AttendAll(ffi::ThreadPool pool, const Shape& shape, const Arrays<T>& arrays, float scale, int64_t window) {
+  // All kv heads at once read K and V as they lie in memory; one by one they occupy more threads.
+  const int64_t num_heads = shape.num_tiles < 2 * pool.num_threads() ? 1 : shape.num_kv_heads;
+  const int64_t parts = shape.num_kv_heads / num_heads;
+  Share(pool, shape.num_tiles * parts, [=](int64_t item, int64_t) {
+    Attend<T>(arrays, shape, item / parts, item % parts * num_heads, num_heads, scale, window);
   });
 }
 
@@ -195,9 +306,12 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const auto queries = q.dimensions(), cache = k.dimensions();
   const Shape shape{queries[0], queries[1], queries[2], queries[3], cache[2], cache[1], block_tables.dimensions()[1]};
   const auto attend = [&](auto type) {
-    AttendAll<decltype(type)>(pool, shape, q.untyped_data(), k.untyped_data(), v.untyped_data(),
-                              block_tables.typed_data(), query_starts.typed_data(), seq_lens.typed_data(),
-                              out->untyped_data(), scale, window);
+    using T = decltype(type);
+    using Value = typename T::Value;
+    const auto values = [](const ffi::AnyBuffer& buffer) { return static_cast<const Value*>(buffer.untyped_data()); };
+    const Arrays<T> arrays{values(q), values(k), values(v), block_tables.typed_data(), query_starts.typed_data(),
+                           seq_lens.typed_data(), static_cast<Value*>(out->untyped_data())};
+    AttendAll(pool, shape, arrays, scale, window);
     return ffi::Error::Success();
   };
   if (q.element_type() == ffi::F32) return attend(Float32());
