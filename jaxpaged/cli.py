@@ -239,6 +239,7 @@ def _info(args: argparse.Namespace) -> None:
     import jaxpaged
     from jaxpaged.engine import gpu_flags, plan
     from jaxpaged.models import loading
+    from pallas_kernels import native
 
     gpu_flags.set_defaults()
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
@@ -246,9 +247,11 @@ def _info(args: argparse.Namespace) -> None:
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
     model = loading.open_checkpoint(args.model).config
     implementation, why = plan.attention(config, model)
+    no_native = native.why_not(plan.resolve_dtype(config))
     cache = plan.cache_plan(config, model)
     lines += [
         ("attention", f"{implementation}: {why}"),
+        ("products", f"xla: {no_native}" if no_native else "native: a CPU with AVX-512"),
         ("programs", f"kept in {plan.compilation_cache_dir()}"),
         (
             "model",

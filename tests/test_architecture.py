@@ -28,6 +28,7 @@ ALLOWED = {
         "pallas_kernels",
     },
     "jaxpaged/cli.py": {
+        "pallas_kernels",
         "jaxpaged/__init__.py",
         "jaxpaged/config.py",
         "jaxpaged/chat.py",

@@ -51,8 +51,10 @@ def test_results_have_vllms_shape(llm):
     assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 0 else "length")
 
 
-def test_a_model_with_a_sliding_window_answers_as_transformers_does():
+@pytest.mark.parametrize("use_native", ["1", "0"])
+def test_a_model_with_a_sliding_window_answers_as_transformers_does(use_native, monkeypatch):
     """Prompts longer and shorter than the window, beside each other and in more than one tile."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
     folder = Path(__file__).parent / "goldens" / "mistral_window"
     golden = json.loads((folder / "golden.json").read_text())
     prompt, answer = golden["token_ids"], golden["answer"]

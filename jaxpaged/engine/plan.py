@@ -55,8 +55,8 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImp
     if config.attention != "auto":
         return wanted, "asked for"
     if wanted == "xla":
-        on_cpu = jax.default_backend() == "cpu"
-        return wanted, native.why_not(dtype) or "" if on_cpu else "the kernels are for Hopper GPUs"
+        no_native = native.why_not(dtype) if jax.default_backend() == "cpu" else None
+        return wanted, no_native or "the kernels are for Hopper GPUs"
     return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else "a CPU with AVX-512"
 
 

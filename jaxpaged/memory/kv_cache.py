@@ -5,7 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import ops
 from pallas_kernels.ops import TiledImplementation
@@ -29,11 +29,18 @@ class KVCache:
 class AttentionBatch:
     """Where the tokens of one forward pass stand: tiles of neighbouring tokens, each of one sequence."""
 
-    slot_mapping: Int[Array, " num_tokens"]  # where each token's K and V go; num_tokens = tiles x tile_len
+    slot_mapping: Int[
+        Array, " num_tokens"
+    ]  # of each token's K and V, 0 for none; num_tokens = tiles x tile_len
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"]
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
     implementation: TiledImplementation  # of the attention
+
+    @property
+    def is_padding(self) -> Bool[Array, " num_tokens"]:
+        """The tokens that are none: their K and V go to the null block."""
+        return self.slot_mapping == 0
 
 
 def create(

@@ -57,7 +57,8 @@ class Llama(nnx.Module):
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """Hidden states after the last norm, and the cache with these tokens written."""
-        x = self.embedding[...][token_ids]
+        # Zeros stay zeros in every layer, and products on a CPU skip rows of zeros.
+        x = jnp.where(batch.is_padding[:, None], 0, self.embedding[...][token_ids])
         frequencies = layers.rope_frequencies(
             self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
         )

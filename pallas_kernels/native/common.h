@@ -33,6 +33,7 @@ struct Float32 {
   static __m512 Pairs(const Value* p, uint32_t mask) {
     return _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
   }
+  static bool IsNotZero(Value x) { return x != 0; }
   static __m512 Broadcast(const Pair* p) { return _mm512_set1_ps(*p); }
   static __m512 AddProduct(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
   static __m512 Widen(const Value* p, uint32_t mask) { return Pairs(p, mask); }
@@ -49,6 +50,7 @@ struct BFloat16 {
   static __m512 Pairs(const Value* p, uint32_t mask) {
     return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, p));
   }
+  static bool IsNotZero(Value x) { return (x & 0x7fff) != 0; }
   static __m512 Broadcast(const Pair* p) { return _mm512_castsi512_ps(_mm512_set1_epi32(*p)); }
   static __m512 AddProduct(__m512 sum, __m512 a, __m512 b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);

@@ -5,7 +5,10 @@
 // along the sum. So a panel is read from its first byte to its last, while the one after it is fetched from memory
 // in advance: arithmetic and memory overlap, and nothing is rearranged.
 //
-// A row's sum is taken in the order of the steps, by one accumulator: its bits do not depend on the other rows.
+// A row's sum is taken in the order of the steps, by one accumulator: its bits do not depend on the other rows. A row
+// of zeros gives zeros and takes no time: so a batch of a fixed shape costs what the rows in use cost.
+
+#include <vector>
 
 #include "common.h"
 
@@ -52,28 +55,48 @@ void Tile(const typename T::Pair* const x[kTileRows], const char* panel, const c
   }
 }
 
-// All rows times one panel; meanwhile the panel that this thread takes next comes into its cache.
+// The rows that are not all zeros.
 template <typename T>
-void Panel(const typename T::Pair* x, const char* kernel, float* y, const Shape& shape, int64_t panel,
-           int64_t next_panel) {
+std::vector<int64_t> LiveRows(const typename T::Pair* x, const Shape& shape) {
+  std::vector<int64_t> live;
+  for (int64_t row = 0; row < shape.rows; ++row) {
+    const auto* values = reinterpret_cast<const typename T::Value*>(x + row * shape.steps);
+    const auto* end = reinterpret_cast<const typename T::Value*>(x + (row + 1) * shape.steps);
+    if (std::any_of(values, end, T::IsNotZero)) live.push_back(row);
+  }
+  return live;
+}
+
+// All live rows times one panel, and zeros for the others; meanwhile the panel that this thread takes next comes into
+// its cache.
+template <typename T>
+void Panel(const typename T::Pair* x, const char* kernel, float* y, const Shape& shape,
+           const std::vector<int64_t>& live, int64_t panel, int64_t next_panel) {
   const char* here = kernel + panel * shape.panel_bytes();
   const char* next = kernel + next_panel * shape.panel_bytes();
-  const int64_t column = panel * kPanelWidth;
+  const int64_t column = panel * kPanelWidth, num_live = live.size();
   const __mmask16 low = static_cast<__mmask16>(Existing(column, shape.columns, kLanes));
   const __mmask16 high = static_cast<__mmask16>(Existing(column + kLanes, shape.columns, kLanes));
-  for (int64_t first = 0; first < shape.rows; first += kTileRows) {
-    const int64_t count = std::min(kTileRows, shape.rows - first);
+  if (num_live < shape.rows) {
+    for (int64_t row = 0; row < shape.rows; ++row) {
+      _mm512_mask_storeu_ps(y + row * shape.columns + column, low, _mm512_setzero_ps());
+      _mm512_mask_storeu_ps(y + row * shape.columns + column + kLanes, high, _mm512_setzero_ps());
+    }
+  }
+  for (int64_t first = 0; first < num_live; first += kTileRows) {
+    const int64_t count = std::min(kTileRows, num_live - first);
     // A tile with fewer rows than its code repeats the last one, and drops what comes of it.
     const typename T::Pair* rows[kTileRows];
     float* results[kTileRows];
     float dropped[kPanelWidth];
     for (int64_t i = 0; i < kTileRows; ++i) {
-      rows[i] = x + (first + std::min(i, count - 1)) * shape.steps;
-      results[i] = i < count ? y + (first + i) * shape.columns + column : dropped;
+      const int64_t row = live[first + std::min(i, count - 1)];
+      rows[i] = x + row * shape.steps;
+      results[i] = i < count ? y + row * shape.columns + column : dropped;
     }
     const auto tile = [&](auto num_rows) {
       constexpr int kRows = decltype(num_rows)::value;
-      if (shape.rows <= kTileRows) {
+      if (num_live <= kTileRows) {
         Tile<T, kRows, 2>(rows, here, next, shape.steps, results, low, high);
       } else if (first < 2 * kTileRows) {
         const char* half = next + first / kTileRows * shape.panel_bytes() / 2;
@@ -96,8 +119,9 @@ void Panel(const typename T::Pair* x, const char* kernel, float* y, const Shape&
 
 template <typename T>
 void Multiply(ffi::ThreadPool pool, const void* x, const void* kernel, float* y, const Shape& shape) {
-  Share(pool, shape.num_panels(), [=](int64_t panel, int64_t next) {
-    Panel<T>(static_cast<const typename T::Pair*>(x), static_cast<const char*>(kernel), y, shape, panel, next);
+  const auto* rows = static_cast<const typename T::Pair*>(x);
+  Share(pool, shape.num_panels(), [=, live = LiveRows<T>(rows, shape)](int64_t panel, int64_t next) {
+    Panel<T>(rows, static_cast<const char*>(kernel), y, shape, live, panel, next);
   });
 }
 

@@ -29,7 +29,8 @@ def product(
 ) -> Float[Array, "num_rows out_features"]:
     """`x @ kernel` in float32, for `packed = pack(kernel)`, where `serves(x.dtype)`.
 
-    A row's bits do not depend on the other rows, nor on how many there are.
+    A row's bits do not depend on the other rows, nor on how many there are. Rows of zeros give zeros and
+    take no time.
 
     Raises: TypeError if x is not of the kernel's dtype, ValueError if shapes do not fit.
     """

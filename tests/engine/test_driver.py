@@ -14,7 +14,7 @@ from jaxpaged.engine.engine import Answer
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.status import PagedMemoryError, Status
-from pallas_kernels import ops
+from pallas_kernels import native, ops
 from tests import tiny
 
 # Lengths around a block, a prefill tile (32), the prompt tokens of one step (128), and single tokens.
@@ -44,6 +44,7 @@ def assert_nothing_is_held(driver: Driver) -> None:
         pytest.param(
             {"block_size": 16, "num_blocks": 1 + 9, "enable_prefix_caching": False}, id="no caching"
         ),
+        pytest.param({"attention": "xla"}, id="attention by XLA"),
     ],
 )
 def test_greedy_tokens_equal_the_reference(options):
@@ -131,10 +132,19 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [{}, SMALL, SWAP], ids=["room for all", "recompute", "swap"])
-def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options):
+@pytest.mark.parametrize(
+    ("options", "use_native"),
+    [
+        pytest.param({}, "1", id="room for all"),
+        pytest.param({}, "0", id="all by XLA"),
+        pytest.param(SMALL, "1", id="recompute"),
+        pytest.param(SWAP, "1", id="swap"),
+    ],
+)
+def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_native, monkeypatch):
     """Tokens and log-probabilities, greedy and sampled: alone, among others, in other rows and other orders,
     with prefixes found in the cache or not, preempted or not."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
     rng = random.Random(0)
     shared = tiny.prompts([40], seed=1)[0]
     prompts = [shared[: rng.choice([0, 24, 40])] + p for p in tiny.prompts([5, 33, 50, 12, 60, 1, 40, 7])]
@@ -252,14 +262,18 @@ def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_token
 @pytest.mark.parametrize(
     ("options", "head_dim", "default", "chosen", "why"),
     [
-        ({}, 8, "xla", "xla", "the kernels are for Hopper GPUs"),
+        ({}, 8, "xla", "xla", "JAXPAGED_NATIVE is 0"),
+        ({}, 8, "native", "native", "a CPU with AVX-512"),
         ({"dtype": "bfloat16"}, 64, "mosaic_gpu", "mosaic_gpu", "a Hopper GPU"),
         ({"dtype": "bfloat16"}, 8, "mosaic_gpu", "xla", "does not serve head_dim=8"),
         ({"dtype": "bfloat16", "attention": "xla"}, 64, "mosaic_gpu", "xla", "asked for"),
     ],
 )
 def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, chosen, why, monkeypatch):
-    monkeypatch.setattr(ops, "default_implementation", lambda: default)
+    monkeypatch.setattr(ops, "default_tiled_implementation", lambda dtype, tile_len: default)
+    monkeypatch.setattr(
+        native, "why_not", lambda dtype: None if default == "native" else "JAXPAGED_NATIVE is 0"
+    )
     model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
     implementation, reason = plan.attention(EngineConfig(**options), model)
     assert implementation == chosen
@@ -269,3 +283,5 @@ def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, c
 def test_an_attention_that_does_not_serve_the_model_is_refused():
     with pytest.raises(InputError, match="attention='mosaic_gpu' must serve the model: .*q.dtype=float32"):
         plan.attention(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG)
+    with pytest.raises(InputError, match="attention='native' must serve the model: the dtype is float16"):
+        plan.attention(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG)

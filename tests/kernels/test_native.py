@@ -56,6 +56,17 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("live", [[], [0], [38], [5, 6, 30], [*range(3, 21)]])
+def test_rows_of_zeros_give_zeros_and_leave_the_others_alone(dtype: str, live: list[int]) -> None:
+    x, packed = draw(1, dtype, 40, 96), native.pack(draw(2, dtype, 96, 80))
+    everything = np.asarray(native.product(x, packed, 80))
+    is_live = np.isin(np.arange(40), live)
+    y = np.asarray(native.product(jnp.where(is_live[:, None], x, -0.0), packed, 80))
+    assert np.array_equal(y[is_live], everything[is_live])
+    assert np.array_equal(y[~is_live].view(np.int32), np.zeros_like(y[~is_live]).view(np.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_a_number_stays_in_its_row_and_column(dtype: str) -> None:
     x, kernel = draw(1, dtype, 9, 24), draw(2, dtype, 24, 40)
     y = native.product(x.at[4, 7].set(jnp.nan), native.pack(kernel.at[3, 33].set(jnp.inf)), 40)
