@@ -37,7 +37,7 @@ def test_bad_sampling_params_are_refused(options, message):
     ("options", "message"),
     [
         ({"dtype": "int8"}, "dtype='int8' must be one of auto, float32, bfloat16, float16"),
-        ({"attention": "triton"}, "attention='triton' must be one of auto, mosaic_gpu, xla"),
+        ({"attention": "triton"}, "attention='triton' must be one of auto, mosaic_gpu, native, xla"),
         ({"block_size": 0}, "block_size=0 must be a positive int"),
         ({"block_size": 2048}, "block_size=2048 must be at most 1024"),
         ({"num_blocks": 1}, "num_blocks=1 must be None or an int >= 2"),
