@@ -11,16 +11,16 @@ from pallas_kernels import native
 
 
 class Linear(nnx.Module):
-    """`x @ kernel + bias`, summed in float32; the result stays in float32, for the caller to round once."""
+    """`x @ weight.T + bias`, summed in float32; the result stays in float32, for the caller to round once."""
 
     def __init__(
         self,
-        kernel: Float[Array, "in_features out_features"],
+        weight: Float[Array, "out_features in_features"],
         bias: Float[Array, " out_features"] | None = None,
     ) -> None:
-        self.out_features = kernel.shape[1]
-        self.is_packed = native.serves(kernel.dtype)
-        self.kernel = nnx.Param(native.pack(kernel) if self.is_packed else kernel)
+        self.out_features = weight.shape[0]
+        self.is_packed = native.serves(weight.dtype)
+        self.kernel = nnx.Param(native.pack(weight) if self.is_packed else weight.T)
         self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(self, x: Float[Array, "num_tokens in_features"]) -> Float[Array, "num_tokens out_features"]:

@@ -33,7 +33,7 @@ class Llama(nnx.Module):
         self.lm_head = (
             None
             if config.tie_word_embeddings and not native.serves(dtype)
-            else layers.Linear(jnp.asarray(weights[unembedding_name(config)], dtype).T)
+            else layers.Linear(jnp.asarray(weights[unembedding_name(config)], dtype))
         )
 
     @property
@@ -83,11 +83,11 @@ class DecoderLayer(nnx.Module):
         def linear(*names: str) -> layers.Linear:
             """Projections of one input as one: side by side in a single kernel."""
             prefixes = [f"model.layers.{layer}.{name}" for name in names]
-            kernel = np.concatenate([weights[f"{prefix}.weight"] for prefix in prefixes]).T
+            weight = np.concatenate([weights[f"{prefix}.weight"] for prefix in prefixes])
             bias = None
             if f"{prefixes[0]}.bias" in weights:
                 bias = jnp.asarray(np.concatenate([weights[f"{prefix}.bias"] for prefix in prefixes]), dtype)
-            return layers.Linear(jnp.asarray(np.ascontiguousarray(kernel), dtype), bias)
+            return layers.Linear(jnp.asarray(weight, dtype), bias)
 
         def norm(name: str) -> layers.RMSNorm:
             return layers.RMSNorm(

@@ -8,18 +8,18 @@ PANEL_WIDTH = 32  # columns that lie side by side in a packed kernel
 
 
 def pack(
-    kernel: Float[Array, "in_features out_features"],
+    weight: Float[Array, "out_features in_features"],
 ) -> Float[Array, "num_panels num_steps panel_width values"]:
-    """The kernel in the order in which `product` reads it, float32 or bfloat16.
+    """A weight, float32 or bfloat16, in the order in which `product` reads it.
 
-    A panel holds 32 columns, a step of it the next value of each column, in bfloat16 the next two; what is
-    missing to whole panels and steps is zero.
+    A panel holds 32 outputs, a step of it the next input of each, in bfloat16 the next two; what is missing
+    to whole panels and steps is zero.
     """
-    values = 4 // kernel.dtype.itemsize
-    in_features, out_features = kernel.shape
-    kernel = jnp.pad(kernel, ((0, -in_features % values), (0, -out_features % PANEL_WIDTH)))
-    steps = kernel.reshape(kernel.shape[0] // values, values, -1, PANEL_WIDTH)
-    return steps.transpose(2, 0, 3, 1)
+    values = 4 // weight.dtype.itemsize
+    out_features, in_features = weight.shape
+    weight = jnp.pad(weight, ((0, -out_features % PANEL_WIDTH), (0, -in_features % values)))
+    panels = weight.reshape(-1, PANEL_WIDTH, weight.shape[1] // values, values)
+    return panels.transpose(0, 2, 1, 3)
 
 
 def product(
@@ -27,7 +27,7 @@ def product(
     packed: Float[Array, "num_panels num_steps panel_width values"],
     out_features: int,
 ) -> Float[Array, "num_rows out_features"]:
-    """`x @ kernel` in float32, for `packed = pack(kernel)`, where `serves(x.dtype)`.
+    """`x @ weight.T` in float32, for `packed = pack(weight)`, where `serves(x.dtype)`.
 
     A row's bits do not depend on the other rows, nor on how many there are. Rows of zeros give zeros and
     take no time.
@@ -35,11 +35,11 @@ def product(
     Raises: TypeError if x is not of the kernel's dtype, ValueError if shapes do not fit.
     """
     if x.dtype != packed.dtype:
-        raise TypeError(f"{x.dtype=} must be the packed kernel's {packed.dtype}")
+        raise TypeError(f"{x.dtype=} must be the packed weight's {packed.dtype}")
     num_panels, num_steps, _, values = packed.shape
     missing = num_steps * values - x.shape[1]
     if not (0 <= missing < values and 0 <= num_panels * PANEL_WIDTH - out_features < PANEL_WIDTH):
-        raise ValueError(f"a kernel of {packed.shape=} does not take rows of {x.shape[1]} to {out_features}")
+        raise ValueError(f"a weight of {packed.shape=} does not take rows of {x.shape[1]} to {out_features}")
     x = jnp.pad(x, ((0, 0), (0, missing)))
     result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
     return jax.ffi.ffi_call("jaxpaged_product", result)(x, packed)

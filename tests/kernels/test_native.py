@@ -30,7 +30,7 @@ def draw(seed: int, dtype: str, *shape: int) -> jax.Array:
 @pytest.mark.parametrize("out_features", [1, 17, 32, 100])
 def test_product(dtype: str, in_features: int, out_features: int) -> None:
     kernel = draw(1, dtype, in_features, out_features)
-    packed = native.pack(kernel)
+    packed = native.pack(kernel.T)
     for num_rows in (1, 2, 3, 5, 8, 9, 23):
         x = draw(num_rows, dtype, num_rows, in_features)
         y = native.product(x, packed, out_features)
@@ -43,12 +43,12 @@ def test_product(dtype: str, in_features: int, out_features: int) -> None:
 def test_product_as_wide_as_models_are(dtype: str) -> None:
     x, kernel = draw(1, dtype, 48, 1536), draw(2, dtype, 1536, 576)
     expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-    np.testing.assert_allclose(native.product(x, native.pack(kernel), 576), expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(native.product(x, native.pack(kernel.T), 576), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_a_row_do_not_depend_on_the_others(dtype: str) -> None:
-    x, packed = draw(1, dtype, 40, 96), native.pack(draw(2, dtype, 96, 80))
+    x, packed = draw(1, dtype, 40, 96), native.pack(draw(2, dtype, 96, 80).T)
     together = np.asarray(native.product(x, packed, 80))
     for num_rows in range(1, 40):
         alone = np.asarray(native.product(x[-num_rows:], packed, 80))
@@ -58,7 +58,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("live", [[], [0], [38], [5, 6, 30], [*range(3, 21)]])
 def test_rows_of_zeros_give_zeros_and_leave_the_others_alone(dtype: str, live: list[int]) -> None:
-    x, packed = draw(1, dtype, 40, 96), native.pack(draw(2, dtype, 96, 80))
+    x, packed = draw(1, dtype, 40, 96), native.pack(draw(2, dtype, 96, 80).T)
     everything = np.asarray(native.product(x, packed, 80))
     is_live = np.isin(np.arange(40), live)
     y = np.asarray(native.product(jnp.where(is_live[:, None], x, -0.0), packed, 80))
@@ -69,7 +69,7 @@ def test_rows_of_zeros_give_zeros_and_leave_the_others_alone(dtype: str, live: l
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_a_number_stays_in_its_row_and_column(dtype: str) -> None:
     x, kernel = draw(1, dtype, 9, 24), draw(2, dtype, 24, 40)
-    y = native.product(x.at[4, 7].set(jnp.nan), native.pack(kernel.at[3, 33].set(jnp.inf)), 40)
+    y = native.product(x.at[4, 7].set(jnp.nan), native.pack(kernel.at[3, 33].set(jnp.inf).T), 40)
     strange = ~np.isfinite(np.asarray(y))
     assert strange[4].all()
     assert strange[:, 33].all()
@@ -79,7 +79,7 @@ def test_what_is_not_a_number_stays_in_its_row_and_column(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_at_the_same_time_do_not_wait_for_each_other(dtype: str) -> None:
     """XLA runs what is independent on all threads of its pool, and each product offers its panels to them."""
-    packed = native.pack(draw(1, dtype, 64, 640))
+    packed = native.pack(draw(1, dtype, 64, 640).T)
     xs = [draw(seed, dtype, 16, 64) for seed in range(12)]
     expected = [np.asarray(native.product(x, packed, 640)) for x in xs]
     together = jax.jit(lambda xs: [native.product(x, packed, 640) for x in xs])
@@ -159,21 +159,21 @@ def attend(*arrays, scale: float = 0.125) -> jax.Array:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arguments_that_do_not_fit(dtype: str) -> None:
-    packed = native.pack(draw(1, dtype, 64, 40))
+    packed = native.pack(draw(1, dtype, 64, 40).T)
     with pytest.raises(ValueError, match=r"shape=\(2, .* does not take rows of 66 to 40"):
         native.product(draw(2, dtype, 3, 66), packed, 40)
     with pytest.raises(ValueError, match=r"does not take rows of 64 to 72"):
         native.product(draw(2, dtype, 3, 64), packed, 72)
-    with pytest.raises(TypeError, match="must be the packed kernel's"):
+    with pytest.raises(TypeError, match="must be the packed weight's"):
         native.product(draw(2, dtype, 3, 64).astype(jnp.float16), packed, 40)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_is_the_same_without_it(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, bias, x = draw(1, dtype, 48, 80), draw(2, dtype, 80), draw(3, dtype, 5, 48)
-    packed = layers.Linear(kernel, bias)
+    packed = layers.Linear(kernel.T, bias)
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
-    plain = layers.Linear(kernel, bias)
+    plain = layers.Linear(kernel.T, bias)
     assert (packed.is_packed, plain.is_packed) == (True, False)
     np.testing.assert_allclose(packed(x), plain(x), rtol=1e-5, atol=1e-5)
 
