@@ -21,7 +21,6 @@ from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import Counters, EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.engine.step import StepConfig
-from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama, Weights
 from jaxpaged.status import raise_if_error
@@ -93,9 +92,8 @@ class Driver:
         self.door = Door(config, model_config, max_model_len(config, model_config), self.plan, limits)
         self.step_config = StepConfig(limits, tiles_per_pass(config), decode_attention)
         self.stats = Stats(num_blocks=self.plan.num_blocks - 1, num_free_blocks=self.plan.num_blocks - 1)
-        model = Llama(model_config, weights, resolve_dtype(config))
-        self._graphdef, self._params = nnx.split(model)
-        self._state = self._create_state(model)
+        self._graphdef, self._params = nnx.split(Llama(model_config, weights, resolve_dtype(config)))
+        self._state = self._create_state()
         self._counters = jax.device_get(self._state.counters)
         self._queue: list[tuple[tuple[int, int], Request]] = []  # a heap of those without a row
         self._places: list[_Place | None] = [None] * self._num_rows
@@ -175,30 +173,23 @@ class Driver:
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
 
-    def _create_state(self, model: Llama) -> EngineState:
-        config = self.config
-        max_blocks_per_seq = cdiv(self.door.max_model_len, config.block_size)
+    def _create_state(self) -> EngineState:
+        created = self._create_pool(self.plan.num_blocks, prefix_caching=self.config.enable_prefix_caching)
+        if self.config.preemption_mode != "swap":
+            return created
+        swapped = self._create_pool(self.config.num_host_blocks, prefix_caching=False)
+        on_host = jax.device_put(swapped.kv_cache, jax.memory.Space.Host)
+        return dataclasses.replace(created, host=HostPool(swapped.tables, on_host))
 
-        def tables(num_blocks: int, *, prefix_caching: bool) -> BlockTables:
-            return state.create_tables(
-                num_blocks,
-                self._num_rows,
-                max_blocks_per_seq,
-                config.block_size,
-                prefix_caching=prefix_caching,
-            )
-
-        host = None
-        if config.preemption_mode == "swap":
-            on_host = jax.device_put(
-                model.create_cache(config.num_host_blocks, config.block_size), jax.memory.Space.Host
-            )
-            host = HostPool(tables(config.num_host_blocks, prefix_caching=False), on_host)
-        return state.create(
-            tables(self.plan.num_blocks, prefix_caching=config.enable_prefix_caching),
-            model.create_cache(self.plan.num_blocks, config.block_size),
-            self.door.max_model_len,
-            host,
+    def _create_pool(self, num_blocks: int, *, prefix_caching: bool) -> EngineState:
+        return loop.create(
+            self._graphdef,
+            self._params,
+            num_blocks=num_blocks,
+            num_rows=self._num_rows,
+            block_size=self.config.block_size,
+            max_model_len=self.door.max_model_len,
+            prefix_caching=prefix_caching,
         )
 
     def _compile(self) -> None:

@@ -15,6 +15,7 @@ from jaxpaged.engine.scheduler import Decision, Limits
 from jaxpaged.engine.state import Counters, EngineState, Phase, Rows
 from jaxpaged.engine.step import StepConfig, step
 from jaxpaged.memory import block_pool, prefix_cache
+from jaxpaged.memory.block_table import cdiv
 
 # Steps that one run makes at most, and so tokens a row that one report has room for.
 MAX_STEPS = 32
@@ -43,6 +44,34 @@ class Report:
     num_cached_blocks: Int[Array, ""]  # free ones whose content can still be found
     counters: Counters
     status: Int[Array, ""]
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "graphdef", "num_blocks", "num_rows", "block_size", "max_model_len", "prefix_caching",
+    ),
+)  # fmt: skip
+def create(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    *,
+    num_blocks: int,
+    num_rows: int,
+    block_size: int,
+    max_model_len: int,
+    prefix_caching: bool,
+) -> EngineState:
+    """A state without requests; in one program, for outside of one each shape is compiled by itself.
+
+    The model comes as `nnx.split(model)`.
+    """
+    max_blocks_per_seq = cdiv(max_model_len, block_size)
+    tables = states.create_tables(
+        num_blocks, num_rows, max_blocks_per_seq, block_size, prefix_caching=prefix_caching
+    )
+    kv_cache = nnx.merge(graphdef, params).create_cache(num_blocks, block_size)
+    return states.create(tables, kv_cache, max_model_len)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")
