@@ -254,8 +254,10 @@ class Engine:
                     row.phase, row.finish_reason = Phase.FINISHED, "length"
 
         # What is computed can be found from now on; who has finished, and what left the window, goes.
-        for row in running:
-            self._publish(row)
+        computes_prompt = any(row.computed - new[row] < row.prompt_len and new[row] for row in running)
+        if computes_prompt or not self._may_wait_to_publish():
+            for row in running:
+                self._publish(row)
         for row in running:
             if row.finish_reason is not None:
                 step.finished[row.index] = row.finish_reason
@@ -447,6 +449,15 @@ class Engine:
             names.append(found[0])
             blocks.append(found[1])
         return names, blocks
+
+    def _may_wait_to_publish(self) -> bool:
+        """Whether nobody would look for blocks that only decoding has filled.
+
+        Under their own names an answer's blocks are of use to their own request alone, and only if it gives
+        way in the next step and is computed again. With a window they have to be published before they leave it.
+        """
+        is_tight = self.pool.get_num_free_blocks() < len(self._in_phase(Phase.RUNNING))
+        return not (self.config.reuse_answers or self.config.sliding_window or is_tight)
 
     def _publish(self, row: Row) -> None:
         """Make the full blocks of the computed tokens findable, behind others with the same content."""

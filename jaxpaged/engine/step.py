@@ -16,6 +16,7 @@ from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
 from jaxpaged.sampling import logprobs_of, sample
+from jaxpaged.status import Status
 from pallas_kernels.ops import TiledImplementation
 
 Hidden = Float[Array, "max_num_seqs hidden"]
@@ -84,7 +85,7 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
         num_decode_tokens=jnp.sum(jnp.where(in_prompt, 0, plan.num_new_tokens)),
         num_new_tokens=jnp.sum(due, dtype=jnp.int32),
     )
-    return clean_up(publish(state, ran, limits), limits), decision
+    return clean_up(publish(state, jnp.any(in_prompt), limits), limits), decision
 
 
 def max_blocks_touched(limits: Limits, block_size: int) -> int:
@@ -195,22 +196,41 @@ def answer(
     return dataclasses.replace(state, rows=rows, logprobs=logprobs)
 
 
-def publish(state: EngineState, ran: Bool[Array, " rows"], limits: Limits) -> EngineState:
-    """Make the blocks that were filled in this step findable: their K and V are written."""
+def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits) -> EngineState:
+    """Make full blocks findable: their K and V are written.
+
+    Those that only decoding has filled can wait. Under their own names (`scheduler.cache_keys`) an answer's
+    blocks are of use to their own request alone, if it is preempted and computed again; so they are published
+    beside a prompt's, or when blocks are so few that the next step may preempt.
+    """
     if state.tables.pool.prefix_cache is None:
         return state
     rows, block_size = state.rows, state.tables.block_size
-    num_tokens = jnp.where(ran, state.tables.seq_lens, 0)
-    any_full = jnp.any(num_tokens // block_size > state.tables.chains.num_blocks)
+    is_tight = state.tables.pool.num_free < jnp.sum(rows.running)
+    is_eager = limits.reuse_answers or limits.sliding_window is not None  # blocks must not leave the window
+    wanted = computes_prompt | is_tight | is_eager
+    max_blocks = max_blocks_touched(limits, block_size)
+    type Carry = tuple[BlockTables, Int[Array, ""]]
 
-    def insert(state: EngineState) -> EngineState:
+    def num_full(tables: BlockTables) -> Int[Array, " rows"]:
+        return jnp.maximum(tables.seq_lens // block_size - tables.chains.num_blocks, 0)
+
+    def insert(carry: Carry) -> Carry:
+        tables, status = carry
         row, position = jnp.indices(rows.token_ids.shape, jnp.int32)
         keys = scheduler.cache_keys(rows, row, position, limits)
-        max_blocks = max_blocks_touched(limits, block_size)
-        tables, info = block_table.cache_full_blocks(state.tables, keys, num_tokens, max_blocks=max_blocks)
-        return dataclasses.replace(state, tables=tables, status=state.status | info.status)
+        full = num_full(tables)
+        fits = jnp.clip(max_blocks - (jnp.cumsum(full, dtype=jnp.int32) - full), 0, full)
+        num_tokens = (tables.chains.num_blocks + fits) * block_size
+        tables, info = block_table.cache_full_blocks(tables, keys, num_tokens, max_blocks=max_blocks)
+        return tables, status | info.status
 
-    return lax.cond(any_full, insert, lambda state: state, state)
+    def more(carry: Carry) -> Bool[Array, ""]:
+        tables, status = carry
+        return wanted & jnp.any(num_full(tables) > 0) & (status == Status.OK)
+
+    tables, status = lax.while_loop(more, insert, (state.tables, jnp.int32(Status.OK)))
+    return dataclasses.replace(state, tables=tables, status=state.status | status)
 
 
 def clean_up(state: EngineState, limits: Limits) -> EngineState:

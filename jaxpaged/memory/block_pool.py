@@ -127,13 +127,25 @@ def allocate(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[Bl
     Content that they hold is forgotten. Costs O(max_count), whatever the pool is.
     Status: OUT_OF_BLOCKS if fewer are free, TOO_MANY_BLOCKS if `count > max_count`.
     """
+    pool, info = take(pool, count, max_count)
+    return forget(pool, info.block_ids, info.block_ids != NULL_BLOCK), info
+
+
+def take(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[BlockPool, AllocateInfo]:
+    """`allocate`, but what the blocks hold is not forgotten yet: the caller has to `forget` it."""
     status = flag(count > pool.num_free, Status.OUT_OF_BLOCKS) | flag(
         count > max_count, Status.TOO_MANY_BLOCKS
     )
     count = jnp.where(status == Status.OK, count, 0)
     queue, block_ids = free_queue.pop_front(pool.free_queue, count, max_count, place=HELD_ONCE)
-    pool = _forget(dataclasses.replace(pool, free_queue=queue), block_ids, jnp.arange(max_count) < count)
-    return pool, AllocateInfo(block_ids=block_ids, status=status)
+    return dataclasses.replace(pool, free_queue=queue), AllocateInfo(block_ids=block_ids, status=status)
+
+
+def forget(pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> BlockPool:
+    """Make the content of the masked blocks unfindable; nothing is checked."""
+    if pool.prefix_cache is None:
+        return pool
+    return dataclasses.replace(pool, prefix_cache=prefix_cache.remove(pool.prefix_cache, block_ids, mask))
 
 
 def free(
@@ -192,7 +204,7 @@ def evict(
 ) -> tuple[BlockPool, StatusInfo]:
     """Make the content of the masked blocks unfindable; who holds them keeps them. Status: UNKNOWN_BLOCK."""
     known, unknown = _known(pool, block_ids, mask)
-    return _forget(pool, block_ids, known & ~unknown), StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
+    return forget(pool, block_ids, known & ~unknown), StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
 
 
 def reset_prefix_cache(pool: BlockPool) -> tuple[BlockPool, StatusInfo]:
@@ -227,9 +239,3 @@ def _has_content(pool: BlockPool, block_ids: Int[Array, " num_ids"]) -> Bool[Arr
     if pool.prefix_cache is None:
         return jnp.zeros(block_ids.shape, bool)
     return prefix_cache.has_content(pool.prefix_cache, block_ids)
-
-
-def _forget(pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> BlockPool:
-    if pool.prefix_cache is None:
-        return pool
-    return dataclasses.replace(pool, prefix_cache=prefix_cache.remove(pool.prefix_cache, block_ids, mask))

@@ -19,6 +19,7 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 from reference import engine as reference
 
@@ -263,11 +264,17 @@ class LockStep:
         assert modes == want.preempted
         self.compare_rows()
         assert free_block_ids(self.state.tables.pool) == want.free_block_ids
+        assert self.findable() == [b.block_id for b in self.oracle.pool.blocks if b.block_hash is not None]
         if self.num_steps % 8 == 0:  # it takes longer than the step
             self.check_invariants()
         self.seen["preempted"] += len(modes)
         self.seen["swapped"] += list(modes.values()).count("swap")
         self.seen["hits"] += sum(want.admitted.values())
+
+    def findable(self) -> list[int]:
+        """The blocks with content that is published."""
+        cache = self.state.tables.pool.prefix_cache
+        return [] if cache is None else np.flatnonzero(cache.slot != PrefixCache.NO_SLOT).tolist()
 
     def check_invariants(self) -> None:
         check_invariants(self.state.tables)
