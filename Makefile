@@ -15,6 +15,9 @@ KERNELS_JAX ?= 0.11.2
 KERNELS_VENV := .venv-jax-$(KERNELS_JAX)
 KERNELS_READY := $(KERNELS_VENV)/ready
 
+# A test run shares the processor's cores among a few processes.
+PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
+
 .PHONY: demo test test-suite test-kernels lint format clean
 
 demo: $(READY)
@@ -23,10 +26,10 @@ demo: $(READY)
 test: test-suite test-kernels
 
 test-suite: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-kernels: $(KERNELS_READY)
-	$(KERNELS_VENV)/bin/python -m pytest tests/kernels tests/engine/test_compile_h200.py $(ARGS)
+	$(KERNELS_VENV)/bin/python -m pytest tests/kernels tests/engine/test_compile_h200.py $(PARALLEL) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -20,7 +20,7 @@ from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import driver, gpu_flags, loop, scheduler
 from jaxpaged.engine import state as states
 from jaxpaged.engine.scheduler import Limits
-from jaxpaged.engine.state import EngineState, Phase, Rows
+from jaxpaged.engine.state import Counter, EngineState, Phase, Rows
 from jaxpaged.engine.step import Model, StepConfig
 from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables, cdiv
@@ -64,10 +64,11 @@ class DecodeLoop:
         jax.block_until_ready(report)
         seconds = time.perf_counter() - start
         raise_if_error(int(report.status))
-        done = {name: int(getattr(report.counters, name) - getattr(before, name)) for name in vars(before)}
+        counted = np.asarray(report.counters) - before
+        done = {counter.name: n for counter, n in zip(Counter, counted.tolist(), strict=True) if n}
         tokens = num_steps * self.config.limits.max_num_seqs
-        wanted = {"num_steps": num_steps, "num_decode_tokens": tokens, "num_new_tokens": tokens}
-        if {name: n for name, n in done.items() if n} != wanted:
+        wanted = {"NUM_STEPS": num_steps, "NUM_DECODE_TOKENS": tokens, "NUM_NEW_TOKENS": tokens}
+        if done != wanted:
             raise RuntimeError(f"the loop made {done}, must make {wanted}")
         return seconds / num_steps
 

@@ -454,7 +454,7 @@ class Engine:
         """Whether nobody would look for blocks that only decoding has filled.
 
         Under their own names an answer's blocks are of use to their own request alone, and only if it gives
-        way in the next step and is computed again. With a window they have to be published before they leave it.
+        way in the next step and is computed again. With a window they must be published before they leave it.
         """
         is_tight = self.pool.get_num_free_blocks() < len(self._in_phase(Phase.RUNNING))
         return not (self.config.reuse_answers or self.config.sliding_window or is_tight)

@@ -19,7 +19,7 @@ from jaxpaged.engine.loop import MAX_STEPS, Report
 from jaxpaged.engine.plan import attention, cache_plan, max_model_len, resolve_dtype, tiles_per_pass
 from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.scheduler import Limits
-from jaxpaged.engine.state import Counters, EngineState, FinishReason, HostPool, Phase, Rows
+from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.engine.step import StepConfig
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama, Weights
@@ -274,17 +274,17 @@ class Driver:
 
     def _note(self, report: Report) -> None:
         """Bring the statistics up to date, and the time that a step takes."""
-        names = [field.name for field in dataclasses.fields(Counters)]
-        done = {n: int(np.int32(getattr(report.counters, n) - getattr(self._counters, n))) for n in names}
+        done = dict(zip(Counter, (report.counters - self._counters).tolist(), strict=True))
         self._counters = report.counters
         now = time.perf_counter()
-        if self._last_read is not None and done["num_steps"]:
-            self._seconds_per_step = (now - self._last_read) / done["num_steps"]
-        self._last_read = now if done["num_steps"] else None
+        num_steps = done[Counter.NUM_STEPS]
+        if self._last_read is not None and num_steps:
+            self._seconds_per_step = (now - self._last_read) / num_steps
+        self._last_read = now if num_steps else None
         num_running = int(np.sum(report.phase == Phase.RUNNING))
         self.stats = dataclasses.replace(
             self.stats,
-            **{name: getattr(self.stats, name) + more for name, more in done.items()},
+            **{c.name.lower(): getattr(self.stats, c.name.lower()) + more for c, more in done.items()},
             num_running=num_running,
             num_waiting=len(self._queue) + sum(p is not None for p in self._places) - num_running,
             num_free_blocks=int(report.num_free_blocks),

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpaged.engine import scheduler
 from jaxpaged.engine import state as states
 from jaxpaged.engine.scheduler import Decision, Limits
-from jaxpaged.engine.state import Counters, EngineState, Phase, Rows
+from jaxpaged.engine.state import EngineState, Phase, Rows
 from jaxpaged.engine.step import StepConfig, step
 from jaxpaged.memory import block_pool, prefix_cache
 from jaxpaged.memory.block_table import cdiv
@@ -42,7 +42,7 @@ class Report:
     new_logprobs: Float[Array, "rows max_steps"]
     num_free_blocks: Int[Array, ""]
     num_cached_blocks: Int[Array, ""]  # free ones whose content can still be found
-    counters: Counters
+    counters: Int[Array, " counters"]  # by `Counter`
     status: Int[Array, ""]
 
 

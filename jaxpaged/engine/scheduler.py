@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase, Rows
+from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.memory import block_table, prefix_cache, swap
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from jaxpaged.memory.block_table import BlockTables, cdiv
@@ -96,6 +96,15 @@ class Tiles:
     tile_len: int
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "of_row"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Which of the places of a decode step, `max_num_seqs` of them, each running row has."""
+
+    row: Int[Array, " max_num_seqs"]  # beyond all rows where there is none
+    of_row: Int[Array, " rows"]  # beyond all slots for a row that does not run
+
+
 def schedule(state: EngineState, limits: Limits) -> tuple[EngineState, Decision]:
     """Preempt who has no place, else admit who has; then say what each running row computes.
 
@@ -153,22 +162,23 @@ def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:
     )
 
 
-def decode_tiles(state: EngineState, plan: Plan, slots: Int[Array, " max_num_seqs"]) -> Tiles:
+def decode_tiles(state: EngineState, plan: Plan, slots: Slots) -> Tiles:
     """One position of every row that decodes, in the row's slot; its token has a place already."""
-    row = jnp.minimum(slots, state.tables.max_seqs - 1)
+    max_seqs = state.tables.max_seqs
+    row = jnp.minimum(slots.row, max_seqs - 1)
     end = state.tables.seq_lens[row]
-    decodes = (slots < state.tables.max_seqs) & (plan.num_tiles[row] == 0) & (plan.num_new_tokens[row] > 0)
+    decodes = (slots.row < max_seqs) & (plan.num_tiles[row] == 0) & (plan.num_new_tokens[row] > 0)
     start = jnp.where(decodes, end - 1, 0)
     return Tiles(row=row, start=start, first=start, end=jnp.where(decodes, end, 0), tile_len=1)
 
 
-def slots_of(running: Bool[Array, " rows"], max_num_seqs: int) -> Int[Array, " max_num_seqs"]:
-    """The running rows side by side; a row beyond all where there are fewer."""
-    num_rows = running.shape[0]
+def slots_of(running: Bool[Array, " rows"], max_num_seqs: int) -> Slots:
+    """The running rows side by side."""
     rank = jnp.cumsum(running, dtype=jnp.int32) - 1
-    index = jnp.arange(num_rows, dtype=jnp.int32)
-    slots = jnp.full(max_num_seqs, num_rows, jnp.int32)
-    return slots.at[jnp.where(running, rank, max_num_seqs)].set(index, mode="drop")
+    of_row = jnp.where(running, rank, max_num_seqs)
+    index = jnp.arange(running.shape[0], dtype=jnp.int32)
+    row = jnp.full(max_num_seqs, running.shape[0], jnp.int32).at[of_row].set(index, mode="drop")
+    return Slots(row, of_row)
 
 
 def any_work(rows: Rows) -> Bool[Array, ""]:
@@ -269,7 +279,7 @@ def _preempt(
             tables=tables,
             status=state.status | freed,
         )
-        return state.count(num_preemptions=jnp.int32(1)), preempted | last, swapped
+        return state.count({Counter.NUM_PREEMPTIONS: 1}), preempted | last, swapped
 
     return lax.while_loop(short, preempt_last, (state, nobody, nobody))
 
@@ -376,9 +386,8 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, limits: Limits) ->
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
     state = dataclasses.replace(state, rows=rows, tables=tables, status=status)
-    return state.count(
-        num_lookup_tokens=jnp.where(is_new, rows.num_tokens[row], 0), num_hit_tokens=num_hit_tokens
-    )
+    num_lookup_tokens = jnp.where(is_new, rows.num_tokens[row], 0)
+    return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
 
 def _swap_out(state: EngineState, rows: Bool[Array, " rows"]) -> tuple[EngineState, Bool[Array, " rows"]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -74,25 +75,16 @@ class Rows:
 NO_TOKEN = -1
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "num_steps", "num_prompt_tokens", "num_decode_tokens", "num_new_tokens", "num_preemptions",
-        "num_lookup_tokens", "num_hit_tokens",
-    ],
-    meta_fields=[],
-)  # fmt: skip
-@dataclasses.dataclass(frozen=True)
-class Counters:
+class Counter(enum.IntEnum):
     """What has been done since the state was made. They wrap around: differences are what counts."""
 
-    num_steps: Int[Array, ""]
-    num_prompt_tokens: Int[Array, ""]  # computed in prompt tiles
-    num_decode_tokens: Int[Array, ""]  # computed one a row and step
-    num_new_tokens: Int[Array, ""]  # sampled
-    num_preemptions: Int[Array, ""]
-    num_lookup_tokens: Int[Array, ""]  # of admitted requests, looked up in the prefix cache
-    num_hit_tokens: Int[Array, ""]  # of these, found
+    NUM_STEPS = 0
+    NUM_PROMPT_TOKENS = 1  # computed in prompt tiles
+    NUM_DECODE_TOKENS = 2  # computed one a row and step
+    NUM_NEW_TOKENS = 3  # sampled
+    NUM_PREEMPTIONS = 4
+    NUM_LOOKUP_TOKENS = 5  # of admitted requests, looked up in the prefix cache
+    NUM_HIT_TOKENS = 6  # of these, found
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tables", "kv_cache"], meta_fields=[])
@@ -118,13 +110,13 @@ class EngineState:
     tables: BlockTables
     kv_cache: KVCache
     host: HostPool | None
-    counters: Counters
+    counters: Int[Array, " counters"]  # by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
 
-    def count(self, **more: Int[Array, ""]) -> "EngineState":
+    def count(self, more: Mapping[Counter, int | Int[Array, ""]]) -> "EngineState":
         """The state with counters raised."""
-        raised = {name: getattr(self.counters, name) + n for name, n in more.items()}
-        return dataclasses.replace(self, counters=dataclasses.replace(self.counters, **raised))
+        raised = [jnp.asarray(more.get(counter, 0), jnp.int32) for counter in Counter]
+        return dataclasses.replace(self, counters=self.counters + jnp.stack(raised))
 
 
 def empty_rows(num_rows: int, max_model_len: int) -> Rows:
@@ -178,12 +170,15 @@ def create(
     """A state without requests over empty tables and an empty cache."""
     rows = jax.tree.map(jnp.asarray, empty_rows(tables.max_seqs, max_model_len))
 
-    def zero() -> Int[Array, ""]:
-        return jnp.zeros((), jnp.int32)  # each its own array: a donated one may not be there twice
-
-    counters = Counters(**{field.name: zero() for field in dataclasses.fields(Counters)})
-    logprobs = jnp.zeros(rows.token_ids.shape, jnp.float32)
-    return EngineState(rows, logprobs, tables, kv_cache, host, counters, status=zero())
+    return EngineState(
+        rows=rows,
+        logprobs=jnp.zeros(rows.token_ids.shape, jnp.float32),
+        tables=tables,
+        kv_cache=kv_cache,
+        host=host,
+        counters=jnp.zeros(len(Counter), jnp.int32),
+        status=jnp.zeros((), jnp.int32),
+    )
 
 
 def without_kv(state: EngineState) -> EngineState:

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import scheduler
-from jaxpaged.engine.scheduler import Decision, Limits, Plan, Tiles
-from jaxpaged.engine.state import EngineState, FinishReason, Phase, Rows
+from jaxpaged.engine.scheduler import Decision, Limits, Plan, Slots, Tiles
+from jaxpaged.engine.state import Counter, EngineState, FinishReason, Phase, Rows
 from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
@@ -80,10 +80,12 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
 
     in_prompt = plan.num_tiles > 0
     state = state.count(
-        num_steps=jnp.int32(1),
-        num_prompt_tokens=jnp.sum(jnp.where(in_prompt, plan.num_new_tokens, 0)),
-        num_decode_tokens=jnp.sum(jnp.where(in_prompt, 0, plan.num_new_tokens)),
-        num_new_tokens=jnp.sum(due, dtype=jnp.int32),
+        {
+            Counter.NUM_STEPS: 1,
+            Counter.NUM_PROMPT_TOKENS: jnp.sum(jnp.where(in_prompt, plan.num_new_tokens, 0)),
+            Counter.NUM_DECODE_TOKENS: jnp.sum(jnp.where(in_prompt, 0, plan.num_new_tokens)),
+            Counter.NUM_NEW_TOKENS: jnp.sum(due),
+        }
     )
     return clean_up(publish(state, jnp.any(in_prompt), limits), limits), decision
 
@@ -94,7 +96,7 @@ def max_blocks_touched(limits: Limits, block_size: int) -> int:
 
 
 def forward(
-    model: Model, state: EngineState, plan: Plan, slots: Int[Array, " max_num_seqs"], config: StepConfig
+    model: Model, state: EngineState, plan: Plan, slots: Slots, config: StepConfig
 ) -> tuple[EngineState, Hidden]:
     """Compute the plan's tokens: the prompts' in passes of a few tiles, then the decoding rows' in one.
 
@@ -103,22 +105,28 @@ def forward(
     """
     rows, tables = state.rows, state.tables
     width = config.tiles_per_pass
-    num_passes = cdiv(jnp.sum(plan.num_tiles), width)
-    all_tiles = scheduler.prompt_tiles(state, plan, cdiv(config.limits.num_tiles, width) * width)
-    type Pass = tuple[KVCache, Hidden]
+    type Carry = tuple[KVCache, Hidden]
 
-    def prefill(i: Int[Array, ""], carry: Pass) -> Pass:
-        tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
-        return compute(model, rows, tables, *carry, tiles, slots, config.prompt_attention)
+    def prefill(carry: Carry) -> Carry:
+        all_tiles = scheduler.prompt_tiles(state, plan, cdiv(config.limits.num_tiles, width) * width)
 
-    def decode(carry: Pass) -> Pass:
+        def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
+            tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
+            return compute(model, rows, tables, *carry, tiles, slots, config.prompt_attention)
+
+        return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
+
+    def decode(carry: Carry) -> Carry:
         tiles = scheduler.decode_tiles(state, plan, slots)
         return compute(model, rows, tables, *carry, tiles, slots, config.decode_attention)
 
-    carry = state.kv_cache, jnp.zeros((slots.shape[0], model.hidden_size), model.dtype)
-    carry = lax.fori_loop(0, num_passes, prefill, carry)
+    def skip(carry: Carry) -> Carry:
+        return carry
+
+    carry = state.kv_cache, jnp.zeros((config.limits.max_num_seqs, model.hidden_size), model.dtype)
+    carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = jnp.any((plan.num_tiles == 0) & (plan.num_new_tokens > 0))
-    kv_cache, hidden = lax.cond(decodes, decode, lambda carry: carry, carry)
+    kv_cache, hidden = lax.cond(decodes, decode, skip, carry)
     return dataclasses.replace(state, kv_cache=kv_cache), hidden
 
 
@@ -129,7 +137,7 @@ def compute(
     kv_cache: KVCache,
     hidden: Hidden,
     tiles: Tiles,
-    slots: Int[Array, " max_num_seqs"],
+    slots: Slots,
     attention: TiledImplementation,
 ) -> tuple[KVCache, Hidden]:
     """Run the model over tiles whose tokens have places already; each row's newest goes to `hidden`."""
@@ -147,25 +155,19 @@ def compute(
     out, kv_cache = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), kv_cache, batch)
     is_newest = (tiles.end > 0) & (tiles.end == rows.num_tokens[tiles.row])
     last = out.reshape(*positions.shape, -1)[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
-    slot_of = jnp.zeros(tables.max_seqs, jnp.int32).at[slots].set(jnp.arange(slots.shape[0]), mode="drop")
-    slot = jnp.where(is_newest, slot_of[tiles.row], slots.shape[0])
+    slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])
     return kv_cache, hidden.at[slot].set(last, mode="drop")
 
 
 def answer(
-    model: Model,
-    state: EngineState,
-    hidden: Hidden,
-    slots: Int[Array, " max_num_seqs"],
-    due: Bool[Array, " rows"],
+    model: Model, state: EngineState, hidden: Hidden, slots: Slots, due: Bool[Array, " rows"]
 ) -> EngineState:
     """Sample a token for each row that is due, append it, and finish the rows that end with it."""
     rows = state.rows
-    num_rows = rows.phase.shape[0]
-    row = jnp.minimum(slots, num_rows - 1)
-    is_due = due[row] & (slots < num_rows)
+    index = jnp.arange(rows.phase.shape[0], dtype=jnp.int32)
+    row = jnp.minimum(slots.row, index.shape[0] - 1)
     position = rows.num_tokens[row]
-    options = rows.sampling.take(row, is_due)
+    options = rows.sampling.take(row, (slots.row < index.shape[0]) & due[row])
 
     def choose() -> tuple[Int[Array, " max_num_seqs"], Float[Array, " max_num_seqs"]]:
         logits = model.logits(hidden)
@@ -178,22 +180,21 @@ def answer(
         return token_ids, logprobs
 
     nothing = jnp.zeros_like(position), jnp.zeros(position.shape)
-    token_ids, logprobs = lax.cond(jnp.any(is_due), choose, lambda: nothing)
-    num_tokens = position + 1
-    stops = jnp.any(token_ids[:, None] == rows.stop_token_ids[row], axis=1)
-    ends = num_tokens == rows.max_num_tokens[row]
+    chosen = lax.cond(jnp.any(due), choose, lambda: nothing)
+    token_ids, logprobs = (x[jnp.minimum(slots.of_row, position.shape[0] - 1)] for x in chosen)
+    num_tokens = rows.num_tokens + due
+    stops = jnp.any(token_ids[:, None] == rows.stop_token_ids, axis=1)
+    finishes = due & (stops | (num_tokens == rows.max_num_tokens))
     reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
-    at = jnp.where(is_due, row, num_rows)
-    finished = jnp.where(is_due & (stops | ends), row, num_rows)
+    at = jnp.where(due, index, index.shape[0]), rows.num_tokens
     rows = dataclasses.replace(
         rows,
-        token_ids=rows.token_ids.at[at, position].set(token_ids, mode="drop"),
-        num_tokens=rows.num_tokens.at[at].set(num_tokens, mode="drop"),
-        phase=rows.phase.at[finished].set(Phase.FINISHED, mode="drop"),
-        finish_reason=rows.finish_reason.at[finished].set(reason, mode="drop"),
+        token_ids=rows.token_ids.at[at].set(token_ids, mode="drop"),
+        num_tokens=num_tokens,
+        phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
+        finish_reason=jnp.where(finishes, reason, rows.finish_reason),
     )
-    logprobs = state.logprobs.at[at, position].set(logprobs, mode="drop")
-    return dataclasses.replace(state, rows=rows, logprobs=logprobs)
+    return dataclasses.replace(state, rows=rows, logprobs=state.logprobs.at[at].set(logprobs, mode="drop"))
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits) -> EngineState:
@@ -208,12 +209,15 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits
     rows, block_size = state.rows, state.tables.block_size
     is_tight = state.tables.pool.num_free < jnp.sum(rows.running)
     is_eager = limits.reuse_answers or limits.sliding_window is not None  # blocks must not leave the window
-    wanted = computes_prompt | is_tight | is_eager
     max_blocks = max_blocks_touched(limits, block_size)
     type Carry = tuple[BlockTables, Int[Array, ""]]
 
     def num_full(tables: BlockTables) -> Int[Array, " rows"]:
         return jnp.maximum(tables.seq_lens // block_size - tables.chains.num_blocks, 0)
+
+    def more(carry: Carry) -> Bool[Array, ""]:
+        tables, status = carry
+        return jnp.any(num_full(tables) > 0) & (status == Status.OK)
 
     def insert(carry: Carry) -> Carry:
         tables, status = carry
@@ -225,11 +229,12 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits
         tables, info = block_table.cache_full_blocks(tables, keys, num_tokens, max_blocks=max_blocks)
         return tables, status | info.status
 
-    def more(carry: Carry) -> Bool[Array, ""]:
-        tables, status = carry
-        return wanted & jnp.any(num_full(tables) > 0) & (status == Status.OK)
-
-    tables, status = lax.while_loop(more, insert, (state.tables, jnp.int32(Status.OK)))
+    tables, status = lax.cond(
+        computes_prompt | is_tight | is_eager,
+        lambda carry: lax.while_loop(more, insert, carry),
+        lambda carry: carry,
+        (state.tables, jnp.int32(Status.OK)),
+    )
     return dataclasses.replace(state, tables=tables, status=state.status | status)
 
 
