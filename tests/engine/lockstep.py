@@ -22,6 +22,7 @@ from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 from reference import engine as reference
+from tests import quick
 
 VOCAB = 13
 STOP = 0
@@ -137,11 +138,11 @@ def compiled_step(setting: Setting):
     """One program a setting."""
     model = SumModel(setting.sliding_window)
     config = StepConfig(setting.limits, tiles_per_pass=2, decode_attention="xla")
-    return jax.jit(lambda state: step(model, state, config))
+    return quick.jit(lambda state: step(model, state, config))
 
 
-compiled_submit = jax.jit(states.submit)
-compiled_abort = jax.jit(scheduler.abort)
+compiled_submit = quick.jit(states.submit)
+compiled_abort = quick.jit(scheduler.abort)
 
 
 @dataclasses.dataclass(frozen=True)

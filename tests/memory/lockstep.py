@@ -20,6 +20,7 @@ from jaxpaged.memory import block_pool, block_table, prefix_cache, swap
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.status import Status
+from tests import quick
 from tests.memory.oracles import Oracle, Refused, V0Oracle, V063Oracle, V1Oracle
 
 MAX_SEQS = 4
@@ -70,12 +71,7 @@ class Traced:
 
     def __init__(self, policy: str) -> None:
         self.num_traces: dict[str, int] = {}
-        # The code runs for microseconds: most of the time goes into compiling it.
-        options = {"xla_backend_optimization_level": 0}
-        self.verbs = {
-            name: jax.jit(self._count(name, verb), compiler_options=options)
-            for name, verb in transitions(policy).items()
-        }
+        self.verbs = {name: quick.jit(self._count(name, verb)) for name, verb in transitions(policy).items()}
 
     def _count(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:

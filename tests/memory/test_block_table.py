@@ -19,7 +19,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.invariants import InvariantError, check_invariants, free_block_ids
 from jaxpaged.status import PagedMemoryError, Status, raise_if_error
-from tests import replay
+from tests import quick, replay
 from tests.memory.lockstep import Disagreement, Lockstep
 
 BLOCK_SIZE = 4
@@ -31,7 +31,7 @@ def create(policy: block_pool.Policy = "naive", num_blocks: int = 9) -> BlockTab
     return block_table.create(block_pool.create(num_blocks, policy), MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
 
 
-@functools.partial(jax.jit, static_argnames="max_new_blocks")
+@functools.partial(quick.jit, static_argnames="max_new_blocks")
 def append(tables: BlockTables, num: Any, max_new_blocks: int = 12) -> Any:
     return block_table.append(tables, num, max_new_blocks=max_new_blocks)
 
@@ -329,13 +329,13 @@ def growth(num_steps: int, seed: int = 0) -> jax.Array:
 def test_scan_and_while_loop_equal_steps() -> None:
     nums = growth(40)
     tables = create("lru", 13)
-    jitted = jax.jit(step)
+    jitted = quick.jit(step)
     for num in nums:
         tables, status = jitted(tables, num)
         assert int(status) == Status.OK
         check_invariants(tables)
     assert jitted._cache_size() == 1
-    scanned, statuses = jax.jit(lambda t: jax.lax.scan(step, t, nums))(create("lru", 13))
+    scanned, statuses = quick.jit(lambda t: jax.lax.scan(step, t, nums))(create("lru", 13))
     assert not statuses.any()
     assert_equal_states(scanned, tables)
 
@@ -344,7 +344,7 @@ def test_scan_and_while_loop_equal_steps() -> None:
         return i + 1, step(tables, nums[i])[0]
 
     start = (jnp.int32(0), create("lru", 13))
-    _, looped = jax.jit(lambda c: jax.lax.while_loop(lambda c: c[0] < len(nums), body, c))(start)
+    _, looped = quick.jit(lambda c: jax.lax.while_loop(lambda c: c[0] < len(nums), body, c))(start)
     assert_equal_states(looped, tables)
 
 
@@ -373,8 +373,8 @@ def test_vmap_is_a_batch_of_pools(policy: block_pool.Policy) -> None:
 
     nums = jnp.stack([growth(25, seed) for seed in range(3)])
     tokens = jnp.array(np.random.default_rng(3).integers(0, 2, (3, MAX_SEQS, 16)))
-    batch, found = jax.jit(jax.vmap(live))(nums, tokens)
-    alone = jax.jit(live)
+    batch, found = quick.jit(jax.vmap(live))(nums, tokens)
+    alone = quick.jit(live)
     for i in range(3):
         tables, ids = alone(nums[i], tokens[i])
         check_invariants(tables)
@@ -406,7 +406,7 @@ def test_no_transition_copies_or_scans_the_pool() -> None:
     }
     sizes = {str(n) for n in (num_blocks, pool.free_queue.capacity, cache.num_slots)}
     for name, (transition, arg) in transitions.items():
-        donating = jax.jit(transition, donate_argnums=0)
+        donating = quick.jit(transition, donate_argnums=0)
         compiled = donating.lower(tables, arg).compile()
         text = compiled.as_text()
         # The others have a branch that compacts.

@@ -1,16 +1,16 @@
 """Flat entries, against plain loops."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpaged.memory.entries import first_equal
+from tests import quick
 
 
 @pytest.mark.parametrize("num_values", [1, 3, 1000], ids=["all equal", "few values", "many values"])
 def test_first_equal(num_values: int) -> None:
-    find = jax.jit(lambda a, b, mask: first_equal(a, b, mask=mask))
+    find = quick.jit(lambda a, b, mask: first_equal(a, b, mask=mask))
     rng = np.random.default_rng(num_values)
     for _ in range(20):
         a, b = rng.integers(-num_values, num_values, (2, 60))

@@ -13,6 +13,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import InvariantError, check_invariants
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
+from tests import quick
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3
@@ -24,10 +25,10 @@ def constant_hash(token_ids: Int[Array, "*n block_size"], index: Int[Array, "*n"
     return jnp.zeros((*index.shape, 2), jnp.uint32)
 
 
-append = jax.jit(block_table.append, static_argnames="max_new_blocks")
-commit = jax.jit(block_table.cache_full_blocks, static_argnames="max_blocks")
-find = jax.jit(prefix_cache.lookup)
-free_rows = jax.jit(block_table.free_rows)
+append = quick.jit(block_table.append, static_argnames="max_new_blocks")
+commit = quick.jit(block_table.cache_full_blocks, static_argnames="max_blocks")
+find = quick.jit(prefix_cache.lookup)
+free_rows = quick.jit(block_table.free_rows)
 
 
 def create(
@@ -243,7 +244,7 @@ def test_a_pool_full_of_different_content_is_cached_whole() -> None:
     cache = prefix_cache.create(num_blocks, 1)
     root = prefix_cache.root(cache, jnp.arange(num_blocks - 1))
     rows = jnp.arange(num_blocks - 1)
-    cache, chain = jax.jit(prefix_cache.insert)(
+    cache, chain = quick.jit(prefix_cache.insert)(
         cache, root, jnp.ones_like(rows), rows, rows + 1, jnp.zeros((num_blocks - 1, 1), jnp.int32)
     )
     assert not jnp.any(chain.slot == PrefixCache.BROKEN)
