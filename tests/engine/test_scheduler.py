@@ -4,7 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.lockstep import LockStep, Setting, workloads
+from reference.engine import Phase, Request
+from tests.engine.lockstep import VOCAB, Event, LockStep, Setting, workloads
 
 SETTINGS = [
     Setting("roomy", num_blocks=1 + 90),
@@ -24,3 +25,26 @@ SETTINGS = [
 def test_every_step_is_the_oracles(setting, data):
     priorities = data.draw(st.booleans())
     LockStep(setting).run(data.draw(workloads(setting, priorities=priorities)))
+
+
+def test_nobody_is_admitted_in_the_step_that_preempts():
+    """Not even an urgent request that had no slot till then, and fits where the preempted row was."""
+    setting = SETTINGS[1]
+    lock = LockStep(setting)
+    lock.happen(Event(tuple(request(arrival, 17, 40, priority=2 * (arrival > 0)) for arrival in range(3))))
+    lock.step()
+    lock.happen(Event((request(3, 1, 8, priority=1),)))
+    while lock.unfinished and not lock.seen["preempted"]:
+        lock.step()
+    urgent = lock.oracle.rows[3]
+    assert urgent is not None
+    assert urgent.phase is Phase.WAITING
+    lock.step()
+    assert urgent.phase is Phase.RUNNING
+    assert lock.seen["preempted"] == 1
+
+
+def request(arrival: int, prompt_len: int, max_num_tokens: int, priority: int) -> Request:
+    return Request(
+        arrival, tuple((arrival + i) % VOCAB for i in range(prompt_len)), max_num_tokens, priority=priority
+    )
