@@ -127,18 +127,13 @@ def allocate(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[Bl
     Content that they hold is forgotten. Costs O(max_count), whatever the pool is.
     Status: OUT_OF_BLOCKS if fewer are free, TOO_MANY_BLOCKS if `count > max_count`.
     """
-    pool, info = take(pool, count, max_count)
-    return forget(pool, info.block_ids, info.block_ids != NULL_BLOCK), info
-
-
-def take(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[BlockPool, AllocateInfo]:
-    """`allocate`, but what the blocks hold is not forgotten yet: the caller has to `forget` it."""
     status = flag(count > pool.num_free, Status.OUT_OF_BLOCKS) | flag(
         count > max_count, Status.TOO_MANY_BLOCKS
     )
     count = jnp.where(status == Status.OK, count, 0)
     queue, block_ids = free_queue.pop_front(pool.free_queue, count, max_count, place=HELD_ONCE)
-    return dataclasses.replace(pool, free_queue=queue), AllocateInfo(block_ids=block_ids, status=status)
+    pool = forget(dataclasses.replace(pool, free_queue=queue), block_ids, jnp.arange(max_count) < count)
+    return pool, AllocateInfo(block_ids=block_ids, status=status)
 
 
 def forget(pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> BlockPool:

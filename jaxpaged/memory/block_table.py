@@ -111,7 +111,7 @@ def append(
     writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
     copies = _must_copy(pool, last_ids, writes)
     num_new = needed - held + copies
-    pool, allocated = block_pool.take(
+    pool, allocated = block_pool.allocate(
         pool, jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)), max_new_blocks
     )
     status = allocated.status | flag(table_full, Status.TABLE_FULL)
@@ -119,12 +119,8 @@ def append(
     num_new = jnp.where(ok, num_new, 0)
     copies &= ok
     pool = block_pool.hold(pool, last_ids, copies, -1)
-    # Content about to be written over cannot be found any more.
-    pool = block_pool.forget(
-        pool,
-        jnp.concatenate([allocated.block_ids, last_ids]),
-        jnp.concatenate([allocated.block_ids != NULL_BLOCK, writes & ~copies & ok]),
-    )
+    # Content about to be written over, which is rare, cannot be found any more.
+    pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
 
     row, k, used = number_through(num_new, max_new_blocks)
     if pool.policy == "naive":
