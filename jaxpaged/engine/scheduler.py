@@ -22,7 +22,7 @@ from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, 
 from jaxpaged.memory import block_table, prefix_cache, swap
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from jaxpaged.memory.block_table import BlockTables, cdiv
-from jaxpaged.memory.entries import number_through
+from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.prefix_cache import Hit
 from pallas_kernels import ops
 
@@ -134,9 +134,7 @@ def plan(state: EngineState, limits: Limits) -> Plan:
     in_prompt = rows.running & (computed < rows.prompt_lens)
     first = computed // PREFILL_TILE
     wants = jnp.where(in_prompt, (rows.prompt_lens - 1) // PREFILL_TILE - first + 1, 0)
-    ordered = wants[rows.order]
-    left = limits.num_tiles - (jnp.cumsum(ordered, dtype=jnp.int32) - ordered)
-    gets = jnp.zeros_like(wants).at[rows.order].set(jnp.clip(left, 0, ordered))
+    gets = jnp.zeros_like(wants).at[rows.order].set(dealt(wants[rows.order], limits.num_tiles))
     end = jnp.minimum(rows.prompt_lens, (first + gets) * PREFILL_TILE)
     prompt_tokens = jnp.where(gets > 0, end - computed, 0)
     return Plan(gets, jnp.where(in_prompt, prompt_tokens, rows.running.astype(jnp.int32)))

@@ -14,6 +14,7 @@ from jaxpaged.engine.scheduler import Decision, Limits, Plan, Slots, Tiles
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, Phase, Rows
 from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
 from jaxpaged.sampling import logprobs_of, sample
 from jaxpaged.status import Status
@@ -223,9 +224,7 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits
         tables, status = carry
         row, position = jnp.indices(rows.token_ids.shape, jnp.int32)
         keys = scheduler.cache_keys(rows, row, position, limits)
-        full = num_full(tables)
-        fits = jnp.clip(max_blocks - (jnp.cumsum(full, dtype=jnp.int32) - full), 0, full)
-        num_tokens = (tables.chains.num_blocks + fits) * block_size
+        num_tokens = (tables.chains.num_blocks + dealt(num_full(tables), max_blocks)) * block_size
         tables, info = block_table.cache_full_blocks(tables, keys, num_tokens, max_blocks=max_blocks)
         return tables, status | info.status
 

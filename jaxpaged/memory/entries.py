@@ -21,6 +21,12 @@ def number_through(
     return row, index - start[row], index < end[-1]
 
 
+def dealt(counts: Int[Array, " rows"], num: int) -> Int[Array, " rows"]:
+    """How many of the first `num` things are each row's, if row r has `counts[r]` and rows come in order."""
+    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    return jnp.clip(num - before, 0, counts)
+
+
 def unbroken(ok: Bool[Array, " n"], is_first: Bool[Array, " n"]) -> Bool[Array, " n"]:
     """Whether an entry and all before it in its row are `ok`; `is_first` begins a row."""
     index = jnp.arange(ok.shape[0], dtype=jnp.int32)

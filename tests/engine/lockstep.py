@@ -15,11 +15,10 @@ from jaxpaged.engine import state as states
 from jaxpaged.engine.scheduler import Decision, Limits
 from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase
 from jaxpaged.engine.step import StepConfig, step
-from jaxpaged.memory import kv_cache
+from jaxpaged.memory import kv_cache, prefix_cache
 from jaxpaged.memory.block_table import BlockTables, cdiv
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
-from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 from reference import engine as reference
 from tests import quick
@@ -275,7 +274,9 @@ class LockStep:
     def findable(self) -> list[int]:
         """The blocks with content that is published."""
         cache = self.state.tables.pool.prefix_cache
-        return [] if cache is None else np.flatnonzero(cache.slot != PrefixCache.NO_SLOT).tolist()
+        if cache is None:
+            return []
+        return np.flatnonzero(prefix_cache.has_content(cache, jnp.arange(cache.num_blocks))).tolist()
 
     def check_invariants(self) -> None:
         check_invariants(self.state.tables)

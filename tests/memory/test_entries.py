@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.memory.entries import first_equal
+from jaxpaged.memory.entries import dealt, first_equal
 from tests import quick
 
 
@@ -20,3 +20,10 @@ def test_first_equal(num_values: int) -> None:
             (int(x), int(y)) if used else i for i, (x, y, used) in enumerate(zip(a, b, mask, strict=True))
         ]
         assert found.tolist() == [keys.index(key) for key in keys]
+
+
+def test_dealt() -> None:
+    counts = jnp.array([2, 0, 3, 4])
+    for num in range(11):
+        rows = [row for row, count in enumerate(counts.tolist()) for _ in range(count)]
+        assert dealt(counts, num).tolist() == [rows[:num].count(row) for row in range(4)]
