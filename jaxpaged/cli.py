@@ -248,11 +248,11 @@ def _info(args: argparse.Namespace) -> None:
     model = loading.open_checkpoint(args.model).config
     implementation, why = plan.attention(config, model)
     no_native = native.why_not(plan.resolve_dtype(config))
-    cache = plan.cache_plan(config, model)
+    cache, programs = plan.cache_plan(config, model), plan.compilation_cache_dir()
     lines += [
         ("attention", f"{implementation}: {why}"),
-        ("products", f"xla: {no_native}" if no_native else "native: a CPU with AVX-512"),
-        ("programs", f"kept in {plan.compilation_cache_dir()}"),
+        ("products", f"xla: {no_native}" if no_native else f"native: {native.instructions()}"),
+        ("programs", f"kept in {programs}" if programs else "not kept: there is no home directory"),
         (
             "model",
             f"{args.model}: {model.num_layers} layers, {model.num_q_heads} query heads and "

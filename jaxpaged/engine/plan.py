@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jaxpaged.memory.sizing import CachePlan
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native, ops, support
+from pallas_kernels.cache import cache_dir
 from pallas_kernels.ops import TiledImplementation
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
@@ -41,9 +41,13 @@ def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
 def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImplementation, str]:
     """The implementation of attention on this machine, and why. Prompts on a GPU use XLA.
 
-    Raises `InputError` if the one asked for does not serve the model.
+    Raises `InputError` if the one asked for does not serve the model, or the native target not the processor.
     """
     dtype = resolve_dtype(config)
+    try:
+        no_native = native.why_not(dtype)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     if config.attention == "auto":
         wanted = ops.default_tiled_implementation(dtype, tile_len=1)
     else:
@@ -55,9 +59,10 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImp
     if config.attention != "auto":
         return wanted, "asked for"
     if wanted == "xla":
-        no_native = native.why_not(dtype) if jax.default_backend() == "cpu" else None
+        if jax.default_backend() != "cpu":
+            no_native = None
         return wanted, no_native or "the kernels are for Hopper GPUs"
-    return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else "a CPU with AVX-512"
+    return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else native.instructions()
 
 
 def _why_not(
@@ -112,10 +117,13 @@ def cache_plan(config: EngineConfig, model_config: ModelConfig) -> CachePlan:
     )
 
 
-def compilation_cache_dir() -> str:
-    """Where compiled programs are kept: `JAX_COMPILATION_CACHE_DIR`, else a folder in the user's cache."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return jax.config.jax_compilation_cache_dir or str(Path(cache_home) / "jaxpaged")
+def compilation_cache_dir() -> str | None:
+    """Where compiled programs are kept: `JAX_COMPILATION_CACHE_DIR`, else a folder in the user's cache.
+
+    None, and they are not kept, for a user without a home.
+    """
+    folder = jax.config.jax_compilation_cache_dir or cache_dir()
+    return str(folder) if folder else None
 
 
 def keep_compiled_programs() -> None:

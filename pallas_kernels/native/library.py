@@ -1,20 +1,46 @@
 """The kernels' shared library: compiled by the machine's C++ compiler when it is first needed, and kept."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cache import cache_dir
+
 SOURCES = Path(__file__).parent
-TARGETS = ("jaxpaged_product", "jaxpaged_attention")
+FUNCTIONS = ("product", "attention")
+
+
+class Target(NamedTuple):
+    """A kind of processor that the kernels can be compiled for."""
+
+    words: str
+    machines: tuple[str, ...]  # as `platform.machine` calls them
+    features: tuple[str, ...]  # as Linux calls them
+
+
+X86, ARM = ("x86_64",), ("aarch64", "arm64")
+AVX2 = ("avx2", "fma", "bmi2")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl")
+# The fastest first.
+TARGETS = {
+    "avx512_bf16": Target("AVX-512 with BF16", X86, (*AVX512, "avx512_bf16")),
+    "avx512": Target("AVX-512", X86, AVX512),
+    "avx2": Target("AVX2 with FMA", X86, AVX2),
+    "sse2": Target("SSE2", X86, ("sse2",)),
+    "neon": Target("NEON", ARM, ()),
+}
 
 
 def serves(dtype: jnp.dtype) -> bool:
@@ -23,7 +49,10 @@ def serves(dtype: jnp.dtype) -> bool:
 
 
 def why_not(dtype: jnp.dtype) -> str | None:
-    """In words, why arrays of a dtype are left to XLA; None if they are not."""
+    """In words, why arrays of a dtype are left to XLA; None if they are not.
+
+    Raises: ValueError if JAXPAGED_NATIVE is neither 0, 1 nor a target of this processor.
+    """
     dtype = jnp.dtype(dtype)
     if jax.default_backend() != "cpu":
         return f"the device is a {jax.default_backend()}"
@@ -31,51 +60,109 @@ def why_not(dtype: jnp.dtype) -> str | None:
         return "JAXPAGED_NATIVE is 0"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the dtype is {dtype.name}"
-    features = ["avx512f", "avx512bw", "avx512vl", *["avx512_bf16"] * (dtype == jnp.bfloat16)]
-    if missing := [name for name in features if name not in _cpu_features()]:
-        return f"the processor lacks {missing[0]}"
-    return _load()
+    name = target()
+    return f"there are no kernels for this {platform.machine()}" if name is None else _load(name)
+
+
+def instructions() -> str:
+    """In words, the processor's instructions that the kernels use; "none" if there are no kernels for it."""
+    name = target()
+    return TARGETS[name].words if name else "none"
+
+
+def target() -> str | None:
+    """The target that the kernels are compiled for: JAXPAGED_NATIVE's, else the fastest of this processor."""
+    asked, served = os.environ.get("JAXPAGED_NATIVE", ""), targets()
+    if asked in ("", "0", "1"):
+        return next(iter(served), None)
+    if asked not in served:
+        names = ", ".join(served) or "none"
+        raise ValueError(f"JAXPAGED_NATIVE={asked!r} must be 0, 1 or a target of this processor: {names}")
+    return asked
+
+
+def targets() -> list[str]:
+    """The targets that this processor can run, the fastest first."""
+    machine, features = platform.machine(), _cpu_features()
+    return [name for name, t in TARGETS.items() if machine in t.machines and features.issuperset(t.features)]
+
+
+def registered(function: str) -> str:
+    """The name under which XLA knows one of FUNCTIONS, as it is for the target in use."""
+    name = target()
+    if name is None or (why := _load(name)):
+        raise NotImplementedError(f"there is no native {function}: {why}")
+    return f"jaxpaged_{function}_{name}"
 
 
 @functools.cache
-def _load() -> str | None:
-    """Compile the library and make its functions known to JAX; in words, what prevents it."""
+def _load(name: str) -> str | None:
+    """Compile a target's library and make its functions known to JAX; in words, what prevents it."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        return "there is no C++ compiler"
-    try:
-        library = ctypes.CDLL(str(compiled(compiler)))
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines()
-        return f"{compiler} failed with exit code {error.returncode}" + "".join(
-            f": {line}" for line in said[:1]
+        return (
+            "there is no C++ compiler: XLA's attention and products take two to three times as long; "
+            "install one, for example with apt install g++"
         )
-    except OSError as error:
-        return str(error)
-    for target in TARGETS:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+    try:
+        handlers = _handlers(TARGETS[name], compiler)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines()[:1]
+        return ": ".join([f"the C++ compiler {compiler!r} failed with exit code {error.returncode}", *said])
+    except (OSError, ValueError, AttributeError) as error:
+        return f"the C++ compiler {compiler!r} makes no library: {error}"
+    for function, handler in handlers.items():
+        jax.ffi.register_ffi_target(f"jaxpaged_{function}_{name}", jax.ffi.pycapsule(handler), platform="cpu")
     return None
 
 
-def compiled(compiler: str) -> Path:
-    """The library in the user's cache, made first if there is none of these sources yet."""
-    files = sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")])
-    features = ["-mavx512f", "-mavx512bw", "-mavx512vl"]
-    features += ["-mavx512bf16"] * ("avx512_bf16" in _cpu_features())
-    command = [*shlex.split(compiler), "-std=c++17", "-O3", *features, "-fPIC", "-shared", "-w"]
-    identity = [jax.__version__, *command, *(file.read_text() for file in files)]
-    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    library = Path(cache_home) / "jaxpaged" / f"native-{key[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        command += ["-I", jax.ffi.include_dir(), *(str(file) for file in files if file.suffix == ".cc")]
-        # Under another name until it is whole: another process may look at the same moment.
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
-            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
-            os.replace(made, library)
-    return library
+def _handlers(target: Target, compiler: str) -> dict[str, Any]:
+    """FUNCTIONS, from the library in the user's cache. If it has none, one is made, and kept if it can be."""
+    command = compile_command(target, compiler)
+    sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cc", ".h")]
+    key = hashlib.sha256("\0".join([jax.__version__, *command, *sources]).encode()).hexdigest()
+    name, folder = f"native-{key[:16]}.so", cache_dir()
+    if folder and (folder / name).exists():
+        with contextlib.suppress(OSError):  # it is damaged: another is made
+            return _open(folder / name)
+    try:
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = None
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        made = Path(work) / name
+        command += [
+            "-I",
+            jax.ffi.include_dir(),
+            "-fPIC",
+            "-shared",
+            str(SOURCES / "module.cc"),
+            "-o",
+            str(made),
+        ]
+        subprocess.run(
+            command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
+        handlers = _open(made)
+        if folder:
+            os.replace(made, folder / name)  # whole and at once: another process may look at the same moment
+    return handlers
+
+
+def _open(file: Path) -> dict[str, Any]:
+    library = ctypes.CDLL(str(file))
+    return {function: getattr(library, f"jaxpaged_{function}") for function in FUNCTIONS}
+
+
+def compile_command(target: Target, compiler: str) -> list[str]:
+    """A compiler and its options for a target. Raises ValueError if the compiler is no shell word."""
+    words = shlex.split(compiler)
+    if not words:
+        raise ValueError("its name is empty")
+    # Compilers call features as Linux does, but for underscores.
+    features = [f"-m{feature.replace('_', '')}" for feature in target.features]
+    return [*words, "-std=c++17", "-O3", "-ffp-contract=fast", *features, "-w"]
 
 
 @functools.cache

@@ -1,8 +1,10 @@
-"""Products with weights: `product.cc`."""
+"""Products with weights: `product.h`."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from pallas_kernels.native.library import registered
 
 PANEL_WIDTH = 32  # columns that lie side by side in a packed kernel
 
@@ -42,4 +44,4 @@ def product(
         raise ValueError(f"a weight of {packed.shape=} does not take rows of {x.shape[1]} to {out_features}")
     x = jnp.pad(x, ((0, 0), (0, missing)))
     result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
-    return jax.ffi.ffi_call("jaxpaged_product", result)(x, packed)
+    return jax.ffi.ffi_call(registered("product"), result)(x, packed)
