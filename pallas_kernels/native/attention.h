@@ -15,7 +15,7 @@
 namespace native {
 
 constexpr int64_t kChunk = 32;  // tokens whose K or V stays in the first-level cache for all rows
-// What is multiplied at once, so that sums stay in registers: rows with tokens of K, rows with registers of V's columns.
+// What is multiplied at once, so that sums stay in registers: rows with tokens of K, rows with columns of V.
 constexpr int kDotRows = 4, kDotTokens = kNumRegisters / 8;
 constexpr int kSumRows = kNumRegisters == 32 ? 4 : kLanes == 8 ? 6 : 3;
 constexpr int kSumVectors = kSumRows == 6 ? 2 : 4;
@@ -41,9 +41,8 @@ struct Heads {
   const char* operator[](int64_t token) const { return base + offsets[token]; }
 };
 
-// One tile and some of its kv heads: the rows of queries that share each of these, and the tokens that some row sees.
-// A row is one head of one token. Tokens are counted from a multiple of 32: what is summed together does not depend on
-// what other rows see.
+// One tile and some of its kv heads: the rows of queries that share each of these, and the tokens that some row sees,
+// counted from the first, in whole chunks. A row is one head of one token.
 template <typename T>
 struct Job {
   const AttentionCall<T>& call;
@@ -210,7 +209,7 @@ inline F32 Exp(F32 x) {
   return p * (F32)(((Words)shifted << 23) + 0x3f800000u);
 }
 
-// f of all lanes, two by two.
+// f of all lanes: each meets the one half a register on, so that it does not matter in which the first token is.
 template <typename F>
 inline float Across(F32 x, F f) {
   float lanes[kLanes];
@@ -335,8 +334,8 @@ void Attend(const AttentionCall<T>& call, int64_t tile, int64_t first_head, int6
   }
   if (num_queries == 0) return;
 
-  const int64_t begin = std::max<int64_t>(start + 1 - call.window, 0), origin = begin / kChunk * kChunk;
-  const int64_t num_tokens = (end - origin + kChunk - 1) / kChunk * kChunk;
+  const int64_t begin = std::max<int64_t>(start + 1 - call.window, 0);
+  const int64_t num_tokens = (end - begin + kChunk - 1) / kChunk * kChunk;
   const int64_t num_rows = num_queries * group, num_places = num_heads * num_rows;
   const int64_t width = std::max(call.head_dim, kGroup), num_groups = (width + kGroup - 1) / kGroup;
   const int64_t num_factors = (width * sizeof(Value) + kVectorBytes - 1) / kVectorBytes * kLanes * T::kFactors;
@@ -353,18 +352,18 @@ void Attend(const AttentionCall<T>& call, int64_t tile, int64_t first_head, int6
   const int64_t token_bytes = call.num_kv_heads * call.head_bytes();
   for (int64_t position = begin; position < end;) {
     const int64_t block = position / call.block_size, block_end = std::min((block + 1) * call.block_size, end);
-    const int64_t slot = call.block_tables[tile * call.max_blocks + block] * call.block_size + position % call.block_size;
+    const int64_t block_id = call.block_tables[tile * call.max_blocks + block];
+    const int64_t slot = block_id * call.block_size + position % call.block_size;
     for (int64_t offset = slot * token_bytes; position < block_end; ++position, offset += token_bytes) {
-      job.offsets[position - origin] = offset;
+      job.offsets[position - begin] = offset;
     }
   }
-  // Others stand for the tokens that no row sees, at both ends: those must not be read, for they may not be numbers.
-  std::fill(job.offsets, job.offsets + (begin - origin), job.offsets[begin - origin]);
-  std::fill(job.offsets + (end - origin), job.offsets + num_tokens, job.offsets[end - origin - 1]);
+  // Up to a whole chunk the last token is read again, with no weight: behind it the cache may end.
+  std::fill(job.offsets + (end - begin), job.offsets + num_tokens, job.offsets[end - begin - 1]);
   for (int64_t i = 0; i < kChunk; ++i) job.offsets[num_tokens + i] = i * width * sizeof(Value);
   if (width > call.head_dim) std::memset(job.copy, 0, kChunk * width * sizeof(Value));
 
-  for (int64_t row = 0; row < num_rows; ++row) job.ends[row] = start + row / group + 1 - origin;
+  for (int64_t row = 0; row < num_rows; ++row) job.ends[row] = start + row / group + 1 - begin;
   for (int64_t head = 0; head < num_heads; ++head) {
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t i = job.index(head, row);

@@ -98,7 +98,7 @@ def registered(function: str) -> str:
 @functools.cache
 def _load(name: str) -> str | None:
     """Compile a target's library and make its functions known to JAX; in words, what prevents it."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiler = find_compiler()
     if compiler is None:
         return (
             "there is no C++ compiler: XLA's attention and products take two to three times as long; "
@@ -153,6 +153,12 @@ def _handlers(target: Target, compiler: str) -> dict[str, Any]:
 def _open(file: Path) -> dict[str, Any]:
     library = ctypes.CDLL(str(file))
     return {function: getattr(library, f"jaxpaged_{function}") for function in FUNCTIONS}
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: `CXX`, else one that is found."""
+    found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
+    return os.environ.get("CXX") or next(filter(None, found), None)
 
 
 def compile_command(target: Target, compiler: str) -> list[str]:

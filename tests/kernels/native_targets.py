@@ -1,4 +1,4 @@
-"""The native kernels for each target: called by XLA, or in a program of their own under an emulator."""
+"""The native kernels as XLA calls them, and in a program of their own for each target."""
 
 import contextlib
 import fcntl
@@ -29,7 +29,7 @@ class Kernels(Protocol):
 
 
 class Called:
-    """By XLA's programs."""
+    """By XLA, as they are for this processor."""
 
     def product(self, x, weight):
         return np.asarray(native.product(jnp.asarray(x), native.pack(jnp.asarray(weight)), len(weight)))
@@ -39,8 +39,8 @@ class Called:
         return np.asarray(ops.tiled_paged_attention(*map(jnp.asarray, arrays), **options))
 
 
-class Emulated:
-    """`native_driver.cc`, under an emulator."""
+class Driven:
+    """`native_driver.cc`, for some target. It fails if memory behind an array is touched."""
 
     def __init__(self, program: list[str]) -> None:
         self.program = program
@@ -63,19 +63,23 @@ class Emulated:
         return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True).stdout
 
 
-def kernels(target: str, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """The kernels for a target. Skips the test where this machine has none."""
-    if target in library.targets():
-        monkeypatch.setenv("JAXPAGED_NATIVE", target)
+def kernels(target: str) -> Kernels:
+    """The kernels for a target, or as XLA calls them. Skips the test where this machine has none."""
+    if target == "xla":
         if why := why_not("float32"):
             pytest.skip(f"no native kernels: {why}")
         return Called()
-    if target != "neon":
-        pytest.skip(f"no native kernels: this {platform.machine()} is not {library.TARGETS[target].words}")
-    for tool in (CROSS_COMPILER, EMULATOR):
-        if shutil.which(tool) is None:
-            pytest.skip(f"no native kernels: there is no {tool} (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    return Emulated([EMULATOR, _driver(target, CROSS_COMPILER)])
+    if target in library.targets():
+        compiler, emulator = library.find_compiler(), []
+        missing = compiler is None and "C++ compiler"
+    elif target == "neon":
+        compiler, emulator = CROSS_COMPILER, [EMULATOR]
+        missing = next((tool for tool in (CROSS_COMPILER, EMULATOR) if shutil.which(tool) is None), None)
+    else:
+        pytest.skip(f"no native kernels: this {platform.machine()} lacks {library.TARGETS[target].words}")
+    if missing:
+        pytest.skip(f"no native kernels: there is no {missing}")
+    return Driven([*emulator, _driver(target, compiler)])
 
 
 def why_not(dtype: str) -> str | None:

@@ -1,5 +1,5 @@
-"""The kernels in C++, for each target that this machine can run: products against NumPy in float64, attention
-against its oracle."""
+"""The kernels in C++, called by XLA and for each target: products against NumPy in float64, attention against its
+oracle."""
 
 import _ctypes
 import re
@@ -31,9 +31,9 @@ DTYPES = [
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@pytest.fixture(params=library.TARGETS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    return native_targets.kernels(request.param, monkeypatch)
+@pytest.fixture(params=["xla", *library.TARGETS])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return native_targets.kernels(request.param)
 
 
 def draw(seed: int, dtype: str, *shape: int) -> np.ndarray:
@@ -235,6 +235,12 @@ def test_the_target_is_the_fastest_of_the_processor(machine, features, served, w
     assert native.instructions() == words
     if words == "none":
         assert native.why_not(jnp.dtype("float32")) == f"there are no kernels for this {machine}"
+        return
+    monkeypatch.setattr(library, "_load", lambda target: None)
+    for target in served.split(", "):
+        monkeypatch.setenv("JAXPAGED_NATIVE", target)
+        assert library.registered("product") == f"jaxpaged_product_{target}"
+        assert native.instructions() == library.TARGETS[target].words
 
 
 @pytest.fixture
