@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.config import PREFILL_TILE, EngineConfig, InputError, check
+from jaxpaged.checks import InputError, check
+from jaxpaged.config import PREFILL_TILE, EngineConfig
 from jaxpaged.memory import sizing
 from jaxpaged.memory.sizing import CachePlan
 from jaxpaged.models import llama

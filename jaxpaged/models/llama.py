@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpaged.config import InputError
+from jaxpaged.checks import InputError
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
 from jaxpaged.models import layers
@@ -163,12 +163,46 @@ def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def check_weights(config: ModelConfig, weights: Weights) -> None:
-    """Refuse weights that do not fit the config: a missing one, or one of another shape."""
-    for name, shape in weight_shapes(config):
+    """Refuse weights that are not the config's: one missing, too many, of another shape or type, or not
+    finite.
+    """
+    shapes = dict(weight_shapes(config))
+    for name, shape in shapes.items():
         if name not in weights:
             raise InputError(f"the weights lack {name!r}, which the model config asks for")
-        if tuple(weights[name].shape) != shape:
-            raise InputError(f"weight {name!r} has shape {tuple(weights[name].shape)}, must be {shape}")
+        weight = weights[name]
+        if tuple(weight.shape) != shape:
+            raise InputError(f"weight {name!r} has shape {tuple(weight.shape)}, must be {shape}")
+        if weight.dtype.name not in ("float32", "bfloat16", "float16", "float64"):
+            raise InputError(
+                f"weight {name!r} has type {weight.dtype.name}, must be float32, bfloat16 or float16: "
+                "quantised weights are not supported yet"
+            )
+        if not _is_finite(weight):
+            raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")
+    for name in weights:
+        # Tables that old files have beside the weights, and a head that is tied, which some files repeat.
+        is_spare = name.endswith("rotary_emb.inv_freq") or (
+            config.tie_word_embeddings and name == "lm_head.weight"
+        )
+        if name not in shapes and not is_spare:
+            raise InputError(
+                f"weight {name!r} is none that the model config asks for: the model is another one"
+            )
+
+
+def _is_finite(weight: np.ndarray) -> bool:
+    """Without a copy of the weight's size: it may be a large one."""
+    flat = weight.reshape(-1)
+    if (
+        weight.dtype.name == "bfloat16"
+    ):  # NumPy has no arithmetic of its own for it: look for exponents of ones
+        bits = flat.view(np.uint16)
+        return not any(np.any((bits[i : i + _CHUNK] & 0x7F80) == 0x7F80) for i in range(0, bits.size, _CHUNK))
+    return all(bool(np.isfinite(flat[i : i + _CHUNK]).all()) for i in range(0, flat.size, _CHUNK))
+
+
+_CHUNK = 1 << 18  # numbers looked at together: what fits a processor's cache
 
 
 def random_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.config import InputError
+from jaxpaged.checks import InputError
 from jaxpaged.memory.kv_cache import AttentionBatch
 from jaxpaged.models import llama, loading
 from jaxpaged.models.llama import Llama
