@@ -32,7 +32,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import jaxpaged
-from jaxpaged.config import EngineConfig, InputError, check
+from jaxpaged.checks import InputError, check
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, plan, scheduler
 from jaxpaged.engine import state as states
 from jaxpaged.engine.driver import Driver

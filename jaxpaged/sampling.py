@@ -46,7 +46,10 @@ def sample(
     samples = options.temperature > 0
 
     def draw() -> Int[Array, " rows"]:
-        scaled = logits / jnp.where(samples, options.temperature, 1)[:, None]
+        # What counts is how far a logit is below the largest: of that, a small temperature makes nothing
+        # worse than minus infinity.
+        below = logits - jnp.max(logits, axis=1, keepdims=True)
+        scaled = below / jnp.where(samples, options.temperature, 1)[:, None]
         filters = samples & ((options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0))
         kept = lax.cond(jnp.any(filters), lambda: _filter(scaled, options), lambda: scaled)
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
@@ -86,7 +89,9 @@ def _filter(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float
     ranked = jnp.where(rank < top_k, ranked, -jnp.inf)
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    keep = (before < options.top_p[:, None]) & (probability >= options.min_p[:, None] * probability[:, :1])
+    # Sums are rounded, and may reach 1 before the end: but 1 keeps all.
+    keep = (before < options.top_p[:, None]) | (options.top_p[:, None] >= 1)
+    keep &= probability >= options.min_p[:, None] * probability[:, :1]
     ranked = jnp.where(keep | (rank == 0), ranked, -jnp.inf)
     rows = jnp.arange(scaled.shape[0])[:, None]
     return jnp.zeros_like(scaled).at[rows, order].set(ranked)

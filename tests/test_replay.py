@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import replay
-from jaxpaged.config import InputError
+from jaxpaged.checks import InputError
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import EngineDeadError
 from jaxpaged.engine.scheduler import Decision, Plan
@@ -298,7 +298,7 @@ def filled_driver(**options) -> Driver:
     """Seven requests, the last of which has no row; none has been computed."""
     driver = tiny.driver(**OPTIONS | options)
     for request_id, prompt in enumerate(PROMPTS):
-        driver.add(driver.door.admit(request_id, prompt, tiny.greedy(4 + request_id)))
+        driver.add(tiny.request(driver, request_id, prompt, tiny.greedy(4 + request_id)))
     driver._fill_rows()
     return driver
 

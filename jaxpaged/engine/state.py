@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpaged.config import MAX_STOP_TOKENS
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.sampling import SamplingState
+from jaxpaged.sampling_params import MAX_STOP_TOKENS
 
 
 class Phase(enum.IntEnum):
@@ -50,7 +50,9 @@ class Rows:
 
     order: Int[Array, " rows"]  # the rows by priority, then arrival: who is served first
     phase: Int[Array, " rows"]
-    arrival: Int[Array, " rows"]  # rises from request to request
+    arrival: Int[
+        Array, " rows"
+    ]  # the request's name here; rises from one to the next, and goes round; 0: none
     priority: Int[Array, " rows"]  # lower goes first
     salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
     token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; 0 beyond num_tokens
@@ -194,9 +196,10 @@ def without_kv(state: EngineState) -> EngineState:
 def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
     """Put line i of `requests` into row `rows[i]`, which must be EMPTY or FINISHED; a row beyond all is none.
 
-    `requests.order` has no meaning here.
+    `requests.order` has no meaning here. Arrivals go round: only their differences tell who came first.
     """
     placed = jax.tree.map(lambda new, old: old.at[rows].set(new, mode="drop"), requests, state.rows)
     index = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
-    *_, order = lax.sort([placed.priority, placed.arrival, index], num_keys=2)
+    since = placed.arrival - requests.arrival[0]
+    *_, order = lax.sort([placed.priority, since, index], num_keys=2)
     return dataclasses.replace(state, rows=dataclasses.replace(placed, order=order))

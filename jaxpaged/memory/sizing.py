@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpaged.config import InputError
+from jaxpaged.checks import InputError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpaged.config import EngineConfig, InputError, SamplingParams
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, plan
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.engine import Answer
+from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from pallas_kernels import native, ops
 from tests import quick, tiny
@@ -125,7 +127,7 @@ def test_an_answer_of_one_token_to_a_prompt_of_one_runs_no_decode_step():
     assert (driver.stats.num_steps, driver.stats.num_decode_tokens) == (1, 0)
 
 
-def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Answer]:
+def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Delta]:
     ids = tiny.submit(driver, prompts, params)
     answers = tiny.drain(driver)
     return [dataclasses.replace(answers[i], request_id=0, num_hit_tokens=0) for i in ids]
@@ -254,9 +256,9 @@ def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_token
     monkeypatch.setattr(Driver, "_compile", lambda self: None)
     driver = tiny.driver(num_blocks=7, max_model_len=64)
     with pytest.raises(InputError, match=message):
-        driver.door.admit(0, prompt, tiny.greedy(max_tokens))
+        driver.door.admit(prompt, tiny.greedy(max_tokens))
     with pytest.raises(InputError, match="priority=1 must be 0 unless scheduling_policy is 'priority'"):
-        driver.door.admit(0, [1], tiny.greedy(1), priority=1)
+        driver.door.admit([1], tiny.greedy(1), priority=1)
 
 
 @pytest.mark.parametrize(

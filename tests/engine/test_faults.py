@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpaged.config import SamplingParams
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import collect
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import FinishReason, Phase, Rows
 from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from tests import tiny
 from tests.engine.test_driver import SMALL, SWAP, assert_nothing_is_held
@@ -217,7 +217,7 @@ def test_thousands_of_submits_and_aborts_leak_nothing(options):
             prompt, n = rng.choice(prompts), rng.choice([1, 2, 5, 40])
             request_id = len(asked)
             priority = rng.randrange(3) if options is URGENT else 0
-            driver.add(driver.door.admit(request_id, prompt, tiny.greedy(n), priority))
+            driver.add(tiny.request(driver, request_id, prompt, tiny.greedy(n), priority=priority))
             asked[request_id] = prompt, n
             alive.append(request_id)
         if rng.random() < 0.5 or len(alive) > 40:
@@ -242,7 +242,7 @@ def test_thousands_of_submits_and_aborts_leak_nothing(options):
 def add(driver: Driver, prompts: list[list[int]], priority: int, max_tokens: int) -> list[int]:
     ids = [(1 + (priority < 0)) * 10_000 + i for i, _ in enumerate(prompts)]
     for request_id, prompt in zip(ids, prompts, strict=True):
-        driver.add(driver.door.admit(request_id, prompt, tiny.greedy(max_tokens), priority))
+        driver.add(tiny.request(driver, request_id, prompt, tiny.greedy(max_tokens), priority=priority))
     return ids
 
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged.config import EngineConfig, InputError
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine import plan
 from jaxpaged.memory import kv_cache, sizing
 from reference.v0.cache_engine import CacheEngine
