@@ -147,6 +147,8 @@ def _generate(args: argparse.Namespace) -> None:
     if not asked:
         raise InputError("no prompt: give --prompt or --prompts-file")
 
+    from tqdm import tqdm
+
     from jaxpaged.engine.engine import EngineDeadError
     from jaxpaged.engine.llm import LLM, speeds
 
@@ -161,13 +163,14 @@ def _generate(args: argparse.Namespace) -> None:
         outputs = llm.generate_each(prompts, [each.params for each in asked], priority=priority)
         num_prompt_tokens = num_new_tokens = 0
         for each, output in zip(asked, outputs, strict=True):
-            _write(_json_line(num_written, each, output) if args.json else _text_block(each, output))
+            with tqdm.external_write_mode():  # the bar, on the same terminal perhaps, makes room
+                _write(_json_line(num_written, each, output) if args.json else _text_block(each, output))
             num_written += 1
             num_prompt_tokens += len(output.prompt_token_ids)
             num_new_tokens += len(output.outputs[0].token_ids)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f": {num_written} of {len(asked)} answers are written") from None
-    except EngineDeadError as error:
+    except (EngineDeadError, OutputError) as error:
         raise OutputError(f"{error}; {num_written} of {len(asked)} answers are written") from error
     seconds = time.perf_counter() - loaded
     _say(

@@ -1,7 +1,10 @@
 """LLM: prompts and parameters in all their forms, results in vLLM's shape, and what is refused."""
 
+import asyncio
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,8 @@ import pytest
 import jaxpaged
 from jaxpaged import InputError, SamplingParams
 from jaxpaged.engine import llm as llm_module
+from jaxpaged.engine.async_engine import AsyncEngine
+from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import EngineDeadError
 from jaxpaged.models import loading
 from reference import model as reference_model
@@ -139,6 +144,70 @@ def test_tokens_found_in_the_prefix_cache_are_counted(llm):
     # Two blocks of 8; of a prompt that is all there, the last token is computed, and so its block.
     assert [result.num_cached_tokens for result in both] == [16, 8]
     assert both[0].outputs == cold.outputs
+
+
+def test_streams_have_text_and_a_stop_token_none(llm):
+    """Token 0 ends the model's answers and is special; any other may be made a stop token."""
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    [whole] = llm.generate([[7, 9]], params, use_tqdm=False)
+    deltas = list(llm.engine.submit([7, 9], params))
+    assert "".join(delta.text for delta in deltas) == whole.outputs[0].text
+    assert llm.engine.submit([7, 9], params).result().text == whole.outputs[0].text
+    tokens = whole.outputs[0].token_ids
+    stop = next(token for token in tokens if llm.tokenizer.decode([token], skip_special_tokens=True))
+    stopped = dataclasses.replace(params, stop_token_ids=[stop])
+    [result] = llm.generate([[7, 9]], stopped, use_tqdm=False)
+    end = tokens.index(stop)
+    assert result.outputs[0].token_ids == tokens[: end + 1]
+    assert result.outputs[0].finish_reason == "stop"
+    assert result.outputs[0].text == llm.tokenizer.decode(tokens[:end], skip_special_tokens=True)
+
+    async def read():
+        return [delta.text async for delta in AsyncEngine(llm.engine).generate([7, 9], stopped)]
+
+    assert "".join(asyncio.run(read())) == result.outputs[0].text
+
+
+def test_results_come_one_by_one_and_leaving_gives_up_the_rest(llm):
+    prompts = tiny.prompts([3, 5, 7])
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    results = llm.generate_each(
+        prompts, [dataclasses.replace(params, max_tokens=2), params, params], use_tqdm=False
+    )
+    assert next(results).prompt_token_ids == prompts[0]
+    results.close()
+    tiny.until(lambda: not llm.engine._worker._in_flight)
+    unread = llm.generate_each(prompts, params, use_tqdm=False)
+    del unread
+    tiny.until(lambda: not llm.engine._worker._in_flight)
+
+
+def test_without_parameters_the_models_own_defaults_are_taken(tmp_path):
+    shutil.copytree(Path(__file__).parent / "goldens" / "gqa_tied", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.0, "max_new_tokens": 3, "eos_token_id": null}'
+    )
+    for source, defaults in (
+        ("auto", SamplingParams(temperature=0, max_tokens=3)),
+        ("vllm", SamplingParams()),
+    ):
+        llm = jaxpaged.LLM(tmp_path, generation_config=source, **OPTIONS)
+        assert llm.get_default_sampling_params() == defaults
+        [result] = llm.generate([[1, 2]], use_tqdm=False)
+        assert len(result.outputs[0].token_ids) <= defaults.max_tokens
+        llm.engine.close()
+
+
+def test_another_tokenizer_or_none_may_be_asked_for(path, llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    llm.tokenizer.save_pretrained(tmp_path)
+    other = jaxpaged.LLM(path, tokenizer=tmp_path, **OPTIONS)
+    assert other.tokenizer.encode("ab 12") == llm.tokenizer.encode("ab 12")
+    none = jaxpaged.LLM(path, skip_tokenizer_init=True, **OPTIONS)
+    with pytest.raises(InputError, match="prompt must be token ids: the model has no tokenizer"):
+        none.generate("ab", use_tqdm=False)
+    with pytest.raises(InputError, match="chat: the model must have a chat template"):
+        none.chat([{"role": "user", "content": "a"}])
 
 
 def test_threads_that_generate_at_once_share_the_engine(llm):
