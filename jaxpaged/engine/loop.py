@@ -1,7 +1,7 @@
 """The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
 
-import dataclasses
 import functools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,8 @@ from jaxpaged.memory.block_table import cdiv
 MAX_STEPS = 32
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "phase", "arrival", "num_tokens", "finish_reason", "num_hit_tokens", "new_token_ids", "new_logprobs",
-        "num_free_blocks", "num_cached_blocks", "counters", "status",
-    ],
-    meta_fields=[],
-)  # fmt: skip
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Report:
     """What the host wants to know of a run. Copies: it can be read while the next run has the state."""
 
@@ -142,8 +135,8 @@ def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> Engine
 def reset_prefix_cache(state: EngineState) -> EngineState:
     """Forget what can be found of former requests; none may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
-    tables = dataclasses.replace(state.tables, pool=pool)
-    return dataclasses.replace(state, tables=tables, status=state.status | info.status)
+    tables = replace(state.tables, pool=pool)
+    return replace(state, tables=tables, status=state.status | info.status)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -8,8 +8,7 @@ finished after as many steps as it and those unfinished before it have work, whe
 for each tile of its prompt and each token of its answer but the first. `reference/engine.py` has the proof.
 """
 
-import dataclasses
-import functools
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from jaxpaged.memory.prefix_cache import Hit
 from pallas_kernels import ops
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Limits:
     """What is fixed when the loop is compiled, beside the sizes of the state."""
 
@@ -52,10 +51,8 @@ class Limits:
         return jnp.maximum(num_computed + 1 - self.sliding_window, 0)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["num_tiles", "num_new_tokens"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Plan:
     """What each row computes in this step."""
 
@@ -63,12 +60,8 @@ class Plan:
     num_new_tokens: Int[Array, " rows"]  # prompt tokens of these tiles, or 1 for a row that decodes
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["plan", "admitted", "num_hit_blocks", "preempted", "swapped"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Decision:
     """What `schedule` decided: for tests, traces and replay."""
 
@@ -79,10 +72,8 @@ class Decision:
     swapped: Bool[Array, " rows"]  # preempted, and swapped out
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["row", "start", "first", "end"], meta_fields=["tile_len"]
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Tiles:
     """The work of one forward pass: tiles of `tile_len` neighbouring positions, each of one row.
 
@@ -93,11 +84,11 @@ class Tiles:
     start: Int[Array, " num_tiles"]  # the tile's first position; of a prompt tile a multiple of tile_len
     first: Int[Array, " num_tiles"]
     end: Int[Array, " num_tiles"]
-    tile_len: int
+    tile_len: int = field(metadata={"static": True})
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "of_row"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Slots:
     """Which of the places of a decode step, `max_num_seqs` of them, each running row has."""
 
@@ -201,7 +192,7 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     """End the unfinished requests with these arrivals; an arrival that is in no row does nothing."""
     rows = state.rows
     aborted = (rows.running | rows.waiting) & jnp.any(rows.arrival[:, None] == arrivals, axis=1)
-    rows = dataclasses.replace(
+    rows = replace(
         rows,
         phase=jnp.where(aborted, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(aborted, FinishReason.ABORT, rows.finish_reason),
@@ -210,8 +201,8 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     host = state.host
     if host is not None:
         host_tables, host_status = free_rows(host.tables, aborted)
-        host, status = dataclasses.replace(host, tables=host_tables), status | host_status
-    return dataclasses.replace(state, rows=rows, tables=tables, host=host, status=state.status | status)
+        host, status = replace(host, tables=host_tables), status | host_status
+    return replace(state, rows=rows, tables=tables, host=host, status=state.status | status)
 
 
 def free_rows(tables: BlockTables, rows: Bool[Array, " rows"]) -> tuple[BlockTables, Int[Array, ""]]:
@@ -227,7 +218,7 @@ def free_rows(tables: BlockTables, rows: Bool[Array, " rows"]) -> tuple[BlockTab
         tables, info = block_table.free_rows(tables, first, max_blocks=tables.max_blocks_per_seq)
         # A refusal is a bug, and must not turn into an endless loop.
         seq_lens = jnp.where(first, 0, tables.seq_lens)
-        return dataclasses.replace(tables, seq_lens=seq_lens), status | info.status
+        return replace(tables, seq_lens=seq_lens), status | info.status
 
     return lax.while_loop(lambda carry: jnp.any(pending(carry[0])), free_first, (tables, jnp.int32(0)))
 
@@ -271,9 +262,9 @@ def _preempt(
             swapped |= moved
         tables, freed = free_rows(state.tables, last)
         phase = jnp.where(last, jnp.where(swapped, Phase.SWAPPED, Phase.WAITING), state.rows.phase)
-        state = dataclasses.replace(
+        state = replace(
             state,
-            rows=dataclasses.replace(state.rows, phase=phase),
+            rows=replace(state.rows, phase=phase),
             tables=tables,
             status=state.status | freed,
         )
@@ -378,12 +369,12 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, limits: Limits) ->
         tables, slid = slide_windows(tables, this & is_new, limits, max_blocks=hit.block_ids.shape[0])
         status |= slid
     num_hit_tokens = hit.chain.num_blocks * tables.block_size
-    rows = dataclasses.replace(
+    rows = replace(
         rows,
         phase=jnp.where(this, Phase.RUNNING, rows.phase),
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
-    state = dataclasses.replace(state, rows=rows, tables=tables, status=status)
+    state = replace(state, rows=rows, tables=tables, status=status)
     num_lookup_tokens = jnp.where(is_new, rows.num_tokens[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
@@ -397,7 +388,7 @@ def _swap_out(state: EngineState, rows: Bool[Array, " rows"]) -> tuple[EngineSta
         state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
     )
     host_cache = _copy(state.kv_cache, host.kv_cache, info)
-    state = dataclasses.replace(
+    state = replace(
         state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
     )
     return state, rows & fits & (host_tables.seq_lens > 0)
@@ -409,11 +400,11 @@ def _swap_in(state: EngineState, rows: Bool[Array, " rows"]) -> EngineState:
         state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
     )
     kv_cache = _copy(host.kv_cache, state.kv_cache, info)
-    return dataclasses.replace(
+    return replace(
         state,
         tables=tables,
         kv_cache=kv_cache,
-        host=dataclasses.replace(host, tables=host_tables),
+        host=replace(host, tables=host_tables),
         status=state.status | info.status,
     )
 

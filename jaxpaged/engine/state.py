@@ -1,9 +1,8 @@
 """EngineState: everything the compiled loop knows, as one immutable pytree."""
 
-import dataclasses
 import enum
-import functools
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -36,15 +35,8 @@ class FinishReason(enum.IntEnum):
     ABORT = 3  # the host did not want it any more
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "order", "phase", "arrival", "priority", "salt", "token_ids", "prompt_lens", "num_tokens",
-        "max_num_tokens", "stop_token_ids", "finish_reason", "num_hit_tokens", "sampling",
-    ],
-    meta_fields=[],
-)  # fmt: skip
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Rows:
     """One request a row. There are more rows than run together: the others wait where the loop can reach."""
 
@@ -87,8 +79,8 @@ class Counter(enum.IntEnum):
     NUM_HIT_TOKENS = 6  # of these, found
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tables", "kv_cache"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class HostPool:
     """Where rows are swapped out to: tables with the device's rows, and K and V in host memory."""
 
@@ -96,12 +88,8 @@ class HostPool:
     kv_cache: KVCache
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rows", "logprobs", "tables", "kv_cache", "host", "counters", "status"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class EngineState:
     """Row r of `rows` and row r of `tables` belong together; `tables.seq_lens` counts tokens in the cache."""
 
@@ -116,7 +104,7 @@ class EngineState:
     def count(self, more: Mapping[Counter, int | Int[Array, ""]]) -> "EngineState":
         """The state with counters raised."""
         raised = [jnp.asarray(more.get(counter, 0), jnp.int32) for counter in Counter]
-        return dataclasses.replace(self, counters=self.counters + jnp.stack(raised))
+        return replace(self, counters=self.counters + jnp.stack(raised))
 
 
 def empty_rows(num_rows: int, max_model_len: int) -> Rows:
@@ -187,8 +175,8 @@ def without_kv(state: EngineState) -> EngineState:
     def shapes(kv_cache: KVCache) -> KVCache:
         return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), kv_cache)
 
-    host = state.host and dataclasses.replace(state.host, kv_cache=shapes(state.host.kv_cache))
-    return dataclasses.replace(state, kv_cache=shapes(state.kv_cache), host=host)
+    host = state.host and replace(state.host, kv_cache=shapes(state.host.kv_cache))
+    return replace(state, kv_cache=shapes(state.kv_cache), host=host)
 
 
 def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
@@ -199,4 +187,4 @@ def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> Engine
     placed = jax.tree.map(lambda new, old: old.at[rows].set(new, mode="drop"), requests, state.rows)
     index = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     *_, order = lax.sort([placed.priority, placed.arrival, index], num_keys=2)
-    return dataclasses.replace(state, rows=dataclasses.replace(placed, order=order))
+    return replace(state, rows=replace(placed, order=order))

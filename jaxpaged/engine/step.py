@@ -1,6 +1,6 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
-import dataclasses
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -45,7 +45,7 @@ class Model(Protocol):
     def logits(self, hidden: Hidden, /) -> Float[Array, "max_num_seqs vocab"]: ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StepConfig:
     """What is fixed when the loop is compiled, beside the sizes of the state."""
 
@@ -71,7 +71,7 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
     tables, appended = block_table.append(
         state.tables, plan.num_new_tokens, max_new_blocks=max_blocks_touched(limits, state.tables.block_size)
     )
-    state = dataclasses.replace(state, tables=tables, status=state.status | appended.status)
+    state = replace(state, tables=tables, status=state.status | appended.status)
     slots = scheduler.slots_of(state.rows.running, limits.max_num_seqs)
 
     state, hidden = forward(model, state, plan, slots, config)
@@ -128,7 +128,7 @@ def forward(
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = jnp.any((plan.num_tiles == 0) & (plan.num_new_tokens > 0))
     kv_cache, hidden = lax.cond(decodes, decode, skip, carry)
-    return dataclasses.replace(state, kv_cache=kv_cache), hidden
+    return replace(state, kv_cache=kv_cache), hidden
 
 
 def compute(
@@ -188,14 +188,14 @@ def answer(
     finishes = due & (stops | (num_tokens == rows.max_num_tokens))
     reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
     at = jnp.where(due, index, index.shape[0]), rows.num_tokens
-    rows = dataclasses.replace(
+    rows = replace(
         rows,
         token_ids=rows.token_ids.at[at].set(token_ids, mode="drop"),
         num_tokens=num_tokens,
         phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
     )
-    return dataclasses.replace(state, rows=rows, logprobs=state.logprobs.at[at].set(logprobs, mode="drop"))
+    return replace(state, rows=rows, logprobs=state.logprobs.at[at].set(logprobs, mode="drop"))
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits) -> EngineState:
@@ -234,7 +234,7 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits
         lambda carry: carry,
         (state.tables, jnp.int32(Status.OK)),
     )
-    return dataclasses.replace(state, tables=tables, status=state.status | status)
+    return replace(state, tables=tables, status=state.status | status)
 
 
 def clean_up(state: EngineState, limits: Limits) -> EngineState:
@@ -242,4 +242,4 @@ def clean_up(state: EngineState, limits: Limits) -> EngineState:
     tables, status = scheduler.free_rows(state.tables, state.rows.phase == Phase.FINISHED)
     max_blocks = max_blocks_touched(limits, tables.block_size)
     tables, slid = scheduler.slide_windows(tables, state.rows.running, limits, max_blocks=max_blocks)
-    return dataclasses.replace(state, tables=tables, status=state.status | status | slid)
+    return replace(state, tables=tables, status=state.status | status | slid)

@@ -3,8 +3,7 @@
 Every transition acts on all rows at once, with exactly the result of going row by row, and on all or none.
 """
 
-import dataclasses
-import functools
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,8 @@ from jaxpaged.memory.prefix_cache import Chain
 from jaxpaged.status import Status
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["pool", "block_tables", "seq_lens", "num_skipped", "chains"],
-    meta_fields=["block_size"],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class BlockTables:
     """Row r holds `cdiv(seq_lens[r], block_size)` blocks, named first to last in `block_tables[r]`."""
 
@@ -33,7 +28,7 @@ class BlockTables:
     seq_lens: Int[Array, " max_seqs"]  # tokens each row has places for
     num_skipped: Int[Array, " max_seqs"]  # leading blocks that left the window: NULL_BLOCK stands for them
     chains: Chain  # how far each row is cached
-    block_size: int  # tokens a block
+    block_size: int = field(metadata={"static": True})  # tokens a block
 
     @property
     def max_seqs(self) -> int:
@@ -49,12 +44,8 @@ class BlockTables:
         return cdiv(self.seq_lens, self.block_size)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["num_new_blocks", "copy_sources", "copy_destinations", "status"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class AppendInfo:
     """Before anything is written, block `copy_sources[r]` is to be copied to `copy_destinations[r]`."""
 
@@ -130,7 +121,7 @@ def append(
     is_copy = used & (col < held[row])
     nobody = jnp.zeros(tables.max_seqs, jnp.int32)
     target = jnp.where(is_copy, row, tables.max_seqs)
-    tables = dataclasses.replace(
+    tables = replace(
         tables,
         pool=pool,
         block_tables=tables.block_tables.at[jnp.where(used, row, tables.max_seqs), col].set(
@@ -183,7 +174,7 @@ def fork(
     done = mask & ~(unknown | in_use)
     lines = jnp.where(done[:, None], tables.block_tables[sources], NULL_BLOCK)
     target = jnp.where(done, destinations, tables.max_seqs)
-    tables = dataclasses.replace(
+    tables = replace(
         tables,
         pool=block_pool.hold(tables.pool, lines, lines != NULL_BLOCK, 1),
         block_tables=tables.block_tables.at[target].set(lines, mode="drop"),
@@ -221,7 +212,7 @@ def adopt(
     target = jnp.where(done & (status == Status.OK), rows, tables.max_seqs)
     width = min(block_ids.shape[1], tables.max_blocks_per_seq)
     lines = jnp.where(is_hit, block_ids, NULL_BLOCK)[:, :width]
-    tables = dataclasses.replace(
+    tables = replace(
         tables,
         pool=pool,
         block_tables=tables.block_tables.at[target[:, None], jnp.arange(width)].set(lines, mode="drop"),
@@ -261,9 +252,7 @@ def cache_full_blocks(
         tables.block_tables[row, col],
         token_ids[row[:, None], positions],
     )
-    tables = dataclasses.replace(
-        tables, pool=dataclasses.replace(tables.pool, prefix_cache=cache), chains=chains
-    )
+    tables = replace(tables, pool=replace(tables.pool, prefix_cache=cache), chains=chains)
     return tables, StatusInfo(flag(too_few, Status.TOO_FEW_TOKENS) | flag(too_many, Status.TOO_MANY_BLOCKS))
 
 
@@ -302,14 +291,14 @@ def truncate(
     tables, info = _release(tables, left, counts, max_blocks)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     ok = status == Status.OK
-    tables = dataclasses.replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
+    tables = replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
     if tables.pool.prefix_cache is not None:
         num_full = tables.seq_lens // tables.block_size
         last_ids = tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(num_full - 1, 0)]
         chains = prefix_cache.rewind(tables.pool.prefix_cache, tables.chains, num_full, last_ids)
-        tables = dataclasses.replace(tables, chains=chains)
+        tables = replace(tables, chains=chains)
     emptied = ok & (seq_lens == 0) & (num_tokens > 0)
-    return _clear(tables, emptied, keep_salt=True), dataclasses.replace(info, status=status)
+    return _clear(tables, emptied, keep_salt=True), replace(info, status=status)
 
 
 def slide_window(
@@ -326,7 +315,7 @@ def slide_window(
     tables, info = _release(tables, tables.num_skipped, counts, max_blocks)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     num_skipped = jnp.where(status == Status.OK, num_skipped, tables.num_skipped)
-    return dataclasses.replace(tables, num_skipped=num_skipped), dataclasses.replace(info, status=status)
+    return replace(tables, num_skipped=num_skipped), replace(info, status=status)
 
 
 def slot_mapping(
@@ -358,14 +347,14 @@ def _release(
     cleared = jnp.where(used & (info.status == Status.OK), row, tables.max_seqs)
     block_tables = tables.block_tables.at[cleared, col].set(NULL_BLOCK, mode="drop")
     status = info.status | flag(too_many, Status.TOO_MANY_BLOCKS)
-    return dataclasses.replace(tables, pool=pool, block_tables=block_tables), FreeInfo(info.num_freed, status)
+    return replace(tables, pool=pool, block_tables=block_tables), FreeInfo(info.num_freed, status)
 
 
 def _clear(tables: BlockTables, rows: Bool[Array, " max_seqs"], *, keep_salt: bool = False) -> BlockTables:
     """Forget all but the (already empty) lines of the masked rows."""
     salt = tables.chains.salt if keep_salt else jnp.zeros_like(tables.chains.salt)
     chains = prefix_cache.where(rows, prefix_cache.root(tables.pool.prefix_cache, salt), tables.chains)
-    return dataclasses.replace(
+    return replace(
         tables,
         seq_lens=jnp.where(rows, 0, tables.seq_lens),
         num_skipped=jnp.where(rows, 0, tables.num_skipped),

@@ -1,7 +1,6 @@
 """The arrays that hold keys and values, one pair a layer, and how a model reads and writes them."""
 
-import dataclasses
-import functools
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ from pallas_kernels import ops
 from pallas_kernels.ops import TiledImplementation
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class KVCache:
     """One array a layer, so that each is updated in place on its own. Block 0 is the null block."""
 
@@ -20,12 +19,8 @@ class KVCache:
     v: tuple[Num[Array, "num_blocks block_size num_kv_heads head_dim"], ...]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slot_mapping", "block_tables", "query_starts", "seq_lens"],
-    meta_fields=["implementation"],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class AttentionBatch:
     """Where the tokens of one forward pass stand: tiles of neighbouring tokens, each of one sequence."""
 
@@ -35,7 +30,7 @@ class AttentionBatch:
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"]
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
-    implementation: TiledImplementation  # of the attention
+    implementation: TiledImplementation = field(metadata={"static": True})  # of the attention
 
     @property
     def is_padding(self) -> Bool[Array, " num_tokens"]:

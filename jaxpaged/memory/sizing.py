@@ -1,11 +1,11 @@
 """How many bytes a block takes, and how many blocks fit."""
 
-import dataclasses
+from dataclasses import dataclass
 
 from jaxpaged.config import InputError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CachePlan:
     """What the cache will hold, and why it has that size."""
 
