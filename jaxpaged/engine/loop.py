@@ -9,13 +9,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
 from jaxpaged.engine import state as states
 from jaxpaged.engine.scheduler import Decision, Limits
 from jaxpaged.engine.state import EngineState, Phase, Rows
 from jaxpaged.engine.step import StepConfig, step
 from jaxpaged.memory import block_pool, prefix_cache
-from jaxpaged.memory.block_table import cdiv
 
 # Steps that one run makes at most, and so tokens a row that one report has room for.
 MAX_STEPS = 32

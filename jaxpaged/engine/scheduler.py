@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.memory import block_table, prefix_cache, swap
 from jaxpaged.memory.block_pool import NULL_BLOCK
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.prefix_cache import Hit
 from pallas_kernels import ops

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision, Limits, Plan, Slots, Tiles
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, Phase, Rows
 from jaxpaged.memory import block_table
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
 from jaxpaged.sampling import logprobs_of, sample

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import block_pool, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
 from jaxpaged.memory.entries import first_equal, number_through
@@ -53,10 +54,6 @@ class AppendInfo:
     copy_sources: Int[Array, " max_seqs"]  # NULL_BLOCK where nothing is to be copied
     copy_destinations: Int[Array, " max_seqs"]
     status: Int[Array, ""]
-
-
-def cdiv[T: (int, Array)](a: T, b: int) -> T:
-    return -(-a // b)
 
 
 def create(pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: int) -> BlockTables:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory.entries import first_equal, unbroken
 
 # What a block adds to the hash of its sequence: from its tokens and its place in the sequence.
@@ -139,7 +140,7 @@ def create(num_blocks: int, block_size: int, hash_fn: HashFn = hash_block) -> Pr
     """An empty cache for the blocks of one pool. `hash_fn` may be anything: it decides speed only."""
     if block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1")
-    num_buckets = -(-2 * num_blocks // PrefixCache.BUCKET)
+    num_buckets = cdiv(2 * num_blocks, PrefixCache.BUCKET)
     num_slots = num_buckets * PrefixCache.BUCKET
 
     def zeros(*shape: int) -> Int[Array, "*shape"]:

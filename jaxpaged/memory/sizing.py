@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import InputError
 
 
@@ -53,7 +54,7 @@ def plan(
             f"the cache needs at least 2 blocks of {bytes_per_block} bytes, "
             f"but only {max(available_bytes, 0)} bytes are available ({available_why})"
         )
-    useful = max_num_seqs * -(-max_model_len // block_size) + 1
+    useful = max_num_seqs * cdiv(max_model_len, block_size) + 1
     if useful <= fit:
         reason = f"{max_num_seqs} rows of {max_model_len} tokens, all that can be in use at once"
         return CachePlan(useful, bytes_per_block, block_size, reason)

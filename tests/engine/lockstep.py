@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from hypothesis import strategies as st
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import scheduler
 from jaxpaged.engine import state as states
@@ -16,7 +17,7 @@ from jaxpaged.engine.scheduler import Decision, Limits
 from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase
 from jaxpaged.engine.step import StepConfig, step
 from jaxpaged.memory import kv_cache, prefix_cache
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
 from jaxpaged.status import Status
