@@ -8,7 +8,7 @@ import numpy as np
 from jaxpaged.config import MAX_STOP_TOKENS, EngineConfig, InputError, SamplingParams, check, is_int
 from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import FinishReason, Phase, Rows
-from jaxpaged.memory.sizing import CachePlan
+from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 
 
@@ -49,7 +49,7 @@ class Door:
     config: EngineConfig
     model_config: ModelConfig
     max_model_len: int
-    plan: CachePlan
+    cache_size: CacheSize
     limits: Limits
 
     def admit(
@@ -115,11 +115,11 @@ class Door:
         # An answer's last token is never written to the cache.
         block_size = self.config.block_size
         need = self.limits.blocks_of(self._max_num_tokens(prompt, params) - 1, block_size)
-        if need > self.plan.num_blocks - 1:
+        if need > self.cache_size.num_blocks - 1:
             raise InputError(
                 f"the prompt of {len(prompt)} tokens with max_tokens={params.max_tokens} needs {need} blocks "
-                f"of {block_size} tokens, but num_blocks={self.plan.num_blocks} leaves "
-                f"{self.plan.num_blocks - 1} for use"
+                f"of {block_size} tokens, but num_blocks={self.cache_size.num_blocks} leaves "
+                f"{self.cache_size.num_blocks - 1} for use"
             )
         num_stop = len(self._stop_token_ids(params))
         check("number of stop tokens", num_stop, f"at most {MAX_STOP_TOKENS}", num_stop <= MAX_STOP_TOKENS)

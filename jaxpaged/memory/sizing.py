@@ -7,7 +7,7 @@ from jaxpaged.config import InputError
 
 
 @dataclass(frozen=True)
-class CachePlan:
+class CacheSize:
     """What the cache will hold, and why it has that size."""
 
     num_blocks: int  # the null block included
@@ -32,7 +32,7 @@ def bytes_per_block(
     return block_size * num_layers * 2 * num_kv_heads * head_dim * bytes_per_element
 
 
-def plan(
+def cache_size(
     *,
     num_blocks: int | None,
     bytes_per_block: int,
@@ -41,13 +41,13 @@ def plan(
     max_model_len: int,
     available_bytes: int,
     available_why: str,
-) -> CachePlan:
+) -> CacheSize:
     """Size the cache: `num_blocks` if given, else what `available_bytes` hold and the rows can use.
 
     Raises `InputError` if not even one sequence of one block would fit.
     """
     if num_blocks is not None:
-        return CachePlan(num_blocks, bytes_per_block, block_size, "num_blocks was given")
+        return CacheSize(num_blocks, bytes_per_block, block_size, "num_blocks was given")
     fit = available_bytes // bytes_per_block
     if fit < 2:
         raise InputError(
@@ -57,5 +57,5 @@ def plan(
     useful = max_num_seqs * cdiv(max_model_len, block_size) + 1
     if useful <= fit:
         reason = f"{max_num_seqs} rows of {max_model_len} tokens, all that can be in use at once"
-        return CachePlan(useful, bytes_per_block, block_size, reason)
-    return CachePlan(fit, bytes_per_block, block_size, f"as many as fit into {available_why}")
+        return CacheSize(useful, bytes_per_block, block_size, reason)
+    return CacheSize(fit, bytes_per_block, block_size, f"as many as fit into {available_why}")
