@@ -98,6 +98,13 @@ def test_every_file_of_the_packages_belongs_to_a_part():
         assert set((ROOT / package).rglob("*.py")) <= listed
 
 
+def test_memory_has_of_the_kernels_only_what_writes_and_copies():
+    """What reads K and V is attention, and the models'."""
+    imported = {name for file in files("jaxpaged/memory") for name in imported_modules(file)}
+    of_kernels = {name for name in imported if name.startswith("pallas_kernels")}
+    assert of_kernels == {f"pallas_kernels.ops.{name}" for name in ("reshape_and_cache", "swap_blocks")}
+
+
 def test_jit_and_donation_are_only_in_the_loop():
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
         uses = {

@@ -9,7 +9,6 @@ for each tile of its prompt and each token of its answer but the first. `referen
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,10 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
-from jaxpaged.memory import block_table, prefix_cache, swap
-from jaxpaged.memory.block_pool import NULL_BLOCK
+from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.prefix_cache import Hit
-from pallas_kernels import ops
 
 
 @dataclass(frozen=True)
@@ -388,7 +385,7 @@ def _swap_out(state: EngineState, rows: Bool[Array, " rows"]) -> tuple[EngineSta
     tables, host_tables, info = swap.swap_out(
         state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
     )
-    host_cache = _copy(state.kv_cache, host.kv_cache, info)
+    host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
     state = replace(
         state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
     )
@@ -400,20 +397,13 @@ def _swap_in(state: EngineState, rows: Bool[Array, " rows"]) -> EngineState:
     tables, host_tables, info = swap.swap_in(
         state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
     )
-    kv_cache = _copy(host.kv_cache, state.kv_cache, info)
     return replace(
         state,
         tables=tables,
-        kv_cache=kv_cache,
+        kv_cache=kv_cache.copy_blocks(host.kv_cache, state.kv_cache, info.sources, info.destinations),
         host=replace(host, tables=host_tables),
         status=state.status | info.status,
     )
-
-
-def _copy(source: Any, target: Any, info: swap.SwapInfo) -> Any:
-    # What is not to be moved is in no pool, and costs nothing.
-    pairs = jnp.where(info.sources == NULL_BLOCK, -1, jnp.stack([info.sources, info.destinations])).T
-    return jax.tree.map(lambda a, b: ops.swap_blocks(a, b, pairs), source, target)
 
 
 def _has_host(state: EngineState) -> HostPool:

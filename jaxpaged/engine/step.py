@@ -16,7 +16,8 @@ from jaxpaged.engine.state import Counter, EngineState, FinishReason, Phase, Row
 from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
-from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.sampling import logprobs_of, sample
 from jaxpaged.status import Status
 from pallas_kernels.ops import TiledImplementation
