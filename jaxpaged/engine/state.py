@@ -1,9 +1,9 @@
 """EngineState: everything the compiled loop knows, as one immutable pytree."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.config import MAX_STOP_TOKENS
 from jaxpaged.memory import block_pool, block_table, prefix_cache
-from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
+from jaxpaged.memory.block_table import AppendInfo, BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.sampling import SamplingState
 
@@ -88,6 +89,9 @@ class HostPool:
     kv_cache: KVCache
 
 
+type TableResult = tuple[BlockTables, AppendInfo | FreeInfo | StatusInfo]
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineState:
@@ -100,6 +104,13 @@ class EngineState:
     host: HostPool | None
     counters: Int[Array, " counters"]  # by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
+
+    def on_tables[**P](
+        self, verb: Callable[Concatenate[BlockTables, P], TableResult], *args: P.args, **options: P.kwargs
+    ) -> "EngineState":
+        """The state after a transition of its tables; the status is kept, what else is told of it is not."""
+        tables, info = verb(self.tables, *args, **options)
+        return replace(self, tables=tables, status=self.status | info.status)
 
     def count(self, more: Mapping[Counter, int | Int[Array, ""]]) -> "EngineState":
         """The state with counters raised."""

@@ -70,10 +70,8 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
     state, decision = scheduler.schedule(state, config.limits)
     plan, limits = decision.plan, config.limits
     ran = plan.num_new_tokens > 0
-    tables, appended = block_table.append(
-        state.tables, plan.num_new_tokens, max_new_blocks=max_blocks_touched(limits, state.tables.block_size)
-    )
-    state = replace(state, tables=tables, status=state.status | appended.status)
+    max_blocks = max_blocks_touched(limits, state.tables.block_size)
+    state = state.on_tables(block_table.append, plan.num_new_tokens, max_new_blocks=max_blocks)
     slots = scheduler.slots_of(state.rows.running, limits.max_num_seqs)
 
     state, hidden = forward(model, state, plan, slots, config)
@@ -241,7 +239,6 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits
 
 def clean_up(state: EngineState, limits: Limits) -> EngineState:
     """Take back the blocks of rows that have finished, and those that running rows' windows have left."""
-    tables, status = scheduler.free_rows(state.tables, state.rows.phase == Phase.FINISHED)
-    max_blocks = max_blocks_touched(limits, tables.block_size)
-    tables, slid = scheduler.slide_windows(tables, state.rows.running, limits, max_blocks=max_blocks)
-    return replace(state, tables=tables, status=state.status | status | slid)
+    state = state.on_tables(block_table.free_rows, state.rows.phase == Phase.FINISHED)
+    window, max_blocks = limits.sliding_window, max_blocks_touched(limits, state.tables.block_size)
+    return state.on_tables(block_table.slide_windows, state.rows.running, window, max_blocks=max_blocks)

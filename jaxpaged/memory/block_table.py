@@ -253,18 +253,34 @@ def cache_full_blocks(
     return tables, StatusInfo(flag(too_few, Status.TOO_FEW_TOKENS) | flag(too_many, Status.TOO_MANY_BLOCKS))
 
 
-def free_rows(
-    tables: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
-) -> tuple[BlockTables, FreeInfo]:
+def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[BlockTables, FreeInfo]:
     """Give back all blocks of the masked rows, row by row; the rows become empty.
 
     In a row the first block goes first (`lru`, `lru_split`: the last, so that the beginning of a prompt,
-    which others may share, is evicted last). `max_blocks` (static) bounds the blocks of these rows; without
-    it, they may be the whole table. Costs O(max_blocks). Status: TOO_MANY_BLOCKS.
+    which others may share, is evicted last). Each round frees as many rows as hold together no more blocks
+    than a row can, and costs O(max_seqs + max_blocks_per_seq); without any to free there is none.
     """
-    counts = jnp.where(rows, tables.num_blocks - tables.num_skipped, 0)
-    tables, info = _release(tables, tables.num_skipped, counts, max_blocks)
-    return _clear(tables, rows & (info.status == Status.OK)), info
+    width = tables.max_blocks_per_seq
+    type Carry = tuple[BlockTables, FreeInfo]
+
+    def pending(tables: BlockTables) -> Bool[Array, " max_seqs"]:
+        return rows & (
+            (tables.seq_lens > 0) | (tables.chains.salt != 0)
+        )  # cut to nothing, a row has its salt
+
+    def goes_on(carry: Carry) -> Bool[Array, ""]:
+        # A refusal is a bug, and must not turn into an endless loop.
+        return jnp.any(pending(carry[0])) & (carry[1].status == Status.OK)
+
+    def free_some(carry: Carry) -> Carry:
+        tables, info = carry
+        counts = jnp.where(pending(tables), tables.num_blocks - tables.num_skipped, 0)
+        some = pending(tables) & (jnp.cumsum(counts) <= width)
+        tables, freed = _release(tables, tables.num_skipped, jnp.where(some, counts, 0), width)
+        tables = _clear(tables, some & (freed.status == Status.OK))
+        return tables, FreeInfo(info.num_freed + freed.num_freed, info.status | freed.status)
+
+    return lax.while_loop(goes_on, free_some, (tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))))
 
 
 def reset(tables: BlockTables) -> tuple[BlockTables, FreeInfo]:
@@ -277,7 +293,8 @@ def truncate(
 ) -> tuple[BlockTables, FreeInfo]:
     """Give back the last `num_tokens[r]` tokens of each row r, and the blocks that hold nothing else.
 
-    Order and `max_blocks` as in `free_rows`. Status: TOO_FEW_TOKENS (a row has not so many, or the window has
+    In the order of `free_rows`. `max_blocks` (static) bounds these blocks; without it, they may be the whole
+    table. Costs O(max_seqs + max_blocks). Status: TOO_FEW_TOKENS (a row has not so many, or the window has
     left what would be its end), TOO_MANY_BLOCKS.
     """
     seq_lens = tables.seq_lens - num_tokens
@@ -303,7 +320,7 @@ def slide_window(
 ) -> tuple[BlockTables, FreeInfo]:
     """Free the blocks that hold nothing but the first `num_skipped_tokens[r]` tokens of row r.
 
-    The null block stands in for them. Order and `max_blocks` as in `free_rows`.
+    The null block stands in for them. Order and `max_blocks` as in `truncate`.
     Status: TOO_FEW_TOKENS (a row has not so many), TOO_MANY_BLOCKS.
     """
     too_few = jnp.any(num_skipped_tokens > tables.seq_lens)
@@ -313,6 +330,23 @@ def slide_window(
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     num_skipped = jnp.where(status == Status.OK, num_skipped, tables.num_skipped)
     return replace(tables, num_skipped=num_skipped), replace(info, status=status)
+
+
+def slide_windows(
+    tables: BlockTables, rows: Bool[Array, " max_seqs"], sliding_window: int | None, *, max_blocks: int
+) -> tuple[BlockTables, FreeInfo]:
+    """`slide_window` past all that nothing to come in the masked rows can see; None: it sees everything."""
+    if sliding_window is None:
+        return tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))
+    skipped = jnp.where(rows, num_unseen(tables.seq_lens, sliding_window), 0)
+    return slide_window(tables, skipped, max_blocks=max_blocks)
+
+
+def num_unseen(num_tokens: Int[Array, "*n"], sliding_window: int | None) -> Int[Array, "*n"]:
+    """How many of a sequence's first tokens the one after `num_tokens` of them does not see."""
+    if sliding_window is None:
+        return jnp.zeros_like(num_tokens)
+    return jnp.maximum(num_tokens + 1 - sliding_window, 0)
 
 
 def slot_mapping(

@@ -78,7 +78,7 @@ def _move(
         num_skipped=jnp.where(done & rows, source.num_skipped, target.num_skipped),
         chains=prefix_cache.where(done & rows, source.chains, target.chains),
     )
-    source, _ = block_table.free_rows(source, done & rows, max_blocks=size)
+    source, _ = block_table.free_rows(source, done & rows)
     return (
         source,
         target,
