@@ -139,7 +139,7 @@ def measure_loops(policy: Policy, repeats: int) -> list[dict[str, Any]]:
         return tables, info.status
 
     def free(tables: BlockTables, step: jax.Array) -> tuple[BlockTables, jax.Array]:
-        tables, info = block_table.free_rows(tables, row == step, max_blocks=LOOP_BLOCKS_PER_ROW)
+        tables, info = block_table.free_rows(tables, row == step)
         return tables, info.status
 
     loops = {"append": append, "free_rows of one row": free}
@@ -210,7 +210,7 @@ class Subject:
         donated = functools.partial(jax.jit, donate_argnums=0)
         self.append = donated(functools.partial(block_table.append, max_new_blocks=NUM_ROWS))
         self.append_prompt = donated(functools.partial(block_table.append, max_new_blocks=MAX_BLOCKS_PER_ROW))
-        self.free = donated(functools.partial(block_table.free_rows, max_blocks=MAX_BLOCKS_PER_ROW))
+        self.free = donated(block_table.free_rows)
         self.decode = donated(_decode)
         self.everybody = jnp.ones(NUM_ROWS, bool)
         self.one_token = jnp.ones(NUM_ROWS, jnp.int32)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import driver, gpu_flags, loop, scheduler
 from jaxpaged.engine import state as states
@@ -23,7 +24,7 @@ from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import Counter, EngineState, Phase, Rows
 from jaxpaged.engine.step import Model, StepConfig
 from jaxpaged.memory import block_table
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.status import raise_if_error
 from pallas_kernels.ops import TiledImplementation

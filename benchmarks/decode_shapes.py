@@ -25,10 +25,10 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import decode_attention, decode_loop, record
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, plan
 from jaxpaged.engine.loop import MAX_STEPS
-from jaxpaged.memory.block_table import cdiv
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig, RopeScaling

@@ -229,7 +229,7 @@ def _info(args: argparse.Namespace) -> None:
     model = loading.open_checkpoint(args.model).config
     implementation, why = plan.attention(config, model)
     no_native = native.why_not(plan.resolve_dtype(config))
-    cache = plan.cache_plan(config, model)
+    cache = plan.cache_size(config, model)
     lines += [
         ("attention", f"{implementation}: {why}"),
         ("products", f"xla: {no_native}" if no_native else "native: a CPU with AVX-512"),

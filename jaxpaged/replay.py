@@ -44,8 +44,9 @@ from jaxpaged.engine.step import StepConfig
 from jaxpaged.memory import block_pool, kv_cache, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import InvariantError, check_invariants
-from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
+from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.llama import Llama
 from jaxpaged.status import PagedMemoryError, Status
 

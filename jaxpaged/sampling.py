@@ -1,7 +1,6 @@
 """From logits to tokens, every option batched: one row may be greedy while its neighbour samples."""
 
-import dataclasses
-import functools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +8,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["temperature", "top_k", "top_p", "min_p", "seed", "wants_logprobs"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SamplingState:
     """Each row's options as arrays; see `config.SamplingParams`."""
 
@@ -28,7 +23,7 @@ class SamplingState:
     def take(self, rows: Int[Array, " n"], mask: Bool[Array, " n"]) -> "SamplingState":
         """The options of some rows; those not masked are greedy, which costs nothing."""
         taken = jax.tree.map(lambda option: option[rows], self)
-        return dataclasses.replace(
+        return replace(
             taken,
             temperature=jnp.where(mask, taken.temperature, 0),
             wants_logprobs=taken.wants_logprobs & mask,

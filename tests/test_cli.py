@@ -121,7 +121,7 @@ def test_engine_options_reach_the_engine(arguments, options):
         EngineConfig(**options)
 
 
-def test_info_prints_the_cache_plan(model, capsys):
+def test_info_prints_the_caches_size(model, capsys):
     assert cli.main(["info", "--model", model, *FAST, "--num-blocks", "33"]) == 0
     out = capsys.readouterr().out
     # 8 tokens x 2 layers x (K and V) x 2 heads x 8 x 4 bytes

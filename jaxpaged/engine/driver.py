@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, state
 from jaxpaged.engine.loop import MAX_STEPS, Report
-from jaxpaged.engine.plan import attention, cache_plan, max_model_len, resolve_dtype, tiles_per_pass
+from jaxpaged.engine.plan import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
 from jaxpaged.engine.request import Delta, Door, Request, arrival_of
 from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase
@@ -93,19 +93,19 @@ class Driver:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.plan = cache_plan(config, model_config)
+        size = self.cache_size = cache_size(config, model_config)
         decode_attention, why = attention(config, model_config)
         logging.info("attention of decode steps: %s (%s)", decode_attention, why)
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             num_tiles=config.num_prefill_tiles,
-            watermark_blocks=int(WATERMARK * self.plan.num_blocks),
+            watermark_blocks=int(WATERMARK * size.num_blocks),
             sliding_window=model_config.sliding_window,
             reuse_answers=config.reuse_answers,
         )
-        self.door = Door(config, model_config, max_model_len(config, model_config), self.plan, limits)
+        self.door = Door(config, model_config, max_model_len(config, model_config), size, limits)
         self.step_config = StepConfig(limits, tiles_per_pass(config), decode_attention)
-        self.stats = Stats(num_blocks=self.plan.num_blocks - 1, num_free_blocks=self.plan.num_blocks - 1)
+        self.stats = Stats(num_blocks=size.num_blocks - 1, num_free_blocks=size.num_blocks - 1)
         self._graphdef, self._params = nnx.split(Llama(model_config, weights, resolve_dtype(config)))
         self._state = self._create_state()
         self._counters = jax.device_get(self._state.counters)
@@ -114,7 +114,7 @@ class Driver:
         self._unread: Report | None = None
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
-        logging.info("cache: %s", self.plan)
+        logging.info("cache: %s", size)
         self._compile()
 
     @property
@@ -185,7 +185,8 @@ class Driver:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
 
     def _create_state(self) -> EngineState:
-        created = self._create_pool(self.plan.num_blocks, prefix_caching=self.config.enable_prefix_caching)
+        num_blocks = self.cache_size.num_blocks
+        created = self._create_pool(num_blocks, prefix_caching=self.config.enable_prefix_caching)
         if self.config.preemption_mode != "swap":
             return created
         swapped = self._create_pool(self.config.num_host_blocks, prefix_caching=False)

@@ -127,7 +127,7 @@ class Engine:
         self, config: EngineConfig, model_config: ModelConfig, weights: Weights, tokenizer: Any = None
     ) -> None:
         self._driver = Driver(config, model_config, weights)
-        self.config, self.door, self.plan = config, self._driver.door, self._driver.plan
+        self.config, self.door, self.cache_size = config, self._driver.door, self._driver.cache_size
         self.tokenizer = tokenizer
         self._worker = _Worker(self._driver)
         self._close = weakref.finalize(self, self._worker.stop)

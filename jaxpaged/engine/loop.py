@@ -1,7 +1,7 @@
 """The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
 
-import dataclasses
 import functools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -9,27 +9,20 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
 from jaxpaged.engine import state as states
 from jaxpaged.engine.scheduler import Decision, Limits
 from jaxpaged.engine.state import EngineState, Phase, Rows
 from jaxpaged.engine.step import StepConfig, step
 from jaxpaged.memory import block_pool, prefix_cache
-from jaxpaged.memory.block_table import cdiv
 
 # Steps that one run makes at most, and so tokens a row that one report has room for.
 MAX_STEPS = 32
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "phase", "arrival", "num_tokens", "finish_reason", "num_hit_tokens", "new_token_ids", "new_logprobs",
-        "num_free_blocks", "num_cached_blocks", "counters", "status",
-    ],
-    meta_fields=[],
-)  # fmt: skip
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Report:
     """What the host wants to know of a run. Copies: it can be read while the next run has the state."""
 
@@ -142,8 +135,8 @@ def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> Engine
 def reset_prefix_cache(state: EngineState) -> EngineState:
     """Forget what can be found of former requests; none may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
-    tables = dataclasses.replace(state.tables, pool=pool)
-    return dataclasses.replace(state, tables=tables, status=state.status | info.status)
+    tables = replace(state.tables, pool=pool)
+    return replace(state, tables=tables, status=state.status | info.status)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import PREFILL_TILE, EngineConfig
 from jaxpaged.memory import sizing
-from jaxpaged.memory.sizing import CachePlan
+from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native, ops, support
@@ -92,11 +92,11 @@ def tiles_per_pass(config: EngineConfig) -> int:
     return min(tokens // PREFILL_TILE, config.num_prefill_tiles)
 
 
-def cache_plan(config: EngineConfig, model_config: ModelConfig) -> CachePlan:
+def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
     """How many blocks the cache gets on this machine."""
     dtype = resolve_dtype(config)
     available, why = available_bytes(config, model_config, dtype)
-    return sizing.plan(
+    return sizing.cache_size(
         num_blocks=config.num_blocks,
         bytes_per_block=sizing.bytes_per_block(
             block_size=config.block_size,

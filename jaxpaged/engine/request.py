@@ -12,7 +12,7 @@ from jaxpaged.checks import InputError, check, checked_int, is_int, is_int_type,
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import FinishReason, Phase, Rows
-from jaxpaged.memory.sizing import CachePlan
+from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import MAX_STOP_TOKENS, SamplingParams
 
@@ -92,7 +92,7 @@ class Door:
     config: EngineConfig
     model_config: ModelConfig
     max_model_len: int
-    plan: CachePlan
+    cache_size: CacheSize
     limits: Limits
     salts: Salts = dataclasses.field(default_factory=Salts)
 
@@ -186,11 +186,11 @@ class Door:
         # An answer's last token is never written to the cache.
         block_size = self.config.block_size
         need = self.limits.blocks_of(max_num_tokens - 1, block_size)
-        if need > self.plan.num_blocks - 1:
+        if need > self.cache_size.num_blocks - 1:
             raise InputError(
                 f"the prompt of {prompt_len} tokens with max_tokens={params.max_tokens} needs {need} blocks "
-                f"of {block_size} tokens, but num_blocks={self.plan.num_blocks} leaves "
-                f"{self.plan.num_blocks - 1} for use"
+                f"of {block_size} tokens, but num_blocks={self.cache_size.num_blocks} leaves "
+                f"{self.cache_size.num_blocks - 1} for use"
             )
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:

@@ -8,26 +8,22 @@ finished after as many steps as it and those unfinished before it have work, whe
 for each tile of its prompt and each token of its answer but the first. `reference/engine.py` has the proof.
 """
 
-import dataclasses
-import functools
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
-from jaxpaged.memory import block_table, prefix_cache, swap
-from jaxpaged.memory.block_pool import NULL_BLOCK
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.prefix_cache import Hit
-from pallas_kernels import ops
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Limits:
     """What is fixed when the loop is compiled, beside the sizes of the state."""
 
@@ -45,17 +41,9 @@ class Limits:
         most = cdiv(self.sliding_window - 1 + self.num_tiles * PREFILL_TILE, block_size) + 1
         return min(blocks, most) if isinstance(blocks, int) else jnp.minimum(blocks, most)
 
-    def skipped(self, num_computed: Int[Array, "*n"]) -> Int[Array, "*n"]:
-        """Tokens out of the window of whatever comes after so many."""
-        if self.sliding_window is None:
-            return jnp.zeros_like(num_computed)
-        return jnp.maximum(num_computed + 1 - self.sliding_window, 0)
 
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["num_tiles", "num_new_tokens"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Plan:
     """What each row computes in this step."""
 
@@ -63,12 +51,8 @@ class Plan:
     num_new_tokens: Int[Array, " rows"]  # prompt tokens of these tiles, or 1 for a row that decodes
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["plan", "admitted", "num_hit_blocks", "preempted", "swapped"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Decision:
     """What `schedule` decided: for tests, traces and replay."""
 
@@ -79,10 +63,8 @@ class Decision:
     swapped: Bool[Array, " rows"]  # preempted, and swapped out
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["row", "start", "first", "end"], meta_fields=["tile_len"]
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Tiles:
     """The work of one forward pass: tiles of `tile_len` neighbouring positions, each of one row.
 
@@ -93,11 +75,11 @@ class Tiles:
     start: Int[Array, " num_tiles"]  # the tile's first position; of a prompt tile a multiple of tile_len
     first: Int[Array, " num_tiles"]
     end: Int[Array, " num_tiles"]
-    tile_len: int
+    tile_len: int = field(metadata={"static": True})
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "of_row"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Slots:
     """Which of the places of a decode step, `max_num_seqs` of them, each running row has."""
 
@@ -201,46 +183,16 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     """End the unfinished requests with these arrivals; an arrival that is in no row does nothing."""
     rows = state.rows
     aborted = (rows.running | rows.waiting) & jnp.any(rows.arrival[:, None] == arrivals, axis=1)
-    rows = dataclasses.replace(
+    rows = replace(
         rows,
         phase=jnp.where(aborted, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(aborted, FinishReason.ABORT, rows.finish_reason),
     )
-    tables, status = free_rows(state.tables, aborted)
-    host = state.host
-    if host is not None:
-        host_tables, host_status = free_rows(host.tables, aborted)
-        host, status = dataclasses.replace(host, tables=host_tables), status | host_status
-    return dataclasses.replace(state, rows=rows, tables=tables, host=host, status=state.status | status)
-
-
-def free_rows(tables: BlockTables, rows: Bool[Array, " rows"]) -> tuple[BlockTables, Int[Array, ""]]:
-    """Give back all blocks of the masked rows, one row after the other: there are few at a time."""
-    type Carry = tuple[BlockTables, Int[Array, ""]]
-
-    def pending(tables: BlockTables) -> Bool[Array, " rows"]:
-        return rows & (tables.seq_lens > 0)
-
-    def free_first(carry: Carry) -> Carry:
-        tables, status = carry
-        first = jnp.arange(tables.max_seqs) == jnp.argmax(pending(tables))
-        tables, info = block_table.free_rows(tables, first, max_blocks=tables.max_blocks_per_seq)
-        # A refusal is a bug, and must not turn into an endless loop.
-        seq_lens = jnp.where(first, 0, tables.seq_lens)
-        return dataclasses.replace(tables, seq_lens=seq_lens), status | info.status
-
-    return lax.while_loop(lambda carry: jnp.any(pending(carry[0])), free_first, (tables, jnp.int32(0)))
-
-
-def slide_windows(
-    tables: BlockTables, rows: Bool[Array, " rows"], limits: Limits, *, max_blocks: int
-) -> tuple[BlockTables, Int[Array, ""]]:
-    """Free what nothing to come in the masked rows can see, `max_blocks` over all; also the status."""
-    if limits.sliding_window is None:
-        return tables, jnp.int32(0)
-    skipped = jnp.where(rows, limits.skipped(tables.seq_lens), 0)
-    tables, info = block_table.slide_window(tables, skipped, max_blocks=max_blocks)
-    return tables, info.status
+    state = replace(state, rows=rows).on_tables(block_table.free_rows, aborted)
+    if state.host is None:
+        return state
+    host_tables, freed = block_table.free_rows(state.host.tables, aborted)
+    return replace(state, host=replace(state.host, tables=host_tables), status=state.status | freed.status)
 
 
 def _blocks_short(state: EngineState, plan: Plan) -> Int[Array, ""]:
@@ -269,14 +221,9 @@ def _preempt(
         if state.host is not None:
             state, moved = _swap_out(state, last)
             swapped |= moved
-        tables, freed = free_rows(state.tables, last)
         phase = jnp.where(last, jnp.where(swapped, Phase.SWAPPED, Phase.WAITING), state.rows.phase)
-        state = dataclasses.replace(
-            state,
-            rows=dataclasses.replace(state.rows, phase=phase),
-            tables=tables,
-            status=state.status | freed,
-        )
+        state = replace(state, rows=replace(state.rows, phase=phase))
+        state = state.on_tables(block_table.free_rows, last)
         return state.count({Counter.NUM_PREEMPTIONS: 1}), preempted | last, swapped
 
     return lax.while_loop(short, preempt_last, (state, nobody, nobody))
@@ -294,9 +241,9 @@ def _admit(
         row = rows.order[jnp.argmax(rows.waiting[rows.order])]
         hit, defers = _look_up(state, row, limits)
         length = hit.chain.num_blocks
-        skipped = limits.skipped(length * tables.block_size) // tables.block_size
+        unseen = block_table.num_unseen(length * tables.block_size, limits.sliding_window)
         place = jnp.arange(hit.block_ids.shape[0])
-        kept = (place >= skipped) & (place < length)
+        kept = (place >= unseen // tables.block_size) & (place < length)
         held_by_others = jnp.sum(kept & (tables.pool.ref_count[hit.block_ids] > 0), dtype=jnp.int32)
         need = limits.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
         fits = need + _reserved(state, limits) <= tables.pool.num_free
@@ -370,20 +317,18 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, limits: Limits) ->
     first_time = rows.num_tokens[row] == rows.prompt_lens[row]
     if state.host is not None:
         state = _swap_in(state, this & ~is_new)
-    tables, status = state.tables, state.status
-    if tables.pool.prefix_cache is not None:
+    if state.tables.pool.prefix_cache is not None:
         chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
-        tables, adopted = block_table.adopt(tables, row[None], hit.block_ids[None], chain, is_new[None])
-        status |= adopted.status
-        tables, slid = slide_windows(tables, this & is_new, limits, max_blocks=hit.block_ids.shape[0])
-        status |= slid
-    num_hit_tokens = hit.chain.num_blocks * tables.block_size
-    rows = dataclasses.replace(
+        state = state.on_tables(block_table.adopt, row[None], hit.block_ids[None], chain, is_new[None])
+        window, max_blocks = limits.sliding_window, hit.block_ids.shape[0]
+        state = state.on_tables(block_table.slide_windows, this & is_new, window, max_blocks=max_blocks)
+    num_hit_tokens = hit.chain.num_blocks * state.tables.block_size
+    rows = replace(
         rows,
         phase=jnp.where(this, Phase.RUNNING, rows.phase),
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
-    state = dataclasses.replace(state, rows=rows, tables=tables, status=status)
+    state = replace(state, rows=rows)
     num_lookup_tokens = jnp.where(is_new, rows.num_tokens[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
@@ -396,8 +341,8 @@ def _swap_out(state: EngineState, rows: Bool[Array, " rows"]) -> tuple[EngineSta
     tables, host_tables, info = swap.swap_out(
         state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
     )
-    host_cache = _copy(state.kv_cache, host.kv_cache, info)
-    state = dataclasses.replace(
+    host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
+    state = replace(
         state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
     )
     return state, rows & fits & (host_tables.seq_lens > 0)
@@ -408,20 +353,13 @@ def _swap_in(state: EngineState, rows: Bool[Array, " rows"]) -> EngineState:
     tables, host_tables, info = swap.swap_in(
         state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
     )
-    kv_cache = _copy(host.kv_cache, state.kv_cache, info)
-    return dataclasses.replace(
+    return replace(
         state,
         tables=tables,
-        kv_cache=kv_cache,
-        host=dataclasses.replace(host, tables=host_tables),
+        kv_cache=kv_cache.copy_blocks(host.kv_cache, state.kv_cache, info.sources, info.destinations),
+        host=replace(host, tables=host_tables),
         status=state.status | info.status,
     )
-
-
-def _copy(source: Any, target: Any, info: swap.SwapInfo) -> Any:
-    # What is not to be moved is in no pool, and costs nothing.
-    pairs = jnp.where(info.sources == NULL_BLOCK, -1, jnp.stack([info.sources, info.destinations])).T
-    return jax.tree.map(lambda a, b: ops.swap_blocks(a, b, pairs), source, target)
 
 
 def _has_host(state: EngineState) -> HostPool:

@@ -1,6 +1,6 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
-import dataclasses
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -8,14 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision, Limits, Plan, Slots, Tiles
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, Phase, Rows
 from jaxpaged.memory import block_table
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
-from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.sampling import logprobs_of, sample
 from jaxpaged.status import Status
 from pallas_kernels.ops import TiledImplementation
@@ -45,7 +47,7 @@ class Model(Protocol):
     def logits(self, hidden: Hidden, /) -> Float[Array, "max_num_seqs vocab"]: ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StepConfig:
     """What is fixed when the loop is compiled, beside the sizes of the state."""
 
@@ -68,10 +70,8 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
     state, decision = scheduler.schedule(state, config.limits)
     plan, limits = decision.plan, config.limits
     ran = plan.num_new_tokens > 0
-    tables, appended = block_table.append(
-        state.tables, plan.num_new_tokens, max_new_blocks=max_blocks_touched(limits, state.tables.block_size)
-    )
-    state = dataclasses.replace(state, tables=tables, status=state.status | appended.status)
+    max_blocks = max_blocks_touched(limits, state.tables.block_size)
+    state = state.on_tables(block_table.append, plan.num_new_tokens, max_new_blocks=max_blocks)
     slots = scheduler.slots_of(state.rows.running, limits.max_num_seqs)
 
     state, hidden = forward(model, state, plan, slots, config)
@@ -128,7 +128,7 @@ def forward(
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = jnp.any((plan.num_tiles == 0) & (plan.num_new_tokens > 0))
     kv_cache, hidden = lax.cond(decodes, decode, skip, carry)
-    return dataclasses.replace(state, kv_cache=kv_cache), hidden
+    return replace(state, kv_cache=kv_cache), hidden
 
 
 def compute(
@@ -188,14 +188,14 @@ def answer(
     finishes = due & (stops | (num_tokens == rows.max_num_tokens))
     reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
     at = jnp.where(due, index, index.shape[0]), rows.num_tokens
-    rows = dataclasses.replace(
+    rows = replace(
         rows,
         token_ids=rows.token_ids.at[at].set(token_ids, mode="drop"),
         num_tokens=num_tokens,
         phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
     )
-    return dataclasses.replace(state, rows=rows, logprobs=state.logprobs.at[at].set(logprobs, mode="drop"))
+    return replace(state, rows=rows, logprobs=state.logprobs.at[at].set(logprobs, mode="drop"))
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits) -> EngineState:
@@ -234,12 +234,11 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits
         lambda carry: carry,
         (state.tables, jnp.int32(Status.OK)),
     )
-    return dataclasses.replace(state, tables=tables, status=state.status | status)
+    return replace(state, tables=tables, status=state.status | status)
 
 
 def clean_up(state: EngineState, limits: Limits) -> EngineState:
     """Take back the blocks of rows that have finished, and those that running rows' windows have left."""
-    tables, status = scheduler.free_rows(state.tables, state.rows.phase == Phase.FINISHED)
-    max_blocks = max_blocks_touched(limits, tables.block_size)
-    tables, slid = scheduler.slide_windows(tables, state.rows.running, limits, max_blocks=max_blocks)
-    return dataclasses.replace(state, tables=tables, status=state.status | status | slid)
+    state = state.on_tables(block_table.free_rows, state.rows.phase == Phase.FINISHED)
+    window, max_blocks = limits.sliding_window, max_blocks_touched(limits, state.tables.block_size)
+    return state.on_tables(block_table.slide_windows, state.rows.running, window, max_blocks=max_blocks)

@@ -4,9 +4,8 @@ Block 0 is the null block. It is never given out; unused table entries name it a
 written to it, so every index that reaches a kernel is a real block.
 """
 
-import dataclasses
 import enum
-import functools
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import jax
@@ -31,18 +30,14 @@ HELD_ONCE = FreeQueue.NOT_QUEUED - 1  # the `place` of a block with one holder
 Policy = Literal["lifo", "naive", "lru", "lru_split"]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["free_queue", "prefix_cache"],
-    meta_fields=["policy"],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class BlockPool:
     """A block is either queued or held: `free_queue.place` is its place, or `NOT_QUEUED - holders`."""
 
     free_queue: FreeQueue
     prefix_cache: PrefixCache | None  # None: content is forgotten when its block is freed
-    policy: Policy
+    policy: Policy = field(metadata={"static": True})
 
     @property
     def num_blocks(self) -> int:
@@ -72,22 +67,22 @@ class AllocStatus(enum.IntEnum):
     NEVER = 2
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["block_ids", "status"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class AllocateInfo:
     block_ids: Int[Array, " max_count"]  # in the order taken; NULL_BLOCK beyond `count`
     status: Int[Array, ""]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["num_freed", "status"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class FreeInfo:
     num_freed: Int[Array, ""]  # blocks that nobody holds any more
     status: Int[Array, ""]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["status"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StatusInfo:
     status: Int[Array, ""]
 
@@ -132,7 +127,7 @@ def allocate(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[Bl
     )
     count = jnp.where(status == Status.OK, count, 0)
     queue, block_ids = free_queue.pop_front(pool.free_queue, count, max_count, place=HELD_ONCE)
-    pool = forget(dataclasses.replace(pool, free_queue=queue), block_ids, jnp.arange(max_count) < count)
+    pool = forget(replace(pool, free_queue=queue), block_ids, jnp.arange(max_count) < count)
     return pool, AllocateInfo(block_ids=block_ids, status=status)
 
 
@@ -140,7 +135,7 @@ def forget(pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array,
     """Make the content of the masked blocks unfindable; nothing is checked."""
     if pool.prefix_cache is None:
         return pool
-    return dataclasses.replace(pool, prefix_cache=prefix_cache.remove(pool.prefix_cache, block_ids, mask))
+    return replace(pool, prefix_cache=prefix_cache.remove(pool.prefix_cache, block_ids, mask))
 
 
 def free(
@@ -174,7 +169,7 @@ def free(
         queue = free_queue.push_back(queue, block_ids, is_freed & has_content)
     else:
         queue = free_queue.push_front(queue, block_ids, is_freed)
-    return dataclasses.replace(pool, free_queue=queue), FreeInfo(
+    return replace(pool, free_queue=queue), FreeInfo(
         num_freed=jnp.sum(is_freed, dtype=jnp.int32),
         status=flag(double_free, Status.DOUBLE_FREE) | flag(unknown, Status.UNKNOWN_BLOCK),
     )
@@ -190,7 +185,7 @@ def touch(
     known, unknown = _known(pool, block_ids, mask)
     known &= ~unknown
     is_free = known & (pool.free_queue.place[block_ids] >= 0)
-    pool = dataclasses.replace(pool, free_queue=free_queue.remove(pool.free_queue, block_ids, is_free))
+    pool = replace(pool, free_queue=free_queue.remove(pool.free_queue, block_ids, is_free))
     return hold(pool, block_ids, known, 1), StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
 
 
@@ -207,7 +202,7 @@ def reset_prefix_cache(pool: BlockPool) -> tuple[BlockPool, StatusInfo]:
     in_use = pool.num_free != pool.num_blocks - 1
     if pool.prefix_cache is not None:
         cleared = lax.cond(in_use, lambda same: same, prefix_cache.clear, pool.prefix_cache)
-        pool = dataclasses.replace(pool, prefix_cache=cleared)
+        pool = replace(pool, prefix_cache=cleared)
     return pool, StatusInfo(flag(in_use, Status.BLOCKS_IN_USE))
 
 
@@ -215,7 +210,7 @@ def hold(pool: BlockPool, block_ids: Int[Array, "*n"], mask: Bool[Array, "*n"], 
     """So many more `holders` for each masked naming of a held block. Nothing is checked or freed."""
     target = jnp.where(mask, block_ids, pool.num_blocks)
     place = pool.free_queue.place.at[target].add(-holders, mode="drop")
-    return dataclasses.replace(pool, free_queue=dataclasses.replace(pool.free_queue, place=place))
+    return replace(pool, free_queue=replace(pool.free_queue, place=place))
 
 
 def flag(condition: Bool[Array, ""], bit: Status) -> Int[Array, ""]:

@@ -12,9 +12,8 @@ Each hash has two buckets of slots, and a new node goes into the emptier. Removi
 both buckets are full the content is not cached; as at most half of all slots are ever used, that is rare.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import jax
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory.entries import first_equal, unbroken
 
 # What a block adds to the hash of its sequence: from its tokens and its place in the sequence.
@@ -47,14 +47,8 @@ def hash_block(token_ids: Int[Array, "*n block_size"], index: Int[Array, "*n"]) 
     return jnp.stack([low, high], axis=-1).sum(axis=-2, dtype=jnp.uint32)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "last", "generation", "slot", "neighbours", "hash", "parent", "token_ids",
-    ],
-    meta_fields=["hash_fn"],
-)  # fmt: skip
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class PrefixCache:
     """The nodes, by slot, and the blocks that hold them: of each node a ring of blocks, oldest first.
 
@@ -68,7 +62,7 @@ class PrefixCache:
     hash: UInt32[Array, "num_blocks 2"]  # of all tokens up to the block's last
     parent: Int[Array, "num_blocks 2"]  # slot and generation; of a sequence's first block: ROOT and the salt
     token_ids: Int[Array, "num_blocks block_size"]
-    hash_fn: HashFn
+    hash_fn: HashFn = field(metadata={"static": True})
 
     NO_SLOT: ClassVar[int] = -1
     ROOT: ClassVar[int] = -1
@@ -88,12 +82,8 @@ class PrefixCache:
         return self.token_ids.shape[1]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["fields"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Chain:
     """How far sequences are cached: the node of the last cached block, to which the next one is attached."""
 
@@ -137,8 +127,8 @@ class Chain:
         return self.fields[..., 4:].astype(jnp.uint32)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["block_ids", "chain"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Hit:
     """The longest cached beginning of a prompt. `chain.num_blocks` is its length."""
 
@@ -150,7 +140,7 @@ def create(num_blocks: int, block_size: int, hash_fn: HashFn = hash_block) -> Pr
     """An empty cache for the blocks of one pool. `hash_fn` may be anything: it decides speed only."""
     if block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1")
-    num_buckets = -(-2 * num_blocks // PrefixCache.BUCKET)
+    num_buckets = cdiv(2 * num_blocks, PrefixCache.BUCKET)
     num_slots = num_buckets * PrefixCache.BUCKET
 
     def zeros(*shape: int) -> Int[Array, "*shape"]:
@@ -315,7 +305,7 @@ def _insert(
         axis=-1,
     )
     target = jnp.where(links, block_ids, cache.num_blocks)
-    cache = dataclasses.replace(
+    cache = replace(
         cache,
         last=last,
         slot=cache.slot.at[target].set(slot, mode="drop"),
@@ -360,7 +350,7 @@ def _remove(
     lives = mask & ~dies
     was_last = mask & (cache.last[slot] == block_ids)
     generation = cache.generation[slot] + 1
-    return dataclasses.replace(
+    return replace(
         cache,
         last=cache.last.at[jnp.where(was_last, slot, cache.num_slots)].set(
             jnp.where(dies, 0, before), mode="drop"
@@ -374,7 +364,7 @@ def _remove(
 
 def clear(cache: PrefixCache) -> PrefixCache:
     """Forget everything. Costs O(num_blocks)."""
-    return dataclasses.replace(
+    return replace(
         cache,
         last=jnp.zeros_like(cache.last),
         generation=cache.generation + (cache.last != 0),
@@ -555,7 +545,7 @@ def _link(
     old_last = jnp.where(is_new, final, old_last)
     after = jnp.where(ends, old_first, jnp.roll(ids, -1))
     before = jnp.where(begins, old_last, jnp.roll(ids, 1))
-    return dataclasses.replace(
+    return replace(
         cache,
         last=cache.last.at[jnp.where((mask & ends) | unclaimed, slot, cache.num_slots)].set(
             new_last, mode="drop"

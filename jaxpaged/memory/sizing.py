@@ -1,12 +1,13 @@
 """How many bytes a block takes, and how many blocks fit."""
 
-import dataclasses
+from dataclasses import dataclass
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError
 
 
-@dataclasses.dataclass(frozen=True)
-class CachePlan:
+@dataclass(frozen=True)
+class CacheSize:
     """What the cache will hold, and why it has that size."""
 
     num_blocks: int  # the null block included
@@ -31,7 +32,7 @@ def bytes_per_block(
     return block_size * num_layers * 2 * num_kv_heads * head_dim * bytes_per_element
 
 
-def plan(
+def cache_size(
     *,
     num_blocks: int | None,
     bytes_per_block: int,
@@ -40,21 +41,21 @@ def plan(
     max_model_len: int,
     available_bytes: int,
     available_why: str,
-) -> CachePlan:
+) -> CacheSize:
     """Size the cache: `num_blocks` if given, else what `available_bytes` hold and the rows can use.
 
     Raises `InputError` if not even one sequence of one block would fit.
     """
     if num_blocks is not None:
-        return CachePlan(num_blocks, bytes_per_block, block_size, "num_blocks was given")
+        return CacheSize(num_blocks, bytes_per_block, block_size, "num_blocks was given")
     fit = available_bytes // bytes_per_block
     if fit < 2:
         raise InputError(
             f"the cache needs at least 2 blocks of {bytes_per_block} bytes, "
             f"but only {max(available_bytes, 0)} bytes are available ({available_why})"
         )
-    useful = max_num_seqs * -(-max_model_len // block_size) + 1
+    useful = max_num_seqs * cdiv(max_model_len, block_size) + 1
     if useful <= fit:
         reason = f"{max_num_seqs} rows of {max_model_len} tokens, all that can be in use at once"
-        return CachePlan(useful, bytes_per_block, block_size, reason)
-    return CachePlan(fit, bytes_per_block, block_size, f"as many as fit into {available_why}")
+        return CacheSize(useful, bytes_per_block, block_size, reason)
+    return CacheSize(fit, bytes_per_block, block_size, f"as many as fit into {available_why}")

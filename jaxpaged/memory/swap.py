@@ -1,7 +1,6 @@
 """Moving rows between the device's tables and the host's: says which block is to be copied where."""
 
-import dataclasses
-import functools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,8 @@ from jaxpaged.memory.entries import first_equal, number_through
 from jaxpaged.status import Status
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["sources", "destinations", "status"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SwapInfo:
     """Block `sources[i]` of the one pool is to be copied to `destinations[i]` of the other."""
 
@@ -71,7 +68,7 @@ def _move(
     status = allocated.status | flag(in_use, Status.ROW_IN_USE) | flag(too_many, Status.TOO_MANY_BLOCKS)
     done = status == Status.OK
     new_ids = allocated.block_ids[(jnp.cumsum(moves, dtype=jnp.int32) - 1)[first]]
-    target = dataclasses.replace(
+    target = replace(
         target,
         pool=block_pool.hold(pool, new_ids, done & used & ~moves, 1),
         block_tables=target.block_tables.at[jnp.where(done & used, row, target.max_seqs), col].set(
@@ -81,7 +78,7 @@ def _move(
         num_skipped=jnp.where(done & rows, source.num_skipped, target.num_skipped),
         chains=prefix_cache.where(done & rows, source.chains, target.chains),
     )
-    source, _ = block_table.free_rows(source, done & rows, max_blocks=size)
+    source, _ = block_table.free_rows(source, done & rows)
     return (
         source,
         target,

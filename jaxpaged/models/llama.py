@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxpaged.checks import InputError
 from jaxpaged.memory import kv_cache
-from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
+from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native
 
@@ -114,7 +115,7 @@ class DecoderLayer(nnx.Module):
         qkv = self.qkv(self.input_norm(x)).reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
         qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
         q, k = jnp.split(layers.apply_rope(qk, cos, sin).astype(dtype), [c.num_q_heads], axis=1)
-        attended, cache = kv_cache.attend(
+        attended, cache = attend(
             cache,
             layer,
             q,

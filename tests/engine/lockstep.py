@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from hypothesis import strategies as st
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import scheduler
 from jaxpaged.engine import state as states
@@ -16,9 +17,10 @@ from jaxpaged.engine.scheduler import Decision, Limits
 from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase
 from jaxpaged.engine.step import StepConfig, step
 from jaxpaged.memory import kv_cache, prefix_cache
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
-from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.status import Status
 from reference import engine as reference
 from tests import quick
@@ -47,7 +49,7 @@ class SumModel(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
         zero = jnp.zeros_like(value)
-        mean, cache = kv_cache.attend(
+        mean, cache = attend(
             cache, 0, zero, zero, value, batch, scale=1.0, sliding_window=self.sliding_window
         )
         num_seen = positions + 1

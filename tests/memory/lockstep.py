@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import block_pool, block_table, prefix_cache, swap
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
@@ -304,7 +305,7 @@ class Lockstep:
             raise Disagreement(f"can_allocate({count}) is {found}, but can_swap_in differs")
 
     def can_allocate(self, num_tokens: int) -> bool:
-        count = jnp.int32(block_table.cdiv(num_tokens, self.block_size))
+        count = jnp.int32(cdiv(num_tokens, self.block_size))
         found = block_pool.can_allocate(self.device.pool, count, self.oracle.watermark_blocks)
         if int(found) != self.oracle.can_allocate(num_tokens):
             raise Disagreement(f"can_allocate({num_tokens} tokens) is {found}")
@@ -428,7 +429,7 @@ class Lockstep:
                 num_tokens = len(self.oracle.tokens[row]) if here else 0
                 if seq_lens[row] != num_tokens:
                     raise Disagreement(f"row {row} has {seq_lens[row]} tokens, the oracle's {num_tokens}")
-                found = lines[row, : -(-num_tokens // self.block_size)].tolist()
+                found = lines[row, : cdiv(num_tokens, self.block_size)].tolist()
                 want = self.oracle.table(row) if here else []
                 if found != want:
                     raise Disagreement(f"row {row} holds blocks {found}, the oracle's {want}")

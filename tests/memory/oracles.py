@@ -7,6 +7,7 @@ side must report. What a manager has no method for (giving back the last tokens)
 import copy
 from collections.abc import Sequence as Ints
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory.block_pool import AllocStatus
 from jaxpaged.status import Status
 from reference.v0.block import Device as V0Device
@@ -63,7 +64,7 @@ class Oracle:
         return copy.deepcopy(self)
 
     def num_held(self, row: int) -> int:
-        return -(-len(self.tokens.get(row, [])) // self.block_size)
+        return cdiv(len(self.tokens.get(row, [])), self.block_size)
 
     def device_rows(self) -> list[int]:
         return sorted(set(self.tokens) - self.on_host)
@@ -119,7 +120,7 @@ class V0Oracle(Oracle):
     def truncate(self, row: int, num_tokens: int) -> None:
         left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
         table = self.manager.block_tables[row]
-        num_left = -(-len(left) // self.block_size)
+        num_left = cdiv(len(left), self.block_size)
         for block in table[num_left:]:
             self.manager.gpu_allocator.free(block)
         del table[num_left:]
@@ -235,7 +236,7 @@ class V063Oracle(Oracle):
     def truncate(self, row: int, num_tokens: int) -> None:
         left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
         table = self.manager.block_tables[row]
-        num_left = -(-len(left) // self.block_size)
+        num_left = cdiv(len(left), self.block_size)
         for block in table.blocks[num_left:]:
             self.allocator.free(block)
         table.update(table.blocks[:num_left])
@@ -501,7 +502,7 @@ class V1Oracle(Oracle):
     def truncate(self, row: int, num_tokens: int) -> None:
         left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
         blocks = self._blocks(row)
-        num_left = -(-len(left) // self.block_size)
+        num_left = cdiv(len(left), self.block_size)
         self.pool.free_blocks(reversed(blocks[num_left:]))
         del blocks[num_left:]
         self._forget_rows_beyond(row, len(left) // self.block_size)

@@ -228,11 +228,6 @@ REFUSALS: dict[str, Refusal] = {
     "free: not held": (Status.DOUBLE_FREE, as_it_is, lambda t: freed(t, 1, 5)),
     "free: no such block": (Status.UNKNOWN_BLOCK, as_it_is, lambda t: freed(t, 1, 9)),
     "free: negative": (Status.UNKNOWN_BLOCK, as_it_is, lambda t: freed(t, -1)),
-    "free rows: too many": (
-        Status.TOO_MANY_BLOCKS,
-        as_it_is,
-        lambda t: block_table.free_rows(t, jnp.array([True, True, False]), max_blocks=2),
-    ),
     "truncate: too few": (
         Status.TOO_FEW_TOKENS,
         as_it_is,

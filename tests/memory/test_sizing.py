@@ -22,7 +22,7 @@ def test_bytes_per_block_are_those_of_vllm_and_of_the_arrays():
     assert sum(array.nbytes for array in jax.tree.leaves(cache)) == 10 * bytes_per_block
 
 
-def make_plan(**changes):
+def sized(**changes):
     options = {
         "num_blocks": None,
         "bytes_per_block": 100,
@@ -32,11 +32,11 @@ def make_plan(**changes):
         "available_bytes": 10**6,
         "available_why": "a test",
     }
-    return sizing.plan(**options | changes)
+    return sizing.cache_size(**options | changes)
 
 
 def test_a_cache_is_no_larger_than_the_rows_can_use():
-    cache = make_plan()
+    cache = sized()
     assert cache.num_blocks == 3 * 3 + 1
     assert cache.num_tokens == 36
     assert cache.num_bytes == 1000
@@ -44,20 +44,20 @@ def test_a_cache_is_no_larger_than_the_rows_can_use():
 
 
 def test_a_cache_is_no_larger_than_what_is_available():
-    cache = make_plan(available_bytes=799)
+    cache = sized(available_bytes=799)
     assert cache.num_blocks == 7
     assert cache.reason == "as many as fit into a test"
 
 
 def test_a_given_number_of_blocks_is_taken():
-    assert make_plan(num_blocks=77, available_bytes=0).num_blocks == 77
+    assert sized(num_blocks=77, available_bytes=0).num_blocks == 77
 
 
 @pytest.mark.parametrize("available", [199, 0, -5])
 def test_a_cache_without_room_for_a_block_is_refused(available):
     message = rf"at least 2 blocks of 100 bytes, but only {max(available, 0)} bytes are available \(a test\)"
     with pytest.raises(InputError, match=message):
-        make_plan(available_bytes=available)
+        sized(available_bytes=available)
 
 
 class FakeGpu:
