@@ -29,8 +29,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tuning
-from pallas_kernels.support import BlockSparse, Options
+from pallas_kernels import layout
+from pallas_kernels.support import Arrays, BlockSparse, Options
 from pallas_kernels.tuning import TuningConfig
 
 LOG2E = math.log2(math.e)
@@ -96,18 +96,17 @@ class Problem:
         return max(1, self.tile_kv // self.block_size)
 
 
-def make_problem(q: jax.Array, k_cache: jax.Array, options: Options, config: TuningConfig) -> Problem:
+def make_problem(arrays: Arrays, options: Options, config: TuningConfig) -> Problem:
     """The problem of arguments that `ops` has checked."""
-    token_major = options.kv_layout == "token_major"
-    num_kv_heads, block_size = (k_cache.shape[2], k_cache.shape[1]) if token_major else k_cache.shape[1:3]
+    q, cache = arrays.q, layout.sizes(arrays.k_cache, options.kv_layout)
     return Problem(
-        num_kv_heads=num_kv_heads,
-        group_size=q.shape[1] // num_kv_heads,
-        head_dim=q.shape[2],
-        block_size=block_size,
+        num_kv_heads=cache.num_kv_heads,
+        group_size=q.shape[1] // cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        block_size=cache.block_size,
         dtype=q.dtype,
-        cache_dtype=k_cache.dtype,
-        token_major=token_major,
+        cache_dtype=arrays.k_cache.dtype,
+        token_major=options.kv_layout == "token_major",
         scale=options.scale,
         soft_cap=options.soft_cap,
         sliding_window=options.sliding_window,
@@ -148,9 +147,9 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
-    tiling, swizzle = _tiling_and_swizzle()
+    transforms: Any = plgpu  # mypy takes the two for abstract
     columns = p.tile_columns
-    tiled = (tiling((8, columns)), swizzle(2 * columns))  # how a wgmma reads 16-bit operands
+    tiled = (transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns))  # for wgmma
     ring_tiled = () if p.is_quantised else tiled
     tile = (p.tile_kv, p.head_dim)
     return Scratch(
@@ -165,10 +164,6 @@ def scratch_types(p: Problem) -> Scratch:
         full=plgpu.Barrier(num_arrivals=2 * p.blocks_per_tile, num_barriers=p.num_stages),
         empty=plgpu.Barrier(num_barriers=p.num_stages),
     )
-
-
-def _tiling_and_swizzle() -> tuple[Any, Any]:
-    return plgpu.TilingTransform, plgpu.SwizzleTransform  # untyped: mypy takes the two for abstract
 
 
 class Span(NamedTuple):
@@ -193,9 +188,7 @@ def row_span(p: Problem, row: jax.Array, kv_head: jax.Array, seq_lens_gmem: Any)
     return Span(row, kv_head, seq_len, start, seq_len)
 
 
-def produce(
-    p: Problem, span: Span, k_gmem: Any, v_gmem: Any, tables_gmem: Any, scratch: Scratch, done: jax.Array
-) -> jax.Array:
+def produce(p: Problem, span: Span, gmem: Any, scratch: Scratch, done: jax.Array) -> jax.Array:
     """Fetch the span's tiles; `done` tiles went before. Returns the number of tiles fetched so far."""
     first_tile, num_tiles = span.tiles(p)
     # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
@@ -213,13 +206,13 @@ def produce(
         first_token = (first_tile + i) * p.tile_kv
         for j in range(p.blocks_per_tile):
             column = lax.div(first_token + j * tokens, jnp.int32(p.block_size))
-            block_id = tables_gmem[span.row, jnp.clip(column, first_block, last_block)]
+            block_id = gmem.block_tables[span.row, jnp.clip(column, first_block, last_block)]
             offset = lax.rem(first_token, jnp.int32(p.block_size)) if p.block_size > p.tile_kv else 0
             place = pl.ds(offset, tokens)
             source = (block_id, place, span.kv_head) if p.token_major else (block_id, span.kv_head, place)
             target = (slot, pl.ds(j * tokens, tokens))
-            plgpu.copy_gmem_to_smem(k_gmem.at[source], scratch.k.at[target], scratch.full.at[slot])
-            plgpu.copy_gmem_to_smem(v_gmem.at[source], scratch.v.at[target], scratch.full.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.k_cache.at[source], scratch.k.at[target], scratch.full.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.v_cache.at[source], scratch.v.at[target], scratch.full.at[slot])
 
     lax.fori_loop(0, num_tiles, fetch, None)
     return done + num_tiles
@@ -419,13 +412,6 @@ def _store_transposed(target: Any, value: jax.Array) -> None:
         plgpu.store(target.T, value, optimized=False)
     else:
         target.T[...] = value
-
-
-def config_of(q: jax.Array, k_cache: jax.Array, options: Options) -> TuningConfig:
-    """The tuning table's answer for these arguments."""
-    heads_axis, tokens_axis = (2, 1) if options.kv_layout == "token_major" else (1, 2)
-    group_size = q.shape[1] // k_cache.shape[heads_axis]
-    return tuning.config_for(q.shape[2], k_cache.shape[tokens_axis], k_cache.dtype, group_size)
 
 
 def interpret_params(interpret: Any) -> Any:

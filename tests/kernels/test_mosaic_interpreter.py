@@ -22,14 +22,14 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
-from pallas_kernels import ops, support, tuning
+from pallas_kernels import ops, tuning
 from pallas_kernels import paged_attention_v1 as mosaic_v1
 from pallas_kernels import paged_attention_v2 as mosaic_v2
+from pallas_kernels.support import Arrays
 from tests.kernels.checks import assert_close, inputs, is_served, run, weights_dtype
 from tests.shapes import CASES, Case, case
 
-# Every case takes two to five seconds here. These cover each feature once or twice; JAXPAGED_EXHAUSTIVE=1
-# runs all.
+# A case takes two to five seconds. These cover each feature once or twice; JAXPAGED_EXHAUSTIVE=1 runs all.
 EXHAUSTIVE = bool(os.environ.get("JAXPAGED_EXHAUSTIVE"))
 LEAN = {
     "v1": (
@@ -96,14 +96,15 @@ def test_kernels_equal_the_oracle_without_a_race(
 
 def launch(c: Case, version: str, num_stages: int = 2, num_programs: int = 3) -> np.ndarray:
     """A kernel with a small ring and few programs, so that slots are used again within and across rows."""
-    arrays, options = inputs(c)
-    args, checked = ops._check_attention(*arrays.values(), support.Options(scale=c.head_dim**-0.5, **options))
+    named, given = inputs(c)
+    arrays = Arrays(**named)
+    options = ops._check_attention(arrays, given)
     config = tuning.TuningConfig(num_stages=num_stages)
     if version == "v1":
-        got = mosaic_v1.paged_attention_v1(*args, checked, config=config, interpret=True)
+        got = mosaic_v1.paged_attention_v1(arrays, options, config=config, interpret=True)
     else:
         got = mosaic_v2.paged_attention_v2(
-            *args, checked, c.partition_size, config=config, num_programs=num_programs, interpret=True
+            arrays, options, c.partition_size, config=config, num_programs=num_programs, interpret=True
         )
     return np.asarray(got, np.float64)
 
