@@ -250,18 +250,7 @@ def consume(
     p: Problem, span: Span, q_gmem: Any, extras: Extras, scratch: Scratch, done: jax.Array
 ) -> tuple[Softmax, jax.Array]:
     """The softmax over the span, as its tiles arrive. Returns it and the number of tiles taken so far."""
-    heads, rows = group_heads(p, span.kv_head)
-    for i, (first, size) in enumerate(p.pieces):
-        source = q_gmem.at[span.row, heads, pl.ds(first, size)]
-        plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[i, rows], scratch.q_ready)
-    plgpu.barrier_wait(scratch.q_ready)
-    # TMA cannot tile fewer than eight rows, so the queries take a way through registers.
-    for i, (first, size) in enumerate(p.pieces):
-        q = plgpu.load(scratch.q_rows.at[i].T, layout=WGMMA, optimized=False)
-        if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
-            q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
-        scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
-    plgpu.commit_smem()
+    _load_queries(p, span, q_gmem, scratch)
     # Of the logits times log2(e); with a soft cap, of twice the argument of tanh.
     factor = p.scale * LOG2E if p.soft_cap is None else 2 * p.scale / p.soft_cap * LOG2E
     if extras.k_scale is not None:
@@ -274,61 +263,97 @@ def consume(
     def take(i: jax.Array, state: Softmax) -> Softmax:
         slot = lax.rem(done + i, jnp.int32(p.num_stages))
         first_token = (first_tile + i) * p.tile_kv
-        plgpu.barrier_wait(scratch.full.at[slot])
-        if p.is_quantised:
-            k, v = scratch.k16, scratch.v16
-            _widen(scratch.k.at[slot], k)
-            _widen(scratch.v.at[slot], v)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch.empty.at[slot])
-        else:
-            k, v = scratch.k.at[slot], scratch.v.at[slot]
-
-        def scores(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, k, scratch.q.T)
-            return acc[...]
-
-        s = pl.run_scoped(scores, plgpu.ACC((p.tile_kv, p.num_columns), jnp.float32)) * factor
-        if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
-            s = (1 - 2 / (1 + jnp.exp2(s))) * (p.soft_cap * LOG2E)
-        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + first_token
-        if slopes is not None:
-            s = s + slopes * (token - (span.seq_len - 1)).astype(jnp.float32)
-        seen = (token >= span.start) & (token < span.end)
-        if p.block_sparse is not None:
-            seen = seen & _is_kept(p, p.block_sparse, token, span)
-        s = jnp.where(seen, s, -jnp.inf)
-
+        k, v = _await_tile(p, scratch, slot)
+        s = _logits(p, span, scratch.q, k, first_token, factor, slopes)
         largest = jnp.maximum(state.max, s.max(axis=0))
         weights = jnp.exp2(s - lax.broadcast_in_dim(largest, s.shape, [1]))
         rescale = jnp.exp2(state.max - largest)
         total = state.sum * rescale + weights.sum(axis=0)
         scratch.p.T[...] = weights.astype(p.operand_dtype)
-
-        @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
-        def _zero_stale_tokens() -> None:
-            place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-            for column in _columns(p.head_dim):  # in parts, to need no more registers than the rest
-                piece = v.at[:, pl.ds(column, 64)]
-                old = piece[...]
-                piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
-
+        _zero_stale_tokens(p, span, v, first_token)
         plgpu.commit_smem()
-
-        out = []
-        for (first, rows), old in zip(p.pieces, state.out, strict=True):
-
-            def weighted(acc: Any, first: int = first, rows: int = rows) -> jax.Array:
-                plgpu.wgmma(acc, v.at[:, pl.ds(first, rows)].T, scratch.p.T)
-                return acc[...]
-
-            new = pl.run_scoped(weighted, plgpu.ACC((rows, p.num_columns), jnp.float32))
-            out.append(old * lax.broadcast_in_dim(rescale, old.shape, [1]) + new)
+        out = _add_weighted(p, v, scratch.p, rescale, state.out)
         if not p.is_quantised:
             plgpu.barrier_arrive(scratch.empty.at[slot])
-        return Softmax(tuple(out), largest, total)
+        return Softmax(out, largest, total)
 
     return lax.fori_loop(0, num_tiles, take, nothing(p, p.pieces)), done + num_tiles
+
+
+def _load_queries(p: Problem, span: Span, q_gmem: Any, scratch: Scratch) -> None:
+    """The group's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
+    heads, rows = group_heads(p, span.kv_head)
+    for i, (first, size) in enumerate(p.pieces):
+        source = q_gmem.at[span.row, heads, pl.ds(first, size)]
+        plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[i, rows], scratch.q_ready)
+    plgpu.barrier_wait(scratch.q_ready)
+    for i, (first, size) in enumerate(p.pieces):
+        q = plgpu.load(scratch.q_rows.at[i].T, layout=WGMMA, optimized=False)
+        if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
+            q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
+        scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
+    plgpu.commit_smem()
+
+
+def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any]:
+    """K and V of a slot, [tile_kv, head_dim], when they are there. Widened, they leave the slot at once."""
+    plgpu.barrier_wait(scratch.full.at[slot])
+    if not p.is_quantised:
+        return scratch.k.at[slot], scratch.v.at[slot]
+    _widen(scratch.k.at[slot], scratch.k16)
+    _widen(scratch.v.at[slot], scratch.v16)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.empty.at[slot])
+    return scratch.k16, scratch.v16
+
+
+def _logits(
+    p: Problem, span: Span, q: Any, k: Any, first_token: jax.Array, factor: Any, slopes: jax.Array | None
+) -> jax.Array:
+    """A tile's logits times log2(e), [tile_kv, num_columns]; -inf for what is not seen."""
+
+    def scores(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, k, q.T)
+        return acc[...]
+
+    s = pl.run_scoped(scores, plgpu.ACC((p.tile_kv, p.num_columns), jnp.float32)) * factor
+    if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
+        s = (1 - 2 / (1 + jnp.exp2(s))) * (p.soft_cap * LOG2E)
+    token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + first_token
+    if slopes is not None:
+        s = s + slopes * (token - (span.seq_len - 1)).astype(jnp.float32)
+    seen = (token >= span.start) & (token < span.end)
+    if p.block_sparse is not None:
+        seen = seen & _is_kept(p, p.block_sparse, token, span)
+    return jnp.where(seen, s, -jnp.inf)
+
+
+def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -> None:
+    """Zero a tile's V outside the span."""
+
+    @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
+    def _zero() -> None:
+        place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
+        for column in _columns(p.head_dim):  # in parts, to need no more registers than the rest
+            piece = v.at[:, pl.ds(column, 64)]
+            old = piece[...]
+            piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
+
+
+def _add_weighted(
+    p: Problem, v: Any, weights: Any, rescale: jax.Array, out: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """The output's pieces, rescaled, plus a tile's V^T @ weights^T."""
+    new = []
+    for (first, rows), old in zip(p.pieces, out, strict=True):
+
+        def weighted(acc: Any, first: int = first, rows: int = rows) -> jax.Array:
+            plgpu.wgmma(acc, v.at[:, pl.ds(first, rows)].T, weights.T)
+            return acc[...]
+
+        product = pl.run_scoped(weighted, plgpu.ACC((rows, p.num_columns), jnp.float32))
+        new.append(old * lax.broadcast_in_dim(rescale, old.shape, [1]) + product)
+    return tuple(new)
 
 
 def _columns(head_dim: int) -> list[int]:
