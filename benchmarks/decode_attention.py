@@ -363,11 +363,12 @@ def launch(
     """A kernel with a given configuration: v2 if there is a partition size."""
     num_kv_heads, head_dim = MODELS[pool.model][1:]
     scale = jnp.ones(num_kv_heads, jnp.float32) if pool.scales else None
+    arrays = support.Arrays(q, k, v, table, lens)
     options = support.Options(scale=head_dim**-0.5, k_scale=scale, v_scale=scale)
     keywords: dict[str, Any] = {"config": config, "interpret": setup.interpret}
     if partition_size is None:
-        return mosaic_v1.paged_attention_v1(q, k, v, table, lens, options, **keywords)
-    return mosaic_v2.paged_attention_v2(q, k, v, table, lens, options, partition_size, **keywords)
+        return mosaic_v1.paged_attention_v1(arrays, options, **keywords)
+    return mosaic_v2.paged_attention_v2(arrays, options, partition_size, **keywords)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """The arrows between the parts point one way."""
 
 import ast
+import importlib.metadata
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,17 @@ def test_a_part_imports_only_what_is_below_it(part):
                 assert part_of(module) in {part, *ALLOWED[part]}, f"{file.relative_to(ROOT)} imports {module}"
             elif part in THIRD_PARTY and top not in THIRD_PARTY[part]:
                 assert top in sys.stdlib_module_names, f"{file.relative_to(ROOT)} imports {module}"
+
+
+def test_every_package_that_is_imported_comes_with_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    dependencies = {re.split(r"[<>=\[]", line)[0] for line in project["dependencies"]}
+    distributions = importlib.metadata.packages_distributions()
+    for file in [*files("jaxpaged"), *files("pallas_kernels")]:
+        for top in {module.split(".")[0] for module in imported_modules(file)} - {*OURS}:
+            if top not in sys.stdlib_module_names:
+                named = dependencies & {*distributions.get(top, ())}
+                assert named, f"{file.relative_to(ROOT)} imports {top}, which pyproject.toml does not name"
 
 
 def test_every_file_of_the_packages_belongs_to_a_part():

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import ops, support
-from pallas_kernels.support import BlockSparse
+from pallas_kernels import ops
+from pallas_kernels.support import Arrays, BlockSparse
 from reference import attention
 from tests.shapes import Case, make_inputs, tolerance
 
@@ -32,10 +32,10 @@ def inputs(c: Case) -> tuple[dict[str, jax.Array], dict[str, Any]]:
 
 def is_served(c: Case) -> bool:
     """Whether the support table lets the kernels run the case."""
-    arrays, options = inputs(c)
-    args, checked = ops._check_attention(*arrays.values(), support.Options(**{"scale": 1.0, **options}))
+    named, options = inputs(c)
+    arrays = Arrays(**named)
     try:
-        ops._choose("mosaic_gpu", False, args, checked)
+        ops._choose("mosaic_gpu", False, arrays, ops._check_attention(arrays, options))
     except NotImplementedError:
         return False
     return True

@@ -165,6 +165,10 @@ def test_reshape_and_cache_equals_the_oracle(num_tokens):
         ({"q": jnp.zeros((3, 1, 6, 8))}, "must end with q's head_dim=8"),
         ({"q": jnp.zeros((3, 1, 5, 16))}, "num_q_heads=5 must be a multiple of num_kv_heads=2"),
         ({"q": jnp.zeros((3, 1, 6, 16), jnp.bfloat16)}, "must be q's bfloat16"),
+        (
+            dict.fromkeys(("k_cache", "v_cache"), jnp.zeros((4, 8, 2, 16), jnp.int8)),
+            "k_cache.dtype=dtype.'int8'. must be q's float32: tiles read no quantised cache yet",
+        ),
         ({"block_tables": jnp.zeros((2, 2), jnp.int32)}, r"block_tables.shape=\(2, 2\) must be \(3, 2\)"),
         ({"seq_lens": jnp.zeros(3, jnp.uint8)}, "seq_lens.dtype=uint8 must be int32"),
         ({"query_starts": jnp.zeros((3, 1), jnp.int32)}, "query_starts.shape=.* must be"),
