@@ -79,7 +79,7 @@ def test_a_draw_depends_on_its_seed_and_position_only(logits):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 16])
 def test_a_top_p_of_1_keeps_all_of_a_large_vocabulary_whatever_its_neighbours_ask_for(num_rows):
-    """Probabilities are summed in an order that the batch's shape decides, and their sum may be 1 too early."""
+    """Probabilities are summed in an order that the shape decides, and their sum may be 1 too early."""
     logits = np.random.default_rng(2).normal(scale=4, size=128_256).astype(np.float32)
     rows = [{"temperature": 1.0, "top_k": 128_256}, *[{"temperature": 1.0, "top_p": 0.5}] * (num_rows - 1)]
     kept = jax.jit(sampling._filter)(jnp.tile(logits, (num_rows, 1)), options(rows, list(range(num_rows))))

@@ -23,14 +23,16 @@ print(result.outputs[0].token_ids)
 
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.mark.slow
 def test_a_wheel_on_its_own_answers(tmp_path):
-    """The source tree is out of reach: the working directory is another, and the folder is not on the path."""
+    """Out of reach of the source tree: in another directory, with nothing on the path."""
     run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path / "wheels", ROOT, cwd=tmp_path)
     [wheel] = (tmp_path / "wheels").glob("jaxpaged-*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)

@@ -1,12 +1,10 @@
 """The XLA flags that the serving loop wants on a GPU, set unless the user has set them."""
 
 import importlib.metadata
-import logging
 import os
 
 import jax
-
-logger = logging.getLogger("jaxpaged")
+from absl import logging
 
 # By default XLA makes CUDA graphs of kernels and branches, but not of loops. With this the serving loop is
 # one graph, launched once a run: `tests/engine/test_compile_h200.py` reads it from the compiled program.
@@ -23,9 +21,9 @@ def set_defaults() -> None:
     if not missing or not _may_use_cuda():
         return
     if flags and not flags.lstrip().startswith("-"):
-        logger.warning("XLA_FLAGS is the file %s: %s should be in it", flags, " ".join(missing))
+        logging.warning("XLA_FLAGS is the file %s: %s should be in it", flags, " ".join(missing))
     elif jax_has_started():
-        logger.warning("JAX has started already, without XLA_FLAGS %s: steps are slower", " ".join(missing))
+        logging.warning("JAX has started already, without XLA_FLAGS %s: steps are slower", " ".join(missing))
     else:
         os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *missing])
 
