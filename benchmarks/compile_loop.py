@@ -147,10 +147,8 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
 
     from benchmarks.constant_model import ConstantModel
     from jaxpaged.engine import loop
-    from jaxpaged.engine import state as states
-    from jaxpaged.engine.scheduler import Limits
-    from jaxpaged.engine.state import EngineState, HostPool
-    from jaxpaged.engine.step import StepConfig
+    from jaxpaged.engine.state import EngineState, HostPool, create_state, create_tables
+    from jaxpaged.engine.step_config import StepConfig
     from jaxpaged.memory import kv_cache
     from jaxpaged.memory.block_table import BlockTables
     from jaxpaged.memory.kv_cache import KVCache
@@ -188,7 +186,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
 
     def tables(num_blocks: int, *, cached: bool) -> BlockTables:
         max_blocks_per_seq = MAX_MODEL_LEN // BLOCK_SIZE
-        return states.create_tables(
+        return create_tables(
             num_blocks, 2 * case.max_num_seqs, max_blocks_per_seq, BLOCK_SIZE, prefix_caching=cached
         )
 
@@ -198,24 +196,30 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         c = config
         return kv_cache.create(c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim, dtype)
 
-    def create_state() -> EngineState:
+    def empty_state() -> EngineState:
         host = None
         if case.num_host_blocks:
             host = HostPool(tables(case.num_host_blocks, cached=False), arrays(case.num_host_blocks))
-        return states.create(
+        return create_state(
             tables(case.num_blocks, cached=True), arrays(case.num_blocks), MAX_MODEL_LEN, host
         )
 
     def place(tree: Any, sharding: NamedSharding) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
-    state = place(jax.eval_shape(create_state), on_device)
+    state = place(jax.eval_shape(empty_state), on_device)
     if state.host is not None:
         host = dataclasses.replace(state.host, kv_cache=place(state.host.kv_cache, on_host))
         state = dataclasses.replace(state, host=host)
     graphdef, params = nnx.split(nnx.eval_shape(create_model))
-    limits = Limits(case.max_num_seqs, case.num_tiles, watermark_blocks=case.num_blocks // 100)
     attention: Any = "xla" if case.attention == "constant" else case.attention
+    step_config = StepConfig(
+        max_num_seqs=case.max_num_seqs,
+        num_tiles=case.num_tiles,
+        tiles_per_pass=case.num_tiles,
+        decode_attention=attention,
+        watermark_blocks=case.num_blocks // 100,
+    )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = loop.run.trace(
             graphdef,
@@ -223,7 +227,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
             state,
             place(jnp.int32(0), on_device),
             place(jnp.bool_(False), on_device),
-            config=StepConfig(limits, tiles_per_pass=limits.num_tiles, decode_attention=attention),
+            config=step_config,
         )
         lowered = traced.lower(lowering_platforms=("cuda",))
     return state, lowered.compile()

@@ -27,7 +27,7 @@ from flax import nnx
 from benchmarks import decode_attention, decode_loop, record
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import gpu_flags, plan
+from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.loop import MAX_STEPS
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import llama
@@ -131,7 +131,7 @@ def measure(model: Llama, batch: int, context_len: int, repeats: int, bandwidth:
     """The line of one model and batch."""
     start = time.perf_counter()
     c, dtype = model.config, model.dtype
-    attention, _ = plan.attention(EngineConfig(), c)
+    attention, _ = machine.attention(EngineConfig(), c)
     max_model_len = context_len + decode_loop.BLOCK_SIZE + MAX_STEPS * (repeats + 2)
     # Beside the null block, and those that stay free, for all rows at their longest.
     num_blocks = 1 + math.ceil(1.02 * batch * cdiv(max_model_len, decode_loop.BLOCK_SIZE))
@@ -173,7 +173,7 @@ def measure(model: Llama, batch: int, context_len: int, repeats: int, bandwidth:
 
 def random_model(config: ModelConfig) -> Llama:
     """A model with normal weights, made on the device."""
-    dtype = plan.resolve_dtype(EngineConfig())
+    dtype = machine.resolve_dtype(EngineConfig())
     shapes = dict(llama.weight_shapes(config))
 
     def create() -> Llama:

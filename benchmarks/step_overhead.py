@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from benchmarks import decode_loop, record
 from benchmarks.constant_model import ConstantModel
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import gpu_flags, plan
+from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.loop import MAX_STEPS
 from jaxpaged.engine.step import Model
 from jaxpaged.memory import kv_cache
@@ -89,8 +89,8 @@ def measure_real(name: str, dtype_name: Any, repeats: int) -> dict[str, Any]:
     """The line of a real model, as the engine would run it with prefix caching."""
     checkpoint = loading.open_checkpoint(name)
     config = EngineConfig(dtype=dtype_name)
-    dtype, c = plan.resolve_dtype(config), checkpoint.config
-    attention, _ = plan.attention(config, c)
+    dtype, c = machine.resolve_dtype(config), checkpoint.config
+    attention, _ = machine.attention(config, c)
     model = Llama(c, checkpoint.load_weights(), dtype)
     cache = kv_cache.create(
         c.num_layers, REAL_BLOCKS, decode_loop.BLOCK_SIZE, c.num_kv_heads, c.head_dim, dtype

@@ -218,7 +218,7 @@ def _info(args: argparse.Namespace) -> None:
 
     import jax
 
-    from jaxpaged.engine import gpu_flags, plan
+    from jaxpaged.engine import gpu_flags, machine
     from jaxpaged.models import loading
     from pallas_kernels import native
 
@@ -227,20 +227,20 @@ def _info(args: argparse.Namespace) -> None:
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
     model = loading.open_checkpoint(args.model).config
-    implementation, why = plan.attention(config, model)
-    no_native = native.why_not(plan.resolve_dtype(config))
-    cache = plan.cache_size(config, model)
+    implementation, why = machine.attention(config, model)
+    no_native = native.why_not(machine.resolve_dtype(config))
+    cache = machine.cache_size(config, model)
     lines += [
         ("attention", f"{implementation}: {why}"),
         ("products", f"xla: {no_native}" if no_native else "native: a CPU with AVX-512"),
-        ("programs", f"kept in {plan.compilation_cache_dir()}"),
+        ("programs", f"kept in {machine.compilation_cache_dir()}"),
         (
             "model",
             f"{args.model}: {model.num_layers} layers, {model.num_q_heads} query heads and "
             f"{model.num_kv_heads} kv heads of {model.head_dim}, vocabulary {model.vocab_size}",
         ),
-        ("dtype", str(plan.resolve_dtype(config))),
-        ("rows", f"{config.max_num_seqs} sequences of up to {plan.max_model_len(config, model)} tokens"),
+        ("dtype", str(machine.resolve_dtype(config))),
+        ("rows", f"{config.max_num_seqs} sequences of up to {machine.max_model_len(config, model)} tokens"),
         (
             "cache",
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {cache.bytes_per_block:,} bytes each: "

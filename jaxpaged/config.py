@@ -80,6 +80,11 @@ class EngineConfig:
         tokens = self.max_num_batched_tokens or self.max_num_seqs + DEFAULT_PREFILL_TOKENS
         return (tokens - self.max_num_seqs) // PREFILL_TILE
 
+    @property
+    def num_rows(self) -> int:
+        """Places for requests on the device: while all that can run do, as many again wait there."""
+        return 2 * self.max_num_seqs
+
     def _set_int(self, name: str, rule: str, least: int, most: int = INT32_MAX) -> None:
         """Check a field and keep it as Python's int; None is good where the field's default is None."""
         value = getattr(self, name)

@@ -46,7 +46,7 @@ ALLOWED = {
         "jaxpaged/vllm_options.py",
         *GROUND,
     },
-    "jaxpaged/replay.py": {"jaxpaged/__init__.py", *ENGINE, *GROUND},
+    "jaxpaged/replay": {"jaxpaged/__init__.py", *ENGINE, *GROUND},
     "jaxpaged/cli.py": {
         "pallas_kernels",
         "jaxpaged/__init__.py",

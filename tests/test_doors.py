@@ -16,7 +16,7 @@ from jaxpaged.checks import shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine import EngineDeadError
 from jaxpaged.engine.llm import engine_config
-from jaxpaged.engine.request import Salts, arrival_of
+from jaxpaged.engine.request import Salts, arrival_of, since
 from jaxpaged.vllm_options import IRRELEVANT, NEUTRAL
 from tests import tiny
 from tests.tiny_gguf import write_gguf
@@ -173,8 +173,8 @@ def test_names_of_requests_go_round_without_naming_nobody():
         names = [arrival_of(start + i) for i in range(6)]
         assert len({0, *names}) == 7
         assert all(-(2**31) <= name < 2**31 for name in names)
-        since = [(name - names[0] + 2**31) % 2**32 - 2**31 for name in names]
-        assert since == sorted(since)
+        ages = [since(name, names[0]) for name in names]
+        assert ages == sorted(ages)
 
 
 @pytest.mark.parametrize(

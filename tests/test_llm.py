@@ -25,7 +25,7 @@ from tests.tiny_gguf import write_gguf
 
 GREEDY = tiny.greedy(6)
 # Few and small shapes, for quick compiling.
-OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "max_num_batched_tokens": 4 + 64}
+OPTIONS = {**tiny.DEFAULTS, "max_num_batched_tokens": 4 + 64}
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +208,15 @@ def test_another_tokenizer_or_none_may_be_asked_for(path, llm, tmp_path, monkeyp
         none.generate("ab", use_tqdm=False)
     with pytest.raises(InputError, match="chat: the model must have a chat template"):
         none.chat([{"role": "user", "content": "a"}])
+
+
+def test_by_default_a_second_call_finds_all_prompts_of_the_first(path):
+    """Six prompts through two rows: more than the rows hold at once stays findable."""
+    llm = jaxpaged.LLM(path, **OPTIONS | {"num_blocks": None, "max_num_seqs": 2})
+    prompts = tiny.prompts([60, 70, 80, 90, 100, 110], seed=5)
+    for hits in ([0] * 6, [(len(prompt) - 1) // 8 * 8 for prompt in prompts]):
+        results = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [result.num_cached_tokens for result in results] == hits
 
 
 def test_threads_that_generate_at_once_share_the_engine(llm):

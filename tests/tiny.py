@@ -37,7 +37,13 @@ CONFIG = ModelConfig(
 
 
 # Few and small shapes, for quick compiling.
-DEFAULTS = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "max_num_batched_tokens": 4 + 128}
+DEFAULTS = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "block_size": 8,
+    "num_blocks": 1 + 4 * 16,
+    "max_num_batched_tokens": 4 + 128,
+}
 _request_ids = itertools.count(1)
 
 

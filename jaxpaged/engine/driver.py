@@ -14,19 +14,16 @@ from absl import logging
 from flax import nnx
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import loop, state
+from jaxpaged.engine import loop
 from jaxpaged.engine.loop import MAX_STEPS, Report
-from jaxpaged.engine.plan import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
+from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
 from jaxpaged.engine.request import Delta, Door, Request, arrival_of
-from jaxpaged.engine.scheduler import Limits
-from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase
-from jaxpaged.engine.step import StepConfig
+from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, empty_rows, without_kv
+from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama, Weights
 from jaxpaged.status import raise_if_error
 
-# Rows of the state for each row that can run: while all run, as many requests again wait on the device.
-ROWS_PER_SEQ = 2
 # Requests submitted in one dispatch.
 SUBMIT_LINES = 8
 # The share of blocks that stays free, as vLLM's, when a request is admitted beside running ones.
@@ -96,30 +93,27 @@ class Driver:
         size = self.cache_size = cache_size(config, model_config)
         decode_attention, why = attention(config, model_config)
         logging.info("attention of decode steps: %s (%s)", decode_attention, why)
-        limits = Limits(
+        self.step_config = StepConfig(
             max_num_seqs=config.max_num_seqs,
             num_tiles=config.num_prefill_tiles,
+            tiles_per_pass=tiles_per_pass(config),
+            decode_attention=decode_attention,
             watermark_blocks=int(WATERMARK * size.num_blocks),
             sliding_window=model_config.sliding_window,
             reuse_answers=config.reuse_answers,
         )
-        self.door = Door(config, model_config, max_model_len(config, model_config), size, limits)
-        self.step_config = StepConfig(limits, tiles_per_pass(config), decode_attention)
+        self.door = Door(config, model_config, max_model_len(config, model_config), size, self.step_config)
         self.stats = Stats(num_blocks=size.num_blocks - 1, num_free_blocks=size.num_blocks - 1)
         self._graphdef, self._params = nnx.split(Llama(model_config, weights, resolve_dtype(config)))
         self._state = self._create_state()
         self._counters = jax.device_get(self._state.counters)
         self._queue: list[Queued] = []  # a heap of those without a row
-        self._places: list[_Place | None] = [None] * self._num_rows
+        self._places: list[_Place | None] = [None] * self.config.num_rows
         self._unread: Report | None = None
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
         logging.info("cache: %s", size)
         self._compile()
-
-    @property
-    def _num_rows(self) -> int:
-        return ROWS_PER_SEQ * self.config.max_num_seqs
 
     @property
     def has_work(self) -> bool:
@@ -171,13 +165,13 @@ class Driver:
 
     def snapshot(self) -> Snapshot:
         """Waits for the run under way, and disturbs nothing."""
-        values = jax.device_get(state.without_kv(self._state))
+        values = jax.device_get(without_kv(self._state))
         queue = tuple(sorted(self._queue))
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
 
     def _abort_rows(self, places: Sequence[_Place]) -> None:
         if places:
-            arrivals = np.zeros(self._num_rows, np.int32)  # 0: nobody's
+            arrivals = np.zeros(self.config.num_rows, np.int32)  # 0: nobody's
             arrivals[: len(places)] = [place.arrival for place in places]
             self._state = loop.abort(self._state, arrivals)
 
@@ -198,7 +192,7 @@ class Driver:
             self._graphdef,
             self._params,
             num_blocks=num_blocks,
-            num_rows=self._num_rows,
+            num_rows=self.config.num_rows,
             block_size=self.config.block_size,
             max_model_len=self.door.max_model_len,
             prefix_caching=prefix_caching,
@@ -208,7 +202,7 @@ class Driver:
         """Compile the loop (or read it from JAX's cache on disk) by running none of its steps."""
         start = time.perf_counter()
         self._submit([])
-        self._state = loop.abort(self._state, np.zeros(self._num_rows, np.int32))
+        self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
         jax.block_until_ready(self._run(max_steps=0))
         logging.info("compiled in %.1f s", time.perf_counter() - start)
 
@@ -258,8 +252,8 @@ class Driver:
             self._submit(batch)
 
     def _submit(self, batch: Sequence[tuple[int, Queued]]) -> None:
-        requests = state.empty_rows(SUBMIT_LINES, self.door.max_model_len)
-        rows = np.full(SUBMIT_LINES, self._num_rows, np.int32)  # beyond all: none
+        requests = empty_rows(SUBMIT_LINES, self.door.max_model_len)
+        rows = np.full(SUBMIT_LINES, self.config.num_rows, np.int32)  # beyond all: none
         for line, (row, queued) in enumerate(batch):
             rows[line] = row
             self._places[row] = _Place(queued.request, queued.answer)

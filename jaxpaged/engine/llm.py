@@ -15,7 +15,7 @@ from jaxpaged import vllm_options
 from jaxpaged.chat import Message, check_messages
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, is_int, shown
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import gpu_flags, plan
+from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise, texts
 from jaxpaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.engine.request import Delta, Request
@@ -62,7 +62,7 @@ class LLM:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
-        plan.keep_compiled_programs()
+        machine.keep_compiled_programs()
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
         self.engine = Engine(self.config, checkpoint.config, checkpoint.load_weights(), self.tokenizer)
 

@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
-from jaxpaged.engine import state as states
-from jaxpaged.engine.scheduler import Decision, Limits
-from jaxpaged.engine.state import EngineState, Phase, Rows
-from jaxpaged.engine.step import StepConfig, step
+from jaxpaged.engine.scheduler import Decision
+from jaxpaged.engine.state import EngineState, Phase, Rows, create_state, create_tables, place_requests
+from jaxpaged.engine.step import step
+from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_pool, prefix_cache
 
 # Steps that one run makes at most, and so tokens a row that one report has room for.
@@ -60,11 +60,11 @@ def create(
     The model comes as `nnx.split(model)`.
     """
     max_blocks_per_seq = cdiv(max_model_len, block_size)
-    tables = states.create_tables(
+    tables = create_tables(
         num_blocks, num_rows, max_blocks_per_seq, block_size, prefix_caching=prefix_caching
     )
     kv_cache = nnx.merge(graphdef, params).create_cache(num_blocks, block_size)
-    return states.create(tables, kv_cache, max_model_len)
+    return create_state(tables, kv_cache, max_model_len)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")
@@ -127,8 +127,8 @@ def report(state: EngineState) -> Report:
 
 @functools.partial(jax.jit, donate_argnames="state")
 def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
-    """Put new requests into free rows (see `state.submit`); the state is donated."""
-    return states.submit(state, requests, rows)
+    """Put new requests into free rows (see `state.place_requests`); the state is donated."""
+    return place_requests(state, requests, rows)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -156,7 +156,7 @@ def step_once(
     return step(nnx.merge(graphdef, params), state, config)
 
 
-@functools.partial(jax.jit, static_argnames="limits")
-def schedule(state: EngineState, *, limits: Limits) -> Decision:
+@functools.partial(jax.jit, static_argnames="config")
+def schedule(state: EngineState, *, config: StepConfig) -> Decision:
     """What the next step will decide."""
-    return scheduler.schedule(state, limits)[1]
+    return scheduler.schedule(state, config)[1]

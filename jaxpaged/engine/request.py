@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import FinishReason, Phase, Rows
+from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import MAX_STOP_TOKENS, SamplingParams
@@ -93,7 +93,7 @@ class Door:
     model_config: ModelConfig
     max_model_len: int
     cache_size: CacheSize
-    limits: Limits
+    step_config: StepConfig
     salts: Salts = dataclasses.field(default_factory=Salts)
 
     def admit(
@@ -185,7 +185,7 @@ class Door:
     def _check_blocks(self, prompt_len: int, max_num_tokens: int, params: SamplingParams) -> None:
         # An answer's last token is never written to the cache.
         block_size = self.config.block_size
-        need = self.limits.blocks_of(max_num_tokens - 1, block_size)
+        need = self.step_config.blocks_of(max_num_tokens - 1, block_size)
         if need > self.cache_size.num_blocks - 1:
             raise InputError(
                 f"the prompt of {prompt_len} tokens with max_tokens={params.max_tokens} needs {need} blocks "
@@ -218,3 +218,8 @@ def arrival_of(request_id: int) -> int:
     taken as an int32, who came first: for they are less than 2**31 requests apart.
     """
     return ((request_id - 1) % (2**32 - 1) + 1 + 2**31) % 2**32 - 2**31
+
+
+def since(arrival: int, other: int) -> int:
+    """How many requests after `other` one came, by what the device calls them; negative if it was before."""
+    return (int(arrival) - int(other) + 2**31) % 2**32 - 2**31

@@ -18,28 +18,10 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
+from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.prefix_cache import Hit
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What is fixed when the loop is compiled, beside the sizes of the state."""
-
-    max_num_seqs: int  # rows that run together
-    num_tiles: int  # prompt tiles computed in one step
-    watermark_blocks: int = 0  # stay free when a request is admitted beside running ones
-    sliding_window: int | None = None  # tokens
-    reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
-
-    def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
-        """Blocks that a row of so many tokens holds at most at any time."""
-        blocks = cdiv(num_tokens, block_size)
-        if self.sliding_window is None:
-            return blocks
-        most = cdiv(self.sliding_window - 1 + self.num_tiles * PREFILL_TILE, block_size) + 1
-        return min(blocks, most) if isinstance(blocks, int) else jnp.minimum(blocks, most)
 
 
 @jax.tree_util.register_dataclass
@@ -87,14 +69,14 @@ class Slots:
     of_row: Int[Array, " rows"]  # beyond all slots for a row that does not run
 
 
-def schedule(state: EngineState, limits: Limits) -> tuple[EngineState, Decision]:
+def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
     """Preempt who has no place, else admit who has; then say what each running row computes.
 
     The blocks that the plan needs are free afterwards, but not taken yet.
     """
     nobody = jnp.zeros(state.tables.max_seqs, bool)
     quiet = Decision(
-        plan=plan(state, limits),
+        plan=plan(state, config),
         admitted=nobody,
         num_hit_blocks=jnp.zeros_like(state.rows.phase),
         preempted=nobody,
@@ -102,21 +84,21 @@ def schedule(state: EngineState, limits: Limits) -> tuple[EngineState, Decision]
     )
 
     def replan(state: EngineState) -> tuple[EngineState, Decision]:
-        state, preempted, swapped = _preempt(state, limits)
-        state, admitted, num_hits = _admit(state, limits, may=~jnp.any(preempted))
-        return state, Decision(plan(state, limits), admitted, num_hits, preempted, swapped)
+        state, preempted, swapped = _preempt(state, config)
+        state, admitted, num_hits = _admit(state, config, may=~jnp.any(preempted))
+        return state, Decision(plan(state, config), admitted, num_hits, preempted, swapped)
 
-    changes = (_blocks_short(state, quiet.plan) > 0) | _may_admit(state, quiet.plan, limits)
+    changes = (_blocks_short(state, quiet.plan) > 0) | _may_admit(state, quiet.plan, config)
     return lax.cond(changes, replan, lambda state: (state, quiet), state)
 
 
-def plan(state: EngineState, limits: Limits) -> Plan:
+def plan(state: EngineState, config: StepConfig) -> Plan:
     """Share out the step's tiles among the unfinished prompts, in order; every other running row decodes."""
     rows, computed = state.rows, state.tables.seq_lens
     in_prompt = rows.running & (computed < rows.prompt_lens)
     first = computed // PREFILL_TILE
     wants = jnp.where(in_prompt, (rows.prompt_lens - 1) // PREFILL_TILE - first + 1, 0)
-    gets = jnp.zeros_like(wants).at[rows.order].set(dealt(wants[rows.order], limits.num_tiles))
+    gets = jnp.zeros_like(wants).at[rows.order].set(dealt(wants[rows.order], config.num_tiles))
     end = jnp.minimum(rows.prompt_lens, (first + gets) * PREFILL_TILE)
     prompt_tokens = jnp.where(gets > 0, end - computed, 0)
     return Plan(gets, jnp.where(in_prompt, prompt_tokens, rows.running.astype(jnp.int32)))
@@ -166,7 +148,7 @@ def any_work(rows: Rows) -> Bool[Array, ""]:
 
 
 def cache_keys(
-    rows: Rows, row: Int[Array, "*n"], positions: Int[Array, "*n"], limits: Limits
+    rows: Rows, row: Int[Array, "*n"], positions: Int[Array, "*n"], config: StepConfig
 ) -> Int[Array, "*n"]:
     """What the prefix cache takes the token at a position of a row for.
 
@@ -174,7 +156,7 @@ def cache_keys(
     and may differ in their last bits. So what is found has just the bits that computing it would give.
     """
     token = rows.token_ids.at[row, positions].get(mode="clip")
-    if limits.reuse_answers:
+    if config.reuse_answers:
         return token
     return jnp.where(positions < rows.prompt_lens[row], token, -1 - token)
 
@@ -203,7 +185,7 @@ def _blocks_short(state: EngineState, plan: Plan) -> Int[Array, ""]:
 
 
 def _preempt(
-    state: EngineState, limits: Limits
+    state: EngineState, config: StepConfig
 ) -> tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]:
     """Take running rows out, the last in order first, until the others' plan fits; who, and who swapped."""
     nobody = jnp.zeros(state.tables.max_seqs, bool)
@@ -211,7 +193,7 @@ def _preempt(
 
     def short(carry: Carry) -> Bool[Array, ""]:
         state = carry[0]
-        return jnp.any(state.rows.running) & (_blocks_short(state, plan(state, limits)) > 0)
+        return jnp.any(state.rows.running) & (_blocks_short(state, plan(state, config)) > 0)
 
     def preempt_last(carry: Carry) -> Carry:
         state, preempted, swapped = carry
@@ -230,7 +212,7 @@ def _preempt(
 
 
 def _admit(
-    state: EngineState, limits: Limits, may: Bool[Array, ""]
+    state: EngineState, config: StepConfig, may: Bool[Array, ""]
 ) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"]]:
     """Let waiting requests run in their order while there is room; who, and how many blocks each hit."""
     type Carry = tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Bool[Array, ""]]
@@ -239,50 +221,50 @@ def _admit(
         state, admitted, num_hits, _ = carry
         rows, tables = state.rows, state.tables
         row = rows.order[jnp.argmax(rows.waiting[rows.order])]
-        hit, defers = _look_up(state, row, limits)
+        hit, defers = _look_up(state, row, config)
         length = hit.chain.num_blocks
-        unseen = block_table.num_unseen(length * tables.block_size, limits.sliding_window)
+        unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window)
         place = jnp.arange(hit.block_ids.shape[0])
         kept = (place >= unseen // tables.block_size) & (place < length)
         held_by_others = jnp.sum(kept & (tables.pool.ref_count[hit.block_ids] > 0), dtype=jnp.int32)
-        need = limits.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
-        fits = need + _reserved(state, limits) <= tables.pool.num_free
+        need = config.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
+        fits = need + _reserved(state, config) <= tables.pool.num_free
         ok = fits & ~defers
 
         def admit_row(state: EngineState) -> EngineState:
-            return _start(state, row, hit, limits)
+            return _start(state, row, hit, config)
 
         state = lax.cond(ok, admit_row, lambda state: state, state)
-        goes_on = ok & _may_admit(state, plan(state, limits), limits)
+        goes_on = ok & _may_admit(state, plan(state, config), config)
         return state, admitted.at[row].max(ok), num_hits.at[row].add(jnp.where(ok, length, 0)), goes_on
 
     nobody = jnp.zeros(state.tables.max_seqs, bool)
-    goes_on = may & _may_admit(state, plan(state, limits), limits)
+    goes_on = may & _may_admit(state, plan(state, config), config)
     start = (state, nobody, jnp.zeros_like(state.rows.phase), goes_on)
     state, admitted, num_hits, _ = lax.while_loop(lambda carry: carry[3], try_next, start)
     return state, admitted, num_hits
 
 
-def _may_admit(state: EngineState, plan: Plan, limits: Limits) -> Bool[Array, ""]:
+def _may_admit(state: EngineState, plan: Plan, config: StepConfig) -> Bool[Array, ""]:
     """Whether the next waiting request might be admitted: there is a slot, a tile, and some block."""
     rows = state.rows
-    has_slot = jnp.sum(rows.running) < limits.max_num_seqs
-    has_tile = jnp.sum(plan.num_tiles) < limits.num_tiles
-    has_block = _reserved(state, limits) <= state.tables.pool.num_free
+    has_slot = jnp.sum(rows.running) < config.max_num_seqs
+    has_tile = jnp.sum(plan.num_tiles) < config.num_tiles
+    has_block = _reserved(state, config) <= state.tables.pool.num_free
     return jnp.any(rows.waiting) & has_slot & has_tile & has_block
 
 
-def _reserved(state: EngineState, limits: Limits) -> Int[Array, ""]:
+def _reserved(state: EngineState, config: StepConfig) -> Int[Array, ""]:
     """Free blocks that are not for the next request: for tokens the running ones know, and to grow into."""
     rows, tables = state.rows, state.tables
     held = tables.num_blocks - tables.num_skipped
-    to_come = jnp.maximum(limits.blocks_of(rows.num_tokens, tables.block_size) - held, 0)
+    to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - held, 0)
     num_running = jnp.sum(rows.running, dtype=jnp.int32)
-    spare = jnp.where(num_running > 0, limits.watermark_blocks + num_running, 0)
+    spare = jnp.where(num_running > 0, config.watermark_blocks + num_running, 0)
     return jnp.sum(jnp.where(rows.running, to_come, 0)) + spare
 
 
-def _look_up(state: EngineState, row: Int[Array, ""], limits: Limits) -> tuple[Hit, Bool[Array, ""]]:
+def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tuple[Hit, Bool[Array, ""]]:
     """What the prefix cache has for a request; and if it should rather wait for what is being computed."""
     rows, tables = state.rows, state.tables
     cache = tables.pool.prefix_cache
@@ -292,7 +274,7 @@ def _look_up(state: EngineState, row: Int[Array, ""], limits: Limits) -> tuple[H
         return nothing, jnp.bool_(False)
     is_new = rows.phase[row] == Phase.WAITING
     positions = jnp.arange(rows.token_ids.shape[1], dtype=jnp.int32)
-    keys = cache_keys(rows, jnp.broadcast_to(row, positions.shape), positions, limits)
+    keys = cache_keys(rows, jnp.broadcast_to(row, positions.shape), positions, config)
     hit = prefix_cache.lookup(cache, keys, jnp.where(is_new, num_tokens, 0), salt)
 
     computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
@@ -309,7 +291,7 @@ def _look_up(state: EngineState, row: Int[Array, ""], limits: Limits) -> tuple[H
     return hit, defers
 
 
-def _start(state: EngineState, row: Int[Array, ""], hit: Hit, limits: Limits) -> EngineState:
+def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig) -> EngineState:
     """Let a waiting row run: with the blocks it hit, or with its own back from the host."""
     rows = state.rows
     this = jnp.arange(state.tables.max_seqs) == row
@@ -320,7 +302,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, limits: Limits) ->
     if state.tables.pool.prefix_cache is not None:
         chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
         state = state.on_tables(block_table.adopt, row[None], hit.block_ids[None], chain, is_new[None])
-        window, max_blocks = limits.sliding_window, hit.block_ids.shape[0]
+        window, max_blocks = config.sliding_window, hit.block_ids.shape[0]
         state = state.on_tables(block_table.slide_windows, this & is_new, window, max_blocks=max_blocks)
     num_hit_tokens = hit.chain.num_blocks * state.tables.block_size
     rows = replace(

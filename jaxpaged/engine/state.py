@@ -165,7 +165,7 @@ def create_tables(
     return block_table.create(pool, num_rows, max_blocks_per_seq, block_size)
 
 
-def create(
+def create_state(
     tables: BlockTables, kv_cache: KVCache, max_model_len: int, host: HostPool | None = None
 ) -> EngineState:
     """A state without requests over empty tables and an empty cache."""
@@ -192,7 +192,7 @@ def without_kv(state: EngineState) -> EngineState:
     return replace(state, kv_cache=shapes(state.kv_cache), host=host)
 
 
-def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
+def place_requests(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
     """Put line i of `requests` into row `rows[i]`, which must be EMPTY or FINISHED; a row beyond all is none.
 
     `requests.order` has no meaning here. Arrivals go round: only their differences tell who came first.

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from jaxpaged.arithmetic import cdiv
-from jaxpaged.checks import InputError
+from jaxpaged.checks import INT32_MAX, InputError
+
+MOST_BLOCKS = 2**20  # of a small model in a large memory: beyond, more blocks only cost time to make
 
 
 @dataclass(frozen=True)
@@ -36,26 +37,27 @@ def cache_size(
     *,
     num_blocks: int | None,
     bytes_per_block: int,
+    state_bytes_per_block: int,
     block_size: int,
-    max_num_seqs: int,
-    max_model_len: int,
     available_bytes: int,
     available_why: str,
 ) -> CacheSize:
-    """Size the cache: `num_blocks` if given, else what `available_bytes` hold and the rows can use.
+    """Size the cache: `num_blocks` if given, else what `available_bytes` hold, with what is kept of each
+    block.
 
+    Not only what the rows can use: what they leave is where finished requests' prefixes stay findable.
     Raises `InputError` if not even one sequence of one block would fit.
     """
     if num_blocks is not None:
         return CacheSize(num_blocks, bytes_per_block, block_size, "num_blocks was given")
-    fit = available_bytes // bytes_per_block
+    fit = available_bytes // (bytes_per_block + state_bytes_per_block)
     if fit < 2:
         raise InputError(
             f"the cache needs at least 2 blocks of {bytes_per_block} bytes, "
             f"but only {max(available_bytes, 0)} bytes are available ({available_why})"
         )
-    useful = max_num_seqs * cdiv(max_model_len, block_size) + 1
-    if useful <= fit:
-        reason = f"{max_num_seqs} rows of {max_model_len} tokens, all that can be in use at once"
-        return CacheSize(useful, bytes_per_block, block_size, reason)
+    most = min(MOST_BLOCKS, INT32_MAX // block_size)
+    if fit > most:
+        reason = f"as many as are made without being asked for, in {available_why}"
+        return CacheSize(most, bytes_per_block, block_size, reason)
     return CacheSize(fit, bytes_per_block, block_size, f"as many as fit into {available_why}")

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import loop, plan
+from jaxpaged.engine import loop, machine
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import FinishReason
@@ -277,13 +277,13 @@ def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, c
         native, "why_not", lambda dtype: None if default == "native" else "JAXPAGED_NATIVE is 0"
     )
     model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
-    implementation, reason = plan.attention(EngineConfig(**options), model)
+    implementation, reason = machine.attention(EngineConfig(**options), model)
     assert implementation == chosen
     assert why in reason
 
 
 def test_an_attention_that_does_not_serve_the_model_is_refused():
     with pytest.raises(InputError, match="attention='mosaic_gpu' must serve the model: .*q.dtype=float32"):
-        plan.attention(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG)
+        machine.attention(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG)
     with pytest.raises(InputError, match="attention='native' must serve the model: the dtype is float16"):
-        plan.attention(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG)
+        machine.attention(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG)
