@@ -21,6 +21,7 @@ from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.scheduler import Limits
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.engine.step import StepConfig
+from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama, Weights
 from jaxpaged.status import raise_if_error
@@ -191,6 +192,7 @@ class Driver:
             block_size=self.config.block_size,
             max_model_len=self.door.max_model_len,
             prefix_caching=prefix_caching,
+            policy=policies.named(self.config.eviction_policy),
         )
 
     def _compile(self) -> None:
