@@ -120,6 +120,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="prompts share blocks with earlier answers too, whose last bits may differ (default: no)",
     )
+    group.add_argument(
+        "--eviction-policy",
+        help="which free blocks are taken first: the longest unused (lru, default), or those without content "
+        "(lru_split)",
+    )
     group.add_argument("--preemption-mode", help="of who gives way: recompute (default) or swap")
     group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")
     group.add_argument("--scheduling-policy", help="fcfs (default) or priority")

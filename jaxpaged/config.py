@@ -8,6 +8,7 @@ from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, chec
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
+EvictionPolicy = Literal["lru", "lru_split"]  # those of `memory/policies.py` that keep content
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
@@ -30,6 +31,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # computed in one step; None: max_num_seqs + 512
     enable_prefix_caching: bool = True  # requests that begin alike share the blocks of what they share
     reuse_answers: bool = False  # also blocks that were computed as an answer, whose last bits may differ
+    eviction_policy: EvictionPolicy = "lru"  # which free blocks are taken first, and lose what they hold
     num_host_blocks: int = 0  # of the pool in host memory that preempted requests are swapped to
     preemption_mode: PreemptionMode = "recompute"  # of who gives way when blocks run out
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -43,6 +45,7 @@ class EngineConfig:
         for name, choices in (
             ("dtype", DType),
             ("attention", Attention),
+            ("eviction_policy", EvictionPolicy),
             ("preemption_mode", PreemptionMode),
             ("scheduling_policy", SchedulingPolicy),
         ):

@@ -111,6 +111,7 @@ def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, ca
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
         ("--enable-prefix-caching --reuse-answers", {"enable_prefix_caching": True, "reuse_answers": True}),
         ("--preemption-mode swap --num-host-blocks 9", {"preemption_mode": "swap", "num_host_blocks": 9}),
+        ("--eviction-policy lru_split", {"eviction_policy": "lru_split"}),
         ("--scheduling-policy priority --num-blocks 33", {"scheduling_policy": "priority", "num_blocks": 33}),
         ("--max-model-len 64 --attention xla", {"max_model_len": 64, "attention": "xla"}),
     ],
@@ -174,6 +175,10 @@ def test_info_prints_the_caches_size(model, capsys):
         (
             ["--prompt", "a", "--num-host-blocks", "8"],
             "num_host_blocks=8 must be 0 unless preemption_mode is",
+        ),
+        (
+            ["--prompt", "a", "--eviction-policy", "lifo"],
+            "eviction_policy='lifo' must be one of lru, lru_split",
         ),
         (
             ["--prompt", "a", "--scheduling-policy", "lifo"],

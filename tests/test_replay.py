@@ -19,6 +19,7 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import EngineDeadError
 from jaxpaged.engine.scheduler import Decision, Plan
 from jaxpaged.engine.state import EngineState, FinishReason, Phase, empty_rows, without_kv
+from jaxpaged.memory.policies import LRU_SPLIT
 from jaxpaged.memory.prefix_cache import hash_block
 from jaxpaged.replay import __main__ as words
 from jaxpaged.status import Status
@@ -172,7 +173,13 @@ def test_steps_in_which_nothing_is_to_do_count(tmp_path):
     [
         SETTING,
         Setting(
-            "window", num_blocks=20, block_size=3, sliding_window=10, reuse_answers=True, watermark_blocks=2
+            "window",
+            num_blocks=20,
+            block_size=3,
+            sliding_window=10,
+            reuse_answers=True,
+            watermark_blocks=2,
+            policy=LRU_SPLIT,
         ),
         Setting("no caching", num_blocks=9, prefix_caching=False),
     ],

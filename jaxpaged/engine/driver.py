@@ -20,6 +20,7 @@ from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolv
 from jaxpaged.engine.request import Delta, Door, Request, arrival_of
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, empty_rows, without_kv
 from jaxpaged.engine.step_config import StepConfig
+from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama, Weights
 from jaxpaged.status import raise_if_error
@@ -196,6 +197,7 @@ class Driver:
             block_size=self.config.block_size,
             max_model_len=self.door.max_model_len,
             prefix_caching=prefix_caching,
+            policy=policies.named(self.config.eviction_policy),
         )
 
     def _compile(self) -> None:

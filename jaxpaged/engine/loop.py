@@ -15,7 +15,8 @@ from jaxpaged.engine.scheduler import Decision
 from jaxpaged.engine.state import EngineState, Phase, Rows, create_state, create_tables, place_requests
 from jaxpaged.engine.step import step
 from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.memory import block_pool, prefix_cache
+from jaxpaged.memory import block_pool
+from jaxpaged.memory.policies import Policy
 
 # Steps that one run makes at most, and so tokens a row that one report has room for.
 MAX_STEPS = 32
@@ -42,7 +43,7 @@ class Report:
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "graphdef", "num_blocks", "num_rows", "block_size", "max_model_len", "prefix_caching",
+        "graphdef", "num_blocks", "num_rows", "block_size", "max_model_len", "prefix_caching", "policy",
     ),
 )  # fmt: skip
 def create(
@@ -54,6 +55,7 @@ def create(
     block_size: int,
     max_model_len: int,
     prefix_caching: bool,
+    policy: Policy,
 ) -> EngineState:
     """A state without requests; in one program, for outside of one each shape is compiled by itself.
 
@@ -61,7 +63,7 @@ def create(
     """
     max_blocks_per_seq = cdiv(max_model_len, block_size)
     tables = create_tables(
-        num_blocks, num_rows, max_blocks_per_seq, block_size, prefix_caching=prefix_caching
+        num_blocks, num_rows, max_blocks_per_seq, block_size, prefix_caching=prefix_caching, policy=policy
     )
     kv_cache = nnx.merge(graphdef, params).create_cache(num_blocks, block_size)
     return create_state(tables, kv_cache, max_model_len)
@@ -105,11 +107,8 @@ def report(state: EngineState) -> Report:
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
     window = first[:, None] + jnp.arange(MAX_STEPS)
     at = jnp.arange(rows.phase.shape[0])[:, None], window
-    cached = jnp.int32(0)
-    if pool.prefix_cache is not None:
-        is_free = (pool.ref_count == 0).at[block_pool.NULL_BLOCK].set(False)
-        has_content = prefix_cache.has_content(pool.prefix_cache, jnp.arange(pool.num_blocks))
-        cached = jnp.sum(is_free & has_content, dtype=jnp.int32)
+    is_free = (pool.ref_count == 0).at[block_pool.NULL_BLOCK].set(False)
+    has_content = block_pool.has_content(pool, jnp.arange(pool.num_blocks))
     return Report(
         phase=rows.phase,
         arrival=rows.arrival,
@@ -119,7 +118,7 @@ def report(state: EngineState) -> Report:
         new_token_ids=rows.token_ids.at[at].get(mode="fill", fill_value=0),
         new_logprobs=state.logprobs.at[at].get(mode="fill", fill_value=0),
         num_free_blocks=pool.num_free,
-        num_cached_blocks=cached,
+        num_cached_blocks=jnp.sum(is_free & has_content, dtype=jnp.int32),
         counters=state.counters,
         status=state.status,
     )

@@ -15,6 +15,7 @@ from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
 from jaxpaged.memory.block_table import AppendInfo, BlockTables
 from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling import SamplingState
 from jaxpaged.sampling_params import MAX_STOP_TOKENS
 
@@ -157,7 +158,7 @@ def create_tables(
     block_size: int,
     *,
     prefix_caching: bool,
-    policy: block_pool.Policy = "lru",
+    policy: Policy = LRU,
 ) -> BlockTables:
     """Empty tables over a pool of their own, as an engine schedules them."""
     cache = prefix_cache.create(num_blocks, block_size) if prefix_caching else None

@@ -6,7 +6,6 @@ written to it, so every index that reaches a kernel is a real block.
 
 import enum
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +13,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.memory import free_queue, prefix_cache
-from jaxpaged.memory.entries import reversed_groups
 from jaxpaged.memory.free_queue import FreeQueue
+from jaxpaged.memory.policies import Freed, Policy
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 
 NULL_BLOCK = 0
 HELD_ONCE = FreeQueue.NOT_QUEUED - 1  # the `place` of a block with one holder
-
-# Blocks are taken from the head of the free queue. A policy is nothing but a first order and an end:
-#   lifo       starts with the highest id, puts freed blocks at the head (vLLM v0 `BlockAllocator`);
-#   naive      starts with the lowest id, puts freed blocks at the head (vLLM 0.6.3 `NaiveBlockAllocator`);
-#   lru        starts with the lowest id, puts freed blocks at the tail (vLLM V1 `BlockPool`);
-#   lru_split  as lru, but puts blocks without cached content at the head, as a group (V1 since mid-2026).
-Policy = Literal["lifo", "naive", "lru", "lru_split"]
 
 
 @jax.tree_util.register_dataclass
@@ -87,24 +79,15 @@ class StatusInfo:
     status: Int[Array, ""]
 
 
-def create(
-    num_blocks: int, policy: Policy = "naive", *, prefix_cache: PrefixCache | None = None
-) -> BlockPool:
+def create(num_blocks: int, policy: Policy, *, prefix_cache: PrefixCache | None = None) -> BlockPool:
     """A pool in which every block but the null block is free."""
     if num_blocks < 2:
         raise ValueError(
             f"{num_blocks=} must be at least 2: block 0 is the null block and is never given out"
         )
-    if policy not in get_args(Policy):
-        raise ValueError(f"{policy=} must be one of {get_args(Policy)}")
     if prefix_cache is not None and prefix_cache.num_blocks != num_blocks:
         raise ValueError(f"{prefix_cache.num_blocks=} must equal {num_blocks=}")
-    block_ids = jnp.arange(1, num_blocks, dtype=jnp.int32)
-    return BlockPool(
-        free_queue=free_queue.create(block_ids[::-1] if policy == "lifo" else block_ids, num_blocks),
-        prefix_cache=prefix_cache,
-        policy=policy,
-    )
+    return BlockPool(policy.new_queue(num_blocks), prefix_cache, policy)
 
 
 def can_allocate(
@@ -138,6 +121,13 @@ def forget(pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array,
     return replace(pool, prefix_cache=prefix_cache.remove(pool.prefix_cache, block_ids, mask))
 
 
+def has_content(pool: BlockPool, block_ids: Int[Array, " num_ids"]) -> Bool[Array, " num_ids"]:
+    """Whether each block has content that can be found."""
+    if pool.prefix_cache is None:
+        return jnp.zeros(block_ids.shape, bool)
+    return prefix_cache.has_content(pool.prefix_cache, block_ids)
+
+
 def free(
     pool: BlockPool,
     block_ids: Int[Array, " num_ids"],
@@ -147,8 +137,8 @@ def free(
     """Give back one hold on each masked block, exactly as if one after the other; all of them or none.
 
     A block may be named several times (two rows share it); it becomes free with its last hold. The null
-    block is passed over. `lru_split` moves blocks in groups: those of equal `group`, which may not decrease;
-    without it all are one group. Costs O(num_ids).
+    block is passed over. Blocks of equal `group`, which may not decrease, are given back together; without it
+    all are. Costs O(num_ids).
     Status: DOUBLE_FREE if a block is named more often than it is held, UNKNOWN_BLOCK.
     """
     known, unknown = _known(pool, block_ids, mask)
@@ -159,16 +149,8 @@ def free(
     pool = hold(after, block_ids, known & refused, 1)
     is_free = known & ~refused & (place == FreeQueue.NOT_QUEUED)
     queue, is_freed = free_queue.last_namings(pool.free_queue, block_ids, is_free)
-    if pool.policy == "lru":
-        queue = free_queue.push_back(queue, block_ids, is_freed)
-    elif pool.policy == "lru_split":
-        # The first of a group is the first to be taken, so the group goes to the head last to first.
-        has_content = _has_content(pool, block_ids)
-        order = reversed_groups(jnp.zeros_like(block_ids) if group is None else group)
-        queue = free_queue.push_front(queue, block_ids[order], (is_freed & ~has_content)[order])
-        queue = free_queue.push_back(queue, block_ids, is_freed & has_content)
-    else:
-        queue = free_queue.push_front(queue, block_ids, is_freed)
+    group = jnp.zeros_like(block_ids) if group is None else group
+    queue = pool.policy.give_back(queue, Freed(block_ids, is_freed, has_content(pool, block_ids), group))
     return replace(pool, free_queue=queue), FreeInfo(
         num_freed=jnp.sum(is_freed, dtype=jnp.int32),
         status=flag(double_free, Status.DOUBLE_FREE) | flag(unknown, Status.UNKNOWN_BLOCK),
@@ -223,9 +205,3 @@ def _known(
     """Which masked ids name a block that can be held, and whether any names no block at all."""
     exists = (block_ids >= 0) & (block_ids < pool.num_blocks)
     return mask & exists & (block_ids != NULL_BLOCK), jnp.any(mask & ~exists)
-
-
-def _has_content(pool: BlockPool, block_ids: Int[Array, " num_ids"]) -> Bool[Array, " num_ids"]:
-    if pool.prefix_cache is None:
-        return jnp.zeros(block_ids.shape, bool)
-    return prefix_cache.has_content(pool.prefix_cache, block_ids)

@@ -84,9 +84,9 @@ def append(
     """Make places for `num_new_tokens[r] >= 0` more tokens in each row r, that r alone may write to.
 
     A last block that is partly filled and that others hold too is replaced by a new one, and is to be copied
-    there. Blocks are taken row by row; in a row the copy's comes first (`naive`: last, as vLLM 0.6.3 writes
-    the tokens when all blocks are there). `max_new_blocks` (static) bounds their number over all rows.
-    Costs O(max_seqs + max_new_blocks), whatever the pool and the tables are.
+    there. Blocks are taken row by row; in a row the copy's comes first (or last: `Policy.copies_last`).
+    `max_new_blocks` (static) bounds their number over all rows. Costs O(max_seqs + max_new_blocks), whatever
+    the pool and the tables are.
     Status: OUT_OF_BLOCKS, TABLE_FULL (a row would outgrow its line), TOO_MANY_BLOCKS.
     """
     pool = tables.pool
@@ -111,7 +111,7 @@ def append(
     pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
 
     row, k, used = number_through(num_new, max_new_blocks)
-    if pool.policy == "naive":
+    if pool.policy.copies_last:
         col = jnp.where(copies[row] & (k == num_new[row] - 1), held[row] - 1, held[row] + k)
     else:
         col = held[row] + k - copies[row]
@@ -256,9 +256,9 @@ def cache_full_blocks(
 def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[BlockTables, FreeInfo]:
     """Give back all blocks of the masked rows, row by row; the rows become empty.
 
-    In a row the first block goes first (`lru`, `lru_split`: the last, so that the beginning of a prompt,
-    which others may share, is evicted last). Each round frees as many rows as hold together no more blocks
-    than a row can, and costs O(max_seqs + max_blocks_per_seq); without any to free there is none.
+    In a row the first block goes first (or the last: `Policy.last_block_first`). Each round frees as many
+    rows as hold together no more blocks than a row can, and costs O(max_seqs + max_blocks_per_seq); if they
+    are empty there is none.
     """
     width = tables.max_blocks_per_seq
     type Carry = tuple[BlockTables, FreeInfo]
@@ -372,8 +372,7 @@ def _release(
     too_many = jnp.sum(counts, dtype=jnp.int32) > size
     counts = jnp.where(too_many, 0, counts)
     row, k, used = number_through(counts, size)
-    last_first = tables.pool.policy in ("lru", "lru_split")
-    col = first[row] + (counts[row] - 1 - k if last_first else k)
+    col = first[row] + (counts[row] - 1 - k if tables.pool.policy.last_block_first else k)
     pool, info = block_pool.free(tables.pool, tables.block_tables[row, col], used, group=row)
     cleared = jnp.where(used & (info.status == Status.OK), row, tables.max_seqs)
     block_tables = tables.block_tables.at[cleared, col].set(NULL_BLOCK, mode="drop")

@@ -28,8 +28,8 @@ def swap_out(
 ) -> tuple[BlockTables, BlockTables, SwapInfo]:
     """Move the masked rows from the device's tables to the same rows, empty so far, of the host's.
 
-    Blocks that several of these rows share are copied once and stay shared (`naive`: once for each row, as
-    vLLM 0.6.3 does). Blocks that other rows hold stay there. `max_blocks` (static) bounds the blocks of these
+    Blocks that several of these rows share are copied once and stay shared (`Policy.unshares_in_swap`: once
+    for each row). Blocks that other rows hold stay there. `max_blocks` (static) bounds the blocks of these
     rows; without it, they may be the whole table. Costs O(max_blocks).
     Status: OUT_OF_BLOCKS (of the host), ROW_IN_USE (on the host), TOO_MANY_BLOCKS.
     """
@@ -61,7 +61,7 @@ def _move(
     col = source.num_skipped[row] + k
     ids = source.block_tables[row, col]
     index = jnp.arange(size, dtype=jnp.int32)
-    first = index if source.pool.policy == "naive" else first_equal(ids, mask=used)
+    first = index if source.pool.policy.unshares_in_swap else first_equal(ids, mask=used)
     moves = used & (first == index)
 
     pool, allocated = block_pool.allocate(target.pool, jnp.sum(moves, dtype=jnp.int32), size)

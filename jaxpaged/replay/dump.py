@@ -16,7 +16,7 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.state import EngineState, HostPool, Rows, create_state, create_tables, empty_rows
 from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.memory import block_pool, kv_cache, prefix_cache
+from jaxpaged.memory import kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 
@@ -191,14 +191,14 @@ def _new_state(
 ) -> EngineState:
     """A state of the sizes that a header has; without K and V if it does not say theirs."""
 
-    def tables(num_blocks: int, policy: block_pool.Policy, has_prefix_cache: bool) -> BlockTables:
+    def tables(num_blocks: int, policy: str, has_prefix_cache: bool) -> BlockTables:
         return create_tables(
             num_blocks,
             num_rows,
             max_blocks_per_seq,
             block_size,
             prefix_caching=has_prefix_cache,
-            policy=policy,
+            policy=policies.named(policy),
         )
 
     def arrays(num_blocks: int) -> KVCache:
@@ -215,7 +215,7 @@ def _pool_sizes(tables: BlockTables) -> dict[str, Any]:
     pool = tables.pool
     return {
         "num_blocks": pool.num_blocks,
-        "policy": pool.policy,
+        "policy": pool.policy.name,
         "has_prefix_cache": pool.prefix_cache is not None,
     }
 

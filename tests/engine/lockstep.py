@@ -29,10 +29,12 @@ from jaxpaged.memory import kv_cache, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.status import Status
 from reference import engine as reference
 from tests import quick
+from tests.memory.oracles import FREE_PROFILES
 
 VOCAB = 13
 STOP = 0
@@ -87,6 +89,7 @@ class Setting:
     sliding_window: int | None = None
     watermark_blocks: int = 0
     prefix_caching: bool = True
+    policy: Policy = LRU
     reuse_answers: bool = False
 
     @property
@@ -122,6 +125,7 @@ class Setting:
                 sliding_window=self.sliding_window,
                 watermark_blocks=self.watermark_blocks,
                 prefix_caching=self.prefix_caching,
+                free_profile=FREE_PROFILES[self.policy.name],
                 reuse_answers=self.reuse_answers,
                 preemption_mode="swap" if self.num_host_blocks else "recompute",
             ),
@@ -132,7 +136,12 @@ class Setting:
         def tables(num_blocks: int, *, cached: bool) -> BlockTables:
             max_blocks_per_seq = cdiv(MAX_MODEL_LEN, self.block_size)
             return create_tables(
-                num_blocks, NUM_ROWS, max_blocks_per_seq, self.block_size, prefix_caching=cached
+                num_blocks,
+                NUM_ROWS,
+                max_blocks_per_seq,
+                self.block_size,
+                prefix_caching=cached,
+                policy=self.policy,
             )
 
         def arrays(num_blocks: int) -> KVCache:

@@ -42,7 +42,9 @@ def assert_nothing_is_held(driver: Driver) -> None:
     [
         pytest.param({}, id="room for all"),
         pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 33}, id="one row, one tile"),
-        pytest.param({"block_size": 1, "num_blocks": 1 + 136}, id="blocks of 1, few"),
+        pytest.param(
+            {"block_size": 1, "num_blocks": 1 + 136, "eviction_policy": "lru_split"}, id="blocks of 1, few"
+        ),
         pytest.param(
             {"block_size": 16, "num_blocks": 1 + 9, "enable_prefix_caching": False}, id="no caching"
         ),
@@ -53,6 +55,7 @@ def test_greedy_tokens_equal_the_reference(options):
     prompts = tiny.prompts(LENGTHS)
     max_tokens = [3 + i % 9 for i in range(len(prompts))]
     driver = tiny.driver(**options)
+    assert driver._state.tables.pool.policy.name == driver.config.eviction_policy
     for _ in range(2):  # the second time with what the first has left in the prefix cache
         answers = tiny.generate(driver, prompts, [tiny.greedy(n) for n in max_tokens])
         for prompt, n, answer in zip(prompts, max_tokens, answers, strict=True):

@@ -5,6 +5,8 @@ side must report. What a manager has no method for (giving back the last tokens)
 """
 
 import copy
+import functools
+from collections.abc import Callable
 from collections.abc import Sequence as Ints
 
 from jaxpaged.arithmetic import cdiv
@@ -33,6 +35,8 @@ from reference.v1.kv_cache_manager import (
 from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock, Request, make_block_hash_with_group_id
 
 Pair = tuple[int, int]
+WATERMARK = 0.2  # of those that have one
+FREE_PROFILES = {"lru": "classic", "lru_split": "split"}  # of V1, by policy
 
 
 class Refused(Exception):
@@ -52,7 +56,11 @@ def _refused(error: ValueError) -> Refused:
 class Oracle:
     """What the three have in common. A row lives on the device or on the host; one without tokens nowhere."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
+    # Whether the manager can do so with what has lost blocks to the window.
+    forks_windowed = True
+    swaps_windowed = False
+
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -73,9 +81,9 @@ class Oracle:
 class V0Oracle(Oracle):
     """`reference.v0`: policy `lifo`."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
-        super().__init__(block_size, num_blocks, num_host_blocks, watermark)
-        self.manager = BlockSpaceManager(block_size, num_blocks - 1, num_host_blocks - 1, watermark)
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int) -> None:
+        super().__init__(block_size, num_blocks, num_host_blocks)
+        self.manager = BlockSpaceManager(block_size, num_blocks - 1, num_host_blocks - 1, WATERMARK)
         self.seqs: dict[int, V0Sequence] = {}
         # v0 has no null block. This one stands in for what has left the window, and is never given out.
         self.null_block = PhysicalTokenBlock(V0Device.GPU, -1, block_size)
@@ -196,9 +204,11 @@ class V0Oracle(Oracle):
 class V063Oracle(Oracle):
     """`reference.v063` with naive allocators: policy `naive`. Its null block, taken first, is block 0."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
-        super().__init__(block_size, num_blocks, num_host_blocks, watermark)
-        self.manager = SelfAttnBlockSpaceManager(block_size, num_blocks, num_host_blocks - 1, watermark)
+    forks_windowed = False
+
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int) -> None:
+        super().__init__(block_size, num_blocks, num_host_blocks)
+        self.manager = SelfAttnBlockSpaceManager(block_size, num_blocks, num_host_blocks - 1, WATERMARK)
         self.allocator = self.manager.block_allocator
         assert self.allocator.allocate_or_get_null_block().block_id == 0
         self.manager.num_total_gpu_blocks -= 1
@@ -354,10 +364,12 @@ class V1Oracle(Oracle):
     last block first.
     """
 
+    swaps_windowed = True
+
     def __init__(
         self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int, profile: str
     ) -> None:
-        super().__init__(block_size, num_blocks, num_host_blocks, 0.0)
+        super().__init__(block_size, num_blocks, num_host_blocks)
         spec = FullAttentionSpec(block_size, num_kv_heads=1, head_size=1, dtype="half")
         config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.manager = KVCacheManager(config, max_blocks * block_size, free_profile=profile)
@@ -593,3 +605,9 @@ class V1Oracle(Oracle):
         cached = self.pool.cached_block_hash_to_block._cache.values()
         groups = [list(found) if isinstance(found, dict) else [found.block_id] for found in cached]
         return sorted(groups)
+
+
+# By policy: block size, blocks of both pools, blocks of a row.
+ORACLES: dict[str, Callable[[int, int, int, int], Oracle]] = {"lifo": V0Oracle, "naive": V063Oracle} | {
+    policy: functools.partial(V1Oracle, profile=profile) for policy, profile in FREE_PROFILES.items()
+}
