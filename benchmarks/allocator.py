@@ -1,19 +1,18 @@
 """How long the memory's transitions take, beside the Python loops of vLLM's managers (our oracles of them).
 
-    python -m benchmarks.allocator [--policy lru lifo ...] [--num-blocks 1024 65536 1048576] [--repeats 30]
+    python -m benchmarks.allocator [--policy lru] [--num_blocks 1024 --num_blocks 65536] [--repeats 30]
 
 JSON lines on stdout. `us` are microseconds of one jitted call, its dispatch included; `in_loop_us` of one
 append inside a compiled loop, as the engine has it. The state is donated, so nothing of the pool's size may
 be copied. With `lru` all blocks hold cached content, so that each allocation evicts (so they do at first with
 `lru_split`, which then takes those without content again and again). The oracle's time is
 that of its manager alone: tokens and hashes are ready. On a CPU, JAX runs in the thread that calls: else most
-of a call is the waking of another one, and varies with it (`--async-dispatch` leaves it as JAX has it).
+of a call is the waking of another one, and varies with it (`--async_dispatch` leaves it as JAX has it).
 
 The lines "in a loop" are what an engine's decode step needs of the memory: 64 sequences in 128 rows, 4,096
 blocks; microseconds of one transition inside a compiled `while_loop`, without an oracle.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -24,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags
 from jax import lax
 
 from benchmarks import record
@@ -44,6 +44,13 @@ from reference.v1.kv_cache_utils import (
     sha256,
 )
 
+_POLICY = flags.DEFINE_multi_enum("policy", [*POLICIES], [*POLICIES], "A policy; may be given several times.")
+_NUM_BLOCKS = flags.DEFINE_multi_integer(
+    "num_blocks", [1024, 65536, 1048576], "Blocks of a pool; may be given several times."
+)
+_REPEATS = flags.DEFINE_integer("repeats", 30, "Runs that are counted.", lower_bound=1)
+_ASYNC_DISPATCH = flags.DEFINE_boolean("async_dispatch", False, "Leave dispatching on a CPU as JAX has it.")
+
 BLOCK_SIZE = 16
 NUM_ROWS = 256
 PROMPT_BLOCKS = 1000  # in the prompt that is allocated and freed
@@ -61,23 +68,19 @@ LOOP_STEPS = 64
 LOOP_PROMPT = 512  # tokens
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.allocator", description=__doc__)
-    parser.add_argument("--policy", nargs="+", choices=[*POLICIES], default=[*POLICIES])
-    parser.add_argument("--num-blocks", nargs="+", type=int, default=[1024, 65536, 1048576])
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--async-dispatch", action="store_true")
-    options = parser.parse_args()
-    jax.config.update("jax_cpu_enable_async_dispatch", options.async_dispatch)
+def main(argv: list[str]) -> None:
+    """Run as a module."""
+    record.start(argv)
+    jax.config.update("jax_cpu_enable_async_dispatch", _ASYNC_DISPATCH.value)
     context = record.context("benchmarks.allocator")
     context |= {
         "device": jax.devices()[0].device_kind,
         "block_size": BLOCK_SIZE,
-        "async_dispatch": options.async_dispatch,
+        "async_dispatch": _ASYNC_DISPATCH.value,
     }
-    for policy in map(policies.named, options.policy):
+    for policy in map(policies.named, _POLICY.value):
         append_us = {}
-        for line in measure_loops(policy, options.repeats):
+        for line in measure_loops(policy, _REPEATS.value):
             shape = {
                 "policy": policy.name,
                 "num_blocks": LOOP_BLOCKS,
@@ -85,8 +88,8 @@ def main() -> None:
                 "num_seqs": LOOP_SEQS,
             }
             print(json.dumps(context | shape | line), flush=True)
-        for num_blocks in options.num_blocks:
-            for line in measure(policy, num_blocks, options.repeats):
+        for num_blocks in _NUM_BLOCKS.value:
+            for line in measure(policy, num_blocks, _REPEATS.value):
                 if line["operation"] == "append":
                     append_us[num_blocks] = line["us"]["median"], line["in_loop_us"]["median"]
                 shape = {"policy": policy.name, "num_blocks": num_blocks, "num_rows": NUM_ROWS}
@@ -513,4 +516,4 @@ SUBJECTS: dict[str, Callable[[Policy, int], Subject]] = {
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -1,15 +1,13 @@
 """Compile the serving loop for an H200, without one: does it copy the cache, and is it one CUDA graph?
 
-    python -m benchmarks.compile_loop                  print a table of all cases
-    python -m benchmarks.compile_loop --json NAME...   one JSON line per case, for the tests
+    python -m benchmarks.compile_loop            one JSON line per case
+    python -m benchmarks.compile_loop NAME...    of these cases alone, compiled in this process, for the tests
 
-Needs the `cuda-compile` extra: the CUDA plugin of jax and ptxas, no driver and no GPU. The model has two
-layers; memory is XLA's own analysis of the compiled program, and the thunks (what the runtime
-does, in order) are those that XLA dumps. A program that is one CUDA graph is one thunk, a command buffer,
-which holds all others.
+What it needs, `cuda_compiler` says. The model has two layers; memory is XLA's own analysis of the compiled
+program, and the thunks (what the runtime does, in order) are those that XLA dumps. A program that is one
+CUDA graph is one thunk, a command buffer, which holds all others.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -19,12 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compile_report
+from absl import app
+
+from benchmarks import cuda_compiler
 from jaxpaged.engine.gpu_flags import FLAGS
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
-MODULE = "benchmarks.compile_loop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +77,11 @@ class Report:
     seconds: float
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Run as a module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", nargs="*", metavar="NAME", help="compile these cases in this process")
-    arguments = parser.parse_args()
-    if arguments.json is not None:
-        for name in arguments.json:
-            print(json.dumps(dataclasses.asdict(_report_here(name))), flush=True)
-        return
-    for report in run([str(case) for case in cases()]):
+    names = argv[1:]
+    reports = map(_report_here, names) if names else run([str(case) for case in cases()])
+    for report in reports:
         print(json.dumps(dataclasses.asdict(report)), flush=True)
 
 
@@ -103,7 +95,7 @@ def run(names: list[str]) -> list[Report]:
             wanted = [f"--{name}={value}" for name, value in FLAGS.items()] if flags else []
             dump = [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_run"]
             if some:
-                found += compile_report.run_compiler(MODULE, ["--json", *some], " ".join([*wanted, *dump]))
+                found += cuda_compiler.run("benchmarks.compile_loop", some, " ".join([*wanted, *dump]))
     return [Report(**line | {"outermost": tuple(line["outermost"])}) for line in found]
 
 
@@ -137,12 +129,11 @@ def read_thunks(dump: str) -> list[tuple[int, str]]:
 
 
 def compile_for_h200(case: Case) -> tuple[Any, Any]:
-    """Shapes of the state, and `loop.run` compiled for it; needs the environment that `run_compiler` sets."""
+    """Shapes of the state, and `loop.run` compiled for it; needs the environment of `cuda_compiler.run`."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from flax import nnx
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from benchmarks.constant_model import ConstantModel
@@ -155,10 +146,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.models import llama
     from jaxpaged.models.config import ModelConfig
 
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology="1x1x1", target_config=compile_report.H200
-    )
-    mesh = Mesh(np.array(topology.devices), ("x",))
+    mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))
     on_device = NamedSharding(mesh, PartitionSpec())
     # A device that is not there has no host memory to name; an abstract one takes our word.
     on_host = NamedSharding(mesh.abstract_mesh, PartitionSpec(), memory_kind="pinned_host")
@@ -240,4 +228,4 @@ def _bytes(tree: Any) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -26,23 +26,49 @@ from pallas_kernels import ops, tuning
 from pallas_kernels import paged_attention_v1 as mosaic_v1
 from pallas_kernels import paged_attention_v2 as mosaic_v2
 from pallas_kernels.support import Arrays
-from tests.kernels.checks import assert_close, inputs, is_served, run, weights_dtype
+from tests.kernels.checks import assert_close, inputs, is_served, weights_dtype
 from tests.shapes import CASES, Case, case
 
 # A case takes two to five seconds. These cover each feature once or twice; JAXPAGED_EXHAUSTIVE=1 runs all.
 EXHAUSTIVE = bool(os.environ.get("JAXPAGED_EXHAUSTIVE"))
 LEAN = {
     "v1": (
-        "around_a_tile", "shared_prefix", "only_padding", "float16", "head_major", "window_over_tiles",
-        "all_at_once", "sinks", "group_3", "group_16", "head_dim_80", "head_dim_256", "block_size_8",
-        "block_size_128", "float8_e4m3fn_per_head", "float8_e5m2_per_tensor", "int8_per_tensor",
-        "sparse_slide_q", "sparse_slide_kv",
+        "around_a_tile", "shared_prefix", "only_padding", "float16", "head_major", "window_in_a_tile",
+        "window_over_tiles", "all_at_once", "sinks", "group_3", "group_16", "head_dim_80", "head_dim_256",
+        "block_size_8", "block_size_128", "float8_e4m3fn_per_head", "float8_e5m2_per_tensor",
+        "int8_per_tensor", "sparse_slide_q", "sparse_slide_kv",
     ),
     "v2": (
         "around_a_block", "partition_edges", "window_over_tiles", "all_at_once", "group_12", "head_dim_112",
         "head_dim_192", "block_size_256", "int8_per_head", "sparse_nothing",
     ),
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def recorded_blocks() -> Iterator[set[int]]:
+    """While tracing: copies of K and V tell which blocks they fetch, by their own source addresses."""
+    fetched: set[int] = set()
+    copy = plgpu.copy_gmem_to_smem
+
+    def recording_copy(source: Any, target: Any, barrier: Any) -> None:
+        if len(source.ref.aval.shape) == 4:  # K or V, not the queries
+            jax.debug.callback(lambda block: fetched.add(int(block)), source.transforms[-1].indices[0])
+        copy(source, target, barrier)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, "copy_gmem_to_smem", recording_copy)
+        yield fetched
+    jax.effects_barrier()
+
+
+def owned_blocks(c: Case) -> set[int]:
+    """The blocks of each row's tokens and window; what a sparse pattern leaves out is fetched as well."""
+    tables, found = np.asarray(inputs(c)[0]["block_tables"]), set()
+    for row, length in enumerate(c.seq_lens):
+        first = max(0, length - (c.sliding_window or length)) // c.block_size
+        found |= {int(block) for block in tables[row, first : -(-length // c.block_size)]}
+    return found
 
 
 @contextlib.contextmanager
@@ -72,6 +98,13 @@ def _fresh_interpreter() -> Iterator[None]:
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
+def interpret(c: Case, version: str) -> np.ndarray:
+    """The case through `ops`, traced anew: with what a test has put in the place of Pallas' functions."""
+    arrays, options = inputs(c, version)
+    operation = functools.partial(getattr(ops, f"paged_attention_{version}"), **options, interpret=True)
+    return np.asarray(jax.jit(operation)(**arrays), np.float64)
+
+
 def races_found(capsys: pytest.CaptureFixture[str]) -> bool:
     """Whether a race was reported since the last call (jax keeps the last kernel's verdict only)."""
     return "RACE DETECTED" in capsys.readouterr().out
@@ -86,12 +119,14 @@ def chosen(version: str) -> list[Any]:
 def test_kernels_equal_the_oracle_without_a_race(
     c: Case, version: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And no table entry past a row's tokens, or before its window, is looked up."""
     if not is_served(c):
         pytest.skip("not served by mosaic_gpu, by the support table")
-    with shadow_reads():
-        got = run(c, version, interpret=True)
+    with shadow_reads(), recorded_blocks() as fetched:
+        got = interpret(c, version)
     assert_close(c, got, weights_dtype(c))
     assert not races_found(capsys)
+    assert fetched == owned_blocks(c)
 
 
 def launch(c: Case, version: str, num_stages: int = 2, num_programs: int = 3) -> np.ndarray:
@@ -112,40 +147,20 @@ def launch(c: Case, version: str, num_stages: int = 2, num_programs: int = 3) ->
 RING = Case("ring", seq_lens=(330, 150), num_q_heads=2, num_kv_heads=1, partition_size=128)
 
 
+@functools.cache
+def seven_programs() -> np.ndarray:
+    return launch(RING, "v2", num_programs=7)
+
+
 @pytest.mark.parametrize("num_programs", [1, 2, 5])
 def test_v2_does_not_depend_on_how_many_programs_share_the_work(
     num_programs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with shadow_reads():
-        one, other = launch(RING, "v2", num_programs=7), launch(RING, "v2", 3, num_programs)
-    np.testing.assert_array_equal(one, other)
-    assert_close(RING, one, "bfloat16")
+        got = launch(RING, "v2", 3, num_programs)
+    np.testing.assert_array_equal(got, seven_programs())
+    assert_close(RING, got, "bfloat16")
     assert not races_found(capsys)
-
-
-@pytest.mark.parametrize("version", ["v1", "v2"])
-@pytest.mark.parametrize("name", ["around_a_block", "window_in_a_tile", "block_size_128"])
-def test_no_table_entry_past_a_row_or_before_its_window_is_looked_up(name: str, version: str) -> None:
-    """The blocks that are fetched, by the copies' own source addresses."""
-    c = case(name)
-    fetched: set[int] = set()
-    copy = plgpu.copy_gmem_to_smem
-
-    def recording_copy(source: Any, target: Any, barrier: Any) -> None:
-        if len(source.ref.aval.shape) == 4:  # K or V, not the queries
-            jax.debug.callback(lambda block: fetched.add(int(block)), source.transforms[-1].indices[0])
-        copy(source, target, barrier)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "copy_gmem_to_smem", recording_copy)
-        run(c, version, interpret=True)
-    jax.effects_barrier()
-    tables = inputs(c)[0]["block_tables"]
-    owned: set[int] = set()
-    for row, length in enumerate(c.seq_lens):
-        first = max(0, length - (c.sliding_window or length)) // c.block_size
-        owned |= {int(block) for block in tables[row, first : -(-length // c.block_size)]}
-    assert fetched == owned
 
 
 SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")
@@ -287,8 +302,6 @@ def test_every_store_is_fenced_before_a_wgmma(c: Case, version: str) -> None:
 
 
 def trace(c: Case, version: str) -> core.Jaxpr:
-    arrays, options = inputs(c)
+    arrays, options = inputs(c, version)
     operation = functools.partial(getattr(ops, f"paged_attention_{version}"), **options)
-    if version == "v2":
-        operation = functools.partial(operation, partition_size=c.partition_size)
     return jax.make_jaxpr(lambda a: operation(**a, implementation="mosaic_gpu"))(arrays).jaxpr

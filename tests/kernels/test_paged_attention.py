@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 from pallas_kernels import ops
-from tests.kernels.checks import assert_close, inputs, run
+from tests.kernels.checks import PROGRAMS, assert_close, inputs, run
 from tests.shapes import CASES, Case, case, make_inputs
 
 
@@ -22,12 +22,8 @@ def test_xla_equals_the_oracle(c: Case, version: str) -> None:
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_a_row_has_the_same_bits_in_any_company(version: str) -> None:
     """Row 1 beside a long and an empty row, and beside short ones, in another place of the batch."""
-    c = case("window_over_tiles")
-    arrays, options = make_inputs(c)
-    operation = jax.jit(
-        functools.partial(getattr(ops, f"paged_attention_{version}"), implementation="xla", **options)
-    )
-    args = {name: jnp.asarray(a) for name, a in arrays.items()}
+    args, options = inputs(case("window_over_tiles"), version)
+    operation = functools.partial(PROGRAMS[version], implementation="xla", **options)
     alone = args | {"seq_lens": jnp.array([0, 37, 0], jnp.int32)}
     moved = {
         n: (a[jnp.array([1, 0, 0])] if n in ("q", "block_tables", "seq_lens") else a) for n, a in args.items()
