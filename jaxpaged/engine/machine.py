@@ -11,8 +11,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import PREFILL_TILE, EngineConfig
 from jaxpaged.engine.state import EngineState, create_state, create_tables
-from jaxpaged.memory import sizing
-from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
@@ -158,7 +157,7 @@ def state_bytes(config: EngineConfig, model_config: ModelConfig) -> tuple[int, i
             tables = create_tables(
                 num_blocks, config.num_rows, width, config.block_size, prefix_caching=caching
             )
-            return create_state(tables, KVCache((), ()), max_len)
+            return create_state(tables, kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32")), max_len)
 
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
 

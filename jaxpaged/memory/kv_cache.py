@@ -1,4 +1,6 @@
-"""The arrays that hold keys and values, one pair a layer: how they are made, written and copied."""
+"""The arrays that hold keys and values: how they are made, written and copied, and how one layer is seen in
+them.
+"""
 
 from dataclasses import dataclass
 
@@ -13,37 +15,63 @@ from pallas_kernels.ops import reshape_and_cache, swap_blocks
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """One array a layer, so that each is updated in place on its own. Block 0 is the null block."""
+    """One array for K and one for V: a block's layers lie side by side. Block 0 is the null block.
 
-    k: tuple[Num[Array, "num_blocks block_size num_kv_heads head_dim"], ...]
-    v: tuple[Num[Array, "num_blocks block_size num_kv_heads head_dim"], ...]
+    So a block moves in one piece, and a loop over layers carries two arrays, which are updated in place. To
+    a kernel each is a pool of `num_blocks * num_layers` blocks, of which a layer's are those that `blocks_of`
+    and `slots_of` name.
+    """
+
+    k: Num[Array, "num_blocks num_layers block_size num_kv_heads head_dim"]
+    v: Num[Array, "num_blocks num_layers block_size num_kv_heads head_dim"]
+
+    @property
+    def num_layers(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def pools(
+        self,
+    ) -> tuple[Num[Array, "blocks block_size heads dim"], Num[Array, "blocks block_size heads dim"]]:
+        """K and V as kernels see them."""
+        k, v = (x.reshape(-1, *x.shape[2:]) for x in (self.k, self.v))
+        return k, v
+
+    def blocks_of(self, layer: int | Int[Array, ""], block_ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """The numbers in `pools` of a layer's share of these blocks; those of the null block are padding,
+        too.
+        """
+        return block_ids * self.num_layers + layer
+
+    def slots_of(self, layer: int | Int[Array, ""], slots: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """The slots in `pools` of a layer's K and V of the tokens in these slots."""
+        blocks = self.blocks_of(layer, slots // self.block_size)
+        return blocks * self.block_size + slots % self.block_size
 
 
 def create(
     num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
 ) -> KVCache:
     """A cache of zeros (never uninitialised memory: what is masked must still be a number)."""
-
-    def side() -> tuple[Num[Array, "..."], ...]:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
-
-    return KVCache(k=side(), v=side())
+    shape = (num_blocks, num_layers, block_size, num_kv_heads, head_dim)
+    return KVCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 
 def write(
     cache: KVCache,
-    layer: int,
+    layer: int | Int[Array, ""],
     k: Float[Array, "num_tokens num_kv_heads head_dim"],
     v: Float[Array, "num_tokens num_kv_heads head_dim"],
     slot_mapping: Int[Array, " num_tokens"],
 ) -> KVCache:
     """Put K and V of one layer into the tokens' slots; in slot 0, the null block's, nobody looks."""
-    k_layer, v_layer = reshape_and_cache(k, v, cache.k[layer], cache.v[layer], slot_mapping)
-    return KVCache(
-        k=(*cache.k[:layer], k_layer, *cache.k[layer + 1 :]),
-        v=(*cache.v[:layer], v_layer, *cache.v[layer + 1 :]),
-    )
+    pools = reshape_and_cache(k, v, *cache.pools, cache.slots_of(layer, slot_mapping))
+    new_k, new_v = (pool.reshape(cache.k.shape) for pool in pools)
+    return KVCache(k=new_k, v=new_v)
 
 
 def copy_blocks(

@@ -30,7 +30,7 @@ class AttentionBatch:
 
 def attend(
     cache: KVCache,
-    layer: int,
+    layer: int | Int[Array, ""],
     q: Float[Array, "num_tokens num_q_heads head_dim"],
     k: Float[Array, "num_tokens num_kv_heads head_dim"],
     v: Float[Array, "num_tokens num_kv_heads head_dim"],
@@ -47,9 +47,8 @@ def attend(
     cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
     out = ops.tiled_paged_attention(
         q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
-        cache.k[layer],
-        cache.v[layer],
-        batch.block_tables,
+        *cache.pools,
+        cache.blocks_of(layer, batch.block_tables),
         batch.query_starts,
         batch.seq_lens,
         scale=scale,

@@ -1,11 +1,13 @@
 """Llama: grouped-query attention, RoPE, SwiGLU. Serves Llama 2 and 3, Mistral 7B, SmolLM2, TinyLlama, ..."""
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.checks import InputError
@@ -26,15 +28,13 @@ class Llama(nnx.Module):
         check_weights(config, weights)
         self.config = config
         self.embedding = nnx.Param(jnp.asarray(weights["model.embed_tokens.weight"], dtype))
-        self.layers = nnx.List(
-            DecoderLayer(config, weights, layer, dtype) for layer in range(config.num_layers)
-        )
-        self.norm = layers.RMSNorm(jnp.asarray(weights["model.norm.weight"], dtype), config.rms_norm_eps)
+        self.layers = DecoderLayers(config, weights, dtype)
+        self.norm = layers.RMSNorm([jnp.asarray(weights["model.norm.weight"], dtype)], config.rms_norm_eps)
         # A tied table serves as it lies, unless products want it packed.
         self.lm_head = (
             None
             if config.tie_word_embeddings and not native.serves(dtype)
-            else layers.Linear(jnp.asarray(weights[unembedding_name(config)], dtype))
+            else layers.Linear([jnp.asarray(weights[unembedding_name(config)], dtype)])
         )
 
     @property
@@ -64,8 +64,19 @@ class Llama(nnx.Module):
             self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
         )
         cos, sin = layers.rope_angles(positions, frequencies)
-        for i, layer in enumerate(self.layers):
-            x, cache = layer(x, cos, sin, cache, i, batch)
+        type Carry = tuple[Float[Array, "num_tokens hidden"], KVCache]
+
+        def apply(layer: layers.Layer, carry: Carry) -> Carry:
+            return self.layers(*carry, layer, cos, sin, batch)
+
+        carry = x, cache
+        if layers.loops_over_layers(self.dtype):
+            carry = lax.fori_loop(0, self.config.num_layers, apply, carry)
+        else:
+            carry = functools.reduce(
+                lambda carry, layer: apply(layer, carry), range(self.config.num_layers), carry
+            )
+        x, cache = carry
         return self.norm(x), cache
 
     def logits(self, hidden: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens vocab"]:
@@ -75,25 +86,30 @@ class Llama(nnx.Module):
         return self.lm_head(hidden)
 
 
-class DecoderLayer(nnx.Module):
-    """Attention, then a gated MLP, each on its normed input and added to the residual stream."""
+class DecoderLayers(nnx.Module):
+    """Attention, then a gated MLP, each on its normed input and added to the residual stream: of any layer.
+    """
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: jnp.dtype) -> None:
         self.config = config
 
+        def each(*names: str) -> list[Float[Array, "..."]]:
+            """Every layer's weights of these names as one: side by side."""
+            return [
+                jnp.asarray(
+                    np.concatenate([weights[f"model.layers.{layer}.{name}"] for name in names]), dtype
+                )
+                for layer in range(config.num_layers)
+            ]
+
         def linear(*names: str) -> layers.Linear:
-            """Projections of one input as one: side by side in a single kernel."""
-            prefixes = [f"model.layers.{layer}.{name}" for name in names]
-            weight = np.concatenate([weights[f"{prefix}.weight"] for prefix in prefixes])
-            bias = None
-            if f"{prefixes[0]}.bias" in weights:
-                bias = jnp.asarray(np.concatenate([weights[f"{prefix}.bias"] for prefix in prefixes]), dtype)
-            return layers.Linear(jnp.asarray(weight, dtype), bias)
+            """Projections of one input as one."""
+            has_bias = f"model.layers.0.{names[0]}.bias" in weights
+            biases = each(*(f"{name}.bias" for name in names)) if has_bias else None
+            return layers.Linear(each(*(f"{name}.weight" for name in names)), biases)
 
         def norm(name: str) -> layers.RMSNorm:
-            return layers.RMSNorm(
-                jnp.asarray(weights[f"model.layers.{layer}.{name}.weight"], dtype), config.rms_norm_eps
-            )
+            return layers.RMSNorm(each(f"{name}.weight"), config.rms_norm_eps)
 
         self.input_norm = norm("input_layernorm")
         self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -105,14 +121,15 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "num_tokens hidden"],
+        cache: KVCache,
+        layer: layers.Layer,
         cos: Float[Array, "num_tokens 1 half_dim"],
         sin: Float[Array, "num_tokens 1 half_dim"],
-        cache: KVCache,
-        layer: int,
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         c, dtype = self.config, x.dtype
-        qkv = self.qkv(self.input_norm(x)).reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
+        num_heads = c.num_q_heads + 2 * c.num_kv_heads
+        qkv = self.qkv(self.input_norm(x, layer), layer).reshape(x.shape[0], num_heads, c.head_dim)
         qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
         q, k = jnp.split(layers.apply_rope(qk, cos, sin).astype(dtype), [c.num_q_heads], axis=1)
         attended, cache = attend(
@@ -125,10 +142,10 @@ class DecoderLayer(nnx.Module):
             scale=c.head_dim**-0.5,
             sliding_window=c.sliding_window,
         )
-        x = x + self.o(attended.reshape(x.shape[0], -1)).astype(dtype)
+        x = x + self.o(attended.reshape(x.shape[0], -1), layer).astype(dtype)
 
-        gate, up = jnp.split(self.gate_up(self.post_attention_norm(x)), 2, axis=-1)
-        x = x + self.down((jax.nn.silu(gate) * up).astype(dtype)).astype(dtype)
+        gate, up = jnp.split(self.gate_up(self.post_attention_norm(x, layer), layer), 2, axis=-1)
+        x = x + self.down((jax.nn.silu(gate) * up).astype(dtype), layer).astype(dtype)
         return x, cache
 
 

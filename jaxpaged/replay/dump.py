@@ -21,7 +21,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 
 VERSION = 2  # of the file's format
-NO_KV = KVCache(k=(), v=())
+NO_KV = KVCache(*[np.zeros((0,) * 5, np.float32)] * 2)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ def dump(
             "host": state.host and _pool_sizes(state.host.tables),
         },
         "kv": {
-            "num_layers": len(kv.k),
-            "num_kv_heads": kv.k[0].shape[2] if kv.k else 1,
-            "head_dim": kv.k[0].shape[3] if kv.k else 1,
-            "dtype": str(kv.k[0].dtype) if kv.k else "float32",
+            "num_layers": kv.num_layers,
+            "num_kv_heads": kv.k.shape[3],
+            "head_dim": kv.k.shape[4],
+            "dtype": str(kv.k.dtype),
         },
         "num_requests": len(requests),
         "events": [

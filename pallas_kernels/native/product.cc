@@ -125,17 +125,19 @@ void Multiply(ffi::ThreadPool pool, const void* x, const void* kernel, float* y,
   });
 }
 
-// x [rows, steps * 1 or 2], kernel [panels, steps, 32, 1 or 2] -> y [rows, columns] float32.
-ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel,
+// x [rows, steps * 1 or 2], kernels [layers, panels, steps, 32, 1 or 2], layer -> y [rows, columns] float32.
+ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernels, ffi::Buffer<ffi::S32> layer,
                    ffi::ResultBuffer<ffi::F32> y) {
-  const Shape shape{x.dimensions()[0], kernel.dimensions()[1], y->dimensions()[1]};
-  if (kernel.element_type() == ffi::F32) {
-    Multiply<Float32>(pool, x.untyped_data(), kernel.untyped_data(), y->typed_data(), shape);
+  const Shape shape{x.dimensions()[0], kernels.dimensions()[2], y->dimensions()[1]};
+  const char* kernel = static_cast<const char*>(kernels.untyped_data()) +
+                       layer.typed_data()[0] * shape.num_panels() * shape.panel_bytes();
+  if (kernels.element_type() == ffi::F32) {
+    Multiply<Float32>(pool, x.untyped_data(), kernel, y->typed_data(), shape);
     return ffi::Error::Success();
   }
 #ifdef __AVX512BF16__
-  if (kernel.element_type() == ffi::BF16) {
-    Multiply<BFloat16>(pool, x.untyped_data(), kernel.untyped_data(), y->typed_data(), shape);
+  if (kernels.element_type() == ffi::BF16) {
+    Multiply<BFloat16>(pool, x.untyped_data(), kernel, y->typed_data(), shape);
     return ffi::Error::Success();
   }
 #endif
@@ -149,4 +151,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_product, Product,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

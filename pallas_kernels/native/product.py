@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 PANEL_WIDTH = 32  # columns that lie side by side in a packed kernel
 
@@ -24,22 +24,23 @@ def pack(
 
 def product(
     x: Float[Array, "num_rows in_features"],
-    packed: Float[Array, "num_panels num_steps panel_width values"],
+    packed: Float[Array, "num_layers num_panels num_steps panel_width values"],
+    layer: int | Int[Array, ""],
     out_features: int,
 ) -> Float[Array, "num_rows out_features"]:
-    """`x @ weight.T` in float32, for `packed = pack(weight)`, where `serves(x.dtype)`.
+    """`x @ weights[layer].T` in float32, for `packed[i] = pack(weights[i])`, where `serves(x.dtype)`.
 
-    A row's bits do not depend on the other rows, nor on how many there are. Rows of zeros give zeros and
-    take no time.
+    All layers' weights at once, so that a loop over layers need not copy one's out of them. A row's bits do
+    not depend on the other rows, nor on how many there are. Rows of zeros give zeros and take no time.
 
     Raises: TypeError if x is not of the kernel's dtype, ValueError if shapes do not fit.
     """
     if x.dtype != packed.dtype:
         raise TypeError(f"{x.dtype=} must be the packed weight's {packed.dtype}")
-    num_panels, num_steps, _, values = packed.shape
+    num_panels, num_steps, _, values = packed.shape[1:]
     missing = num_steps * values - x.shape[1]
     if not (0 <= missing < values and 0 <= num_panels * PANEL_WIDTH - out_features < PANEL_WIDTH):
         raise ValueError(f"a weight of {packed.shape=} does not take rows of {x.shape[1]} to {out_features}")
     x = jnp.pad(x, ((0, 0), (0, missing)))
     result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
-    return jax.ffi.ffi_call("jaxpaged_product", result)(x, packed)
+    return jax.ffi.ffi_call("jaxpaged_product", result)(x, packed, jnp.asarray(layer, jnp.int32))
