@@ -65,7 +65,7 @@ def _attend_by_kv_head(
     chunk_len = blocks_per_chunk * block_size
     # Where the window of each tile's first query begins.
     begin = None if sliding_window is None else query_starts + 1 - sliding_window
-    blocks, first_chunk, end_chunk = _seen(block_tables, begin, seq_lens, block_size, blocks_per_chunk)
+    blocks, first_chunk, end_chunk = _blocks_seen(block_tables, begin, seq_lens, block_size, blocks_per_chunk)
 
     # A tile's kv head is one entry of the batch of products; the queries that share it, of all places of
     # the tile, are its "rows".
@@ -100,7 +100,7 @@ def _attend_by_kv_head(
     return out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
 
 
-def _seen(
+def _blocks_seen(
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
     begin: Int[Array, " num_tiles"] | None,
     seq_lens: Int[Array, " num_tiles"],

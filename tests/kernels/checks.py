@@ -59,12 +59,6 @@ def weights_dtype(c: Case) -> str:
     return "float16" if c.is_quantised else c.dtype
 
 
-def run(c: Case, version: str, **more: Any) -> np.ndarray:
-    """The case through `ops.paged_attention_v1` or `_v2`, jitted, as float64."""
-    arrays, options = inputs(c, version)
-    return np.asarray(PROGRAMS[version](**arrays, **options, **more), np.float64)
-
-
 def worst(c: Case, got: np.ndarray, weights_dtype: str) -> tuple[float, float, tuple[int, ...]]:
     """The error that is largest beside what is allowed there, that, and where; a NaN counts as infinite."""
     want, mean_abs = oracle(c)

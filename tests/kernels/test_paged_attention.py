@@ -9,14 +9,22 @@ import pytest
 from jax.experimental import checkify
 
 from pallas_kernels import ops
-from tests.kernels.checks import PROGRAMS, assert_close, inputs, run
-from tests.shapes import CASES, Case, case, make_inputs
+from tests import quick
+from tests.kernels.checks import PROGRAMS, STATIC, assert_close, inputs
+from tests.shapes import CASES, Case, case
+
+QUICK = {
+    version: quick.jit(getattr(ops, f"paged_attention_{version}"), static_argnames=STATIC)
+    for version in ("v1", "v2")
+}
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize("c", CASES, ids=str)
 def test_xla_equals_the_oracle(c: Case, version: str) -> None:
-    assert_close(c, run(c, version, implementation="xla"), "float32")
+    arrays, options = inputs(c, version)
+    got = QUICK[version](**arrays, **options, implementation="xla")
+    assert_close(c, np.asarray(got, np.float64), "float32")
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
@@ -39,7 +47,7 @@ def test_xla_looks_up_no_table_entry_past_a_row(name: str, version: str) -> None
     """Out-of-range lookups, which a gather would clamp in silence, are errors here."""
     arrays, options = inputs(case(name))
     operation = functools.partial(getattr(ops, f"paged_attention_{version}"), implementation="xla", **options)
-    error, _ = checkify.checkify(lambda a: operation(**a), errors=checkify.index_checks)(arrays)
+    error, _ = quick.jit(checkify.checkify(lambda a: operation(**a), errors=checkify.index_checks))(arrays)
     error.throw()
 
 
@@ -73,6 +81,6 @@ def test_the_dispatcher_looks_at_capacities_only() -> None:
     assert ops.use_v1(1024, 65, 8)
     assert not ops.use_v1(8193, 256, 32)
     c = case("partition_edges")
-    arrays, options = make_inputs(c)
-    got = ops.paged_attention(**{n: jnp.asarray(a) for n, a in arrays.items()}, **options, partition_size=64)
+    arrays, options = inputs(c)
+    got = quick.jit(ops.paged_attention, static_argnames=STATIC)(**arrays, **options, partition_size=64)
     assert_close(c, np.asarray(got, np.float64), "float32")
