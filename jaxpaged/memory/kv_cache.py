@@ -1,6 +1,4 @@
-"""The arrays that hold keys and values: how they are made, written and copied, and how one layer is seen in
-them.
-"""
+"""K and V in arrays: how they are made, written and copied, and one layer seen in those of all."""
 
 from dataclasses import dataclass
 

@@ -35,6 +35,7 @@ class Stack(nnx.Module):
 
     def __getitem__(self, layer: Layer) -> Num[Array, "..."]:
         if isinstance(self.all, nnx.List):
+            assert isinstance(layer, int)
             return self.all[layer][...]
         return lax.dynamic_index_in_dim(self.all[...], layer, keepdims=False)
 
@@ -58,7 +59,7 @@ class Linear(nnx.Module):
         self, x: Float[Array, "num_tokens in_features"], layer: Layer = 0
     ) -> Float[Array, "num_tokens out_features"]:
         if self.is_packed:
-            y = native.product(x, self.kernel.all[...], layer, self.out_features)
+            y = native.product(x, self.kernel.all[...], self.out_features, layer)
         else:
             y = _dot(x, self.kernel[layer], contract=0)
         return y if self.bias is None else y + self.bias[layer].astype(jnp.float32)

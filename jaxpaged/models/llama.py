@@ -87,8 +87,7 @@ class Llama(nnx.Module):
 
 
 class DecoderLayers(nnx.Module):
-    """Attention, then a gated MLP, each on its normed input and added to the residual stream: of any layer.
-    """
+    """Of any layer: attention, then a gated MLP, each on its normed input and added to the residual."""
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: jnp.dtype) -> None:
         self.config = config

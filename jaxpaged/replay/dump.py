@@ -21,7 +21,6 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 
 VERSION = 2  # of the file's format
-NO_KV = KVCache(*[np.zeros((0,) * 5, np.float32)] * 2)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def dump(
     lines = jax.tree.map(lambda *each: np.concatenate(each), *requests) if requests else None
     arrays = {"header": np.array(json.dumps(header))}
     arrays["request_tokens"] = np.concatenate([np.zeros(0, np.int32), *tokens])
-    for tree in ({"state": put_kv(state, NO_KV, NO_KV)}, {"requests": lines}):
+    for tree in ({"state": without_layers(state)}, {"requests": lines}):
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             arrays[_name(keys)] = np.asarray(leaf)
     with open(path, "wb") as file:
@@ -203,7 +202,7 @@ def _new_state(
 
     def arrays(num_blocks: int) -> KVCache:
         if not kv:
-            return NO_KV
+            return no_layers(num_blocks, block_size)
         sizes = kv | {"num_blocks": num_blocks, "block_size": block_size, "dtype": jnp.dtype(kv["dtype"])}
         return kv_cache.create(**sizes)
 
@@ -218,6 +217,18 @@ def _pool_sizes(tables: BlockTables) -> dict[str, Any]:
         "policy": pool.policy.name,
         "has_prefix_cache": pool.prefix_cache is not None,
     }
+
+
+def no_layers(num_blocks: int, block_size: int) -> KVCache:
+    return kv_cache.create(0, num_blocks, block_size, 1, 1, jnp.dtype("float32"))
+
+
+def without_layers(state: EngineState) -> EngineState:
+    """The state with a cache of no layers: which takes no memory, and can be swapped."""
+    tables, host = state.tables, state.host
+    device = no_layers(tables.pool.num_blocks, tables.block_size)
+    swapped = None if host is None else no_layers(host.tables.pool.num_blocks, tables.block_size)
+    return put_kv(state, device, swapped)
 
 
 def kv_of(state: EngineState) -> tuple[KVCache, KVCache | None]:

@@ -22,7 +22,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
 from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.llama import Llama
-from jaxpaged.replay.dump import NO_KV, Dump, kv_of, put_kv
+from jaxpaged.replay.dump import Dump, kv_of, put_kv, without_layers
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def replay(dump: Dump, model: Llama | None = None) -> Iterator[Step]:
     config, state = dump.step_config, dump.state
     if model is not None:
         _refuse_computed(state)
-    state = jax.tree.map(jnp.array, put_kv(state, NO_KV, NO_KV))
+    state = jax.tree.map(jnp.array, without_layers(state))
     if model is not None:
         state = put_kv(state, *_zeros(dump.state))
     before, queue = dump.state, list[Rows]()

@@ -24,23 +24,25 @@ def pack(
 
 def product(
     x: Float[Array, "num_rows in_features"],
-    packed: Float[Array, "num_layers num_panels num_steps panel_width values"],
-    layer: int | Int[Array, ""],
+    packed: Float[Array, "*num_layers num_panels num_steps panel_width values"],
     out_features: int,
+    layer: int | Int[Array, ""] = 0,
 ) -> Float[Array, "num_rows out_features"]:
-    """`x @ weights[layer].T` in float32, for `packed[i] = pack(weights[i])`, where `serves(x.dtype)`.
+    """`x @ weight.T` in float32, for `packed = pack(weight)`, where `serves(x.dtype)`.
 
-    All layers' weights at once, so that a loop over layers need not copy one's out of them. A row's bits do
-    not depend on the other rows, nor on how many there are. Rows of zeros give zeros and take no time.
+    Of a stack of weights, `packed[i] = pack(weights[i])`, it is the one of `layer`: so a loop over layers
+    need not copy one out of all. A row's bits do not depend on the other rows, nor on how many there are.
+    Rows of zeros give zeros and take no time.
 
     Raises: TypeError if x is not of the kernel's dtype, ValueError if shapes do not fit.
     """
     if x.dtype != packed.dtype:
         raise TypeError(f"{x.dtype=} must be the packed weight's {packed.dtype}")
-    num_panels, num_steps, _, values = packed.shape[1:]
+    num_panels, num_steps, _, values = packed.shape[-4:]
     missing = num_steps * values - x.shape[1]
     if not (0 <= missing < values and 0 <= num_panels * PANEL_WIDTH - out_features < PANEL_WIDTH):
         raise ValueError(f"a weight of {packed.shape=} does not take rows of {x.shape[1]} to {out_features}")
     x = jnp.pad(x, ((0, 0), (0, missing)))
+    stack = packed.reshape(-1, *packed.shape[-4:])
     result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
-    return jax.ffi.ffi_call("jaxpaged_product", result)(x, packed, jnp.asarray(layer, jnp.int32))
+    return jax.ffi.ffi_call("jaxpaged_product", result)(x, stack, jnp.asarray(layer, jnp.int32))

@@ -171,11 +171,12 @@ def test_arguments_that_do_not_fit(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_is_the_same_without_it(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, bias, x = draw(1, dtype, 48, 80), draw(2, dtype, 80), draw(3, dtype, 5, 48)
-    packed = layers.Linear(kernel.T, bias)
+    weights, biases = [jnp.zeros((80, 48), dtype), kernel.T], [jnp.zeros(80, dtype), bias]
+    packed = layers.Linear(weights, biases)
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
-    plain = layers.Linear(kernel.T, bias)
+    plain = layers.Linear(weights, biases)
     assert (packed.is_packed, plain.is_packed) == (True, False)
-    np.testing.assert_allclose(packed(x), plain(x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(packed(x, 1), plain(x, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +215,7 @@ def test_a_compiler_that_fails_is_told_in_words(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
     assert native.why_not(jnp.dtype(dtype)) == "false failed with exit code 1"
-    assert not layers.Linear(draw(1, dtype, 8, 8)).is_packed
+    assert not layers.Linear([draw(1, dtype, 8, 8)]).is_packed
     library._load.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler" in native.why_not(jnp.dtype(dtype))
