@@ -198,32 +198,33 @@ def _insert(
     block_ids: Int[Array, " n"],
     token_ids: Int[Array, "n block_size"],
 ) -> tuple[PrefixCache, Chain]:
+    """`insert`, all entries at once: match, hold, lead, agree, write."""
     entries = _entries(cache, chain, counts, row, token_ids)
     index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
 
-    # What is there already is a beginning of each row, for a parent not cached has no cached children.
+    # Match: what is there already is a beginning of each row, for a parent not cached has no cached children.
     slot, is_there = content_table.match(cache, entries)
     is_new = entries.mask & ~is_there
 
-    # A block can have one content only, and joins a ring once: where it is first named.
+    # Hold: a block can have one content only, and joins a ring once, where it is first named.
     old = cache.slot[block_ids]
     is_block = entries.mask & (block_ids != 0) & (entries.tip[:, 0] != PrefixCache.BROKEN)
     naming = first_equal(block_ids, mask=is_block)
     links = is_block & (naming == index) & (old == PrefixCache.NO_SLOT)
 
-    # The same content may be new in several rows: the first block to have it leads, and claims a slot.
+    # Lead: the same content may be new in several rows; the first block to have it claims a slot for all.
     leader, follows = _leaders(cache, entries, slot, is_new, links)
     claims = is_new & (leader == index)
     last, claimed = content_table.claim(cache, block_ids, entries.hashes, claims)
     slot = jnp.where(is_new, claimed[leader], slot)
 
-    # What does not agree breaks its row, and every row that would have joined it there.
+    # Agree: what does not breaks its row, and every row that would have joined it there.
     agrees = is_there | (is_new & follows & (slot != PrefixCache.NO_SLOT))
     agrees &= ((old == PrefixCache.NO_SLOT) | (old == slot)) & (slot[naming] == slot)
     whole = unbroken(agrees, entries.is_first)
     cached = entries.mask & unbroken(whole & (is_there | whole[leader]), entries.is_first)
 
-    # What is cached is written down, and linked behind what its ring has; what is not gives up its slot.
+    # Write: what is cached joins the end of its node's ring; a slot claimed for what is not is given up.
     links &= cached
     unclaimed = claims & ~cached & (claimed != PrefixCache.NO_SLOT)
     target = jnp.where(links, block_ids, cache.num_blocks)
