@@ -4,6 +4,7 @@ The only object that holds a variable: the current `EngineState`, and who is in 
 """
 
 import dataclasses
+import functools
 import heapq
 import time
 from collections.abc import Sequence
@@ -180,25 +181,22 @@ class Driver:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
 
     def _create_state(self) -> EngineState:
-        num_blocks = self.cache_size.num_blocks
-        created = self._create_pool(num_blocks, prefix_caching=self.config.enable_prefix_caching)
-        if self.config.preemption_mode != "swap":
-            return created
-        swapped = self._create_pool(self.config.num_host_blocks, prefix_caching=False)
-        on_host = jax.device_put(swapped.kv_cache, jax.memory.Space.Host)
-        return dataclasses.replace(created, host=HostPool(swapped.tables, on_host))
-
-    def _create_pool(self, num_blocks: int, *, prefix_caching: bool) -> EngineState:
-        return loop.create(
+        config = self.config
+        create = functools.partial(
+            loop.create,
             self._graphdef,
             self._params,
-            num_blocks=num_blocks,
-            num_rows=self.config.num_rows,
-            block_size=self.config.block_size,
+            num_rows=config.num_rows,
+            block_size=config.block_size,
             max_model_len=self.door.max_model_len,
-            prefix_caching=prefix_caching,
-            policy=policies.named(self.config.eviction_policy),
+            policy=policies.named(config.eviction_policy),
         )
+        created = create(num_blocks=self.cache_size.num_blocks, prefix_caching=config.enable_prefix_caching)
+        if config.preemption_mode != "swap":
+            return created
+        swapped = create(num_blocks=config.num_host_blocks, prefix_caching=False)
+        on_host = jax.device_put(swapped.kv_cache, jax.memory.Space.Host)
+        return dataclasses.replace(created, host=HostPool(swapped.tables, on_host))
 
     def _compile(self) -> None:
         """Compile the loop (or read it from JAX's cache on disk) by running none of its steps."""

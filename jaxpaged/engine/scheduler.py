@@ -74,22 +74,16 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
 
     The blocks that the plan needs are free afterwards, but not taken yet.
     """
-    nobody = jnp.zeros(state.tables.max_seqs, bool)
-    quiet = Decision(
-        plan=plan(state, config),
-        admitted=nobody,
-        num_hit_blocks=jnp.zeros_like(state.rows.phase),
-        preempted=nobody,
-        swapped=nobody,
-    )
+    nobody, no_hits = jnp.zeros(state.tables.max_seqs, bool), jnp.zeros_like(state.rows.phase)
+    quiet = Decision(plan(state, config), nobody, no_hits, preempted=nobody, swapped=nobody)
 
-    def replan(state: EngineState) -> tuple[EngineState, Decision]:
-        state, preempted, swapped = _preempt(state, config)
-        state, admitted, num_hits = _admit(state, config, may=~jnp.any(preempted))
-        return state, Decision(plan(state, config), admitted, num_hits, preempted, swapped)
+    def replan() -> tuple[EngineState, Decision]:
+        after, preempted, swapped = _preempt(state, config)
+        after, admitted, num_hits = _admit(after, config, may=~jnp.any(preempted))
+        return after, Decision(plan(after, config), admitted, num_hits, preempted, swapped)
 
     changes = (_blocks_short(state, quiet.plan) > 0) | _may_admit(state, quiet.plan, config)
-    return lax.cond(changes, replan, lambda state: (state, quiet), state)
+    return lax.cond(changes, replan, lambda: (state, quiet))
 
 
 def plan(state: EngineState, config: StepConfig) -> Plan:
@@ -201,7 +195,7 @@ def _preempt(
         place = jnp.max(jnp.where(state.rows.running[order], jnp.arange(order.shape[0]), 0))
         last = jnp.arange(order.shape[0]) == order[place]
         if state.host is not None:
-            state, moved = _swap_out(state, last)
+            state, moved = _swap_out(state, state.host, last)
             swapped |= moved
         phase = jnp.where(last, jnp.where(swapped, Phase.SWAPPED, Phase.WAITING), state.rows.phase)
         state = replace(state, rows=replace(state.rows, phase=phase))
@@ -230,11 +224,7 @@ def _admit(
         need = config.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
         fits = need + _reserved(state, config) <= tables.pool.num_free
         ok = fits & ~defers
-
-        def admit_row(state: EngineState) -> EngineState:
-            return _start(state, row, hit, config)
-
-        state = lax.cond(ok, admit_row, lambda state: state, state)
+        state = lax.cond(ok, lambda: _start(state, row, hit, config), lambda: state)
         goes_on = ok & _may_admit(state, plan(state, config), config)
         return state, admitted.at[row].max(ok), num_hits.at[row].add(jnp.where(ok, length, 0)), goes_on
 
@@ -257,8 +247,7 @@ def _may_admit(state: EngineState, plan: Plan, config: StepConfig) -> Bool[Array
 def _reserved(state: EngineState, config: StepConfig) -> Int[Array, ""]:
     """Free blocks that are not for the next request: for tokens the running ones know, and to grow into."""
     rows, tables = state.rows, state.tables
-    held = tables.num_blocks - tables.num_skipped
-    to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - held, 0)
+    to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
     num_running = jnp.sum(rows.running, dtype=jnp.int32)
     spare = jnp.where(num_running > 0, config.watermark_blocks + num_running, 0)
     return jnp.sum(jnp.where(rows.running, to_come, 0)) + spare
@@ -298,7 +287,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
     is_new = rows.phase[row] == Phase.WAITING
     first_time = rows.num_tokens[row] == rows.prompt_lens[row]
     if state.host is not None:
-        state = _swap_in(state, this & ~is_new)
+        state = _swap_in(state, state.host, this & ~is_new)
     if state.tables.pool.prefix_cache is not None:
         chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
         state = state.on_tables(block_table.adopt, row[None], hit.block_ids[None], chain, is_new[None])
@@ -315,11 +304,11 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
 
-def _swap_out(state: EngineState, rows: Bool[Array, " rows"]) -> tuple[EngineState, Bool[Array, " rows"]]:
+def _swap_out(
+    state: EngineState, host: HostPool, rows: Bool[Array, " rows"]
+) -> tuple[EngineState, Bool[Array, " rows"]]:
     """Move the masked row to the host if there is room; who was moved."""
-    host = _has_host(state)
-    held = jnp.sum(jnp.where(rows, state.tables.num_blocks - state.tables.num_skipped, 0))
-    fits = held <= host.tables.pool.num_free
+    fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
     tables, host_tables, info = swap.swap_out(
         state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
     )
@@ -330,8 +319,7 @@ def _swap_out(state: EngineState, rows: Bool[Array, " rows"]) -> tuple[EngineSta
     return state, rows & fits & (host_tables.seq_lens > 0)
 
 
-def _swap_in(state: EngineState, rows: Bool[Array, " rows"]) -> EngineState:
-    host = _has_host(state)
+def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:
     tables, host_tables, info = swap.swap_in(
         state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
     )
@@ -342,8 +330,3 @@ def _swap_in(state: EngineState, rows: Bool[Array, " rows"]) -> EngineState:
         host=replace(host, tables=host_tables),
         status=state.status | info.status,
     )
-
-
-def _has_host(state: EngineState) -> HostPool:
-    assert state.host is not None
-    return state.host

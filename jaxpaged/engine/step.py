@@ -209,12 +209,9 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
         tables, info = block_table.cache_full_blocks(tables, keys, num_tokens, max_blocks=max_blocks)
         return tables, status | info.status
 
-    tables, status = lax.cond(
-        computes_prompt | is_tight | is_eager,
-        lambda carry: lax.while_loop(more, insert, carry),
-        lambda carry: carry,
-        (state.tables, jnp.int32(Status.OK)),
-    )
+    now = computes_prompt | is_tight | is_eager
+    start = (state.tables, jnp.int32(Status.OK))
+    tables, status = lax.cond(now, lambda: lax.while_loop(more, insert, start), lambda: start)
     return replace(state, tables=tables, status=state.status | status)
 
 

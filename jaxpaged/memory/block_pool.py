@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.config import check
 from jaxpaged.memory import free_queue, prefix_cache
 from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.policies import Freed, Policy
@@ -81,10 +82,8 @@ class StatusInfo:
 
 def create(num_blocks: int, policy: Policy, *, prefix_cache: PrefixCache | None = None) -> BlockPool:
     """A pool in which every block but the null block is free."""
-    if num_blocks < 2:
-        raise ValueError(
-            f"{num_blocks=} must be at least 2: block 0 is the null block and is never given out"
-        )
+    rule = "at least 2: block 0 is the null block and is never given out"
+    check("num_blocks", num_blocks, rule, num_blocks >= 2)
     if prefix_cache is not None and prefix_cache.num_blocks != num_blocks:
         raise ValueError(f"{prefix_cache.num_blocks=} must equal {num_blocks=}")
     return BlockPool(policy.new_queue(num_blocks), prefix_cache, policy)

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
+from jaxpaged.config import check
 from jaxpaged.memory import block_pool, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
 from jaxpaged.memory.entries import first_equal, number_through
@@ -41,8 +42,13 @@ class BlockTables:
 
     @property
     def num_blocks(self) -> Int[Array, " max_seqs"]:
-        """Blocks each row holds, those that left the window included."""
+        """Blocks that each row's tokens take, those that left the window included."""
         return cdiv(self.seq_lens, self.block_size)
+
+    @property
+    def num_held(self) -> Int[Array, " max_seqs"]:
+        """Blocks that each row holds."""
+        return self.num_blocks - self.num_skipped
 
 
 @jax.tree_util.register_dataclass
@@ -58,13 +64,9 @@ class AppendInfo:
 
 def create(pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: int) -> BlockTables:
     """Empty tables over `pool`."""
-    for name, value in {
-        "max_seqs": max_seqs,
-        "max_blocks_per_seq": max_blocks_per_seq,
-        "block_size": block_size,
-    }.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    sizes = {"max_seqs": max_seqs, "max_blocks_per_seq": max_blocks_per_seq, "block_size": block_size}
+    for name, value in sizes.items():
+        check(name, value, "at least 1", value >= 1)
     cache = pool.prefix_cache
     if cache is not None and cache.block_size != block_size:
         raise ValueError(f"{cache.block_size=} must equal {block_size=}")
@@ -274,7 +276,7 @@ def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[Bloc
 
     def free_some(carry: Carry) -> Carry:
         tables, info = carry
-        counts = jnp.where(pending(tables), tables.num_blocks - tables.num_skipped, 0)
+        counts = jnp.where(pending(tables), tables.num_held, 0)
         some = pending(tables) & (jnp.cumsum(counts) <= width)
         tables, freed = _release(tables, tables.num_skipped, jnp.where(some, counts, 0), width)
         tables = _clear(tables, some & (freed.status == Status.OK))

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxpaged.memory.entries import after_reading
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -137,8 +139,7 @@ def remove(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " nu
     return replace(
         queue,
         ring=ring,
-        # Always NOT_QUEUED; said like this, XLA reads before it writes instead of copying the whole array.
-        place=queue.place.at[target].set(jnp.maximum(found, FreeQueue.NOT_QUEUED), mode="drop"),
+        place=queue.place.at[target].set(after_reading(found, FreeQueue.NOT_QUEUED), mode="drop"),
         counters=_counters(queue, num_free=-jnp.sum(mask & (found == hole), dtype=jnp.int32)),
     )
 
@@ -172,13 +173,10 @@ def compact(queue: FreeQueue) -> FreeQueue:
     )
 
 
-def _counters(
-    queue: FreeQueue,
-    *,
-    head: int | Int[Array, ""] = 0,
-    span: int | Int[Array, ""] = 0,
-    num_free: int | Int[Array, ""] = 0,
-) -> Int[Array, "3"]:
+type Count = int | Int[Array, ""]
+
+
+def _counters(queue: FreeQueue, *, head: Count = 0, span: Count = 0, num_free: Count = 0) -> Int[Array, "3"]:
     """The queue's counters, after so much is added to each."""
     return jnp.stack([(queue.head + head) % queue.capacity, queue.span + span, queue.num_free + num_free])
 

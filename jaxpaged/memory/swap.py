@@ -33,20 +33,7 @@ def swap_out(
     rows; without it, they may be the whole table. Costs O(max_blocks).
     Status: OUT_OF_BLOCKS (of the host), ROW_IN_USE (on the host), TOO_MANY_BLOCKS.
     """
-    return _move(device, host, rows, max_blocks)
-
-
-def swap_in(
-    device: BlockTables, host: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
-) -> tuple[BlockTables, BlockTables, SwapInfo]:
-    """`swap_out` the other way: the sources are the host's blocks; the device may run out of blocks."""
-    host, device, info = _move(host, device, rows, max_blocks)
-    return device, host, info
-
-
-def _move(
-    source: BlockTables, target: BlockTables, rows: Bool[Array, " max_seqs"], max_blocks: int | None
-) -> tuple[BlockTables, BlockTables, SwapInfo]:
+    source, target = device, host
     if source.block_tables.shape != target.block_tables.shape:
         raise ValueError(f"{source.block_tables.shape=} must equal {target.block_tables.shape=}")
     if source.block_size != target.block_size:
@@ -54,7 +41,7 @@ def _move(
     size = source.block_tables.size if max_blocks is None else max_blocks
     rows = rows & (source.seq_lens > 0)
     in_use = jnp.any(rows & (target.seq_lens > 0))
-    counts = jnp.where(rows, source.num_blocks - source.num_skipped, 0)
+    counts = jnp.where(rows, source.num_held, 0)
     too_many = jnp.sum(counts) > size
     counts = jnp.where(in_use | too_many, 0, counts)
     row, k, used = number_through(counts, size)
@@ -88,3 +75,11 @@ def _move(
             status=status,
         ),
     )
+
+
+def swap_in(
+    device: BlockTables, host: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
+) -> tuple[BlockTables, BlockTables, SwapInfo]:
+    """`swap_out` the other way: the sources are the host's blocks; the device may run out of blocks."""
+    host, device, info = swap_out(host, device, rows, max_blocks=max_blocks)
+    return device, host, info

@@ -18,7 +18,7 @@ from jaxpaged.memory.block_pool import HELD_ONCE, AllocStatus
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.invariants import InvariantError, check_invariants, free_block_ids
-from jaxpaged.memory.policies import LIFO, LRU, LRU_SPLIT, NAIVE, POLICIES, Policy, named
+from jaxpaged.memory.policies import LIFO, LRU, LRU_SPLIT, NAIVE, POLICIES, Freed, Policy, named
 from jaxpaged.status import PagedMemoryError, Status, raise_if_error
 from tests import quick, replay
 from tests.memory.lockstep import Disagreement, Lockstep
@@ -79,6 +79,33 @@ def test_split_keeps_groups_and_content_apart() -> None:
     tables, _ = block_table.cache_full_blocks(tables, tokens, jnp.array([7, 6, 0]), max_blocks=4)
     tables, _ = block_table.free_rows(tables, jnp.array([True, True, False]))
     assert free_block_ids(tables.pool) == [4, 2, 5, 6, 7, 8, 1, 3]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CountingQueue(FreeQueue):
+    times_freed: jax.Array
+
+
+def test_a_policy_of_ones_own_may_remember_more_of_each_block() -> None:
+    def new_queue(num_blocks: int) -> FreeQueue:
+        queue = LRU.new_queue(num_blocks)
+        return CountingQueue(queue.ring, queue.place, queue.counters, jnp.zeros(num_blocks, jnp.int32))
+
+    def give_back(queue: FreeQueue, freed: Freed) -> FreeQueue:
+        times_freed = queue.times_freed.at[freed.block_ids].add(freed.mask)
+        return dataclasses.replace(LRU.give_back(queue, freed), times_freed=times_freed)
+
+    def life(tables: BlockTables) -> BlockTables:
+        for num_tokens in ([8, 5, 0], [16, 0, 8]):
+            tables, _ = block_table.append(tables, jnp.array(num_tokens), max_new_blocks=12)
+            tables, _ = block_table.free_rows(tables, jnp.array([True, False, True]))
+        return tables
+
+    tables = quick.jit(life)(create(Policy("counting", new_queue, give_back)))
+    assert tables.pool.free_queue.times_freed.tolist() == [0, 2, 2, 0, 0, 1, 1, 1, 1]
+    assert free_block_ids(tables.pool) == [5, 6, 7, 8, 1, 2]
+    check_invariants(tables)
 
 
 @pytest.mark.parametrize(
