@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from absl import logging
 from flax import nnx
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import loop
+from jaxpaged.engine import loop, programs
 from jaxpaged.engine.loop import MAX_STEPS, Report
 from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
 from jaxpaged.engine.request import Delta, Door, Request, arrival_of
@@ -112,6 +113,7 @@ class Driver:
         self._queue: list[Queued] = []  # a heap of those without a row
         self._places: list[_Place | None] = [None] * self.config.num_rows
         self._unread: Report | None = None
+        self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None  # `loop.run`, read from disk
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
         logging.info("cache: %s", size)
@@ -201,20 +203,25 @@ class Driver:
     def _compile(self) -> None:
         """Compile the loop (or read it from JAX's cache on disk) by running none of its steps."""
         start = time.perf_counter()
+        arrays = self._params, self._state, np.int32(0), np.bool_(False)
+        report: Any = Report(*dataclasses.fields(Report))  # type: ignore[arg-type]  # only its structure counts
+        self._kept_run = programs.kept(
+            functools.partial(loop.run.lower, self._graphdef, *arrays, config=self.step_config),
+            made_from=("run", self.door.model_config, resolve_dtype(self.config), self.step_config),
+            arrays=arrays,
+            result=(self._state, report),
+        )
         self._submit([])
         self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
         jax.block_until_ready(self._run(max_steps=0))
         logging.info("compiled in %.1f s", time.perf_counter() - start)
 
     def _run(self, max_steps: int) -> Report:
-        self._state, report = loop.run(
-            self._graphdef,
-            self._params,
-            self._state,
-            np.int32(max_steps),
-            np.bool_(bool(self._queue)),
-            config=self.step_config,
-        )
+        arrays = self._params, self._state, np.int32(max_steps), np.bool_(bool(self._queue))
+        if self._kept_run is not None:
+            self._state, report = self._kept_run(*arrays)
+        else:
+            self._state, report = loop.run(self._graphdef, *arrays, config=self.step_config)
         return report
 
     def _recall_less_urgent(self) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import PREFILL_TILE, EngineConfig
+from jaxpaged.engine import programs
 from jaxpaged.engine.state import EngineState, create_state, create_tables
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import CacheSize
@@ -121,7 +122,10 @@ def compilation_cache_dir() -> str:
 
 
 def keep_compiled_programs() -> None:
-    """Let JAX keep compiled programs on disk, so that a second start does not compile again."""
+    """Keep compiled programs on disk, the loop whole and the others by JAX: so a second start compiles
+    nothing.
+    """
+    programs.keep_in(Path(compilation_cache_dir()))
     jax.config.update("jax_compilation_cache_dir", compilation_cache_dir())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
