@@ -1,4 +1,4 @@
-# make demo | test | lint | format. Environments are made once, and again when pyproject.toml changes.
+# make demo | test | test-all | lint | format. Environments are made once, and again when pyproject.toml changes.
 
 PYTHON ?= python3
 PIP := bin/pip install --quiet --disable-pip-version-check
@@ -18,7 +18,7 @@ KERNELS_READY := $(KERNELS_VENV)/ready
 # A test run shares the processor's cores among a few processes.
 PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-suite test-kernels lint format clean
+.PHONY: demo test test-all test-suite test-kernels lint format clean
 
 demo: $(READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96

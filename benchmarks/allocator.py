@@ -1,18 +1,18 @@
 """How long the memory's transitions take, beside the Python loops of vLLM's managers (our oracles of them).
 
-    python -m benchmarks.allocator [--policy lru lifo naive] [--num-blocks 1024 65536 1048576] [--repeats 30]
+    python -m benchmarks.allocator [--policy lru] [--num_blocks 1024 --num_blocks 65536] [--repeats 30]
 
 JSON lines on stdout. `us` are microseconds of one jitted call, its dispatch included; `in_loop_us` of one
 append inside a compiled loop, as the engine has it. The state is donated, so nothing of the pool's size may
-be copied. With `lru` all blocks hold cached content, so that each allocation evicts. The oracle's time is
+be copied. With `lru` all blocks hold cached content, so that each allocation evicts (so they do at first with
+`lru_split`, which then takes those without content again and again). The oracle's time is
 that of its manager alone: tokens and hashes are ready. On a CPU, JAX runs in the thread that calls: else most
-of a call is the waking of another one, and varies with it (`--async-dispatch` leaves it as JAX has it).
+of a call is the waking of another one, and varies with it (`--async_dispatch` leaves it as JAX has it).
 
 The lines "in a loop" are what an engine's decode step needs of the memory: 64 sequences in 128 rows, 4,096
 blocks; microseconds of one transition inside a compiled `while_loop`, without an oracle.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -23,13 +23,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags
 from jax import lax
 
 from benchmarks import record
-from jaxpaged.memory import block_pool, block_table, prefix_cache
-from jaxpaged.memory.block_pool import Policy
+from jaxpaged.memory import block_pool, block_table, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.memory.policies import POLICIES, Policy
 from reference.v0.block_manager import BlockSpaceManager
 from reference.v0.sequence import Sequence, SequenceGroup
 from reference.v063 import block_manager as v063_manager
@@ -42,6 +43,13 @@ from reference.v1.kv_cache_utils import (
     make_block_hash_with_group_id,
     sha256,
 )
+
+_POLICY = flags.DEFINE_multi_enum("policy", [*POLICIES], [*POLICIES], "A policy; may be given several times.")
+_NUM_BLOCKS = flags.DEFINE_multi_integer(
+    "num_blocks", [1024, 65536, 1048576], "Blocks of a pool; may be given several times."
+)
+_REPEATS = flags.DEFINE_integer("repeats", 30, "Runs that are counted.", lower_bound=1)
+_ASYNC_DISPATCH = flags.DEFINE_boolean("async_dispatch", False, "Leave dispatching on a CPU as JAX has it.")
 
 BLOCK_SIZE = 16
 NUM_ROWS = 256
@@ -60,45 +68,41 @@ LOOP_STEPS = 64
 LOOP_PROMPT = 512  # tokens
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.allocator", description=__doc__)
-    parser.add_argument("--policy", nargs="+", choices=[*SUBJECTS], default=[*SUBJECTS])
-    parser.add_argument("--num-blocks", nargs="+", type=int, default=[1024, 65536, 1048576])
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--async-dispatch", action="store_true")
-    options = parser.parse_args()
-    jax.config.update("jax_cpu_enable_async_dispatch", options.async_dispatch)
+def main(argv: list[str]) -> None:
+    """Run as a module."""
+    record.start(argv)
+    jax.config.update("jax_cpu_enable_async_dispatch", _ASYNC_DISPATCH.value)
     context = record.context("benchmarks.allocator")
     context |= {
         "device": jax.devices()[0].device_kind,
         "block_size": BLOCK_SIZE,
-        "async_dispatch": options.async_dispatch,
+        "async_dispatch": _ASYNC_DISPATCH.value,
     }
-    for policy in options.policy:
+    for policy in map(policies.named, _POLICY.value):
         append_us = {}
-        for line in measure_loops(policy, options.repeats):
+        for line in measure_loops(policy, _REPEATS.value):
             shape = {
-                "policy": policy,
+                "policy": policy.name,
                 "num_blocks": LOOP_BLOCKS,
                 "num_rows": LOOP_ROWS,
                 "num_seqs": LOOP_SEQS,
             }
             print(json.dumps(context | shape | line), flush=True)
-        for num_blocks in options.num_blocks:
-            for line in measure(policy, num_blocks, options.repeats):
+        for num_blocks in _NUM_BLOCKS.value:
+            for line in measure(policy, num_blocks, _REPEATS.value):
                 if line["operation"] == "append":
                     append_us[num_blocks] = line["us"]["median"], line["in_loop_us"]["median"]
-                shape = {"policy": policy, "num_blocks": num_blocks, "num_rows": NUM_ROWS}
+                shape = {"policy": policy.name, "num_blocks": num_blocks, "num_rows": NUM_ROWS}
                 print(json.dumps(context | shape | line), flush=True)
         smallest, largest = append_us[min(append_us)], append_us[max(append_us)]
         growth = [round(b / a, 2) for a, b in zip(smallest, largest, strict=True)]
         line = {"operation": "append", "growth": dict(zip(["us", "in_loop_us"], growth, strict=True))}
-        print(json.dumps(context | {"policy": policy, "num_blocks": [*append_us]} | line), flush=True)
+        print(json.dumps(context | {"policy": policy.name, "num_blocks": [*append_us]} | line), flush=True)
 
 
 def measure(policy: Policy, num_blocks: int, repeats: int) -> list[dict[str, Any]]:
     """One line for each operation."""
-    subject = SUBJECTS[policy](policy, num_blocks)
+    subject = SUBJECTS[policy.name](policy, num_blocks)
     lines = []
     for operation, (ours, theirs) in subject.operations().items():
         runs = [ours() for _ in range(repeats + 3)][3:]
@@ -122,7 +126,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 def measure_loops(policy: Policy, repeats: int) -> list[dict[str, Any]]:
     """One line for each transition that an engine's loop has."""
-    cache = prefix_cache.create(LOOP_BLOCKS, BLOCK_SIZE) if policy == "lru" else None
+    cache = prefix_cache.create(LOOP_BLOCKS, BLOCK_SIZE) if policy.keeps_content else None
     pool = block_pool.create(LOOP_BLOCKS, policy, prefix_cache=cache)
     tables = block_table.create(pool, LOOP_ROWS, LOOP_BLOCKS_PER_ROW, BLOCK_SIZE)
     row = jnp.arange(LOOP_ROWS, dtype=jnp.int32)
@@ -139,11 +143,11 @@ def measure_loops(policy: Policy, repeats: int) -> list[dict[str, Any]]:
         return tables, info.status
 
     def free(tables: BlockTables, step: jax.Array) -> tuple[BlockTables, jax.Array]:
-        tables, info = block_table.free_rows(tables, row == step, max_blocks=LOOP_BLOCKS_PER_ROW)
+        tables, info = block_table.free_rows(tables, row == step)
         return tables, info.status
 
     loops = {"append": append, "free_rows of one row": free}
-    if policy == "lru":
+    if policy.keeps_content:
         publish = functools.partial(block_table.cache_full_blocks, max_blocks=LOOP_SEQS)
         publish_prompts = jax.jit(functools.partial(block_table.cache_full_blocks, max_blocks=LOOP_BLOCKS))
         tables, info = publish_prompts(tables, token_ids, tables.seq_lens)
@@ -200,7 +204,7 @@ class Subject:
     """One pool and one oracle, taken through the same histories again and again."""
 
     def __init__(self, policy: Policy, num_blocks: int) -> None:
-        cache = prefix_cache.create(num_blocks, BLOCK_SIZE) if policy == "lru" else None
+        cache = prefix_cache.create(num_blocks, BLOCK_SIZE) if policy.keeps_content else None
         pool = block_pool.create(num_blocks, policy, prefix_cache=cache)
         self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(pool))
         if cache is not None:
@@ -210,7 +214,7 @@ class Subject:
         donated = functools.partial(jax.jit, donate_argnums=0)
         self.append = donated(functools.partial(block_table.append, max_new_blocks=NUM_ROWS))
         self.append_prompt = donated(functools.partial(block_table.append, max_new_blocks=MAX_BLOCKS_PER_ROW))
-        self.free = donated(functools.partial(block_table.free_rows, max_blocks=MAX_BLOCKS_PER_ROW))
+        self.free = donated(block_table.free_rows)
         self.decode = donated(_decode)
         self.everybody = jnp.ones(NUM_ROWS, bool)
         self.one_token = jnp.ones(NUM_ROWS, jnp.int32)
@@ -357,14 +361,14 @@ class NaiveSubject(LifoSubject):
         self.manager.append_slots(seq, 0)
 
 
-class LruSubject(Subject):
+class CachedSubject(Subject):
     """Beside vLLM V1's `KVCacheManager`, with prefix caching."""
 
-    def __init__(self, policy: Policy, num_blocks: int) -> None:
+    def __init__(self, policy: Policy, num_blocks: int, *, free_profile: str) -> None:
         super().__init__(policy, num_blocks)
         spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="half")
         config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-        self.manager = KVCacheManager(config, MAX_BLOCKS_PER_ROW * BLOCK_SIZE)
+        self.manager = KVCacheManager(config, MAX_BLOCKS_PER_ROW * BLOCK_SIZE, free_profile=free_profile)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self.rng = np.random.default_rng(0)
         self.commit = jax.jit(
@@ -502,8 +506,14 @@ class LruSubject(Subject):
         return us
 
 
-SUBJECTS: dict[Policy, type[Subject]] = {"lru": LruSubject, "lifo": LifoSubject, "naive": NaiveSubject}
+# Whose manager each policy is compared with; the tests have an oracle for every policy.
+SUBJECTS: dict[str, Callable[[Policy, int], Subject]] = {
+    "lifo": LifoSubject,
+    "naive": NaiveSubject,
+    "lru": functools.partial(CachedSubject, free_profile="classic"),
+    "lru_split": functools.partial(CachedSubject, free_profile="split"),
+}
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

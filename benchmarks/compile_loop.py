@@ -1,15 +1,13 @@
 """Compile the serving loop for an H200, without one: does it copy the cache, and is it one CUDA graph?
 
-    python -m benchmarks.compile_loop                  print a table of all cases
-    python -m benchmarks.compile_loop --json NAME...   one JSON line per case, for the tests
+    python -m benchmarks.compile_loop            one JSON line per case
+    python -m benchmarks.compile_loop NAME...    of these cases alone, compiled in this process, for the tests
 
-Needs the `cuda-compile` extra: the CUDA plugin of jax and ptxas, no driver and no GPU. The model has two
-layers; memory is XLA's own analysis of the compiled program, and the thunks (what the runtime
-does, in order) are those that XLA dumps. A program that is one CUDA graph is one thunk, a command buffer,
-which holds all others.
+What it needs, `cuda_compiler` says. The model has two layers; memory is XLA's own analysis of the compiled
+program, and the thunks (what the runtime does, in order) are those that XLA dumps. A program that is one
+CUDA graph is one thunk, a command buffer, which holds all others.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -19,12 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compile_report
+from absl import app
+
+from benchmarks import cuda_compiler
 from jaxpaged.engine.gpu_flags import FLAGS
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
-MODULE = "benchmarks.compile_loop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +77,11 @@ class Report:
     seconds: float
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Run as a module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", nargs="*", metavar="NAME", help="compile these cases in this process")
-    arguments = parser.parse_args()
-    if arguments.json is not None:
-        for name in arguments.json:
-            print(json.dumps(dataclasses.asdict(_report_here(name))), flush=True)
-        return
-    for report in run([str(case) for case in cases()]):
+    names = argv[1:]
+    reports = map(_report_here, names) if names else run([str(case) for case in cases()])
+    for report in reports:
         print(json.dumps(dataclasses.asdict(report)), flush=True)
 
 
@@ -103,7 +95,7 @@ def run(names: list[str]) -> list[Report]:
             wanted = [f"--{name}={value}" for name, value in FLAGS.items()] if flags else []
             dump = [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_run"]
             if some:
-                found += compile_report.run_compiler(MODULE, ["--json", *some], " ".join([*wanted, *dump]))
+                found += cuda_compiler.run("benchmarks.compile_loop", some, " ".join([*wanted, *dump]))
     return [Report(**line | {"outermost": tuple(line["outermost"])}) for line in found]
 
 
@@ -137,30 +129,24 @@ def read_thunks(dump: str) -> list[tuple[int, str]]:
 
 
 def compile_for_h200(case: Case) -> tuple[Any, Any]:
-    """Shapes of the state, and `loop.run` compiled for it; needs the environment that `run_compiler` sets."""
+    """Shapes of the state, and `loop.run` compiled for it; needs the environment of `cuda_compiler.run`."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from flax import nnx
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from benchmarks.constant_model import ConstantModel
     from jaxpaged.engine import loop
-    from jaxpaged.engine import state as states
-    from jaxpaged.engine.scheduler import Limits
-    from jaxpaged.engine.state import EngineState, HostPool
-    from jaxpaged.engine.step import StepConfig
+    from jaxpaged.engine.state import EngineState, HostPool, create_state, create_tables
+    from jaxpaged.engine.step_config import StepConfig
     from jaxpaged.memory import kv_cache
     from jaxpaged.memory.block_table import BlockTables
     from jaxpaged.memory.kv_cache import KVCache
     from jaxpaged.models import llama
     from jaxpaged.models.config import ModelConfig
 
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology="1x1x1", target_config=compile_report.H200
-    )
-    mesh = Mesh(np.array(topology.devices), ("x",))
+    mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))
     on_device = NamedSharding(mesh, PartitionSpec())
     # A device that is not there has no host memory to name; an abstract one takes our word.
     on_host = NamedSharding(mesh.abstract_mesh, PartitionSpec(), memory_kind="pinned_host")
@@ -188,7 +174,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
 
     def tables(num_blocks: int, *, cached: bool) -> BlockTables:
         max_blocks_per_seq = MAX_MODEL_LEN // BLOCK_SIZE
-        return states.create_tables(
+        return create_tables(
             num_blocks, 2 * case.max_num_seqs, max_blocks_per_seq, BLOCK_SIZE, prefix_caching=cached
         )
 
@@ -198,24 +184,30 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         c = config
         return kv_cache.create(c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim, dtype)
 
-    def create_state() -> EngineState:
+    def empty_state() -> EngineState:
         host = None
         if case.num_host_blocks:
             host = HostPool(tables(case.num_host_blocks, cached=False), arrays(case.num_host_blocks))
-        return states.create(
+        return create_state(
             tables(case.num_blocks, cached=True), arrays(case.num_blocks), MAX_MODEL_LEN, host
         )
 
     def place(tree: Any, sharding: NamedSharding) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
-    state = place(jax.eval_shape(create_state), on_device)
+    state = place(jax.eval_shape(empty_state), on_device)
     if state.host is not None:
         host = dataclasses.replace(state.host, kv_cache=place(state.host.kv_cache, on_host))
         state = dataclasses.replace(state, host=host)
     graphdef, params = nnx.split(nnx.eval_shape(create_model))
-    limits = Limits(case.max_num_seqs, case.num_tiles, watermark_blocks=case.num_blocks // 100)
     attention: Any = "xla" if case.attention == "constant" else case.attention
+    step_config = StepConfig(
+        max_num_seqs=case.max_num_seqs,
+        num_tiles=case.num_tiles,
+        tiles_per_pass=case.num_tiles,
+        decode_attention=attention,
+        watermark_blocks=case.num_blocks // 100,
+    )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = loop.run.trace(
             graphdef,
@@ -223,7 +215,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
             state,
             place(jnp.int32(0), on_device),
             place(jnp.bool_(False), on_device),
-            config=StepConfig(limits, tiles_per_pass=limits.num_tiles, decode_attention=attention),
+            config=step_config,
         )
         lowered = traced.lower(lowering_platforms=("cuda",))
     return state, lowered.compile()
@@ -236,4 +228,4 @@ def _bytes(tree: Any) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -1,25 +1,19 @@
 """Compile the Mosaic GPU kernels for an H200, without one, and report what they take.
 
-    python -m benchmarks.compile_report                  print the table
-    python -m benchmarks.compile_report --write          and write it to benchmarks/compile_report.md
-    python -m benchmarks.compile_report --json NAME...   one JSON line per compilation, for the tests
+    python -m benchmarks.compile_report            print the table
+    python -m benchmarks.compile_report --write    and write it to benchmarks/compile_report.md
+    python -m benchmarks.compile_report NAME...    one JSON line per kernel of these programs, for the tests
 
-Needs the `cuda-compile` extra: the CUDA plugin of jax and ptxas, no driver and no GPU. Registers and
-spills are ptxas's own words, shared memory is Mosaic's. The programs (CTAs) that share a multiprocessor
-follow from them: 65,536 registers in portions of 8 per thread, 227 KiB of shared memory of which each
-program also takes 1 KiB, and 2,048 threads.
+What it needs, `cuda_compiler` says. Registers and spills are ptxas's own words, shared memory is Mosaic's.
+The programs (CTAs) that share a multiprocessor follow from them: 65,536 registers in portions of 8 per
+thread, 227 KiB of shared memory of which each program also takes 1 KiB, and 2,048 threads.
 """
 
-import argparse
 import dataclasses
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,29 +22,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from absl import app, flags
+
+from benchmarks import cuda_compiler
+
+_WRITE = flags.DEFINE_boolean("write", False, "Write the table beside this file.")
+
 # Seconds of processor time per program. They take one or two; layout inference that runs away takes for ever.
 COMPILE_LIMIT_S = 60
-PROCESS_LIMIT_S = 900  # by the clock, for all programs together
 TABLE = Path(__file__).with_suffix(".md")
-PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-runtime-cu12")
-
-# The H200 as XLA describes it. The three versions matter: without them it plans command buffers differently.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  driver_version: "12.9.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,58 +107,21 @@ class Report:
     seconds: float
 
 
-def missing_packages() -> list[str]:
-    """Packages of the `cuda-compile` extra that are not installed."""
-    installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
-    return [name for name in PACKAGES if name not in installed]
-
-
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Run as a module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="write the table beside this file")
-    parser.add_argument(
-        "--json", nargs="*", metavar="NAME", help="compile these programs (none: all), in this process"
-    )
-    arguments = parser.parse_args()
-    if arguments.json is not None:
-        for report in _reports_here(arguments.json):
+    if names := argv[1:]:
+        for report in _reports_here(names):
             print(json.dumps(dataclasses.asdict(report)), flush=True)
         return
-    text = markdown(run([]))
+    text = markdown(run([str(program) for program in programs()]))
     print(text)
-    if arguments.write:
+    if _WRITE.value:
         TABLE.write_text(text)
 
 
 def run(names: list[str]) -> list[Report]:
-    """Compile the programs of these names (none: all of them) in a process of its own, and report."""
-    lines = run_compiler("benchmarks.compile_report", ["--json", *names])
-    return [Report(**line) for line in lines]
-
-
-def run_compiler(module: str, arguments: list[str], flags: str = "") -> list[dict[str, Any]]:
-    """The JSON lines of `python -m module` in a process that can compile for a GPU, with more XLA `flags`."""
-    if missing := missing_packages():
-        raise RuntimeError(f"{missing=}: install the cuda-compile extra")
-    nvcc = importlib.util.find_spec("nvidia.cuda_nvcc")
-    assert nvcc is not None
-    assert nvcc.submodule_search_locations is not None
-    folder = nvcc.submodule_search_locations[0]
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAXPAGED_NATIVE": "0",  # a model takes this machine's kernels, if they are there
-        "XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder} {flags}",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
-    if done.returncode:
-        raise RuntimeError(f"the compiler process ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    """Compile the programs of these names in a process of its own, and report."""
+    return [Report(**line) for line in cuda_compiler.run("benchmarks.compile_report", names)]
 
 
 def markdown(reports: list[Report]) -> str:
@@ -204,7 +147,7 @@ def markdown(reports: list[Report]) -> str:
 
 
 def _reports_here(names: list[str]) -> Iterator[Report]:
-    wanted = [p for p in programs() if not names or str(p) in names]
+    wanted = [p for p in programs() if str(p) in names]
     if unknown := set(names) - {str(p) for p in wanted}:
         raise ValueError(f"{unknown=} must be among the programs: {[str(p) for p in programs()]}")
     for program in wanted:
@@ -218,27 +161,25 @@ def _reports_here(names: list[str]) -> Iterator[Report]:
 
 
 def compile_for_h200(program: Program) -> Any:
-    """The compiled executable of a program; the process must have the environment that `run` sets."""
+    """The compiled executable of a program; needs the environment that `cuda_compiler.run` sets."""
     import functools
 
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-    from pallas_kernels import ops
+    from pallas_kernels import layout, ops
     from pallas_kernels.support import BlockSparse
 
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology="1x1x1", target_config=H200
-    )
-    everywhere = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+    devices = np.array(cuda_compiler.topology().devices)
+    everywhere = NamedSharding(Mesh(devices, ("x",)), PartitionSpec())
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
     p, num_seqs, num_blocks = program, 16, 1024
-    inner = (p.block_size, p.num_kv_heads) if p.kv_layout == "token_major" else (p.num_kv_heads, p.block_size)
-    cache = jax.ShapeDtypeStruct((num_blocks, *inner, p.head_dim), jnp.dtype(p.cache_dtype or p.dtype))
+    sizes = layout.Sizes(num_blocks, p.block_size, p.num_kv_heads, p.head_dim)._asdict()
+    shape = tuple(sizes[axis] for axis in layout.AXES[p.kv_layout])
+    cache = jax.ShapeDtypeStruct(shape, jnp.dtype(p.cache_dtype or p.dtype))
     arrays: dict[str, Any] = {
         "q": jax.ShapeDtypeStruct((num_seqs, p.num_q_heads, p.head_dim), jnp.dtype(p.dtype)),
         "k_cache": cache,
@@ -317,4 +258,4 @@ def _time_limit(seconds: int, what: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpaged.config import PREFILL_TILE
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.config import PREFILL_TILE, EngineConfig
 from jaxpaged.engine import driver, gpu_flags, loop, scheduler
-from jaxpaged.engine import state as states
-from jaxpaged.engine.scheduler import Limits
-from jaxpaged.engine.state import Counter, EngineState, Phase, Rows
-from jaxpaged.engine.step import Model, StepConfig
+from jaxpaged.engine.state import Counter, EngineState, Phase, Rows, create_state, create_tables, empty_rows
+from jaxpaged.engine.step import Model
+from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_table
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.status import raise_if_error
 from pallas_kernels.ops import TiledImplementation
@@ -66,7 +66,7 @@ class DecodeLoop:
         raise_if_error(int(report.status))
         counted = np.asarray(report.counters) - before
         done = {counter.name: n for counter, n in zip(Counter, counted.tolist(), strict=True) if n}
-        tokens = num_steps * self.config.limits.max_num_seqs
+        tokens = num_steps * self.config.max_num_seqs
         wanted = {"NUM_STEPS": num_steps, "NUM_DECODE_TOKENS": tokens, "NUM_NEW_TOKENS": tokens}
         if done != wanted:
             raise RuntimeError(f"the loop made {done}, must make {wanted}")
@@ -85,15 +85,15 @@ def create(
 ) -> DecodeLoop:
     """A row for each of `seq_lens`, in a pool that has room for all of them up to `max_model_len` tokens."""
     num_seqs = len(seq_lens)
-    num_rows = driver.ROWS_PER_SEQ * num_seqs
-    tables = states.create_tables(
+    num_rows = EngineConfig(max_num_seqs=num_seqs).num_rows
+    tables = create_tables(
         num_blocks, num_rows, cdiv(max_model_len, BLOCK_SIZE), BLOCK_SIZE, prefix_caching=prefix_caching
     )
 
     rng = np.random.default_rng(0)
     lens = np.zeros(num_rows, np.int32)
     lens[:num_seqs] = seq_lens
-    rows = states.empty_rows(num_rows, max_model_len)
+    rows = empty_rows(num_rows, max_model_len)
     fields: dict[str, Any] = {
         "phase": np.where(lens > 0, Phase.RUNNING, Phase.EMPTY),
         "arrival": np.arange(num_rows),
@@ -105,18 +105,24 @@ def create(
         "max_num_tokens": np.full(num_rows, max_model_len),
     }
     rows = dataclasses.replace(rows, **{name: value.astype(np.int32) for name, value in fields.items()})
-    state = states.create(tables, kv_cache, max_model_len)
+    state = create_state(tables, kv_cache, max_model_len)
     state = loop.submit(state, rows, np.arange(num_rows, dtype=np.int32))
-    limits = Limits(num_seqs, PREFILL_TOKENS // PREFILL_TILE, int(driver.WATERMARK * num_blocks))
+    num_tiles = PREFILL_TOKENS // PREFILL_TILE
+    config = StepConfig(
+        max_num_seqs=num_seqs,
+        num_tiles=num_tiles,
+        tiles_per_pass=num_tiles,
+        decode_attention=attention,
+        watermark_blocks=int(driver.WATERMARK * num_blocks),
+    )
     max_blocks = sum(cdiv(n, BLOCK_SIZE) for n in seq_lens)
-    tables = _fill(state.tables, state.rows, lens, limits=limits, max_blocks=max_blocks)
-    config = StepConfig(limits, tiles_per_pass=limits.num_tiles, decode_attention=attention)
+    tables = _fill(state.tables, state.rows, lens, config=config, max_blocks=max_blocks)
     return DecodeLoop(model, dataclasses.replace(state, tables=tables), config)
 
 
-@functools.partial(jax.jit, static_argnames=("limits", "max_blocks"))
+@functools.partial(jax.jit, static_argnames=("config", "max_blocks"))
 def _fill(
-    tables: BlockTables, rows: Rows, seq_lens: jax.Array, *, limits: Limits, max_blocks: int
+    tables: BlockTables, rows: Rows, seq_lens: jax.Array, *, config: StepConfig, max_blocks: int
 ) -> BlockTables:
     """Let every row have its tokens in the cache, and its full blocks findable."""
     tables, _ = block_table.append(tables, seq_lens, max_new_blocks=max_blocks)
@@ -124,6 +130,6 @@ def _fill(
         return tables
     positions = jnp.broadcast_to(jnp.arange(rows.token_ids.shape[1]), rows.token_ids.shape)
     row = jnp.broadcast_to(jnp.arange(rows.phase.shape[0])[:, None], positions.shape)
-    keys = scheduler.cache_keys(rows, row, positions, limits)
+    keys = scheduler.cache_keys(rows, row, positions, config)
     tables, _ = block_table.cache_full_blocks(tables, keys, seq_lens, max_blocks=max_blocks)
     return tables

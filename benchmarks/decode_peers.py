@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.decode_pool import Pool
+
 Result = tuple[str, float | None, float, str]  # name, seconds (None: not measured), spread, note
 GATHERED_BYTES = 8 * 10**9  # at most, for peers that need K and V gathered
 
 
-def measure(pool: Any, lens: np.ndarray, repeats: int) -> Iterator[Result]:
-    """Every peer in turn. pool: decode_attention.Pool, in bfloat16 and token-major."""
+def measure(pool: Pool, lens: np.ndarray, repeats: int) -> Iterator[Result]:
+    """Every peer in turn. The pool is in bfloat16."""
     for name, peer in PEERS.items():
         try:
             seconds, spread = peer(pool, lens, repeats)
@@ -74,7 +76,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _rotations(pool: Any, lens: np.ndarray, gathered: bool) -> tuple[int, int]:
+def _rotations(pool: Pool, lens: np.ndarray, gathered: bool) -> tuple[int, int]:
     """(sets of arguments, blocks per row): enough sets to leave the L2, few enough for the memory."""
     blocks = -(-int(lens.max()) // pool.block_size)
     block_bytes = 2 * pool.k.nbytes // pool.k.shape[0]
@@ -85,24 +87,12 @@ def _rotations(pool: Any, lens: np.ndarray, gathered: bool) -> tuple[int, int]:
     return int(min(32, max(2, enough), max(2, GATHERED_BYTES // set_bytes) if gathered else 32)), blocks
 
 
-def _queries(pool: Any, num_seqs: int, group_size: int) -> jax.Array:
-    num_kv_heads, head_dim = pool.k.shape[2:]
-    return jax.random.normal(jax.random.key(3), (num_seqs, num_kv_heads * group_size, head_dim), jnp.bfloat16)
-
-
-def _group_size(pool: Any) -> int:
-    from benchmarks.decode_attention import MODELS
-
-    num_q_heads, num_kv_heads, _ = MODELS[pool.model]
-    return num_q_heads // num_kv_heads
-
-
-def _tables(pool: Any, num_seqs: int, blocks: int, count: int) -> list[np.ndarray]:
+def _tables(pool: Pool, num_seqs: int, blocks: int, count: int) -> list[np.ndarray]:
     rng = np.random.default_rng(4)
     return [rng.integers(1, pool.k.shape[0], (num_seqs, blocks), np.int32) for _ in range(count)]
 
 
-def jax_triton(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float, float]:
+def jax_triton(pool: Pool, lens: np.ndarray, repeats: int) -> tuple[float, float]:
     """JAX's own Pallas Triton kernel, deprecated."""
     from jax.experimental.pallas.ops.gpu import paged_attention as triton
 
@@ -110,7 +100,7 @@ def jax_triton(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float, float]
     splits = 16 if blocks >= 128 else 1
     blocks = -(-blocks // (8 * splits)) * 8 * splits
     pages = [jnp.transpose(cache, (2, 0, 1, 3)) for cache in (pool.k, pool.v)]
-    q = _queries(pool, len(lens), _group_size(pool))
+    q = pool.queries(len(lens))
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, lens: jax.Array) -> jax.Array:
         return triton.paged_attention(q, k, v, table, lens, k_splits=splits)
@@ -119,10 +109,10 @@ def jax_triton(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float, float]
     return _time_jax(run, sets, repeats)
 
 
-def jax_dot_product_attention(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float, float]:
+def jax_dot_product_attention(pool: Pool, lens: np.ndarray, repeats: int) -> tuple[float, float]:
     """jax.nn.dot_product_attention over gathered K and V: cuDNN on a GPU, XLA elsewhere."""
     count, blocks = _rotations(pool, lens, gathered=True)
-    q = _queries(pool, len(lens), _group_size(pool))[:, None]
+    q = pool.queries(len(lens))[:, None]
     implementation: Any = "cudnn" if jax.devices()[0].platform == "gpu" else "xla"
 
     def gathered(cache: jax.Array, table: np.ndarray) -> jax.Array:
@@ -140,7 +130,7 @@ def jax_dot_product_attention(pool: Any, lens: np.ndarray, repeats: int) -> tupl
     return _time_jax(run, sets, repeats)
 
 
-def torch_sdpa(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float, float]:
+def torch_sdpa(pool: Pool, lens: np.ndarray, repeats: int) -> tuple[float, float]:
     """PyTorch's scaled_dot_product_attention over gathered K and V; rows of one length need no mask."""
     torch = _module("torch")
 
@@ -149,7 +139,7 @@ def torch_sdpa(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float, float]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count, _ = _rotations(pool, lens, gathered=True)
     num_kv_heads, head_dim = pool.k.shape[2:]
-    group_size, tokens = _group_size(pool), int(lens[0])
+    tokens = int(lens[0])
 
     def random(heads: int, tokens: int) -> Any:
         return torch.randn(len(lens), heads, tokens, head_dim, dtype=torch.bfloat16, device=device)
@@ -157,12 +147,12 @@ def torch_sdpa(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float, float]
     def run(q: Any, k: Any, v: Any) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    q = random(num_kv_heads * group_size, 1)
+    q = random(pool.num_q_heads, 1)
     sets = [(q, random(num_kv_heads, tokens), random(num_kv_heads, tokens)) for _ in range(count)]
     return _time_torch(run, sets, repeats)
 
 
-def torch_flex_attention(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float, float]:
+def torch_flex_attention(pool: Pool, lens: np.ndarray, repeats: int) -> tuple[float, float]:
     """PyTorch's flex_attention over one physical cache, with a mask that knows whose each block is."""
     torch, flex = _module("torch"), _module("torch.nn.attention.flex_attention")
 
@@ -178,9 +168,7 @@ def torch_flex_attention(pool: Any, lens: np.ndarray, repeats: int) -> tuple[flo
         return (owner[key] == batch) & (position[key] < limit[batch])
 
     block_mask = flex.create_block_mask(mask, num_seqs, None, 1, total, device=device)
-    q = torch.randn(
-        num_seqs, num_kv_heads * _group_size(pool), 1, head_dim, dtype=torch.bfloat16, device=device
-    )
+    q = torch.randn(num_seqs, pool.num_q_heads, 1, head_dim, dtype=torch.bfloat16, device=device)
     cache = [
         torch.randn(1, num_kv_heads, total, head_dim, dtype=torch.bfloat16, device=device) for _ in range(2)
     ]
@@ -193,7 +181,7 @@ def torch_flex_attention(pool: Any, lens: np.ndarray, repeats: int) -> tuple[flo
     return _time_torch(run, [(q, *cache)] * 2, repeats)
 
 
-def flashinfer_decode(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float, float]:
+def flashinfer_decode(pool: Pool, lens: np.ndarray, repeats: int) -> tuple[float, float]:
     """FlashInfer's batch decode over a paged cache; its plan is not counted."""
     flashinfer, torch = _module("flashinfer"), _module("torch")
 
@@ -202,9 +190,7 @@ def flashinfer_decode(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float,
     num_blocks = min(pool.k.shape[0], 4 * 10**9 // (pool.block_size * num_kv_heads * head_dim * 4))
     shape = (num_blocks, pool.block_size, num_kv_heads, head_dim)
     cache = tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    q = torch.randn(
-        len(lens), num_kv_heads * _group_size(pool), head_dim, dtype=torch.bfloat16, device="cuda"
-    )
+    q = torch.randn(len(lens), pool.num_q_heads, head_dim, dtype=torch.bfloat16, device="cuda")
     held = -(-lens // pool.block_size)
     indptr = torch.as_tensor(np.concatenate([[0], np.cumsum(held)]).astype(np.int32), device="cuda")
     last = torch.as_tensor((lens - (held - 1) * pool.block_size).astype(np.int32), device="cuda")
@@ -221,7 +207,7 @@ def flashinfer_decode(pool: Any, lens: np.ndarray, repeats: int) -> tuple[float,
     return _time_torch(lambda wrapper: wrapper.run(q, cache), sets, repeats)
 
 
-PEERS: dict[str, Callable[[Any, np.ndarray, int], tuple[float, float]]] = {
+PEERS: dict[str, Callable[[Pool, np.ndarray, int], tuple[float, float]]] = {
     "jax pallas triton": jax_triton,
     "jax dot_product_attention, gathered": jax_dot_product_attention,
     "torch sdpa, gathered": torch_sdpa,

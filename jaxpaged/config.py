@@ -1,84 +1,22 @@
-"""What a user may choose, checked once; each message names the value and the rule."""
+"""The engine's fixed sizes and choices, checked once; each message names the value and the rule."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, checked_number
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
+EvictionPolicy = Literal["lru", "lru_split"]  # those of `memory/policies.py` that keep content
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
-
-class InputError(ValueError):
-    """A mistake in what the user gave: one sentence with the name, the value and the rule."""
-
-
-def check(name: str, value: object, rule: str, ok: bool) -> None:
-    """Raise `InputError` with the one form all our messages have, unless `ok`."""
-    if not ok:
-        raise InputError(f"{name}={value!r} must be {rule}")
-
-
-def is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to choose one request's tokens. Names and defaults are vLLM's.
-
-    Sampling draws from `softmax(logits / temperature)` after dropping what `top_k`, `top_p` and `min_p`
-    exclude. The draw depends on `seed` and the token's position only, never on the rest of the batch.
-    """
-
-    max_tokens: int = 16  # at most so many new tokens
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
-    min_p: float = 0.0  # keep tokens at least so likely, relative to the likeliest
-    seed: int | None = None  # None: a seed of the request's own, from the engine's seed
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()  # end the answer, like the model's end-of-sequence tokens
-    logprobs: int | None = None  # 0: give each answer token's log-probability too
-
-    def __post_init__(self) -> None:
-        check(
-            "max_tokens", self.max_tokens, "a positive int", is_int(self.max_tokens) and self.max_tokens > 0
-        )
-        check("temperature", self.temperature, "a number >= 0", is_finite_at_least(self.temperature, 0))
-        check("top_k", self.top_k, "an int >= 0 (0 keeps all)", is_int(self.top_k) and self.top_k >= 0)
-        check("top_p", self.top_p, "in (0, 1]", is_number(self.top_p) and 0 < self.top_p <= 1)
-        check("min_p", self.min_p, "in [0, 1]", is_number(self.min_p) and 0 <= self.min_p <= 1)
-        check(
-            "seed",
-            self.seed,
-            "None or an int in [0, 2**32)",
-            self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**32),
-        )
-        ids = self.stop_token_ids
-        check(
-            "stop_token_ids",
-            ids,
-            f"at most {MAX_STOP_TOKENS} token ids >= 0",
-            isinstance(ids, tuple | list)
-            and len(ids) <= MAX_STOP_TOKENS
-            and all(is_int(i) and i >= 0 for i in ids),
-        )
-        check(
-            "logprobs",
-            self.logprobs,
-            "None or 0 (the answer's own tokens; others are not kept)",
-            self.logprobs is None or (is_int(self.logprobs) and self.logprobs == 0),
-        )
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
-
-
-# A row's stop tokens lie in a fixed array: the model's end-of-sequence tokens and the request's own.
-MAX_STOP_TOKENS = 8
+# Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
+# token is always computed in the same place of the same shape whatever else is in the batch.
+PREFILL_TILE = 32
+DEFAULT_PREFILL_TOKENS = 512
+MOST_BATCHED_TOKENS = 2**20
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +31,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # computed in one step; None: max_num_seqs + 512
     enable_prefix_caching: bool = True  # requests that begin alike share the blocks of what they share
     reuse_answers: bool = False  # also blocks that were computed as an answer, whose last bits may differ
+    eviction_policy: EvictionPolicy = "lru"  # which free blocks are taken first, and lose what they hold
     num_host_blocks: int = 0  # of the pool in host memory that preempted requests are swapped to
     preemption_mode: PreemptionMode = "recompute"  # of who gives way when blocks run out
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -101,49 +40,42 @@ class EngineConfig:
     seed: int = 0  # for requests without a seed
 
     def __post_init__(self) -> None:
+        """Raises `InputError`; what is kept is Python's own numbers."""
+        self._set("dtype", _dtype_name(self.dtype))
         for name, choices in (
             ("dtype", DType),
             ("attention", Attention),
+            ("eviction_policy", EvictionPolicy),
             ("preemption_mode", PreemptionMode),
             ("scheduling_policy", SchedulingPolicy),
         ):
-            value = getattr(self, name)
-            check(name, value, f"one of {', '.join(get_args(choices))}", value in get_args(choices))
+            checked_choice(name, getattr(self, name), get_args(choices))
         for name in ("enable_prefix_caching", "reuse_answers"):
-            value = getattr(self, name)
-            check(name, value, "True or False", isinstance(value, bool))
+            checked_bool(name, getattr(self, name))
         rule = "False without enable_prefix_caching"
         check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)
-        for name in ("block_size", "max_num_seqs"):
-            value = getattr(self, name)
-            check(name, value, "a positive int", is_int(value) and value > 0)
-        check("block_size", self.block_size, "at most 1024", self.block_size <= 1024)
-        check("max_num_seqs", self.max_num_seqs, "at most 4096", self.max_num_seqs <= 4096)
-        tokens = self.max_num_batched_tokens
+        for name, most in (("block_size", 1024), ("max_num_seqs", 4096)):
+            self._set_int(name, f"a positive int, at most {most}", 1, most)
         least = self.max_num_seqs + PREFILL_TILE
-        check(
-            "max_num_batched_tokens",
-            tokens,
-            f"None or an int >= {least}, max_num_seqs and one tile of {PREFILL_TILE} prompt tokens",
-            tokens is None or (is_int(tokens) and tokens >= least),
+        rule = (
+            f"None or an int >= {least}, max_num_seqs and one tile of {PREFILL_TILE} prompt tokens, and at "
         )
-        host = self.num_host_blocks
+        self._set_int(
+            "max_num_batched_tokens", f"{rule}most {MOST_BATCHED_TOKENS}", least, MOST_BATCHED_TOKENS
+        )
+        # A slot is an int32: block_id * block_size + offset.
+        most_blocks = INT32_MAX // self.block_size
+        self._set_int("num_blocks", f"None or an int >= 2, at most {most_blocks}", 2, most_blocks)
+        self._set_int("max_model_len", "None or an int >= 2, at most 2**31 - 1", 2)
         if self.preemption_mode == "swap":
-            check("num_host_blocks", host, "an int >= 2 to swap to", is_int(host) and host >= 2)
+            self._set_int("num_host_blocks", f"an int >= 2 to swap to, at most {most_blocks}", 2, most_blocks)
         else:
-            check("num_host_blocks", host, "0 unless preemption_mode is 'swap'", is_int(host) and host == 0)
-        for name, least in (("num_blocks", 2), ("max_model_len", 2)):
-            value = getattr(self, name)
-            check(
-                name, value, f"None or an int >= {least}", value is None or (is_int(value) and value >= least)
-            )
-        check(
-            "gpu_memory_utilization",
-            self.gpu_memory_utilization,
-            "in (0, 1]",
-            is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
+            self._set_int("num_host_blocks", "0 unless preemption_mode is 'swap'", 0, 0)
+        share = checked_number(
+            "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]", 0, 1, above=True
         )
-        check("seed", self.seed, "an int in [0, 2**32)", is_int(self.seed) and 0 <= self.seed < 2**32)
+        self._set("gpu_memory_utilization", share)
+        self._set_int("seed", "an int in [0, 2**32)", 0, 2**32 - 1)
 
     @property
     def num_prefill_tiles(self) -> int:
@@ -151,12 +83,24 @@ class EngineConfig:
         tokens = self.max_num_batched_tokens or self.max_num_seqs + DEFAULT_PREFILL_TOKENS
         return (tokens - self.max_num_seqs) // PREFILL_TILE
 
+    @property
+    def num_rows(self) -> int:
+        """Places for requests on the device: while all that can run do, as many again wait there."""
+        return 2 * self.max_num_seqs
 
-# Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
-# token is always computed in the same place of the same shape whatever else is in the batch.
-PREFILL_TILE = 32
-DEFAULT_PREFILL_TOKENS = 512
+    def _set_int(self, name: str, rule: str, least: int, most: int = INT32_MAX) -> None:
+        """Check a field and keep it as Python's int; None is good where the field's default is None."""
+        value = getattr(self, name)
+        if value is not None or self.__dataclass_fields__[name].default is not None:
+            self._set(name, checked_int(name, value, rule, least, most))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
-def is_finite_at_least(value: object, least: float) -> bool:
-    return is_number(value) and least <= value < float("inf")  # type: ignore[operator]
+def _dtype_name(dtype: Any) -> Any:
+    """ "float32" for "float32", "float", and for NumPy's, JAX's and PyTorch's types of that name."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = str(name).removeprefix("torch.")
+    name = DTYPE_ALIASES.get(name, name)
+    return name if name in get_args(DType) else dtype

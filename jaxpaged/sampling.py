@@ -1,7 +1,6 @@
 """From logits to tokens, every option batched: one row may be greedy while its neighbour samples."""
 
-import dataclasses
-import functools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +8,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["temperature", "top_k", "top_p", "min_p", "seed", "wants_logprobs"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SamplingState:
     """Each row's options as arrays; see `config.SamplingParams`."""
 
@@ -28,7 +23,7 @@ class SamplingState:
     def take(self, rows: Int[Array, " n"], mask: Bool[Array, " n"]) -> "SamplingState":
         """The options of some rows; those not masked are greedy, which costs nothing."""
         taken = jax.tree.map(lambda option: option[rows], self)
-        return dataclasses.replace(
+        return replace(
             taken,
             temperature=jnp.where(mask, taken.temperature, 0),
             wants_logprobs=taken.wants_logprobs & mask,
@@ -46,7 +41,10 @@ def sample(
     samples = options.temperature > 0
 
     def draw() -> Int[Array, " rows"]:
-        scaled = logits / jnp.where(samples, options.temperature, 1)[:, None]
+        # What counts is how far a logit is below the largest: of that, a small temperature makes nothing
+        # worse than minus infinity.
+        below = logits - jnp.max(logits, axis=1, keepdims=True)
+        scaled = below / jnp.where(samples, options.temperature, 1)[:, None]
         filters = samples & ((options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0))
         kept = lax.cond(jnp.any(filters), lambda: _filter(scaled, options), lambda: scaled)
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
@@ -86,7 +84,9 @@ def _filter(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float
     ranked = jnp.where(rank < top_k, ranked, -jnp.inf)
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    keep = (before < options.top_p[:, None]) & (probability >= options.min_p[:, None] * probability[:, :1])
+    # Sums are rounded, and may reach 1 before the end: but 1 keeps all.
+    keep = (before < options.top_p[:, None]) | (options.top_p[:, None] >= 1)
+    keep &= probability >= options.min_p[:, None] * probability[:, :1]
     ranked = jnp.where(keep | (rank == 0), ranked, -jnp.inf)
     rows = jnp.arange(scaled.shape[0])[:, None]
     return jnp.zeros_like(scaled).at[rows, order].set(ranked)

@@ -29,8 +29,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tuning
-from pallas_kernels.support import BlockSparse, Options
+from pallas_kernels import layout
+from pallas_kernels.support import Arrays, BlockSparse, Options
 from pallas_kernels.tuning import TuningConfig
 
 LOG2E = math.log2(math.e)
@@ -96,18 +96,17 @@ class Problem:
         return max(1, self.tile_kv // self.block_size)
 
 
-def make_problem(q: jax.Array, k_cache: jax.Array, options: Options, config: TuningConfig) -> Problem:
+def make_problem(arrays: Arrays, options: Options, config: TuningConfig) -> Problem:
     """The problem of arguments that `ops` has checked."""
-    token_major = options.kv_layout == "token_major"
-    num_kv_heads, block_size = (k_cache.shape[2], k_cache.shape[1]) if token_major else k_cache.shape[1:3]
+    q, cache = arrays.q, layout.sizes(arrays.k_cache, options.kv_layout)
     return Problem(
-        num_kv_heads=num_kv_heads,
-        group_size=q.shape[1] // num_kv_heads,
-        head_dim=q.shape[2],
-        block_size=block_size,
+        num_kv_heads=cache.num_kv_heads,
+        group_size=q.shape[1] // cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        block_size=cache.block_size,
         dtype=q.dtype,
-        cache_dtype=k_cache.dtype,
-        token_major=token_major,
+        cache_dtype=arrays.k_cache.dtype,
+        token_major=options.kv_layout == "token_major",
         scale=options.scale,
         soft_cap=options.soft_cap,
         sliding_window=options.sliding_window,
@@ -148,9 +147,9 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
-    tiling, swizzle = _tiling_and_swizzle()
+    transforms: Any = plgpu  # mypy takes the two for abstract
     columns = p.tile_columns
-    tiled = (tiling((8, columns)), swizzle(2 * columns))  # how a wgmma reads 16-bit operands
+    tiled = (transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns))  # for wgmma
     ring_tiled = () if p.is_quantised else tiled
     tile = (p.tile_kv, p.head_dim)
     return Scratch(
@@ -165,10 +164,6 @@ def scratch_types(p: Problem) -> Scratch:
         full=plgpu.Barrier(num_arrivals=2 * p.blocks_per_tile, num_barriers=p.num_stages),
         empty=plgpu.Barrier(num_barriers=p.num_stages),
     )
-
-
-def _tiling_and_swizzle() -> tuple[Any, Any]:
-    return plgpu.TilingTransform, plgpu.SwizzleTransform  # untyped: mypy takes the two for abstract
 
 
 class Span(NamedTuple):
@@ -193,9 +188,7 @@ def row_span(p: Problem, row: jax.Array, kv_head: jax.Array, seq_lens_gmem: Any)
     return Span(row, kv_head, seq_len, start, seq_len)
 
 
-def produce(
-    p: Problem, span: Span, k_gmem: Any, v_gmem: Any, tables_gmem: Any, scratch: Scratch, done: jax.Array
-) -> jax.Array:
+def produce(p: Problem, span: Span, gmem: Any, scratch: Scratch, done: jax.Array) -> jax.Array:
     """Fetch the span's tiles; `done` tiles went before. Returns the number of tiles fetched so far."""
     first_tile, num_tiles = span.tiles(p)
     # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
@@ -213,13 +206,13 @@ def produce(
         first_token = (first_tile + i) * p.tile_kv
         for j in range(p.blocks_per_tile):
             column = lax.div(first_token + j * tokens, jnp.int32(p.block_size))
-            block_id = tables_gmem[span.row, jnp.clip(column, first_block, last_block)]
+            block_id = gmem.block_tables[span.row, jnp.clip(column, first_block, last_block)]
             offset = lax.rem(first_token, jnp.int32(p.block_size)) if p.block_size > p.tile_kv else 0
             place = pl.ds(offset, tokens)
             source = (block_id, place, span.kv_head) if p.token_major else (block_id, span.kv_head, place)
             target = (slot, pl.ds(j * tokens, tokens))
-            plgpu.copy_gmem_to_smem(k_gmem.at[source], scratch.k.at[target], scratch.full.at[slot])
-            plgpu.copy_gmem_to_smem(v_gmem.at[source], scratch.v.at[target], scratch.full.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.k_cache.at[source], scratch.k.at[target], scratch.full.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.v_cache.at[source], scratch.v.at[target], scratch.full.at[slot])
 
     lax.fori_loop(0, num_tiles, fetch, None)
     return done + num_tiles
@@ -257,18 +250,7 @@ def consume(
     p: Problem, span: Span, q_gmem: Any, extras: Extras, scratch: Scratch, done: jax.Array
 ) -> tuple[Softmax, jax.Array]:
     """The softmax over the span, as its tiles arrive. Returns it and the number of tiles taken so far."""
-    heads, rows = group_heads(p, span.kv_head)
-    for i, (first, size) in enumerate(p.pieces):
-        source = q_gmem.at[span.row, heads, pl.ds(first, size)]
-        plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[i, rows], scratch.q_ready)
-    plgpu.barrier_wait(scratch.q_ready)
-    # TMA cannot tile fewer than eight rows, so the queries take a way through registers.
-    for i, (first, size) in enumerate(p.pieces):
-        q = plgpu.load(scratch.q_rows.at[i].T, layout=WGMMA, optimized=False)
-        if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
-            q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
-        scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
-    plgpu.commit_smem()
+    _load_queries(p, span, q_gmem, scratch)
     # Of the logits times log2(e); with a soft cap, of twice the argument of tanh.
     factor = p.scale * LOG2E if p.soft_cap is None else 2 * p.scale / p.soft_cap * LOG2E
     if extras.k_scale is not None:
@@ -281,61 +263,97 @@ def consume(
     def take(i: jax.Array, state: Softmax) -> Softmax:
         slot = lax.rem(done + i, jnp.int32(p.num_stages))
         first_token = (first_tile + i) * p.tile_kv
-        plgpu.barrier_wait(scratch.full.at[slot])
-        if p.is_quantised:
-            k, v = scratch.k16, scratch.v16
-            _widen(scratch.k.at[slot], k)
-            _widen(scratch.v.at[slot], v)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch.empty.at[slot])
-        else:
-            k, v = scratch.k.at[slot], scratch.v.at[slot]
-
-        def scores(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, k, scratch.q.T)
-            return acc[...]
-
-        s = pl.run_scoped(scores, plgpu.ACC((p.tile_kv, p.num_columns), jnp.float32)) * factor
-        if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
-            s = (1 - 2 / (1 + jnp.exp2(s))) * (p.soft_cap * LOG2E)
-        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + first_token
-        if slopes is not None:
-            s = s + slopes * (token - (span.seq_len - 1)).astype(jnp.float32)
-        seen = (token >= span.start) & (token < span.end)
-        if p.block_sparse is not None:
-            seen = seen & _is_kept(p, p.block_sparse, token, span)
-        s = jnp.where(seen, s, -jnp.inf)
-
+        k, v = _await_tile(p, scratch, slot)
+        s = _logits(p, span, scratch.q, k, first_token, factor, slopes)
         largest = jnp.maximum(state.max, s.max(axis=0))
         weights = jnp.exp2(s - lax.broadcast_in_dim(largest, s.shape, [1]))
         rescale = jnp.exp2(state.max - largest)
         total = state.sum * rescale + weights.sum(axis=0)
         scratch.p.T[...] = weights.astype(p.operand_dtype)
-
-        @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
-        def _zero_stale_tokens() -> None:
-            place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-            for column in _columns(p.head_dim):  # in parts, to need no more registers than the rest
-                piece = v.at[:, pl.ds(column, 64)]
-                old = piece[...]
-                piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
-
+        _zero_stale_tokens(p, span, v, first_token)
         plgpu.commit_smem()
-
-        out = []
-        for (first, rows), old in zip(p.pieces, state.out, strict=True):
-
-            def weighted(acc: Any, first: int = first, rows: int = rows) -> jax.Array:
-                plgpu.wgmma(acc, v.at[:, pl.ds(first, rows)].T, scratch.p.T)
-                return acc[...]
-
-            new = pl.run_scoped(weighted, plgpu.ACC((rows, p.num_columns), jnp.float32))
-            out.append(old * lax.broadcast_in_dim(rescale, old.shape, [1]) + new)
+        out = _add_weighted(p, v, scratch.p, rescale, state.out)
         if not p.is_quantised:
             plgpu.barrier_arrive(scratch.empty.at[slot])
-        return Softmax(tuple(out), largest, total)
+        return Softmax(out, largest, total)
 
     return lax.fori_loop(0, num_tiles, take, nothing(p, p.pieces)), done + num_tiles
+
+
+def _load_queries(p: Problem, span: Span, q_gmem: Any, scratch: Scratch) -> None:
+    """The group's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
+    heads, rows = group_heads(p, span.kv_head)
+    for i, (first, size) in enumerate(p.pieces):
+        source = q_gmem.at[span.row, heads, pl.ds(first, size)]
+        plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[i, rows], scratch.q_ready)
+    plgpu.barrier_wait(scratch.q_ready)
+    for i, (first, size) in enumerate(p.pieces):
+        q = plgpu.load(scratch.q_rows.at[i].T, layout=WGMMA, optimized=False)
+        if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
+            q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
+        scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
+    plgpu.commit_smem()
+
+
+def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any]:
+    """K and V of a slot, [tile_kv, head_dim], when they are there. Widened, they leave the slot at once."""
+    plgpu.barrier_wait(scratch.full.at[slot])
+    if not p.is_quantised:
+        return scratch.k.at[slot], scratch.v.at[slot]
+    _widen(scratch.k.at[slot], scratch.k16)
+    _widen(scratch.v.at[slot], scratch.v16)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.empty.at[slot])
+    return scratch.k16, scratch.v16
+
+
+def _logits(
+    p: Problem, span: Span, q: Any, k: Any, first_token: jax.Array, factor: Any, slopes: jax.Array | None
+) -> jax.Array:
+    """A tile's logits times log2(e), [tile_kv, num_columns]; -inf for what is not seen."""
+
+    def scores(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, k, q.T)
+        return acc[...]
+
+    s = pl.run_scoped(scores, plgpu.ACC((p.tile_kv, p.num_columns), jnp.float32)) * factor
+    if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
+        s = (1 - 2 / (1 + jnp.exp2(s))) * (p.soft_cap * LOG2E)
+    token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + first_token
+    if slopes is not None:
+        s = s + slopes * (token - (span.seq_len - 1)).astype(jnp.float32)
+    seen = (token >= span.start) & (token < span.end)
+    if p.block_sparse is not None:
+        seen = seen & _is_kept(p, p.block_sparse, token, span)
+    return jnp.where(seen, s, -jnp.inf)
+
+
+def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -> None:
+    """Zero a tile's V outside the span."""
+
+    @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
+    def _zero() -> None:
+        place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
+        for column in _columns(p.head_dim):  # in parts, to need no more registers than the rest
+            piece = v.at[:, pl.ds(column, 64)]
+            old = piece[...]
+            piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
+
+
+def _add_weighted(
+    p: Problem, v: Any, weights: Any, rescale: jax.Array, out: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """The output's pieces, rescaled, plus a tile's V^T @ weights^T."""
+    new = []
+    for (first, rows), old in zip(p.pieces, out, strict=True):
+
+        def weighted(acc: Any, first: int = first, rows: int = rows) -> jax.Array:
+            plgpu.wgmma(acc, v.at[:, pl.ds(first, rows)].T, weights.T)
+            return acc[...]
+
+        product = pl.run_scoped(weighted, plgpu.ACC((rows, p.num_columns), jnp.float32))
+        new.append(old * lax.broadcast_in_dim(rescale, old.shape, [1]) + product)
+    return tuple(new)
 
 
 def _columns(head_dim: int) -> list[int]:
@@ -419,13 +437,6 @@ def _store_transposed(target: Any, value: jax.Array) -> None:
         plgpu.store(target.T, value, optimized=False)
     else:
         target.T[...] = value
-
-
-def config_of(q: jax.Array, k_cache: jax.Array, options: Options) -> TuningConfig:
-    """The tuning table's answer for these arguments."""
-    heads_axis, tokens_axis = (2, 1) if options.kv_layout == "token_major" else (1, 2)
-    group_size = q.shape[1] // k_cache.shape[heads_axis]
-    return tuning.config_for(q.shape[2], k_cache.shape[tokens_axis], k_cache.dtype, group_size)
 
 
 def interpret_params(interpret: Any) -> Any:

@@ -6,9 +6,8 @@ what.
 
 Shared by all operations:
 
-* A block is `block_size` neighbouring token places of a cache. A cache is [num_blocks, block_size,
-  num_kv_heads, head_dim] (kv_layout "token_major", the default) or [num_blocks, num_kv_heads, block_size,
-  head_dim] ("head_major").
+* A block is `block_size` neighbouring token places of a cache. `layout.AXES` has a cache's axes: by default
+  (kv_layout "token_major") they are [num_blocks, block_size, num_kv_heads, head_dim].
 * Block 0 is the null block: nobody owns it, padding may be written into it, its content means nothing.
 * A quantised cache (float8_e4m3fn, float8_e5m2, int8) holds x / scale, with a float32 scale for all heads,
   shape (), or per kv head, shape [num_kv_heads]. A cache in another type takes no scale.
@@ -19,20 +18,33 @@ Shared by all operations:
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import native, xla, xla_tiles
+from pallas_kernels import layout, native, xla, xla_tiles
 from pallas_kernels import paged_attention_v1 as mosaic_v1
 from pallas_kernels import paged_attention_v2 as mosaic_v2
-from pallas_kernels.support import QUANTISED_DTYPES, BlockSparse, Options, refuse_unserved
+from pallas_kernels.layout import Layout
+from pallas_kernels.support import QUANTISED_DTYPES, Arrays, BlockSparse, Options, refuse_unserved
 
 Implementation = Literal["mosaic_gpu", "xla"]
 TiledImplementation = Literal["mosaic_gpu", "native", "xla"]
-Layout = Literal["token_major", "head_major"]
-Arrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # q, k_cache, v_cache, tables, lengths
+
+
+class AttentionOptions(TypedDict, total=False):
+    """What `paged_attention`, `_v1` and `_v2` take by keyword; None, or the default layout, if left out."""
+
+    scale: float | None  # factor on the dot products; 1 / sqrt(head_dim) if None
+    alibi_slopes: jax.Array | None  # [num_q_heads]
+    sliding_window: int | None  # only the last so many tokens are seen, the query's own among them
+    soft_cap: float | None  # bound of the logits, positive
+    sinks: jax.Array | None  # [num_q_heads], a logit per head that takes its share and has no value
+    k_scale: jax.Array | float | None  # of a quantised cache; see above
+    v_scale: jax.Array | float | None
+    block_sparse: BlockSparse | None
+    kv_layout: Layout
 
 
 def paged_attention(
@@ -45,26 +57,23 @@ def paged_attention(
     partition_size: int = 512,
     implementation: Implementation | None = None,
     interpret: bool = False,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array:
     """`paged_attention_v1` or `paged_attention_v2`, by `use_v1`. Arguments and result as theirs."""
-    block_size = _block_size(k_cache, options.get("kv_layout", "token_major"))
-    capacity = block_tables.shape[-1] * block_size
-    args = (q, k_cache, v_cache, block_tables, seq_lens)
-    if use_v1(capacity, q.shape[0], k_cache.shape[_heads_axis(options)], partition_size):
-        return paged_attention_v1(*args, implementation=implementation, interpret=interpret, **options)
-    return paged_attention_v2(
-        *args, partition_size=partition_size, implementation=implementation, interpret=interpret, **options
-    )
+    arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
+    checked = _check_attention(arrays, options)
+    cache = layout.sizes(k_cache, checked.kv_layout)
+    capacity = block_tables.shape[1] * cache.block_size
+    is_v1 = use_v1(capacity, q.shape[0], cache.num_kv_heads, partition_size)
+    return _attend(arrays, checked, None if is_v1 else partition_size, implementation, interpret)
 
 
 def use_v1(max_seq_len: int, num_seqs: int, num_kv_heads: int, partition_size: int = 512) -> bool:
     """The rule of `paged_attention`: v1 for short tables, or where rows and heads alone fill the GPU.
 
-    It follows vLLM's (v1 if max_seq_len <= 8192 and there is one partition or num_seqs * num_heads > 512),
-    with
-    the count of programs in place of its count of heads: our v1 runs one program per kv head, not per query
-    head. It looks at capacities only, never at lengths, so a row's bits do not depend on its neighbours.
+    It follows vLLM's (v1 if max_seq_len <= 8192, and there is one partition or num_seqs * num_heads > 512),
+    with the count of programs in place of its count of heads: our v1 runs one program per kv head, not per
+    query head. It looks at capacities only, never at lengths: a row's bits do not depend on its neighbours.
     """
     one_partition = max_seq_len <= partition_size
     return max_seq_len <= 8192 and (one_partition or num_seqs * num_kv_heads > 512)
@@ -77,54 +86,32 @@ def paged_attention_v1(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
-    scale: float | None = None,
-    alibi_slopes: jax.Array | None = None,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | float | None = None,
-    v_scale: jax.Array | float | None = None,
-    block_sparse: BlockSparse | None = None,
-    kv_layout: Layout = "token_major",
     implementation: Implementation | None = None,
     interpret: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array:
     """Attention of one query token per sequence over its cached tokens, one program per (sequence, kv head).
 
     For query head h of a row of n tokens, with t over the tokens it sees:
 
-        s[t] = scale * dot(q[h], k[t]); then soft_cap * tanh(s[t] / soft_cap); then + alibi_slopes[h] * (t
-        - n + 1) out[h] = sum_t exp(s[t]) * v[t] / (sum_t exp(s[t]) + exp(sinks[h]))
+        s[t]   = scale * dot(q[h], k[t])
+        s[t]   = soft_cap * tanh(s[t] / soft_cap)          if there is a soft cap
+        s[t]  += alibi_slopes[h] * (t - n + 1)             if there are slopes
+        out[h] = sum_t exp(s[t]) * v[t] / (sum_t exp(s[t]) + exp(sinks[h]))      the last if there are sinks
 
     Args:
         q: [num_seqs, num_q_heads, head_dim] float16, bfloat16 or float32. The query is the row's last token.
         k_cache, v_cache: the pools, of q's type or quantised.
         block_tables: [num_seqs, max_blocks_per_seq] int32. Entries past a row's tokens are never read.
         seq_lens: [num_seqs] int32, tokens in the cache, the query's own included; 0 makes a row of zeros.
-        scale: factor on the dot products; 1 / sqrt(head_dim) if None.
-        alibi_slopes: [num_q_heads].
-        sliding_window: only the last so many tokens are seen, the query's own among them.
-        soft_cap: bound of the logits, positive.
-        sinks: [num_q_heads], a logit per head that takes its share of the weights and has no value.
-        k_scale, v_scale: of a quantised cache; see above.
-        block_sparse: see `BlockSparse`.
+        options: see `AttentionOptions`.
 
     Returns: [num_seqs, num_q_heads, head_dim] of q's type.
     Raises: ValueError on wrong shapes, types or options; NotImplementedError where the implementation does
-    not
-        serve the combination.
+        not serve the combination.
     """
-    args, checked = _check_attention(
-        q, k_cache, v_cache, block_tables, seq_lens,
-        Options(
-            _scale(scale, q), alibi_slopes, sliding_window, soft_cap, sinks,
-            _array(k_scale), _array(v_scale), block_sparse, kv_layout,
-        ),
-    )  # fmt: skip
-    chosen = _choose(implementation, interpret, args, checked)
-    if chosen == "xla":
-        return xla.paged_attention_v1(*args, checked)
-    return mosaic_v1.paged_attention_v1(*args, checked, interpret=interpret)
+    arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
+    return _attend(arrays, _check_attention(arrays, options), None, implementation, interpret)
 
 
 def paged_attention_v2(
@@ -135,17 +122,9 @@ def paged_attention_v2(
     seq_lens: jax.Array,
     *,
     partition_size: int = 512,
-    scale: float | None = None,
-    alibi_slopes: jax.Array | None = None,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | float | None = None,
-    v_scale: jax.Array | float | None = None,
-    block_sparse: BlockSparse | None = None,
-    kv_layout: Layout = "token_major",
     implementation: Implementation | None = None,
     interpret: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array:
     """As `paged_attention_v1`, with each row cut into partitions of `partition_size` tokens.
 
@@ -154,20 +133,8 @@ def paged_attention_v2(
 
     partition_size: tokens, a multiple of the block size (of 64 as well for "mosaic_gpu").
     """
-    args, checked = _check_attention(
-        q, k_cache, v_cache, block_tables, seq_lens,
-        Options(
-            _scale(scale, q), alibi_slopes, sliding_window, soft_cap, sinks,
-            _array(k_scale), _array(v_scale), block_sparse, kv_layout,
-        ),
-    )  # fmt: skip
-    block_size = _block_size(k_cache, kv_layout)
-    if partition_size <= 0 or partition_size % block_size:
-        raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
-    chosen = _choose(implementation, interpret, args, checked)
-    if chosen == "xla":
-        return xla.paged_attention_v2(*args, checked, partition_size)
-    return mosaic_v2.paged_attention_v2(*args, checked, partition_size, interpret=interpret)
+    arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
+    return _attend(arrays, _check_attention(arrays, options), partition_size, implementation, interpret)
 
 
 def tiled_paged_attention(
@@ -207,11 +174,12 @@ def tiled_paged_attention(
     if q.ndim != 4:
         raise ValueError(f"{q.shape=} must be [num_tiles, tile_len, num_q_heads, head_dim]")
     num_tiles, tile_len = q.shape[:2]
-    options = Options(scale=scale, sliding_window=sliding_window)
-    _check_attention(q[:, 0], k_cache, v_cache, block_tables, seq_lens, options)
-    _check_int32("query_starts", query_starts, (num_tiles,))
     if k_cache.dtype != q.dtype:
         raise ValueError(f"{k_cache.dtype=} must be q's {q.dtype}: tiles read no quantised cache yet")
+    decode = Arrays(q[:, 0], k_cache, v_cache, block_tables, seq_lens)
+    options = AttentionOptions(scale=scale, sliding_window=sliding_window)
+    _check_attention(decode, options)
+    _check_int32("query_starts", query_starts, (num_tiles,))
     chosen = implementation or default_tiled_implementation(q.dtype, tile_len)
     arrays = (q, k_cache, v_cache, block_tables, query_starts, seq_lens)
     if chosen == "xla":
@@ -222,9 +190,7 @@ def tiled_paged_attention(
         return native.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
     if tile_len > 1:
         raise NotImplementedError(f"{chosen} serves tiles of one token, not {tile_len=}. Use 'xla'.")
-    args = (q[:, 0], k_cache, v_cache, block_tables, seq_lens)
-    out = paged_attention(*args, scale=scale, sliding_window=sliding_window, implementation=chosen)
-    return out[:, None]
+    return paged_attention(*decode, implementation=chosen, **options)[:, None]
 
 
 def reshape_and_cache(
@@ -236,7 +202,7 @@ def reshape_and_cache(
     *,
     k_scale: jax.Array | float | None = None,
     v_scale: jax.Array | float | None = None,
-    kv_layout: Layout = "token_major",
+    kv_layout: Layout = layout.DEFAULT,
 ) -> tuple[jax.Array, jax.Array]:
     """Write new tokens to their slots; in place where the caches are donated to the surrounding jit.
 
@@ -251,12 +217,11 @@ def reshape_and_cache(
     Returns: the new k_cache and v_cache. A quantised cache stores x / scale, saturated (int8: rounded).
     Raises: ValueError on wrong shapes or types.
     """
-    _check_caches(k_cache, v_cache, kv_layout)
-    num_kv_heads, head_dim = k_cache.shape[2 if kv_layout == "token_major" else 1], k_cache.shape[3]
-    _check_shape("k", k, (k.shape[0] if k.ndim else 0, num_kv_heads, head_dim))
+    cache = _check_caches(k_cache, v_cache, kv_layout)
+    _check_shape("k", k, (k.shape[0] if k.ndim else 0, cache.num_kv_heads, cache.head_dim))
     _check_shape("v", v, k.shape)
     _check_int32("slot_mapping", slot_mapping, k.shape[:1])
-    k_scale, v_scale = _check_scales(k_scale, v_scale, k_cache, num_kv_heads)
+    k_scale, v_scale = _check_scales(k_scale, v_scale, k_cache.dtype, cache.num_kv_heads)
     return xla.reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, kv_layout)
 
 
@@ -273,10 +238,8 @@ def copy_blocks(caches: Sequence[jax.Array], pairs: jax.Array) -> list[jax.Array
     """
     _check_int32("pairs", pairs, (pairs.shape[0] if pairs.ndim else 0, 2))
     for i, cache in enumerate(caches):
-        if cache.shape[0] != caches[0].shape[0]:
-            raise ValueError(
-                f"caches[{i}].shape={cache.shape} must begin with num_blocks={caches[0].shape[0]}"
-            )
+        if cache.shape[0] != (num_blocks := caches[0].shape[0]):
+            raise ValueError(f"caches[{i}].shape={cache.shape} must begin with {num_blocks=}")
     return xla.copy_blocks(caches, pairs) if caches else []
 
 
@@ -316,8 +279,29 @@ def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplem
     return default_implementation() if tile_len == 1 else "xla"
 
 
+def _attend(
+    arrays: Arrays,
+    options: Options,
+    partition_size: int | None,
+    implementation: Implementation | None,
+    interpret: bool,
+) -> jax.Array:
+    """Choose an implementation and call it: v1, or v2 if there is a partition size."""
+    block_size = layout.sizes(arrays.k_cache, options.kv_layout).block_size
+    if partition_size is not None and (partition_size <= 0 or partition_size % block_size):
+        raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
+    chosen = _choose(implementation, interpret, arrays, options)
+    if partition_size is None:
+        if chosen == "xla":
+            return xla.paged_attention_v1(arrays, options)
+        return mosaic_v1.paged_attention_v1(arrays, options, interpret=interpret)
+    if chosen == "xla":
+        return xla.paged_attention_v2(arrays, options, partition_size)
+    return mosaic_v2.paged_attention_v2(arrays, options, partition_size, interpret=interpret)
+
+
 def _choose(
-    implementation: Implementation | None, interpret: bool, args: Arrays, options: Options
+    implementation: Implementation | None, interpret: bool, arrays: Arrays, options: Options
 ) -> Implementation:
     if implementation is None:
         implementation = "mosaic_gpu" if interpret else default_implementation()
@@ -325,35 +309,28 @@ def _choose(
         raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
     if interpret and implementation != "mosaic_gpu":
         raise ValueError(f"{interpret=} needs implementation='mosaic_gpu', not {implementation!r}")
-    q, k_cache = args[:2]
-    num_kv_heads = k_cache.shape[2 if options.kv_layout == "token_major" else 1]
+    cache = layout.sizes(arrays.k_cache, options.kv_layout)
     refuse_unserved(
         implementation,
-        dtype=q.dtype,
-        cache_dtype=k_cache.dtype,
-        head_dim=q.shape[2],
-        block_size=_block_size(k_cache, options.kv_layout),
-        group_size=q.shape[1] // num_kv_heads,
+        dtype=arrays.q.dtype,
+        cache_dtype=arrays.k_cache.dtype,
+        head_dim=cache.head_dim,
+        block_size=cache.block_size,
+        group_size=arrays.q.shape[1] // cache.num_kv_heads,
         options=options,
     )
     return implementation
 
 
-def _check_attention(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    options: Options,
-) -> tuple[Arrays, Options]:
-    """Refuse what is wrong; give every optional array its full shape and float32."""
-    _check_caches(k_cache, v_cache, options.kv_layout)
+def _check_attention(arrays: Arrays, given: AttentionOptions) -> Options:
+    """Refuse what is wrong, and pack the options."""
+    q, k_cache, v_cache, block_tables, seq_lens = arrays
+    cache = _check_caches(k_cache, v_cache, given.get("kv_layout", layout.DEFAULT))
     if q.ndim != 3:
         raise ValueError(f"{q.shape=} must be [num_seqs, num_q_heads, head_dim]")
     num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2 if options.kv_layout == "token_major" else 1]
-    if k_cache.shape[3] != head_dim:
+    num_kv_heads = cache.num_kv_heads
+    if cache.head_dim != head_dim:
         raise ValueError(f"{k_cache.shape=} must end with q's head_dim={head_dim}")
     if num_kv_heads == 0 or num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
@@ -367,57 +344,58 @@ def _check_attention(
     if block_tables.shape[1] == 0:
         raise ValueError(f"{block_tables.shape=} must have room for at least one block per sequence")
     _check_int32("seq_lens", seq_lens, (num_seqs,))
+    return _pack(given, num_q_heads, k_cache.dtype, cache)
+
+
+def _pack(given: AttentionOptions, num_q_heads: int, cache_dtype: jnp.dtype, cache: layout.Sizes) -> Options:
+    """The options as implementations take them: defaults filled in, arrays in full shape and float32."""
+    packed: dict[str, Any] = dict(given)
+    packed["scale"] = cache.head_dim**-0.5 if packed.get("scale") is None else float(packed["scale"])
+    for name in ("alibi_slopes", "sinks"):
+        if packed.get(name) is not None:
+            packed[name] = jnp.asarray(packed[name], jnp.float32)
+            _check_shape(name, packed[name], (num_q_heads,))
+    scales = (packed.get("k_scale"), packed.get("v_scale"))
+    packed["k_scale"], packed["v_scale"] = _check_scales(*scales, cache_dtype, cache.num_kv_heads)
+    options = Options(**packed)
+    window, soft_cap, sparse = options.sliding_window, options.soft_cap, options.block_sparse
     if not math.isfinite(options.scale):
         raise ValueError(f"scale={options.scale} must be finite")
-    window, soft_cap, sparse = options.sliding_window, options.soft_cap, options.block_sparse
     if window is not None and window < 1:
         raise ValueError(f"sliding_window={window} must be at least 1")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap} must be positive")
-    if sparse is not None and (
-        sparse.block_size < 1 or sparse.vertical_stride < 1 or sparse.local_blocks < 0
-    ):
+    if sparse is not None and (min(sparse.block_size, sparse.vertical_stride) < 1 or sparse.local_blocks < 0):
         raise ValueError(f"{sparse} must have block_size >= 1, vertical_stride >= 1 and local_blocks >= 0")
-    per_head = {}
-    for name in ("alibi_slopes", "sinks"):
-        value = getattr(options, name)
-        if value is not None:
-            value = jnp.asarray(value, jnp.float32)
-            _check_shape(name, value, (num_q_heads,))
-        per_head[name] = value
-    k_scale, v_scale = _check_scales(options.k_scale, options.v_scale, k_cache, num_kv_heads)
-    checked = Options(
-        scale=options.scale, sliding_window=window, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale,
-        block_sparse=sparse, kv_layout=options.kv_layout, **per_head,
-    )  # fmt: skip
-    return (q, k_cache, v_cache, block_tables, seq_lens), checked
+    return options
 
 
-def _check_caches(k_cache: jax.Array, v_cache: jax.Array, kv_layout: str) -> None:
-    if kv_layout not in ("token_major", "head_major"):
-        raise ValueError(f"{kv_layout=} must be 'token_major' or 'head_major'")
+def _check_caches(k_cache: jax.Array, v_cache: jax.Array, kv_layout: str) -> layout.Sizes:
+    """The sizes of two caches, which must be alike."""
+    if kv_layout not in layout.AXES:
+        raise ValueError(f"{kv_layout=} must be {' or '.join(map(repr, layout.AXES))}")
     if k_cache.ndim != 4:
-        axes = "block_size, num_kv_heads" if kv_layout == "token_major" else "num_kv_heads, block_size"
-        raise ValueError(f"{k_cache.shape=} must be [num_blocks, {axes}, head_dim]")
+        raise ValueError(f"{k_cache.shape=} must be [{', '.join(layout.AXES[kv_layout])}]")
     _check_shape("v_cache", v_cache, k_cache.shape)
     if v_cache.dtype != k_cache.dtype:
         raise ValueError(f"{v_cache.dtype=} must be k_cache's {k_cache.dtype}")
+    return layout.sizes(k_cache, kv_layout)
 
 
 def _check_scales(
     k_scale: jax.Array | float | None,
     v_scale: jax.Array | float | None,
-    k_cache: jax.Array,
+    cache_dtype: jnp.dtype,
     num_kv_heads: int,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Both scales as float32 [num_kv_heads], or None for a cache that is not quantised."""
-    is_quantised = k_cache.dtype.name in QUANTISED_DTYPES
+    is_quantised = cache_dtype.name in QUANTISED_DTYPES
     scales = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None and is_quantised:
-            raise ValueError(f"{name}=None must be a scale for a cache of {k_cache.dtype}")
+            raise ValueError(f"{name}=None must be a scale for a cache of {cache_dtype}")
         if scale is not None and not is_quantised:
-            raise ValueError(f"{name} must be None for a cache of {k_cache.dtype}")
+            raise ValueError(f"{name} must be None for a cache of {cache_dtype}")
         if scale is not None:
             scale = jnp.asarray(scale, jnp.float32)
             if scale.shape not in ((), (num_kv_heads,)):
@@ -436,20 +414,3 @@ def _check_int32(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
     _check_shape(name, array, shape)
     if array.dtype != jnp.int32:
         raise ValueError(f"{name}.dtype={array.dtype} must be int32")
-
-
-def _array(value: jax.Array | float | None) -> jax.Array | None:
-    return None if value is None else jnp.asarray(value, jnp.float32)
-
-
-def _scale(scale: float | None, q: jax.Array) -> float:
-    head_dim = q.shape[-1] if q.ndim else 1  # a wrong rank is refused afterwards
-    return head_dim**-0.5 if scale is None else float(scale)
-
-
-def _block_size(k_cache: jax.Array, kv_layout: str) -> int:
-    return k_cache.shape[1 if kv_layout == "token_major" else 2]
-
-
-def _heads_axis(options: dict[str, Any]) -> int:
-    return 2 if options.get("kv_layout", "token_major") == "token_major" else 1

@@ -21,15 +21,11 @@ from jax import lax
 
 from pallas_kernels import _decode_tile as tile
 from pallas_kernels import tuning
-from pallas_kernels.support import Options
+from pallas_kernels.support import Arrays, Options
 
 
 def _kernel(
-    q_gmem: Any,  # [num_seqs, num_q_heads, head_dim]
-    k_gmem: Any,  # [num_blocks, block_size, num_kv_heads, head_dim], or head-major
-    v_gmem: Any,
-    tables_gmem: Any,  # [num_seqs, max_blocks_per_seq]
-    seq_lens_gmem: Any,  # [num_seqs]
+    gmem: Any,  # `Arrays`, as refs
     extras: tile.Extras,
     out_gmem: Any,  # [num_seqs, num_q_heads, head_dim]
     out_smem: Any,  # [pieces, num_columns, piece_rows], used once, at the end
@@ -39,41 +35,37 @@ def _kernel(
 ) -> None:
     p = problem
     row, kv_head, thread = lax.axis_index("row"), lax.axis_index("kv_head"), lax.axis_index("thread")
-    span = tile.row_span(p, row, kv_head, seq_lens_gmem)
+    span = tile.row_span(p, row, kv_head, gmem.seq_lens)
 
     @pl.when(thread == 1)
     def _producer() -> None:
-        done = tile.produce(p, span, k_gmem, v_gmem, tables_gmem, scratch, jnp.int32(0))
+        done = tile.produce(p, span, gmem, scratch, jnp.int32(0))
         tile.drain(p, scratch, done)
 
     @pl.when(thread == 0)
     def _consumer() -> None:
-        state, _ = tile.consume(p, span, q_gmem, extras, scratch, jnp.int32(0))
+        state, _ = tile.consume(p, span, gmem.q, extras, scratch, jnp.int32(0))
         out = tile.normalised(p, state, extras, kv_head)
         tile.store_heads(p, out, p.pieces, out_smem, out_gmem.at[row], kv_head)
 
 
 def paged_attention_v1(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
+    arrays: Arrays,
     options: Options,
     *,
     config: tuning.TuningConfig | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Launch the kernel. Arguments as `ops` has checked them; interpret: bool or plgpu.InterpretGPUParams."""
-    p = tile.make_problem(q, k_cache, options, config or tile.config_of(q, k_cache, options))
+    p = tile.make_problem(arrays, options, config or tuning.config_for(arrays, options))
 
     def paged_attention_v1_kernel(*refs: Any) -> None:
         _kernel(*refs, problem=p)
 
     return plgpu.kernel(
         paged_attention_v1_kernel,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(q.shape[0], p.num_kv_heads),
+        out_type=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
+        grid=(arrays.q.shape[0], p.num_kv_heads),
         grid_names=("row", "kv_head"),
         num_threads=2,
         thread_name="thread",
@@ -83,4 +75,4 @@ def paged_attention_v1(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tile.interpret_params(interpret),
-    )(q, k_cache, v_cache, block_tables, seq_lens, tile.extras_of(options))
+    )(arrays, tile.extras_of(options))

@@ -28,7 +28,7 @@ from jax import lax
 
 from pallas_kernels import _decode_tile as tile
 from pallas_kernels import tuning
-from pallas_kernels.support import Options
+from pallas_kernels.support import Arrays, Options
 
 MERGED_ROWS = 64  # of a piece of the output
 MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together
@@ -56,11 +56,7 @@ def _plan(seq_lens: jax.Array, max_partitions: int, partition_size: int, window:
 
 
 def _partitions_kernel(
-    q_gmem: Any,  # [num_seqs, num_q_heads, head_dim]
-    k_gmem: Any,  # [num_blocks, block_size, num_kv_heads, head_dim], or head-major
-    v_gmem: Any,
-    tables_gmem: Any,  # [num_seqs, max_blocks_per_seq]
-    seq_lens_gmem: Any,  # [num_seqs]
+    gmem: Any,  # `Arrays`, as refs
     plan: Plan,
     extras: tile.Extras,
     out_gmem: Any,  # [max_items, num_kv_heads, head_dim, num_columns] float32
@@ -81,7 +77,7 @@ def _partitions_kernel(
     def my_span(i: jax.Array) -> tuple[jax.Array, tile.Span]:
         number = program + i * num_programs
         item, kv_head = lax.div(number, jnp.int32(p.num_kv_heads)), lax.rem(number, jnp.int32(p.num_kv_heads))
-        row = tile.row_span(p, plan.seq[item], kv_head, seq_lens_gmem)
+        row = tile.row_span(p, plan.seq[item], kv_head, gmem.seq_lens)
         first = plan.partition[item] * partition_size
         return item, row._replace(
             start=jnp.maximum(row.start, first), end=jnp.minimum(row.end, first + partition_size)
@@ -90,7 +86,7 @@ def _partitions_kernel(
     @pl.when(thread == 1)
     def _producer() -> None:
         def produce_one(i: jax.Array, done: jax.Array) -> jax.Array:
-            return tile.produce(p, my_span(i)[1], k_gmem, v_gmem, tables_gmem, scratch, done)
+            return tile.produce(p, my_span(i)[1], gmem, scratch, done)
 
         tile.drain(p, scratch, lax.fori_loop(0, num_mine, produce_one, jnp.int32(0)))
 
@@ -98,7 +94,7 @@ def _partitions_kernel(
     def _consumer() -> None:
         def consume_one(i: jax.Array, done: jax.Array) -> jax.Array:
             item, span = my_span(i)
-            state, done = tile.consume(p, span, q_gmem, extras, scratch, done)
+            state, done = tile.consume(p, span, gmem.q, extras, scratch, done)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
             for (first, rows), piece in zip(p.pieces, state.out, strict=True):
                 out_smem[pl.ds(first, rows)] = piece
@@ -144,9 +140,8 @@ def _merge_kernel(
                 load(partial_gmem.at[item, kv_head, pl.ds(first_row + start, rows)], tile.WGMMA)
                 for start, rows in pieces
             ]
-            parts.append(
-                tile.Softmax(tuple(out), largest + jnp.where(number <= last, 0.0, tile.LOWEST), total)
-            )
+            largest = largest + jnp.where(number <= last, 0.0, tile.LOWEST)
+            parts.append(tile.Softmax(tuple(out), largest, total))
         new_max = state.max
         for one in parts:
             new_max = jnp.maximum(new_max, one.max)
@@ -173,11 +168,7 @@ def _merged_pieces(p: tile.Problem) -> tuple[tuple[int, int], ...]:
 
 
 def paged_attention_v2(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
+    arrays: Arrays,
     options: Options,
     partition_size: int,
     *,
@@ -190,17 +181,17 @@ def paged_attention_v2(
     num_programs: how many programs share the partitions; by default what fills the GPU. Results do not
     depend on it.
     """
-    config = config or tile.config_of(q, k_cache, options)
-    p = tile.make_problem(q, k_cache, options, config)
+    config = config or tuning.config_for(arrays, options)
+    p = tile.make_problem(arrays, options, config)
     if partition_size % p.tile_kv:
         raise NotImplementedError(
             f"{partition_size=} must be a multiple of {p.tile_kv} for mosaic_gpu. Use implementation='xla'."
         )
-    num_seqs = q.shape[0]
-    max_partitions = max(1, -(-block_tables.shape[1] * p.block_size // partition_size))
+    num_seqs = arrays.q.shape[0]
+    max_partitions = max(1, -(-arrays.block_tables.shape[1] * p.block_size // partition_size))
     max_items = num_seqs * max_partitions
     num_programs = min(num_programs or tuning.num_cores() * config.ctas_per_core, max_items * p.num_kv_heads)
-    plan = _plan(seq_lens, max_partitions, partition_size, options.sliding_window)
+    plan = _plan(arrays.seq_lens, max_partitions, partition_size, options.sliding_window)
 
     def partitions_kernel(*refs: Any) -> None:
         _partitions_kernel(*refs, problem=p, partition_size=partition_size, num_programs=num_programs)
@@ -227,10 +218,10 @@ def paged_attention_v2(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tile.interpret_params(interpret),
-    )(q, k_cache, v_cache, block_tables, seq_lens, plan, extras)
+    )(arrays, plan, extras)
     return plgpu.kernel(
         merge_kernel,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
         grid=(num_seqs, p.num_kv_heads, 1 if len(p.pieces) > 1 else p.head_dim // MERGED_ROWS),
         grid_names=("row", "kv_head", "part"),
         scratch_types=[plgpu.SMEM((len(_merged_pieces(p)), p.num_columns, MERGED_ROWS), p.dtype)],

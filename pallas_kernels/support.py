@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import layout
+
 OPTIONAL = ("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse")  # served by all
 QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -31,6 +33,16 @@ class BlockSparse(NamedTuple):
     tp_rank: int = 0
 
 
+class Arrays(NamedTuple):
+    """The arrays of one attention call, checked by `ops`."""
+
+    q: jax.Array  # [num_seqs, num_q_heads, head_dim]
+    k_cache: jax.Array  # `layout.AXES` has its axes
+    v_cache: jax.Array
+    block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
+    seq_lens: jax.Array  # [num_seqs] int32
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of one attention call, checked by `ops`. None means absent."""
@@ -43,7 +55,7 @@ class Options:
     k_scale: jax.Array | None = None  # [num_kv_heads] float32
     v_scale: jax.Array | None = None  # [num_kv_heads] float32
     block_sparse: BlockSparse | None = None
-    kv_layout: str = "token_major"
+    kv_layout: str = layout.DEFAULT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Served:
     quantised_head_dims: tuple[int, ...] | None  # with a quantised cache
     block_sizes: tuple[int, ...] | None
     max_group_size: int | None
-    kv_layouts: tuple[str, ...] = ("token_major", "head_major")
+    kv_layouts: tuple[str, ...] = tuple(layout.AXES)
 
 
 SUPPORT: dict[str, Served] = {

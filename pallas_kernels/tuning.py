@@ -10,6 +10,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import layout
+from pallas_kernels.support import Arrays, Options
+
 SHARED_MEMORY_BYTES = 227 * 1024  # what one program of an sm_90 GPU can have
 H200_CORES = 132
 
@@ -31,14 +34,15 @@ class TuningConfig:
             raise ValueError(f"{self.ctas_per_core=} must be at least 1")
 
 
-# (device kind, head_dim, block_size, cache dtype, group size) -> config. Empty: nothing has been measured
-# yet.
+# (device kind, head_dim, block_size, cache dtype, group size) -> config. Nothing has been measured yet.
 MEASURED: dict[tuple[str, int, int, str, int], TuningConfig] = {}
 
 
-def config_for(head_dim: int, block_size: int, cache_dtype: jnp.dtype, group_size: int) -> TuningConfig:
+def config_for(arrays: Arrays, options: Options) -> TuningConfig:
     """The measured configuration of this device and shape, or the default one."""
-    key = (jax.devices()[0].device_kind, head_dim, block_size, jnp.dtype(cache_dtype).name, group_size)
+    _, block_size, num_kv_heads, head_dim = layout.sizes(arrays.k_cache, options.kv_layout)
+    cache_dtype, group_size = arrays.k_cache.dtype, arrays.q.shape[1] // num_kv_heads
+    key = (jax.devices()[0].device_kind, head_dim, block_size, cache_dtype.name, group_size)
     return MEASURED.get(key) or default_config(head_dim, cache_dtype, group_size)
 
 

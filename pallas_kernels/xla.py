@@ -1,11 +1,9 @@
-"""Every operation in plain jax.numpy: the path for CPUs and older GPUs, and the second opinion on the
-kernels.
+"""Every operation in plain jax.numpy: for CPUs and older GPUs, and a second opinion on the kernels.
 
 Attention streams over the cache: a chunk of a few hundred tokens of every row is gathered, its softmax
 joined to the running one, and the next chunk takes its place. The loop ends with the longest live row, so
 neither time nor temporary memory follows the capacity of the block table. A row's result does not depend
-on how long
-the others are: to a row, a chunk outside its tokens multiplies by one and adds zero.
+on how long the others are: to a row, a chunk outside its tokens multiplies by one and adds zero.
 
 Arguments have been checked by `ops`, which has the shapes.
 """
@@ -17,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.support import Options
+from pallas_kernels import layout
+from pallas_kernels.support import Arrays, Options
 
 CHUNK_TOKENS = 256  # tokens of each row that are gathered at a time
 LOWEST = -1e30  # stands for minus infinity as a maximum: its differences are not NaN
@@ -31,35 +30,20 @@ class Softmax(NamedTuple):
     sum: jax.Array  # [num_seqs, num_kv_heads, group_size] sum of exp(s - max)
 
 
-def paged_attention_v1(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    options: Options,
-) -> jax.Array:
+def paged_attention_v1(arrays: Arrays, options: Options) -> jax.Array:
     """All tokens of a row in one running softmax."""
-    state = _attend(q, k_cache, v_cache, block_tables, seq_lens, 0, jnp.max(seq_lens, initial=0), options)
-    return _finish(state, q, options)
+    state = _attend(arrays, 0, jnp.max(arrays.seq_lens, initial=0), options)
+    return _finish(state, arrays.q, options)
 
 
-def paged_attention_v2(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    options: Options,
-    partition_size: int,
-) -> jax.Array:
+def paged_attention_v2(arrays: Arrays, options: Options, partition_size: int) -> jax.Array:
     """One softmax per partition of a row, then a merge."""
-    block_size = k_cache.shape[1 if options.kv_layout == "token_major" else 2]
+    q, k_cache, _, block_tables, seq_lens = arrays
+    block_size = layout.sizes(k_cache, options.kv_layout).block_size
     max_partitions = max(1, -(-block_tables.shape[1] * block_size // partition_size))
 
     def one_partition(p: jax.Array, partials: Softmax) -> Softmax:
-        args = (q, k_cache, v_cache, block_tables, seq_lens)
-        part = _attend(*args, p * partition_size, (p + 1) * partition_size, options)
+        part = _attend(arrays, p * partition_size, (p + 1) * partition_size, options)
         return jax.tree.map(
             lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, p, 0), partials, part
         )
@@ -79,20 +63,12 @@ def paged_attention_v2(
     return _finish(merged, q, options)
 
 
-def _attend(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    first_token: jax.Array | int,
-    end_token: jax.Array,
-    options: Options,
-) -> Softmax:
+def _attend(arrays: Arrays, first_token: jax.Array | int, end_token: jax.Array, options: Options) -> Softmax:
     """The softmax over tokens [first_token, end_token) of every row; first_token starts a block."""
+    q, k_cache, v_cache, block_tables, seq_lens = arrays
     token_major = options.kv_layout == "token_major"
-    num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads, block_size = (k_cache.shape[2], k_cache.shape[1]) if token_major else k_cache.shape[1:3]
+    num_seqs, num_q_heads, _ = q.shape
+    _, block_size, num_kv_heads, head_dim = layout.sizes(k_cache, options.kv_layout)
     queries = q.reshape(num_seqs, num_kv_heads, -1, head_dim).astype(jnp.float32) * options.scale
     if options.k_scale is not None:
         queries = queries * options.k_scale[:, None, None]
@@ -165,7 +141,7 @@ def _visible(
 
 def _nothing(q: jax.Array, k_cache: jax.Array, options: Options) -> Softmax:
     num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2 if options.kv_layout == "token_major" else 1]
+    num_kv_heads = layout.sizes(k_cache, options.kv_layout).num_kv_heads
     shape = (num_seqs, num_kv_heads, num_q_heads // num_kv_heads)
     return Softmax(
         out=jnp.zeros((*shape, head_dim), jnp.float32),
@@ -201,7 +177,7 @@ def reshape_and_cache(
     kv_layout: str,
 ) -> tuple[jax.Array, jax.Array]:
     """A scatter of the new tokens; in place where the caches are donated."""
-    block_size = k_cache.shape[1 if kv_layout == "token_major" else 2]
+    block_size = layout.sizes(k_cache, kv_layout).block_size
     if slot_mapping.shape[0] == 1:
         # A scatter of one index becomes an update that XLA does not do in place on a CPU: write it twice.
         k, v, slot_mapping = (jnp.concatenate([x, x]) for x in (k, v, slot_mapping))

@@ -6,7 +6,7 @@ chosen by measuring XLA's CPU code, see benchmarks/LOG.md; products are in q's t
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 # Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
 # stay in a CPU's second-level cache and to waste little on short sequences.
@@ -15,6 +15,8 @@ CHUNK_TOKENS = 128
 MERGE_HEADS_BELOW = 16
 # Stands for minus infinity without its NaN: exp(MASKED - anything real) is 0.
 MASKED = -1e30
+
+Softmax = tuple[Array, Array, Array]  # under way: max, sum of exp(s - max), sum of exp(s - max) * v
 
 
 def tiled_paged_attention(
@@ -33,23 +35,16 @@ def tiled_paged_attention(
     num_kv_heads = k_cache.shape[2]
     group = num_q_heads // num_kv_heads
     q = (q * jnp.asarray(scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
-    if num_kv_heads == 1 or tile_len * num_q_heads > MERGE_HEADS_BELOW:
-        out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens, sliding_window)
-    else:
-        # Few queries: reading K and V is all that counts, and products by kv head would transpose them
-        # first. All kv heads become one, as wide as they are together: a query is zero outside its own.
-        # (Selects and slices, not einsums: a CPU product of that size costs more than its arithmetic.)
+    # Few queries: reading K and V is all that counts, and products by kv head would transpose them first. All
+    # kv heads become one, as wide as they are together: a query is zero outside its own. (Selects and slices,
+    # not einsums: a CPU product of that size costs more than its arithmetic.)
+    merges_heads = num_kv_heads > 1 and tile_len * num_q_heads <= MERGE_HEADS_BELOW
+    if merges_heads:
         own = jnp.eye(num_kv_heads, dtype=bool)[:, None, :, None]
-        wide_q = jnp.where(own, q[..., None, :], 0)
-        out = _attend_by_kv_head(
-            wide_q.reshape(num_tiles, tile_len, 1, num_q_heads, num_kv_heads * head_dim),
-            k_cache,
-            v_cache,
-            block_tables,
-            query_starts,
-            seq_lens,
-            sliding_window,
-        ).reshape(wide_q.shape)
+        q = jnp.where(own, q[..., None, :], 0).reshape(num_tiles, tile_len, 1, num_q_heads, -1)
+    out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens, sliding_window)
+    if merges_heads:
+        out = out.reshape(num_tiles, tile_len, num_kv_heads, group, num_kv_heads, head_dim)
         out = jnp.stack([out[:, :, head, :, head] for head in range(num_kv_heads)], axis=2)
     return out.reshape(num_tiles, tile_len, num_q_heads, head_dim).astype(q.dtype)
 
@@ -68,25 +63,13 @@ def _attend_by_kv_head(
     block_size = k_cache.shape[1]
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
     chunk_len = blocks_per_chunk * block_size
-    num_chunks = -(-jnp.max(seq_lens) // chunk_len)
-    # Beyond a sequence's blocks an entry may be anything; the last chunk may reach past the table's width.
-    block_start = jnp.arange(block_tables.shape[1]) * block_size
-    held = block_start < seq_lens[:, None]
-    first_chunk: int | Array = 0
-    if sliding_window is not None:
-        # Where the window of each tile's first query begins. Chunks are counted from position 0 all the same:
-        # which ones a tile is computed in, and so its bits, must not depend on where its company begins.
-        begin = query_starts + 1 - sliding_window
-        held &= block_start + block_size > begin[:, None]
-        earliest = jnp.min(jnp.where(seq_lens > 0, begin, jnp.max(seq_lens)))
-        first_chunk = jnp.maximum(earliest, 0) // chunk_len
-    block_tables = jnp.pad(
-        jnp.where(held, block_tables, 0), ((0, 0), (0, -block_tables.shape[1] % blocks_per_chunk))
-    )
+    # Where the window of each tile's first query begins.
+    begin = None if sliding_window is None else query_starts + 1 - sliding_window
+    blocks, first_chunk, end_chunk = _blocks_seen(block_tables, begin, seq_lens, block_size, blocks_per_chunk)
 
     # A tile's kv head is one entry of the batch of products; the queries that share it, of all places of
     # the tile, are its "rows".
-    q = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles * num_kv_heads, tile_len * group, head_dim)
+    rows = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles * num_kv_heads, tile_len * group, head_dim)
     # One bound says both what is causal and what exists.
     q_position = query_starts[:, None] + jnp.arange(tile_len)
     bound = jnp.minimum(q_position + 1, seq_lens[:, None])
@@ -95,41 +78,83 @@ def _attend_by_kv_head(
         for x in (q_position, bound)
     )
 
-    def gather(cache: Num[Array, "..."], ids: Int[Array, "..."]) -> Num[Array, "..."]:
-        blocks = cache.reshape(cache.shape[0], -1).at[ids].get(mode="promise_in_bounds")
-        return blocks.reshape(num_tiles, chunk_len, num_kv_heads * head_dim).astype(q.dtype)
-
-    def by_head(x: Num[Array, "..."]) -> Num[Array, "..."]:
-        x = x.reshape(num_tiles, chunk_len, num_kv_heads, head_dim).swapaxes(1, 2)
-        return x.reshape(num_tiles * num_kv_heads, chunk_len, head_dim)
-
-    def chunk(i, carry):  # type: ignore[no-untyped-def]
-        row_max, row_sum, acc = carry
-        ids = lax.dynamic_slice_in_dim(block_tables, i * blocks_per_chunk, blocks_per_chunk, axis=1)
+    def chunk(i: Array, state: Softmax) -> Softmax:
+        ids = lax.dynamic_slice_in_dim(blocks, i * blocks_per_chunk, blocks_per_chunk, axis=1)
         # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
-        k, v = lax.optimization_barrier(gather(k_cache, ids)), gather(v_cache, ids)
+        k, v = lax.optimization_barrier(_gather(k_cache, ids, q.dtype)), _gather(v_cache, ids, q.dtype)
         kv_position = i * chunk_len + jnp.arange(chunk_len)
         seen = kv_position < bound
         tile_sees = kv_position < seq_lens[:, None]
-        if sliding_window is not None:
+        if begin is not None:
+            assert sliding_window is not None
             seen &= kv_position > q_position - sliding_window
             tile_sees &= kv_position >= begin[:, None]
         # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
         v = jnp.where(tile_sees[:, :, None], v, 0)
+        return _join(state, rows, _by_head(k, num_kv_heads), _by_head(v, num_kv_heads), seen)
 
-        scores = jnp.einsum("brd,bcd->brc", q, by_head(k), preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, scores, MASKED)
-        new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
-        weights = jnp.exp(scores - new_max[..., None])
-        rescale = jnp.exp(row_max - new_max)
-        pv = jnp.einsum(
-            "brc,bcd->brd", weights.astype(q.dtype), by_head(v), preferred_element_type=jnp.float32
-        )
-        return new_max, row_sum * rescale + jnp.sum(weights, -1), acc * rescale[..., None] + pv
-
-    rows = q.shape[:2]
     # The maximum starts above MASKED, so that what is masked weighs 0 in a row that sees nothing, too.
-    init = (jnp.full(rows, MASKED / 2), jnp.zeros(rows), jnp.zeros(q.shape))
-    _, row_sum, acc = lax.fori_loop(first_chunk, num_chunks, chunk, init)
+    nothing = (jnp.full(rows.shape[:2], MASKED / 2), jnp.zeros(rows.shape[:2]), jnp.zeros(rows.shape))
+    _, row_sum, acc = lax.fori_loop(first_chunk, end_chunk, chunk, nothing)
     out = acc / jnp.where(row_sum == 0, 1, row_sum)[..., None]
     return out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
+
+
+def _blocks_seen(
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
+    begin: Int[Array, " num_tiles"] | None,
+    seq_lens: Int[Array, " num_tiles"],
+    block_size: int,
+    blocks_per_chunk: int,
+) -> tuple[Int[Array, "num_tiles padded"], Int[Array, ""] | int, Int[Array, ""]]:
+    """The blocks that each tile sees, and where the chunks that some tile sees begin and end.
+
+    Instead of others, which may be anything, there is the null block, up to whole chunks. Chunks are counted
+    from position 0 whatever the window: which ones a tile is computed in, and so its bits, must not depend
+    on where its company begins.
+    """
+    chunk_len = blocks_per_chunk * block_size
+    block_start = jnp.arange(block_tables.shape[1]) * block_size
+    seen = block_start < seq_lens[:, None]
+    first_chunk: Array | int = 0
+    if begin is not None:
+        seen &= block_start + block_size > begin[:, None]
+        earliest = jnp.min(jnp.where(seq_lens > 0, begin, jnp.max(seq_lens)))
+        first_chunk = jnp.maximum(earliest, 0) // chunk_len
+    padding = -block_tables.shape[1] % blocks_per_chunk
+    blocks = jnp.pad(jnp.where(seen, block_tables, 0), ((0, 0), (0, padding)))
+    return blocks, first_chunk, -(-jnp.max(seq_lens) // chunk_len)
+
+
+def _gather(
+    cache: Num[Array, "num_blocks block_size ..."], ids: Int[Array, "num_tiles blocks"], dtype: jnp.dtype
+) -> Num[Array, "num_tiles chunk_len width"]:
+    """The tokens of these blocks, all heads of a token side by side."""
+    blocks = cache.reshape(cache.shape[0], -1).at[ids].get(mode="promise_in_bounds")
+    return blocks.reshape(ids.shape[0], ids.shape[1] * cache.shape[1], -1).astype(dtype)
+
+
+def _by_head(
+    x: Num[Array, "num_tiles chunk_len width"], num_kv_heads: int
+) -> Num[Array, "batch chunk_len head_dim"]:
+    num_tiles, chunk_len, width = x.shape
+    x = x.reshape(num_tiles, chunk_len, num_kv_heads, width // num_kv_heads).swapaxes(1, 2)
+    return x.reshape(num_tiles * num_kv_heads, chunk_len, -1)
+
+
+def _join(
+    state: Softmax,
+    q: Float[Array, "batch rows head_dim"],
+    k: Float[Array, "batch chunk_len head_dim"],
+    v: Float[Array, "batch chunk_len head_dim"],
+    seen: Bool[Array, "batch rows chunk_len"],
+) -> Softmax:
+    """The running softmax with one chunk more."""
+    row_max, row_sum, acc = state
+    scores = jnp.einsum("brd,bcd->brc", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen, scores, MASKED)
+    new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - new_max[..., None])
+    rescale = jnp.exp(row_max - new_max)
+    pv = jnp.einsum("brc,bcd->brd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+    return new_max, row_sum * rescale + jnp.sum(weights, -1), acc * rescale[..., None] + pv

@@ -43,6 +43,7 @@ class EngineConfig:
     sliding_window: int | None = None  # positions a token attends to, its own included
     watermark_blocks: int = 0  # left free when a request joins others
     prefix_caching: bool = True
+    free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
     reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
     preemption_mode: Literal["recompute", "swap"] = "recompute"
 
@@ -138,7 +139,7 @@ class Step:
 
 
 class Engine:
-    """Rows over a block pool (`lru`), and beside it a pool on the host, which caches no content.
+    """Rows over a block pool of V1, and beside it a pool on the host, which caches no content.
 
     Content is named exactly: a full block's name stands for its parent's name (the salt, if it is the first)
     and its tokens, and dies with the last block that has it. A name is never used again, so that the children
@@ -171,8 +172,13 @@ class Engine:
         self.config = config
         self.next_token = next_token
         self.rows: list[Row | None] = [None] * config.num_rows
-        self.pool = BlockPool(config.num_blocks, config.prefix_caching, config.block_size)
-        self.host_pool = BlockPool(max(config.num_host_blocks, 1), False, config.block_size)
+        self.pool, self.host_pool = (
+            BlockPool(num_blocks, caching, config.block_size, free_profile=config.free_profile)
+            for num_blocks, caching in (
+                (config.num_blocks, config.prefix_caching),
+                (max(config.num_host_blocks, 1), False),
+            )
+        )
         self.cache: dict[
             tuple[KVCacheBlock, int], tuple[int, ...]
         ] = {}  # by block, of either pool, and offset

@@ -22,7 +22,7 @@ def probabilities(
     kept: list[int] = []
     mass = 0.0
     for token in ranked:
-        if kept and (mass >= top_p or chance[token] < min_p * chance[ranked[0]]):
+        if kept and ((top_p < 1 and mass >= top_p) or chance[token] < min_p * chance[ranked[0]]):
             break
         kept.append(token)
         mass += chance[token]

@@ -156,7 +156,7 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[
 
     cache_shape = (num_blocks, block_size, case.num_kv_heads, case.head_dim)
     poison = 127 if case.cache_dtype == "int8" else np.nan
-    caches = []
+    caches: list[np.ndarray] = []
     for _ in range(2):
         cache = np.full(cache_shape, poison).astype(cache_dtype)
         for row, length in enumerate(case.seq_lens):

@@ -1,49 +1,61 @@
 """The arrows between the parts point one way."""
 
 import ast
+import importlib.metadata
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
+# What every part of the package may import: small, and without jax.
+GROUND = {
+    "jaxpaged/arithmetic.py",
+    "jaxpaged/checks.py",
+    "jaxpaged/config.py",
+    "jaxpaged/sampling_params.py",
+    "jaxpaged/status.py",
+}
+ENGINE = {"jaxpaged/memory", "jaxpaged/models", "jaxpaged/engine"}
 # Each part, and the parts of our own that it may import.
 ALLOWED = {
     "reference": set(),
     "pallas_kernels": set(),
-    "jaxpaged/config.py": set(),
+    "jaxpaged/arithmetic.py": set(),
+    "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
-    "jaxpaged/chat.py": {"jaxpaged/config.py"},
-    "jaxpaged/memory": {"jaxpaged/config.py", "jaxpaged/status.py", "pallas_kernels"},
+    "jaxpaged/config.py": {"jaxpaged/checks.py"},
+    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py"},
+    "jaxpaged/vllm_options.py": {"jaxpaged/checks.py"},
+    "jaxpaged/chat.py": {"jaxpaged/checks.py"},
+    "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
+    "jaxpaged/detokenizer.py": set(),
     "jaxpaged/sampling.py": set(),
-    "jaxpaged/models": {"jaxpaged/config.py", "jaxpaged/memory", "pallas_kernels"},
+    "jaxpaged/memory": {"pallas_kernels", *GROUND},
+    "jaxpaged/models": {"pallas_kernels", "jaxpaged/memory", *GROUND},
     "jaxpaged/engine": {
-        "jaxpaged/config.py",
-        "jaxpaged/status.py",
-        "jaxpaged/chat.py",
+        "pallas_kernels",
         "jaxpaged/memory",
         "jaxpaged/models",
         "jaxpaged/sampling.py",
-        "pallas_kernels",
+        "jaxpaged/detokenizer.py",
+        "jaxpaged/chat.py",
+        "jaxpaged/vllm_options.py",
+        *GROUND,
     },
+    "jaxpaged/replay": {"jaxpaged/__init__.py", *ENGINE, *GROUND},
     "jaxpaged/cli.py": {
         "pallas_kernels",
         "jaxpaged/__init__.py",
-        "jaxpaged/config.py",
         "jaxpaged/chat.py",
-        "jaxpaged/engine",
-        "jaxpaged/models",
+        "jaxpaged/prompt_files.py",
+        *ENGINE,
+        *GROUND,
     },
-    "jaxpaged/replay.py": {
-        "jaxpaged/__init__.py",
-        "jaxpaged/config.py",
-        "jaxpaged/status.py",
-        "jaxpaged/memory",
-        "jaxpaged/models",
-        "jaxpaged/engine",
-    },
-    "jaxpaged/__init__.py": {"jaxpaged/config.py", "jaxpaged/engine"},
+    "jaxpaged/__init__.py": {"jaxpaged/engine", *GROUND},
 }
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
@@ -85,10 +97,28 @@ def test_a_part_imports_only_what_is_below_it(part):
                 assert top in sys.stdlib_module_names, f"{file.relative_to(ROOT)} imports {module}"
 
 
+def test_every_package_that_is_imported_comes_with_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    dependencies = {re.split(r"[<>=\[]", line)[0] for line in project["dependencies"]}
+    distributions = importlib.metadata.packages_distributions()
+    for file in [*files("jaxpaged"), *files("pallas_kernels")]:
+        for top in {module.split(".")[0] for module in imported_modules(file)} - {*OURS}:
+            if top not in sys.stdlib_module_names:
+                named = dependencies & {*distributions.get(top, ())}
+                assert named, f"{file.relative_to(ROOT)} imports {top}, which pyproject.toml does not name"
+
+
 def test_every_file_of_the_packages_belongs_to_a_part():
     listed = {file for part in ALLOWED for file in files(part)}
     for package in ("jaxpaged", "pallas_kernels", "reference"):
         assert set((ROOT / package).rglob("*.py")) <= listed
+
+
+def test_memory_has_of_the_kernels_only_what_writes_and_copies():
+    """What reads K and V is attention, and the models'."""
+    imported = {name for file in files("jaxpaged/memory") for name in imported_modules(file)}
+    of_kernels = {name for name in imported if name.startswith("pallas_kernels")}
+    assert of_kernels == {f"pallas_kernels.ops.{name}" for name in ("reshape_and_cache", "swap_blocks")}
 
 
 def test_jit_and_donation_are_only_in_the_loop():

@@ -1,22 +1,38 @@
 """What a user may choose: every refusal names the value and the rule."""
 
+from typing import get_args
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxpaged.config import EngineConfig, InputError, SamplingParams
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig, EvictionPolicy
+from jaxpaged.memory.policies import POLICIES
+from jaxpaged.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens=0 must be a positive int"),
-        ({"max_tokens": -3}, "max_tokens=-3 must be a positive int"),
-        ({"max_tokens": 2.5}, "max_tokens=2.5 must be a positive int"),
-        ({"max_tokens": True}, "max_tokens=True must be a positive int"),
+        ({"max_tokens": 0}, "max_tokens=0 must be None or a positive int"),
+        ({"max_tokens": -3}, "max_tokens=-3 must be None or a positive int"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5 must be None or a positive int"),
+        ({"max_tokens": True}, "max_tokens=True must be None or a positive int, at most"),
         ({"temperature": -0.1}, "temperature=-0.1 must be a number >= 0"),
         ({"temperature": float("nan")}, "temperature=nan must be a number >= 0"),
         ({"temperature": float("inf")}, "temperature=inf must be a number >= 0"),
         ({"temperature": "hot"}, "temperature='hot' must be a number >= 0"),
-        ({"top_k": -1}, "top_k=-1 must be an int >= 0"),
+        ({"temperature": 10**400}, "temperature=1000.*... must be a number >= 0, at most 3.4e38"),
+        ({"temperature": 10**5000}, "temperature=<int> must be a number >= 0"),
+        ({"temperature": 1e39}, "temperature=1e.39 must be a number >= 0, at most 3.4e38"),
+        ({"temperature": np.float64("nan")}, "must be a number >= 0"),
+        ({"top_k": -2}, "top_k=-2 must be an int >= 0"),
+        ({"top_k": 2**31}, "top_k=2147483648 must be an int >= 0, at most"),
+        ({"ignore_eos": "yes"}, "ignore_eos='yes' must be True or False"),
+        ({"ignore_eos": None}, "ignore_eos=None must be True or False"),
+        ({"stop_token_ids": "12"}, "stop_token_ids='12' must be at most 8 token ids"),
+        ({"stop_token_ids": [[1]]}, "must be at most 8 token ids"),
         ({"top_p": 0}, r"top_p=0 must be in \(0, 1\]"),
         ({"top_p": 1.1}, r"top_p=1.1 must be in \(0, 1\]"),
         ({"min_p": -0.5}, r"min_p=-0.5 must be in \[0, 1\]"),
@@ -39,11 +55,11 @@ def test_bad_sampling_params_are_refused(options, message):
         ({"dtype": "int8"}, "dtype='int8' must be one of auto, float32, bfloat16, float16"),
         ({"attention": "triton"}, "attention='triton' must be one of auto, mosaic_gpu, native, xla"),
         ({"block_size": 0}, "block_size=0 must be a positive int"),
-        ({"block_size": 2048}, "block_size=2048 must be at most 1024"),
+        ({"block_size": 2048}, "block_size=2048 must be a positive int, at most 1024"),
         ({"num_blocks": 1}, "num_blocks=1 must be None or an int >= 2"),
         ({"num_blocks": -5}, "num_blocks=-5 must be None or an int >= 2"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a positive int"),
-        ({"max_num_seqs": 5000}, "max_num_seqs=5000 must be at most 4096"),
+        ({"max_num_seqs": 5000}, "max_num_seqs=5000 must be a positive int, at most 4096"),
         ({"max_model_len": 1}, "max_model_len=1 must be None or an int >= 2"),
         (
             {"max_num_batched_tokens": 47},
@@ -54,6 +70,7 @@ def test_bad_sampling_params_are_refused(options, message):
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
         ({"reuse_answers": 1}, "reuse_answers=1 must be True or False"),
         ({"reuse_answers": True, "enable_prefix_caching": False}, "reuse_answers=True must be False without"),
+        ({"eviction_policy": "fifo"}, "eviction_policy='fifo' must be one of lru, lru_split"),
         ({"preemption_mode": "kill"}, "preemption_mode='kill' must be one of recompute, swap"),
         ({"preemption_mode": ["swap"]}, r"preemption_mode=\['swap'\] must be one of recompute, swap"),
         ({"preemption_mode": "swap"}, "num_host_blocks=0 must be an int >= 2 to swap to"),
@@ -70,6 +87,12 @@ def test_bad_sampling_params_are_refused(options, message):
         ({"scheduling_policy": "lottery"}, "scheduling_policy='lottery' must be one of fcfs, priority"),
         ({"scheduling_policy": None}, "scheduling_policy=None must be one of fcfs, priority"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization=1.5 must be in \(0, 1\]"),
+        ({"num_blocks": 2**27}, "num_blocks=134217728 must be None or an int >= 2, at most 134217727"),
+        ({"max_model_len": 2**31}, "max_model_len=2147483648 must be None or an int >= 2, at most"),
+        ({"max_num_batched_tokens": 10**9}, "max_num_batched_tokens=1000000000 must be .* at most 1048576"),
+        ({"dtype": np.int8}, "dtype=<class 'numpy.int8'> must be one of"),
+        ({"dtype": None}, "dtype=None must be one of"),
+        ({"gpu_memory_utilization": float("nan")}, r"gpu_memory_utilization=nan must be in \(0, 1\]"),
         ({"seed": "x"}, r"seed='x' must be an int in \[0, 2\*\*32\)"),
     ],
 )
@@ -78,11 +101,35 @@ def test_bad_engine_options_are_refused(options, message):
         EngineConfig(**options)
 
 
+def test_the_engine_offers_every_policy_that_keeps_content():
+    keeping = [policy.name for policy in POLICIES.values() if policy.keeps_content]
+    assert [*get_args(EvictionPolicy)] == keeping
+
+
 def test_a_mistake_is_a_value_error_and_the_defaults_are_good():
     assert issubclass(InputError, ValueError)
     assert SamplingParams() == SamplingParams(max_tokens=16, temperature=1.0)
     assert SamplingParams(stop_token_ids=[3]).stop_token_ids == (3,)
     assert EngineConfig().dtype == "auto"
+
+
+def test_numbers_and_types_of_other_libraries_are_pythons_own_afterwards():
+    given = {"max_tokens": np.int64(5), "temperature": np.float32(0.5), "top_k": -1, "seed": np.uint32(7)}
+    params = SamplingParams(**given, stop_token_ids=[np.int32(3)], top_p=1)
+    assert params == SamplingParams(
+        max_tokens=5, temperature=0.5, top_k=0, seed=7, stop_token_ids=(3,), top_p=1.0
+    )
+    for name in ("max_tokens", "temperature", "seed", "top_p"):
+        assert type(getattr(params, name)) in (int, float)
+    assert SamplingParams(max_tokens=None, stop_token_ids=None).stop_token_ids == ()
+    config = EngineConfig(
+        block_size=np.int16(8), num_blocks=np.int64(9), gpu_memory_utilization=np.float64(0.5)
+    )
+    assert (type(config.block_size), type(config.num_blocks)) == (int, int)
+    for dtype in ("half", np.float16, np.dtype("float16"), jnp.float16):
+        assert EngineConfig(dtype=dtype).dtype == "float16"
+    assert EngineConfig(dtype=jnp.bfloat16).dtype == "bfloat16"
+    assert EngineConfig(dtype="float").dtype == "float32"
 
 
 @pytest.mark.parametrize(

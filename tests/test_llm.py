@@ -1,7 +1,10 @@
 """LLM: prompts and parameters in all their forms, results in vLLM's shape, and what is refused."""
 
+import asyncio
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,8 @@ import pytest
 import jaxpaged
 from jaxpaged import InputError, SamplingParams
 from jaxpaged.engine import llm as llm_module
+from jaxpaged.engine.async_engine import AsyncEngine
+from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import EngineDeadError
 from jaxpaged.models import loading
 from reference import model as reference_model
@@ -20,7 +25,7 @@ from tests.tiny_gguf import write_gguf
 
 GREEDY = tiny.greedy(6)
 # Few and small shapes, for quick compiling.
-OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "max_num_batched_tokens": 4 + 64}
+OPTIONS = {**tiny.DEFAULTS, "max_num_batched_tokens": 4 + 64}
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +96,6 @@ def test_more_prompts_than_rows_come_back_in_order(llm):
     results = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [result.prompt_token_ids for result in results] == prompts
     assert [r.outputs[0].token_ids for r in results] == [reference_answer(p) for p in prompts]
-    assert llm.stats.num_prompt_tokens == sum(map(len, prompts))
-    assert llm.stats.num_new_tokens == sum(len(r.outputs[0].token_ids) for r in results)
 
 
 def test_chat_applies_the_template_to_one_conversation_or_several(llm):
@@ -136,12 +139,84 @@ def test_log_probabilities_have_vllms_shape(llm):
 def test_tokens_found_in_the_prefix_cache_are_counted(llm):
     [prompt] = tiny.prompts([20], seed=77)
     [cold] = llm.generate([prompt], GREEDY, use_tqdm=False)
-    assert (cold.num_cached_tokens, llm.stats.num_cached_tokens) == (0, 0)
+    assert cold.num_cached_tokens == 0
     both = llm.generate([prompt, prompt[:16]], GREEDY, use_tqdm=False)
     # Two blocks of 8; of a prompt that is all there, the last token is computed, and so its block.
     assert [result.num_cached_tokens for result in both] == [16, 8]
-    assert llm.stats.num_cached_tokens == 24
     assert both[0].outputs == cold.outputs
+
+
+def test_streams_have_text_and_a_stop_token_none(llm):
+    """Token 0 ends the model's answers and is special; any other may be made a stop token."""
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    [whole] = llm.generate([[7, 9]], params, use_tqdm=False)
+    deltas = list(llm.engine.submit([7, 9], params))
+    assert "".join(delta.text for delta in deltas) == whole.outputs[0].text
+    assert llm.engine.submit([7, 9], params).result().text == whole.outputs[0].text
+    tokens = whole.outputs[0].token_ids
+    stop = next(token for token in tokens if llm.tokenizer.decode([token], skip_special_tokens=True))
+    stopped = dataclasses.replace(params, stop_token_ids=[stop])
+    [result] = llm.generate([[7, 9]], stopped, use_tqdm=False)
+    end = tokens.index(stop)
+    assert result.outputs[0].token_ids == tokens[: end + 1]
+    assert result.outputs[0].finish_reason == "stop"
+    assert result.outputs[0].text == llm.tokenizer.decode(tokens[:end], skip_special_tokens=True)
+
+    async def read():
+        return [delta.text async for delta in AsyncEngine(llm.engine).generate([7, 9], stopped)]
+
+    assert "".join(asyncio.run(read())) == result.outputs[0].text
+
+
+def test_results_come_one_by_one_and_leaving_gives_up_the_rest(llm):
+    prompts = tiny.prompts([3, 5, 7])
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    results = llm.generate_each(
+        prompts, [dataclasses.replace(params, max_tokens=2), params, params], use_tqdm=False
+    )
+    assert next(results).prompt_token_ids == prompts[0]
+    results.close()
+    tiny.until(lambda: not llm.engine._worker._in_flight)
+    unread = llm.generate_each(prompts, params, use_tqdm=False)
+    del unread
+    tiny.until(lambda: not llm.engine._worker._in_flight)
+
+
+def test_without_parameters_the_models_own_defaults_are_taken(tmp_path):
+    shutil.copytree(Path(__file__).parent / "goldens" / "gqa_tied", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.0, "max_new_tokens": 3, "eos_token_id": null}'
+    )
+    for source, defaults in (
+        ("auto", SamplingParams(temperature=0, max_tokens=3)),
+        ("vllm", SamplingParams()),
+    ):
+        llm = jaxpaged.LLM(tmp_path, generation_config=source, **OPTIONS)
+        assert llm.get_default_sampling_params() == defaults
+        [result] = llm.generate([[1, 2]], use_tqdm=False)
+        assert len(result.outputs[0].token_ids) <= defaults.max_tokens
+        llm.engine.close()
+
+
+def test_another_tokenizer_or_none_may_be_asked_for(path, llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    llm.tokenizer.save_pretrained(tmp_path)
+    other = jaxpaged.LLM(path, tokenizer=tmp_path, **OPTIONS)
+    assert other.tokenizer.encode("ab 12") == llm.tokenizer.encode("ab 12")
+    none = jaxpaged.LLM(path, skip_tokenizer_init=True, **OPTIONS)
+    with pytest.raises(InputError, match="prompt must be token ids: the model has no tokenizer"):
+        none.generate("ab", use_tqdm=False)
+    with pytest.raises(InputError, match="chat: the model must have a chat template"):
+        none.chat([{"role": "user", "content": "a"}])
+
+
+def test_by_default_a_second_call_finds_all_prompts_of_the_first(path):
+    """Six prompts through two rows: more than the rows hold at once stays findable."""
+    llm = jaxpaged.LLM(path, **OPTIONS | {"num_blocks": None, "max_num_seqs": 2})
+    prompts = tiny.prompts([60, 70, 80, 90, 100, 110], seed=5)
+    for hits in ([0] * 6, [(len(prompt) - 1) // 8 * 8 for prompt in prompts]):
+        results = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [result.num_cached_tokens for result in results] == hits
 
 
 def test_threads_that_generate_at_once_share_the_engine(llm):
@@ -154,8 +229,6 @@ def test_threads_that_generate_at_once_share_the_engine(llm):
         assert [r.prompt_token_ids for r in answers] == prompts
         want = [tiny.reference_answer(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]
         assert [r.outputs[0].token_ids for r in answers] == want
-    # The statistics are those of one of the calls, not a mixture.
-    assert llm.stats.num_new_tokens <= sum(lengths)
 
 
 def test_ctrl_c_gives_up_what_is_left_and_the_engine_goes_on(llm, brake, monkeypatch):
@@ -296,16 +369,19 @@ def test_a_second_start_reads_the_compiled_loop_from_disk(second_process):
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        ([], GREEDY, "prompts must have at least one prompt"),
-        ("", GREEDY, "prompt 0: '' must not be empty"),
-        (["a", ""], GREEDY, "prompt 1: '' must not be empty"),
+        ("", GREEDY, "^prompt='' must not be empty"),
+        (["a", ""], GREEDY, "^prompt 1: prompt='' must not be empty"),
         (["a", []], GREEDY, "prompt 1: the prompt must have at least one token"),
-        (["a", 7], GREEDY, "prompt 1: 7 must be a string, a list of token ids, or a mapping"),
-        ([{"text": "a"}], GREEDY, "prompt 0: {'text': 'a'} must be a string"),
+        (["a", 7], GREEDY, "prompt 1: prompt=7 must be a string, a list of token ids, or a mapping"),
+        (
+            [{"text": "a"}],
+            GREEDY,
+            "^key of a prompt='text' must be one of prompt, prompt_token_ids, cache_salt",
+        ),
         (["a", [5, 1000]], GREEDY, "prompt 1: prompt token=1000 must be a token id"),
         ([[5, 1000]], GREEDY, "^prompt token=1000 must be a token id"),
-        ({"prompt_token_ids": 5}, GREEDY, "prompt 0: prompt_token_ids=5 must be a list of token ids"),
-        ({"prompt_token_ids": "ab"}, GREEDY, "prompt 0: prompt_token_ids='ab' must be a list of token ids"),
+        ({"prompt_token_ids": 5}, GREEDY, "^prompt_token_ids=5 must be a list of token ids"),
+        ({"prompt_token_ids": "ab"}, GREEDY, "^prompt_token_ids='ab' must be a list of token ids"),
         (
             ["a", [1] * 200],
             GREEDY,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpaged import sampling
 from jaxpaged.sampling import SamplingState, likeliest, sample
 from reference import sampler as reference_sampler
 
@@ -74,6 +75,27 @@ def test_a_draw_depends_on_its_seed_and_position_only(logits):
     assert len(set(sample(flat, options(free, list(range(64))), same).tolist())) > 50
     assert len(set(sample(flat, options(free, [5] * 64), jnp.arange(64, dtype=jnp.int32)).tolist())) > 50
     assert len(set(sample(flat, options(free, [5] * 64), same).tolist())) == 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16])
+def test_a_top_p_of_1_keeps_all_of_a_large_vocabulary_whatever_its_neighbours_ask_for(num_rows):
+    """Probabilities are summed in an order that the shape decides, and their sum may be 1 too early."""
+    logits = np.random.default_rng(2).normal(scale=4, size=128_256).astype(np.float32)
+    rows = [{"temperature": 1.0, "top_k": 128_256}, *[{"temperature": 1.0, "top_p": 0.5}] * (num_rows - 1)]
+    kept = jax.jit(sampling._filter)(jnp.tile(logits, (num_rows, 1)), options(rows, list(range(num_rows))))
+    np.testing.assert_array_equal(kept[0], logits)
+    assert all(np.isfinite(row).sum() < 10_000 for row in kept[1:])
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 2e-38])
+def test_the_smallest_temperatures_are_greedy(temperature, logits):
+    rows = jnp.stack([jnp.asarray(logits), 1e4 * jnp.asarray(logits), jnp.asarray(logits) - 1e30])
+    drawn = sample(
+        rows, options([{"temperature": temperature}] * 3, [1, 2, 3]), jnp.arange(3, dtype=jnp.int32)
+    )
+    near = np.flatnonzero(logits == logits.max())
+    assert drawn[0] in near
+    assert drawn[1] in near
 
 
 def test_the_likeliest_token_is_the_first_of_equals_and_always_a_token():

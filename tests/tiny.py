@@ -1,5 +1,6 @@
 """A Llama small enough to compute without a cache in NumPy, and engines over it."""
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpaged.config import EngineConfig, SamplingParams
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.engine import Answer, Engine, collect
-from jaxpaged.engine.request import Delta
+from jaxpaged.engine.engine import Engine, collect
+from jaxpaged.engine.request import Delta, Request
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.sampling_params import SamplingParams
 from reference import model as reference_model
 
 CONFIG = ModelConfig(
@@ -35,8 +37,14 @@ CONFIG = ModelConfig(
 
 
 # Few and small shapes, for quick compiling.
-DEFAULTS = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "max_num_batched_tokens": 4 + 128}
-_request_ids = itertools.count()
+DEFAULTS = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "block_size": 8,
+    "num_blocks": 1 + 4 * 16,
+    "max_num_batched_tokens": 4 + 128,
+}
+_request_ids = itertools.count(1)
 
 
 @functools.cache
@@ -116,14 +124,21 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def request(
+    driver: Driver, request_id: int, prompt: list[int], params: SamplingParams, **options: Any
+) -> Request:
+    """A request of that number, through the door."""
+    return dataclasses.replace(driver.door.admit(prompt, params, **options), request_id=request_id)
+
+
 def submit(
     driver: Driver, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[int]:
     """Queue the prompts; their request ids."""
     each = params if isinstance(params, list) else [params] * len(prompts)
     ids = [next(_request_ids) for _ in prompts]
-    for request_id, prompt, p in zip(ids, prompts, each, strict=True):
-        driver.add(driver.door.admit(request_id, prompt, p))
+    for request_id, prompt, its in zip(ids, prompts, each, strict=True):
+        driver.add(request(driver, request_id, prompt, its))
     return ids
 
 
@@ -136,7 +151,7 @@ def generate(
     return [answers[i].token_ids for i in ids]
 
 
-def drain(driver: Driver) -> dict[int, Answer]:
+def drain(driver: Driver) -> dict[int, Delta]:
     """Run until there is nothing left to do; the answers that have ended since, by request."""
     deltas: dict[int, list[Delta]] = {}
     while driver.has_work:

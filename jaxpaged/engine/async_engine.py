@@ -1,12 +1,18 @@
 """The engine for asyncio: what a server awaits."""
 
 import asyncio
-import contextlib
+import functools
 from collections.abc import AsyncIterator, Sequence
 
-from jaxpaged.config import SamplingParams
-from jaxpaged.engine.engine import Engine, Item, or_raise
+import numpy as np
+
+from jaxpaged.engine.engine import Engine, Item, or_raise, texts
 from jaxpaged.engine.request import Delta
+from jaxpaged.sampling_params import SamplingParams
+
+# Checking a prompt takes some 20 ns a token: a longer one is checked in another thread, so that who else
+# awaits something does not wait for it.
+CHECKED_HERE = 10_000
 
 
 class AsyncEngine:
@@ -17,29 +23,38 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
         *,
         priority: int = 0,
-        salt: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[Delta]:
         """The answer's deltas as they come, the last with a reason.
 
-        Leaving the iteration early, or cancelling the task, aborts the request. Raises `InputError` at once
-        for a request that could never run, `EngineDeadError` if the engine stops.
+        Leaving the iteration early, or cancelling the task, aborts the request; an event loop that is closed
+        does so, too. Raises `InputError` at once for a request that could never run, `EngineDeadError` if the
+        engine stops.
         """
         event_loop = asyncio.get_running_loop()
         items: asyncio.Queue[Item] = asyncio.Queue()
 
         def sink(item: Item) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has been closed: nobody waits
+            if event_loop.is_closed():  # nobody waits any more
+                handle.abort()
+            else:
                 event_loop.call_soon_threadsafe(items.put_nowait, item)
 
-        handle = self.engine.submit(prompt_token_ids, params, priority=priority, salt=salt, sink=sink)
+        admit = functools.partial(
+            self.engine.door.admit, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
+        )
+        is_long = hasattr(prompt_token_ids, "__len__") and len(prompt_token_ids) > CHECKED_HERE
+        request = await asyncio.to_thread(admit) if is_long else admit()
+        [handle] = self.engine.submit_all([request], sink)
+        with_text = texts(self.engine.tokenizer)
         finished = False
         try:
             while not finished:
-                delta = or_raise(await items.get())
+                delta = with_text(or_raise(await items.get()))
                 finished = bool(delta.finish_reason)
                 yield delta
         finally:

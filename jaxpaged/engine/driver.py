@@ -4,31 +4,29 @@ The only object that holds a variable: the current `EngineState`, and who is in 
 """
 
 import dataclasses
+import functools
 import heapq
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from flax import nnx
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import loop, state
+from jaxpaged.engine import loop, programs
 from jaxpaged.engine.loop import MAX_STEPS, Report
-from jaxpaged.engine.plan import attention, cache_plan, max_model_len, resolve_dtype, tiles_per_pass
-from jaxpaged.engine.request import Delta, Door, Request
-from jaxpaged.engine.scheduler import Limits
-from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
-from jaxpaged.engine.step import StepConfig
+from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
+from jaxpaged.engine.request import Delta, Door, Request, arrival_of
+from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, empty_rows, without_kv
+from jaxpaged.engine.step_config import StepConfig
+from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama, Weights
 from jaxpaged.status import raise_if_error
 
-logger = logging.getLogger("jaxpaged")
-
-# Rows of the state for each row that can run: while all run, as many requests again wait on the device.
-ROWS_PER_SEQ = 2
 # Requests submitted in one dispatch.
 SUBMIT_LINES = 8
 # The share of blocks that stays free, as vLLM's, when a request is admitted beside running ones.
@@ -60,8 +58,24 @@ class _Place:
     """A row that has a request."""
 
     request: Request
-    num_seen: int  # tokens read so far
-    waits: bool = True  # not aborted, and without an answer or a block when last heard of
+    answer: list[int]  # tokens read so far
+    waits: bool = True  # not aborted, and waiting when last heard of: new, or preempted
+    is_aborted: bool = False
+
+    @property
+    def arrival(self) -> int:
+        return arrival_of(self.request.request_id)
+
+
+@dataclasses.dataclass(frozen=True)
+class Queued:
+    """A request without a row: new, or recalled from one."""
+
+    request: Request
+    answer: list[int]  # what is known of it
+
+    def __lt__(self, other: "Queued") -> bool:
+        return self.request.order < other.request.order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +85,7 @@ class Snapshot:
     state: EngineState  # NumPy arrays; of K and V only shapes and types
     step_config: StepConfig
     vocab_size: int
-    queue: Rows  # of those who have no row yet, a line each, in their order
+    queue: tuple[Queued, ...]  # those who have no row, in their order
 
 
 class Driver:
@@ -79,52 +93,50 @@ class Driver:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.plan = cache_plan(config, model_config)
+        size = self.cache_size = cache_size(config, model_config)
         decode_attention, why = attention(config, model_config)
-        logger.info("attention of decode steps: %s (%s)", decode_attention, why)
-        limits = Limits(
+        logging.info("attention of decode steps: %s (%s)", decode_attention, why)
+        self.step_config = StepConfig(
             max_num_seqs=config.max_num_seqs,
             num_tiles=config.num_prefill_tiles,
-            watermark_blocks=int(WATERMARK * self.plan.num_blocks),
+            tiles_per_pass=tiles_per_pass(config),
+            decode_attention=decode_attention,
+            watermark_blocks=int(WATERMARK * size.num_blocks),
             sliding_window=model_config.sliding_window,
             reuse_answers=config.reuse_answers,
         )
-        self.door = Door(config, model_config, max_model_len(config, model_config), self.plan, limits)
-        self.step_config = StepConfig(limits, tiles_per_pass(config), decode_attention)
-        self.stats = Stats(num_blocks=self.plan.num_blocks - 1, num_free_blocks=self.plan.num_blocks - 1)
+        self.door = Door(config, model_config, max_model_len(config, model_config), size, self.step_config)
+        self.stats = Stats(num_blocks=size.num_blocks - 1, num_free_blocks=size.num_blocks - 1)
         self._graphdef, self._params = nnx.split(Llama(model_config, weights, resolve_dtype(config)))
         self._state = self._create_state()
         self._counters = jax.device_get(self._state.counters)
-        self._queue: list[tuple[tuple[int, int], Request]] = []  # a heap of those without a row
-        self._places: list[_Place | None] = [None] * self._num_rows
+        self._queue: list[Queued] = []  # a heap of those without a row
+        self._places: list[_Place | None] = [None] * self.config.num_rows
         self._unread: Report | None = None
+        self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None  # `loop.run`, read from disk
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
-        logger.info("cache: %s", self.plan)
+        logging.info("cache: %s", size)
         self._compile()
-
-    @property
-    def _num_rows(self) -> int:
-        return ROWS_PER_SEQ * self.config.max_num_seqs
 
     @property
     def has_work(self) -> bool:
         return bool(self._queue) or self._unread is not None or any(self._places)
 
-    def add(self, request: Request) -> None:
-        """Queue a request that came through the door."""
-        heapq.heappush(self._queue, (request.order, request))
+    def add(self, request: Request, answer: Sequence[int] = ()) -> None:
+        """Queue a request that came through the door, with what is known of its answer."""
+        heapq.heappush(self._queue, Queued(request, list(answer)))
 
     def abort(self, request_ids: Sequence[int]) -> list[Delta]:
         """End these requests; who has no row yet ends at once, of the others the next turns tell."""
         wanted = set(request_ids)
-        gone = [request for _, request in self._queue if request.request_id in wanted]
+        gone = [queued.request for queued in self._queue if queued.request.request_id in wanted]
         if gone:
-            self._queue = [entry for entry in self._queue if entry[1].request_id not in wanted]
+            self._queue = [queued for queued in self._queue if queued.request.request_id not in wanted]
             heapq.heapify(self._queue)
         in_rows = [place for place in self._places if place and place.request.request_id in wanted]
         for place in in_rows:
-            place.waits = False
+            place.waits, place.is_aborted = False, True
         self._abort_rows(in_rows)
         return [
             Delta(r.request_id, [], [] if r.params.logprobs is not None else None, 0, FinishReason.ABORT)
@@ -157,100 +169,102 @@ class Driver:
 
     def snapshot(self) -> Snapshot:
         """Waits for the run under way, and disturbs nothing."""
-        requests = [request for _, request in sorted(self._queue)]
-        queue = state.empty_rows(len(requests), self.door.max_model_len)
-        for line, request in enumerate(requests):
-            self.door.write(queue, line, request)
-        values = jax.device_get(state.without_kv(self._state))
+        values = jax.device_get(without_kv(self._state))
+        queue = tuple(sorted(self._queue))
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
 
     def _abort_rows(self, places: Sequence[_Place]) -> None:
         if places:
-            arrivals = np.full(self._num_rows, -1, np.int32)
-            arrivals[: len(places)] = [place.request.request_id for place in places]
+            arrivals = np.zeros(self.config.num_rows, np.int32)  # 0: nobody's
+            arrivals[: len(places)] = [place.arrival for place in places]
             self._state = loop.abort(self._state, arrivals)
 
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
 
     def _create_state(self) -> EngineState:
-        created = self._create_pool(self.plan.num_blocks, prefix_caching=self.config.enable_prefix_caching)
-        if self.config.preemption_mode != "swap":
-            return created
-        swapped = self._create_pool(self.config.num_host_blocks, prefix_caching=False)
-        on_host = jax.device_put(swapped.kv_cache, jax.memory.Space.Host)
-        return dataclasses.replace(created, host=HostPool(swapped.tables, on_host))
-
-    def _create_pool(self, num_blocks: int, *, prefix_caching: bool) -> EngineState:
-        return loop.create(
+        config = self.config
+        create = functools.partial(
+            loop.create,
             self._graphdef,
             self._params,
-            num_blocks=num_blocks,
-            num_rows=self._num_rows,
-            block_size=self.config.block_size,
+            num_rows=config.num_rows,
+            block_size=config.block_size,
             max_model_len=self.door.max_model_len,
-            prefix_caching=prefix_caching,
+            policy=policies.named(config.eviction_policy),
         )
+        created = create(num_blocks=self.cache_size.num_blocks, prefix_caching=config.enable_prefix_caching)
+        if config.preemption_mode != "swap":
+            return created
+        swapped = create(num_blocks=config.num_host_blocks, prefix_caching=False)
+        on_host = jax.device_put(swapped.kv_cache, jax.memory.Space.Host)
+        return dataclasses.replace(created, host=HostPool(swapped.tables, on_host))
 
     def _compile(self) -> None:
         """Compile the loop (or read it from JAX's cache on disk) by running none of its steps."""
         start = time.perf_counter()
+        arrays = self._params, self._state, np.int32(0), np.bool_(False)
+        report: Any = Report(*dataclasses.fields(Report))  # type: ignore[arg-type]  # only its structure counts
+        self._kept_run = programs.kept(
+            functools.partial(loop.run.lower, self._graphdef, *arrays, config=self.step_config),
+            made_from=("run", self.door.model_config, resolve_dtype(self.config), self.step_config),
+            arrays=arrays,
+            result=(self._state, report),
+        )
         self._submit([])
-        self._state = loop.abort(self._state, np.full(self._num_rows, -1, np.int32))
+        self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
         jax.block_until_ready(self._run(max_steps=0))
-        logger.info("compiled in %.1f s", time.perf_counter() - start)
+        logging.info("compiled in %.1f s", time.perf_counter() - start)
 
     def _run(self, max_steps: int) -> Report:
-        self._state, report = loop.run(
-            self._graphdef,
-            self._params,
-            self._state,
-            np.int32(max_steps),
-            np.bool_(bool(self._queue)),
-            config=self.step_config,
-        )
+        arrays = self._params, self._state, np.int32(max_steps), np.bool_(bool(self._queue))
+        if self._kept_run is not None:
+            self._state, report = self._kept_run(*arrays)
+        else:
+            self._state, report = loop.run(self._graphdef, *arrays, config=self.step_config)
         return report
 
     def _recall_less_urgent(self) -> None:
-        """Take back who waits in a row, if someone more urgent has none.
+        """Take back who waits in a row, new or preempted, if someone more urgent has none.
 
-        In the run whose report is unread it may have begun to run: then it begins again, to the same answer.
+        In the run whose report is unread it may have gone on to run: then it does so again, to the same
+        answer.
         """
-        waiting = [row for row, place in enumerate(self._places) if place and place.waits]
+        waiting = [
+            (place.request.order, row) for row, place in enumerate(self._places) if place and place.waits
+        ]
         if not (self._queue and waiting):
             return
-        waiting.sort(key=lambda row: self._request_in(row).order, reverse=True)
-        if self._queue[0][0] > self._request_in(waiting[0]).order:
+        waiting.sort(reverse=True)
+        if self._queue[0].request.order > waiting[0][0]:
             return  # always so where the first to come is the first served
         num_free = self._places.count(None)
         urgent = heapq.nsmallest(num_free + len(waiting), self._queue)[num_free:]
-        pairs = zip(waiting, urgent, strict=False)
-        rows = [row for row, (order, _) in pairs if order < self._request_in(row).order]
-        self._abort_rows([place for row in rows if (place := self._places[row])])
-        for row in rows:
-            self.add(self._request_in(row))
-            self._places[row] = None
-
-    def _request_in(self, row: int) -> Request:
-        place = self._places[row]
-        assert place is not None
-        return place.request
+        recalled = []
+        for (order, row), queued in zip(waiting, urgent, strict=False):
+            place = self._places[row]
+            if place is not None and queued.request.order < order:
+                recalled.append(place)
+                self._places[row] = None
+        self._abort_rows(recalled)
+        for place in recalled:
+            self.add(place.request, place.answer)
 
     def _fill_rows(self) -> None:
         free_rows = [row for row, place in enumerate(self._places) if place is None]
         while self._queue and free_rows:
-            batch: list[tuple[int, Request]] = []
+            batch: list[tuple[int, Queued]] = []
             while self._queue and free_rows and len(batch) < SUBMIT_LINES:
-                batch.append((free_rows.pop(0), heapq.heappop(self._queue)[1]))
+                batch.append((free_rows.pop(0), heapq.heappop(self._queue)))
             self._submit(batch)
 
-    def _submit(self, batch: Sequence[tuple[int, Request]]) -> None:
-        requests = state.empty_rows(SUBMIT_LINES, self.door.max_model_len)
-        rows = np.full(SUBMIT_LINES, self._num_rows, np.int32)  # beyond all: none
-        for line, (row, request) in enumerate(batch):
+    def _submit(self, batch: Sequence[tuple[int, Queued]]) -> None:
+        requests = empty_rows(SUBMIT_LINES, self.door.max_model_len)
+        rows = np.full(SUBMIT_LINES, self.config.num_rows, np.int32)  # beyond all: none
+        for line, (row, queued) in enumerate(batch):
             rows[line] = row
-            self._places[row] = _Place(request, num_seen=len(request.prompt_token_ids))
-            self.door.write(requests, line, request)
+            self._places[row] = _Place(queued.request, queued.answer)
+            self.door.write(requests, line, queued.request, queued.answer)
         self._state = loop.submit(self._state, requests, rows)
 
     def _read(self, unread: Report) -> list[Delta]:
@@ -259,14 +273,16 @@ class Driver:
         deltas = []
         for row, place in enumerate(self._places):
             # A row filled after this run began is not in its report.
-            if place is None or report.arrival[row] != place.request.request_id:
+            if place is None or report.arrival[row] != place.arrival:
                 continue
-            num_new = int(report.num_tokens[row]) - place.num_seen
+            num_seen = len(place.request.prompt_token_ids) + len(place.answer)
+            num_new = int(report.num_tokens[row]) - num_seen
             reason = FinishReason(int(report.finish_reason[row]))
             if num_new or reason:
-                place.num_seen += num_new
-                deltas.append(_delta(report, row, place.request, num_new, reason))
-            place.waits &= int(report.phase[row]) == Phase.WAITING and not num_new
+                delta = _delta(report, row, place.request, num_new, reason)
+                place.answer += delta.token_ids
+                deltas.append(delta)
+            place.waits = int(report.phase[row]) in (Phase.WAITING, Phase.SWAPPED) and not place.is_aborted
             if reason:
                 self._places[row] = None
         self._note(report)

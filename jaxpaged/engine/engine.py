@@ -1,22 +1,26 @@
 """The engine: requests in, tokens out, from any thread. One thread of its own drives the compiled loop."""
 
+import atexit
 import dataclasses
 import itertools
-import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Self
+from typing import Any, Self
 
-from jaxpaged.config import EngineConfig, InputError, SamplingParams
+import numpy as np
+from absl import logging
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.detokenizer import Detokenizer
 from jaxpaged.engine.driver import Driver, Snapshot, Stats
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Weights
-
-logger = logging.getLogger("jaxpaged")
+from jaxpaged.sampling_params import SamplingParams
 
 
 class EngineDeadError(RuntimeError):
@@ -25,17 +29,6 @@ class EngineDeadError(RuntimeError):
 
 type Item = Delta | EngineDeadError
 Sink = Callable[[Item], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """All of a request's tokens."""
-
-    request_id: int
-    token_ids: list[int]
-    logprobs: list[float] | None
-    num_hit_tokens: int
-    finish_reason: FinishReason
 
 
 class Handle:
@@ -57,15 +50,18 @@ class Handle:
 
     def __iter__(self) -> Iterator[Delta]:
         """The deltas, the last with a reason. Raises `EngineDeadError` if the engine stops before."""
+        with_text = texts(self._engine.tokenizer)
         for place in itertools.count():
             with self._more:
+                if len(self._items) <= place:
+                    self._engine.refuse_here("wait for an answer")
                 self._more.wait_for(lambda: len(self._items) > place)  # noqa: B023, called at once
-            delta = or_raise(self._items[place])
+            delta = with_text(or_raise(self._items[place]))
             yield delta
             if delta.finish_reason:
                 return
 
-    def result(self) -> Answer:
+    def result(self) -> Delta:
         """Wait for the whole answer."""
         return collect(list(self))
 
@@ -82,7 +78,7 @@ class Handle:
             try:
                 self._sink(item)
             except Exception:
-                logger.exception("request %d: its sink raised, so it is given up", self.request_id)
+                logging.exception("request %d: its sink raised, so it is given up", self.request_id)
                 self._sink = None
                 self.abort()
 
@@ -94,37 +90,48 @@ def or_raise(item: Item) -> Delta:
     return item
 
 
-def collect(deltas: Sequence[Delta]) -> Answer:
+def texts(tokenizer: Any) -> Callable[[Delta], Delta]:
+    """What gives the deltas of one request, one after the other, their text; a stop token has none."""
+    if tokenizer is None:
+        return lambda delta: delta
+    detokenizer = Detokenizer(tokenizer)
+
+    def with_text(delta: Delta) -> Delta:
+        stops = delta.finish_reason is FinishReason.STOP
+        token_ids = delta.token_ids[:-1] if stops else delta.token_ids
+        text = detokenizer.add(token_ids, is_last=delta.finish_reason is not FinishReason.NONE)
+        return dataclasses.replace(delta, text=text)
+
+    return with_text
+
+
+def collect(deltas: Sequence[Delta]) -> Delta:
     """A request's deltas, all of them, as one."""
     last = deltas[-1]
-    logprobs = None if last.logprobs is None else [x for delta in deltas for x in delta.logprobs or ()]
-    return Answer(
-        request_id=last.request_id,
+    return dataclasses.replace(
+        last,
         token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=logprobs,
+        logprobs=None if last.logprobs is None else [x for delta in deltas for x in delta.logprobs or ()],
         num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
-        finish_reason=last.finish_reason,
+        text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Submission:
-    """One request for `Engine.submit_all`; see `Engine.submit`."""
-
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    priority: int = 0
-    salt: int = 0
-
-
 class Engine:
-    """Serves a model. `with` closes it; so does forgetting it, and the end of the program."""
+    """Serves a model. `with` closes it; so does forgetting it, and the end of the program.
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, weights: Weights) -> None:
+    `tokenizer`, one of transformers', gives the deltas their text.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, weights: Weights, tokenizer: Any = None
+    ) -> None:
         self._driver = Driver(config, model_config, weights)
-        self.config, self.door, self.plan = config, self._driver.door, self._driver.plan
+        self.config, self.door, self.cache_size = config, self._driver.door, self._driver.cache_size
+        self.tokenizer = tokenizer
         self._worker = _Worker(self._driver)
         self._close = weakref.finalize(self, self._worker.stop)
+        atexit.register(self._close)  # before what JAX does then, and before other finalizers
 
     @property
     def stats(self) -> Stats:
@@ -132,38 +139,26 @@ class Engine:
 
     def submit(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
         *,
         priority: int = 0,
-        salt: int = 0,
+        cache_salt: str | None = None,
         sink: Sink | None = None,
     ) -> Handle:
         """Queue a request and return at once; `InputError`, and no change, if it could never run.
 
-        Requests share cached blocks only if their salts are equal. `sink` gets what the handle gets, in the
-        engine's thread, and must not block; if it raises, that is logged, and the request is given up.
+        Requests share cached blocks only if their salts are equal. `sink` gets what the handle gets, without
+        text, in the engine's thread, and must not block; if it raises, that is logged, and the request is
+        given up.
         """
-        [handle] = self.submit_all([Submission(prompt_token_ids, params, priority, salt)], sink)
+        request = self.door.admit(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        [handle] = self.submit_all([request], sink)
         return handle
 
-    def submit_all(self, submissions: Sequence[Submission], sink: Sink | None = None) -> list[Handle]:
-        """Queue several requests at once, all or none: no step is made between the first and the last.
-
-        An `InputError` says which one (counted from 0) is at fault, where there are several.
-        """
-        with self._worker.lock:
-            first = self._worker.num_requests
-            requests = []
-            for i, s in enumerate(submissions):
-                try:
-                    request = self.door.admit(first + i, s.prompt_token_ids, s.params, s.priority, s.salt)
-                except InputError as error:
-                    raise error if len(submissions) == 1 else InputError(f"prompt {i}: {error}") from error
-                requests.append(request)
-            handles = [Handle(self, request, sink) for request in requests]
-            self._worker.submit(handles)
-        return handles
+    def submit_all(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Handle]:
+        """Queue what `door.admit` has made, at once: no step is made between the first and the last."""
+        return self._worker.submit(lambda request: Handle(self, request, sink), requests)
 
     def abort(self, handles: Sequence[Handle]) -> None:
         """Give requests up; those that have finished stay as they are."""
@@ -171,11 +166,20 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """How the engine stands after the run under way, or has stopped: see `jaxpaged.replay.report`."""
+        self.refuse_here("ask for a snapshot")
         return self._worker.ask(Driver.snapshot)
 
     def reset_prefix_cache(self) -> bool:
         """Forget what can be found of former requests; False, and nothing changes, if any is unfinished."""
+        self.refuse_here("reset the prefix cache")
         return self._worker.ask(Driver.reset_prefix_cache)
+
+    def refuse_here(self, what: str) -> None:
+        """Raise `RuntimeError` in the engine's own thread, which a sink runs in: it would wait for itself."""
+        if self._worker.is_here:
+            raise RuntimeError(
+                f"a sink must not {what}: it runs in the engine's thread, which gives the answer"
+            )
 
     def close(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`. May be called again."""
@@ -192,10 +196,11 @@ class _Worker:
     """The engine's thread, and what other threads may touch: under `lock`."""
 
     def __init__(self, driver: Driver) -> None:
-        self.lock = threading.RLock()
-        self.num_requests = 0
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._driver = driver
-        self._changed = threading.Condition(self.lock)
+        self._pid = os.getpid()
+        self._last_request_id = 0
         self._in_flight: dict[int, Handle] = {}
         self._submitted: list[Request] = []
         self._aborted: list[int] = []
@@ -204,21 +209,35 @@ class _Worker:
         self._thread = threading.Thread(target=self._serve, name="jaxpaged-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, handles: Sequence[Handle]) -> None:
-        with self.lock:
-            self._check_alive()
-            self.num_requests += len(handles)
+    @property
+    def is_here(self) -> bool:
+        """Whether the thread that asks is the engine's."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, handle_of: Callable[[Request], Handle], requests: Sequence[Request]) -> list[Handle]:
+        """Number the requests and queue them."""
+        self._check_process()
+        with self._lock:
+            if self._stopped is not None:
+                or_raise(self._stopped)
+            handles = []
+            for request in requests:
+                self._last_request_id += 1
+                handles.append(handle_of(dataclasses.replace(request, request_id=self._last_request_id)))
             self._submitted += [handle.request for handle in handles]
             self._in_flight |= {handle.request_id: handle for handle in handles}
             self._changed.notify()
+        return handles
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        with self.lock:
+        self._check_process()
+        with self._lock:
             self._aborted += [i for i in request_ids if i in self._in_flight]
             self._changed.notify()
 
     def ask[T](self, question: Callable[[Driver], T]) -> T:
         """Put a question to the driver between two runs, in its thread; in the caller's if that has ended."""
+        self._check_process()
         answer: Future[T] = Future()
 
         def put() -> None:
@@ -227,7 +246,7 @@ class _Worker:
             except Exception as error:  # that of who asked
                 answer.set_exception(error)
 
-        with self.lock:
+        with self._lock:
             lives = self._stopped is None
             if lives:
                 self._questions.append(put)
@@ -239,18 +258,23 @@ class _Worker:
 
     def stop(self, error: EngineDeadError | None = None) -> None:
         """Let the thread end after its turn, and tell everyone who waits."""
-        with self.lock:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
             self._stopped = self._stopped or error or EngineDeadError("the engine was closed")
             left, self._in_flight = self._in_flight, {}
             self._changed.notify()
         for handle in left.values():
             handle.put(self._stopped)
-        if threading.current_thread() is not self._thread:
+        if not self.is_here:
             self._thread.join()
 
-    def _check_alive(self) -> None:
-        if self._stopped is not None:
-            or_raise(self._stopped)
+    def _check_process(self) -> None:
+        """A forked child has a copy of everything but the thread, and would wait for ever."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "the engine belongs to the process that made it: a forked child must make its own"
+            )
 
     def _serve(self) -> None:
         try:
@@ -258,7 +282,7 @@ class _Worker:
                 self._take_questions()
                 self._deliver_all(self._driver.turn())
         except BaseException as error:
-            logger.exception("the engine stops; jaxpaged.replay.report(engine, path) still writes its state")
+            logging.exception("the engine stops; jaxpaged.replay.report(engine, path) still writes its state")
             dead = EngineDeadError(f"the engine stopped by {type(error).__name__}: {error}")
             dead.__cause__ = error
             self.stop(dead)
@@ -267,7 +291,7 @@ class _Worker:
 
     def _take_inbox(self) -> bool:
         """Wait for work, and hand new requests and aborts to the driver; False when stopped."""
-        with self.lock:
+        with self._lock:
             while not (self._stopped or self._has_mail or self._driver.has_work):
                 self._changed.wait()
             submitted, self._submitted = self._submitted, []
@@ -284,14 +308,14 @@ class _Worker:
         return bool(self._submitted or self._aborted or self._questions)
 
     def _take_questions(self) -> None:
-        with self.lock:
+        with self._lock:
             questions, self._questions = self._questions, []
         for put in questions:
             put()
 
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            with self.lock:
+            with self._lock:
                 last = delta.finish_reason is not FinishReason.NONE
                 handle = (self._in_flight.pop if last else self._in_flight.get)(delta.request_id, None)
             if handle is not None:

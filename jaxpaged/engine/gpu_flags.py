@@ -1,13 +1,10 @@
 """The XLA flags that the serving loop wants on a GPU, set unless the user has set them."""
 
 import importlib.metadata
-import logging
 import os
 
 import jax
-from jax._src import xla_bridge  # no public name tells whether a backend has started without starting one
-
-logger = logging.getLogger("jaxpaged")
+from absl import logging
 
 # By default XLA makes CUDA graphs of kernels and branches, but not of loops. With this the serving loop is
 # one graph, launched once a run: `tests/engine/test_compile_h200.py` reads it from the compiled program.
@@ -24,11 +21,27 @@ def set_defaults() -> None:
     if not missing or not _may_use_cuda():
         return
     if flags and not flags.lstrip().startswith("-"):
-        logger.warning("XLA_FLAGS is the file %s: %s should be in it", flags, " ".join(missing))
-    elif xla_bridge.backends_are_initialized():
-        logger.warning("JAX has started already, without XLA_FLAGS %s: steps are slower", " ".join(missing))
+        logging.warning("XLA_FLAGS is the file %s: %s should be in it", flags, " ".join(missing))
+    elif jax_has_started():
+        logging.warning("JAX has started already, without XLA_FLAGS %s: steps are slower", " ".join(missing))
     else:
         os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *missing])
+
+
+def jax_has_started() -> bool:
+    """Whether a backend of JAX's has started, asked without starting one.
+
+    No public name says so, but JAX has options that it refuses to change from then on. This one matters to
+    CPUs of several processes alone, so it does no harm that it has another value for a moment.
+    """
+    option = "jax_cpu_get_local_topology_timeout_minutes"
+    minutes = getattr(jax.config, option)
+    try:
+        for other in (minutes + 1, minutes):
+            jax.config.update(option, other)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _names(flags: str) -> set[str]:

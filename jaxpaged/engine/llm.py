@@ -1,114 +1,127 @@
 """LLM: a model to ask. Names and result shapes are vLLM's, so that a user of it changes one import."""
 
 import dataclasses
+import functools
 import os
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
 from tqdm import tqdm
 
+from jaxpaged import vllm_options
 from jaxpaged.chat import Message, check_messages
-from jaxpaged.config import EngineConfig, InputError, SamplingParams, check
-from jaxpaged.engine import gpu_flags, plan
-from jaxpaged.engine.engine import Answer, Engine, Handle, Item, Submission, collect, or_raise
+from jaxpaged.checks import InputError, check, checked_bool, checked_choice, is_int, shown
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import gpu_flags, machine
+from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise, texts
 from jaxpaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxpaged.engine.request import Delta
+from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.models import loading
+from jaxpaged.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
 FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"]] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationStats:
-    """How one call of `LLM.generate` went; both speeds are over its whole time."""
-
-    seconds: float = 0.0
-    num_prompt_tokens: int = 0
-    num_new_tokens: int = 0
-    num_cached_tokens: int = 0  # of the prompts' tokens, found in the prefix cache
-
-    def __str__(self) -> str:
-        prompt, new = (n / (self.seconds or 1) for n in (self.num_prompt_tokens, self.num_new_tokens))
-        return f"prompt {prompt:.0f} tok/s, generated {new:.0f} tok/s"
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class LLM:
     """Loads a model once and generates for batches of prompts.
 
-    `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id.
-    `options`: the fields of `EngineConfig`. Raises `InputError`, a `ValueError`, for a user's mistake.
+    `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id (of
+    which `revision` is one). `tokenizer`: a directory or hub id with another tokenizer than the model's;
+    `skip_tokenizer_init`: have none, for token ids only. `generation_config`: "auto" takes the model's own
+    sampling defaults, "vllm" `SamplingParams`'. `options`: the fields of `EngineConfig`, and those of vLLM's
+    options that change nothing. Raises `InputError`, a `ValueError`, for a user's mistake.
     """
 
-    def __init__(self, model: str | os.PathLike[str] = loading.SMOLLM2, **options: Any) -> None:
-        self.config = _engine_config(options)
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = loading.SMOLLM2,
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        generation_config: str | None = "auto",
+        **options: Any,
+    ) -> None:
+        self.config = engine_config(options)
+        checked_bool("skip_tokenizer_init", skip_tokenizer_init)
+        source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
         gpu_flags.set_defaults()
-        checkpoint = loading.open_checkpoint(model)
-        plan.keep_compiled_programs()
-        self.tokenizer = checkpoint.tokenizer
-        self.engine = Engine(self.config, checkpoint.config, checkpoint.load_weights())
-        self.stats = GenerationStats()  # of the call of `generate` that got tokens last
+        checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
+        try:
+            self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
+        except InputError as error:
+            raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
+        machine.keep_compiled_programs()
+        self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
+        self.engine = Engine(self.config, checkpoint.config, checkpoint.load_weights(), self.tokenizer)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` take where no parameters are given."""
+        return self._default_params
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer each prompt, in order.
 
-        A prompt is a string, a list of token ids, or `{"prompt": str}` or `{"prompt_token_ids": [...]}`.
-        `sampling_params` is one for all prompts or a list with one each; `priority` one int a prompt, lower
-        first, with `scheduling_policy="priority"`. Nothing runs unless all are valid. May be called from
-        several threads, which then share the engine.
+        A prompt is a string, a list or array of token ids, or a mapping with "prompt" or "prompt_token_ids",
+        and with a "cache_salt" if only prompts of the same salt may share its blocks. `sampling_params` is
+        one for all prompts or a list with one each; `priority` one int a prompt, lower first, with
+        `scheduling_policy="priority"`. Nothing runs unless all are valid. May be called from several threads,
+        which then share the engine.
         """
-        texts, token_ids = self._read_prompts(prompts)
-        params = _one_each(sampling_params, len(token_ids))
-        priorities = [0] * len(token_ids) if priority is None else list(priority)
-        if len(priorities) != len(token_ids):
-            raise InputError(
-                f"priority has {len(priorities)} entries, must have one for each of {len(token_ids)} prompts"
-            )
-        submissions = [
-            Submission(prompt, p, urgency)
-            for prompt, p, urgency in zip(token_ids, params, priorities, strict=True)
+        return list(self.generate_each(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority))
+
+    def generate_each(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but each result as soon as it and all before it are there.
+
+        Requests are checked and queued at once. Leaving the iteration gives up what is left.
+        """
+        many = self._as_many(prompts)
+        params = _one_each("sampling_params", self._params(sampling_params), len(many))
+        priorities = [0] * len(many) if priority is None else _one_each("priority", priority, len(many))
+        asked = [
+            _naming_prompt(i, len(many), self._read_prompt, *each)
+            for i, each in enumerate(zip(many, params, priorities, strict=True))
         ]
         items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        handles = self.engine.submit_all(submissions, items.put)
-        try:
-            answers = self._gather(handles, items, use_tqdm)
-        except BaseException:  # the user's Ctrl-C, for one: what is left should not run on unseen
-            self.engine.abort(handles)
-            raise
-        return [
-            RequestOutput(
-                request_id=str(answer.request_id),
-                prompt=text,
-                prompt_token_ids=prompt,
-                outputs=[self._completion(answer)],
-                num_cached_tokens=answer.num_hit_tokens,
-            )
-            for answer, text, prompt in zip(answers, texts, token_ids, strict=True)
-        ]
+        handles = self.engine.submit_all([request for _, request in asked], items.put)
+        outputs = self._gather(handles, [text for text, _ in asked], items, use_tqdm)
+        next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
+        return outputs
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"}, by the chat template."""
+        check("messages", messages, "a list of messages, or of such lists", isinstance(messages, Sequence))
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
         prompts = [self.render_chat(conversation) for conversation in conversations]
@@ -132,110 +145,162 @@ class LLM:
         ) as error:  # templates raise errors of their own, for example about the order of roles
             raise InputError(f"chat: the model's chat template refuses these messages: {error}") from error
         # The template writes the special tokens itself: none are added.
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
 
     def _gather(
-        self, handles: Sequence[Handle], items: "queue.SimpleQueue[Item]", use_tqdm: bool
-    ) -> list[Answer]:
-        """All answers, in the handles' order, with a bar that shows both speeds."""
+        self,
+        handles: Sequence[Handle],
+        prompts: Sequence[str | None],
+        items: "queue.SimpleQueue[Item]",
+        use_tqdm: bool | Callable[..., Any],
+    ) -> Iterator[Any]:
+        """First None, then all results in the handles' order, with a bar that shows both speeds."""
         deltas: dict[int, list[Delta]] = {handle.request_id: [] for handle in handles}
-        prompt_lens = {h.request_id: len(h.request.prompt_token_ids) for h in handles}
-        start = time.perf_counter()
-        stats = GenerationStats()  # of this call: another thread's may run at the same time
-        unfinished = len(handles)
-        with tqdm(total=unfinished, desc="answers", unit="req", disable=not use_tqdm) as bar:
-            while unfinished:
-                delta = or_raise(items.get())
-                is_first = not deltas[delta.request_id]
-                deltas[delta.request_id].append(delta)
-                stats = self.stats = GenerationStats(
-                    seconds=time.perf_counter() - start,
-                    num_prompt_tokens=stats.num_prompt_tokens + is_first * prompt_lens[delta.request_id],
-                    num_new_tokens=stats.num_new_tokens + len(delta.token_ids),
-                    num_cached_tokens=stats.num_cached_tokens + is_first * delta.num_hit_tokens,
-                )
-                bar.set_postfix_str(str(stats), refresh=False)
-                if delta.finish_reason:
-                    unfinished -= 1
-                    bar.update()
-        return [collect(deltas[handle.request_id]) for handle in handles]
+        progress = _Progress({handle.request_id: len(handle.request.prompt_token_ids) for handle in handles})
+        bar_of = use_tqdm if callable(use_tqdm) else tqdm
+        try:
+            yield None
+            with bar_of(total=len(handles), desc="answers", unit="req", disable=not use_tqdm) as bar:
+                for handle, prompt in zip(handles, prompts, strict=True):
+                    while not (its := deltas[handle.request_id]) or not its[-1].finish_reason:
+                        delta = or_raise(items.get())
+                        deltas[delta.request_id].append(delta)
+                        bar.set_postfix_str(progress.after(delta), refresh=False)
+                        if delta.finish_reason:
+                            bar.update()
+                    yield self._output(handle.request, prompt, collect(deltas.pop(handle.request_id)))
+        finally:  # the user's Ctrl-C, for one: what is left should not run on unseen
+            self.engine.abort([handle for handle in handles if handle.request_id in deltas])
 
-    def _completion(self, answer: Answer) -> CompletionOutput:
+    def _output(self, request: Request, prompt: str | None, answer: Delta) -> RequestOutput:
+        text = texts(self.tokenizer)(answer).text or ""
         logprobs = None
         if answer.logprobs is not None:
             logprobs = [
-                {token: Logprob(logprob, self._decode([token], skip_special_tokens=False))}
+                {token: Logprob(logprob, None if self.tokenizer is None else self.tokenizer.decode([token]))}
                 for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)
             ]
-        return CompletionOutput(
-            index=0,
-            text=self._decode(answer.token_ids) or "",
-            token_ids=answer.token_ids,
-            finish_reason=FINISH_REASONS[answer.finish_reason],
-            cumulative_logprob=None if answer.logprobs is None else sum(answer.logprobs),
-            logprobs=logprobs,
+        return RequestOutput(
+            request_id=str(answer.request_id),
+            prompt=prompt,
+            prompt_token_ids=request.prompt_token_ids.tolist(),
+            outputs=[
+                CompletionOutput(
+                    index=0,
+                    text=text,
+                    token_ids=answer.token_ids,
+                    finish_reason=FINISH_REASONS[answer.finish_reason],
+                    cumulative_logprob=None if answer.logprobs is None else sum(answer.logprobs),
+                    logprobs=logprobs,
+                )
+            ],
+            num_cached_tokens=answer.num_hit_tokens,
         )
 
-    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    def _params(self, params: Any) -> Any:
+        if params is None:
+            return self._default_params
+        is_list = isinstance(params, Sequence) and not isinstance(params, str | bytes)
+        ok = isinstance(params, SamplingParams) or is_list
+        check("sampling_params", params, "a SamplingParams or a list of them", ok)
+        return params
 
-    def _read_prompts(
-        self, prompts: Prompt | Sequence[Prompt]
-    ) -> tuple[tuple[str | None, ...], tuple[list[int], ...]]:
-        """Every prompt as text (where it was one) and as token ids."""
-        if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-            prompts = cast(Sequence[Prompt], [prompts])
-        if not prompts:
-            raise InputError("prompts must have at least one prompt")
-        texts, token_ids = zip(*map(self._read_prompt, range(len(prompts)), prompts), strict=True)
-        return texts, token_ids
+    def _as_many(self, prompts: Any) -> Sequence[Any]:
+        """The prompts as a sequence, whether one was given or several."""
+        if isinstance(prompts, str | bytes | Mapping):
+            return [prompts]
+        rule = "a prompt or a list of prompts"
+        check("prompts", prompts, rule, isinstance(prompts, Sequence | np.ndarray))
+        is_one = len(prompts) > 0 and (
+            is_int(prompts[0]) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1)
+        )
+        return [prompts] if is_one else prompts
 
-    def _read_prompt(self, i: int, prompt: Any) -> tuple[str | None, list[int]]:
-        text = prompt
+    def _read_prompt(self, prompt: Any, params: Any, priority: Any) -> tuple[str | None, Request]:
+        """A prompt's text, where it was given as text, and the request."""
+        text, token_ids, salt = prompt, None, None
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                token_ids = prompt["prompt_token_ids"]
-                if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
-                    what = f"prompt {i}: prompt_token_ids={token_ids!r}"
-                    raise InputError(f"{what} must be a list of token ids")
-                return prompt.get("prompt"), list(token_ids)
-            text = prompt.get("prompt")
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, str):
-            return None, list(prompt)
-        if not isinstance(text, str):
+            for key in prompt:
+                check("key of a prompt", key, f"one of {', '.join(PROMPT_KEYS)}", key in PROMPT_KEYS)
+            text, token_ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
+        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes):
+            text, token_ids = None, prompt
+        if not isinstance(text, str) and not (text is None and token_ids is not None):
             raise InputError(
-                f"prompt {i}: {prompt!r} must be a string, a list of token ids, or a mapping with "
-                "'prompt' or 'prompt_token_ids'"
+                f"prompt={shown(prompt)} must be a string, a list of token ids, or a mapping with 'prompt' "
+                "or 'prompt_token_ids'"
             )
+        if token_ids is None:
+            token_ids = self._encode(str(text))
+        return text, self.engine.door.admit(token_ids, params, priority=priority, cache_salt=salt)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt.
+
+        One too long for any model's context is refused without being read whole.
+        """
         if not text:
-            raise InputError(f"prompt {i}: '' must not be empty")
+            raise InputError("prompt='' must not be empty")
         if self.tokenizer is None:
-            raise InputError(f"prompt {i}: must be token ids: the model has no tokenizer")
-        return text, self.tokenizer.encode(text)
+            raise InputError("prompt must be token ids: the model has no tokenizer")
+        max_model_len = self.engine.door.max_model_len
+        if len(text) > max_model_len and len(text) > max_model_len * self._longest_token:
+            raise InputError(
+                f"the prompt has {len(text)} characters, more than max_model_len={max_model_len} tokens hold"
+            )
+        try:
+            text.encode()
+            token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"prompt={shown(text)} must be Unicode text, without half a surrogate pair"
+            ) from error
+        return token_ids
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters that a token can stand for at most."""
+        return max(map(len, self.tokenizer.get_vocab() if self.tokenizer else [""]))
 
 
-def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    known = sorted(EngineConfig.__dataclass_fields__)
-    for name in options:
-        if name not in known:
-            raise InputError(f"option {name!r} must be one of {', '.join(known)}")
-    return EngineConfig(**options)
+@dataclasses.dataclass
+class _Progress:
+    """How a call of `generate` goes; both speeds are over its whole time."""
+
+    prompt_lens: dict[int, int]  # of requests without an answer so far
+    num_prompt_tokens: int = 0
+    num_new_tokens: int = 0
+    start: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def after(self, delta: Delta) -> str:
+        self.num_prompt_tokens += self.prompt_lens.pop(delta.request_id, 0)
+        self.num_new_tokens += len(delta.token_ids)
+        return speeds(time.perf_counter() - self.start, self.num_prompt_tokens, self.num_new_tokens)
 
 
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    rule = "a SamplingParams or a list of them"
-    check("sampling_params", params, rule, isinstance(params, Sequence) and not isinstance(params, str))
-    params = list(params)
-    if len(params) != num_prompts:
-        raise InputError(
-            f"sampling_params has {len(params)} entries, must have one for each of {num_prompts} prompts"
-        )
-    return params
+def speeds(seconds: float, num_prompt_tokens: int, num_new_tokens: int) -> str:
+    prompt, new = (n / (seconds or 1) for n in (num_prompt_tokens, num_new_tokens))
+    return f"prompt {prompt:.0f} tok/s, generated {new:.0f} tok/s"
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """The config of `LLM`'s options. Raises `InputError`."""
+    return EngineConfig(**vllm_options.translated(options, tuple(EngineConfig.__dataclass_fields__)))
+
+
+def _one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
+    """A list with one for each prompt; one value that is no list is everybody's."""
+    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+    if not is_list:
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise InputError(f"{name} has {len(value)} entries, must have one for each of {num_prompts} prompts")
+    return list(value)
+
+
+def _naming_prompt[T](i: int, num_prompts: int, read: Callable[..., T], *args: Any) -> T:
+    """What `read` gives; its `InputError` says which prompt is at fault, where there are several."""
+    try:
+        return read(*args)
+    except InputError as error:
+        raise error if num_prompts == 1 else InputError(f"prompt {i}: {error}") from error

@@ -1,7 +1,7 @@
 """The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
 
-import dataclasses
 import functools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -9,27 +9,21 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
-from jaxpaged.engine import state as states
-from jaxpaged.engine.scheduler import Decision, Limits
-from jaxpaged.engine.state import EngineState, Phase, Rows
-from jaxpaged.engine.step import StepConfig, step
-from jaxpaged.memory import block_pool, prefix_cache
-from jaxpaged.memory.block_table import cdiv
+from jaxpaged.engine.scheduler import Decision
+from jaxpaged.engine.state import EngineState, Phase, Rows, create_state, create_tables, place_requests
+from jaxpaged.engine.step import step
+from jaxpaged.engine.step_config import StepConfig
+from jaxpaged.memory import block_pool
+from jaxpaged.memory.policies import Policy
 
 # Steps that one run makes at most, and so tokens a row that one report has room for.
 MAX_STEPS = 32
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "phase", "arrival", "num_tokens", "finish_reason", "num_hit_tokens", "new_token_ids", "new_logprobs",
-        "num_free_blocks", "num_cached_blocks", "counters", "status",
-    ],
-    meta_fields=[],
-)  # fmt: skip
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Report:
     """What the host wants to know of a run. Copies: it can be read while the next run has the state."""
 
@@ -49,7 +43,7 @@ class Report:
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "graphdef", "num_blocks", "num_rows", "block_size", "max_model_len", "prefix_caching",
+        "graphdef", "num_blocks", "num_rows", "block_size", "max_model_len", "prefix_caching", "policy",
     ),
 )  # fmt: skip
 def create(
@@ -61,17 +55,18 @@ def create(
     block_size: int,
     max_model_len: int,
     prefix_caching: bool,
+    policy: Policy,
 ) -> EngineState:
     """A state without requests; in one program, for outside of one each shape is compiled by itself.
 
     The model comes as `nnx.split(model)`.
     """
     max_blocks_per_seq = cdiv(max_model_len, block_size)
-    tables = states.create_tables(
-        num_blocks, num_rows, max_blocks_per_seq, block_size, prefix_caching=prefix_caching
+    tables = create_tables(
+        num_blocks, num_rows, max_blocks_per_seq, block_size, prefix_caching=prefix_caching, policy=policy
     )
     kv_cache = nnx.merge(graphdef, params).create_cache(num_blocks, block_size)
-    return states.create(tables, kv_cache, max_model_len)
+    return create_state(tables, kv_cache, max_model_len)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")
@@ -112,11 +107,8 @@ def report(state: EngineState) -> Report:
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
     window = first[:, None] + jnp.arange(MAX_STEPS)
     at = jnp.arange(rows.phase.shape[0])[:, None], window
-    cached = jnp.int32(0)
-    if pool.prefix_cache is not None:
-        is_free = (pool.ref_count == 0).at[block_pool.NULL_BLOCK].set(False)
-        has_content = prefix_cache.has_content(pool.prefix_cache, jnp.arange(pool.num_blocks))
-        cached = jnp.sum(is_free & has_content, dtype=jnp.int32)
+    is_free = (pool.ref_count == 0).at[block_pool.NULL_BLOCK].set(False)
+    has_content = block_pool.has_content(pool, jnp.arange(pool.num_blocks))
     return Report(
         phase=rows.phase,
         arrival=rows.arrival,
@@ -126,7 +118,7 @@ def report(state: EngineState) -> Report:
         new_token_ids=rows.token_ids.at[at].get(mode="fill", fill_value=0),
         new_logprobs=state.logprobs.at[at].get(mode="fill", fill_value=0),
         num_free_blocks=pool.num_free,
-        num_cached_blocks=cached,
+        num_cached_blocks=jnp.sum(is_free & has_content, dtype=jnp.int32),
         counters=state.counters,
         status=state.status,
     )
@@ -134,16 +126,16 @@ def report(state: EngineState) -> Report:
 
 @functools.partial(jax.jit, donate_argnames="state")
 def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
-    """Put new requests into free rows (see `state.submit`); the state is donated."""
-    return states.submit(state, requests, rows)
+    """Put new requests into free rows (see `state.place_requests`); the state is donated."""
+    return place_requests(state, requests, rows)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def reset_prefix_cache(state: EngineState) -> EngineState:
     """Forget what can be found of former requests; none may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
-    tables = dataclasses.replace(state.tables, pool=pool)
-    return dataclasses.replace(state, tables=tables, status=state.status | info.status)
+    tables = replace(state.tables, pool=pool)
+    return replace(state, tables=tables, status=state.status | info.status)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -163,7 +155,7 @@ def step_once(
     return step(nnx.merge(graphdef, params), state, config)
 
 
-@functools.partial(jax.jit, static_argnames="limits")
-def schedule(state: EngineState, *, limits: Limits) -> Decision:
+@functools.partial(jax.jit, static_argnames="config")
+def schedule(state: EngineState, *, config: StepConfig) -> Decision:
     """What the next step will decide."""
-    return scheduler.schedule(state, limits)[1]
+    return scheduler.schedule(state, config)[1]

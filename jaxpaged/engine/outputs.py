@@ -16,7 +16,7 @@ class Logprob:
 class CompletionOutput:
     index: int  # 0: one answer a prompt
     text: str  # special tokens left out
-    token_ids: list[int]  # a stop token included
+    token_ids: list[int]  # a stop token included, which `text` leaves out
     finish_reason: Literal["stop", "length", "abort"]
     cumulative_logprob: float | None = None  # where `SamplingParams.logprobs` is not None
     logprobs: list[dict[int, Logprob]] | None = None  # for each place of the answer, by token id

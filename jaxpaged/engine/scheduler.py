@@ -8,54 +8,24 @@ finished after as many steps as it and those unfinished before it have work, whe
 for each tile of its prompt and each token of its answer but the first. `reference/engine.py` has the proof.
 """
 
-import dataclasses
-import functools
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
-from jaxpaged.memory import block_table, prefix_cache, swap
-from jaxpaged.memory.block_pool import NULL_BLOCK
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.engine.step_config import StepConfig
+from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.prefix_cache import Hit
-from pallas_kernels import ops
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What is fixed when the loop is compiled, beside the sizes of the state."""
-
-    max_num_seqs: int  # rows that run together
-    num_tiles: int  # prompt tiles computed in one step
-    watermark_blocks: int = 0  # stay free when a request is admitted beside running ones
-    sliding_window: int | None = None  # tokens
-    reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
-
-    def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
-        """Blocks that a row of so many tokens holds at most at any time."""
-        blocks = cdiv(num_tokens, block_size)
-        if self.sliding_window is None:
-            return blocks
-        most = cdiv(self.sliding_window - 1 + self.num_tiles * PREFILL_TILE, block_size) + 1
-        return min(blocks, most) if isinstance(blocks, int) else jnp.minimum(blocks, most)
-
-    def skipped(self, num_computed: Int[Array, "*n"]) -> Int[Array, "*n"]:
-        """Tokens out of the window of whatever comes after so many."""
-        if self.sliding_window is None:
-            return jnp.zeros_like(num_computed)
-        return jnp.maximum(num_computed + 1 - self.sliding_window, 0)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["num_tiles", "num_new_tokens"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Plan:
     """What each row computes in this step."""
 
@@ -63,12 +33,8 @@ class Plan:
     num_new_tokens: Int[Array, " rows"]  # prompt tokens of these tiles, or 1 for a row that decodes
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["plan", "admitted", "num_hit_blocks", "preempted", "swapped"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Decision:
     """What `schedule` decided: for tests, traces and replay."""
 
@@ -79,10 +45,8 @@ class Decision:
     swapped: Bool[Array, " rows"]  # preempted, and swapped out
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["row", "start", "first", "end"], meta_fields=["tile_len"]
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Tiles:
     """The work of one forward pass: tiles of `tile_len` neighbouring positions, each of one row.
 
@@ -93,11 +57,11 @@ class Tiles:
     start: Int[Array, " num_tiles"]  # the tile's first position; of a prompt tile a multiple of tile_len
     first: Int[Array, " num_tiles"]
     end: Int[Array, " num_tiles"]
-    tile_len: int
+    tile_len: int = field(metadata={"static": True})
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "of_row"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Slots:
     """Which of the places of a decode step, `max_num_seqs` of them, each running row has."""
 
@@ -105,36 +69,30 @@ class Slots:
     of_row: Int[Array, " rows"]  # beyond all slots for a row that does not run
 
 
-def schedule(state: EngineState, limits: Limits) -> tuple[EngineState, Decision]:
+def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
     """Preempt who has no place, else admit who has; then say what each running row computes.
 
     The blocks that the plan needs are free afterwards, but not taken yet.
     """
-    nobody = jnp.zeros(state.tables.max_seqs, bool)
-    quiet = Decision(
-        plan=plan(state, limits),
-        admitted=nobody,
-        num_hit_blocks=jnp.zeros_like(state.rows.phase),
-        preempted=nobody,
-        swapped=nobody,
-    )
+    nobody, no_hits = jnp.zeros(state.tables.max_seqs, bool), jnp.zeros_like(state.rows.phase)
+    quiet = Decision(plan(state, config), nobody, no_hits, preempted=nobody, swapped=nobody)
 
-    def replan(state: EngineState) -> tuple[EngineState, Decision]:
-        state, preempted, swapped = _preempt(state, limits)
-        state, admitted, num_hits = _admit(state, limits, may=~jnp.any(preempted))
-        return state, Decision(plan(state, limits), admitted, num_hits, preempted, swapped)
+    def replan() -> tuple[EngineState, Decision]:
+        after, preempted, swapped = _preempt(state, config)
+        after, admitted, num_hits = _admit(after, config, may=~jnp.any(preempted))
+        return after, Decision(plan(after, config), admitted, num_hits, preempted, swapped)
 
-    changes = (_blocks_short(state, quiet.plan) > 0) | _may_admit(state, quiet.plan, limits)
-    return lax.cond(changes, replan, lambda state: (state, quiet), state)
+    changes = (_blocks_short(state, quiet.plan) > 0) | _may_admit(state, quiet.plan, config)
+    return lax.cond(changes, replan, lambda: (state, quiet))
 
 
-def plan(state: EngineState, limits: Limits) -> Plan:
+def plan(state: EngineState, config: StepConfig) -> Plan:
     """Share out the step's tiles among the unfinished prompts, in order; every other running row decodes."""
     rows, computed = state.rows, state.tables.seq_lens
     in_prompt = rows.running & (computed < rows.prompt_lens)
     first = computed // PREFILL_TILE
     wants = jnp.where(in_prompt, (rows.prompt_lens - 1) // PREFILL_TILE - first + 1, 0)
-    gets = jnp.zeros_like(wants).at[rows.order].set(dealt(wants[rows.order], limits.num_tiles))
+    gets = jnp.zeros_like(wants).at[rows.order].set(dealt(wants[rows.order], config.num_tiles))
     end = jnp.minimum(rows.prompt_lens, (first + gets) * PREFILL_TILE)
     prompt_tokens = jnp.where(gets > 0, end - computed, 0)
     return Plan(gets, jnp.where(in_prompt, prompt_tokens, rows.running.astype(jnp.int32)))
@@ -184,7 +142,7 @@ def any_work(rows: Rows) -> Bool[Array, ""]:
 
 
 def cache_keys(
-    rows: Rows, row: Int[Array, "*n"], positions: Int[Array, "*n"], limits: Limits
+    rows: Rows, row: Int[Array, "*n"], positions: Int[Array, "*n"], config: StepConfig
 ) -> Int[Array, "*n"]:
     """What the prefix cache takes the token at a position of a row for.
 
@@ -192,7 +150,7 @@ def cache_keys(
     and may differ in their last bits. So what is found has just the bits that computing it would give.
     """
     token = rows.token_ids.at[row, positions].get(mode="clip")
-    if limits.reuse_answers:
+    if config.reuse_answers:
         return token
     return jnp.where(positions < rows.prompt_lens[row], token, -1 - token)
 
@@ -201,46 +159,16 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     """End the unfinished requests with these arrivals; an arrival that is in no row does nothing."""
     rows = state.rows
     aborted = (rows.running | rows.waiting) & jnp.any(rows.arrival[:, None] == arrivals, axis=1)
-    rows = dataclasses.replace(
+    rows = replace(
         rows,
         phase=jnp.where(aborted, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(aborted, FinishReason.ABORT, rows.finish_reason),
     )
-    tables, status = free_rows(state.tables, aborted)
-    host = state.host
-    if host is not None:
-        host_tables, host_status = free_rows(host.tables, aborted)
-        host, status = dataclasses.replace(host, tables=host_tables), status | host_status
-    return dataclasses.replace(state, rows=rows, tables=tables, host=host, status=state.status | status)
-
-
-def free_rows(tables: BlockTables, rows: Bool[Array, " rows"]) -> tuple[BlockTables, Int[Array, ""]]:
-    """Give back all blocks of the masked rows, one row after the other: there are few at a time."""
-    type Carry = tuple[BlockTables, Int[Array, ""]]
-
-    def pending(tables: BlockTables) -> Bool[Array, " rows"]:
-        return rows & (tables.seq_lens > 0)
-
-    def free_first(carry: Carry) -> Carry:
-        tables, status = carry
-        first = jnp.arange(tables.max_seqs) == jnp.argmax(pending(tables))
-        tables, info = block_table.free_rows(tables, first, max_blocks=tables.max_blocks_per_seq)
-        # A refusal is a bug, and must not turn into an endless loop.
-        seq_lens = jnp.where(first, 0, tables.seq_lens)
-        return dataclasses.replace(tables, seq_lens=seq_lens), status | info.status
-
-    return lax.while_loop(lambda carry: jnp.any(pending(carry[0])), free_first, (tables, jnp.int32(0)))
-
-
-def slide_windows(
-    tables: BlockTables, rows: Bool[Array, " rows"], limits: Limits, *, max_blocks: int
-) -> tuple[BlockTables, Int[Array, ""]]:
-    """Free what nothing to come in the masked rows can see, `max_blocks` over all; also the status."""
-    if limits.sliding_window is None:
-        return tables, jnp.int32(0)
-    skipped = jnp.where(rows, limits.skipped(tables.seq_lens), 0)
-    tables, info = block_table.slide_window(tables, skipped, max_blocks=max_blocks)
-    return tables, info.status
+    state = replace(state, rows=rows).on_tables(block_table.free_rows, aborted)
+    if state.host is None:
+        return state
+    host_tables, freed = block_table.free_rows(state.host.tables, aborted)
+    return replace(state, host=replace(state.host, tables=host_tables), status=state.status | freed.status)
 
 
 def _blocks_short(state: EngineState, plan: Plan) -> Int[Array, ""]:
@@ -251,7 +179,7 @@ def _blocks_short(state: EngineState, plan: Plan) -> Int[Array, ""]:
 
 
 def _preempt(
-    state: EngineState, limits: Limits
+    state: EngineState, config: StepConfig
 ) -> tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]:
     """Take running rows out, the last in order first, until the others' plan fits; who, and who swapped."""
     nobody = jnp.zeros(state.tables.max_seqs, bool)
@@ -259,7 +187,7 @@ def _preempt(
 
     def short(carry: Carry) -> Bool[Array, ""]:
         state = carry[0]
-        return jnp.any(state.rows.running) & (_blocks_short(state, plan(state, limits)) > 0)
+        return jnp.any(state.rows.running) & (_blocks_short(state, plan(state, config)) > 0)
 
     def preempt_last(carry: Carry) -> Carry:
         state, preempted, swapped = carry
@@ -267,23 +195,18 @@ def _preempt(
         place = jnp.max(jnp.where(state.rows.running[order], jnp.arange(order.shape[0]), 0))
         last = jnp.arange(order.shape[0]) == order[place]
         if state.host is not None:
-            state, moved = _swap_out(state, last)
+            state, moved = _swap_out(state, state.host, last)
             swapped |= moved
-        tables, freed = free_rows(state.tables, last)
         phase = jnp.where(last, jnp.where(swapped, Phase.SWAPPED, Phase.WAITING), state.rows.phase)
-        state = dataclasses.replace(
-            state,
-            rows=dataclasses.replace(state.rows, phase=phase),
-            tables=tables,
-            status=state.status | freed,
-        )
+        state = replace(state, rows=replace(state.rows, phase=phase))
+        state = state.on_tables(block_table.free_rows, last)
         return state.count({Counter.NUM_PREEMPTIONS: 1}), preempted | last, swapped
 
     return lax.while_loop(short, preempt_last, (state, nobody, nobody))
 
 
 def _admit(
-    state: EngineState, limits: Limits, may: Bool[Array, ""]
+    state: EngineState, config: StepConfig, may: Bool[Array, ""]
 ) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"]]:
     """Let waiting requests run in their order while there is room; who, and how many blocks each hit."""
     type Carry = tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Bool[Array, ""]]
@@ -292,50 +215,45 @@ def _admit(
         state, admitted, num_hits, _ = carry
         rows, tables = state.rows, state.tables
         row = rows.order[jnp.argmax(rows.waiting[rows.order])]
-        hit, defers = _look_up(state, row, limits)
+        hit, defers = _look_up(state, row, config)
         length = hit.chain.num_blocks
-        skipped = limits.skipped(length * tables.block_size) // tables.block_size
+        unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window)
         place = jnp.arange(hit.block_ids.shape[0])
-        kept = (place >= skipped) & (place < length)
+        kept = (place >= unseen // tables.block_size) & (place < length)
         held_by_others = jnp.sum(kept & (tables.pool.ref_count[hit.block_ids] > 0), dtype=jnp.int32)
-        need = limits.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
-        fits = need + _reserved(state, limits) <= tables.pool.num_free
+        need = config.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
+        fits = need + _reserved(state, config) <= tables.pool.num_free
         ok = fits & ~defers
-
-        def admit_row(state: EngineState) -> EngineState:
-            return _start(state, row, hit, limits)
-
-        state = lax.cond(ok, admit_row, lambda state: state, state)
-        goes_on = ok & _may_admit(state, plan(state, limits), limits)
+        state = lax.cond(ok, lambda: _start(state, row, hit, config), lambda: state)
+        goes_on = ok & _may_admit(state, plan(state, config), config)
         return state, admitted.at[row].max(ok), num_hits.at[row].add(jnp.where(ok, length, 0)), goes_on
 
     nobody = jnp.zeros(state.tables.max_seqs, bool)
-    goes_on = may & _may_admit(state, plan(state, limits), limits)
+    goes_on = may & _may_admit(state, plan(state, config), config)
     start = (state, nobody, jnp.zeros_like(state.rows.phase), goes_on)
     state, admitted, num_hits, _ = lax.while_loop(lambda carry: carry[3], try_next, start)
     return state, admitted, num_hits
 
 
-def _may_admit(state: EngineState, plan: Plan, limits: Limits) -> Bool[Array, ""]:
+def _may_admit(state: EngineState, plan: Plan, config: StepConfig) -> Bool[Array, ""]:
     """Whether the next waiting request might be admitted: there is a slot, a tile, and some block."""
     rows = state.rows
-    has_slot = jnp.sum(rows.running) < limits.max_num_seqs
-    has_tile = jnp.sum(plan.num_tiles) < limits.num_tiles
-    has_block = _reserved(state, limits) <= state.tables.pool.num_free
+    has_slot = jnp.sum(rows.running) < config.max_num_seqs
+    has_tile = jnp.sum(plan.num_tiles) < config.num_tiles
+    has_block = _reserved(state, config) <= state.tables.pool.num_free
     return jnp.any(rows.waiting) & has_slot & has_tile & has_block
 
 
-def _reserved(state: EngineState, limits: Limits) -> Int[Array, ""]:
+def _reserved(state: EngineState, config: StepConfig) -> Int[Array, ""]:
     """Free blocks that are not for the next request: for tokens the running ones know, and to grow into."""
     rows, tables = state.rows, state.tables
-    held = tables.num_blocks - tables.num_skipped
-    to_come = jnp.maximum(limits.blocks_of(rows.num_tokens, tables.block_size) - held, 0)
+    to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
     num_running = jnp.sum(rows.running, dtype=jnp.int32)
-    spare = jnp.where(num_running > 0, limits.watermark_blocks + num_running, 0)
+    spare = jnp.where(num_running > 0, config.watermark_blocks + num_running, 0)
     return jnp.sum(jnp.where(rows.running, to_come, 0)) + spare
 
 
-def _look_up(state: EngineState, row: Int[Array, ""], limits: Limits) -> tuple[Hit, Bool[Array, ""]]:
+def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tuple[Hit, Bool[Array, ""]]:
     """What the prefix cache has for a request; and if it should rather wait for what is being computed."""
     rows, tables = state.rows, state.tables
     cache = tables.pool.prefix_cache
@@ -345,7 +263,7 @@ def _look_up(state: EngineState, row: Int[Array, ""], limits: Limits) -> tuple[H
         return nothing, jnp.bool_(False)
     is_new = rows.phase[row] == Phase.WAITING
     positions = jnp.arange(rows.token_ids.shape[1], dtype=jnp.int32)
-    keys = cache_keys(rows, jnp.broadcast_to(row, positions.shape), positions, limits)
+    keys = cache_keys(rows, jnp.broadcast_to(row, positions.shape), positions, config)
     hit = prefix_cache.lookup(cache, keys, jnp.where(is_new, num_tokens, 0), salt)
 
     computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
@@ -362,68 +280,53 @@ def _look_up(state: EngineState, row: Int[Array, ""], limits: Limits) -> tuple[H
     return hit, defers
 
 
-def _start(state: EngineState, row: Int[Array, ""], hit: Hit, limits: Limits) -> EngineState:
+def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig) -> EngineState:
     """Let a waiting row run: with the blocks it hit, or with its own back from the host."""
     rows = state.rows
     this = jnp.arange(state.tables.max_seqs) == row
     is_new = rows.phase[row] == Phase.WAITING
     first_time = rows.num_tokens[row] == rows.prompt_lens[row]
     if state.host is not None:
-        state = _swap_in(state, this & ~is_new)
-    tables, status = state.tables, state.status
-    if tables.pool.prefix_cache is not None:
+        state = _swap_in(state, state.host, this & ~is_new)
+    if state.tables.pool.prefix_cache is not None:
         chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
-        tables, adopted = block_table.adopt(tables, row[None], hit.block_ids[None], chain, is_new[None])
-        status |= adopted.status
-        tables, slid = slide_windows(tables, this & is_new, limits, max_blocks=hit.block_ids.shape[0])
-        status |= slid
-    num_hit_tokens = hit.chain.num_blocks * tables.block_size
-    rows = dataclasses.replace(
+        state = state.on_tables(block_table.adopt, row[None], hit.block_ids[None], chain, is_new[None])
+        window, max_blocks = config.sliding_window, hit.block_ids.shape[0]
+        state = state.on_tables(block_table.slide_windows, this & is_new, window, max_blocks=max_blocks)
+    num_hit_tokens = hit.chain.num_blocks * state.tables.block_size
+    rows = replace(
         rows,
         phase=jnp.where(this, Phase.RUNNING, rows.phase),
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
-    state = dataclasses.replace(state, rows=rows, tables=tables, status=status)
+    state = replace(state, rows=rows)
     num_lookup_tokens = jnp.where(is_new, rows.num_tokens[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
 
-def _swap_out(state: EngineState, rows: Bool[Array, " rows"]) -> tuple[EngineState, Bool[Array, " rows"]]:
+def _swap_out(
+    state: EngineState, host: HostPool, rows: Bool[Array, " rows"]
+) -> tuple[EngineState, Bool[Array, " rows"]]:
     """Move the masked row to the host if there is room; who was moved."""
-    host = _has_host(state)
-    held = jnp.sum(jnp.where(rows, state.tables.num_blocks - state.tables.num_skipped, 0))
-    fits = held <= host.tables.pool.num_free
+    fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
     tables, host_tables, info = swap.swap_out(
         state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
     )
-    host_cache = _copy(state.kv_cache, host.kv_cache, info)
-    state = dataclasses.replace(
+    host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
+    state = replace(
         state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
     )
     return state, rows & fits & (host_tables.seq_lens > 0)
 
 
-def _swap_in(state: EngineState, rows: Bool[Array, " rows"]) -> EngineState:
-    host = _has_host(state)
+def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:
     tables, host_tables, info = swap.swap_in(
         state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
     )
-    kv_cache = _copy(host.kv_cache, state.kv_cache, info)
-    return dataclasses.replace(
+    return replace(
         state,
         tables=tables,
-        kv_cache=kv_cache,
-        host=dataclasses.replace(host, tables=host_tables),
+        kv_cache=kv_cache.copy_blocks(host.kv_cache, state.kv_cache, info.sources, info.destinations),
+        host=replace(host, tables=host_tables),
         status=state.status | info.status,
     )
-
-
-def _copy(source: Any, target: Any, info: swap.SwapInfo) -> Any:
-    # What is not to be moved is in no pool, and costs nothing.
-    pairs = jnp.where(info.sources == NULL_BLOCK, -1, jnp.stack([info.sources, info.destinations])).T
-    return jax.tree.map(lambda a, b: ops.swap_blocks(a, b, pairs), source, target)
-
-
-def _has_host(state: EngineState) -> HostPool:
-    assert state.host is not None
-    return state.host

@@ -1,10 +1,9 @@
 """EngineState: everything the compiled loop knows, as one immutable pytree."""
 
-import dataclasses
 import enum
-import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpaged.config import MAX_STOP_TOKENS
 from jaxpaged.memory import block_pool, block_table, prefix_cache
-from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
+from jaxpaged.memory.block_table import AppendInfo, BlockTables
 from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling import SamplingState
+from jaxpaged.sampling_params import MAX_STOP_TOKENS
 
 
 class Phase(enum.IntEnum):
@@ -36,21 +37,16 @@ class FinishReason(enum.IntEnum):
     ABORT = 3  # the host did not want it any more
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "order", "phase", "arrival", "priority", "salt", "token_ids", "prompt_lens", "num_tokens",
-        "max_num_tokens", "stop_token_ids", "finish_reason", "num_hit_tokens", "sampling",
-    ],
-    meta_fields=[],
-)  # fmt: skip
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Rows:
     """One request a row. There are more rows than run together: the others wait where the loop can reach."""
 
     order: Int[Array, " rows"]  # the rows by priority, then arrival: who is served first
     phase: Int[Array, " rows"]
-    arrival: Int[Array, " rows"]  # rises from request to request
+    arrival: Int[
+        Array, " rows"
+    ]  # the request's name here; rises from one to the next, and goes round; 0: none
     priority: Int[Array, " rows"]  # lower goes first
     salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
     token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; 0 beyond num_tokens
@@ -87,8 +83,8 @@ class Counter(enum.IntEnum):
     NUM_HIT_TOKENS = 6  # of these, found
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tables", "kv_cache"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class HostPool:
     """Where rows are swapped out to: tables with the device's rows, and K and V in host memory."""
 
@@ -96,12 +92,11 @@ class HostPool:
     kv_cache: KVCache
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rows", "logprobs", "tables", "kv_cache", "host", "counters", "status"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+type TableResult = tuple[BlockTables, AppendInfo | FreeInfo | StatusInfo]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class EngineState:
     """Row r of `rows` and row r of `tables` belong together; `tables.seq_lens` counts tokens in the cache."""
 
@@ -113,10 +108,17 @@ class EngineState:
     counters: Int[Array, " counters"]  # by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
 
+    def on_tables[**P](
+        self, verb: Callable[Concatenate[BlockTables, P], TableResult], *args: P.args, **options: P.kwargs
+    ) -> "EngineState":
+        """The state after a transition of its tables; the status is kept, what else is told of it is not."""
+        tables, info = verb(self.tables, *args, **options)
+        return replace(self, tables=tables, status=self.status | info.status)
+
     def count(self, more: Mapping[Counter, int | Int[Array, ""]]) -> "EngineState":
         """The state with counters raised."""
         raised = [jnp.asarray(more.get(counter, 0), jnp.int32) for counter in Counter]
-        return dataclasses.replace(self, counters=self.counters + jnp.stack(raised))
+        return replace(self, counters=self.counters + jnp.stack(raised))
 
 
 def empty_rows(num_rows: int, max_model_len: int) -> Rows:
@@ -156,7 +158,7 @@ def create_tables(
     block_size: int,
     *,
     prefix_caching: bool,
-    policy: block_pool.Policy = "lru",
+    policy: Policy = LRU,
 ) -> BlockTables:
     """Empty tables over a pool of their own, as an engine schedules them."""
     cache = prefix_cache.create(num_blocks, block_size) if prefix_caching else None
@@ -164,7 +166,7 @@ def create_tables(
     return block_table.create(pool, num_rows, max_blocks_per_seq, block_size)
 
 
-def create(
+def create_state(
     tables: BlockTables, kv_cache: KVCache, max_model_len: int, host: HostPool | None = None
 ) -> EngineState:
     """A state without requests over empty tables and an empty cache."""
@@ -187,16 +189,17 @@ def without_kv(state: EngineState) -> EngineState:
     def shapes(kv_cache: KVCache) -> KVCache:
         return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), kv_cache)
 
-    host = state.host and dataclasses.replace(state.host, kv_cache=shapes(state.host.kv_cache))
-    return dataclasses.replace(state, kv_cache=shapes(state.kv_cache), host=host)
+    host = state.host and replace(state.host, kv_cache=shapes(state.host.kv_cache))
+    return replace(state, kv_cache=shapes(state.kv_cache), host=host)
 
 
-def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
+def place_requests(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
     """Put line i of `requests` into row `rows[i]`, which must be EMPTY or FINISHED; a row beyond all is none.
 
-    `requests.order` has no meaning here.
+    `requests.order` has no meaning here. Arrivals go round: only their differences tell who came first.
     """
     placed = jax.tree.map(lambda new, old: old.at[rows].set(new, mode="drop"), requests, state.rows)
     index = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
-    *_, order = lax.sort([placed.priority, placed.arrival, index], num_keys=2)
-    return dataclasses.replace(state, rows=dataclasses.replace(placed, order=order))
+    since = placed.arrival - requests.arrival[0]
+    *_, order = lax.sort([placed.priority, since, index], num_keys=2)
+    return replace(state, rows=replace(placed, order=order))

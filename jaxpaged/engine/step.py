@@ -1,6 +1,6 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
-import dataclasses
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -8,14 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpaged.config import PREFILL_TILE
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
-from jaxpaged.engine.scheduler import Decision, Limits, Plan, Slots, Tiles
+from jaxpaged.engine.scheduler import Decision, Plan, Slots, Tiles
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, Phase, Rows
+from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_table
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
-from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.sampling import logprobs_of, sample
 from jaxpaged.status import Status
 from pallas_kernels.ops import TiledImplementation
@@ -45,34 +47,18 @@ class Model(Protocol):
     def logits(self, hidden: Hidden, /) -> Float[Array, "max_num_seqs vocab"]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class StepConfig:
-    """What is fixed when the loop is compiled, beside the sizes of the state."""
-
-    limits: Limits
-    tiles_per_pass: int  # prompt tiles computed in one forward pass; a step may make several passes
-    decode_attention: TiledImplementation
-
-    @property
-    def prompt_attention(self) -> TiledImplementation:
-        """The kernel for GPUs takes tiles of one token only."""
-        return "xla" if self.decode_attention == "mosaic_gpu" else self.decode_attention
-
-
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
     """Advance every running row: some by tiles of their prompt, the others by one token.
 
     Prompts are computed in passes of one shape, decoding rows in one of another, and logits in a third,
     whatever else is in the step. So a token's bits do not depend on its company.
     """
-    state, decision = scheduler.schedule(state, config.limits)
-    plan, limits = decision.plan, config.limits
+    state, decision = scheduler.schedule(state, config)
+    plan = decision.plan
     ran = plan.num_new_tokens > 0
-    tables, appended = block_table.append(
-        state.tables, plan.num_new_tokens, max_new_blocks=max_blocks_touched(limits, state.tables.block_size)
-    )
-    state = dataclasses.replace(state, tables=tables, status=state.status | appended.status)
-    slots = scheduler.slots_of(state.rows.running, limits.max_num_seqs)
+    max_blocks = config.max_blocks_touched(state.tables.block_size)
+    state = state.on_tables(block_table.append, plan.num_new_tokens, max_new_blocks=max_blocks)
+    slots = scheduler.slots_of(state.rows.running, config.max_num_seqs)
 
     state, hidden = forward(model, state, plan, slots, config)
     # A row whose every token is in the cache has its newest token's hidden state, and is due for the next.
@@ -88,12 +74,7 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
             Counter.NUM_NEW_TOKENS: jnp.sum(due),
         }
     )
-    return clean_up(publish(state, jnp.any(in_prompt), limits), limits), decision
-
-
-def max_blocks_touched(limits: Limits, block_size: int) -> int:
-    """Blocks that a step can begin, or fill, over all rows: one for each that decodes, and those of tiles."""
-    return limits.max_num_seqs + limits.num_tiles * (cdiv(PREFILL_TILE, block_size) + 1)
+    return clean_up(publish(state, jnp.any(in_prompt), config), config), decision
 
 
 def forward(
@@ -109,7 +90,7 @@ def forward(
     type Carry = tuple[KVCache, Hidden]
 
     def prefill(carry: Carry) -> Carry:
-        all_tiles = scheduler.prompt_tiles(state, plan, cdiv(config.limits.num_tiles, width) * width)
+        all_tiles = scheduler.prompt_tiles(state, plan, cdiv(config.num_tiles, width) * width)
 
         def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
@@ -124,11 +105,11 @@ def forward(
     def skip(carry: Carry) -> Carry:
         return carry
 
-    carry = state.kv_cache, jnp.zeros((config.limits.max_num_seqs, model.hidden_size), model.dtype)
+    carry = state.kv_cache, jnp.zeros((config.max_num_seqs, model.hidden_size), model.dtype)
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = jnp.any((plan.num_tiles == 0) & (plan.num_new_tokens > 0))
     kv_cache, hidden = lax.cond(decodes, decode, skip, carry)
-    return dataclasses.replace(state, kv_cache=kv_cache), hidden
+    return replace(state, kv_cache=kv_cache), hidden
 
 
 def compute(
@@ -188,17 +169,17 @@ def answer(
     finishes = due & (stops | (num_tokens == rows.max_num_tokens))
     reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
     at = jnp.where(due, index, index.shape[0]), rows.num_tokens
-    rows = dataclasses.replace(
+    rows = replace(
         rows,
         token_ids=rows.token_ids.at[at].set(token_ids, mode="drop"),
         num_tokens=num_tokens,
         phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
     )
-    return dataclasses.replace(state, rows=rows, logprobs=state.logprobs.at[at].set(logprobs, mode="drop"))
+    return replace(state, rows=rows, logprobs=state.logprobs.at[at].set(logprobs, mode="drop"))
 
 
-def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits) -> EngineState:
+def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:
     """Make full blocks findable: their K and V are written.
 
     Those that only decoding has filled can wait. Under their own names (`scheduler.cache_keys`) an answer's
@@ -209,8 +190,8 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits
         return state
     rows, block_size = state.rows, state.tables.block_size
     is_tight = state.tables.pool.num_free < jnp.sum(rows.running)
-    is_eager = limits.reuse_answers or limits.sliding_window is not None  # blocks must not leave the window
-    max_blocks = max_blocks_touched(limits, block_size)
+    is_eager = config.reuse_answers or config.sliding_window is not None  # blocks must not leave the window
+    max_blocks = config.max_blocks_touched(block_size)
     type Carry = tuple[BlockTables, Int[Array, ""]]
 
     def num_full(tables: BlockTables) -> Int[Array, " rows"]:
@@ -223,23 +204,19 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], limits: Limits
     def insert(carry: Carry) -> Carry:
         tables, status = carry
         row, position = jnp.indices(rows.token_ids.shape, jnp.int32)
-        keys = scheduler.cache_keys(rows, row, position, limits)
+        keys = scheduler.cache_keys(rows, row, position, config)
         num_tokens = (tables.chains.num_blocks + dealt(num_full(tables), max_blocks)) * block_size
         tables, info = block_table.cache_full_blocks(tables, keys, num_tokens, max_blocks=max_blocks)
         return tables, status | info.status
 
-    tables, status = lax.cond(
-        computes_prompt | is_tight | is_eager,
-        lambda carry: lax.while_loop(more, insert, carry),
-        lambda carry: carry,
-        (state.tables, jnp.int32(Status.OK)),
-    )
-    return dataclasses.replace(state, tables=tables, status=state.status | status)
+    now = computes_prompt | is_tight | is_eager
+    start = (state.tables, jnp.int32(Status.OK))
+    tables, status = lax.cond(now, lambda: lax.while_loop(more, insert, start), lambda: start)
+    return replace(state, tables=tables, status=state.status | status)
 
 
-def clean_up(state: EngineState, limits: Limits) -> EngineState:
+def clean_up(state: EngineState, config: StepConfig) -> EngineState:
     """Take back the blocks of rows that have finished, and those that running rows' windows have left."""
-    tables, status = scheduler.free_rows(state.tables, state.rows.phase == Phase.FINISHED)
-    max_blocks = max_blocks_touched(limits, tables.block_size)
-    tables, slid = scheduler.slide_windows(tables, state.rows.running, limits, max_blocks=max_blocks)
-    return dataclasses.replace(state, tables=tables, status=state.status | status | slid)
+    state = state.on_tables(block_table.free_rows, state.rows.phase == Phase.FINISHED)
+    window, max_blocks = config.sliding_window, config.max_blocks_touched(state.tables.block_size)
+    return state.on_tables(block_table.slide_windows, state.rows.running, window, max_blocks=max_blocks)

@@ -4,45 +4,33 @@ Block 0 is the null block. It is never given out; unused table entries name it a
 written to it, so every index that reaches a kernel is a real block.
 """
 
-import dataclasses
 import enum
-import functools
-from typing import Literal, get_args
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.config import check
 from jaxpaged.memory import free_queue, prefix_cache
-from jaxpaged.memory.entries import reversed_groups
 from jaxpaged.memory.free_queue import FreeQueue
+from jaxpaged.memory.policies import Freed, Policy
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 
 NULL_BLOCK = 0
 HELD_ONCE = FreeQueue.NOT_QUEUED - 1  # the `place` of a block with one holder
 
-# Blocks are taken from the head of the free queue. A policy is nothing but a first order and an end:
-#   lifo       starts with the highest id, puts freed blocks at the head (vLLM v0 `BlockAllocator`);
-#   naive      starts with the lowest id, puts freed blocks at the head (vLLM 0.6.3 `NaiveBlockAllocator`);
-#   lru        starts with the lowest id, puts freed blocks at the tail (vLLM V1 `BlockPool`);
-#   lru_split  as lru, but puts blocks without cached content at the head, as a group (V1 since mid-2026).
-Policy = Literal["lifo", "naive", "lru", "lru_split"]
 
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["free_queue", "prefix_cache"],
-    meta_fields=["policy"],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class BlockPool:
     """A block is either queued or held: `free_queue.place` is its place, or `NOT_QUEUED - holders`."""
 
     free_queue: FreeQueue
     prefix_cache: PrefixCache | None  # None: content is forgotten when its block is freed
-    policy: Policy
+    policy: Policy = field(metadata={"static": True})
 
     @property
     def num_blocks(self) -> int:
@@ -72,44 +60,33 @@ class AllocStatus(enum.IntEnum):
     NEVER = 2
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["block_ids", "status"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class AllocateInfo:
     block_ids: Int[Array, " max_count"]  # in the order taken; NULL_BLOCK beyond `count`
     status: Int[Array, ""]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["num_freed", "status"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class FreeInfo:
     num_freed: Int[Array, ""]  # blocks that nobody holds any more
     status: Int[Array, ""]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["status"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StatusInfo:
     status: Int[Array, ""]
 
 
-def create(
-    num_blocks: int, policy: Policy = "naive", *, prefix_cache: PrefixCache | None = None
-) -> BlockPool:
+def create(num_blocks: int, policy: Policy, *, prefix_cache: PrefixCache | None = None) -> BlockPool:
     """A pool in which every block but the null block is free."""
-    if num_blocks < 2:
-        raise ValueError(
-            f"{num_blocks=} must be at least 2: block 0 is the null block and is never given out"
-        )
-    if policy not in get_args(Policy):
-        raise ValueError(f"{policy=} must be one of {get_args(Policy)}")
+    rule = "at least 2: block 0 is the null block and is never given out"
+    check("num_blocks", num_blocks, rule, num_blocks >= 2)
     if prefix_cache is not None and prefix_cache.num_blocks != num_blocks:
         raise ValueError(f"{prefix_cache.num_blocks=} must equal {num_blocks=}")
-    block_ids = jnp.arange(1, num_blocks, dtype=jnp.int32)
-    return BlockPool(
-        free_queue=free_queue.create(block_ids[::-1] if policy == "lifo" else block_ids, num_blocks),
-        prefix_cache=prefix_cache,
-        policy=policy,
-    )
+    return BlockPool(policy.new_queue(num_blocks), prefix_cache, policy)
 
 
 def can_allocate(
@@ -132,7 +109,7 @@ def allocate(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[Bl
     )
     count = jnp.where(status == Status.OK, count, 0)
     queue, block_ids = free_queue.pop_front(pool.free_queue, count, max_count, place=HELD_ONCE)
-    pool = forget(dataclasses.replace(pool, free_queue=queue), block_ids, jnp.arange(max_count) < count)
+    pool = forget(replace(pool, free_queue=queue), block_ids, jnp.arange(max_count) < count)
     return pool, AllocateInfo(block_ids=block_ids, status=status)
 
 
@@ -140,7 +117,14 @@ def forget(pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array,
     """Make the content of the masked blocks unfindable; nothing is checked."""
     if pool.prefix_cache is None:
         return pool
-    return dataclasses.replace(pool, prefix_cache=prefix_cache.remove(pool.prefix_cache, block_ids, mask))
+    return replace(pool, prefix_cache=prefix_cache.remove(pool.prefix_cache, block_ids, mask))
+
+
+def has_content(pool: BlockPool, block_ids: Int[Array, " num_ids"]) -> Bool[Array, " num_ids"]:
+    """Whether each block has content that can be found."""
+    if pool.prefix_cache is None:
+        return jnp.zeros(block_ids.shape, bool)
+    return prefix_cache.has_content(pool.prefix_cache, block_ids)
 
 
 def free(
@@ -152,8 +136,8 @@ def free(
     """Give back one hold on each masked block, exactly as if one after the other; all of them or none.
 
     A block may be named several times (two rows share it); it becomes free with its last hold. The null
-    block is passed over. `lru_split` moves blocks in groups: those of equal `group`, which may not decrease;
-    without it all are one group. Costs O(num_ids).
+    block is passed over. Blocks of equal `group`, which may not decrease, are given back together; without it
+    all are. Costs O(num_ids).
     Status: DOUBLE_FREE if a block is named more often than it is held, UNKNOWN_BLOCK.
     """
     known, unknown = _known(pool, block_ids, mask)
@@ -164,17 +148,9 @@ def free(
     pool = hold(after, block_ids, known & refused, 1)
     is_free = known & ~refused & (place == FreeQueue.NOT_QUEUED)
     queue, is_freed = free_queue.last_namings(pool.free_queue, block_ids, is_free)
-    if pool.policy == "lru":
-        queue = free_queue.push_back(queue, block_ids, is_freed)
-    elif pool.policy == "lru_split":
-        # The first of a group is the first to be taken, so the group goes to the head last to first.
-        has_content = _has_content(pool, block_ids)
-        order = reversed_groups(jnp.zeros_like(block_ids) if group is None else group)
-        queue = free_queue.push_front(queue, block_ids[order], (is_freed & ~has_content)[order])
-        queue = free_queue.push_back(queue, block_ids, is_freed & has_content)
-    else:
-        queue = free_queue.push_front(queue, block_ids, is_freed)
-    return dataclasses.replace(pool, free_queue=queue), FreeInfo(
+    group = jnp.zeros_like(block_ids) if group is None else group
+    queue = pool.policy.give_back(queue, Freed(block_ids, is_freed, has_content(pool, block_ids), group))
+    return replace(pool, free_queue=queue), FreeInfo(
         num_freed=jnp.sum(is_freed, dtype=jnp.int32),
         status=flag(double_free, Status.DOUBLE_FREE) | flag(unknown, Status.UNKNOWN_BLOCK),
     )
@@ -190,7 +166,7 @@ def touch(
     known, unknown = _known(pool, block_ids, mask)
     known &= ~unknown
     is_free = known & (pool.free_queue.place[block_ids] >= 0)
-    pool = dataclasses.replace(pool, free_queue=free_queue.remove(pool.free_queue, block_ids, is_free))
+    pool = replace(pool, free_queue=free_queue.remove(pool.free_queue, block_ids, is_free))
     return hold(pool, block_ids, known, 1), StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
 
 
@@ -207,7 +183,7 @@ def reset_prefix_cache(pool: BlockPool) -> tuple[BlockPool, StatusInfo]:
     in_use = pool.num_free != pool.num_blocks - 1
     if pool.prefix_cache is not None:
         cleared = lax.cond(in_use, lambda same: same, prefix_cache.clear, pool.prefix_cache)
-        pool = dataclasses.replace(pool, prefix_cache=cleared)
+        pool = replace(pool, prefix_cache=cleared)
     return pool, StatusInfo(flag(in_use, Status.BLOCKS_IN_USE))
 
 
@@ -215,7 +191,7 @@ def hold(pool: BlockPool, block_ids: Int[Array, "*n"], mask: Bool[Array, "*n"], 
     """So many more `holders` for each masked naming of a held block. Nothing is checked or freed."""
     target = jnp.where(mask, block_ids, pool.num_blocks)
     place = pool.free_queue.place.at[target].add(-holders, mode="drop")
-    return dataclasses.replace(pool, free_queue=dataclasses.replace(pool.free_queue, place=place))
+    return replace(pool, free_queue=replace(pool.free_queue, place=place))
 
 
 def flag(condition: Bool[Array, ""], bit: Status) -> Int[Array, ""]:
@@ -228,9 +204,3 @@ def _known(
     """Which masked ids name a block that can be held, and whether any names no block at all."""
     exists = (block_ids >= 0) & (block_ids < pool.num_blocks)
     return mask & exists & (block_ids != NULL_BLOCK), jnp.any(mask & ~exists)
-
-
-def _has_content(pool: BlockPool, block_ids: Int[Array, " num_ids"]) -> Bool[Array, " num_ids"]:
-    if pool.prefix_cache is None:
-        return jnp.zeros(block_ids.shape, bool)
-    return prefix_cache.has_content(pool.prefix_cache, block_ids)

@@ -3,14 +3,15 @@
 Every transition acts on all rows at once, with exactly the result of going row by row, and on all or none.
 """
 
-import dataclasses
-import functools
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.config import check
 from jaxpaged.memory import block_pool, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
 from jaxpaged.memory.entries import first_equal, number_through
@@ -19,12 +20,8 @@ from jaxpaged.memory.prefix_cache import Chain
 from jaxpaged.status import Status
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["pool", "block_tables", "seq_lens", "num_skipped", "chains"],
-    meta_fields=["block_size"],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class BlockTables:
     """Row r holds `cdiv(seq_lens[r], block_size)` blocks, named first to last in `block_tables[r]`."""
 
@@ -33,7 +30,7 @@ class BlockTables:
     seq_lens: Int[Array, " max_seqs"]  # tokens each row has places for
     num_skipped: Int[Array, " max_seqs"]  # leading blocks that left the window: NULL_BLOCK stands for them
     chains: Chain  # how far each row is cached
-    block_size: int  # tokens a block
+    block_size: int = field(metadata={"static": True})  # tokens a block
 
     @property
     def max_seqs(self) -> int:
@@ -45,16 +42,17 @@ class BlockTables:
 
     @property
     def num_blocks(self) -> Int[Array, " max_seqs"]:
-        """Blocks each row holds, those that left the window included."""
+        """Blocks that each row's tokens take, those that left the window included."""
         return cdiv(self.seq_lens, self.block_size)
 
+    @property
+    def num_held(self) -> Int[Array, " max_seqs"]:
+        """Blocks that each row holds."""
+        return self.num_blocks - self.num_skipped
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["num_new_blocks", "copy_sources", "copy_destinations", "status"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class AppendInfo:
     """Before anything is written, block `copy_sources[r]` is to be copied to `copy_destinations[r]`."""
 
@@ -64,19 +62,11 @@ class AppendInfo:
     status: Int[Array, ""]
 
 
-def cdiv[T: (int, Array)](a: T, b: int) -> T:
-    return -(-a // b)
-
-
 def create(pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: int) -> BlockTables:
     """Empty tables over `pool`."""
-    for name, value in {
-        "max_seqs": max_seqs,
-        "max_blocks_per_seq": max_blocks_per_seq,
-        "block_size": block_size,
-    }.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    sizes = {"max_seqs": max_seqs, "max_blocks_per_seq": max_blocks_per_seq, "block_size": block_size}
+    for name, value in sizes.items():
+        check(name, value, "at least 1", value >= 1)
     cache = pool.prefix_cache
     if cache is not None and cache.block_size != block_size:
         raise ValueError(f"{cache.block_size=} must equal {block_size=}")
@@ -96,9 +86,9 @@ def append(
     """Make places for `num_new_tokens[r] >= 0` more tokens in each row r, that r alone may write to.
 
     A last block that is partly filled and that others hold too is replaced by a new one, and is to be copied
-    there. Blocks are taken row by row; in a row the copy's comes first (`naive`: last, as vLLM 0.6.3 writes
-    the tokens when all blocks are there). `max_new_blocks` (static) bounds their number over all rows.
-    Costs O(max_seqs + max_new_blocks), whatever the pool and the tables are.
+    there. Blocks are taken row by row; in a row the copy's comes first (or last: `Policy.copies_last`).
+    `max_new_blocks` (static) bounds their number over all rows. Costs O(max_seqs + max_new_blocks), whatever
+    the pool and the tables are.
     Status: OUT_OF_BLOCKS, TABLE_FULL (a row would outgrow its line), TOO_MANY_BLOCKS.
     """
     pool = tables.pool
@@ -123,14 +113,14 @@ def append(
     pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
 
     row, k, used = number_through(num_new, max_new_blocks)
-    if pool.policy == "naive":
+    if pool.policy.copies_last:
         col = jnp.where(copies[row] & (k == num_new[row] - 1), held[row] - 1, held[row] + k)
     else:
         col = held[row] + k - copies[row]
     is_copy = used & (col < held[row])
     nobody = jnp.zeros(tables.max_seqs, jnp.int32)
     target = jnp.where(is_copy, row, tables.max_seqs)
-    tables = dataclasses.replace(
+    tables = replace(
         tables,
         pool=pool,
         block_tables=tables.block_tables.at[jnp.where(used, row, tables.max_seqs), col].set(
@@ -183,7 +173,7 @@ def fork(
     done = mask & ~(unknown | in_use)
     lines = jnp.where(done[:, None], tables.block_tables[sources], NULL_BLOCK)
     target = jnp.where(done, destinations, tables.max_seqs)
-    tables = dataclasses.replace(
+    tables = replace(
         tables,
         pool=block_pool.hold(tables.pool, lines, lines != NULL_BLOCK, 1),
         block_tables=tables.block_tables.at[target].set(lines, mode="drop"),
@@ -221,7 +211,7 @@ def adopt(
     target = jnp.where(done & (status == Status.OK), rows, tables.max_seqs)
     width = min(block_ids.shape[1], tables.max_blocks_per_seq)
     lines = jnp.where(is_hit, block_ids, NULL_BLOCK)[:, :width]
-    tables = dataclasses.replace(
+    tables = replace(
         tables,
         pool=pool,
         block_tables=tables.block_tables.at[target[:, None], jnp.arange(width)].set(lines, mode="drop"),
@@ -261,24 +251,38 @@ def cache_full_blocks(
         tables.block_tables[row, col],
         token_ids[row[:, None], positions],
     )
-    tables = dataclasses.replace(
-        tables, pool=dataclasses.replace(tables.pool, prefix_cache=cache), chains=chains
-    )
+    tables = replace(tables, pool=replace(tables.pool, prefix_cache=cache), chains=chains)
     return tables, StatusInfo(flag(too_few, Status.TOO_FEW_TOKENS) | flag(too_many, Status.TOO_MANY_BLOCKS))
 
 
-def free_rows(
-    tables: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
-) -> tuple[BlockTables, FreeInfo]:
+def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[BlockTables, FreeInfo]:
     """Give back all blocks of the masked rows, row by row; the rows become empty.
 
-    In a row the first block goes first (`lru`, `lru_split`: the last, so that the beginning of a prompt,
-    which others may share, is evicted last). `max_blocks` (static) bounds the blocks of these rows; without
-    it, they may be the whole table. Costs O(max_blocks). Status: TOO_MANY_BLOCKS.
+    In a row the first block goes first (or the last: `Policy.last_block_first`). Each round frees as many
+    rows as hold together no more blocks than a row can, and costs O(max_seqs + max_blocks_per_seq); if they
+    are empty there is none.
     """
-    counts = jnp.where(rows, tables.num_blocks - tables.num_skipped, 0)
-    tables, info = _release(tables, tables.num_skipped, counts, max_blocks)
-    return _clear(tables, rows & (info.status == Status.OK)), info
+    width = tables.max_blocks_per_seq
+    type Carry = tuple[BlockTables, FreeInfo]
+
+    def pending(tables: BlockTables) -> Bool[Array, " max_seqs"]:
+        return rows & (
+            (tables.seq_lens > 0) | (tables.chains.salt != 0)
+        )  # cut to nothing, a row has its salt
+
+    def goes_on(carry: Carry) -> Bool[Array, ""]:
+        # A refusal is a bug, and must not turn into an endless loop.
+        return jnp.any(pending(carry[0])) & (carry[1].status == Status.OK)
+
+    def free_some(carry: Carry) -> Carry:
+        tables, info = carry
+        counts = jnp.where(pending(tables), tables.num_held, 0)
+        some = pending(tables) & (jnp.cumsum(counts) <= width)
+        tables, freed = _release(tables, tables.num_skipped, jnp.where(some, counts, 0), width)
+        tables = _clear(tables, some & (freed.status == Status.OK))
+        return tables, FreeInfo(info.num_freed + freed.num_freed, info.status | freed.status)
+
+    return lax.while_loop(goes_on, free_some, (tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))))
 
 
 def reset(tables: BlockTables) -> tuple[BlockTables, FreeInfo]:
@@ -291,7 +295,8 @@ def truncate(
 ) -> tuple[BlockTables, FreeInfo]:
     """Give back the last `num_tokens[r]` tokens of each row r, and the blocks that hold nothing else.
 
-    Order and `max_blocks` as in `free_rows`. Status: TOO_FEW_TOKENS (a row has not so many, or the window has
+    In the order of `free_rows`. `max_blocks` (static) bounds these blocks; without it, they may be the whole
+    table. Costs O(max_seqs + max_blocks). Status: TOO_FEW_TOKENS (a row has not so many, or the window has
     left what would be its end), TOO_MANY_BLOCKS.
     """
     seq_lens = tables.seq_lens - num_tokens
@@ -302,14 +307,14 @@ def truncate(
     tables, info = _release(tables, left, counts, max_blocks)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     ok = status == Status.OK
-    tables = dataclasses.replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
+    tables = replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
     if tables.pool.prefix_cache is not None:
         num_full = tables.seq_lens // tables.block_size
         last_ids = tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(num_full - 1, 0)]
         chains = prefix_cache.rewind(tables.pool.prefix_cache, tables.chains, num_full, last_ids)
-        tables = dataclasses.replace(tables, chains=chains)
+        tables = replace(tables, chains=chains)
     emptied = ok & (seq_lens == 0) & (num_tokens > 0)
-    return _clear(tables, emptied, keep_salt=True), dataclasses.replace(info, status=status)
+    return _clear(tables, emptied, keep_salt=True), replace(info, status=status)
 
 
 def slide_window(
@@ -317,7 +322,7 @@ def slide_window(
 ) -> tuple[BlockTables, FreeInfo]:
     """Free the blocks that hold nothing but the first `num_skipped_tokens[r]` tokens of row r.
 
-    The null block stands in for them. Order and `max_blocks` as in `free_rows`.
+    The null block stands in for them. Order and `max_blocks` as in `truncate`.
     Status: TOO_FEW_TOKENS (a row has not so many), TOO_MANY_BLOCKS.
     """
     too_few = jnp.any(num_skipped_tokens > tables.seq_lens)
@@ -326,7 +331,24 @@ def slide_window(
     tables, info = _release(tables, tables.num_skipped, counts, max_blocks)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     num_skipped = jnp.where(status == Status.OK, num_skipped, tables.num_skipped)
-    return dataclasses.replace(tables, num_skipped=num_skipped), dataclasses.replace(info, status=status)
+    return replace(tables, num_skipped=num_skipped), replace(info, status=status)
+
+
+def slide_windows(
+    tables: BlockTables, rows: Bool[Array, " max_seqs"], sliding_window: int | None, *, max_blocks: int
+) -> tuple[BlockTables, FreeInfo]:
+    """`slide_window` past all that nothing to come in the masked rows can see; None: it sees everything."""
+    if sliding_window is None:
+        return tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))
+    skipped = jnp.where(rows, num_unseen(tables.seq_lens, sliding_window), 0)
+    return slide_window(tables, skipped, max_blocks=max_blocks)
+
+
+def num_unseen(num_tokens: Int[Array, "*n"], sliding_window: int | None) -> Int[Array, "*n"]:
+    """How many of a sequence's first tokens the one after `num_tokens` of them does not see."""
+    if sliding_window is None:
+        return jnp.zeros_like(num_tokens)
+    return jnp.maximum(num_tokens + 1 - sliding_window, 0)
 
 
 def slot_mapping(
@@ -352,20 +374,19 @@ def _release(
     too_many = jnp.sum(counts, dtype=jnp.int32) > size
     counts = jnp.where(too_many, 0, counts)
     row, k, used = number_through(counts, size)
-    last_first = tables.pool.policy in ("lru", "lru_split")
-    col = first[row] + (counts[row] - 1 - k if last_first else k)
+    col = first[row] + (counts[row] - 1 - k if tables.pool.policy.last_block_first else k)
     pool, info = block_pool.free(tables.pool, tables.block_tables[row, col], used, group=row)
     cleared = jnp.where(used & (info.status == Status.OK), row, tables.max_seqs)
     block_tables = tables.block_tables.at[cleared, col].set(NULL_BLOCK, mode="drop")
     status = info.status | flag(too_many, Status.TOO_MANY_BLOCKS)
-    return dataclasses.replace(tables, pool=pool, block_tables=block_tables), FreeInfo(info.num_freed, status)
+    return replace(tables, pool=pool, block_tables=block_tables), FreeInfo(info.num_freed, status)
 
 
 def _clear(tables: BlockTables, rows: Bool[Array, " max_seqs"], *, keep_salt: bool = False) -> BlockTables:
     """Forget all but the (already empty) lines of the masked rows."""
     salt = tables.chains.salt if keep_salt else jnp.zeros_like(tables.chains.salt)
     chains = prefix_cache.where(rows, prefix_cache.root(tables.pool.prefix_cache, salt), tables.chains)
-    return dataclasses.replace(
+    return replace(
         tables,
         seq_lens=jnp.where(rows, 0, tables.seq_lens),
         num_skipped=jnp.where(rows, 0, tables.num_skipped),

@@ -61,6 +61,15 @@ def first_equal(*keys: Array, mask: Bool[Array, " n"]) -> Int[Array, " n"]:
     return lax.while_loop(lambda search: jnp.any(search[2]), attempt, start)[1]
 
 
+def after_reading(read: Int[Array, "*n"], value: Int[Array, "*n"] | int) -> Int[Array, "*n"]:
+    """`value`, which is nowhere less than `read`; but XLA does not know that, and so reads before it writes.
+
+    An array that is read and then written to is updated in place only if what is written depends on what was
+    read. Else XLA is free to write first, and copies the whole array to be safe.
+    """
+    return jnp.maximum(read, value)
+
+
 def reversed_groups(group: Int[Array, " n"]) -> Int[Array, " n"]:
     """The order that turns each group of equal neighbours around, but leaves the groups in theirs."""
     index = jnp.arange(group.shape[0], dtype=jnp.int32)

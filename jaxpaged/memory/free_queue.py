@@ -6,8 +6,7 @@ or giving back k blocks costs O(k), however large the pool is, and the O(num_blo
 least num_blocks removals.
 """
 
-import dataclasses
-import functools
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -15,13 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxpaged.memory.entries import after_reading
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["ring", "place", "counters"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class FreeQueue:
     """Ids in queue order are `ring[head], ring[head + 1], ...` (modulo the ring's size), holes left out.
 
@@ -105,7 +102,7 @@ def pop_front(
     start = (jnp.int32(0), jnp.int32(0), jnp.zeros(max_count, jnp.int32))
     passed, _, taken_ids = lax.while_loop(wants_more, look, start)
     taken = jnp.arange(max_count, dtype=jnp.int32) < count
-    queue = dataclasses.replace(
+    queue = replace(
         queue,
         place=queue.place.at[jnp.where(taken, taken_ids, queue.num_blocks)].set(place, mode="drop"),
         counters=_counters(queue, head=passed, span=-passed, num_free=-count),
@@ -119,7 +116,7 @@ def push_front(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, 
     queue = _make_room(queue, count)
     rank = jnp.cumsum(mask, dtype=jnp.int32) - 1
     queue = _put(queue, ids, mask, (queue.head - 1 - rank) % queue.capacity)
-    return dataclasses.replace(queue, counters=_counters(queue, head=-count))
+    return replace(queue, counters=_counters(queue, head=-count))
 
 
 def push_back(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]) -> FreeQueue:
@@ -139,11 +136,10 @@ def remove(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " nu
     ring = queue.ring.at[jnp.where(mask, place, queue.capacity)].min(hole, mode="drop")
     found = ring[place]
     target = jnp.where(mask, ids, queue.num_blocks)
-    return dataclasses.replace(
+    return replace(
         queue,
         ring=ring,
-        # Always NOT_QUEUED; said like this, XLA reads before it writes instead of copying the whole array.
-        place=queue.place.at[target].set(jnp.maximum(found, FreeQueue.NOT_QUEUED), mode="drop"),
+        place=queue.place.at[target].set(after_reading(found, FreeQueue.NOT_QUEUED), mode="drop"),
         counters=_counters(queue, num_free=-jnp.sum(mask & (found == hole), dtype=jnp.int32)),
     )
 
@@ -158,7 +154,7 @@ def last_namings(
     """
     mark = FreeQueue.NOT_QUEUED - 1 - jnp.arange(ids.shape[0], dtype=jnp.int32)
     place = queue.place.at[jnp.where(mask, ids, queue.num_blocks)].min(mark, mode="drop")
-    return dataclasses.replace(queue, place=place), mask & (place[ids] == mark)
+    return replace(queue, place=place), mask & (place[ids] == mark)
 
 
 def compact(queue: FreeQueue) -> FreeQueue:
@@ -167,7 +163,7 @@ def compact(queue: FreeQueue) -> FreeQueue:
     ids = queue.ring[(queue.head + offset) % queue.capacity]
     is_live = (offset < queue.span) & (ids >= 0)
     rank = jnp.cumsum(is_live, dtype=jnp.int32) - 1
-    return dataclasses.replace(
+    return replace(
         queue,
         ring=jnp.full_like(queue.ring, FreeQueue.HOLE)
         .at[jnp.where(is_live, rank, queue.capacity)]
@@ -177,13 +173,10 @@ def compact(queue: FreeQueue) -> FreeQueue:
     )
 
 
-def _counters(
-    queue: FreeQueue,
-    *,
-    head: int | Int[Array, ""] = 0,
-    span: int | Int[Array, ""] = 0,
-    num_free: int | Int[Array, ""] = 0,
-) -> Int[Array, "3"]:
+type Count = int | Int[Array, ""]
+
+
+def _counters(queue: FreeQueue, *, head: Count = 0, span: Count = 0, num_free: Count = 0) -> Int[Array, "3"]:
     """The queue's counters, after so much is added to each."""
     return jnp.stack([(queue.head + head) % queue.capacity, queue.span + span, queue.num_free + num_free])
 
@@ -200,7 +193,7 @@ def _put(
     place: Int[Array, " num_ids"],
 ) -> FreeQueue:
     count = jnp.sum(mask, dtype=jnp.int32)
-    return dataclasses.replace(
+    return replace(
         queue,
         ring=queue.ring.at[jnp.where(mask, place, queue.capacity)].set(ids, mode="drop"),
         place=queue.place.at[jnp.where(mask, ids, queue.num_blocks)].set(place, mode="drop"),

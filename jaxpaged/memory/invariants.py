@@ -5,6 +5,7 @@ from collections import Counter
 import jax
 import numpy as np
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.free_queue import FreeQueue
@@ -77,7 +78,7 @@ def _check_tables(tables: BlockTables) -> None:
     held: Counter[int] = Counter()
     for row in range(tables.max_seqs):
         line = tables.block_tables[row]
-        num_blocks = -(-int(tables.seq_lens[row]) // tables.block_size)
+        num_blocks = cdiv(int(tables.seq_lens[row]), tables.block_size)
         num_skipped = int(tables.num_skipped[row])
         _require(
             0 <= num_skipped <= num_blocks <= tables.max_blocks_per_seq,

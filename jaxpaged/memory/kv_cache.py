@@ -1,91 +1,86 @@
-"""The arrays that hold keys and values, one pair a layer, and how a model reads and writes them."""
+"""K and V in arrays: how they are made, written and copied, and one layer seen in those of all."""
 
-import dataclasses
-import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels import ops
-from pallas_kernels.ops import TiledImplementation
+from jaxpaged.memory.block_pool import NULL_BLOCK
+from pallas_kernels.ops import reshape_and_cache, swap_blocks
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class KVCache:
-    """One array a layer, so that each is updated in place on its own. Block 0 is the null block."""
+    """One array for K and one for V: a block's layers lie side by side. Block 0 is the null block.
 
-    k: tuple[Num[Array, "num_blocks block_size num_kv_heads head_dim"], ...]
-    v: tuple[Num[Array, "num_blocks block_size num_kv_heads head_dim"], ...]
+    So a block moves in one piece, and a loop over layers carries two arrays, which are updated in place. To
+    a kernel each is a pool of `num_blocks * num_layers` blocks, of which a layer's are those that `blocks_of`
+    and `slots_of` name.
+    """
 
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slot_mapping", "block_tables", "query_starts", "seq_lens"],
-    meta_fields=["implementation"],
-)
-@dataclasses.dataclass(frozen=True)
-class AttentionBatch:
-    """Where the tokens of one forward pass stand: tiles of neighbouring tokens, each of one sequence."""
-
-    slot_mapping: Int[
-        Array, " num_tokens"
-    ]  # of each token's K and V, 0 for none; num_tokens = tiles x tile_len
-    block_tables: Int[Array, "num_tiles max_blocks_per_seq"]
-    query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
-    seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
-    implementation: TiledImplementation  # of the attention
+    k: Num[Array, "num_blocks num_layers block_size num_kv_heads head_dim"]
+    v: Num[Array, "num_blocks num_layers block_size num_kv_heads head_dim"]
 
     @property
-    def is_padding(self) -> Bool[Array, " num_tokens"]:
-        """The tokens that are none: their K and V go to the null block."""
-        return self.slot_mapping == 0
+    def num_layers(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def pools(
+        self,
+    ) -> tuple[Num[Array, "blocks block_size heads dim"], Num[Array, "blocks block_size heads dim"]]:
+        """K and V as kernels see them."""
+        k, v = (x.reshape(-1, *x.shape[2:]) for x in (self.k, self.v))
+        return k, v
+
+    def blocks_of(self, layer: int | Int[Array, ""], block_ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """The numbers in `pools` of a layer's share of these blocks; those of the null block are padding,
+        too.
+        """
+        return block_ids * self.num_layers + layer
+
+    def slots_of(self, layer: int | Int[Array, ""], slots: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """The slots in `pools` of a layer's K and V of the tokens in these slots."""
+        blocks = self.blocks_of(layer, slots // self.block_size)
+        return blocks * self.block_size + slots % self.block_size
 
 
 def create(
     num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
 ) -> KVCache:
     """A cache of zeros (never uninitialised memory: what is masked must still be a number)."""
-
-    def side() -> tuple[Num[Array, "..."], ...]:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
-
-    return KVCache(k=side(), v=side())
+    shape = (num_blocks, num_layers, block_size, num_kv_heads, head_dim)
+    return KVCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 
-def attend(
+def write(
     cache: KVCache,
-    layer: int,
-    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    layer: int | Int[Array, ""],
     k: Float[Array, "num_tokens num_kv_heads head_dim"],
     v: Float[Array, "num_tokens num_kv_heads head_dim"],
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
-    """Write the tokens' K and V of one layer, then let each token look at its sequence up to itself.
+    slot_mapping: Int[Array, " num_tokens"],
+) -> KVCache:
+    """Put K and V of one layer into the tokens' slots; in slot 0, the null block's, nobody looks."""
+    pools = reshape_and_cache(k, v, *cache.pools, cache.slots_of(layer, slot_mapping))
+    new_k, new_v = (pool.reshape(cache.k.shape) for pool in pools)
+    return KVCache(k=new_k, v=new_v)
 
-    With a `sliding_window` it sees only the last so many tokens, itself among them; blocks that lie wholly
-    before the window of a tile's first token may be gone, with anything in their places of the block table.
+
+def copy_blocks(
+    source: KVCache,
+    target: KVCache,
+    sources: Int[Array, " num_pairs"],
+    destinations: Int[Array, " num_pairs"],
+) -> KVCache:
+    """Copy block `sources[i]` of one cache to `destinations[i]` of the other; where it is NULL_BLOCK, none.
+
+    What is not to be copied costs nothing.
     """
-    k_layer, v_layer = ops.reshape_and_cache(k, v, cache.k[layer], cache.v[layer], batch.slot_mapping)
-    tiles = q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:])
-    out = ops.tiled_paged_attention(
-        tiles,
-        k_layer,
-        v_layer,
-        batch.block_tables,
-        batch.query_starts,
-        batch.seq_lens,
-        scale=scale,
-        sliding_window=sliding_window,
-        implementation=batch.implementation,
-    )
-    cache = KVCache(
-        k=(*cache.k[:layer], k_layer, *cache.k[layer + 1 :]),
-        v=(*cache.v[:layer], v_layer, *cache.v[layer + 1 :]),
-    )
-    return out.reshape(q.shape), cache
+    pairs = jnp.where(sources == NULL_BLOCK, -1, jnp.stack([sources, destinations])).T
+    return jax.tree.map(lambda a, b: swap_blocks(a, b, pairs), source, target)

@@ -1,12 +1,14 @@
 """How many bytes a block takes, and how many blocks fit."""
 
-import dataclasses
+from dataclasses import dataclass
 
-from jaxpaged.config import InputError
+from jaxpaged.checks import INT32_MAX, InputError
+
+MOST_BLOCKS = 2**20  # of a small model in a large memory: beyond, more blocks only cost time to make
 
 
-@dataclasses.dataclass(frozen=True)
-class CachePlan:
+@dataclass(frozen=True)
+class CacheSize:
     """What the cache will hold, and why it has that size."""
 
     num_blocks: int  # the null block included
@@ -31,30 +33,31 @@ def bytes_per_block(
     return block_size * num_layers * 2 * num_kv_heads * head_dim * bytes_per_element
 
 
-def plan(
+def cache_size(
     *,
     num_blocks: int | None,
     bytes_per_block: int,
+    state_bytes_per_block: int,
     block_size: int,
-    max_num_seqs: int,
-    max_model_len: int,
     available_bytes: int,
     available_why: str,
-) -> CachePlan:
-    """Size the cache: `num_blocks` if given, else what `available_bytes` hold and the rows can use.
+) -> CacheSize:
+    """Size the cache: `num_blocks` if given, else what `available_bytes` hold, with what is kept of each
+    block.
 
+    Not only what the rows can use: what they leave is where finished requests' prefixes stay findable.
     Raises `InputError` if not even one sequence of one block would fit.
     """
     if num_blocks is not None:
-        return CachePlan(num_blocks, bytes_per_block, block_size, "num_blocks was given")
-    fit = available_bytes // bytes_per_block
+        return CacheSize(num_blocks, bytes_per_block, block_size, "num_blocks was given")
+    fit = available_bytes // (bytes_per_block + state_bytes_per_block)
     if fit < 2:
         raise InputError(
             f"the cache needs at least 2 blocks of {bytes_per_block} bytes, "
             f"but only {max(available_bytes, 0)} bytes are available ({available_why})"
         )
-    useful = max_num_seqs * -(-max_model_len // block_size) + 1
-    if useful <= fit:
-        reason = f"{max_num_seqs} rows of {max_model_len} tokens, all that can be in use at once"
-        return CachePlan(useful, bytes_per_block, block_size, reason)
-    return CachePlan(fit, bytes_per_block, block_size, f"as many as fit into {available_why}")
+    most = min(MOST_BLOCKS, INT32_MAX // block_size)
+    if fit > most:
+        reason = f"as many as are made without being asked for, in {available_why}"
+        return CacheSize(most, bytes_per_block, block_size, reason)
+    return CacheSize(fit, bytes_per_block, block_size, f"as many as fit into {available_why}")

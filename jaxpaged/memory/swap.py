@@ -1,7 +1,6 @@
 """Moving rows between the device's tables and the host's: says which block is to be copied where."""
 
-import dataclasses
-import functools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,8 @@ from jaxpaged.memory.entries import first_equal, number_through
 from jaxpaged.status import Status
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["sources", "destinations", "status"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SwapInfo:
     """Block `sources[i]` of the one pool is to be copied to `destinations[i]` of the other."""
 
@@ -31,25 +28,12 @@ def swap_out(
 ) -> tuple[BlockTables, BlockTables, SwapInfo]:
     """Move the masked rows from the device's tables to the same rows, empty so far, of the host's.
 
-    Blocks that several of these rows share are copied once and stay shared (`naive`: once for each row, as
-    vLLM 0.6.3 does). Blocks that other rows hold stay there. `max_blocks` (static) bounds the blocks of these
+    Blocks that several of these rows share are copied once and stay shared (`Policy.unshares_in_swap`: once
+    for each row). Blocks that other rows hold stay there. `max_blocks` (static) bounds the blocks of these
     rows; without it, they may be the whole table. Costs O(max_blocks).
     Status: OUT_OF_BLOCKS (of the host), ROW_IN_USE (on the host), TOO_MANY_BLOCKS.
     """
-    return _move(device, host, rows, max_blocks)
-
-
-def swap_in(
-    device: BlockTables, host: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
-) -> tuple[BlockTables, BlockTables, SwapInfo]:
-    """`swap_out` the other way: the sources are the host's blocks; the device may run out of blocks."""
-    host, device, info = _move(host, device, rows, max_blocks)
-    return device, host, info
-
-
-def _move(
-    source: BlockTables, target: BlockTables, rows: Bool[Array, " max_seqs"], max_blocks: int | None
-) -> tuple[BlockTables, BlockTables, SwapInfo]:
+    source, target = device, host
     if source.block_tables.shape != target.block_tables.shape:
         raise ValueError(f"{source.block_tables.shape=} must equal {target.block_tables.shape=}")
     if source.block_size != target.block_size:
@@ -57,21 +41,21 @@ def _move(
     size = source.block_tables.size if max_blocks is None else max_blocks
     rows = rows & (source.seq_lens > 0)
     in_use = jnp.any(rows & (target.seq_lens > 0))
-    counts = jnp.where(rows, source.num_blocks - source.num_skipped, 0)
+    counts = jnp.where(rows, source.num_held, 0)
     too_many = jnp.sum(counts) > size
     counts = jnp.where(in_use | too_many, 0, counts)
     row, k, used = number_through(counts, size)
     col = source.num_skipped[row] + k
     ids = source.block_tables[row, col]
     index = jnp.arange(size, dtype=jnp.int32)
-    first = index if source.pool.policy == "naive" else first_equal(ids, mask=used)
+    first = index if source.pool.policy.unshares_in_swap else first_equal(ids, mask=used)
     moves = used & (first == index)
 
     pool, allocated = block_pool.allocate(target.pool, jnp.sum(moves, dtype=jnp.int32), size)
     status = allocated.status | flag(in_use, Status.ROW_IN_USE) | flag(too_many, Status.TOO_MANY_BLOCKS)
     done = status == Status.OK
     new_ids = allocated.block_ids[(jnp.cumsum(moves, dtype=jnp.int32) - 1)[first]]
-    target = dataclasses.replace(
+    target = replace(
         target,
         pool=block_pool.hold(pool, new_ids, done & used & ~moves, 1),
         block_tables=target.block_tables.at[jnp.where(done & used, row, target.max_seqs), col].set(
@@ -81,7 +65,7 @@ def _move(
         num_skipped=jnp.where(done & rows, source.num_skipped, target.num_skipped),
         chains=prefix_cache.where(done & rows, source.chains, target.chains),
     )
-    source, _ = block_table.free_rows(source, done & rows, max_blocks=size)
+    source, _ = block_table.free_rows(source, done & rows)
     return (
         source,
         target,
@@ -91,3 +75,11 @@ def _move(
             status=status,
         ),
     )
+
+
+def swap_in(
+    device: BlockTables, host: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
+) -> tuple[BlockTables, BlockTables, SwapInfo]:
+    """`swap_out` the other way: the sources are the host's blocks; the device may run out of blocks."""
+    host, device, info = swap_out(host, device, rows, max_blocks=max_blocks)
+    return device, host, info

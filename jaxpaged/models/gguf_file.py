@@ -13,7 +13,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from jaxpaged.config import InputError
+from jaxpaged.checks import InputError
+from jaxpaged.models import hf
 from jaxpaged.models.config import ModelConfig
 
 ARCHITECTURE = "llama"
@@ -123,7 +124,6 @@ def load_weights(reader: gguf.GGUFReader, path: Path) -> dict[str, np.ndarray]:
 def tokenizer(reader: gguf.GGUFReader, path: Path) -> Any:
     """A transformers tokenizer made from the file's byte-pair vocabulary, merges and chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     kind = _field(reader, path, "tokenizer.ggml.model")
     split = _field(reader, path, "tokenizer.ggml.pre", "default")
@@ -165,7 +165,7 @@ def tokenizer(reader: gguf.GGUFReader, path: Path) -> Any:
         bpe.post_processor = TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
-    return PreTrainedTokenizerFast(
+    return hf.import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=bos,
         eos_token=token("eos"),

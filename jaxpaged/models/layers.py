@@ -1,34 +1,68 @@
 """The layers that models share. A model is built from its weights' arrays, not filled later."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxpaged.models.config import RopeScaling
 from pallas_kernels import native
 
+Layer = int | Int[Array, ""]  # a layer's number, counted from 0; an array in a loop over layers
+
+
+def loops_over_layers(dtype: jnp.dtype) -> bool:
+    """Whether a program computes layers in a loop, so that it does not grow with their number.
+
+    Not where XLA's CPU code multiplies: it would copy a layer's weights out of the array of all in every
+    turn.
+    """
+    return jax.default_backend() != "cpu" or native.serves(dtype)
+
+
+class Stack(nnx.Module):
+    """An array for each layer: side by side in one array for a loop over layers, else one by one."""
+
+    def __init__(self, arrays: Sequence[Num[Array, "..."]], dtype: jnp.dtype) -> None:
+        if loops_over_layers(dtype):
+            self.all: Any = nnx.Param(jnp.stack(arrays))
+        else:
+            self.all = nnx.List(nnx.Param(array) for array in arrays)
+
+    def __getitem__(self, layer: Layer) -> Num[Array, "..."]:
+        if isinstance(self.all, nnx.List):
+            assert isinstance(layer, int)
+            return self.all[layer][...]
+        return lax.dynamic_index_in_dim(self.all[...], layer, keepdims=False)
+
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias`, summed in float32; the result stays in float32, for the caller to round once."""
+    """Each layer's `x @ weight.T + bias`, summed in float32; the result stays so, for the caller to round
+    once.
+    """
 
     def __init__(
         self,
-        weight: Float[Array, "out_features in_features"],
-        bias: Float[Array, " out_features"] | None = None,
+        weights: Sequence[Float[Array, "out_features in_features"]],
+        biases: Sequence[Float[Array, " out_features"]] | None = None,
     ) -> None:
-        self.out_features = weight.shape[0]
-        self.is_packed = native.serves(weight.dtype)
-        self.kernel = nnx.Param(native.pack(weight) if self.is_packed else weight.T)
-        self.bias = None if bias is None else nnx.Param(bias)
+        self.out_features, dtype = weights[0].shape[0], weights[0].dtype
+        self.is_packed = native.serves(dtype)
+        self.kernel = Stack([native.pack(w) if self.is_packed else w.T for w in weights], dtype)
+        self.bias = None if biases is None else Stack(biases, dtype)
 
-    def __call__(self, x: Float[Array, "num_tokens in_features"]) -> Float[Array, "num_tokens out_features"]:
+    def __call__(
+        self, x: Float[Array, "num_tokens in_features"], layer: Layer = 0
+    ) -> Float[Array, "num_tokens out_features"]:
         if self.is_packed:
-            y = native.product(x, self.kernel[...], self.out_features)
+            y = native.product(x, self.kernel.all[...], self.out_features, layer)
         else:
-            y = _dot(x, self.kernel[...], contract=0)
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+            y = _dot(x, self.kernel[layer], contract=0)
+        return y if self.bias is None else y + self.bias[layer].astype(jnp.float32)
 
 
 def unembed(
@@ -51,16 +85,18 @@ def _dot(
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * weight`, in float32, rounded to x's dtype before the weight as HF does."""
+    """Each layer's `x / sqrt(mean(x^2) + eps) * weight`, in float32, rounded before the weight as HF does."""
 
-    def __init__(self, weight: Float[Array, " features"], eps: float) -> None:
-        self.weight = nnx.Param(weight)
+    def __init__(self, weights: Sequence[Float[Array, " features"]], eps: float) -> None:
+        self.weight = Stack(weights, weights[0].dtype)
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "num_tokens features"]) -> Float[Array, "num_tokens features"]:
+    def __call__(
+        self, x: Float[Array, "num_tokens features"], layer: Layer = 0
+    ) -> Float[Array, "num_tokens features"]:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        return (wide * lax.rsqrt(mean_square + self.eps)).astype(x.dtype) * self.weight[...]
+        return (wide * lax.rsqrt(mean_square + self.eps)).astype(x.dtype) * self.weight[layer]
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float[Array, " half_dim"]:

@@ -1,17 +1,20 @@
 """Llama: grouped-query attention, RoPE, SwiGLU. Serves Llama 2 and 3, Mistral 7B, SmolLM2, TinyLlama, ..."""
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxpaged.config import InputError
+from jaxpaged.checks import InputError
 from jaxpaged.memory import kv_cache
-from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
+from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native
 
@@ -25,15 +28,13 @@ class Llama(nnx.Module):
         check_weights(config, weights)
         self.config = config
         self.embedding = nnx.Param(jnp.asarray(weights["model.embed_tokens.weight"], dtype))
-        self.layers = nnx.List(
-            DecoderLayer(config, weights, layer, dtype) for layer in range(config.num_layers)
-        )
-        self.norm = layers.RMSNorm(jnp.asarray(weights["model.norm.weight"], dtype), config.rms_norm_eps)
+        self.layers = DecoderLayers(config, weights, dtype)
+        self.norm = layers.RMSNorm([jnp.asarray(weights["model.norm.weight"], dtype)], config.rms_norm_eps)
         # A tied table serves as it lies, unless products want it packed.
         self.lm_head = (
             None
             if config.tie_word_embeddings and not native.serves(dtype)
-            else layers.Linear(jnp.asarray(weights[unembedding_name(config)], dtype))
+            else layers.Linear([jnp.asarray(weights[unembedding_name(config)], dtype)])
         )
 
     @property
@@ -63,8 +64,19 @@ class Llama(nnx.Module):
             self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
         )
         cos, sin = layers.rope_angles(positions, frequencies)
-        for i, layer in enumerate(self.layers):
-            x, cache = layer(x, cos, sin, cache, i, batch)
+        type Carry = tuple[Float[Array, "num_tokens hidden"], KVCache]
+
+        def apply(layer: layers.Layer, carry: Carry) -> Carry:
+            return self.layers(*carry, layer, cos, sin, batch)
+
+        carry = x, cache
+        if layers.loops_over_layers(self.dtype):
+            carry = lax.fori_loop(0, self.config.num_layers, apply, carry)
+        else:
+            carry = functools.reduce(
+                lambda carry, layer: apply(layer, carry), range(self.config.num_layers), carry
+            )
+        x, cache = carry
         return self.norm(x), cache
 
     def logits(self, hidden: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens vocab"]:
@@ -74,25 +86,29 @@ class Llama(nnx.Module):
         return self.lm_head(hidden)
 
 
-class DecoderLayer(nnx.Module):
-    """Attention, then a gated MLP, each on its normed input and added to the residual stream."""
+class DecoderLayers(nnx.Module):
+    """Of any layer: attention, then a gated MLP, each on its normed input and added to the residual."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: jnp.dtype) -> None:
         self.config = config
 
+        def each(*names: str) -> list[Float[Array, "..."]]:
+            """Every layer's weights of these names as one: side by side."""
+            return [
+                jnp.asarray(
+                    np.concatenate([weights[f"model.layers.{layer}.{name}"] for name in names]), dtype
+                )
+                for layer in range(config.num_layers)
+            ]
+
         def linear(*names: str) -> layers.Linear:
-            """Projections of one input as one: side by side in a single kernel."""
-            prefixes = [f"model.layers.{layer}.{name}" for name in names]
-            weight = np.concatenate([weights[f"{prefix}.weight"] for prefix in prefixes])
-            bias = None
-            if f"{prefixes[0]}.bias" in weights:
-                bias = jnp.asarray(np.concatenate([weights[f"{prefix}.bias"] for prefix in prefixes]), dtype)
-            return layers.Linear(jnp.asarray(weight, dtype), bias)
+            """Projections of one input as one."""
+            has_bias = f"model.layers.0.{names[0]}.bias" in weights
+            biases = each(*(f"{name}.bias" for name in names)) if has_bias else None
+            return layers.Linear(each(*(f"{name}.weight" for name in names)), biases)
 
         def norm(name: str) -> layers.RMSNorm:
-            return layers.RMSNorm(
-                jnp.asarray(weights[f"model.layers.{layer}.{name}.weight"], dtype), config.rms_norm_eps
-            )
+            return layers.RMSNorm(each(f"{name}.weight"), config.rms_norm_eps)
 
         self.input_norm = norm("input_layernorm")
         self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -104,17 +120,18 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "num_tokens hidden"],
+        cache: KVCache,
+        layer: layers.Layer,
         cos: Float[Array, "num_tokens 1 half_dim"],
         sin: Float[Array, "num_tokens 1 half_dim"],
-        cache: KVCache,
-        layer: int,
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         c, dtype = self.config, x.dtype
-        qkv = self.qkv(self.input_norm(x)).reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
+        num_heads = c.num_q_heads + 2 * c.num_kv_heads
+        qkv = self.qkv(self.input_norm(x, layer), layer).reshape(x.shape[0], num_heads, c.head_dim)
         qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
         q, k = jnp.split(layers.apply_rope(qk, cos, sin).astype(dtype), [c.num_q_heads], axis=1)
-        attended, cache = kv_cache.attend(
+        attended, cache = attend(
             cache,
             layer,
             q,
@@ -124,10 +141,10 @@ class DecoderLayer(nnx.Module):
             scale=c.head_dim**-0.5,
             sliding_window=c.sliding_window,
         )
-        x = x + self.o(attended.reshape(x.shape[0], -1)).astype(dtype)
+        x = x + self.o(attended.reshape(x.shape[0], -1), layer).astype(dtype)
 
-        gate, up = jnp.split(self.gate_up(self.post_attention_norm(x)), 2, axis=-1)
-        x = x + self.down((jax.nn.silu(gate) * up).astype(dtype)).astype(dtype)
+        gate, up = jnp.split(self.gate_up(self.post_attention_norm(x, layer), layer), 2, axis=-1)
+        x = x + self.down((jax.nn.silu(gate) * up).astype(dtype), layer).astype(dtype)
         return x, cache
 
 
@@ -163,12 +180,46 @@ def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def check_weights(config: ModelConfig, weights: Weights) -> None:
-    """Refuse weights that do not fit the config: a missing one, or one of another shape."""
-    for name, shape in weight_shapes(config):
+    """Refuse weights that are not the config's: one missing, too many, of another shape or type, or not
+    finite.
+    """
+    shapes = dict(weight_shapes(config))
+    for name, shape in shapes.items():
         if name not in weights:
             raise InputError(f"the weights lack {name!r}, which the model config asks for")
-        if tuple(weights[name].shape) != shape:
-            raise InputError(f"weight {name!r} has shape {tuple(weights[name].shape)}, must be {shape}")
+        weight = weights[name]
+        if tuple(weight.shape) != shape:
+            raise InputError(f"weight {name!r} has shape {tuple(weight.shape)}, must be {shape}")
+        if weight.dtype.name not in ("float32", "bfloat16", "float16", "float64"):
+            raise InputError(
+                f"weight {name!r} has type {weight.dtype.name}, must be float32, bfloat16 or float16: "
+                "quantised weights are not supported yet"
+            )
+        if not _is_finite(weight):
+            raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")
+    for name in weights:
+        # Tables that old files have beside the weights, and a head that is tied, which some files repeat.
+        is_spare = name.endswith("rotary_emb.inv_freq") or (
+            config.tie_word_embeddings and name == "lm_head.weight"
+        )
+        if name not in shapes and not is_spare:
+            raise InputError(
+                f"weight {name!r} is none that the model config asks for: the model is another one"
+            )
+
+
+def _is_finite(weight: np.ndarray) -> bool:
+    """Without a copy of the weight's size: it may be a large one."""
+    flat = weight.reshape(-1)
+    if (
+        weight.dtype.name == "bfloat16"
+    ):  # NumPy has no arithmetic of its own for it: look for exponents of ones
+        bits = flat.view(np.uint16)
+        return not any(np.any((bits[i : i + _CHUNK] & 0x7F80) == 0x7F80) for i in range(0, bits.size, _CHUNK))
+    return all(bool(np.isfinite(flat[i : i + _CHUNK]).all()) for i in range(0, flat.size, _CHUNK))
+
+
+_CHUNK = 1 << 18  # numbers looked at together: what fits a processor's cache
 
 
 def random_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:

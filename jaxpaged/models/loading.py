@@ -2,13 +2,13 @@
 
 import dataclasses
 import importlib.util
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.config import InputError
+from jaxpaged.checks import InputError, check
+from jaxpaged.models import hf
 from jaxpaged.models.config import ModelConfig, from_hf
 
 SMOLLM2 = "smollm2"
@@ -22,22 +22,40 @@ class Checkpoint:
     config: ModelConfig
     tokenizer: Any  # a transformers tokenizer, or None where the directory has none
     load_weights: Callable[[], dict[str, Any]]  # Hugging Face name -> array
+    # What its makers sample with, as `SamplingParams` names it: from generation_config.json.
+    sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Find a model by "smollm2", a directory, a .gguf file, or a Hugging Face hub id.
+def open_checkpoint(
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
+    """Find a model by "smollm2", a directory, a .gguf file, or a Hugging Face hub id, of which `revision` is
+    one.
 
-    Raises `InputError` if there is no such model, or if it is not one we can run.
+    `tokenizer`: a directory, or a hub id, that has the tokenizer, where the model's own is not to be used.
+    Raises `InputError` if there is no such model, or if it is not one we can run. Code that a model brings
+    along is never run.
     """
-    path = resolve(model)
-    if path.is_dir():
-        return _open_directory(path)
-    return _open_gguf(path)
+    path = resolve(model, revision)
+    checkpoint = _open_directory(path, own_tokenizer=tokenizer is None) if path.is_dir() else _open_gguf(path)
+    if tokenizer is not None:
+        folder = resolve(tokenizer, None)
+        if not folder.is_dir():
+            raise InputError(f"tokenizer={os.fspath(tokenizer)!r} must be a directory or a hub id")
+        checkpoint = dataclasses.replace(checkpoint, tokenizer=hf.tokenizer(folder))
+    return checkpoint
 
 
-def resolve(model: str | os.PathLike[str]) -> Path:
+def resolve(model: str | os.PathLike[str], revision: str | None = None) -> Path:
     """The directory or .gguf file that `model` means."""
-    name = os.fspath(model)
+    check("model", model, "a string or a path", isinstance(model, str | os.PathLike))
+    check("revision", revision, "None or a string", revision is None or isinstance(revision, str))
+    name = str(os.fspath(model))
+    if "\0" in name:
+        raise InputError(f"model={name!r} must be a name without a zero byte")
     if name == SMOLLM2:
         return _bundled_smollm2()
     path = Path(name)
@@ -52,7 +70,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
         raise InputError(
             f"model={name!r} must be 'smollm2', an existing directory or .gguf file, or a hub id (owner/name)"
         )
-    return _from_hub(name)
+    return _from_hub(name, revision)
 
 
 def _bundled_smollm2() -> Path:
@@ -69,13 +87,15 @@ def _bundled_smollm2() -> Path:
     return files[0]
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None) -> Path:
     import huggingface_hub
 
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+                name,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"],
             )
         )
     except Exception as error:  # the hub client raises errors of many libraries
@@ -85,49 +105,46 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _open_directory(path: Path) -> Checkpoint:
+def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
     from jaxpaged.models import safetensors_files
 
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise InputError(f"model={str(path)!r} must contain a config.json")
-    try:
-        hf = json.loads(config_file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"model={str(path)!r}: config.json is not valid JSON: {error}") from error
-    generation_file = path / "generation_config.json"
-    if generation_file.is_file():
+    config_json = hf.read_object(path / "config.json")
+    generation: Mapping[str, Any] = {}
+    if (path / "generation_config.json").is_file():
+        generation = hf.read_object(path / "generation_config.json")
         # Its end-of-sequence tokens are the ones to stop at: chat models list the end of a turn only there.
-        hf["eos_token_id"] = json.loads(generation_file.read_text()).get(
-            "eos_token_id", hf.get("eos_token_id")
-        )
+        if generation.get("eos_token_id") is not None:
+            config_json |= {"eos_token_id": generation["eos_token_id"]}
     try:
-        config = from_hf(hf)
-    except KeyError as error:
-        raise InputError(f"model={str(path)!r}: config.json lacks {error}") from error
+        config = from_hf(config_json)
+    except InputError as error:
+        raise InputError(f"model={str(path)!r}: {error}") from error
     return Checkpoint(
         path=path,
         config=config,
-        tokenizer=_directory_tokenizer(path),
+        tokenizer=hf.tokenizer(path) if own_tokenizer else None,
         load_weights=lambda: safetensors_files.load(path),
+        sampling_defaults=_sampling_defaults(generation),
     )
 
 
-def _directory_tokenizer(path: Path) -> Any:
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
+def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of generation_config.json that vLLM takes, too."""
+    names = {name: name for name in ("temperature", "top_k", "top_p", "min_p")} | {
+        "max_new_tokens": "max_tokens"
+    }
+    return {ours: generation[name] for name, ours in names.items() if generation.get(name) is not None}
 
 
 def _open_gguf(path: Path) -> Checkpoint:
     from jaxpaged.models import gguf_file
 
     reader = gguf_file.open_file(path)
-    return Checkpoint(
-        path=path,
-        config=gguf_file.model_config(reader, path),
-        tokenizer=gguf_file.tokenizer(reader, path),
-        load_weights=lambda: gguf_file.load_weights(reader, path),
-    )
+    try:
+        config, tokenizer = gguf_file.model_config(reader, path), gguf_file.tokenizer(reader, path)
+    except InputError:
+        raise
+    except Exception as error:  # what the header says may be of any type
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"model={str(path)!r}: its header cannot be used: {reason}") from error
+    return Checkpoint(path, config, tokenizer, lambda: gguf_file.load_weights(reader, path))

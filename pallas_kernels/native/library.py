@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cache import cache_dir
+from pallas_kernels.compilation_cache import compilation_cache_dir
 
 SOURCES = Path(__file__).parent
 FUNCTIONS = ("product", "attention")
@@ -100,20 +101,27 @@ def _load(name: str) -> str | None:
     """Compile a target's library and make its functions known to JAX; in words, what prevents it."""
     compiler = find_compiler()
     if compiler is None:
-        return (
-            "there is no C++ compiler: XLA's attention and products take two to three times as long; "
-            "install one, for example with apt install g++"
-        )
+        return _without("there is no C++ compiler", "install one, for example with apt install g++")
     try:
         handlers = _handlers(TARGETS[name], compiler)
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()[:1]
-        return ": ".join([f"the C++ compiler {compiler!r} failed with exit code {error.returncode}", *said])
+        problem = ": ".join([f"failed with exit code {error.returncode}", *said])
     except (OSError, ValueError, AttributeError) as error:
-        return f"the C++ compiler {compiler!r} makes no library: {error}"
-    for function, handler in handlers.items():
-        jax.ffi.register_ffi_target(f"jaxpaged_{function}_{name}", jax.ffi.pycapsule(handler), platform="cpu")
-    return None
+        problem = f"makes no library: {error}"
+    else:
+        for function, handler in handlers.items():
+            pointer = jax.ffi.pycapsule(handler)
+            jax.ffi.register_ffi_target(f"jaxpaged_{function}_{name}", pointer, platform="cpu")
+        return None
+    return _without(f"the C++ compiler {compiler!r} {problem}", "let CXX name one that works")
+
+
+def _without(problem: str, remedy: str) -> str:
+    """A problem, what is lost by it and how to get that; into the log, too."""
+    words = f"{problem}: XLA's attention and products take two to three times as long; {remedy}"
+    logging.getLogger(__name__).warning("no native kernels: %s", words)
+    return words
 
 
 def _handlers(target: Target, compiler: str) -> dict[str, Any]:
@@ -121,15 +129,10 @@ def _handlers(target: Target, compiler: str) -> dict[str, Any]:
     command = compile_command(target, compiler)
     sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cc", ".h")]
     key = hashlib.sha256("\0".join([jax.__version__, *command, *sources]).encode()).hexdigest()
-    name, folder = f"native-{key[:16]}.so", cache_dir()
+    name, folder = f"native-{key[:16]}.so", compilation_cache_dir()
     if folder and (folder / name).exists():
         with contextlib.suppress(OSError):  # it is damaged: another is made
             return _open(folder / name)
-    try:
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = None
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / name
         command += [

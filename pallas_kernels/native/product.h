@@ -38,6 +38,7 @@ struct ProductShape {
   int64_t rows, steps, columns;
   int64_t num_panels() const { return (columns + kPanelColumns - 1) / kPanelColumns; }
   int64_t panel_bytes() const { return steps * kStepBytes; }
+  int64_t kernel_bytes() const { return num_panels() * panel_bytes(); }
 };
 
 // y[row] = the factors x[row] times a strip, for kRows rows. Meanwhile asks for a share, in parts of 65,536, of another

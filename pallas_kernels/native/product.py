@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.native.library import registered
 
@@ -26,22 +26,26 @@ def pack(
 
 def product(
     x: Float[Array, "num_rows in_features"],
-    packed: Float[Array, "num_panels num_steps panel_width values"],
+    packed: Float[Array, "*num_layers num_panels num_steps panel_width values"],
     out_features: int,
+    layer: int | Int[Array, ""] = 0,
 ) -> Float[Array, "num_rows out_features"]:
     """`x @ weight.T` in float32, for `packed = pack(weight)`, where `serves(x.dtype)`.
 
-    A row's bits do not depend on the other rows, nor on how many there are. Rows of zeros give zeros and
-    take no time.
+    Of a stack of weights, `packed[i] = pack(weights[i])`, it is the one of `layer`: so a loop over layers
+    need not copy one out of all. A row's bits do not depend on the other rows, nor on how many there are.
+    Rows of zeros give zeros and take no time.
 
     Raises: TypeError if x is not of the kernel's dtype, ValueError if shapes do not fit.
     """
     if x.dtype != packed.dtype:
         raise TypeError(f"{x.dtype=} must be the packed weight's {packed.dtype}")
-    num_panels, num_steps, _, values = packed.shape
+    num_panels, num_steps, _, values = packed.shape[-4:]
     missing = num_steps * values - x.shape[1]
     if not (0 <= missing < values and 0 <= num_panels * PANEL_WIDTH - out_features < PANEL_WIDTH):
         raise ValueError(f"a weight of {packed.shape=} does not take rows of {x.shape[1]} to {out_features}")
     x = jnp.pad(x, ((0, 0), (0, missing)))
+    stack = packed.reshape(-1, *packed.shape[-4:])
     result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
-    return jax.ffi.ffi_call(registered("product"), result)(x, packed)
+    layer = jnp.asarray(layer, jnp.int32)
+    return jax.ffi.ffi_call(registered("product"), result)(x, stack, layer)

@@ -9,19 +9,32 @@ import numpy as np
 from flax import nnx
 from hypothesis import strategies as st
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import scheduler
-from jaxpaged.engine import state as states
-from jaxpaged.engine.scheduler import Decision, Limits
-from jaxpaged.engine.state import EngineState, FinishReason, HostPool, Phase
-from jaxpaged.engine.step import StepConfig, step
+from jaxpaged.engine.scheduler import Decision
+from jaxpaged.engine.state import (
+    EngineState,
+    FinishReason,
+    HostPool,
+    Phase,
+    create_state,
+    create_tables,
+    empty_rows,
+    place_requests,
+)
+from jaxpaged.engine.step import step
+from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache, prefix_cache
-from jaxpaged.memory.block_table import BlockTables, cdiv
+from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
-from jaxpaged.memory.kv_cache import AttentionBatch, KVCache
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory.policies import LRU, Policy
+from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.status import Status
 from reference import engine as reference
 from tests import quick
+from tests.memory.oracles import FREE_PROFILES
 
 VOCAB = 13
 STOP = 0
@@ -47,7 +60,7 @@ class SumModel(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
         zero = jnp.zeros_like(value)
-        mean, cache = kv_cache.attend(
+        mean, cache = attend(
             cache, 0, zero, zero, value, batch, scale=1.0, sliding_window=self.sliding_window
         )
         num_seen = positions + 1
@@ -76,20 +89,23 @@ class Setting:
     sliding_window: int | None = None
     watermark_blocks: int = 0
     prefix_caching: bool = True
+    policy: Policy = LRU
     reuse_answers: bool = False
 
     @property
     def longest(self) -> int:
         """Tokens of the longest request that comes through the door."""
-        limits = self.limits
-        fits = (n for n in range(MAX_MODEL_LEN) if limits.blocks_of(n, self.block_size) < self.num_blocks)
+        config = self.config
+        fits = (n for n in range(MAX_MODEL_LEN) if config.blocks_of(n, self.block_size) < self.num_blocks)
         return max(fits) + 1
 
     @property
-    def limits(self) -> Limits:
-        return Limits(
+    def config(self) -> StepConfig:
+        return StepConfig(
             max_num_seqs=MAX_NUM_SEQS,
             num_tiles=self.num_tiles,
+            tiles_per_pass=2,
+            decode_attention="xla",
             watermark_blocks=self.watermark_blocks,
             sliding_window=self.sliding_window,
             reuse_answers=self.reuse_answers,
@@ -109,6 +125,7 @@ class Setting:
                 sliding_window=self.sliding_window,
                 watermark_blocks=self.watermark_blocks,
                 prefix_caching=self.prefix_caching,
+                free_profile=FREE_PROFILES[self.policy.name],
                 reuse_answers=self.reuse_answers,
                 preemption_mode="swap" if self.num_host_blocks else "recompute",
             ),
@@ -118,8 +135,13 @@ class Setting:
     def state(self) -> EngineState:
         def tables(num_blocks: int, *, cached: bool) -> BlockTables:
             max_blocks_per_seq = cdiv(MAX_MODEL_LEN, self.block_size)
-            return states.create_tables(
-                num_blocks, NUM_ROWS, max_blocks_per_seq, self.block_size, prefix_caching=cached
+            return create_tables(
+                num_blocks,
+                NUM_ROWS,
+                max_blocks_per_seq,
+                self.block_size,
+                prefix_caching=cached,
+                policy=self.policy,
             )
 
         def arrays(num_blocks: int) -> KVCache:
@@ -129,18 +151,17 @@ class Setting:
         if self.num_host_blocks:
             host = HostPool(tables(self.num_host_blocks, cached=False), arrays(self.num_host_blocks))
         device = tables(self.num_blocks, cached=self.prefix_caching)
-        return states.create(device, arrays(self.num_blocks), MAX_MODEL_LEN, host)
+        return create_state(device, arrays(self.num_blocks), MAX_MODEL_LEN, host)
 
 
 @functools.cache
 def compiled_step(setting: Setting):
     """One program a setting."""
     model = SumModel(setting.sliding_window)
-    config = StepConfig(setting.limits, tiles_per_pass=2, decode_attention="xla")
-    return quick.jit(lambda state: step(model, state, config))
+    return quick.jit(lambda state: step(model, state, setting.config))
 
 
-compiled_submit = quick.jit(states.submit)
+compiled_submit = quick.jit(place_requests)
 compiled_abort = quick.jit(scheduler.abort)
 
 
@@ -229,7 +250,7 @@ class LockStep:
 
     def submit(self, request: reference.Request, row: int) -> None:
         self.oracle.submit(request, row)
-        line = states.empty_rows(1, MAX_MODEL_LEN)
+        line = empty_rows(1, MAX_MODEL_LEN)
         stop = request.stop_token_ids
         for array, value in (
             (line.phase, Phase.WAITING),

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from benchmarks import compile_loop, compile_report
+from benchmarks import compile_loop, cuda_compiler
 from benchmarks.compile_loop import Case, Report
 
-missing = compile_report.missing_packages()
+missing = cuda_compiler.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
 
 # A case takes 15 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them.

@@ -7,12 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpaged.config import EngineConfig, InputError, SamplingParams
-from jaxpaged.engine import loop, plan
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import loop, machine
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.engine import Answer
+from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from pallas_kernels import native, ops
 from tests import quick, tiny
@@ -40,7 +42,9 @@ def assert_nothing_is_held(driver: Driver) -> None:
     [
         pytest.param({}, id="room for all"),
         pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 33}, id="one row, one tile"),
-        pytest.param({"block_size": 1, "num_blocks": 1 + 136}, id="blocks of 1, few"),
+        pytest.param(
+            {"block_size": 1, "num_blocks": 1 + 136, "eviction_policy": "lru_split"}, id="blocks of 1, few"
+        ),
         pytest.param(
             {"block_size": 16, "num_blocks": 1 + 9, "enable_prefix_caching": False}, id="no caching"
         ),
@@ -51,6 +55,7 @@ def test_greedy_tokens_equal_the_reference(options):
     prompts = tiny.prompts(LENGTHS)
     max_tokens = [3 + i % 9 for i in range(len(prompts))]
     driver = tiny.driver(**options)
+    assert driver._state.tables.pool.policy.name == driver.config.eviction_policy
     for _ in range(2):  # the second time with what the first has left in the prefix cache
         answers = tiny.generate(driver, prompts, [tiny.greedy(n) for n in max_tokens])
         for prompt, n, answer in zip(prompts, max_tokens, answers, strict=True):
@@ -125,7 +130,7 @@ def test_an_answer_of_one_token_to_a_prompt_of_one_runs_no_decode_step():
     assert (driver.stats.num_steps, driver.stats.num_decode_tokens) == (1, 0)
 
 
-def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Answer]:
+def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Delta]:
     ids = tiny.submit(driver, prompts, params)
     answers = tiny.drain(driver)
     return [dataclasses.replace(answers[i], request_id=0, num_hit_tokens=0) for i in ids]
@@ -254,9 +259,9 @@ def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_token
     monkeypatch.setattr(Driver, "_compile", lambda self: None)
     driver = tiny.driver(num_blocks=7, max_model_len=64)
     with pytest.raises(InputError, match=message):
-        driver.door.admit(0, prompt, tiny.greedy(max_tokens))
+        driver.door.admit(prompt, tiny.greedy(max_tokens))
     with pytest.raises(InputError, match="priority=1 must be 0 unless scheduling_policy is 'priority'"):
-        driver.door.admit(0, [1], tiny.greedy(1), priority=1)
+        driver.door.admit([1], tiny.greedy(1), priority=1)
 
 
 @pytest.mark.parametrize(
@@ -276,19 +281,19 @@ def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, c
     )
     monkeypatch.setattr(native, "instructions", lambda: "AVX2 with FMA")
     model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
-    implementation, reason = plan.attention(EngineConfig(**options), model)
+    implementation, reason = machine.attention(EngineConfig(**options), model)
     assert implementation == chosen
     assert why in reason
 
 
 def test_an_attention_that_does_not_serve_the_model_is_refused():
     with pytest.raises(InputError, match="attention='mosaic_gpu' must serve the model: .*q.dtype=float32"):
-        plan.attention(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG)
+        machine.attention(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG)
     with pytest.raises(InputError, match="attention='native' must serve the model: the dtype is float16"):
-        plan.attention(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG)
+        machine.attention(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG)
 
 
 def test_a_native_target_that_the_processor_is_not_is_refused(monkeypatch):
     monkeypatch.setenv("JAXPAGED_NATIVE", "avx3")
     with pytest.raises(InputError, match="JAXPAGED_NATIVE='avx3' must be 0, 1 or a target of this processor"):
-        plan.attention(EngineConfig(), tiny.CONFIG)
+        machine.attention(EngineConfig(), tiny.CONFIG)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpaged.config import SamplingParams
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import collect
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import FinishReason, Phase, Rows
 from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from tests import tiny
 from tests.engine.test_driver import SMALL, SWAP, assert_nothing_is_held
@@ -217,7 +217,7 @@ def test_thousands_of_submits_and_aborts_leak_nothing(options):
             prompt, n = rng.choice(prompts), rng.choice([1, 2, 5, 40])
             request_id = len(asked)
             priority = rng.randrange(3) if options is URGENT else 0
-            driver.add(driver.door.admit(request_id, prompt, tiny.greedy(n), priority))
+            driver.add(tiny.request(driver, request_id, prompt, tiny.greedy(n), priority=priority))
             asked[request_id] = prompt, n
             alive.append(request_id)
         if rng.random() < 0.5 or len(alive) > 40:
@@ -242,7 +242,7 @@ def test_thousands_of_submits_and_aborts_leak_nothing(options):
 def add(driver: Driver, prompts: list[list[int]], priority: int, max_tokens: int) -> list[int]:
     ids = [(1 + (priority < 0)) * 10_000 + i for i, _ in enumerate(prompts)]
     for request_id, prompt in zip(ids, prompts, strict=True):
-        driver.add(driver.door.admit(request_id, prompt, tiny.greedy(max_tokens), priority))
+        driver.add(tiny.request(driver, request_id, prompt, tiny.greedy(max_tokens), priority=priority))
     return ids
 
 
@@ -273,19 +273,51 @@ def test_an_urgent_request_overtakes_those_who_wait_in_rows_too():
     assert_nothing_is_held(driver)
 
 
-def test_who_was_preempted_keeps_its_row_when_someone_more_urgent_comes():
-    """Its first tokens have been told; begun again, it would tell them twice."""
-    driver = tiny.driver(**SMALL, scheduling_policy="priority")
-    usual = add(driver, tiny.prompts([10, 20, 30, 12, 5, 6, 7, 8]), 5, 60)
+@pytest.mark.parametrize("options", [SMALL, SWAP], ids=["recompute", "swap"])
+def test_who_was_preempted_makes_room_for_who_is_more_urgent(options):
+    """It begins again later, from what had been told of its answer: nothing is told twice, and nothing is
+    lost.
+    """
+    driver = tiny.driver(**options, scheduling_policy="priority")
+    prompts = tiny.prompts([10, 20, 30, 12, 5, 6, 7, 8])
+    usual = add(driver, prompts, 5, 60)
     deltas = driver.turn(max_steps=32) + driver.turn(max_steps=1)
-    rows = driver._state.rows
-    assert np.any(gave_way(jax.device_get(rows)) & ~np.isin(rows.arrival, usual[4:]))
+    rows = jax.device_get(driver._state.rows)
+    began = [arrival for arrival in rows.arrival[gave_way(rows)] if arrival in usual[:4]]
+    assert began, "somebody who has told a part of its answer"
     urgent = add(driver, [[i] for i in range(8)], -1, 3)
+    deltas += driver.turn(max_steps=1)
+    assert not np.isin(began, driver._state.rows.arrival).any()
     while driver.has_work:
         deltas += driver.turn(max_steps=1)
-    for request_id in usual + urgent:
+        assert_every_block_is_free_or_used(driver)
+    ended = [delta.request_id for delta in deltas if delta.finish_reason]
+    assert set(ended[:8]) == set(urgent)
+    for i, request_id in enumerate(usual + urgent):
         answer = collect([delta for delta in deltas if delta.request_id == request_id])
-        assert len(answer.token_ids) == (60 if request_id in usual else 3)
+        prompt, length = (prompts[i], 60) if i < 8 else ([i - 8], 3)
+        assert answer.token_ids == tiny.reference_answer(tuple(prompt), length)
+    assert_nothing_is_held(driver)
+
+
+@pytest.mark.parametrize("first", [2**31 - 6, 2**32 - 6, 2**40])
+def test_requests_are_served_in_their_order_however_many_there_were_before(first):
+    driver = tiny.driver(**SMALL)
+    ids = [first + i for i in range(14)]
+    for request_id in ids:
+        driver.add(tiny.request(driver, request_id, [request_id % 90, 3], tiny.greedy(5)))
+    deltas = [delta for _ in range(3) for delta in driver.turn(max_steps=1)]
+    assert driver.abort([ids[5], ids[12]])[0].request_id == ids[12]  # one in a row, one in the queue
+    while driver.has_work:
+        deltas += driver.turn(max_steps=1)
+    ended = [delta.request_id for delta in deltas if delta.finish_reason is FinishReason.LENGTH]
+    in_order = [i for i in ids if i not in (ids[5], ids[12])]
+    # Four run together; those that end in the same step are told in the order of their rows.
+    for turn in range(0, 12, 4):
+        assert set(ended[turn : turn + 4]) == set(in_order[turn : turn + 4])
+    for request_id in ended:
+        answer = collect([delta for delta in deltas if delta.request_id == request_id])
+        assert answer.token_ids == tiny.reference_answer((request_id % 90, 3), 5)
     assert_nothing_is_held(driver)
 
 

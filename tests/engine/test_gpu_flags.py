@@ -21,7 +21,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(gpu_flags, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms=None)))
     plugin = SimpleNamespace(name="xla_cuda12")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [plugin])
-    monkeypatch.setattr(gpu_flags.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(gpu_flags, "jax_has_started", lambda: False)
     return monkeypatch
 
 
@@ -76,7 +76,7 @@ def test_only_where_jax_may_use_cuda(
 
 
 def test_too_late_is_logged(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    machine.setattr(gpu_flags.xla_bridge, "backends_are_initialized", lambda: True)
+    machine.setattr(gpu_flags, "jax_has_started", lambda: True)
     with caplog.at_level(logging.WARNING, "jaxpaged"):
         gpu_flags.set_defaults()
     assert "XLA_FLAGS" not in os.environ
@@ -91,13 +91,21 @@ def test_a_file_of_flags_is_left_alone(machine: pytest.MonkeyPatch, caplog: pyte
     assert WANTED in caplog.text
 
 
-def test_jax_has_not_started_when_the_package_is_imported() -> None:
+def test_asking_whether_jax_has_started_does_not_start_it() -> None:
+    """Nor does importing the package. JAX's own word, which is private, is the second opinion."""
     program = """
 import jaxpaged.cli, jaxpaged.engine.gpu_flags as flags
 from jaxpaged import LLM
-assert not flags.xla_bridge.backends_are_initialized()
-import jax; jax.devices()
-assert flags.xla_bridge.backends_are_initialized()
+import jax
+from jax._src.xla_bridge import backends_are_initialized
+before = dict(jax.config.values)
+assert [flags.jax_has_started() for _ in range(2)] == [False, False]
+assert jax.config.values == before
+assert not backends_are_initialized()
+jax.devices()
+assert backends_are_initialized()
+assert flags.jax_has_started()
+assert jax.config.values == before
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

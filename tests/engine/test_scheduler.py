@@ -4,13 +4,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine import Phase, Request
 from tests.engine.lockstep import VOCAB, Event, LockStep, Setting, workloads
 
 SETTINGS = [
     Setting("roomy", num_blocks=1 + 90),
     Setting("tight", num_blocks=1 + 17),
-    Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 8),
+    Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT),
     Setting("window", num_blocks=1 + 14, num_tiles=1, sliding_window=10, num_host_blocks=1 + 6),
     Setting(
         "big blocks", num_blocks=1 + 5, block_size=24, num_tiles=1, watermark_blocks=1, reuse_answers=True

@@ -52,7 +52,7 @@ template <typename T>
 void RunProduct(const std::vector<int64_t>& sizes) {
   const ProductShape shape{sizes[0], sizes[1], sizes[2]};
   const auto* x = Read<char>(shape.rows * shape.steps * 4);
-  const auto* kernel = Read<char>(shape.num_panels() * shape.panel_bytes());
+  const auto* kernel = Read<char>(shape.kernel_bytes());
   const Array<float> y(shape.rows * shape.columns);
   ThisThread pool;
   Multiply<T>(pool, x, kernel, y.data, shape);

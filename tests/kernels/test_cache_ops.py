@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import ops
 from reference import cache_ops
+from tests import quick
 from tests.shapes import DTYPES, QUANTISED
 
 
@@ -28,9 +29,8 @@ def test_reshape_and_cache(cache_dtype: str, layout: str) -> None:
     if cache_dtype in QUANTISED:
         scales = {"k_scale": np.float32(1.5), "v_scale": np.array([0.5, 1.0, 2.0], np.float32)}
     want = cache_ops.reshape_and_cache(k, v, old, old, slots, **scales, kv_layout=layout)
-    got = ops.reshape_and_cache(
-        *(jnp.asarray(a) for a in (k, v, old, old, slots)), **scales, kv_layout=layout
-    )
+    write = quick.jit(ops.reshape_and_cache, static_argnames="kv_layout")
+    got = write(k, v, old, old, slots, **scales, kv_layout=layout)
     for name, g, w in zip("kv", got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(g)[1:], w[1:], err_msg=name)  # block 0 is the null block
 
@@ -50,6 +50,7 @@ def test_reshape_and_cache_is_in_place_under_donation() -> None:
     assert memory.temp_size_in_bytes < cache_bytes // 100
 
 
+copy_blocks = quick.jit(ops.copy_blocks)
 PAIRS = st.lists(st.tuples(st.integers(-1, 6), st.integers(-1, 6)), max_size=8)
 
 
@@ -60,7 +61,7 @@ def test_copy_blocks_is_sequential(pairs: list[tuple[int, int]]) -> None:
     padded = np.array([*pairs, *[(0, 0)] * (8 - len(pairs))], np.int32)
     caches = [np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6, dtype=np.int32)]
     want = cache_ops.copy_blocks(caches, padded)
-    got = jax.jit(ops.copy_blocks)([jnp.asarray(c) for c in caches], jnp.asarray(padded))
+    got = copy_blocks(caches, padded)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(g), w)
 
@@ -78,7 +79,7 @@ def test_swap_blocks(source_space: str, target_space: str) -> None:
     target = -np.ones((4, 2), np.float32)
     pairs = np.array([[9, 1], [3, 2], [8, 1], [7, 4], [-1, 0], [10, 3]], np.int32)
     spaces = jax.memory.Space
-    got = jax.jit(ops.swap_blocks, donate_argnums=1)(
+    got = quick.jit(ops.swap_blocks, donate_argnums=1)(
         jax.device_put(source, spaces[source_space]), jax.device_put(target, spaces[target_space]), pairs
     )
     assert jax.typeof(got).memory_space == spaces[target_space]

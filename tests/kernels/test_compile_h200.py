@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from benchmarks import compile_report
+from benchmarks import compile_report, cuda_compiler
 
-missing = compile_report.missing_packages()
+missing = cuda_compiler.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
 
 # A program takes a second or two. JAXPAGED_EXHAUSTIVE=1 compiles the whole table.

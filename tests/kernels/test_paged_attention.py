@@ -9,25 +9,29 @@ import pytest
 from jax.experimental import checkify
 
 from pallas_kernels import ops
-from tests.kernels.checks import assert_close, inputs, run
-from tests.shapes import CASES, Case, case, make_inputs
+from tests import quick
+from tests.kernels.checks import PROGRAMS, STATIC, assert_close, inputs
+from tests.shapes import CASES, Case, case
+
+QUICK = {
+    version: quick.jit(getattr(ops, f"paged_attention_{version}"), static_argnames=STATIC)
+    for version in ("v1", "v2")
+}
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize("c", CASES, ids=str)
 def test_xla_equals_the_oracle(c: Case, version: str) -> None:
-    assert_close(c, run(c, version, implementation="xla"), "float32")
+    arrays, options = inputs(c, version)
+    got = QUICK[version](**arrays, **options, implementation="xla")
+    assert_close(c, np.asarray(got, np.float64), "float32")
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_a_row_has_the_same_bits_in_any_company(version: str) -> None:
     """Row 1 beside a long and an empty row, and beside short ones, in another place of the batch."""
-    c = case("window_over_tiles")
-    arrays, options = make_inputs(c)
-    operation = jax.jit(
-        functools.partial(getattr(ops, f"paged_attention_{version}"), implementation="xla", **options)
-    )
-    args = {name: jnp.asarray(a) for name, a in arrays.items()}
+    args, options = inputs(case("window_over_tiles"), version)
+    operation = functools.partial(PROGRAMS[version], implementation="xla", **options)
     alone = args | {"seq_lens": jnp.array([0, 37, 0], jnp.int32)}
     moved = {
         n: (a[jnp.array([1, 0, 0])] if n in ("q", "block_tables", "seq_lens") else a) for n, a in args.items()
@@ -43,7 +47,7 @@ def test_xla_looks_up_no_table_entry_past_a_row(name: str, version: str) -> None
     """Out-of-range lookups, which a gather would clamp in silence, are errors here."""
     arrays, options = inputs(case(name))
     operation = functools.partial(getattr(ops, f"paged_attention_{version}"), implementation="xla", **options)
-    error, _ = checkify.checkify(lambda a: operation(**a), errors=checkify.index_checks)(arrays)
+    error, _ = quick.jit(checkify.checkify(lambda a: operation(**a), errors=checkify.index_checks))(arrays)
     error.throw()
 
 
@@ -77,6 +81,6 @@ def test_the_dispatcher_looks_at_capacities_only() -> None:
     assert ops.use_v1(1024, 65, 8)
     assert not ops.use_v1(8193, 256, 32)
     c = case("partition_edges")
-    arrays, options = make_inputs(c)
-    got = ops.paged_attention(**{n: jnp.asarray(a) for n, a in arrays.items()}, **options, partition_size=64)
+    arrays, options = inputs(c)
+    got = quick.jit(ops.paged_attention, static_argnames=STATIC)(**arrays, **options, partition_size=64)
     assert_close(c, np.asarray(got, np.float64), "float32")

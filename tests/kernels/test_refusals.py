@@ -65,9 +65,15 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arrays", "options", "message"), WRONG, ids=[w[2][:40] for w in WRONG])
 def test_wrong_arguments_of_attention(arrays: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    for operation in (ops.paged_attention_v1, ops.paged_attention_v2):
+    for operation in (ops.paged_attention_v1, ops.paged_attention_v2, ops.paged_attention):
         with pytest.raises(ValueError, match=re.escape(message)):
             jax.eval_shape(lambda a, f=operation: f(**a, **options), good() | arrays)
+
+
+def test_an_unknown_option_is_refused() -> None:
+    for operation in (ops.paged_attention_v1, ops.paged_attention_v2, ops.paged_attention):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
+            jax.eval_shape(lambda a, f=operation: f(**a, softcap=1.0), good())
 
 
 @pytest.mark.parametrize("partition_size", [0, -16, 24])

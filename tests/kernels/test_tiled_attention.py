@@ -1,5 +1,7 @@
 """Attention of query tiles and the cache write, against the NumPy oracles."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,9 @@ from reference import cache_ops as reference_cache_ops
 
 # Queries and keys of unit variance in float32: sums of up to 300 terms, outputs below 4.
 TOLERANCE = 1e-5
+
+
+attend = jax.jit(ops.tiled_paged_attention, static_argnames=("scale", "sliding_window", "implementation"))
 
 
 def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_len, seed=0, window=None):
@@ -53,18 +58,39 @@ IMPLEMENTATIONS = [
 ]
 
 
+@functools.cache
+def decode_case(shape, window):
+    """A decode step and its answer."""
+    q, k, v, tables, seq_lens = make_case(*shape, LENGTHS, 1, window=window)
+    want = reference_attention.paged_attention(
+        q[:, 0], k, v, tables, seq_lens, scale=0.3, sliding_window=window
+    )
+    return (q, k, v, tables, seq_lens - 1, seq_lens), want
+
+
+@functools.cache
+def tile_case(shape, window):
+    """Tiles of six tokens, the answer to each place of them, and where it is a query's."""
+    tile_len = 6
+    lengths = [6, 7, 17, 130, 4]  # the last tile has two places of padding
+    q, k, v, tables, seq_lens = make_case(*shape, lengths, tile_len, window=window)
+    starts = np.maximum(seq_lens - tile_len, 0).astype(np.int32)
+    answers = []
+    for i in range(tile_len):
+        upto = np.where(starts + i < seq_lens, starts + i + 1, 0).astype(np.int32)
+        want = reference_attention.paged_attention(
+            q[:, i], k, v, tables, upto, scale=0.3, sliding_window=window
+        )
+        answers.append((want, upto > 0))
+    return (q, k, v, tables, starts, seq_lens), answers
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 1, 45, 128])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
 def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_size, window, implementation):
-    shape = (num_q_heads, num_kv_heads, head_dim, block_size)
-    q, k, v, tables, seq_lens = make_case(*shape, LENGTHS, 1, window=window)
-    arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
-    options = {"scale": 0.3, "sliding_window": window, "implementation": implementation}
-    out = ops.tiled_paged_attention(*arrays, **options)[:, 0]
-    want = reference_attention.paged_attention(
-        q[:, 0], k, v, tables, seq_lens, scale=0.3, sliding_window=window
-    )
+    arrays, want = decode_case((num_q_heads, num_kv_heads, head_dim, block_size), window)
+    out = attend(*arrays, scale=0.3, sliding_window=window, implementation=implementation)[:, 0]
     np.testing.assert_allclose(out, want, atol=TOLERANCE, rtol=TOLERANCE)
     assert not np.any(out[LENGTHS.index(0)])
 
@@ -75,20 +101,9 @@ def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_siz
 def test_each_query_of_a_tile_equals_a_decode_at_its_place(
     num_q_heads, num_kv_heads, head_dim, block_size, window, implementation
 ):
-    tile_len = 6
-    lengths = [6, 7, 17, 130, 4]  # the last tile has two places of padding
-    shape = (num_q_heads, num_kv_heads, head_dim, block_size)
-    q, k, v, tables, seq_lens = make_case(*shape, lengths, tile_len, window=window)
-    starts = np.maximum(seq_lens - tile_len, 0).astype(np.int32)
-    arrays = map(jnp.asarray, (q, k, v, tables, starts, seq_lens))
-    options = {"scale": 0.3, "sliding_window": window, "implementation": implementation}
-    out = ops.tiled_paged_attention(*arrays, **options)
-    for i in range(tile_len):
-        upto = np.where(starts + i < seq_lens, starts + i + 1, 0).astype(np.int32)
-        want = reference_attention.paged_attention(
-            q[:, i], k, v, tables, upto, scale=0.3, sliding_window=window
-        )
-        used = upto > 0
+    arrays, answers = tile_case((num_q_heads, num_kv_heads, head_dim, block_size), window)
+    out = np.asarray(attend(*arrays, scale=0.3, sliding_window=window, implementation=implementation))
+    for i, (want, used) in enumerate(answers):
         np.testing.assert_allclose(out[used, i], want[used], atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -98,7 +113,6 @@ def test_a_tile_does_not_depend_on_its_neighbours(window, implementation):
     """Alone, the longer ones begin one and three chunks later than with the short ones beside them."""
     q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [40, 200, 3, 600], 4, window=window)
     starts = np.maximum(seq_lens - 4, 0).astype(np.int32)
-    attend = jax.jit(ops.tiled_paged_attention, static_argnames=("scale", "sliding_window", "implementation"))
     options = {"scale": 0.3, "sliding_window": window, "implementation": implementation}
     together = attend(q, k, v, tables, starts, seq_lens, **options)
     for tile in range(4):
@@ -113,11 +127,10 @@ def test_a_tile_does_not_depend_on_its_neighbours(window, implementation):
 def test_only_chunks_that_some_tile_sees_are_looked_at(monkeypatch, seq_lens, chunks):
     """A window of 130 before the first of 4 tokens at 596 begins at 467, in the fourth chunk of 128."""
     seen = []
-    loop = jax.lax.fori_loop
 
     def spy(lower, upper, body, init):
         seen.extend(range(lower, upper))
-        return loop(lower, upper, body, init)
+        return init
 
     monkeypatch.setattr(jax.lax, "fori_loop", spy)
     q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [*seq_lens, 1], 4, window=130)
@@ -165,6 +178,10 @@ def test_reshape_and_cache_equals_the_oracle(num_tokens):
         ({"q": jnp.zeros((3, 1, 6, 8))}, "must end with q's head_dim=8"),
         ({"q": jnp.zeros((3, 1, 5, 16))}, "num_q_heads=5 must be a multiple of num_kv_heads=2"),
         ({"q": jnp.zeros((3, 1, 6, 16), jnp.bfloat16)}, "must be q's bfloat16"),
+        (
+            dict.fromkeys(("k_cache", "v_cache"), jnp.zeros((4, 8, 2, 16), jnp.int8)),
+            "k_cache.dtype=dtype.'int8'. must be q's float32: tiles read no quantised cache yet",
+        ),
         ({"block_tables": jnp.zeros((2, 2), jnp.int32)}, r"block_tables.shape=\(2, 2\) must be \(3, 2\)"),
         ({"seq_lens": jnp.zeros(3, jnp.uint8)}, "seq_lens.dtype=uint8 must be int32"),
         ({"query_starts": jnp.zeros((3, 1), jnp.int32)}, "query_starts.shape=.* must be"),

@@ -16,18 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.memory import block_pool, block_table, prefix_cache, swap
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.memory import block_pool, block_table, policies, prefix_cache, swap
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
+from jaxpaged.memory.policies import Policy
 from jaxpaged.status import Status
 from tests import quick
-from tests.memory.oracles import Oracle, Refused, V0Oracle, V063Oracle, V1Oracle
+from tests.memory.oracles import ORACLES, Oracle, Refused
 
 MAX_SEQS = 4
 MAX_BLOCKS = 5  # of a row
 NUM_BLOCKS = 11  # too few for four full rows
 NUM_HOST_BLOCKS = NUM_BLOCKS  # the same shape: nothing is compiled twice
-WATERMARK = 0.2
 MAX_EVICTED = 4  # ids named in one call
 
 
@@ -35,7 +36,7 @@ class Disagreement(AssertionError):
     """The two sides differ. The message names the verb and what differs."""
 
 
-def transitions(policy: str) -> dict[str, Callable[..., Any]]:
+def transitions(policy: Policy) -> dict[str, Callable[..., Any]]:
     """Every verb with its static sizes, each of which makes one shape."""
 
     def on_pool(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +55,7 @@ def transitions(policy: str) -> dict[str, Callable[..., Any]]:
         "swap_out": swap.swap_out,
         "free_blocks": on_pool(block_pool.free),
     }
-    if policy.startswith("lru"):
+    if policy.keeps_content:
         verbs |= {
             "lookup": lambda tables, *args: prefix_cache.lookup(tables.pool.prefix_cache, *args),
             "adopt": block_table.adopt,
@@ -69,7 +70,7 @@ def transitions(policy: str) -> dict[str, Callable[..., Any]]:
 class Traced:
     """Transitions under jit, once for each shape, with the number of times each was traced."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.num_traces: dict[str, int] = {}
         self.verbs = {name: quick.jit(self._count(name, verb)) for name, verb in transitions(policy).items()}
 
@@ -83,7 +84,7 @@ class Traced:
 
 @functools.cache
 def jitted(policy: str, block_size: int, collide: bool = False) -> Traced:
-    return Traced(policy)
+    return Traced(policies.named(policy))
 
 
 def same_hash(token_ids: jax.Array, index: jax.Array) -> jax.Array:
@@ -109,29 +110,26 @@ class Lockstep:
         self.made_with = {"policy": policy, "block_size": block_size, "use_jit": use_jit, "collide": collide}
         self.save_failures, self.collide = save, collide
         self.history: list[tuple[str, list[Any]]] = []
-        self.policy, self.block_size, self.use_jit = policy, block_size, use_jit
+        self.policy, self.block_size, self.use_jit = policies.named(policy), block_size, use_jit
         hash_fn = same_hash if collide else prefix_cache.hash_block
-        cache = prefix_cache.create(NUM_BLOCKS, block_size, hash_fn) if policy.startswith("lru") else None
-        self.device = block_table.create(
-            block_pool.create(NUM_BLOCKS, policy, prefix_cache=cache), MAX_SEQS, MAX_BLOCKS, block_size
+        cache = None
+        if self.policy.keeps_content:
+            cache = prefix_cache.create(NUM_BLOCKS, block_size, hash_fn)
+        self.device, self.host = (
+            block_table.create(
+                block_pool.create(num_blocks, self.policy, prefix_cache=cache),
+                MAX_SEQS,
+                MAX_BLOCKS,
+                block_size,
+            )
+            for num_blocks in (NUM_BLOCKS, NUM_HOST_BLOCKS)
         )
-        self.host = block_table.create(
-            block_pool.create(NUM_HOST_BLOCKS, policy, prefix_cache=cache), MAX_SEQS, MAX_BLOCKS, block_size
-        )
-        self.oracle = self._create_oracle()
-        verbs = transitions(policy)
+        self.oracle: Any = ORACLES[policy](block_size, NUM_BLOCKS, NUM_HOST_BLOCKS, MAX_BLOCKS)
+        verbs = transitions(self.policy)
         self.verbs = (
             jitted(policy, block_size, collide).verbs if use_jit else {k: _eager(v) for k, v in verbs.items()}
         )
         self.compare()
-
-    def _create_oracle(self) -> Any:
-        sizes = (self.block_size, NUM_BLOCKS, NUM_HOST_BLOCKS)
-        if self.policy == "lifo":
-            return V0Oracle(*sizes, WATERMARK)
-        if self.policy == "naive":
-            return V063Oracle(*sizes, WATERMARK)
-        return V1Oracle(*sizes, MAX_BLOCKS, {"lru": "classic", "lru_split": "split"}[self.policy])
 
     # One step: a history's line.
 
@@ -156,7 +154,7 @@ class Lockstep:
 
     def save(self) -> pathlib.Path:
         folder = pathlib.Path(os.environ.get("JAXPAGED_TRACES", tempfile.gettempdir()))
-        path = folder / f"history-{self.policy}-{self.block_size}-{os.getpid()}.json"
+        path = folder / f"history-{self.policy.name}-{self.block_size}-{os.getpid()}.json"
         path.write_text(json.dumps({"made_with": self.made_with, "history": self.history}))
         return path
 
@@ -278,7 +276,7 @@ class Lockstep:
 
     def swap_in(self, rows: list[int]) -> bool:
         rows = [row for row in rows if row in self.oracle.on_host]
-        if self.policy == "lifo" and rows:
+        if rows and hasattr(self.oracle, "can_swap_in"):
             self._compare_can_swap_in(rows)
         return self._swap("swap_in", rows)
 
@@ -304,7 +302,7 @@ class Lockstep:
             raise Disagreement(f"can_allocate({count}) is {found}, but can_swap_in differs")
 
     def can_allocate(self, num_tokens: int) -> bool:
-        count = jnp.int32(block_table.cdiv(num_tokens, self.block_size))
+        count = jnp.int32(cdiv(num_tokens, self.block_size))
         found = block_pool.can_allocate(self.device.pool, count, self.oracle.watermark_blocks)
         if int(found) != self.oracle.can_allocate(num_tokens):
             raise Disagreement(f"can_allocate({num_tokens} tokens) is {found}")
@@ -428,7 +426,7 @@ class Lockstep:
                 num_tokens = len(self.oracle.tokens[row]) if here else 0
                 if seq_lens[row] != num_tokens:
                     raise Disagreement(f"row {row} has {seq_lens[row]} tokens, the oracle's {num_tokens}")
-                found = lines[row, : -(-num_tokens // self.block_size)].tolist()
+                found = lines[row, : cdiv(num_tokens, self.block_size)].tolist()
                 want = self.oracle.table(row) if here else []
                 if found != want:
                     raise Disagreement(f"row {row} holds blocks {found}, the oracle's {want}")

@@ -5,8 +5,11 @@ side must report. What a manager has no method for (giving back the last tokens)
 """
 
 import copy
+import functools
+from collections.abc import Callable
 from collections.abc import Sequence as Ints
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory.block_pool import AllocStatus
 from jaxpaged.status import Status
 from reference.v0.block import Device as V0Device
@@ -32,6 +35,8 @@ from reference.v1.kv_cache_manager import (
 from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock, Request, make_block_hash_with_group_id
 
 Pair = tuple[int, int]
+WATERMARK = 0.2  # of those that have one
+FREE_PROFILES = {"lru": "classic", "lru_split": "split"}  # of V1, by policy
 
 
 class Refused(Exception):
@@ -51,7 +56,11 @@ def _refused(error: ValueError) -> Refused:
 class Oracle:
     """What the three have in common. A row lives on the device or on the host; one without tokens nowhere."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
+    # Whether the manager can do so with what has lost blocks to the window.
+    forks_windowed = True
+    swaps_windowed = False
+
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -63,7 +72,7 @@ class Oracle:
         return copy.deepcopy(self)
 
     def num_held(self, row: int) -> int:
-        return -(-len(self.tokens.get(row, [])) // self.block_size)
+        return cdiv(len(self.tokens.get(row, [])), self.block_size)
 
     def device_rows(self) -> list[int]:
         return sorted(set(self.tokens) - self.on_host)
@@ -72,9 +81,9 @@ class Oracle:
 class V0Oracle(Oracle):
     """`reference.v0`: policy `lifo`."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
-        super().__init__(block_size, num_blocks, num_host_blocks, watermark)
-        self.manager = BlockSpaceManager(block_size, num_blocks - 1, num_host_blocks - 1, watermark)
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int) -> None:
+        super().__init__(block_size, num_blocks, num_host_blocks)
+        self.manager = BlockSpaceManager(block_size, num_blocks - 1, num_host_blocks - 1, WATERMARK)
         self.seqs: dict[int, V0Sequence] = {}
         # v0 has no null block. This one stands in for what has left the window, and is never given out.
         self.null_block = PhysicalTokenBlock(V0Device.GPU, -1, block_size)
@@ -119,7 +128,7 @@ class V0Oracle(Oracle):
     def truncate(self, row: int, num_tokens: int) -> None:
         left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
         table = self.manager.block_tables[row]
-        num_left = -(-len(left) // self.block_size)
+        num_left = cdiv(len(left), self.block_size)
         for block in table[num_left:]:
             self.manager.gpu_allocator.free(block)
         del table[num_left:]
@@ -195,9 +204,11 @@ class V0Oracle(Oracle):
 class V063Oracle(Oracle):
     """`reference.v063` with naive allocators: policy `naive`. Its null block, taken first, is block 0."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
-        super().__init__(block_size, num_blocks, num_host_blocks, watermark)
-        self.manager = SelfAttnBlockSpaceManager(block_size, num_blocks, num_host_blocks - 1, watermark)
+    forks_windowed = False
+
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int) -> None:
+        super().__init__(block_size, num_blocks, num_host_blocks)
+        self.manager = SelfAttnBlockSpaceManager(block_size, num_blocks, num_host_blocks - 1, WATERMARK)
         self.allocator = self.manager.block_allocator
         assert self.allocator.allocate_or_get_null_block().block_id == 0
         self.manager.num_total_gpu_blocks -= 1
@@ -235,7 +246,7 @@ class V063Oracle(Oracle):
     def truncate(self, row: int, num_tokens: int) -> None:
         left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
         table = self.manager.block_tables[row]
-        num_left = -(-len(left) // self.block_size)
+        num_left = cdiv(len(left), self.block_size)
         for block in table.blocks[num_left:]:
             self.allocator.free(block)
         table.update(table.blocks[:num_left])
@@ -353,10 +364,12 @@ class V1Oracle(Oracle):
     last block first.
     """
 
+    swaps_windowed = True
+
     def __init__(
         self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int, profile: str
     ) -> None:
-        super().__init__(block_size, num_blocks, num_host_blocks, 0.0)
+        super().__init__(block_size, num_blocks, num_host_blocks)
         spec = FullAttentionSpec(block_size, num_kv_heads=1, head_size=1, dtype="half")
         config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.manager = KVCacheManager(config, max_blocks * block_size, free_profile=profile)
@@ -501,7 +514,7 @@ class V1Oracle(Oracle):
     def truncate(self, row: int, num_tokens: int) -> None:
         left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
         blocks = self._blocks(row)
-        num_left = -(-len(left) // self.block_size)
+        num_left = cdiv(len(left), self.block_size)
         self.pool.free_blocks(reversed(blocks[num_left:]))
         del blocks[num_left:]
         self._forget_rows_beyond(row, len(left) // self.block_size)
@@ -592,3 +605,9 @@ class V1Oracle(Oracle):
         cached = self.pool.cached_block_hash_to_block._cache.values()
         groups = [list(found) if isinstance(found, dict) else [found.block_id] for found in cached]
         return sorted(groups)
+
+
+# By policy: block size, blocks of both pools, blocks of a row.
+ORACLES: dict[str, Callable[[int, int, int, int], Oracle]] = {"lifo": V0Oracle, "naive": V063Oracle} | {
+    policy: functools.partial(V1Oracle, profile=profile) for policy, profile in FREE_PROFILES.items()
+}

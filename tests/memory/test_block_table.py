@@ -18,6 +18,7 @@ from jaxpaged.memory.block_pool import HELD_ONCE, AllocStatus
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.invariants import InvariantError, check_invariants, free_block_ids
+from jaxpaged.memory.policies import LIFO, LRU, LRU_SPLIT, NAIVE, POLICIES, Freed, Policy, named
 from jaxpaged.status import PagedMemoryError, Status, raise_if_error
 from tests import quick, replay
 from tests.memory.lockstep import Disagreement, Lockstep
@@ -27,7 +28,7 @@ MAX_SEQS = 3
 MAX_BLOCKS = 4
 
 
-def create(policy: block_pool.Policy = "naive", num_blocks: int = 9) -> BlockTables:
+def create(policy: Policy = NAIVE, num_blocks: int = 9) -> BlockTables:
     return block_table.create(block_pool.create(num_blocks, policy), MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
 
 
@@ -50,17 +51,18 @@ def assert_equal_states(a: Any, b: Any) -> None:
 # The policies, on a walk that a reader can follow: two rows of two blocks, the first freed.
 
 
-@pytest.mark.parametrize(
-    ("policy", "rows", "free"),
-    [
-        ("lifo", [[8, 7], [6, 5]], [7, 8, 4, 3, 2, 1]),
-        ("naive", [[1, 2], [3, 4]], [2, 1, 5, 6, 7, 8]),
-        ("lru", [[1, 2], [3, 4]], [5, 6, 7, 8, 2, 1]),
-        ("lru_split", [[1, 2], [3, 4]], [2, 1, 5, 6, 7, 8]),
-    ],
-)
-def test_policies(policy: block_pool.Policy, rows: list[list[int]], free: list[int]) -> None:
-    tables = taken(create(policy), 8, 5, 0)
+WALKS = {
+    "lifo": ([[8, 7], [6, 5]], [7, 8, 4, 3, 2, 1]),
+    "naive": ([[1, 2], [3, 4]], [2, 1, 5, 6, 7, 8]),
+    "lru": ([[1, 2], [3, 4]], [5, 6, 7, 8, 2, 1]),
+    "lru_split": ([[1, 2], [3, 4]], [2, 1, 5, 6, 7, 8]),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(policy: str) -> None:
+    rows, free = WALKS[policy]
+    tables = taken(create(named(policy)), 8, 5, 0)
     assert tables.block_tables[:2, :2].tolist() == rows
     tables, info = block_table.free_rows(tables, jnp.array([True, False, False]))
     assert int(info.num_freed) == 2
@@ -71,7 +73,7 @@ def test_policies(policy: block_pool.Policy, rows: list[list[int]], free: list[i
 def test_split_keeps_groups_and_content_apart() -> None:
     """Freed: row 0 (blocks 1, 2, of which 1 is cached), then row 1 (3, 4; cached 3)."""
     cache = prefix_cache.create(9, BLOCK_SIZE)
-    pool = block_pool.create(9, "lru_split", prefix_cache=cache)
+    pool = block_pool.create(9, LRU_SPLIT, prefix_cache=cache)
     tables = taken(block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE), 7, 6, 0)
     tokens = jnp.arange(48).reshape(3, 16)
     tables, _ = block_table.cache_full_blocks(tables, tokens, jnp.array([7, 6, 0]), max_blocks=4)
@@ -79,12 +81,40 @@ def test_split_keeps_groups_and_content_apart() -> None:
     assert free_block_ids(tables.pool) == [4, 2, 5, 6, 7, 8, 1, 3]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CountingQueue(FreeQueue):
+    times_freed: jax.Array
+
+
+def test_a_policy_of_ones_own_may_remember_more_of_each_block() -> None:
+    def new_queue(num_blocks: int) -> FreeQueue:
+        queue = LRU.new_queue(num_blocks)
+        return CountingQueue(queue.ring, queue.place, queue.counters, jnp.zeros(num_blocks, jnp.int32))
+
+    def give_back(queue: FreeQueue, freed: Freed) -> FreeQueue:
+        times_freed = queue.times_freed.at[freed.block_ids].add(freed.mask)
+        return dataclasses.replace(LRU.give_back(queue, freed), times_freed=times_freed)
+
+    def life(tables: BlockTables) -> BlockTables:
+        for num_tokens in ([8, 5, 0], [16, 0, 8]):
+            tables, _ = block_table.append(tables, jnp.array(num_tokens), max_new_blocks=12)
+            tables, _ = block_table.free_rows(tables, jnp.array([True, False, True]))
+        return tables
+
+    tables = quick.jit(life)(create(Policy("counting", new_queue, give_back)))
+    assert tables.pool.free_queue.times_freed.tolist() == [0, 2, 2, 0, 0, 1, 1, 1, 1]
+    assert free_block_ids(tables.pool) == [5, 6, 7, 8, 1, 2]
+    check_invariants(tables)
+
+
 @pytest.mark.parametrize(
     ("policy", "table", "pair"),
-    [("lifo", [8, 6, 5], (7, 6)), ("naive", [1, 4, 3], (2, 4)), ("lru", [1, 3, 4], (2, 3))],
+    [(LIFO, [8, 6, 5], (7, 6)), (NAIVE, [1, 4, 3], (2, 4)), (LRU, [1, 3, 4], (2, 3))],
+    ids=lambda value: getattr(value, "name", ""),
 )
 def test_copy_on_write_comes_first_but_for_naive(
-    policy: block_pool.Policy, table: list[int], pair: tuple[int, int]
+    policy: Policy, table: list[int], pair: tuple[int, int]
 ) -> None:
     tables = taken(create(policy), 6, 0, 0)
     tables, info = block_table.fork(tables, jnp.array([0]), jnp.array([2]), jnp.array([True]))
@@ -136,7 +166,7 @@ def test_a_row_passes_its_window_and_is_freed() -> None:
 
 
 def test_swap_in_undoes_swap_out() -> None:
-    tables, host = taken(create("lifo"), 6, 3, 0), create("lifo")
+    tables, host = taken(create(LIFO), 6, 3, 0), create(LIFO)
     tables, _ = block_table.fork(tables, jnp.array([0]), jnp.array([2]), jnp.array([True]))
     rows = jnp.array([True, False, True])
     device, host, out = swap.swap_out(tables, host, rows)
@@ -228,11 +258,6 @@ REFUSALS: dict[str, Refusal] = {
     "free: not held": (Status.DOUBLE_FREE, as_it_is, lambda t: freed(t, 1, 5)),
     "free: no such block": (Status.UNKNOWN_BLOCK, as_it_is, lambda t: freed(t, 1, 9)),
     "free: negative": (Status.UNKNOWN_BLOCK, as_it_is, lambda t: freed(t, -1)),
-    "free rows: too many": (
-        Status.TOO_MANY_BLOCKS,
-        as_it_is,
-        lambda t: block_table.free_rows(t, jnp.array([True, True, False]), max_blocks=2),
-    ),
     "truncate: too few": (
         Status.TOO_FEW_TOKENS,
         as_it_is,
@@ -283,13 +308,17 @@ def test_every_status_has_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: block_pool.create(1), "num_blocks=1 must be at least 2"),
-        (lambda: block_pool.create(4, prefix_cache=prefix_cache.create(5, 4)), "must equal num_blocks=4"),
+        (lambda: block_pool.create(1, LRU), "num_blocks=1 must be at least 2"),
+        (
+            lambda: block_pool.create(4, LRU, prefix_cache=prefix_cache.create(5, 4)),
+            "must equal num_blocks=4",
+        ),
+        (lambda: named("mru"), "policy='mru' must be one of lifo, naive, lru, lru_split"),
         (lambda: prefix_cache.create(5, 0), "block_size=0 must be at least 1"),
-        (lambda: block_table.create(block_pool.create(4), 0, 1, 1), "max_seqs=0 must be at least 1"),
+        (lambda: block_table.create(block_pool.create(4, LRU), 0, 1, 1), "max_seqs=0 must be at least 1"),
         (
             lambda: block_table.create(
-                block_pool.create(4, "lru", prefix_cache=prefix_cache.create(4, 2)), 1, 1, 4
+                block_pool.create(4, LRU, prefix_cache=prefix_cache.create(4, 2)), 1, 1, 4
             ),
             "cache.block_size=2 must equal block_size=4",
         ),
@@ -301,7 +330,7 @@ def test_every_status_has_a_sentence() -> None:
         ),
         (
             lambda: swap.swap_out(
-                create(), block_table.create(block_pool.create(4), 3, 5, 4), jnp.zeros(3, bool)
+                create(), block_table.create(block_pool.create(4, LRU), 3, 5, 4), jnp.zeros(3, bool)
             ),
             "must equal",
         ),
@@ -328,14 +357,14 @@ def growth(num_steps: int, seed: int = 0) -> jax.Array:
 
 def test_scan_and_while_loop_equal_steps() -> None:
     nums = growth(40)
-    tables = create("lru", 13)
+    tables = create(LRU, 13)
     jitted = quick.jit(step)
     for num in nums:
         tables, status = jitted(tables, num)
         assert int(status) == Status.OK
         check_invariants(tables)
     assert jitted._cache_size() == 1
-    scanned, statuses = quick.jit(lambda t: jax.lax.scan(step, t, nums))(create("lru", 13))
+    scanned, statuses = quick.jit(lambda t: jax.lax.scan(step, t, nums))(create(LRU, 13))
     assert not statuses.any()
     assert_equal_states(scanned, tables)
 
@@ -343,17 +372,17 @@ def test_scan_and_while_loop_equal_steps() -> None:
         i, tables = carry
         return i + 1, step(tables, nums[i])[0]
 
-    start = (jnp.int32(0), create("lru", 13))
+    start = (jnp.int32(0), create(LRU, 13))
     _, looped = quick.jit(lambda c: jax.lax.while_loop(lambda c: c[0] < len(nums), body, c))(start)
     assert_equal_states(looped, tables)
 
 
-@pytest.mark.parametrize("policy", ["naive", "lru_split"])
-def test_vmap_is_a_batch_of_pools(policy: block_pool.Policy) -> None:
+@pytest.mark.parametrize("policy", [NAIVE, LRU_SPLIT], ids=lambda policy: policy.name)
+def test_vmap_is_a_batch_of_pools(policy: Policy) -> None:
     """Three pools with a life each, and prompts looked up in each, in one call."""
 
     def live(nums: jax.Array, tokens: jax.Array) -> tuple[BlockTables, jax.Array]:
-        cache = prefix_cache.create(9, BLOCK_SIZE) if policy != "naive" else None
+        cache = prefix_cache.create(9, BLOCK_SIZE) if policy.keeps_content else None
         pool = block_pool.create(9, policy, prefix_cache=cache)
         tables = block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
 
@@ -386,7 +415,7 @@ def test_no_transition_copies_or_scans_the_pool() -> None:
     """Donated arrays of the pool's size are changed in place. (A ring that is full of holes is compacted.)"""
     num_blocks = 5003  # unlike every other size here
     cache = prefix_cache.create(num_blocks, BLOCK_SIZE)
-    pool = block_pool.create(num_blocks, "lru_split", prefix_cache=cache)
+    pool = block_pool.create(num_blocks, LRU_SPLIT, prefix_cache=cache)
     tables = block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
     nums, rows = jnp.zeros(MAX_SEQS, jnp.int32), jnp.zeros(MAX_SEQS, bool)
     line, tokens = jnp.zeros(16, jnp.int32), jnp.zeros((MAX_SEQS, 16), jnp.int32)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from jaxpaged.memory.policies import POLICIES, named
 from tests.memory.lockstep import MAX_BLOCKS, MAX_EVICTED, MAX_SEQS, NUM_BLOCKS, Lockstep, jitted
 
 # Soaking: JAXPAGED_SOAK=20 runs twenty times as many histories.
@@ -72,8 +73,8 @@ def machine(policy: str, block_size: int, **options: bool) -> type[RuleBasedStat
             sources = data.draw(st.lists(source, min_size=count, max_size=count))
             destinations = data.draw(st.lists(destination, min_size=count, max_size=count, unique=sensible))
             windowed = set(self.lockstep.device.num_skipped.nonzero()[0].tolist())
-            if oracle.on_host & set(destinations) or (policy == "naive" and windowed & set(sources)):
-                return  # 0.6.3 does not fork what has lost blocks to the window
+            if oracle.on_host & set(destinations) or (windowed & set(sources) and not oracle.forks_windowed):
+                return
             self.lockstep.run("fork", sources, destinations)
 
         @rule(rows=some_rows)
@@ -110,7 +111,7 @@ def machine(policy: str, block_size: int, **options: bool) -> type[RuleBasedStat
         @precondition(lambda self: self.on_device())
         def swap_out(self, rows: list[int]) -> None:
             windowed = set(self.lockstep.device.num_skipped.nonzero()[0].tolist())
-            if policy in ("lifo", "naive"):  # they don't swap what has lost blocks to the window
+            if not self.lockstep.oracle.swaps_windowed:
                 rows = [row for row in rows if row not in windowed]
             self.lockstep.run("swap_out", rows)
 
@@ -128,7 +129,7 @@ def machine(policy: str, block_size: int, **options: bool) -> type[RuleBasedStat
         def reset(self) -> None:
             self.lockstep.run("reset")
 
-    if not policy.startswith("lru"):
+    if not named(policy).keeps_content:
 
         class Admitting(Histories):
             @rule(num_tokens=st.integers(1, (NUM_BLOCKS + 1) * block_size))
@@ -192,7 +193,7 @@ def run(policy: str, block_size: int, max_examples: int, steps: int, **options: 
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("policy", ["lifo", "naive", "lru", "lru_split"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_policy_equals_its_oracle(policy: str, block_size: int) -> None:
     run(policy, block_size, max_examples=6, steps=36)
     for verb, times in jitted(policy, block_size).num_traces.items():
@@ -203,6 +204,6 @@ def test_prefix_caching_is_exact_when_every_hash_is_the_same() -> None:
     run("lru", 4, max_examples=6, steps=40, collide=True)
 
 
-@pytest.mark.parametrize("policy", ["lifo", "naive", "lru", "lru_split"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_policy_equals_its_oracle_without_jit(policy: str) -> None:
     run(policy, 4, use_jit=False, max_examples=2, steps=15)

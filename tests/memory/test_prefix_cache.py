@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, UInt32
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import InvariantError, check_invariants
+from jaxpaged.memory.policies import LRU, LRU_SPLIT, Policy
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 from tests import quick
@@ -31,9 +32,7 @@ find = quick.jit(prefix_cache.lookup)
 free_rows = quick.jit(block_table.free_rows)
 
 
-def create(
-    hash_fn: prefix_cache.HashFn = prefix_cache.hash_block, policy: block_pool.Policy = "lru"
-) -> BlockTables:
+def create(hash_fn: prefix_cache.HashFn = prefix_cache.hash_block, policy: Policy = LRU) -> BlockTables:
     cache = prefix_cache.create(NUM_BLOCKS, BLOCK_SIZE, hash_fn)
     pool = block_pool.create(NUM_BLOCKS, policy, prefix_cache=cache)
     return block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
@@ -140,7 +139,7 @@ def test_full_buckets_leave_content_uncached() -> None:
 @pytest.mark.parametrize("parent", [1, 8])
 def test_children_of_an_evicted_parent_are_not_found(parent: int) -> None:
     """The parent's block is reused, for the very same content or another: its child must not match."""
-    tables = add(create(policy="lru_split"), {0: prompt(1, 2)})
+    tables = add(create(policy=LRU_SPLIT), {0: prompt(1, 2)})
     tables, _ = block_table.slide_window(evict(tables, 1), jnp.array([BLOCK_SIZE, 0, 0]))
     tables = add(tables, {1: prompt(parent)})
     assert tables.block_tables[:2, 0].tolist() == [0, 1]
@@ -248,13 +247,13 @@ def test_a_pool_full_of_different_content_is_cached_whole() -> None:
         cache, root, jnp.ones_like(rows), rows, rows + 1, jnp.zeros((num_blocks - 1, 1), jnp.int32)
     )
     assert not jnp.any(chain.slot == PrefixCache.BROKEN)
-    check_invariants(block_pool.create(num_blocks, "lru", prefix_cache=cache))
+    check_invariants(block_pool.create(num_blocks, LRU, prefix_cache=cache))
 
 
 def test_state_is_at_most_64_bytes_a_block() -> None:
     num_blocks = 1 << 16
     cache = prefix_cache.create(num_blocks, 16)
-    pool = block_pool.create(num_blocks, "lru", prefix_cache=cache)
+    pool = block_pool.create(num_blocks, LRU, prefix_cache=cache)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) - cache.token_ids.nbytes
     assert num_bytes / num_blocks <= 64
 

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged.config import EngineConfig, InputError
-from jaxpaged.engine import plan
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import machine
+from jaxpaged.engine.driver import Driver
 from jaxpaged.memory import kv_cache, sizing
 from reference.v0.cache_engine import CacheEngine
 from tests import tiny
@@ -21,42 +23,42 @@ def test_bytes_per_block_are_those_of_vllm_and_of_the_arrays():
     assert sum(array.nbytes for array in jax.tree.leaves(cache)) == 10 * bytes_per_block
 
 
-def make_plan(**changes):
+def sized(**changes):
     options = {
         "num_blocks": None,
         "bytes_per_block": 100,
+        "state_bytes_per_block": 14,
         "block_size": 4,
-        "max_num_seqs": 3,
-        "max_model_len": 10,
         "available_bytes": 10**6,
         "available_why": "a test",
     }
-    return sizing.plan(**options | changes)
+    return sizing.cache_size(**options | changes)
 
 
-def test_a_cache_is_no_larger_than_the_rows_can_use():
-    cache = make_plan()
-    assert cache.num_blocks == 3 * 3 + 1
-    assert cache.num_tokens == 36
-    assert cache.num_bytes == 1000
-    assert cache.reason == "3 rows of 10 tokens, all that can be in use at once"
-
-
-def test_a_cache_is_no_larger_than_what_is_available():
-    cache = make_plan(available_bytes=799)
+def test_a_cache_takes_all_of_the_memory_that_was_given():
+    cache = sized(available_bytes=8 * 114 - 1)
     assert cache.num_blocks == 7
+    assert cache.num_tokens == 24
+    assert cache.num_bytes == 700
     assert cache.reason == "as many as fit into a test"
 
 
+def test_a_cache_has_no_more_blocks_than_its_slots_have_numbers():
+    assert sized(available_bytes=10**12).num_blocks == 2**20
+    cache = sized(available_bytes=10**12, block_size=2**12)
+    assert cache.num_blocks * 2**12 <= 2**31 - 1 < (cache.num_blocks + 1) * 2**12
+    assert cache.reason == "as many as are made without being asked for, in a test"
+
+
 def test_a_given_number_of_blocks_is_taken():
-    assert make_plan(num_blocks=77, available_bytes=0).num_blocks == 77
+    assert sized(num_blocks=77, available_bytes=0).num_blocks == 77
 
 
-@pytest.mark.parametrize("available", [199, 0, -5])
+@pytest.mark.parametrize("available", [227, 0, -5])
 def test_a_cache_without_room_for_a_block_is_refused(available):
     message = rf"at least 2 blocks of 100 bytes, but only {max(available, 0)} bytes are available \(a test\)"
     with pytest.raises(InputError, match=message):
-        make_plan(available_bytes=available)
+        sized(available_bytes=available)
 
 
 class FakeGpu:
@@ -71,9 +73,24 @@ class FakeGpu:
 def test_on_a_gpu_the_cache_gets_what_weights_and_activations_leave(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu()])
     config = EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=4, max_num_batched_tokens=36)
-    left, why = plan.available_bytes(config, tiny.CONFIG, jnp.dtype("float32"))
+    left, why = machine.available_bytes(config, tiny.CONFIG, jnp.dtype("float32"))
     weights = sum(w.nbytes for w in tiny.weights().values())
     # 32 tokens x the 96 columns of gate and up, four times, and 4 rows x 97 logits, three times
     activations = 4 * (4 * 32 * 96 + 3 * 4 * 97)
-    assert left == 500_000_000 - weights - activations
+    state, per_block = machine.state_bytes(config, tiny.CONFIG)
+    assert left == 500_000_000 - weights - state - activations
     assert "50% of 1000000000 bytes" in why
+    # In both: tokens, log-probabilities and a table for each place of 8 rows; 56 bytes and 16 tokens a block.
+    assert 8 * (8 * 128 + 4 * 8) < state < 1.2 * 8 * (8 * 128 + 4 * 8) + 4096
+    assert per_block == 56 + 4 * 16
+
+
+def test_what_is_reckoned_of_the_state_is_what_the_state_takes(monkeypatch):
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    driver = tiny.driver(num_blocks=128)
+    fixed, per_block = machine.state_bytes(driver.config, tiny.CONFIG)
+    state = driver._state
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - sum(
+        x.nbytes for x in jax.tree.leaves(state.kv_cache)
+    )
+    assert held == fixed + 128 * per_block

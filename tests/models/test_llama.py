@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.config import InputError
-from jaxpaged.memory.kv_cache import AttentionBatch
+from jaxpaged.checks import InputError
 from jaxpaged.models import llama, loading
+from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.llama import Llama
 from reference import model as reference_model
 from tests import tiny

@@ -6,13 +6,17 @@ import os
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.config import PREFILL_TILE, EngineConfig, InputError, check
-from jaxpaged.memory import sizing
-from jaxpaged.memory.sizing import CachePlan
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.checks import InputError, check
+from jaxpaged.config import PREFILL_TILE, EngineConfig
+from jaxpaged.engine import programs
+from jaxpaged.engine.state import EngineState, create_state, create_tables
+from jaxpaged.memory import kv_cache, sizing
+from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native, ops, support
-from pallas_kernels.cache import cache_dir
+from pallas_kernels.compilation_cache import compilation_cache_dir
 from pallas_kernels.ops import TiledImplementation
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
@@ -96,11 +100,11 @@ def tiles_per_pass(config: EngineConfig) -> int:
     return min(tokens // PREFILL_TILE, config.num_prefill_tiles)
 
 
-def cache_plan(config: EngineConfig, model_config: ModelConfig) -> CachePlan:
+def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
     """How many blocks the cache gets on this machine."""
     dtype = resolve_dtype(config)
     available, why = available_bytes(config, model_config, dtype)
-    return sizing.plan(
+    return sizing.cache_size(
         num_blocks=config.num_blocks,
         bytes_per_block=sizing.bytes_per_block(
             block_size=config.block_size,
@@ -109,47 +113,61 @@ def cache_plan(config: EngineConfig, model_config: ModelConfig) -> CachePlan:
             head_dim=model_config.head_dim,
             bytes_per_element=dtype.itemsize,
         ),
+        state_bytes_per_block=state_bytes(config, model_config)[1],
         block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len(config, model_config),
         available_bytes=available,
         available_why=why,
     )
 
 
-def compilation_cache_dir() -> str | None:
-    """Where compiled programs are kept: `JAX_COMPILATION_CACHE_DIR`, else a folder in the user's cache.
-
-    None, and they are not kept, for a user without a home.
-    """
-    folder = jax.config.jax_compilation_cache_dir or cache_dir()
-    return str(folder) if folder else None
-
-
 def keep_compiled_programs() -> None:
-    """Let JAX keep compiled programs on disk, so that a second start does not compile again."""
-    jax.config.update("jax_compilation_cache_dir", compilation_cache_dir())
+    """Keep compiled programs on disk, the loop whole and the others by JAX: so a second start compiles
+    nothing. Where nothing can be kept, none are.
+    """
+    folder = compilation_cache_dir()
+    programs.keep_in(folder)
+    jax.config.update("jax_compilation_cache_dir", folder and str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def available_bytes(config: EngineConfig, model_config: ModelConfig, dtype: jnp.dtype) -> tuple[int, str]:
     """Bytes the cache may take, and in words what they are.
 
-    On a CPU a share of the physical memory. On a GPU what `gpu_memory_utilization` leaves after the weights
-    and the activations of the widest step, both reckoned from the shapes, so that nothing has to be run.
+    A share of a CPU's physical memory, or what `gpu_memory_utilization` leaves beside the weights on a GPU;
+    less the engine's state and the activations of the widest step, all reckoned from shapes: nothing has to
+    be run.
     """
     device = jax.local_devices()[0]
+    state, activations = state_bytes(config, model_config)[0], activation_bytes(config, model_config)
+    beside = f"{state} of state and {activations} of activations"
     if device.platform == "cpu":
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(physical * CPU_MEMORY_SHARE), f"{CPU_MEMORY_SHARE:.0%} of this machine's memory"
+        left = int(physical * CPU_MEMORY_SHARE) - state - activations
+        return left, f"{CPU_MEMORY_SHARE:.0%} of this machine's {physical} bytes less {beside}"
     total = device.memory_stats()["bytes_limit"]
     weights = sum(math.prod(shape) for _, shape in llama.weight_shapes(model_config)) * dtype.itemsize
-    activations = activation_bytes(config, model_config)
-    left = int(total * config.gpu_memory_utilization) - weights - activations
-    return left, (
-        f"{config.gpu_memory_utilization:.0%} of {total} bytes less {weights} of weights "
-        f"and {activations} of activations"
-    )
+    left = int(total * config.gpu_memory_utilization) - weights - state - activations
+    return left, f"{config.gpu_memory_utilization:.0%} of {total} bytes less {weights} of weights, {beside}"
+
+
+def state_bytes(config: EngineConfig, model_config: ModelConfig) -> tuple[int, int]:
+    """Bytes of the engine's state beside K and V: of its rows, and of each block."""
+    max_len = max_model_len(config, model_config)
+
+    def of_blocks(num_blocks: int) -> int:
+        def create() -> EngineState:
+            caching = config.enable_prefix_caching
+            width = cdiv(max_len, config.block_size)
+            tables = create_tables(
+                num_blocks, config.num_rows, width, config.block_size, prefix_caching=caching
+            )
+            return create_state(tables, kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32")), max_len)
+
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
+
+    few, step = of_blocks(1024), 1024
+    per_block = (of_blocks(1024 + step) - few) // step
+    return few - 1024 * per_block, per_block
 
 
 def activation_bytes(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -1,0 +1,106 @@
+"""The kernels on this machine's GPU, compiled, against the NumPy oracle: right, and the same every time.
+
+    python -m benchmarks.check_kernels [--out FILE]    on a Hopper GPU
+    python -m benchmarks.check_kernels --smoke         a few of the cases in Pallas' GPU interpreter, on a CPU
+
+JSON lines on stdout, one a case and version of the kernel: the error that is largest beside what is allowed
+there, and whether more runs gave the same bits. It fails if one is wrong or moves, and at once where JAX does
+not use a Hopper GPU. Rows, tables and pools are padded, so that cases that differ in lengths alone share a
+compiled program. It needs jax, numpy, jaxtyping and absl-py; the cases are those of the tests.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from benchmarks import record
+from pallas_kernels import ops
+from pallas_kernels.support import Arrays
+from tests.kernels import checks
+from tests.shapes import Case, case
+
+_SMOKE = flags.DEFINE_boolean("smoke", False, "A few cases, in the interpreter.")
+_OUT = flags.DEFINE_string("out", None, "Append one JSON line per case and version to this file.")
+
+CASES = (
+    "one_token", "around_a_block", "around_a_tile", "shared_prefix", "only_padding", "partition_edges",
+    "thousands", "mqa", "float16", "head_major", "window_1", "window_over_tiles", "sinks", "all_at_once",
+    "group_3", "group_16", "head_dim_80", "head_dim_112", "head_dim_192", "head_dim_256", "block_size_8",
+    "block_size_256", "float8_e4m3fn_per_head", "float8_e5m2_per_tensor", "int8_per_head", "int8_per_tensor",
+    "sparse_nothing", "sparse_slide_q", "sparse_slide_kv",
+)  # fmt: skip
+SMOKE = ("one_token", "head_major", "int8_per_head")
+NUM_RUNS = 4  # of each program: a result that moves is a race
+ROWS, TABLE_COLUMNS, BLOCKS = 5, 16, 64  # sizes are padded to multiples of these
+
+
+def main(argv: list[str]) -> None:
+    """Run as a module."""
+    record.start(argv)
+    device = jax.devices()[0].device_kind
+    if not _SMOKE.value and ops.default_implementation() != "mosaic_gpu":
+        sys.exit(f"nothing is checked: JAX uses {device}, which is not a Hopper GPU (--smoke runs anywhere)")
+    context = record.context("benchmarks.check_kernels") | {"device": device, "gpu": record.gpu()}
+    num_wrong = 0
+    for line in check(SMOKE if _SMOKE.value else CASES, interpret=_SMOKE.value):
+        print(json.dumps(line), flush=True)
+        record.append(context | line, _OUT.value)
+        num_wrong += not line["ok"]
+    if num_wrong:
+        sys.exit(f"{num_wrong} of the lines above are not ok")
+
+
+def check(names: tuple[str, ...], *, interpret: bool) -> Iterator[dict[str, Any]]:
+    """A line for each case and version."""
+    for name in names:
+        for version in checks.PROGRAMS:
+            line: dict[str, Any] = {"case": name, "version": version}
+            try:
+                yield line | compare(case(name), version, interpret)
+            except Exception as error:  # of the compiler, say: the other cases are of interest still
+                yield line | {"ok": False, "raised": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def compare(c: Case, version: str, interpret: bool) -> dict[str, Any]:
+    """Run a case, more than once on a device, and compare it with the oracle and with itself."""
+    named, options = checks.inputs(c, version)
+    arrays = padded(Arrays(**named))._asdict()
+    program = functools.partial(checks.PROGRAMS[version], **options, implementation="mosaic_gpu")
+    num_runs = 1 if interpret else NUM_RUNS
+    first, *others = (np.asarray(program(**arrays, interpret=interpret), np.float64) for _ in range(num_runs))
+    num_rows = len(c.seq_lens)
+    error, allowed, _ = checks.worst(c, first[:num_rows], checks.weights_dtype(c))
+    same_bits = all(np.array_equal(first, other, equal_nan=True) for other in others)
+    return {
+        "ok": same_bits and error <= allowed and not first[num_rows:].any(),
+        "error": float(f"{error:.3g}"),
+        "allowed": float(f"{allowed:.3g}"),
+        "same_bits": same_bits,
+    }
+
+
+def padded(a: Arrays) -> Arrays:
+    """The case's arrays with more rows, all without tokens, more columns of the table, and more blocks."""
+
+    def pad(x: jax.Array, *multiples: int) -> jax.Array:
+        widths = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=False)]
+        return jnp.pad(x, [*widths, *[(0, 0)] * (x.ndim - len(widths))])
+
+    return Arrays(
+        q=pad(a.q, ROWS),
+        k_cache=pad(a.k_cache, BLOCKS),
+        v_cache=pad(a.v_cache, BLOCKS),
+        block_tables=pad(a.block_tables, ROWS, TABLE_COLUMNS),
+        seq_lens=pad(a.seq_lens, ROWS),
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,72 @@
+"""Compiling for an H200 on a machine without one: the GPU as XLA describes it, and a process that can.
+
+Needs the `cuda-compile` extra: the CUDA plugin of jax and ptxas, no driver and no GPU.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks import record
+
+PROCESS_LIMIT_S = 900  # by the clock, for all programs of a process together
+PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-runtime-cu12")
+
+# The H200 as XLA describes it. The three versions matter: without them it plans command buffers differently.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "12.9.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def missing_packages() -> list[str]:
+    """Packages of the `cuda-compile` extra that are not installed."""
+    installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
+    return [name for name in PACKAGES if name not in installed]
+
+
+def run(module: str, arguments: list[str], flags: str = "") -> list[dict[str, Any]]:
+    """The JSON lines of `python -m module` in a process that can compile for a GPU, with more XLA `flags`."""
+    if missing := missing_packages():
+        raise RuntimeError(f"{missing=}: install the cuda-compile extra")
+    nvcc = importlib.util.find_spec("nvidia.cuda_nvcc")
+    assert nvcc is not None
+    assert nvcc.submodule_search_locations is not None
+    folder = nvcc.submodule_search_locations[0]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAXPAGED_NATIVE": "0",  # a model takes this machine's kernels, if they are there
+        "XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder} {flags}",
+        "PYTHONPATH": str(record.ROOT),
+    }
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
+    if done.returncode:
+        raise RuntimeError(f"the compiler process ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def topology() -> Any:
+    """One H200, to compile for; the process must have the environment that `run` sets."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=H200
+    )

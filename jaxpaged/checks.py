@@ -1,0 +1,73 @@
+"""What is said of a user's mistake, and the checks that say it: one sentence with the name, the value and the
+rule.
+
+Numbers may be NumPy's; what a check gives back is Python's own. Imports nothing heavy.
+"""
+
+import numbers
+from collections.abc import Iterable
+
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4028234663852886e38
+MAX_SHOWN = 200  # characters of a value in a message
+
+
+class InputError(ValueError):
+    """A mistake in what the user gave: one sentence with the name, the value and the rule."""
+
+
+def shown(value: object) -> str:
+    """The value for a message: its `repr`, cut where it is long, its type where it has none."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits has none, and a class of the user's may have none
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def check(name: str, value: object, rule: str, ok: bool) -> None:
+    """Raise `InputError` with the one form all our messages have, unless `ok`."""
+    if not ok:
+        raise InputError(f"{name}={shown(value)} must be {rule}")
+
+
+def is_int_type(kind: type) -> bool:
+    """Whether it is a type of integers, Python's or NumPy's; that of True and False is none."""
+    return issubclass(kind, numbers.Integral) and not issubclass(kind, bool)
+
+
+def is_int(value: object) -> bool:
+    return is_int_type(type(value))
+
+
+def checked_int(name: str, value: object, rule: str, least: int, most: int = INT32_MAX) -> int:
+    """The value, if it is an integer from `least` to `most`."""
+    check(name, value, rule, is_int(value) and least <= value <= most)  # type: ignore[operator]
+    return int(value)  # type: ignore[call-overload]
+
+
+def checked_number(
+    name: str, value: object, rule: str, least: float, most: float = FLOAT32_MAX, *, above: bool = False
+) -> float:
+    """The value, if it is a number from `least` (`above`: beyond it) to `most`; never NaN or infinity."""
+    number = float("nan")
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = float("inf")
+    check(name, value, rule, least <= number <= most and not (above and number == least))
+    return number
+
+
+def checked_bool(name: str, value: object) -> bool:
+    check(name, value, "True or False", isinstance(value, bool))
+    return bool(value)
+
+
+def checked_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """The value, if it is one of these strings."""
+    choices = tuple(choices)
+    ok = isinstance(value, str) and value in choices
+    check(name, value, f"one of {', '.join(choices)}", ok)
+    return str(value)

@@ -1,0 +1,58 @@
+"""Attention over a paged cache: what a layer of any model calls, and what it needs to know of its tokens."""
+
+from dataclasses import dataclass, field
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpaged.memory import kv_cache
+from jaxpaged.memory.kv_cache import KVCache
+from pallas_kernels import ops
+from pallas_kernels.ops import TiledImplementation
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where the tokens of one forward pass stand: tiles of neighbouring tokens, each of one sequence."""
+
+    slot_mapping: Int[Array, " num_tokens"]  # of each K and V, 0 for none; num_tokens = tiles x tile_len
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"]
+    query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
+    seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
+    implementation: TiledImplementation = field(metadata={"static": True})  # of the attention
+
+    @property
+    def is_padding(self) -> Bool[Array, " num_tokens"]:
+        """The tokens that are none: their K and V go to the null block."""
+        return self.slot_mapping == 0
+
+
+def attend(
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    k: Float[Array, "num_tokens num_kv_heads head_dim"],
+    v: Float[Array, "num_tokens num_kv_heads head_dim"],
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
+    """Write the tokens' K and V of one layer, then let each token look at its sequence up to itself.
+
+    With a `sliding_window` it sees only the last so many tokens, itself among them; blocks that lie wholly
+    before the window of a tile's first token may be gone, with anything in their places of the block table.
+    """
+    cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
+    out = ops.tiled_paged_attention(
+        q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
+        *cache.pools,
+        cache.blocks_of(layer, batch.block_tables),
+        batch.query_starts,
+        batch.seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        implementation=batch.implementation,
+    )
+    return out.reshape(q.shape), cache

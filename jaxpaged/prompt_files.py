@@ -1,0 +1,119 @@
+"""Prompts from the command line and from files, each with its options. Imports nothing heavy.
+
+A file has a prompt a line, or JSON lines; lines end with a line feed, and nothing else ends one.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.chat import check_messages
+from jaxpaged.checks import InputError, shown
+from jaxpaged.sampling_params import SamplingParams
+
+STANDARD_INPUT = "-"
+PROMPTS = ("prompt", "prompt_token_ids", "messages")
+OPTIONS = tuple(SamplingParams.__dataclass_fields__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One request as somebody wrote it down."""
+
+    prompt: dict[str, Any]  # {"prompt": text}, {"prompt_token_ids": [...]} or {"messages": [...]}
+    params: SamplingParams
+    id: Any = None  # what a line calls itself, to be repeated in its answer
+    priority: int = 0
+    cache_salt: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What to show above the answer."""
+        [(kind, value)] = self.prompt.items()
+        return str(value[-1]["content"] if kind == "messages" else value)
+
+
+def of_texts(texts: Sequence[str], sampling: Mapping[str, Any]) -> list[Asked]:
+    """The prompts of the command line. `sampling`: the fields of their `SamplingParams`."""
+    params = SamplingParams(**sampling)
+    for text in texts:
+        if not text:
+            raise InputError("--prompt '' must not be empty")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes that are no text in the terminal's encoding
+            raise InputError(f"--prompt {text!r} must be text in the encoding of the terminal") from error
+    return [Asked({"prompt": text}, params) for text in texts]
+
+
+def read(file: str | None, sampling: Mapping[str, Any]) -> list[Asked]:
+    """The prompts of a file, "-" for standard input; options that a line does not have are those of
+    `sampling`.
+    """
+    if file is None:
+        return []
+    name = f"--prompts-file {file!r}"
+    lines = _lines(file, name)
+    if not any(line.strip() for line in lines):
+        raise InputError(f"{name} must have at least one prompt")
+    is_json = next(line for line in lines if line.strip()).lstrip().startswith("{")
+    params = SamplingParams(**sampling)
+    asked = []
+    for number, line in enumerate(lines, start=1):
+        if is_json and not line.strip():
+            continue
+        try:
+            asked.append(_json_line(line, sampling) if is_json else _text_line(line, params))
+        except InputError as error:
+            raise InputError(f"{name}, line {number}: {error}") from error
+    return asked
+
+
+def _lines(file: str, name: str) -> list[str]:
+    try:
+        if file != STANDARD_INPUT:
+            content = Path(file).read_bytes()
+        elif sys.stdin is None:
+            raise InputError(f"{name}: standard input is closed")
+        else:
+            content = sys.stdin.buffer.read()
+        text = content.decode("utf-8-sig")  # with a byte order mark or without
+    except FileNotFoundError:
+        raise InputError(f"{name} must exist") from None
+    except (OSError, ValueError) as error:  # a name with a zero byte, bytes that are not UTF-8
+        raise InputError(f"{name} cannot be read: {error}") from error
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _text_line(line: str, params: SamplingParams) -> Asked:
+    if not line.strip():
+        raise InputError("must not be empty")
+    return Asked({"prompt": line}, params)
+
+
+def _json_line(line: str, sampling: Mapping[str, Any]) -> Asked:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"must be JSON: {error}") from error
+    kinds = [kind for kind in PROMPTS if kind in value] if isinstance(value, dict) else []
+    if len(kinds) != 1:
+        raise InputError(f"must be an object with one of {', '.join(map(repr, PROMPTS))}")
+    [kind] = kinds
+    prompt = value.pop(kind)
+    if kind == "messages":
+        check_messages(prompt)
+    elif kind == "prompt" and (not isinstance(prompt, str) or not prompt):
+        raise InputError(f"prompt={shown(prompt)} must be a non-empty string")
+    elif kind == "prompt_token_ids" and (not isinstance(prompt, list) or not prompt):
+        raise InputError(f"prompt_token_ids={shown(prompt)} must be a non-empty list of token ids")
+    own = {name: value.pop(name) for name in OPTIONS if name in value}
+    others = {name: value.pop(name) for name in ("id", "priority", "cache_salt") if name in value}
+    for name in value:
+        known = ", ".join([*PROMPTS, "id", "priority", "cache_salt", *OPTIONS])
+        raise InputError(f"option {name!r} must be one of {known}")
+    return Asked({kind: prompt}, SamplingParams(**{**sampling, **own}), **others)

@@ -1,0 +1,247 @@
+"""The file: an engine's state without K and V, and what came later, as .npz with a JSON header."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxpaged
+from jaxpaged.checks import InputError, check
+from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.state import EngineState, HostPool, Rows, create_state, create_tables, empty_rows
+from jaxpaged.engine.step_config import StepConfig
+from jaxpaged.memory import kv_cache, policies, prefix_cache
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.kv_cache import KVCache
+
+VERSION = 2  # of the file's format
+
+
+@dataclass(frozen=True)
+class Event:
+    """What came from outside, after so many steps: a request, or the wish to give one up."""
+
+    num_steps: int  # made since the dump
+    request: Rows | None = None  # NumPy arrays of one line, as `Door.write` fills it; as long as its tokens
+    abort: int | None = None  # an arrival
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What a file says."""
+
+    state: EngineState  # NumPy arrays; of K and V only shapes and types
+    step_config: StepConfig
+    vocab_size: int
+    events: tuple[Event, ...]  # those of one moment in the order in which they came
+    answers: dict[int, list[int]]  # tokens known of requests' answers, from their first, by arrival
+    made_with: dict[str, str]  # versions
+
+
+def report(engine: Engine | Driver, path: str | os.PathLike[str]) -> None:
+    """Write how an engine stands between two runs, with the requests that wait for a row. From any thread.
+
+    It goes on as if nothing had been. One that has stopped, by an error too, can still be written, unless the
+    error was in the run itself and took the state with it: then JAX says that an array has been deleted.
+    """
+    shot = engine.snapshot()
+    events = []
+    for queued in shot.queue:
+        request, answer = queued.request, queued.answer
+        line = empty_rows(1, len(request.prompt_token_ids) + len(answer))
+        engine.door.write(line, 0, request, answer)
+        events.append(Event(0, line))
+    dump(shot.state, path, step_config=shot.step_config, vocab_size=shot.vocab_size, events=events)
+
+
+def dump(
+    state: EngineState,
+    path: str | os.PathLike[str],
+    *,
+    step_config: StepConfig,
+    vocab_size: int,
+    events: Sequence[Event] = (),
+    answers: Mapping[int, Sequence[int]] | None = None,
+) -> None:
+    """Write a state, except K and V, and what came later, as .npz: arrays by name, and a JSON header."""
+    cache, kv = state.tables.pool.prefix_cache, state.kv_cache
+    check(
+        "hash_fn",
+        cache and cache.hash_fn,
+        "prefix_cache.hash_block: no other can be written down",
+        cache is None or cache.hash_fn is prefix_cache.hash_block,
+    )
+    requests = [event.request for event in events if event.request is not None]
+    header = {
+        "version": VERSION,
+        "made_with": {"jaxpaged": jaxpaged.__version__, "jax": jax.__version__},
+        "step_config": asdict(step_config),
+        "vocab_size": vocab_size,
+        "sizes": {
+            "num_rows": state.tables.max_seqs,
+            "max_model_len": state.rows.token_ids.shape[1],
+            "max_blocks_per_seq": state.tables.max_blocks_per_seq,
+            "block_size": state.tables.block_size,
+            "device": _pool_sizes(state.tables),
+            "host": state.host and _pool_sizes(state.host.tables),
+        },
+        "kv": {
+            "num_layers": kv.num_layers,
+            "num_kv_heads": kv.k.shape[3],
+            "head_dim": kv.k.shape[4],
+            "dtype": str(kv.k.dtype),
+        },
+        "num_requests": len(requests),
+        "events": [
+            {"num_steps": e.num_steps, "abort": e.abort, "has_request": e.request is not None} for e in events
+        ],
+        "answers": {str(arrival): [*map(int, tokens)] for arrival, tokens in (answers or {}).items()},
+    }
+    # The tokens of all requests one after the other, for rows are much longer than most of them.
+    tokens = [line.token_ids[0, : line.num_tokens[0]] for line in requests]
+    requests = [replace(line, token_ids=line.token_ids[:, :0]) for line in requests]
+    lines = jax.tree.map(lambda *each: np.concatenate(each), *requests) if requests else None
+    arrays = {"header": np.array(json.dumps(header))}
+    arrays["request_tokens"] = np.concatenate([np.zeros(0, np.int32), *tokens])
+    for tree in ({"state": without_layers(state)}, {"requests": lines}):
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            arrays[_name(keys)] = np.asarray(leaf)
+    with open(path, "wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+
+
+def load(path: str | os.PathLike[str]) -> Dump:
+    """Read what `dump` wrote. Raises `InputError`, one sentence, for a file that is none, or damaged."""
+    name = os.fspath(path)
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return _read(arrays)
+    except InputError as error:
+        raise InputError(f"dump {name!r}: {error}") from error
+    except OSError as error:
+        raise InputError(f"dump {name!r} cannot be read: {error.strerror or error}") from error
+    except (
+        Exception
+    ) as error:  # NumPy, zipfile, JSON: each has errors of its own for what it cannot understand
+        raise InputError(f"dump {name!r} must be a file that jaxpaged.replay wrote, undamaged") from error
+
+
+def _read(arrays: Mapping[str, np.ndarray]) -> Dump:
+    header = json.loads(str(arrays["header"]))
+    version = header["version"]
+    check("version", version, f"{VERSION}, the one that this jaxpaged reads", version == VERSION)
+
+    def fill(tree: Any) -> Any:
+        """The arrays by the names and shapes of `tree`."""
+
+        def array(keys: Any, want: Any) -> np.ndarray:
+            got = arrays[_name(keys)]
+            if (got.shape, got.dtype) != (want.shape, want.dtype):
+                raise ValueError(f"{_name(keys)} is {got.dtype}{got.shape}, not {want.dtype}{want.shape}")
+            return got
+
+        return jax.tree_util.tree_map_with_path(array, tree)
+
+    sizes, num_requests = header["sizes"], header["num_requests"]
+    state = fill({"state": jax.eval_shape(lambda: _new_state(**sizes, kv={}))})["state"]
+    with_kv = jax.eval_shape(lambda: _new_state(**sizes, kv=header["kv"]))
+    requests: Iterator[Rows] = iter(())
+    if num_requests:
+        requests = _lines(
+            fill({"requests": empty_rows(num_requests, 0)})["requests"], arrays["request_tokens"]
+        )
+    return Dump(
+        state=put_kv(state, with_kv.kv_cache, with_kv.host and with_kv.host.kv_cache),
+        step_config=StepConfig(**header["step_config"]),
+        vocab_size=header["vocab_size"],
+        events=tuple(
+            Event(e["num_steps"], next(requests) if e["has_request"] else None, e["abort"])
+            for e in header["events"]
+        ),
+        answers={int(arrival): tokens for arrival, tokens in header["answers"].items()},
+        made_with=header["made_with"],
+    )
+
+
+def _lines(requests: Rows, tokens: np.ndarray) -> Iterator[Rows]:
+    """Each request with its tokens, which all lie one after the other."""
+    if len(tokens) != sum(requests.num_tokens):
+        raise ValueError(f"request_tokens has {len(tokens)} tokens, not {sum(requests.num_tokens)}")
+    lines = (jax.tree.map(lambda array, i=i: array[i : i + 1], requests) for i in range(len(requests.phase)))
+    for line, its in zip(lines, np.split(tokens, np.cumsum(requests.num_tokens)[:-1]), strict=True):
+        yield replace(line, token_ids=its[None])
+
+
+def _new_state(
+    *,
+    num_rows: int,
+    max_model_len: int,
+    max_blocks_per_seq: int,
+    block_size: int,
+    device: dict[str, Any],
+    host: dict[str, Any] | None,
+    kv: dict[str, Any],
+) -> EngineState:
+    """A state of the sizes that a header has; without K and V if it does not say theirs."""
+
+    def tables(num_blocks: int, policy: str, has_prefix_cache: bool) -> BlockTables:
+        return create_tables(
+            num_blocks,
+            num_rows,
+            max_blocks_per_seq,
+            block_size,
+            prefix_caching=has_prefix_cache,
+            policy=policies.named(policy),
+        )
+
+    def arrays(num_blocks: int) -> KVCache:
+        if not kv:
+            return no_layers(num_blocks, block_size)
+        sizes = kv | {"num_blocks": num_blocks, "block_size": block_size, "dtype": jnp.dtype(kv["dtype"])}
+        return kv_cache.create(**sizes)
+
+    pool = None if host is None else HostPool(tables(**host), arrays(host["num_blocks"]))
+    return create_state(tables(**device), arrays(device["num_blocks"]), max_model_len, pool)
+
+
+def _pool_sizes(tables: BlockTables) -> dict[str, Any]:
+    pool = tables.pool
+    return {
+        "num_blocks": pool.num_blocks,
+        "policy": pool.policy.name,
+        "has_prefix_cache": pool.prefix_cache is not None,
+    }
+
+
+def no_layers(num_blocks: int, block_size: int) -> KVCache:
+    return kv_cache.create(0, num_blocks, block_size, 1, 1, jnp.dtype("float32"))
+
+
+def without_layers(state: EngineState) -> EngineState:
+    """The state with a cache of no layers: which takes no memory, and can be swapped."""
+    tables, host = state.tables, state.host
+    device = no_layers(tables.pool.num_blocks, tables.block_size)
+    swapped = None if host is None else no_layers(host.tables.pool.num_blocks, tables.block_size)
+    return put_kv(state, device, swapped)
+
+
+def kv_of(state: EngineState) -> tuple[KVCache, KVCache | None]:
+    """The device's, and the host's."""
+    return state.kv_cache, None if state.host is None else state.host.kv_cache
+
+
+def put_kv(state: EngineState, device: KVCache, host: KVCache | None) -> EngineState:
+    pool = state.host
+    if pool is not None and host is not None:
+        pool = replace(pool, kv_cache=host)
+    return replace(state, kv_cache=device, host=pool)
+
+
+def _name(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator=".")

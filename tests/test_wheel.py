@@ -1,0 +1,48 @@
+"""A wheel, installed alone in a fresh environment, answers from the command line and from Python."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.tiny_gguf import write_gguf
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import sys, jaxpaged
+assert "site-packages" in jaxpaged.__file__, jaxpaged.__file__
+llm = jaxpaged.LLM(sys.argv[1], max_num_seqs=4, block_size=8, num_blocks=65, max_num_batched_tokens=68)
+[result] = llm.generate([[5, 6]], jaxpaged.SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
+print(result.outputs[0].token_ids)
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_wheel_on_its_own_answers(tmp_path):
+    """Out of reach of the source tree: in another directory, with nothing on the path."""
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path / "wheels", ROOT, cwd=tmp_path)
+    [wheel] = (tmp_path / "wheels").glob("jaxpaged-*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    binaries = tmp_path / "venv" / "bin"
+    run(binaries / "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=tmp_path)
+    model = write_gguf(tmp_path / "tiny.gguf")
+    want = tiny.reference_answer((5, 6), 3)
+    assert json.loads(run(binaries / "python", "-c", PROGRAM, model, cwd=tmp_path)) == want
+    (tmp_path / "prompts").write_text(json.dumps({"prompt_token_ids": [5, 6]}))
+    arguments = ["generate", "--model", model, "--prompts-file", "prompts", "--max-tokens", "3", "--json"]
+    answer = json.loads(run(binaries / "jaxpaged", *arguments, "--num-blocks", "65", cwd=tmp_path))
+    assert answer["token_ids"] == want
+    assert run(binaries / "jaxpaged", "--version", cwd=tmp_path).startswith("jaxpaged ")
