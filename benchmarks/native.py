@@ -1,40 +1,44 @@
 """The native kernels for each target of this processor, beside XLA's own code and the machine's limits.
 
-    python -m benchmarks.native [--targets avx512_bf16 avx2 ...] [--rounds 30] [--out FILE]
+    python -m benchmarks.native [--targets avx512_bf16,avx2] [--rounds 30] [--out FILE]
 
 JSON lines on stdout. First what all cores can do at most (`native_peaks.cc`): GFLOP/s with each target's
 instructions, GB/s read from memory. Then products with weights of SmolLM2's shapes, in all more than caches
-hold, and attention of its 30 layers. For each form, XLA's and each target's, a line has the least and the
-median microseconds, of a product or of all layers' attention, the forms in turns. A target's floor is its
-bytes (weights, K and V) at the bandwidth or its arithmetic at the peak, whichever takes longer, and
-`of_floor` the floor's share of the least time. XLA uses the instructions that it finds.
+hold, and attention of its 30 layers; rows that are not live are zeros, as padding is. For each form, XLA's and
+each target's, a line has the least and the median microseconds, of a product or of all layers' attention, the
+forms in turns. A target's floor is its bytes (weights, K and V) at the bandwidth or its arithmetic at the
+peak, whichever takes longer, and `of_floor` the floor's share of the least time. XLA uses the instructions
+that it finds.
 """
 
-import argparse
 import functools
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags
 
 from benchmarks import record
 from jaxpaged.models import layers
 from pallas_kernels import native, ops
 from pallas_kernels.native import library
 
+_TARGETS = flags.DEFINE_list("targets", None, "of library.TARGETS; default: all that this processor can run")
+_ROUNDS = flags.DEFINE_integer("rounds", 30, "calls of each form")
+_OUT = flags.DEFINE_string("out", None, "append the lines to this file as well")
+
 PEAKS = Path(__file__).parent / "native_peaks.cc"
 PRODUCTS = [(576, 1536), (576, 3072)]  # inputs, outputs
-ROWS = [1, 8, 16, 32, 256]
+ROWS = [(1, 1), (8, 8), (16, 16), (32, 5), (32, 32), (256, 256)]  # and how many of them are live
 WEIGHT_BYTES = 2**27
 ATTENTIONS = {
     "16 rows of 96": (16, 1, 96),
@@ -58,31 +62,22 @@ class Case(NamedTuple):
     num_flops: int
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Run as a module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--targets", nargs="+", default=library.targets(), choices=library.targets())
-    parser.add_argument("--rounds", type=int, default=30, help="calls of each form")
-    parser.add_argument("--out", type=Path, help="append the lines to this file as well")
-    arguments = parser.parse_args()
-    context = record.context("benchmarks.native")
+    record.start(argv)
+    targets, context = _TARGETS.value or library.targets(), record.context("benchmarks.native")
 
     def put(line: dict[str, Any]) -> None:
-        text = json.dumps(context | line)
-        print(text, flush=True)
-        if arguments.out:
-            with arguments.out.open("a") as file:
-                file.write(text + "\n")
+        print(json.dumps(context | line), flush=True)
+        record.append(context | line, _OUT.value)
 
-    peaks = {target: measure_peaks(target) for target in arguments.targets}
+    peaks = {target: measure_peaks(target) for target in targets}
     bandwidth = max(peak["read_gbs"] for peak in peaks.values())
     put({"operation": "peaks", "read_gbs": bandwidth, "targets": peaks})
     for dtype in ("float32", "bfloat16"):
         for case in itertools.chain(products(dtype), attentions(dtype)):
-            times = measure(case, ["xla", *arguments.targets], arguments.rounds)
-            for target in arguments.targets:
+            times = measure(case, ["xla", *targets], _ROUNDS.value)
+            for target in targets:
                 floor = max(case.num_bytes / bandwidth, case.num_flops / peaks[target][dtype]) / 1e3
                 times[target] |= {
                     "floor": round(floor, 1),
@@ -93,8 +88,7 @@ def main() -> None:
 
 def measure_peaks(target: str) -> dict[str, float]:
     """GFLOP/s in float32 and bfloat16, and GB/s, by all cores together."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-    command = library.compile_command(library.TARGETS[target], compiler)
+    command = library.compile_command(library.TARGETS[target], library.find_compiler() or "c++")
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/peaks"
         subprocess.run(
@@ -131,11 +125,14 @@ def products(dtype: str) -> Iterator[Case]:
         count = WEIGHT_BYTES // num_bytes
         weights = [draw(i, dtype, outputs, inputs) for i in range(count)]
         plain, packed = [jnp.array(weight.T) for weight in weights], [native.pack(w) for w in weights]
-        for num_rows in ROWS:
-            x = draw(count, dtype, num_rows, inputs)
-            line = {"operation": "product", "inputs": inputs, "outputs": outputs, "rows": num_rows}
+        for num_rows, num_live in ROWS:
+            x = draw(count, dtype, num_rows, inputs).at[num_live:].set(0)
+            line = {"operation": "product", "inputs": inputs, "outputs": outputs}
+            line |= {"rows": num_rows, "live": num_live}
             form = functools.partial(native_products, outputs=outputs), (x, packed)
-            yield Case(line, (xla_products, (x, plain)), form, count, num_bytes, 2 * x.size * outputs)
+            yield Case(
+                line, (xla_products, (x, plain)), form, count, num_bytes, 2 * num_live * inputs * outputs
+            )
 
 
 def xla_products(x: jax.Array, kernels: list[jax.Array]) -> list[jax.Array]:
@@ -185,4 +182,4 @@ def draw(seed: int, dtype: str, *shape: int) -> jax.Array:
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -14,7 +14,7 @@
 
 namespace native {
 
-constexpr int64_t kChunk = 32;  // tokens whose K or V stays in the first-level cache for all rows
+constexpr int64_t kChunk = 16;  // tokens whose K or V stays in the first-level cache for all rows
 // What is multiplied at once, so that sums stay in registers: rows with tokens of K, rows with columns of V.
 constexpr int kDotRows = 4, kDotTokens = kNumRegisters / 8;
 constexpr int kSumRows = kNumRegisters == 32 ? 4 : kLanes == 8 ? 6 : 3;
@@ -50,14 +50,14 @@ struct Job {
   int64_t width, num_groups;  // of a head: narrow ones are read as if they had a whole group of columns
   int64_t num_factors;        // of a query
   const char *k, *v;          // of the first kv head
-  int64_t* offsets;           // [num_tokens + 32]: from k and v, in bytes, and behind these from `copy`
+  int64_t* offsets;           // [num_tokens + kChunk]: from k and v, in bytes, and behind these from `copy`
   int64_t* ends;              // [num_rows]: how many tokens there are up to a row's own
   int64_t* places;            // [num_heads, num_rows]: in q and out
   uint32_t* factors;          // [num_heads, num_rows, num_factors]
   float* weights;             // [num_heads, num_rows, num_tokens]
   float* totals;              // [num_heads, num_rows], of weights
   float* sums;                // [num_heads, num_rows, num_groups * kGroup]
-  char* copy;                 // [32, width], of narrow heads
+  char* copy;                 // [kChunk, width], of narrow heads
 
   int64_t index(int64_t head, int64_t row) const { return head * num_rows + row; }
   float* weight(int64_t head, int64_t row) const { return weights + index(head, row) * num_tokens; }
@@ -71,7 +71,7 @@ struct Job {
   Heads At(const char* base, int64_t head, int64_t token) const {
     return {base + head * call.head_bytes(), offsets + token};
   }
-  // 32 tokens, of which whole registers can be read.
+  // A chunk of tokens, of which whole registers can be read.
   Heads Chunk(const char* base, int64_t head, int64_t token) const {
     const Heads heads = At(base, head, token), copies{copy, offsets + num_tokens};
     if (width == call.head_dim) return heads;
