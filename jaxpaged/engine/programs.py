@@ -23,7 +23,6 @@ from absl import logging
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-import jaxpaged
 import pallas_kernels
 from pallas_kernels import native
 
@@ -125,8 +124,8 @@ def _key(made_from: object, arrays: tuple[Any, ...]) -> str:
 def _machine() -> tuple[object, ...]:
     """All that a program depends on beside its arguments."""
     sources = hashlib.sha256()
-    for package in (jaxpaged, pallas_kernels):
-        for file in sorted(Path(str(package.__file__)).parent.rglob("*")):
+    for package in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
+        for file in sorted(package.rglob("*")):
             if file.suffix in (".py", ".cc", ".h"):
                 sources.update(file.read_bytes())
     device = jax.devices()[0]
