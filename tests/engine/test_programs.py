@@ -39,12 +39,16 @@ def ask(monkeypatch):
 
 
 def test_a_program_is_made_once_for_all_that_it_depends_on(folder, ask, monkeypatch):
-    assert ask() and not ask()
-    assert ask(added=2.0) and not ask(added=2.0)  # what it is made from
-    assert ask(x=X[:3]) and ask(x=X.astype(np.int32))  # shapes and types
+    assert ask()
+    assert not ask()
+    assert ask(added=2.0)
+    assert not ask(added=2.0)
+    assert ask(x=X[:3])
+    assert ask(x=X.astype(np.int32))
     assert not ask()
     monkeypatch.setattr(programs, "_machine", lambda: ("other sources",))
-    assert ask() and not ask()
+    assert ask()
+    assert not ask()
     assert len(list(folder.glob("*.program"))) == len(list(folder.iterdir())) == 5
 
 
@@ -66,17 +70,20 @@ def test_a_damaged_file_is_made_anew(folder, ask, caplog):
 def test_a_folder_that_cannot_be_written_costs_the_program_only(folder, ask, caplog):
     folder.write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
-        assert ask() and ask()
+        assert ask()
+        assert ask()
     assert f"the program cannot be kept in {folder}" in caplog.text
 
 
 def test_the_programs_used_longest_ago_go(folder, ask, monkeypatch):
     monkeypatch.setattr(programs, "MOST_FILES", 2)
-    assert ask(1.0) and ask(2.0)
+    assert ask(1.0)
+    assert ask(2.0)
     for age, file in enumerate(sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)):
         os.utime(file, (age, age))
     assert not ask(1.0)  # now the one used last
-    assert ask(3.0) and not ask(1.0)
+    assert ask(3.0)
+    assert not ask(1.0)
     assert ask(2.0)
 
 
