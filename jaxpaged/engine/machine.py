@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxpaged import disk_cache
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import PREFILL_TILE, EngineConfig
-from jaxpaged.engine import programs
 from jaxpaged.engine.state import EngineState, create_state, create_tables
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import CacheSize
@@ -121,11 +121,9 @@ def compilation_cache_dir() -> str:
     return jax.config.jax_compilation_cache_dir or str(Path(cache_home) / "jaxpaged")
 
 
-def keep_compiled_programs() -> None:
-    """Keep compiled programs on disk, the loop whole and the others by JAX: so a second start compiles
-    nothing.
-    """
-    programs.keep_in(Path(compilation_cache_dir()))
+def keep_on_disk() -> None:
+    """Keep on disk what is compiled, the loop whole and the rest by JAX, and models as programs read them."""
+    disk_cache.keep_in(Path(compilation_cache_dir()))
     jax.config.update("jax_compilation_cache_dir", compilation_cache_dir())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpaged import disk_cache
 from jaxpaged.engine import programs
 
 X = np.arange(4, dtype=np.float32)
@@ -15,7 +16,7 @@ X = np.arange(4, dtype=np.float32)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "_folder", tmp_path / "programs")
+    monkeypatch.setattr(disk_cache, "_folder", tmp_path / "programs")
     return tmp_path / "programs"
 
 
@@ -46,14 +47,14 @@ def test_a_program_is_made_once_for_all_that_it_depends_on(folder, ask, monkeypa
     assert ask(x=X[:3])
     assert ask(x=X.astype(np.int32))
     assert not ask()
-    monkeypatch.setattr(programs, "_machine", lambda: ("other sources",))
+    monkeypatch.setattr(disk_cache, "_machine", lambda: ("other sources",))
     assert ask()
     assert not ask()
     assert len(list(folder.glob("*.program"))) == len(list(folder.iterdir())) == 5
 
 
 def test_nothing_is_kept_where_no_folder_is(monkeypatch):
-    monkeypatch.setattr(programs, "_folder", None)
+    monkeypatch.setattr(disk_cache, "_folder", None)
     assert programs.kept(lambda: pytest.fail("lowered"), "add", (X,), X) is None
 
 
@@ -76,7 +77,7 @@ def test_a_folder_that_cannot_be_written_costs_the_program_only(folder, ask, cap
 
 
 def test_the_programs_used_longest_ago_go(folder, ask, monkeypatch):
-    monkeypatch.setattr(programs, "MOST_FILES", 2)
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
     assert ask(1.0)
     assert ask(2.0)
     for age, file in enumerate(sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)):
