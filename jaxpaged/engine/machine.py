@@ -110,6 +110,7 @@ def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
         ),
         state_bytes_per_block=state_bytes(config, model_config)[1],
         block_size=config.block_size,
+        num_layers=model_config.num_layers,
         available_bytes=available,
         available_why=why,
     )
