@@ -4,11 +4,11 @@
 
 JSON lines on stdout. First what all cores can do at most (`native_peaks.cc`): GFLOP/s with each target's
 instructions, GB/s read from memory. Then products with weights of SmolLM2's shapes, in all more than caches
-hold, and attention of its 30 layers; rows that are not live are zeros, as padding is. For each form, XLA's and
-each target's, a line has the least and the median microseconds, of a product or of all layers' attention, the
-forms in turns. A target's floor is its bytes (weights, K and V) at the bandwidth or its arithmetic at the
-peak, whichever takes longer, and `of_floor` the floor's share of the least time. XLA uses the instructions
-that it finds.
+hold, and attention of its 30 layers; rows that are not live are zeros, as padding is. For each form, XLA's
+and each target's, a line has the least and the median microseconds, of a product or of all layers'
+attention, the forms in turns. A target's floor is its bytes (weights, K and V) at the bandwidth or its
+arithmetic at the peak, whichever takes longer, and `of_floor` the floor's share of the least time. XLA uses
+the instructions that it finds.
 """
 
 import functools

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
@@ -24,7 +25,7 @@ from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, 
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.llama import Llama, Weights
+from jaxpaged.models.llama import Llama
 from jaxpaged.status import raise_if_error
 
 # Requests submitted in one dispatch.
@@ -91,7 +92,12 @@ class Snapshot:
 class Driver:
     """Owns the model and the state. `turn` is one beat: dispatch the next run, read the one before."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, weights: Weights) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        load_model: Callable[[jnp.dtype], Llama],
+    ) -> None:
         self.config = config
         size = self.cache_size = cache_size(config, model_config)
         decode_attention, why = attention(config, model_config)
@@ -107,9 +113,9 @@ class Driver:
         )
         self.door = Door(config, model_config, max_model_len(config, model_config), size, self.step_config)
         self.stats = Stats(num_blocks=size.num_blocks - 1, num_free_blocks=size.num_blocks - 1)
-        self._graphdef, self._params = nnx.split(Llama(model_config, weights, resolve_dtype(config)))
+        self._graphdef, self._params = nnx.split(load_model(resolve_dtype(config)))
         self._state = self._create_state()
-        self._counters = jax.device_get(self._state.counters)
+        self._counters: Any = np.zeros(len(Counter), np.int32)
         self._queue: list[Queued] = []  # a heap of those without a row
         self._places: list[_Place | None] = [None] * self.config.num_rows
         self._unread: Report | None = None

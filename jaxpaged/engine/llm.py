@@ -62,9 +62,9 @@ class LLM:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
-        machine.keep_compiled_programs()
+        machine.keep_on_disk()
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
-        self.engine = Engine(self.config, checkpoint.config, checkpoint.load_weights(), self.tokenizer)
+        self.engine = Engine(self.config, checkpoint.config, checkpoint.model, self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where no parameters are given."""

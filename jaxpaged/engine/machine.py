@@ -6,10 +6,10 @@ import os
 import jax
 import jax.numpy as jnp
 
+from jaxpaged import disk_cache
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import PREFILL_TILE, EngineConfig
-from jaxpaged.engine import programs
 from jaxpaged.engine.state import EngineState, create_state, create_tables
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import CacheSize
@@ -115,17 +115,18 @@ def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
         ),
         state_bytes_per_block=state_bytes(config, model_config)[1],
         block_size=config.block_size,
+        num_layers=model_config.num_layers,
         available_bytes=available,
         available_why=why,
     )
 
 
-def keep_compiled_programs() -> None:
-    """Keep compiled programs on disk, the loop whole and the others by JAX: so a second start compiles
-    nothing. Where nothing can be kept, none are.
+def keep_on_disk() -> None:
+    """Keep on disk what is compiled, the loop whole and the rest by JAX, and models as programs read them;
+    nothing where there is no folder for it.
     """
     folder = compilation_cache_dir()
-    programs.keep_in(folder)
+    disk_cache.keep_in(folder)
     jax.config.update("jax_compilation_cache_dir", folder and str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 

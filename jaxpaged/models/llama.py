@@ -18,14 +18,17 @@ from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native
 
-Weights = Mapping[str, np.ndarray]  # by Hugging Face name; a projection is [out_features, in_features]
+Weights = Mapping[
+    str, np.ndarray | Array
+]  # by Hugging Face name; a projection is [out_features, in_features]
 
 
 class Llama(nnx.Module):
-    """Built from weights under their Hugging Face names; `dtype` is that of weights and activations."""
+    """Built from weights under their Hugging Face names, which `check_weights` has passed; `dtype` is that of
+    weights and activations.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: jnp.dtype) -> None:
-        check_weights(config, weights)
         self.config = config
         self.embedding = nnx.Param(jnp.asarray(weights["model.embed_tokens.weight"], dtype))
         self.layers = DecoderLayers(config, weights, dtype)
@@ -95,9 +98,7 @@ class DecoderLayers(nnx.Module):
         def each(*names: str) -> list[Float[Array, "..."]]:
             """Every layer's weights of these names as one: side by side."""
             return [
-                jnp.asarray(
-                    np.concatenate([weights[f"model.layers.{layer}.{name}"] for name in names]), dtype
-                )
+                jnp.concatenate([weights[f"model.layers.{layer}.{name}"] for name in names], dtype=dtype)
                 for layer in range(config.num_layers)
             ]
 
@@ -195,7 +196,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
                 f"weight {name!r} has type {weight.dtype.name}, must be float32, bfloat16 or float16: "
                 "quantised weights are not supported yet"
             )
-        if not _is_finite(weight):
+        if not _is_finite(np.asarray(weight)):
             raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")
     for name in weights:
         # Tables that old files have beside the weights, and a head that is tied, which some files repeat.
