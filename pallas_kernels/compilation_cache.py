@@ -1,4 +1,4 @@
-"""Where what is compiled on this machine is kept from one process to the next."""
+"""Where what is costly to make is kept from one process to the next."""
 
 import functools
 import logging
@@ -20,9 +20,7 @@ def compilation_cache_dir() -> Path | None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{str(folder)!r} cannot be written to")
     except (OSError, RuntimeError) as error:
-        _warn(
-            f"what is compiled is not kept for the next start: {error}; XDG_CACHE_HOME names another folder"
-        )
+        _warn(f"nothing is kept for the next start: {error}; XDG_CACHE_HOME names another folder")
         return None
     return folder
 

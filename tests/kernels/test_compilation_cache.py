@@ -60,4 +60,4 @@ def test_where_nothing_can_be_kept_it_is_said_once(spoil, why, home, monkeypatch
     assert compilation_cache_dir() is None
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert re.search(f"is not kept .*{why}.*; XDG_CACHE_HOME names", record.getMessage())
+    assert re.search(f"nothing is kept .*{why}.*; XDG_CACHE_HOME names", record.getMessage())
