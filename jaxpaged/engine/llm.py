@@ -22,6 +22,7 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import SamplingParams
+from pallas_kernels import native
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
@@ -57,6 +58,7 @@ class LLM:
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
         gpu_flags.set_defaults()
+        native.prepare()
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})

@@ -6,7 +6,7 @@ interface. Nothing depends on them: without a C++ compiler, or with `JAXPAGED_NA
 """
 
 from pallas_kernels.native.attention import tiled_paged_attention
-from pallas_kernels.native.library import instructions, serves, why_not
+from pallas_kernels.native.library import instructions, prepare, serves, why_not
 from pallas_kernels.native.product import pack, product
 
-__all__ = ["instructions", "pack", "product", "serves", "tiled_paged_attention", "why_not"]
+__all__ = ["instructions", "pack", "prepare", "product", "serves", "tiled_paged_attention", "why_not"]

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from pallas_kernels.compilation_cache import compilation_cache_dir
 
 SOURCES = Path(__file__).parent
 FUNCTIONS = ("product", "attention")
+
+
+_LOADING = threading.Lock()  # one compiles, the others wait for it
 
 
 class Target(NamedTuple):
@@ -34,12 +38,13 @@ class Target(NamedTuple):
 X86, ARM = ("x86_64",), ("aarch64", "arm64")
 AVX2 = ("avx2", "fma", "bmi2")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl")
+SSE2 = "sse2"  # only where it is asked for: XLA's code is as fast there, and faster for many rows
 # The fastest first.
 TARGETS = {
     "avx512_bf16": Target("AVX-512 with BF16", X86, (*AVX512, "avx512_bf16")),
     "avx512": Target("AVX-512", X86, AVX512),
     "avx2": Target("AVX2 with FMA", X86, AVX2),
-    "sse2": Target("SSE2", X86, ("sse2",)),
+    SSE2: Target("SSE2", X86, ("sse2",)),
     "neon": Target("NEON", ARM, ()),
 }
 
@@ -62,20 +67,22 @@ def why_not(dtype: jnp.dtype) -> str | None:
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the dtype is {dtype.name}"
     name = target()
-    return f"there are no kernels for this {platform.machine()}" if name is None else _load(name)
+    return f"there are no faster kernels for this {platform.machine()}" if name is None else _load(name)
 
 
 def instructions() -> str:
-    """In words, the processor's instructions that the kernels use; "none" if there are no kernels for it."""
+    """In words, the processor's instructions that the kernels use; "none" if XLA is left to it."""
     name = target()
     return TARGETS[name].words if name else "none"
 
 
 def target() -> str | None:
-    """The target that the kernels are compiled for: JAXPAGED_NATIVE's, else the fastest of this processor."""
+    """The target that the kernels are compiled for: JAXPAGED_NATIVE's, else the processor's fastest, if that
+    is faster than XLA's code.
+    """
     asked, served = os.environ.get("JAXPAGED_NATIVE", ""), targets()
     if asked in ("", "0", "1"):
-        return next(iter(served), None)
+        return next((name for name in served if name != SSE2), None)
     if asked not in served:
         names = ", ".join(served) or "none"
         raise ValueError(f"JAXPAGED_NATIVE={asked!r} must be 0, 1 or a target of this processor: {names}")
@@ -96,9 +103,24 @@ def registered(function: str) -> str:
     return f"jaxpaged_{function}_{name}"
 
 
-@functools.cache
+def prepare() -> None:
+    """Compile the kernels in a thread of their own, if that is to be done: for who will soon ask for them."""
+    threading.Thread(target=_prepare, daemon=True).start()
+
+
+def _prepare() -> None:
+    with contextlib.suppress(ValueError):  # about JAXPAGED_NATIVE: who asks is told
+        serves(jnp.dtype("float32"))
+
+
 def _load(name: str) -> str | None:
     """Compile a target's library and make its functions known to JAX; in words, what prevents it."""
+    with _LOADING:
+        return _loaded(name)
+
+
+@functools.cache
+def _loaded(name: str) -> str | None:
     compiler = find_compiler()
     if compiler is None:
         return _without("there is no C++ compiler", "install one, for example with apt install g++")
