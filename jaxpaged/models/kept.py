@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from jaxpaged import disk_cache
 
 SMALLEST, LARGEST = 2**24, 2**31  # bytes: less is made soon, more would take too much of a disk
 MOST_MODELS = 4
+_writer = ThreadPoolExecutor(1)  # beside the compiling that comes next
 DTYPES = "dtypes.json"  # NumPy's files do not know bfloat16
 
 
@@ -27,8 +29,8 @@ def model[Model: nnx.Module](
 ) -> Model:
     """What `build` builds, its arrays mapped from disk where they are kept. They are to be read only.
 
-    `made_from`, with a `repr` of its own, is all that they depend on beside the sources; `abstract` makes the
-    model of arrays without values.
+    `made_from`, with a `repr` of its own, is all that they depend on beside the sources; `abstract` gives the
+    model with shapes for arrays.
     """
     folder = disk_cache.path_of(("model", made_from), ".model")
     if folder is None:
@@ -38,13 +40,18 @@ def model[Model: nnx.Module](
     built = build()
     leaves = jax.tree.leaves(nnx.state(built))
     if SMALLEST <= sum(leaf.nbytes for leaf in leaves) <= LARGEST:
-        _write(folder, [np.asarray(leaf) for leaf in leaves])
+        _writer.submit(_write, folder, [np.asarray(leaf) for leaf in leaves])
     return built
+
+
+def wait() -> None:
+    """Until what is being written is written; the program's end waits for it, too."""
+    _writer.submit(int).result()
 
 
 def _mapped[Model: nnx.Module](folder: Path, abstract: Callable[[], Model]) -> Model | None:
     try:
-        graphdef, shapes = nnx.split(nnx.eval_shape(abstract))
+        graphdef, shapes = nnx.split(abstract())
         dtypes = json.loads((folder / DTYPES).read_text())
         # Where a mapped file is, as NumPy aligns it, JAX's arrays on a CPU may be: nothing is copied.
         leaves = [

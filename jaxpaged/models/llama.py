@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ class Llama(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: jnp.dtype) -> None:
-        self.config = config
+        self.config, self.dtype = config, jnp.dtype(dtype)
         self.embedding = nnx.Param(jnp.asarray(weights["model.embed_tokens.weight"], dtype))
         self.layers = DecoderLayers(config, weights, dtype)
         self.norm = layers.RMSNorm([jnp.asarray(weights["model.norm.weight"], dtype)], config.rms_norm_eps)
@@ -43,10 +44,6 @@ class Llama(nnx.Module):
     @property
     def hidden_size(self) -> int:
         return self.config.hidden_size
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.embedding[...].dtype
 
     def create_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed K and V of its layers, heads and dtype."""
@@ -178,6 +175,17 @@ def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
     if not config.tie_word_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def abstract(config: ModelConfig, dtype: jnp.dtype) -> Llama:
+    """The model with shapes for arrays."""
+
+    def build() -> Llama:
+        weights: dict[str, Any] = {name: jnp.zeros(shape, dtype) for name, shape in weight_shapes(config)}
+        return Llama(config, weights, dtype)
+
+    model: Llama = nnx.eval_shape(build)
+    return model
 
 
 def check_weights(config: ModelConfig, weights: Weights) -> None:

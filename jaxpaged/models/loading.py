@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxpaged.checks import InputError, check
 from jaxpaged.models import hf, kept
 from jaxpaged.models.config import ModelConfig, from_hf
-from jaxpaged.models.llama import Llama, check_weights, weight_shapes
+from jaxpaged.models.llama import Llama, abstract, check_weights
 
 SMOLLM2 = "smollm2"
 
@@ -37,12 +37,12 @@ class Checkpoint:
             check_weights(self.config, weights)
             return Llama(self.config, weights, dtype)
 
-        def abstract() -> Llama:
-            weights: Any = {name: jnp.zeros(shape, dtype) for name, shape in weight_shapes(self.config)}
-            return Llama(self.config, weights, dtype)
-
         found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
-        return kept.model(build, abstract, (str(self.path.resolve()), found, self.config, str(dtype)))
+        return kept.model(
+            build,
+            lambda: abstract(self.config, dtype),
+            (str(self.path.resolve()), found, self.config, str(dtype)),
+        )
 
 
 def open_checkpoint(

@@ -1,4 +1,4 @@
-"""The kernels' shared library: compiled by the machine's C++ compiler when it is first needed, and kept."""
+"""The kernels' shared libraries: made by the machine's C++ compiler when they are first needed, and kept."""
 
 import contextlib
 import ctypes
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ def _prepare() -> None:
 
 
 def _load(name: str) -> str | None:
-    """Compile a target's library and make its functions known to JAX; in words, what prevents it."""
+    """Compile a target's functions and make them known to JAX; in words, what prevents it."""
     with _LOADING:
         return _loaded(name)
 
@@ -125,7 +126,9 @@ def _loaded(name: str) -> str | None:
     if compiler is None:
         return _without("there is no C++ compiler", "install one, for example with apt install g++")
     try:
-        handlers = _handlers(TARGETS[name], compiler)
+        with ThreadPoolExecutor() as pool:  # the compiler runs for all of them at the same time
+            made = [pool.submit(_handler, function, TARGETS[name], compiler) for function in FUNCTIONS]
+        handlers = dict(zip(FUNCTIONS, (each.result() for each in made), strict=True))
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()[:1]
         problem = ": ".join([f"failed with exit code {error.returncode}", *said])
@@ -146,38 +149,32 @@ def _without(problem: str, remedy: str) -> str:
     return words
 
 
-def _handlers(target: Target, compiler: str) -> dict[str, Any]:
-    """FUNCTIONS, from the library in the user's cache. If it has none, one is made, and kept if it can be."""
+def _handler(function: str, target: Target, compiler: str) -> Any:
+    """One of FUNCTIONS, from its library in the user's cache. If there is none, one is made, and kept if it
+    can be.
+    """
     command = compile_command(target, compiler)
     sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cc", ".h")]
     key = hashlib.sha256("\0".join([jax.__version__, *command, *sources]).encode()).hexdigest()
-    name, folder = f"native-{key[:16]}.so", compilation_cache_dir()
+    name, folder = f"native-{function}-{key[:16]}.so", compilation_cache_dir()
     if folder and (folder / name).exists():
         with contextlib.suppress(OSError):  # it is damaged: another is made
-            return _open(folder / name)
+            return _open(folder / name, function)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / name
-        command += [
-            "-I",
-            jax.ffi.include_dir(),
-            "-fPIC",
-            "-shared",
-            str(SOURCES / "module.cc"),
-            "-o",
-            str(made),
-        ]
+        command += ["-I", jax.ffi.include_dir(), "-fPIC", "-shared"]
+        command += [str(SOURCES / f"{function}.cc"), "-o", str(made)]
         subprocess.run(
             command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
         )
-        handlers = _open(made)
+        handler = _open(made, function)
         if folder:
             os.replace(made, folder / name)  # whole and at once: another process may look at the same moment
-    return handlers
+    return handler
 
 
-def _open(file: Path) -> dict[str, Any]:
-    library = ctypes.CDLL(str(file))
-    return {function: getattr(library, f"jaxpaged_{function}") for function in FUNCTIONS}
+def _open(file: Path, function: str) -> Any:
+    return getattr(ctypes.CDLL(str(file)), f"jaxpaged_{function}")
 
 
 def find_compiler() -> str | None:

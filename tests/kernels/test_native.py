@@ -2,6 +2,7 @@
 against its oracle."""
 
 import _ctypes
+import ctypes
 import re
 import shutil
 import threading
@@ -265,27 +266,27 @@ SOME_LIBRARY = Path(_ctypes.__file__).read_bytes()
 
 
 def test_it_is_compiled_once(compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "FUNCTIONS", ())
+    monkeypatch.setattr(library, "_open", lambda file, function: ctypes.CDLL(str(file)))
     command, (first, second, *_) = compiler(SOME_LIBRARY), library.TARGETS.values()
     calls = tmp_path / "calls"
     for _ in range(2):
-        library._handlers(first, command)
+        library._handler("product", first, command)
     assert len(calls.read_text()) == 1
-    library._handlers(second, command)
+    library._handler("product", second, command)
     assert len(calls.read_text()) == 2, "for another target"
     for file in tmp_path.glob("native*"):
         file.unlink()
         file.write_bytes(b"damaged")
-    library._handlers(second, command)
+    library._handler("product", second, command)
     assert len(calls.read_text()) == 3, "instead of a damaged one"
     sources = shutil.copytree(library.SOURCES, tmp_path / "sources")
     (sources / "vector.h").write_text("")
     monkeypatch.setattr(library, "SOURCES", sources)
-    library._handlers(first, command)
+    library._handler("product", first, command)
     assert len(calls.read_text()) == 4, "from other sources"
     monkeypatch.setattr(library, "compilation_cache_dir", lambda: None)
     for _ in range(2):
-        library._handlers(first, command)
+        library._handler("product", first, command)
     assert len(calls.read_text()) == 6, "each time where it cannot be kept"
 
 

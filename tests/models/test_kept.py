@@ -38,7 +38,9 @@ def load(path, monkeypatch):
     def loaded(dtype="float32"):
         reads = []
         monkeypatch.setattr(safetensors_files, "load", lambda path: reads.append(path) or read(path))
-        return loading.open_checkpoint(path).model(jnp.dtype(dtype)), bool(reads)
+        model = loading.open_checkpoint(path).model(jnp.dtype(dtype))
+        kept.wait()
+        return model, bool(reads)
 
     return loaded
 
