@@ -47,6 +47,16 @@ def few_programs():
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def unoptimized(few_programs):
+    """For modules whose time goes into compiling, and in which no bits are compared."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def brake(monkeypatch):
     """Call it with an engine for a `tiny.Brake`, which is off again when the test ends."""

@@ -56,7 +56,7 @@ def test_results_have_vllms_shape(llm):
     assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 0 else "length")
 
 
-@pytest.mark.parametrize("use_native", ["1", "0"])
+@pytest.mark.parametrize("use_native", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_model_with_a_sliding_window_answers_as_transformers_does(use_native, monkeypatch):
     """Prompts longer and shorter than the window, beside each other and in more than one tile."""
     monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
@@ -319,6 +319,8 @@ first = weakref.finalize(Anything(), int)  # so that what weakref does at the en
 import sys
 import jaxpaged
 from jaxpaged.engine import loop
+
+pytestmark = pytest.mark.usefixtures("unoptimized")
 traced = []
 step = loop.step
 loop.step = lambda *args: traced.append(args) or step(*args)

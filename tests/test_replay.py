@@ -28,6 +28,8 @@ from tests import tiny
 from tests.engine.lockstep import MAX_MODEL_LEN, STOP, VOCAB, Event, LockStep, Setting, compiled_step
 from tests.tiny_gguf import write_gguf
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 # Preempts, by swap and, where the host pool is full, to be recomputed. The same as in `test_scheduler.py`.
 SETTING = Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14)
 STEP_CONFIG = SETTING.config
@@ -119,6 +121,7 @@ def without_logprobs(state: EngineState) -> EngineState:
     return dataclasses.replace(state, logprobs=state.counters[0])
 
 
+@pytest.mark.slow
 def test_a_replay_does_just_what_was_done(tmp_path):
     """From the middle of a history, with its answers: every decision, and every number of every state."""
     was = history(tmp_path / "dump", stops=True)

@@ -16,9 +16,11 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine, collect
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.status import Status
 from reference import model as reference_model
 
 CONFIG = ModelConfig(
@@ -68,6 +70,9 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in lengths]
 
 
+# A pool in which four rows begin together and cannot all grow: someone must give way.
+SMALL = {"num_blocks": 1 + 16, "block_size": 8}
+SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
 load = functools.partial(llama.Llama, CONFIG, weights())
 
 
@@ -82,6 +87,17 @@ def driver(**options: Any) -> Driver:
 def engine(**options: Any) -> Engine:
     """The same with a thread; close it."""
     return Engine(EngineConfig(**DEFAULTS | options), CONFIG, load)
+
+
+def assert_nothing_is_held(driver: Driver) -> None:
+    state = driver._state
+    check_invariants(state.tables)
+    assert int(state.status) == Status.OK
+    assert not np.any(state.tables.seq_lens)
+    assert int(state.tables.pool.num_free) == driver.stats.num_free_blocks == driver.stats.num_blocks
+    if state.host is not None:
+        check_invariants(state.host.tables)
+        assert not np.any(state.host.tables.seq_lens)
 
 
 class Brake:

@@ -34,8 +34,9 @@ def kept(
     """
     leaves, structure = jax.tree.flatten(arrays)
     sizes = [(x.shape, str(x.dtype), str(getattr(x, "sharding", None))) for x in leaves]
+    optimized = not jax.config.read("jax_disable_most_optimizations")
     # Functions are part of some structures; where they lie in memory is not what they are.
-    identity = re.sub(r" at 0x[0-9a-f]+", "", repr((made_from, sizes, str(structure))))
+    identity = re.sub(r" at 0x[0-9a-f]+", "", repr((made_from, sizes, str(structure), optimized)))
     path = disk_cache.path_of(identity, ".program")
     if path is None:
         return None

@@ -1,7 +1,6 @@
 """The driver and the compiled loop against the NumPy model that has no cache, no batch and no blocks."""
 
 import dataclasses
-import random
 
 import jax
 import numpy as np
@@ -11,9 +10,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, machine
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import FinishReason
-from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from pallas_kernels import native, ops
@@ -21,34 +18,25 @@ from tests import quick, tiny
 
 # Lengths around a block, a prefill tile (32), the prompt tokens of one step (128), and single tokens.
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 65, 100, 127]
-# A pool in which four rows begin together and cannot all grow: someone must give way.
-SMALL = {"num_blocks": 1 + 16, "block_size": 8}
-SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
-
-
-def assert_nothing_is_held(driver: Driver) -> None:
-    state = driver._state
-    check_invariants(state.tables)
-    assert int(state.status) == Status.OK
-    assert not np.any(state.tables.seq_lens)
-    assert int(state.tables.pool.num_free) == driver.stats.num_free_blocks == driver.stats.num_blocks
-    if state.host is not None:
-        check_invariants(state.host.tables)
-        assert not np.any(state.host.tables.seq_lens)
+pytestmark = pytest.mark.usefixtures("unoptimized")
 
 
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, id="room for all"),
-        pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 33}, id="one row, one tile"),
+        pytest.param(
+            {"max_num_seqs": 1, "max_num_batched_tokens": 33},
+            id="one row, one tile",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"block_size": 1, "num_blocks": 1 + 136, "eviction_policy": "lru_split"}, id="blocks of 1, few"
         ),
         pytest.param(
             {"block_size": 16, "num_blocks": 1 + 9, "enable_prefix_caching": False}, id="no caching"
         ),
-        pytest.param({"attention": "xla"}, id="attention by XLA"),
+        pytest.param({"attention": "xla"}, id="attention by XLA", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_equal_the_reference(options):
@@ -62,10 +50,10 @@ def test_greedy_tokens_equal_the_reference(options):
             assert answer == tiny.reference_answer(
                 tuple(prompt), min(n, tiny.CONFIG.max_model_len - len(prompt))
             )
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize("options", [SMALL, SWAP], ids=["recompute", "swap"])
+@pytest.mark.parametrize("options", [tiny.SMALL, tiny.SWAP], ids=["recompute", "swap"])
 def test_who_gives_way_answers_as_if_it_had_not(options):
     prompts = tiny.prompts([10, 20, 30, 12, 25])
     driver = tiny.driver(**options)
@@ -73,7 +61,7 @@ def test_who_gives_way_answers_as_if_it_had_not(options):
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer == tiny.reference_answer(tuple(prompt), 60)
     assert driver.stats.num_preemptions > 0
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_a_long_prompt_is_computed_while_others_decode():
@@ -96,7 +84,7 @@ def test_a_request_may_fill_the_model_length_exactly():
     [answer] = tiny.generate(driver, [prompt], tiny.greedy(100))
     assert len(answer) == tiny.CONFIG.max_model_len - len(prompt)
     assert answer == tiny.reference_answer(tuple(prompt), len(answer))
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_stop_tokens_end_an_answer_and_belong_to_it():
@@ -109,7 +97,7 @@ def test_stop_tokens_end_an_answer_and_belong_to_it():
         answer = tiny.drain(driver)[request_id]
         assert answer.token_ids == free[: free.index(stop) + 1]
         assert answer.finish_reason is FinishReason.STOP
-        assert_nothing_is_held(driver)
+        tiny.assert_nothing_is_held(driver)
 
 
 @pytest.mark.parametrize("block_size_ends", [7, 8, 9])
@@ -120,7 +108,7 @@ def test_an_answer_may_end_at_a_blocks_edge(block_size_ends):
     answer = tiny.drain(driver)[request_id]
     assert answer.token_ids == tiny.reference_answer(tuple(prompt), block_size_ends - 5)
     assert answer.finish_reason is FinishReason.LENGTH
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_an_answer_of_one_token_to_a_prompt_of_one_runs_no_decode_step():
@@ -128,54 +116,6 @@ def test_an_answer_of_one_token_to_a_prompt_of_one_runs_no_decode_step():
     [answer] = tiny.generate(driver, tiny.prompts([1]), tiny.greedy(1))
     assert answer == tiny.reference_answer(tuple(tiny.prompts([1])[0]), 1)
     assert (driver.stats.num_steps, driver.stats.num_decode_tokens) == (1, 0)
-
-
-def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Delta]:
-    ids = tiny.submit(driver, prompts, params)
-    answers = tiny.drain(driver)
-    return [dataclasses.replace(answers[i], request_id=0, num_hit_tokens=0) for i in ids]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("options", "use_native"),
-    [
-        pytest.param({}, "1", id="room for all"),
-        pytest.param({}, "0", id="all by XLA"),
-        pytest.param(SMALL, "1", id="recompute"),
-        pytest.param(SWAP, "1", id="swap"),
-    ],
-)
-def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_native, monkeypatch):
-    """Tokens and log-probabilities, greedy and sampled: alone, among others, in other rows and other orders,
-    with prefixes found in the cache or not, preempted or not."""
-    monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
-    rng = random.Random(0)
-    shared = tiny.prompts([40], seed=1)[0]
-    prompts = [shared[: rng.choice([0, 24, 40])] + p for p in tiny.prompts([5, 33, 50, 12, 60, 1, 40, 7])]
-    params = [
-        SamplingParams(
-            max_tokens=rng.choice([1, 12, 45]),
-            temperature=rng.choice([0.0, 1.5]),
-            top_k=rng.choice([0, 9]),
-            seed=i,
-            logprobs=0,
-        )
-        for i in range(len(prompts))
-    ]
-    driver = tiny.driver(dtype=dtype, **options)
-    alone = []
-    for prompt, p in zip(prompts, params, strict=True):
-        driver = tiny.driver(dtype=dtype, **options)  # a cold cache
-        alone += everything(driver, [prompt], [p])
-    assert driver.stats.num_preemptions == 0
-    for _ in range(3):
-        order = rng.sample(range(len(prompts)), len(prompts))
-        together = everything(driver, [prompts[i] for i in order], [params[i] for i in order])
-        assert together == [alone[i] for i in order]
-    assert driver.stats.num_hit_tokens > 0
-    assert (driver.stats.num_preemptions > 0) == bool(options)
-    assert_nothing_is_held(driver)
 
 
 def test_log_probabilities_are_the_models():
@@ -190,7 +130,7 @@ def test_log_probabilities_are_the_models():
 
 
 def test_the_loop_compiles_once_whatever_comes():
-    driver = tiny.driver(**SMALL)
+    driver = tiny.driver(**tiny.SMALL)
     compiled = loop.run._cache_size(), loop.submit._cache_size(), loop.abort._cache_size()
     for seed in range(3):
         lengths = np.random.default_rng(seed).integers(1, 90, 7).tolist()
@@ -204,7 +144,11 @@ def test_the_loop_compiles_once_whatever_comes():
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_num_seqs": 1, "max_num_batched_tokens": 65}, SWAP], ids=["one", "swap"]
+    "options",
+    [
+        pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 65}, id="one"),
+        pytest.param(tiny.SWAP, id="swap", marks=pytest.mark.slow),
+    ],
 )
 def test_no_step_copies_the_cache(options, monkeypatch):
     """The compiled loop's temporary memory does not grow with the number of blocks."""

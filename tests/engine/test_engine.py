@@ -28,6 +28,8 @@ from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
 from tests.engine.test_driver import SMALL, assert_nothing_is_held
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 LIMIT_S = 120.0  # far more than any of them takes, for a machine with much else to do
 LONG = 100  # tokens
 

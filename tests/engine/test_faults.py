@@ -18,6 +18,8 @@ from jaxpaged.status import Status
 from tests import tiny
 from tests.engine.test_driver import SMALL, SWAP, assert_nothing_is_held
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 # Steps of one tile, so that a long prompt is still being computed after one.
 ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is no multiple of anything
 URGENT = SMALL | {"scheduling_policy": "priority"}

@@ -8,6 +8,8 @@ from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine import Phase, Request
 from tests.engine.lockstep import VOCAB, Event, LockStep, Setting, workloads
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 SETTINGS = [
     Setting("roomy", num_blocks=1 + 90),
     Setting("tight", num_blocks=1 + 17),
@@ -20,7 +22,16 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+QUICK = ("tight", "swap, split")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.name not in QUICK))
+        for each in SETTINGS
+    ],
+)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_step_is_the_oracles(setting, data):

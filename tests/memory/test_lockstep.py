@@ -192,7 +192,9 @@ def run(policy: str, block_size: int, max_examples: int, steps: int, **options: 
     )
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "block_size", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policy_equals_its_oracle(policy: str, block_size: int) -> None:
     run(policy, block_size, max_examples=6, steps=36)
@@ -204,6 +206,7 @@ def test_prefix_caching_is_exact_when_every_hash_is_the_same() -> None:
     run("lru", 4, max_examples=6, steps=40, collide=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policy_equals_its_oracle_without_jit(policy: str) -> None:
     run(policy, 4, use_jit=False, max_examples=2, steps=15)

@@ -1,0 +1,67 @@
+"""The same answer in any company, bit for bit: in programs compiled as users have them."""
+
+import dataclasses
+import random
+
+import pytest
+
+from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.request import Delta
+from jaxpaged.sampling_params import SamplingParams
+from tests import tiny
+
+
+def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Delta]:
+    ids = tiny.submit(driver, prompts, params)
+    answers = tiny.drain(driver)
+    return [dataclasses.replace(answers[i], request_id=0, num_hit_tokens=0) for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "use_native"),
+    [
+        pytest.param("float32", {}, "0", id="all by XLA, float32"),
+        pytest.param("bfloat16", {}, "0", id="all by XLA, bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", tiny.SMALL, "1", id="recompute, float32"),
+        pytest.param("bfloat16", tiny.SWAP, "1", id="swap, bfloat16"),
+        *(
+            pytest.param(dtype, options, "1", id=f"{name}, {dtype}", marks=pytest.mark.slow)
+            for dtype, name, options in [
+                ("float32", "room for all", {}),
+                ("bfloat16", "room for all", {}),
+                ("bfloat16", "recompute", tiny.SMALL),
+                ("float32", "swap", tiny.SWAP),
+            ]
+        ),
+    ],
+)
+def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_native, monkeypatch):
+    """Tokens and log-probabilities, greedy and sampled: alone, among others, in other rows and other orders,
+    with prefixes found in the cache or not, preempted or not."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
+    rng = random.Random(0)
+    shared = tiny.prompts([40], seed=1)[0]
+    prompts = [shared[: rng.choice([0, 24, 40])] + p for p in tiny.prompts([5, 33, 50, 12, 60, 1, 40, 7])]
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice([1, 12, 45]),
+            temperature=rng.choice([0.0, 1.5]),
+            top_k=rng.choice([0, 9]),
+            seed=i,
+            logprobs=0,
+        )
+        for i in range(len(prompts))
+    ]
+    driver = tiny.driver(dtype=dtype, **options)
+    alone = []
+    for prompt, p in zip(prompts, params, strict=True):
+        driver = tiny.driver(dtype=dtype, **options)  # a cold cache
+        alone += everything(driver, [prompt], [p])
+    assert driver.stats.num_preemptions == 0
+    for _ in range(3):
+        order = rng.sample(range(len(prompts)), len(prompts))
+        together = everything(driver, [prompts[i] for i in order], [params[i] for i in order])
+        assert together == [alone[i] for i in order]
+    assert driver.stats.num_hit_tokens > 0
+    assert (driver.stats.num_preemptions > 0) == bool(options)
+    tiny.assert_nothing_is_held(driver)
