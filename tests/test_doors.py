@@ -35,8 +35,13 @@ class Odd:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return jaxpaged.LLM(write_gguf(tmp_path_factory.mktemp("doors") / "tiny.gguf"), **OPTIONS)
+def path(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("doors") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    return jaxpaged.LLM(path, **OPTIONS)
 
 
 numbers = st.one_of(
@@ -303,8 +308,8 @@ def test_a_forked_child_is_refused(llm):
     assert len(llm.generate([[1]], tiny.greedy(2), use_tqdm=False)[0].outputs[0].token_ids) == 2
 
 
-def test_a_dead_engine_says_so(llm):
-    """Last here: the engine is closed."""
+def test_a_dead_engine_says_so(path):
+    llm = jaxpaged.LLM(path, **OPTIONS)
     llm.engine.close()
     with pytest.raises(EngineDeadError, match="the engine was closed"):
         llm.generate([[1]], use_tqdm=False)

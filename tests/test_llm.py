@@ -23,6 +23,8 @@ from reference import model as reference_model
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 GREEDY = tiny.greedy(6)
 # Few and small shapes, for quick compiling.
 OPTIONS = {**tiny.DEFAULTS, "max_num_batched_tokens": 4 + 64}
@@ -319,8 +321,6 @@ first = weakref.finalize(Anything(), int)  # so that what weakref does at the en
 import sys
 import jaxpaged
 from jaxpaged.engine import loop
-
-pytestmark = pytest.mark.usefixtures("unoptimized")
 traced = []
 step = loop.step
 loop.step = lambda *args: traced.append(args) or step(*args)

@@ -122,7 +122,8 @@ def test_log_probabilities_are_the_models():
     prompt = tiny.prompts([20])[0]
     driver = tiny.driver()
     params = SamplingParams(max_tokens=5, temperature=0.7, top_k=3, seed=3, logprobs=0)
-    [answer] = everything(driver, [prompt], [params])
+    [request_id] = tiny.submit(driver, [prompt], params)
+    answer = tiny.drain(driver)[request_id]
     logits = tiny.reference_logits((*prompt, *answer.token_ids))[len(prompt) - 1 : -1].astype(np.float64)
     want = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     want = want[np.arange(5), answer.token_ids]

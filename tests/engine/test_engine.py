@@ -26,7 +26,6 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
-from tests.engine.test_driver import SMALL, assert_nothing_is_held
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
@@ -50,9 +49,9 @@ def limited[**P](test: Callable[P, None]) -> Callable[P, None]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Engine]:
-    with tiny.engine(**SMALL) as engine:
+    with tiny.engine(**tiny.SMALL) as engine:
         yield engine
-    assert_nothing_is_held(engine._driver)
+    tiny.assert_nothing_is_held(engine._driver)
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
 @pytest.fixture
 def own() -> Iterator[Engine]:
     """An engine to break: the loop is the shared one's, so that nothing compiles."""
-    with tiny.engine(**SMALL) as engine:
+    with tiny.engine(**tiny.SMALL) as engine:
         yield engine
 
 
@@ -364,7 +363,7 @@ def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
 
 @limited
 def test_forgetting_the_engine_ends_its_thread():
-    engine = tiny.engine(**SMALL)
+    engine = tiny.engine(**tiny.SMALL)
     thread = engine._worker._thread
     assert len(engine.submit([1, 2, 3], tiny.greedy(3)).result().token_ids) == 3
     del engine
@@ -374,7 +373,7 @@ def test_forgetting_the_engine_ends_its_thread():
 
 @limited
 def test_an_engine_lives_while_a_handle_of_it_does():
-    handle = tiny.engine(**SMALL).submit([1, 2, 3], tiny.greedy(40))
+    handle = tiny.engine(**tiny.SMALL).submit([1, 2, 3], tiny.greedy(40))
     thread = handle._engine._worker._thread
     gc.collect()
     assert is_right(handle, handle.result().token_ids)
@@ -502,7 +501,7 @@ async def test_a_dead_engine_ends_every_stream(own, brake):
 @limited
 def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypatch):
     """So the device never waits for Python."""
-    driver = tiny.driver(**SMALL)
+    driver = tiny.driver(**tiny.SMALL)
     events: list[tuple[str, int]] = []
     reports: list[Any] = []
     run, device_get = loop.run, jax.device_get

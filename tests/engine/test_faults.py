@@ -16,13 +16,12 @@ from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from tests import tiny
-from tests.engine.test_driver import SMALL, SWAP, assert_nothing_is_held
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
 # Steps of one tile, so that a long prompt is still being computed after one.
 ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is no multiple of anything
-URGENT = SMALL | {"scheduling_policy": "priority"}
+URGENT = tiny.SMALL | {"scheduling_policy": "priority"}
 
 
 def assert_every_block_is_free_or_used(driver: Driver) -> None:
@@ -67,16 +66,16 @@ def gave_way(rows: Rows) -> np.ndarray:
 
 
 STAGES = {
-    "waits in a row": (SMALL, lambda rows, done: rows.phase == Phase.WAITING),
+    "waits in a row": (tiny.SMALL, lambda rows, done: rows.phase == Phase.WAITING),
     "in its prompt": (ONE_TILE, lambda rows, done: (done > 0) & (done < rows.prompt_lens)),
     "decodes": (
-        SMALL,
+        tiny.SMALL,
         lambda rows, done: (rows.phase == Phase.RUNNING) & has_answer(rows),
     ),
-    "preempted": (SMALL, lambda rows, done: gave_way(rows)),
-    "swapped": (SWAP, lambda rows, done: rows.phase == Phase.SWAPPED),
+    "preempted": (tiny.SMALL, lambda rows, done: gave_way(rows)),
+    "swapped": (tiny.SWAP, lambda rows, done: rows.phase == Phase.SWAPPED),
     "computed again": (
-        SMALL,
+        tiny.SMALL,
         lambda rows, done: (done > 0) & (done < rows.num_tokens - 1) & has_answer(rows),
     ),
 }
@@ -108,11 +107,11 @@ def test_an_abort_at_any_stage_frees_all_and_hurts_nobody(stage):
         else:
             assert answer.finish_reason is FinishReason.LENGTH
             assert answer.token_ids == want
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_an_abort_in_the_hosts_queue_ends_at_once_and_keeps_the_order():
-    driver = tiny.driver(**SMALL)
+    driver = tiny.driver(**tiny.SMALL)
     ids = tiny.submit(driver, [[i] for i in range(40)], tiny.greedy(3))
     driver.turn()
     wanted = [*ids[9::3], *ids[9::3], 10**6]
@@ -125,11 +124,11 @@ def test_an_abort_in_the_hosts_queue_ends_at_once_and_keeps_the_order():
     for i, request_id in enumerate(ids):
         if request_id in answers:
             assert answers[request_id].token_ids == tiny.reference_answer((i,), 3)
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_an_abort_of_what_has_finished_but_was_not_read_comes_too_late():
-    driver = tiny.driver(**SMALL)
+    driver = tiny.driver(**tiny.SMALL)
     [request_id] = tiny.submit(driver, [[1, 2]], tiny.greedy(5))
     assert driver.turn(max_steps=8) == []
     assert int(driver._state.rows.phase[0]) == Phase.FINISHED
@@ -139,12 +138,12 @@ def test_an_abort_of_what_has_finished_but_was_not_read_comes_too_late():
     assert answer.token_ids == tiny.reference_answer((1, 2), 5)
     assert driver.abort([request_id]) == []
     assert not driver.has_work
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_who_finds_no_room_in_the_host_pool_is_computed_again():
     """Three rows hold 15 blocks between them when the first wants the pool; the host has 11."""
-    driver = tiny.driver(**SWAP)
+    driver = tiny.driver(**tiny.SWAP)
     prompts = tiny.prompts([1, 38, 37, 39])
     ids = tiny.submit(driver, prompts, [tiny.greedy(127), *[tiny.greedy(50)] * 3])
     seen: set[Phase] = set()
@@ -158,16 +157,16 @@ def test_who_finds_no_room_in_the_host_pool_is_computed_again():
     assert seen == {Phase.WAITING, Phase.SWAPPED}
     for request_id, prompt, n in zip(ids, prompts, [127, 50, 50, 50], strict=True):
         assert collect(deltas[request_id]).token_ids == tiny.reference_answer(tuple(prompt), n)
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_a_request_that_needs_the_whole_pool_gets_it_in_the_end():
-    driver = tiny.driver(**SMALL)  # 128 tokens, all that the model can have
+    driver = tiny.driver(**tiny.SMALL)  # 128 tokens, all that the model can have
     prompts = [*tiny.prompts([1, 30, 20]), *tiny.prompts([127], seed=1), [5]]
     lengths = [127, 40, 60, 1, 127]
     answers = tiny.generate(driver, prompts, [tiny.greedy(n) for n in lengths])
     assert answers == [tiny.reference_answer(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_a_model_length_within_a_block_and_a_tile_is_kept_to_the_token():
@@ -175,11 +174,11 @@ def test_a_model_length_within_a_block_and_a_tile_is_kept_to_the_token():
     prompts = tiny.prompts([99, 98, 96, 64, 1, 33])
     answers = tiny.generate(driver, prompts, tiny.greedy(127))
     assert answers == [tiny.reference_answer(tuple(p), 100 - len(p)) for p in prompts]
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_a_stop_token_may_be_the_first_the_last_allowed_or_at_a_blocks_edge():
-    driver = tiny.driver(**SMALL)
+    driver = tiny.driver(**tiny.SMALL)
     for prompt in ([3], *tiny.prompts([7, 8, 15])):
         free = tiny.reference_answer(tuple(prompt), 12)
         for place in (0, 1, 8 - len(prompt) % 8, 11):
@@ -190,10 +189,10 @@ def test_a_stop_token_may_be_the_first_the_last_allowed_or_at_a_blocks_edge():
             answer = tiny.drain(driver)[request_id]
             assert answer.token_ids == free[: place + 1]
             assert answer.finish_reason is FinishReason.STOP, "it is both the last and a stop token"
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize("options", [SMALL, SWAP, URGENT], ids=["recompute", "swap", "priority"])
+@pytest.mark.parametrize("options", [tiny.SMALL, tiny.SWAP, URGENT], ids=["recompute", "swap", "priority"])
 def test_thousands_of_submits_and_aborts_leak_nothing(options):
     rng = random.Random(1)
     driver = tiny.driver(**options)
@@ -238,7 +237,7 @@ def test_thousands_of_submits_and_aborts_leak_nothing(options):
     assert ended[FinishReason.LENGTH] > 300
     assert driver.stats.num_preemptions > 0
     assert driver.stats.num_hit_tokens > 0
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def add(driver: Driver, prompts: list[list[int]], priority: int, max_tokens: int) -> list[int]:
@@ -250,7 +249,7 @@ def add(driver: Driver, prompts: list[list[int]], priority: int, max_tokens: int
 
 def test_an_urgent_request_overtakes_those_who_wait_in_rows_too():
     """Of 12, four run and four wait in the device's rows when three urgent ones come; one is aborted."""
-    driver = tiny.driver(**SMALL, scheduling_policy="priority")
+    driver = tiny.driver(**tiny.SMALL, scheduling_policy="priority")
     prompts = [[i] for i in range(12)]
     usual = add(driver, prompts, 5, 9)
     deltas = [delta for _ in range(4) for delta in driver.turn(max_steps=1)]
@@ -272,10 +271,10 @@ def test_an_urgent_request_overtakes_those_who_wait_in_rows_too():
     for request_id, tokens in answers.items():
         prompt = [20 + request_id % 10] if request_id in urgent else [request_id % 1000]
         assert tokens == tiny.reference_answer(tuple(prompt), 5 if request_id in urgent else 9)
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize("options", [SMALL, SWAP], ids=["recompute", "swap"])
+@pytest.mark.parametrize("options", [tiny.SMALL, tiny.SWAP], ids=["recompute", "swap"])
 def test_who_was_preempted_makes_room_for_who_is_more_urgent(options):
     """It begins again later, from what had been told of its answer: nothing is told twice, and nothing is
     lost.
@@ -299,12 +298,12 @@ def test_who_was_preempted_makes_room_for_who_is_more_urgent(options):
         answer = collect([delta for delta in deltas if delta.request_id == request_id])
         prompt, length = (prompts[i], 60) if i < 8 else ([i - 8], 3)
         assert answer.token_ids == tiny.reference_answer(tuple(prompt), length)
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 @pytest.mark.parametrize("first", [2**31 - 6, 2**32 - 6, 2**40])
 def test_requests_are_served_in_their_order_however_many_there_were_before(first):
-    driver = tiny.driver(**SMALL)
+    driver = tiny.driver(**tiny.SMALL)
     ids = [first + i for i in range(14)]
     for request_id in ids:
         driver.add(tiny.request(driver, request_id, [request_id % 90, 3], tiny.greedy(5)))
@@ -320,12 +319,12 @@ def test_requests_are_served_in_their_order_however_many_there_were_before(first
     for request_id in ended:
         answer = collect([delta for delta in deltas if delta.request_id == request_id])
         assert answer.token_ids == tiny.reference_answer((request_id % 90, 3), 5)
-    assert_nothing_is_held(driver)
+    tiny.assert_nothing_is_held(driver)
 
 
 def test_how_long_a_step_takes_is_not_measured_over_idle_times():
     """Or the first answer after a quiet hour would come in runs of one step."""
-    driver = tiny.driver(**SMALL)
+    driver = tiny.driver(**tiny.SMALL)
     tiny.generate(driver, [[1, 2]], tiny.greedy(90))
     driver._last_read -= 3600
     tiny.submit(driver, [[3, 4]], tiny.greedy(90))
