@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import layout, native, xla, xla_tiles
-from pallas_kernels import paged_attention_v1 as mosaic_v1
-from pallas_kernels import paged_attention_v2 as mosaic_v2
+from pallas_kernels import paged_attention as mosaic
 from pallas_kernels.layout import Layout
 from pallas_kernels.support import QUANTISED_DTYPES, Arrays, BlockSparse, Options, refuse_unserved
 
@@ -54,29 +53,20 @@ def paged_attention(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
-    partition_size: int = 512,
     implementation: Implementation | None = None,
     interpret: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array:
-    """`paged_attention_v1` or `paged_attention_v2`, by `use_v1`. Arguments and result as theirs."""
+    """As `paged_attention_v1`, with each row cut as its own length asks: the one to use.
+
+    "mosaic_gpu" cuts long rows into partitions (`paged_attention.default_cut`), so that few long rows keep a GPU as
+    busy as many short ones; "xla" takes all tokens of a row in one running softmax.
+    """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
     checked = _check_attention(arrays, options)
-    cache = layout.sizes(k_cache, checked.kv_layout)
-    capacity = block_tables.shape[1] * cache.block_size
-    is_v1 = use_v1(capacity, q.shape[0], cache.num_kv_heads, partition_size)
-    return _attend(arrays, checked, None if is_v1 else partition_size, implementation, interpret)
-
-
-def use_v1(max_seq_len: int, num_seqs: int, num_kv_heads: int, partition_size: int = 512) -> bool:
-    """The rule of `paged_attention`: v1 for short tables, or where rows and heads alone fill the GPU.
-
-    It follows vLLM's (v1 if max_seq_len <= 8192, and there is one partition or num_seqs * num_heads > 512),
-    with the count of programs in place of its count of heads: our v1 runs one program per kv head, not per
-    query head. It looks at capacities only, never at lengths: a row's bits do not depend on its neighbours.
-    """
-    one_partition = max_seq_len <= partition_size
-    return max_seq_len <= 8192 and (one_partition or num_seqs * num_kv_heads > 512)
+    if _choose(implementation, interpret, arrays, checked) == "xla":
+        return xla.paged_attention_v1(arrays, checked)
+    return mosaic.paged_attention(arrays, checked, interpret=interpret)
 
 
 def paged_attention_v1(
@@ -90,7 +80,7 @@ def paged_attention_v1(
     interpret: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array:
-    """Attention of one query token per sequence over its cached tokens, one program per (sequence, kv head).
+    """Attention of one query token per sequence over its cached tokens, each sequence in one running softmax.
 
     For query head h of a row of n tokens, with t over the tokens it sees:
 
@@ -111,7 +101,11 @@ def paged_attention_v1(
         not serve the combination.
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
-    return _attend(arrays, _check_attention(arrays, options), None, implementation, interpret)
+    checked = _check_attention(arrays, options)
+    if _choose(implementation, interpret, arrays, checked) == "xla":
+        return xla.paged_attention_v1(arrays, checked)
+    whole = mosaic.Cut(_capacity(arrays, checked), most=1)
+    return mosaic.paged_attention(arrays, checked, cut=whole, interpret=interpret)
 
 
 def paged_attention_v2(
@@ -129,12 +123,19 @@ def paged_attention_v2(
     """As `paged_attention_v1`, with each row cut into partitions of `partition_size` tokens.
 
     Partitions are computed in parallel, each to sum exp(s - max) * v, sum exp(s - max) and max in float32;
-    then a row's partitions are merged. For few long rows, where v1 would leave most of the GPU idle.
+    then a row's partitions are merged.
 
-    partition_size: tokens, a multiple of the block size (of 64 as well for "mosaic_gpu").
+    partition_size: tokens, a multiple of the block size.
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
-    return _attend(arrays, _check_attention(arrays, options), partition_size, implementation, interpret)
+    checked = _check_attention(arrays, options)
+    block_size = layout.sizes(k_cache, checked.kv_layout).block_size
+    if partition_size <= 0 or partition_size % block_size:
+        raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
+    if _choose(implementation, interpret, arrays, checked) == "xla":
+        return xla.paged_attention_v2(arrays, checked, partition_size)
+    cut = mosaic.Cut(partition_size, most=-(-_capacity(arrays, checked) // partition_size))
+    return mosaic.paged_attention(arrays, checked, cut=cut, interpret=interpret)
 
 
 def tiled_paged_attention(
@@ -279,25 +280,9 @@ def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplem
     return default_implementation() if tile_len == 1 else "xla"
 
 
-def _attend(
-    arrays: Arrays,
-    options: Options,
-    partition_size: int | None,
-    implementation: Implementation | None,
-    interpret: bool,
-) -> jax.Array:
-    """Choose an implementation and call it: v1, or v2 if there is a partition size."""
-    block_size = layout.sizes(arrays.k_cache, options.kv_layout).block_size
-    if partition_size is not None and (partition_size <= 0 or partition_size % block_size):
-        raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
-    chosen = _choose(implementation, interpret, arrays, options)
-    if partition_size is None:
-        if chosen == "xla":
-            return xla.paged_attention_v1(arrays, options)
-        return mosaic_v1.paged_attention_v1(arrays, options, interpret=interpret)
-    if chosen == "xla":
-        return xla.paged_attention_v2(arrays, options, partition_size)
-    return mosaic_v2.paged_attention_v2(arrays, options, partition_size, interpret=interpret)
+def _capacity(arrays: Arrays, options: Options) -> int:
+    """Tokens that a row of the block table can hold."""
+    return arrays.block_tables.shape[1] * layout.sizes(arrays.k_cache, options.kv_layout).block_size
 
 
 def _choose(

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels in Pallas' GPU interpreter, with race detection on.
+"""The Mosaic GPU kernel of decode attention in Pallas' GPU interpreter, with race detection on.
 
 The interpreter does not see what a wgmma reads. So while these tests trace a kernel, each wgmma is given
 shadow reads of its shared-memory operands, and each arrival is preceded by the fence that ordinary reads
@@ -6,12 +6,16 @@ would need: then the race detector sees a tile that is used too early or overwri
 
 `test_every_barrier_is_needed` takes the synchronising calls of a kernel away, one at a time. What that
 cannot show is named in INVISIBLE.
+
+The interpreter has no atomics. `several_programs` counts arrivals in their place, and joins the race detector's
+clocks as the atomic's acquire and release do.
 """
 
 import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,30 +23,32 @@ import jax
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
-from pallas_kernels import ops, tuning
-from pallas_kernels import paged_attention_v1 as mosaic_v1
-from pallas_kernels import paged_attention_v2 as mosaic_v2
+from pallas_kernels import _arrival, ops, tuning
+from pallas_kernels import paged_attention as mosaic
+from pallas_kernels.paged_attention import Cut
 from pallas_kernels.support import Arrays
-from tests.kernels.checks import assert_close, inputs, is_served, weights_dtype
+from tests.kernels.checks import OPERATIONS, assert_close, inputs, is_served, weights_dtype
 from tests.shapes import CASES, Case, case
 
 # A case takes two to five seconds. These cover each feature once or twice; JAXPAGED_EXHAUSTIVE=1 runs all.
 EXHAUSTIVE = bool(os.environ.get("JAXPAGED_EXHAUSTIVE"))
 LEAN = {
-    "v1": (
-        "around_a_tile", "shared_prefix", "only_padding", "float16", "head_major", "window_in_a_tile",
-        "window_over_tiles", "all_at_once", "sinks", "group_3", "group_16", "head_dim_80", "head_dim_256",
-        "block_size_8", "block_size_128", "float8_e4m3fn_per_head", "float8_e5m2_per_tensor",
-        "int8_per_tensor", "sparse_slide_q", "sparse_slide_kv",
+    "decode": (
+        "around_a_block", "around_a_tile", "partition_edges", "shared_prefix", "only_padding", "float16",
+        "head_major", "window_in_a_tile", "window_over_tiles", "all_at_once", "sinks", "group_3", "group_12",
+        "group_16", "head_dim_80", "head_dim_256", "block_size_8", "block_size_128", "block_size_256",
+        "float8_e4m3fn_per_head", "float8_e5m2_per_tensor", "int8_per_tensor", "sparse_slide_q",
+        "sparse_slide_kv", "sparse_nothing",
     ),
-    "v2": (
-        "around_a_block", "partition_edges", "window_over_tiles", "all_at_once", "group_12", "head_dim_112",
-        "head_dim_192", "block_size_256", "int8_per_head", "sparse_nothing",
-    ),
+    "v1": ("around_a_tile", "head_dim_112", "all_at_once"),
+    "v2": ("partition_edges", "head_dim_192", "int8_per_head"),
 }  # fmt: skip
+SHORT = Cut(64, 3)  # so that rows of a few hundred tokens have several partitions, of different lengths
 
 
 @contextlib.contextmanager
@@ -104,8 +110,10 @@ def _fresh_interpreter() -> Iterator[None]:
 def interpret(c: Case, version: str) -> np.ndarray:
     """The case through `ops`, traced anew: with what a test has put in the place of Pallas' functions."""
     arrays, options = inputs(c, version)
-    operation = functools.partial(getattr(ops, f"paged_attention_{version}"), **options, interpret=True)
-    return np.asarray(jax.jit(operation)(**arrays), np.float64)
+    operation = functools.partial(OPERATIONS[version], **options, interpret=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mosaic, "default_cut", lambda *_: SHORT)
+        return np.asarray(jax.jit(operation)(**arrays), np.float64)
 
 
 def races_found(capsys: pytest.CaptureFixture[str]) -> bool:
@@ -118,8 +126,8 @@ def chosen(version: str) -> list[Any]:
     return [pytest.param(case(name), version, id=f"{version}-{name}") for name in sorted(names)]
 
 
-@pytest.mark.parametrize(("c", "version"), [*chosen("v1"), *chosen("v2")])
-def test_kernels_equal_the_oracle_without_a_race(
+@pytest.mark.parametrize(("c", "version"), [param for version in LEAN for param in chosen(version)])
+def test_the_kernel_equals_the_oracle_without_a_race(
     c: Case, version: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And no table entry past a row's tokens, or before its window, is looked up."""
@@ -132,38 +140,84 @@ def test_kernels_equal_the_oracle_without_a_race(
     assert fetched == owned_blocks(c)
 
 
-def launch(c: Case, version: str, num_stages: int = 2, num_programs: int = 3) -> np.ndarray:
-    """A kernel with a small ring and few programs, so that slots are used again within and across rows."""
+def launch(c: Case, cut: Cut, num_stages: int = 2, num_programs: int = 1) -> np.ndarray:
+    """The kernel with a small ring, so that slots are used again within and across units of work."""
     named, given = inputs(c)
     arrays = Arrays(**named)
     options = ops._check_attention(arrays, given)
     config = tuning.TuningConfig(num_stages=num_stages)
-    if version == "v1":
-        got = mosaic_v1.paged_attention_v1(arrays, options, config=config, interpret=True)
-    else:
-        got = mosaic_v2.paged_attention_v2(
-            arrays, options, c.partition_size, config=config, num_programs=num_programs, interpret=True
-        )
+    got = mosaic.paged_attention(
+        arrays, options, cut=cut, config=config, num_programs=num_programs, interpret=True
+    )
     return np.asarray(got, np.float64)
 
 
-RING = Case("ring", seq_lens=(330, 150), num_q_heads=2, num_kv_heads=1, partition_size=128)
+RING = Case("ring", seq_lens=(330, 150, 60), num_q_heads=2, num_kv_heads=1)
+CUT = Cut(128, 2)  # RING's rows have two partitions of 256 tokens, two of 128, and one
+WHOLE = Cut(512, 1)
+
+
+@contextlib.contextmanager
+def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[None]:
+    """While tracing: arrivals are counted as by the atomic, and the program that is the last is told so.
+
+    last: False tells it the first one. ordered: False lets an arrival order nothing, as if its fences were gone.
+    """
+    arrived: dict[int, int] = {}
+    clocks: dict[int, Any] = {}
+    lock = threading.Lock()
+
+    def arrive(index: Any, count: Any, program: Any, _: Any) -> np.bool_:
+        index, memory = int(index), gpu_callbacks._get_shared_memory()
+        thread = shared_memory.Warpgroup(device_id=0, cluster_id=0, block_id=int(program), warpgroup_id=0)
+        with lock:
+            before = arrived.get(index, 0)
+            arrived[index] = (before + 1) % int(count)
+            if ordered:
+                own = memory.clocks[thread]
+                clocks.setdefault(index, own.copy()).update(own)
+                own.update(clocks[index])
+        return np.bool_(before == (int(count) - 1 if last else 0))
+
+    def is_last(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
+        (index,) = counter.transforms[-1].indices[:1]
+        # Reading the counter keeps the call behind the stores that come before it.
+        arguments = index, count, jax.lax.axis_index("program"), counter[0]
+        return io_callback(arrive, jax.ShapeDtypeStruct((), bool), *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_arrival, "is_last_of_one_program", is_last)
+        yield
 
 
 @functools.cache
-def seven_programs() -> np.ndarray:
-    return launch(RING, "v2", num_programs=7)
+def one_program() -> np.ndarray:
+    return launch(RING, CUT, 3)
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 5])
-def test_v2_does_not_depend_on_how_many_programs_share_the_work(
+@pytest.mark.parametrize("num_programs", [2, 3, 5])
+def test_rows_do_not_depend_on_how_many_programs_share_the_work(
     num_programs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with shadow_reads():
-        got = launch(RING, "v2", 3, num_programs)
-    np.testing.assert_array_equal(got, seven_programs())
+    with shadow_reads(), several_programs():
+        got = launch(RING, CUT, 2, num_programs)
+    np.testing.assert_array_equal(got, one_program())
     assert_close(RING, got, "bfloat16")
     assert not races_found(capsys)
+
+
+@pytest.mark.parametrize("wrong", [{"last": False}, {"ordered": False}], ids=str)
+def test_merging_too_early_or_without_the_arrivals_order_is_noticed(
+    wrong: dict[str, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        with shadow_reads(), several_programs(**wrong):
+            got = launch(RING, CUT, 2, 3)
+        assert_close(RING, got, "bfloat16")
+        noticed = races_found(capsys)
+    except (AssertionError, jax.errors.JaxRuntimeError):
+        noticed = True
+    assert noticed
 
 
 SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")
@@ -174,7 +228,7 @@ INVISIBLE = {("commit_smem", caller) for caller in ("_load_queries", "_await_til
 # Missed by jax 0.11's interpreter only, and by nothing on a GPU.
 OPTIONAL = {("barrier_wait", "_see_arrival")}
 # Without it the producer waits for ever. `test_an_early_release_is_a_race` moves it instead.
-DEADLOCK = {("barrier_arrive", "take")}
+DEADLOCK = {("barrier_arrive", "take"), ("barrier_arrive", "_load_queries")}
 
 
 @contextlib.contextmanager
@@ -201,27 +255,25 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
             yield met
 
 
-def calls_of(version: str) -> list[tuple[str, str]]:
+def calls_of() -> list[tuple[str, str]]:
     with without_call(-1) as met:
-        launch(RING, version)
+        launch(RING, CUT)
     gpu_callbacks.reset_gpu_interpret_mode_state()
     return met
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_every_barrier_is_needed(version: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     """Leave out each wait, arrival and fence in turn: an error, a race or a wrong result must follow."""
-    calls = calls_of(version)
-    assert len(calls) == {"v1": 10, "v2": 13}[version], calls
-    shared_code = {"_wait", "_see_arrival", "_load_queries", "_await_tile", "take"}  # v1 runs it too
+    calls = calls_of()
+    assert len(calls) == 22, calls
     unnoticed = set()
     for number, call in enumerate(calls):
-        if call in DEADLOCK or (version == "v2" and call[1] in shared_code and not EXHAUSTIVE):
+        if call in DEADLOCK:
             continue
         capsys.readouterr()
         try:
             with without_call(number) as met:
-                got = launch(RING, version)
+                got = launch(RING, CUT)
             assert met[number] == call
             assert_close(RING, got, "bfloat16")
             if not races_found(capsys):
@@ -229,7 +281,7 @@ def test_every_barrier_is_needed(version: str, capsys: pytest.CaptureFixture[str
         except (AssertionError, jax.errors.JaxRuntimeError):
             pass
         gpu_callbacks.reset_gpu_interpret_mode_state()
-    assert unnoticed - OPTIONAL == (INVISIBLE & set(calls) if version == "v1" or EXHAUSTIVE else set())
+    assert unnoticed - OPTIONAL == INVISIBLE & set(calls)
 
 
 def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +298,7 @@ def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
 
         patch.setattr(plgpu, "barrier_wait", wait_and_release)
         try:
-            launch(RING, "v1")
+            launch(RING, WHOLE)
             raced = races_found(capsys)
         except jax.errors.JaxRuntimeError as error:  # jax 0.12 stops at a race
             raced = "RACE DETECTED" in str(error)
@@ -288,23 +340,22 @@ def unfenced_wgmmas(jaxpr: core.Jaxpr, dirty: bool = False) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("c", [RING, case("float8_e4m3fn_per_head")], ids=str)
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_every_store_is_fenced_before_a_wgmma(c: Case, version: str) -> None:
+def test_every_store_is_fenced_before_a_wgmma(c: Case) -> None:
     """The fence is commit_smem. Without any one of those named INVISIBLE, the check fails."""
     if not is_served(c):
         pytest.skip("not served by mosaic_gpu, by the support table")
-    assert unfenced_wgmmas(trace(c, version))[0] == 0
+    assert unfenced_wgmmas(trace(c))[0] == 0
     with without_call(-1, shadows=False) as met:
-        trace(c, version)
+        trace(c)
     for number, call in enumerate(met):
         # With a quantised cache the fence after widening covers the queries as well.
         if call in INVISIBLE and not (c.is_quantised and call[1] == "_load_queries"):
             with without_call(number, shadows=False):
-                jaxpr = trace(c, version)
+                jaxpr = trace(c)
             assert unfenced_wgmmas(jaxpr)[0] > 0, call
 
 
-def trace(c: Case, version: str) -> core.Jaxpr:
-    arrays, options = inputs(c, version)
-    operation = functools.partial(getattr(ops, f"paged_attention_{version}"), **options)
+def trace(c: Case) -> core.Jaxpr:
+    arrays, options = inputs(c)
+    operation = functools.partial(ops.paged_attention, **options)
     return jax.make_jaxpr(lambda a: operation(**a, implementation="mosaic_gpu"))(arrays).jaxpr
