@@ -1,7 +1,7 @@
 """Who of several GPU programs arrives last: a counter in the GPU's memory.
 
-Each program that works on a part of something writes its result to memory, then arrives. The one that is told it
-was the last may read what all the others wrote, and no program ever waits for another.
+Each program that works on a part of something writes its result to memory, then arrives. The one that is told
+it was the last may read what all the others wrote, and no program ever waits for another.
 """
 
 from typing import Any
@@ -16,18 +16,18 @@ SCALAR = plgpu.Layout.WG_SPLAT  # a number that all threads of a warpgroup have
 
 
 def is_last(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
-    """Count one arrival of a warpgroup; whether it is the last of `count`, whose writes are then all seen here.
+    """Count an arrival of a warpgroup; whether it is the last of `count`, whose writes are then all seen.
 
     counter: [1] int32 in the GPU's memory, 0 before the first arrival, and 0 again after the last.
     flag_smem: [1] int32, of this warpgroup.
 
-    Every thread's own writes come first (fence), then those of its warpgroup (barrier), then one thread counts for
-    all; whoever reads after the last arrival does so behind a fence too.
+    Every thread's own writes come first (fence), then those of its warpgroup (barrier), then one thread
+    counts for all; whoever reads after the last arrival does so behind a fence too.
     """
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
     )
     def arrive(_: Any, counter: Any, flag: Any, count: Any) -> Any:
         from jax._src.lib.mlir import ir
@@ -56,8 +56,8 @@ def is_last(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
     return arrive(counter, flag_smem, count) == 1
 
 
-def is_last_of_one_program(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
-    """The same where one program does everything: what Pallas' interpreter, which knows no atomics, can run."""
+def is_last_in_turn(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
+    """The same for programs that run one after another, as in Pallas' interpreter, which knows no atomics."""
     before = counter[0]
     counter[0] = jnp.where(before == count - 1, 0, before + 1)
     return before == count - 1

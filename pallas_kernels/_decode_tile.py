@@ -1,13 +1,13 @@
-"""What the decode-attention kernel does with a unit of work: fetch tiles of K and V, and take the softmax over them.
+"""A unit of work of decode attention: tiles of K and V are fetched, and the softmax over them is taken.
 
-A program has two Pallas threads (warpgroups). The producer's four warps read the block table and start the TMA
-copies of a tile's blocks into a ring of `num_stages` slots, every fourth copy each, so that none waits for
-another; the consumer computes. Per slot there are two barriers: `full` (all copies of a tile have landed) and
-`empty` (the consumer has done with it). Both threads number the tiles of the whole program from 0; tile i lives in
-slot i % num_stages. The queries of a unit of work come the same way, in a ring of two slots.
+A program has two Pallas threads (warpgroups). The producer's four warps read the block table and start the
+TMA copies of a tile's blocks into a ring of `num_stages` slots, every fourth copy each, so that none waits
+for another; the consumer computes. Per slot there are two barriers: `full` (all copies of a tile have landed)
+and `empty` (the consumer has done with it). Both threads number the tiles of the whole program from 0; tile i
+lives in slot i % num_stages. The queries of a unit of work come the same way, in a ring of two slots.
 
-The products are turned round, so that the tokens fill the 64 rows a wgmma has and the few queries that share a kv
-head (the heads of a group, for each new token of the row, padded to a multiple of 8) are its columns:
+The products are turned round, so that the tokens fill the 64 rows a wgmma has and the few queries that share
+a kv head (the heads of a group, for each new token of the row, padded to a multiple of 8) are its columns:
 
     S^T [tile_kv, heads] = K [tile_kv, head_dim] @ Q^T          O^T [head_dim, heads] = V^T @ P^T
 
@@ -100,7 +100,7 @@ class Problem:
 
     @property
     def copy_tokens(self) -> int:
-        """Tokens of one copy: a block's, or as many as let each of the producer's warps have a part of a tile."""
+        """Tokens of one copy: a block's, or so many that each warp of the producer has a part of a tile."""
         return min(self.block_size, self.tile_kv // NUM_WARPS)
 
     @property
@@ -268,7 +268,8 @@ def nothing(p: Problem) -> Softmax:
     """A softmax over no tokens."""
     return Softmax(
         tuple(
-            plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA) for _, rows in p.pieces
+            plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA)
+            for _, rows in p.pieces
         ),
         plgpu.layout_cast(jnp.full((p.num_columns,), LOWEST, jnp.float32), PER_HEAD),
         plgpu.layout_cast(jnp.full((p.num_columns,), 0.0, jnp.float32), PER_HEAD),
@@ -366,7 +367,7 @@ def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -
     @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
     def _zero() -> None:
         place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-        for column in _columns(p.head_dim):  # in parts, to need no more registers than the rest
+        for column in columns_of(p.head_dim):  # in parts, to need no more registers than the rest
             piece = v.at[:, pl.ds(column, 64)]
             old = piece[...]
             piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
@@ -388,7 +389,7 @@ def _add_weighted(
     return tuple(new)
 
 
-def _columns(head_dim: int) -> list[int]:
+def columns_of(head_dim: int) -> list[int]:
     """Where pieces of 64 columns begin that cover head_dim; the last two may overlap."""
     return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
 
@@ -410,7 +411,7 @@ def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> j
 
 def _widen(source: Any, target: Any) -> None:
     """A tile of 8-bit numbers into float16, in parts."""
-    for column in _columns(source.shape[1]):
+    for column in columns_of(source.shape[1]):
         piece = (slice(None), pl.ds(column, 64))
         target[piece] = source[piece].astype(target.dtype)
 

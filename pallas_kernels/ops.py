@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import layout, native, xla, xla_tiles
 from pallas_kernels import paged_attention as mosaic
+from pallas_kernels import prompt_attention as mosaic_prompts
 from pallas_kernels.layout import Layout
 from pallas_kernels.support import QUANTISED_DTYPES, Arrays, BlockSparse, Options, refuse_unserved
 
@@ -59,8 +60,8 @@ def paged_attention(
 ) -> jax.Array:
     """As `paged_attention_v1`, with each row cut as its own length asks: the one to use.
 
-    "mosaic_gpu" cuts long rows into partitions (`paged_attention.default_cut`), so that few long rows keep a GPU as
-    busy as many short ones; "xla" takes all tokens of a row in one running softmax.
+    "mosaic_gpu" cuts long rows into partitions (`paged_attention.default_cut`), so that few long rows keep a
+    GPU as busy as many short ones; "xla" takes all tokens of a row in one running softmax.
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
     checked = _check_attention(arrays, options)
@@ -148,7 +149,11 @@ def tiled_paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    alibi_slopes: jax.Array | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: TiledImplementation | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of tiles of neighbouring query tokens, each over its own line of the block table.
 
@@ -163,9 +168,10 @@ def tiled_paged_attention(
         query_starts: [num_tiles] int32. A tile of one token is its sequence's last: seq_lens - 1.
         seq_lens: [num_tiles] int32, tokens in the cache that the tile may see; 0 makes a tile of zeros.
         scale: factor on the dot products.
-        sliding_window: only the last so many tokens are seen, the query's own among them.
-        implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" serves tiles of one
-            token, "native" CPUs as `native.why_not` says, "xla" everything.
+        sliding_window, alibi_slopes, soft_cap, sinks: see `AttentionOptions`.
+        implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" has a kernel for few queries a
+            kv head and one for tiles of up to 64 tokens; "native" serves CPUs as `native.why_not` says, without the
+            last three options; "xla" serves everything.
 
     Returns: [num_tiles, tile_len, num_q_heads, head_dim] of q's type. Queries at or beyond seq_lens are
         padding: what they get has no meaning.
@@ -178,20 +184,32 @@ def tiled_paged_attention(
     if k_cache.dtype != q.dtype:
         raise ValueError(f"{k_cache.dtype=} must be q's {q.dtype}: tiles read no quantised cache yet")
     decode = Arrays(q[:, 0], k_cache, v_cache, block_tables, seq_lens)
-    options = AttentionOptions(scale=scale, sliding_window=sliding_window)
-    _check_attention(decode, options)
+    given = AttentionOptions(
+        scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, sinks=sinks
+    )
+    options = _check_attention(decode, given)
     _check_int32("query_starts", query_starts, (num_tiles,))
-    chosen = implementation or default_tiled_implementation(q.dtype, tile_len)
+    biases = [name for name in ("alibi_slopes", "soft_cap", "sinks") if given[name] is not None]
+    if implementation is None and not interpret:
+        implementation = default_tiled_implementation(q.dtype, tile_len)
+        if implementation == "native" and biases:
+            implementation = "xla"
     arrays = (q, k_cache, v_cache, block_tables, query_starts, seq_lens)
-    if chosen == "xla":
-        return xla_tiles.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
-    if chosen == "native":
-        if why := native.why_not(q.dtype):
+    if implementation == "native":
+        why = f"it has no {', '.join(biases)}" if biases else native.why_not(q.dtype)
+        if why:
             raise NotImplementedError(f"'native' attention does not serve this call: {why}. Use 'xla'.")
         return native.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
-    if tile_len > 1:
-        raise NotImplementedError(f"{chosen} serves tiles of one token, not {tile_len=}. Use 'xla'.")
-    return paged_attention(*decode, implementation=chosen, **options)[:, None]
+    if _choose(implementation, interpret, decode, options) == "xla":
+        return xla_tiles.tiled_paged_attention(*arrays, options)
+    num_queries = q.shape[2] // k_cache.shape[2] * tile_len
+    if tile_len > 1 and not mosaic.serves_queries(num_queries, q.shape[3]):
+        return mosaic_prompts.prompt_attention(
+            decode._replace(q=q), query_starts, options, interpret=interpret
+        )
+    rows = decode._replace(q=q.reshape(-1, *q.shape[2:]))
+    out = mosaic.paged_attention(rows, options, query_starts=query_starts, interpret=interpret)
+    return out.reshape(q.shape)
 
 
 def reshape_and_cache(
@@ -277,7 +295,7 @@ def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplem
     """What None stands for in `tiled_paged_attention`: a kernel of this device if one serves, else "xla"."""
     if native.serves(dtype):
         return "native"
-    return default_implementation() if tile_len == 1 else "xla"
+    return default_implementation() if tile_len <= mosaic_prompts.TILE_LENS[-1] else "xla"
 
 
 def _capacity(arrays: Arrays, options: Options) -> int:

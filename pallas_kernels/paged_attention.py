@@ -7,16 +7,17 @@ with the options of `ops.paged_attention`, for one new token a row or a few. A r
     partition p of a row:  m_p = max s[t],  l_p = sum exp(s[t] - m_p),  o_p = sum exp(s[t] - m_p) * v[t]
     the row:               sum_p exp(m_p - m) * o_p / sum_p exp(m_p - m) * l_p        with m = max m_p
 
-A unit of work is a partition and a kv head. `plan` lists the partitions, row by row; a fixed number of programs
-shares the units out, and a program's ring of tiles runs on from one unit to the next. `_decode_tile` is the code of a
-unit. A row of one partition is written at once. Of a row with several, each is kept in float32 in memory, and the
-program that finishes last (`_arrival`) merges them, in their order: nobody waits, and there is no second kernel.
+A unit of work is a partition and a kv head. `plan` lists the partitions, row by row; a fixed number of
+programs shares the units out, and a program's ring of tiles runs on from one unit to the next. `_decode_tile`
+is the code of a unit. A row of one partition is written at once. Of a row with several, each is kept in
+float32 in memory, and the program that finishes last (`_arrival`) merges them, in their order: nobody waits,
+and there is no second kernel.
 
-How a row is cut follows from its own tokens alone (`Cut`), so its bits depend neither on the rest of the batch nor
-on the number of programs.
+How a row is cut follows from its own tokens alone (`Cut`), so its bits depend neither on the rest of the
+batch nor on the number of programs.
 
-Not for: float32, block sizes under 8, other head_dims than those in `support.SUPPORT`. A block-sparse pattern is
-served, but blocks it leaves out are read all the same.
+Not for: float32, block sizes under 8, other head_dims than those in `support.SUPPORT`. A block-sparse pattern
+is served, but blocks it leaves out are read all the same.
 """
 
 from typing import Any, NamedTuple
@@ -31,15 +32,17 @@ from pallas_kernels import _arrival, tuning
 from pallas_kernels import _decode_tile as tile
 from pallas_kernels.support import Arrays, Options
 
-MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together
+MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together; fewer if that makes more than
+MERGED_NUMBERS = 4096  # numbers: 32 registers a thread
 MIN_PARTITION = 256  # tokens
 MAX_PARTITIONS = 64
+MAX_OUTPUTS = 8192  # numbers of a unit's output: 64 registers a thread
 MOST_COUNTED = 2**15 - 1  # partitions of a row, in the upper half of a number
 PARTIAL_COLUMNS = 2048  # of a row: partitions x kv heads x columns, unless that makes fewer than 8 partitions
 
 
 class Cut(NamedTuple):
-    """How a row is cut: at multiples of `tokens`, or of twice that, and so on, into at most `most` partitions."""
+    """How a row is cut: at multiples of `tokens`, or of twice that, and so on, into `most` parts at most."""
 
     tokens: int
     most: int
@@ -48,10 +51,16 @@ class Cut(NamedTuple):
 def default_cut(num_kv_heads: int, num_columns: int) -> Cut:
     """Partitions so short that a lone row keeps the GPU busy, and so few that merging them costs little.
 
-    The bound on a row's partial results is 8 KiB a number of head_dim: 1 MiB at 128, whatever the row's length.
+    The bound on a row's partial results is 8 KiB a number of head_dim: 1 MiB at 128, whatever the row's
+    length.
     """
     most = PARTIAL_COLUMNS // (num_kv_heads * num_columns)
     return Cut(MIN_PARTITION, max(8, min(MAX_PARTITIONS, most)))
+
+
+def serves_queries(num_queries: int, head_dim: int) -> bool:
+    """Whether so many queries that share a kv head (heads x new tokens) fit the registers of one consumer."""
+    return tuning.num_columns(num_queries) * head_dim <= MAX_OUTPUTS
 
 
 class Plan(NamedTuple):
@@ -144,7 +153,9 @@ def _kernel(
             state, done = tile.consume(p, span, i, extras, scratch, done)
 
             def write(state: tile.Softmax) -> None:
-                tile.store_outputs(p, tile.normalised(p, state, extras, span.kv_head), span, out_smem, out_gmem)
+                tile.store_outputs(
+                    p, tile.normalised(p, state, extras, span.kv_head), span, out_smem, out_gmem
+                )
 
             if partials is None:
                 write(state)
@@ -167,7 +178,9 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _store(p: tile.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: tile.Softmax) -> None:
+def _store(
+    p: tile.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: tile.Softmax
+) -> None:
     """Keep a partition's result, straight from the registers."""
     for i, piece in enumerate(state.out):
         partials.out[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)] = piece
@@ -183,10 +196,13 @@ def _merged(
     def load(ref: Any, layout: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
 
+    numbers = len(p.pieces) * p.piece_rows * p.num_columns
+    at_a_time = max(1, min(MERGED_AT_A_TIME, MERGED_NUMBERS // numbers))
+
     def merge(i: jax.Array, state: tile.Softmax) -> tile.Softmax:
         parts = []
-        for k in range(MERGED_AT_A_TIME):
-            number = i * MERGED_AT_A_TIME + k
+        for k in range(at_a_time):
+            number = i * at_a_time + k
             item = first + jnp.minimum(number, count - 1)  # past the end: the last one again, with no weight
             largest, total = (load(partials.stats.at[item, kv_head, k], tile.PER_HEAD) for k in range(2))
             out = tuple(
@@ -207,7 +223,7 @@ def _merged(
             out = tuple(piece + new * weights for piece, new in zip(out, part.out, strict=True))
         return tile.Softmax(out, new_max, total)
 
-    return lax.fori_loop(0, pl.cdiv(count, jnp.int32(MERGED_AT_A_TIME)), merge, tile.nothing(p))
+    return lax.fori_loop(0, pl.cdiv(count, jnp.int32(at_a_time)), merge, tile.nothing(p))
 
 
 def paged_attention(
@@ -236,8 +252,8 @@ def paged_attention(
     positions = arrays.seq_lens - 1 if query_starts is None else query_starts
     if max_partitions(cut, capacity) > MOST_COUNTED:
         raise NotImplementedError(
-            f"mosaic_gpu cuts a row into {MOST_COUNTED} partitions at most, not {max_partitions(cut, capacity)}: "
-            "use longer ones, or implementation='xla'."
+            f"mosaic_gpu cuts a row into {MOST_COUNTED} partitions at most, not "
+            f"{max_partitions(cut, capacity)}: use longer ones, or implementation='xla'."
         )
     work = plan(arrays.seq_lens, positions, query_len, options.sliding_window, cut, capacity)
     max_items = work.items.shape[0]
@@ -255,7 +271,7 @@ def paged_attention(
         )
 
     def paged_attention_kernel(*refs: Any) -> None:
-        is_last = _arrival.is_last_of_one_program if interpret else _arrival.is_last
+        is_last = _arrival.is_last_in_turn if interpret else _arrival.is_last
         _kernel(*refs, problem=p, num_programs=num_programs, is_last=is_last)
 
     out, _ = plgpu.kernel(

@@ -1,8 +1,9 @@
 """Tile sizes and pipeline depths of the Mosaic GPU kernels.
 
-`config_for` looks a shape up in `MEASURED`, by (device kind, head_dim, block_size, cache dtype, queries of
-a row that share a kv head), and falls back to `default_config`. Results do not depend on num_stages and num_ctas; tile_kv
-changes the order of a sum. `benchmarks/decode_attention.py --sweep` prints entries for the table.
+`config_for` looks a shape up in `MEASURED`, by (device kind, head_dim, block_size, cache dtype, queries of a
+row that share a kv head), and falls back to `default_config`. Results do not depend on num_stages and
+num_ctas; tile_kv changes the order of a sum. `benchmarks/decode_attention.py --sweep` prints entries for the
+table.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ class TuningConfig:
             raise ValueError(f"{self.ctas_per_core=} must be at least 1")
 
 
-# (device kind, head_dim, block_size, cache dtype, queries a row and kv head) -> config. Nothing has been measured yet.
+# (device kind, head_dim, block_size, cache dtype, queries a row and kv head) -> config. Nothing has been
+# measured yet.
 MEASURED: dict[tuple[str, int, int, str, int], TuningConfig] = {}
 
 

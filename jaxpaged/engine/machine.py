@@ -43,7 +43,7 @@ def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImplementation, str]:
-    """The implementation of attention on this machine, and why. Prompts on a GPU use XLA.
+    """The implementation of attention on this machine, of prompts and of answers, and why.
 
     Raises `InputError` if the one asked for does not serve the model.
     """

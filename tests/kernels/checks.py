@@ -23,9 +23,7 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "v1": ops.paged_attention_v1,
     "v2": ops.paged_attention_v2,
 }
-PROGRAMS = {
-    version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()
-}
+PROGRAMS = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
 
 
 @functools.cache

@@ -1,14 +1,12 @@
 """The Mosaic GPU kernel of decode attention in Pallas' GPU interpreter, with race detection on.
 
-The interpreter does not see what a wgmma reads. So while these tests trace a kernel, each wgmma is given
-shadow reads of its shared-memory operands, and each arrival is preceded by the fence that ordinary reads
-would need: then the race detector sees a tile that is used too early or overwritten too soon.
-
+`interpreter.py` makes the race detector see a tile that is used too early or overwritten too soon.
 `test_every_barrier_is_needed` takes the synchronising calls of a kernel away, one at a time. What that
 cannot show is named in INVISIBLE.
 
-The interpreter has no atomics. `several_programs` counts arrivals in their place, and joins the race detector's
-clocks as the atomic's acquire and release do.
+The interpreter has no atomics, and runs programs one after another, unless they are of one cluster.
+`several_programs` makes them one, counts arrivals in place of the atomic, and joins the race detector's
+clocks as its acquire and release do.
 """
 
 import contextlib
@@ -16,14 +14,13 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
@@ -33,6 +30,14 @@ from pallas_kernels import paged_attention as mosaic
 from pallas_kernels.paged_attention import Cut
 from pallas_kernels.support import Arrays
 from tests.kernels.checks import OPERATIONS, assert_close, inputs, is_served, weights_dtype
+from tests.kernels.interpreter import (
+    fresh_interpreter,
+    races_found,
+    recorded_blocks,
+    shadow_reads,
+    unfenced_wgmmas,
+    without_call,
+)
 from tests.shapes import CASES, Case, case
 
 # A case takes two to five seconds. These cover each feature once or twice; JAXPAGED_EXHAUSTIVE=1 runs all.
@@ -48,24 +53,8 @@ LEAN = {
     "v1": ("around_a_tile", "head_dim_112", "all_at_once"),
     "v2": ("partition_edges", "head_dim_192", "int8_per_head"),
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 SHORT = Cut(64, 3)  # so that rows of a few hundred tokens have several partitions, of different lengths
-
-
-@contextlib.contextmanager
-def recorded_blocks() -> Iterator[set[int]]:
-    """While tracing: copies of K and V tell which blocks they fetch, by their own source addresses."""
-    fetched: set[int] = set()
-    copy = plgpu.copy_gmem_to_smem
-
-    def recording_copy(source: Any, target: Any, barrier: Any) -> None:
-        if len(source.ref.aval.shape) == 4:  # K or V, not the queries
-            jax.debug.callback(lambda block: fetched.add(int(block)), source.transforms[-1].indices[0])
-        copy(source, target, barrier)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "copy_gmem_to_smem", recording_copy)
-        yield fetched
-    jax.effects_barrier()
 
 
 def owned_blocks(c: Case) -> set[int]:
@@ -77,36 +66,6 @@ def owned_blocks(c: Case) -> set[int]:
     return found
 
 
-@contextlib.contextmanager
-def shadow_reads() -> Iterator[None]:
-    """While tracing: every wgmma's operands are also read in a way that the race detector sees."""
-    wgmma, arrive = plgpu.wgmma, plgpu.barrier_arrive
-
-    def seen_wgmma(acc: Any, a: Any, b: Any) -> None:
-        for operand in (a, b):
-            plgpu.load(operand, optimized=False)
-        wgmma(acc, a, b)
-
-    def seen_arrive(barrier: Any) -> None:
-        plgpu.commit_smem()
-        arrive(barrier)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "wgmma", seen_wgmma)
-        patch.setattr(plgpu, "barrier_arrive", seen_arrive)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _fresh_interpreter() -> Iterator[None]:
-    """Half of a case's time goes into compiling the interpreter's calls of Python: do that in haste."""
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-
-
 def interpret(c: Case, version: str) -> np.ndarray:
     """The case through `ops`, traced anew: with what a test has put in the place of Pallas' functions."""
     arrays, options = inputs(c, version)
@@ -114,11 +73,6 @@ def interpret(c: Case, version: str) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mosaic, "default_cut", lambda *_: SHORT)
         return np.asarray(jax.jit(operation)(**arrays), np.float64)
-
-
-def races_found(capsys: pytest.CaptureFixture[str]) -> bool:
-    """Whether a race was reported since the last call (jax keeps the last kernel's verdict only)."""
-    return "RACE DETECTED" in capsys.readouterr().out
 
 
 def chosen(version: str) -> list[Any]:
@@ -133,7 +87,8 @@ def test_the_kernel_equals_the_oracle_without_a_race(
     """And no table entry past a row's tokens, or before its window, is looked up."""
     if not is_served(c):
         pytest.skip("not served by mosaic_gpu, by the support table")
-    with shadow_reads(), recorded_blocks() as fetched:
+    cache_shape = inputs(c)[0]["k_cache"].shape
+    with shadow_reads(), recorded_blocks(cache_shape) as fetched:
         got = interpret(c, version)
     assert_close(c, got, weights_dtype(c))
     assert not races_found(capsys)
@@ -159,13 +114,14 @@ WHOLE = Cut(512, 1)
 
 @contextlib.contextmanager
 def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[None]:
-    """While tracing: arrivals are counted as by the atomic, and the program that is the last is told so.
+    """While tracing: programs run at the same time, and one that arrives last is told so.
 
-    last: False tells it the first one. ordered: False lets an arrival order nothing, as if its fences were gone.
+    last: False tells it the first one. ordered: False lets an arrival order nothing, as if its fences were
+    gone.
     """
     arrived: dict[int, int] = {}
     clocks: dict[int, Any] = {}
-    lock = threading.Lock()
+    lock, kernel = threading.Lock(), plgpu.kernel
 
     def arrive(index: Any, count: Any, program: Any, _: Any) -> np.bool_:
         index, memory = int(index), gpu_callbacks._get_shared_memory()
@@ -185,8 +141,12 @@ def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[Non
         arguments = index, count, jax.lax.axis_index("program"), counter[0]
         return io_callback(arrive, jax.ShapeDtypeStruct((), bool), *arguments)
 
+    def one_cluster(*args: Any, grid: Any, grid_names: Any, **kwargs: Any) -> Any:
+        return kernel(*args, cluster=grid, cluster_names=grid_names, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_arrival, "is_last_of_one_program", is_last)
+        patch.setattr(plgpu, "kernel", one_cluster)
+        patch.setattr(_arrival, "is_last_in_turn", is_last)
         yield
 
 
@@ -220,8 +180,6 @@ def test_merging_too_early_or_without_the_arrivals_order_is_noticed(
     assert noticed
 
 
-SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")
-
 # What neither the race detector nor the oracle notices when it is missing: the fences between an ordinary
 # store to shared memory and the wgmma that reads it. `test_every_store_is_fenced_before_a_wgmma` sees these.
 INVISIBLE = {("commit_smem", caller) for caller in ("_load_queries", "_await_tile", "take")}
@@ -229,30 +187,6 @@ INVISIBLE = {("commit_smem", caller) for caller in ("_load_queries", "_await_til
 OPTIONAL = {("barrier_wait", "_see_arrival")}
 # Without it the producer waits for ever. `test_an_early_release_is_a_race` moves it instead.
 DEADLOCK = {("barrier_arrive", "take"), ("barrier_arrive", "_load_queries")}
-
-
-@contextlib.contextmanager
-def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, str]]]:
-    """While tracing: leave out the synchronising call of that number. Yields (name, caller) of each."""
-    met: list[tuple[str, str]] = []
-
-    def dropping(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_code.co_name
-            if caller.startswith("seen_"):
-                return original(*args, **kwargs)
-            met.append((name, caller))
-            return None if len(met) - 1 == number else original(*args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in SYNCHRONISING:
-            patch.setattr(plgpu, name, dropping(name, getattr(plgpu, name)))
-        with shadow_reads() if shadows else contextlib.nullcontext():
-            if shadows:  # count an arrival where the kernel makes it, not where its shadow does
-                patch.setattr(plgpu, "barrier_arrive", dropping("barrier_arrive", plgpu.barrier_arrive))
-            yield met
 
 
 def calls_of() -> list[tuple[str, str]]:
@@ -265,7 +199,7 @@ def calls_of() -> list[tuple[str, str]]:
 def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     """Leave out each wait, arrival and fence in turn: an error, a race or a wrong result must follow."""
     calls = calls_of()
-    assert len(calls) == 22, calls
+    assert len(calls) == 17, calls
     unnoticed = set()
     for number, call in enumerate(calls):
         if call in DEADLOCK:
@@ -288,7 +222,12 @@ def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     """Hand a slot back before its V is read."""
     wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
     with shadow_reads(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "barrier_arrive", lambda barrier: None)
+
+        def arrive_except_for_tiles(barrier: Any) -> None:
+            if sys._getframe(1).f_code.co_name != "take":
+                arrive(barrier)
+
+        patch.setattr(plgpu, "barrier_arrive", arrive_except_for_tiles)
 
         def wait_and_release(barrier: Any) -> None:
             wait(barrier)
@@ -303,40 +242,6 @@ def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
         except jax.errors.JaxRuntimeError as error:  # jax 0.12 stops at a race
             raced = "RACE DETECTED" in str(error)
     assert raced
-
-
-def unfenced_wgmmas(jaxpr: core.Jaxpr, dirty: bool = False) -> tuple[int, bool]:
-    """How many wgmmas may follow a store to shared memory with no commit_smem between, and whether one
-    still may.
-
-    Programs with shared memory written in one thread and read by another's wgmma would need more than this.
-    """
-    count = 0
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name == "swap" and "smem" in str(equation.invars[0].aval):
-            dirty = True
-        elif name == "commit_smem":
-            dirty = False
-        elif name == "wgmma_ref":
-            count += dirty
-        bodies = [
-            getattr(body, "jaxpr", body)
-            for body in jax.tree.leaves(
-                equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-            )
-            if hasattr(getattr(body, "jaxpr", body), "eqns")
-        ]
-        ends = []
-        for body in bodies:
-            found, end = unfenced_wgmmas(body, dirty)
-            if name == "while":  # the second time round begins where the first ended
-                found, end = unfenced_wgmmas(body, dirty or end)
-            count += found
-            ends.append(end)
-        if ends:
-            dirty = any(ends)
-    return count, dirty
 
 
 @pytest.mark.parametrize("c", [RING, case("float8_e4m3fn_per_head")], ids=str)

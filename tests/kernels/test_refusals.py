@@ -141,7 +141,8 @@ def test_the_kernel_counts_so_many_partitions() -> None:
     tables = {"block_tables": array(2, 2**15, dtype=jnp.int32)}
     with pytest.raises(NotImplementedError, match="cuts a row into 32767 partitions at most, not 32768: use"):
         jax.eval_shape(
-            lambda a: ops.paged_attention_v2(**a, partition_size=16, implementation="mosaic_gpu"), good() | tables
+            lambda a: ops.paged_attention_v2(**a, partition_size=16, implementation="mosaic_gpu"),
+            good() | tables,
         )
 
 
