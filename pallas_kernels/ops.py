@@ -23,7 +23,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layout, native, xla, xla_tiles
+from pallas_kernels import layout, native, ragged, xla, xla_tiles
 from pallas_kernels import paged_attention as mosaic
 from pallas_kernels import prompt_attention as mosaic_prompts
 from pallas_kernels.layout import Layout
@@ -169,9 +169,9 @@ def tiled_paged_attention(
         seq_lens: [num_tiles] int32, tokens in the cache that the tile may see; 0 makes a tile of zeros.
         scale: factor on the dot products.
         sliding_window, alibi_slopes, soft_cap, sinks: see `AttentionOptions`.
-        implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" has a kernel for few queries a
-            kv head and one for tiles of up to 64 tokens; "native" serves CPUs as `native.why_not` says, without the
-            last three options; "xla" serves everything.
+        implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" takes tiles of up to 64
+            tokens, a few (`paged_attention.serves`) with the kernel for decode steps; "native" serves CPUs as
+            `native.why_not` says, without slopes, soft cap and sinks; "xla" serves everything.
 
     Returns: [num_tiles, tile_len, num_q_heads, head_dim] of q's type. Queries at or beyond seq_lens are
         padding: what they get has no meaning.
@@ -202,14 +202,86 @@ def tiled_paged_attention(
         return native.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
     if _choose(implementation, interpret, decode, options) == "xla":
         return xla_tiles.tiled_paged_attention(*arrays, options)
-    num_queries = q.shape[2] // k_cache.shape[2] * tile_len
-    if tile_len > 1 and not mosaic.serves_queries(num_queries, q.shape[3]):
+    if tile_len > 1 and not mosaic.serves(tile_len, q.shape[2] // k_cache.shape[2], q.shape[3]):
         return mosaic_prompts.prompt_attention(
             decode._replace(q=q), query_starts, options, interpret=interpret
         )
     rows = decode._replace(q=q.reshape(-1, *q.shape[2:]))
     out = mosaic.paged_attention(rows, options, query_starts=query_starts, interpret=interpret)
     return out.reshape(q.shape)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_query_lens: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    alibi_slopes: jax.Array | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    max_query_len: int | None = None,
+    implementation: TiledImplementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention of a flat batch: prompts, chunks of them, decode steps and drafts, in any mixture.
+
+    A sequence's queries are its last tokens; each sees its sequence up to itself. `tiled_paged_attention` is
+    called twice: with a tile of one token for each sequence of one query, and tiles of up to 32 for others.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32.
+        k_cache, v_cache: the pools, token-major and of q's type. The queries' own K and V are in them already.
+        block_tables: [num_seqs, max_blocks_per_seq] int32, as for `tiled_paged_attention`.
+        seq_lens: [num_seqs] int32, tokens in the cache, the queries' own included.
+        cu_query_lens: [num_seqs + 1] int32. Sequence s has the queries from cu_query_lens[s] to before
+            cu_query_lens[s + 1]. It begins with 0, and tokens from its last entry on are padding.
+        max_query_len: a promise that no sequence has more queries: the fewer, the less is computed. With
+            "mosaic_gpu", few enough take the kernel for decode steps.
+        scale, sliding_window, alibi_slopes, soft_cap, sinks, implementation: as in `tiled_paged_attention`.
+
+    Returns: [num_tokens, num_q_heads, head_dim] of q's type, zeros for padding.
+    Raises: as `tiled_paged_attention`.
+    """
+    if q.ndim != 3:
+        raise ValueError(f"{q.shape=} must be [num_tokens, num_q_heads, head_dim]")
+    if seq_lens.ndim != 1 or seq_lens.shape[0] == 0:
+        raise ValueError(f"{seq_lens.shape=} must be [num_seqs], with at least one sequence")
+    _check_int32("cu_query_lens", cu_query_lens, (seq_lens.shape[0] + 1,))
+    if max_query_len is not None and max_query_len < 1:
+        raise ValueError(f"{max_query_len=} must be at least 1")
+    num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
+    most = min(max_query_len or num_tokens, num_tokens)
+    tile_len = max(1, min(most, ragged.TILE_LEN))
+    count = ragged.num_tiles(num_tokens, num_seqs, most, tile_len)
+    several, places = ragged.tiles(seq_lens, cu_query_lens, num_tokens, count, tile_len)
+
+    def attend(tiles: ragged.Tiles, tile_len: int) -> jax.Array:
+        return tiled_paged_attention(
+            ragged.queries_of(q, tiles, tile_len),
+            k_cache,
+            v_cache,
+            block_tables[tiles.seq],
+            tiles.position,
+            tiles.seq_len,
+            scale=scale,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            implementation=implementation,
+            interpret=interpret,
+        )
+
+    out = attend(ragged.singles(seq_lens, cu_query_lens), 1)[places.seq, 0]
+    if tile_len > 1:
+        of_tiles = attend(several, tile_len).at[places.tile, places.offset].get(mode="clip")
+        out = jnp.where(places.is_single[:, None, None], out, of_tiles)
+    return jnp.where(places.is_query[:, None, None], out, 0)
 
 
 def reshape_and_cache(

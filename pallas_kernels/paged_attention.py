@@ -36,6 +36,8 @@ MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together; fewer if 
 MERGED_NUMBERS = 4096  # numbers: 32 registers a thread
 MIN_PARTITION = 256  # tokens
 MAX_PARTITIONS = 64
+MAX_QUERY_LEN = 16  # new tokens of a row
+MAX_COLUMNS = 64  # queries that share a kv head: heads of its group x new tokens
 MAX_OUTPUTS = 8192  # numbers of a unit's output: 64 registers a thread
 MOST_COUNTED = 2**15 - 1  # partitions of a row, in the upper half of a number
 PARTIAL_COLUMNS = 2048  # of a row: partitions x kv heads x columns, unless that makes fewer than 8 partitions
@@ -58,9 +60,10 @@ def default_cut(num_kv_heads: int, num_columns: int) -> Cut:
     return Cut(MIN_PARTITION, max(8, min(MAX_PARTITIONS, most)))
 
 
-def serves_queries(num_queries: int, head_dim: int) -> bool:
-    """Whether so many queries that share a kv head (heads x new tokens) fit the registers of one consumer."""
-    return tuning.num_columns(num_queries) * head_dim <= MAX_OUTPUTS
+def serves(query_len: int, group_size: int, head_dim: int) -> bool:
+    """Whether rows of so many new tokens are few enough for a step of decoding and a consumer's registers."""
+    columns = tuning.num_columns(group_size * query_len)
+    return query_len <= MAX_QUERY_LEN and columns <= MAX_COLUMNS and columns * head_dim <= MAX_OUTPUTS
 
 
 class Plan(NamedTuple):

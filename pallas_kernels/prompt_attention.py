@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def num_warpgroups(self) -> int:
-        """Consumers of a program: one if that is enough, or needs more registers than each of two can have."""
+        """Consumers of a program: one if that is enough, or needs more registers than each of two has."""
         needs_more = self.has_slopes or self.soft_cap is not None
         needs_more |= self.head_dim == 256 and self.sliding_window is not None
         return min(1 if needs_more else MAX_WARPGROUPS, -(-self.group_size // self.warpgroup_heads))
@@ -376,7 +376,7 @@ def _add_weighted(
         plgpu.wgmma(acc, scratch.p.at[warpgroup], scratch.v.at[slot])
         return acc[...]
 
-    return out + pl.run_scoped(product, plgpu.ACC(out.shape, jnp.float32))
+    return out + pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, p.head_dim), jnp.float32))
 
 
 def _normalised(p: Problem, state: Softmax, extras: Extras, first_head: jax.Array) -> jax.Array:

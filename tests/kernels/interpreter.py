@@ -75,16 +75,23 @@ SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_
 
 @contextlib.contextmanager
 def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, str]]]:
-    """While tracing: leave out the synchronising call of that number. Yields (name, caller) of each."""
+    """While tracing: leave out the synchronising call of that number. Yields (name, caller) of each.
+
+    A call is a line of a kernel's source: one that is traced several times is one, and is left out each time.
+    """
     met: list[tuple[str, str]] = []
+    lines: list[tuple[str, str, int]] = []
 
     def dropping(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_code.co_name
+            frame = sys._getframe(1)
+            caller = frame.f_code.co_name
             if caller.startswith("seen_"):
                 return original(*args, **kwargs)
-            met.append((name, caller))
-            return None if len(met) - 1 == number else original(*args, **kwargs)
+            if (line := (name, caller, frame.f_lineno)) not in lines:
+                lines.append(line)
+                met.append((name, caller))
+            return None if lines.index(line) == number else original(*args, **kwargs)
 
         return call
 
@@ -95,6 +102,32 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
             if shadows:  # count an arrival where the kernel makes it, not where its shadow does
                 patch.setattr(plgpu, "barrier_arrive", dropping("barrier_arrive", plgpu.barrier_arrive))
             yield met
+
+
+def unnoticed_calls(
+    run: Callable[[], None], deadlocks: Callable[[tuple[str, str]], bool], capsys: pytest.CaptureFixture[str]
+) -> tuple[list[tuple[str, str]], set[tuple[str, str]]]:
+    """All synchronising calls of what `run` traces, runs and checks, and those that nothing misses.
+
+    An error, a race or a failing check misses it. Those without which somebody `deadlocks` are not tried.
+    """
+    with without_call(-1) as calls:
+        run()
+    assert not races_found(capsys)
+    unnoticed = set()
+    for number, call in enumerate(calls):
+        if deadlocks(call):
+            continue
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+        try:
+            with without_call(number) as met:
+                run()
+            assert met[number] == call
+            if not races_found(capsys):
+                unnoticed.add(call)
+        except (AssertionError, jax.errors.JaxRuntimeError):
+            capsys.readouterr()
+    return calls, unnoticed
 
 
 def unfenced_wgmmas(jaxpr: core.Jaxpr, dirty: bool = False) -> tuple[int, bool]:

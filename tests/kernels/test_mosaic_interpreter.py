@@ -36,6 +36,7 @@ from tests.kernels.interpreter import (
     recorded_blocks,
     shadow_reads,
     unfenced_wgmmas,
+    unnoticed_calls,
     without_call,
 )
 from tests.shapes import CASES, Case, case
@@ -189,32 +190,12 @@ OPTIONAL = {("barrier_wait", "_see_arrival")}
 DEADLOCK = {("barrier_arrive", "take"), ("barrier_arrive", "_load_queries")}
 
 
-def calls_of() -> list[tuple[str, str]]:
-    with without_call(-1) as met:
-        launch(RING, CUT)
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    return met
-
-
 def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     """Leave out each wait, arrival and fence in turn: an error, a race or a wrong result must follow."""
-    calls = calls_of()
-    assert len(calls) == 17, calls
-    unnoticed = set()
-    for number, call in enumerate(calls):
-        if call in DEADLOCK:
-            continue
-        capsys.readouterr()
-        try:
-            with without_call(number) as met:
-                got = launch(RING, CUT)
-            assert met[number] == call
-            assert_close(RING, got, "bfloat16")
-            if not races_found(capsys):
-                unnoticed.add(call)
-        except (AssertionError, jax.errors.JaxRuntimeError):
-            pass
-        gpu_callbacks.reset_gpu_interpret_mode_state()
+    calls, unnoticed = unnoticed_calls(
+        lambda: assert_close(RING, launch(RING, CUT), "bfloat16"), DEADLOCK.__contains__, capsys
+    )
+    assert len(calls) == 12, calls
     assert unnoticed - OPTIONAL == INVISIBLE & set(calls)
 
 
