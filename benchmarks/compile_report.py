@@ -64,7 +64,7 @@ class Program:
                 ("soft_cap", self.soft_cap is not None),
                 ("sinks", self.sinks),
                 ("block_sparse", self.block_sparse),
-                (f"{self.tile_len} tokens", self.tile_len > 1),
+                (f"{self.tile_len} tokens a tile", self.tile_len > 1),
                 (f"{self.num_seqs} rows of {self.capacity}", (self.num_seqs, self.capacity) != (16, 8192)),
                 ("head_major", self.kv_layout == "head_major"),
             ]
@@ -93,6 +93,22 @@ def programs() -> list[Program]:
         Program(alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
     ]
     found += [Program("v1"), Program("v1", head_dim=256), Program("v1", cache_dtype="float8_e4m3fn")]
+    # Tiles of several tokens: a few, which the kernel for decode steps takes, and prompts.
+    found += [Program("tiles", tile_len=n) for n in (2, 4, 8, 16)]
+    found += [Program("tiles", tile_len=8, head_dim=256), Program("tiles", tile_len=16, num_q_heads=8)]
+    prompt = Program("tiles", tile_len=32)
+    found += [prompt, *(dataclasses.replace(prompt, head_dim=d) for d in (64, 80, 96, 112, 192, 256))]
+    found += [dataclasses.replace(prompt, num_q_heads=8 * g) for g in (1, 3, 5, 7, 8, 16)]
+    found += [dataclasses.replace(prompt, block_size=b) for b in (8, 64, 256)]
+    found += [
+        dataclasses.replace(prompt, tile_len=16, num_q_heads=64),
+        dataclasses.replace(prompt, tile_len=64),
+        dataclasses.replace(prompt, dtype="float16"),
+        dataclasses.replace(prompt, sliding_window=4096),
+        dataclasses.replace(prompt, head_dim=256, sliding_window=4096),
+        dataclasses.replace(prompt, sliding_window=128, sinks=True, head_dim=64, num_q_heads=64),
+        dataclasses.replace(prompt, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
+    ]
     return found
 
 
@@ -186,8 +202,9 @@ def compile_for_h200(program: Program) -> Any:
     sizes = layout.Sizes(num_blocks, p.block_size, p.num_kv_heads, p.head_dim)._asdict()
     shape = tuple(sizes[axis] for axis in layout.AXES[p.kv_layout])
     cache = jax.ShapeDtypeStruct(shape, jnp.dtype(p.cache_dtype or p.dtype))
+    rows = (num_seqs,) if p.version != "tiles" else (num_seqs, p.tile_len)
     arrays: dict[str, Any] = {
-        "q": jax.ShapeDtypeStruct((num_seqs, p.num_q_heads, p.head_dim), jnp.dtype(p.dtype)),
+        "q": jax.ShapeDtypeStruct((*rows, p.num_q_heads, p.head_dim), jnp.dtype(p.dtype)),
         "k_cache": cache,
         "v_cache": cache,
         "block_tables": jax.ShapeDtypeStruct((num_seqs, p.capacity // p.block_size), jnp.int32),
@@ -197,15 +214,16 @@ def compile_for_h200(program: Program) -> Any:
     arrays |= {name: per_head for name, used in (("alibi_slopes", p.alibi), ("sinks", p.sinks)) if used}
     if p.cache_dtype is not None:
         arrays |= dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct((p.num_kv_heads,), jnp.float32))
-    operations: dict[str, Any] = {"decode": ops.paged_attention, "v1": ops.paged_attention_v1}
-    operation = functools.partial(
-        operations[p.version],
-        sliding_window=p.sliding_window,
-        soft_cap=p.soft_cap,
-        kv_layout=p.kv_layout,
-        block_sparse=BlockSparse(64, 16, 8, head_sliding_step=1) if p.block_sparse else None,
-        implementation="mosaic_gpu",
-    )
+    options: dict[str, Any] = {"sliding_window": p.sliding_window, "soft_cap": p.soft_cap}
+    operation: Any = ops.tiled_paged_attention
+    if p.version == "tiles":
+        options |= {"scale": p.head_dim**-0.5}
+        arrays["query_starts"] = arrays["seq_lens"]
+    else:
+        operation = ops.paged_attention if p.version == "decode" else ops.paged_attention_v1
+        options |= {"kv_layout": p.kv_layout}
+        options["block_sparse"] = BlockSparse(64, 16, 8, head_sliding_step=1) if p.block_sparse else None
+    operation = functools.partial(operation, **options, implementation="mosaic_gpu")
     names = list(arrays)
     jitted = jax.jit(
         lambda *args: operation(**dict(zip(names, args, strict=True))),

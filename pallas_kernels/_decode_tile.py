@@ -16,8 +16,10 @@ is not wholly inside [start, end) has stale tokens: their scores become -inf and
 memory, for zero times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no
 difference of two maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
 
-A quantised cache comes into the ring as it is and is widened to float16 there, a tile at a time; its scales
-are factors of the logits and of the output.
+A quantised cache comes into the ring as it is and is widened to float16, a tile at a time: V on its way to
+another place in shared memory, K likewise or, where there are registers for it, on its way into its product.
+(Pallas' interpreter knows no product of registers: there K goes the way of V.) The scales are factors of the
+logits and of the output.
 """
 
 import dataclasses
@@ -61,6 +63,7 @@ class Problem:
     block_sparse: BlockSparse | None
     tile_kv: int
     num_stages: int
+    widens_in_registers: bool  # K of a quantised cache
 
     @property
     def num_columns(self) -> int:
@@ -109,7 +112,9 @@ class Problem:
         return self.tile_kv // self.copy_tokens
 
 
-def make_problem(arrays: Arrays, options: Options, config: TuningConfig, query_len: int = 1) -> Problem:
+def make_problem(
+    arrays: Arrays, options: Options, config: TuningConfig, query_len: int, *, is_interpreted: bool
+) -> Problem:
     """The problem of arguments that `ops` has checked, with `query_len` lines of q a row."""
     q, cache = arrays.q, layout.sizes(arrays.k_cache, options.kv_layout)
     return Problem(
@@ -127,6 +132,8 @@ def make_problem(arrays: Arrays, options: Options, config: TuningConfig, query_l
         block_sparse=options.block_sparse,
         tile_kv=config.tile_kv,
         num_stages=config.num_stages,
+        widens_in_registers=tuning.widens_in_registers(cache.head_dim, arrays.k_cache.dtype)
+        and not is_interpreted,
     )
 
 
@@ -151,8 +158,8 @@ class Scratch(NamedTuple):
     q: Any  # [num_columns, head_dim] as a wgmma wants it
     k: Any  # [num_stages, tile_kv, head_dim] the ring
     v: Any  # [num_stages, tile_kv, head_dim]
-    k16: Any  # [tile_kv, head_dim] the widened tile of a quantised cache, else None
-    v16: Any  # [tile_kv, head_dim]
+    k16: Any  # [tile_kv, head_dim] the widened tile, else None
+    v16: Any  # [tile_kv, head_dim] likewise
     p: Any  # [num_columns, tile_kv] the weights of one tile
     q_full: Any  # [NUM_QUERY_SLOTS], an arrival per copy
     q_empty: Any  # [NUM_QUERY_SLOTS]
@@ -167,13 +174,14 @@ def scratch_types(p: Problem) -> Scratch:
     tiled = (transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns))  # for wgmma
     ring_tiled = () if p.is_quantised else tiled
     tile = (p.tile_kv, p.head_dim)
+    widened = plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None
     return Scratch(
         q_rows=plgpu.SMEM((NUM_QUERY_SLOTS, len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
         q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=tiled),
         k=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
         v=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
-        k16=plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None,
-        v16=plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None,
+        k16=None if p.widens_in_registers else widened,
+        v16=widened,
         p=plgpu.SMEM((p.num_columns, p.tile_kv), p.operand_dtype, transforms=tiled),
         q_full=plgpu.Barrier(num_arrivals=len(p.pieces) * p.query_len, num_barriers=NUM_QUERY_SLOTS),
         q_empty=plgpu.Barrier(num_barriers=NUM_QUERY_SLOTS),
@@ -328,11 +336,15 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
     plgpu.barrier_wait(scratch.full.at[slot])
     if not p.is_quantised:
         return scratch.k.at[slot], scratch.v.at[slot]
-    _widen(scratch.k.at[slot], scratch.k16)
+    k = scratch.k16
+    if p.widens_in_registers:
+        k = plgpu.layout_cast(_load_8_bits(scratch.k.at[slot]).astype(p.operand_dtype), WGMMA)
+    else:
+        _widen(scratch.k.at[slot], scratch.k16)
     _widen(scratch.v.at[slot], scratch.v16)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.empty.at[slot])
-    return scratch.k16, scratch.v16
+    return k, scratch.v16
 
 
 def _logits(
@@ -413,7 +425,12 @@ def _widen(source: Any, target: Any) -> None:
     """A tile of 8-bit numbers into float16, in parts."""
     for column in columns_of(source.shape[1]):
         piece = (slice(None), pl.ds(column, 64))
-        target[piece] = source[piece].astype(target.dtype)
+        target[piece] = _load_8_bits(source.at[piece]).astype(target.dtype)
+
+
+def _load_8_bits(ref: Any) -> jax.Array:
+    """So that, widened, each number is where a wgmma wants it."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
 
 
 def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -> list[jax.Array]:

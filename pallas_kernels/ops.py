@@ -235,7 +235,7 @@ def ragged_paged_attention(
 
     Args:
         q: [num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32.
-        k_cache, v_cache: the pools, token-major and of q's type. The queries' own K and V are in them already.
+        k_cache, v_cache: the pools, token-major and of q's type, with the queries' own K and V in them.
         block_tables: [num_seqs, max_blocks_per_seq] int32, as for `tiled_paged_attention`.
         seq_lens: [num_seqs] int32, tokens in the cache, the queries' own included.
         cu_query_lens: [num_seqs + 1] int32. Sequence s has the queries from cu_query_lens[s] to before

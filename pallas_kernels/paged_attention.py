@@ -249,7 +249,7 @@ def paged_attention(
     num_rows = arrays.seq_lens.shape[0]
     query_len = arrays.q.shape[0] // num_rows
     config = config or tuning.config_for(arrays, options, query_len)
-    p = tile.make_problem(arrays, options, config, query_len)
+    p = tile.make_problem(arrays, options, config, query_len, is_interpreted=bool(interpret))
     cut = cut or default_cut(p.num_kv_heads, p.num_columns)
     capacity = arrays.block_tables.shape[1] * p.block_size
     positions = arrays.seq_lens - 1 if query_starts is None else query_starts

@@ -55,7 +55,8 @@ def default_config(head_dim: int, cache_dtype: jnp.dtype, num_queries: int) -> T
     """
     columns, itemsize = num_columns(num_queries), jnp.dtype(cache_dtype).itemsize
     stage = 2 * 64 * head_dim * itemsize
-    widened = 2 * 64 * head_dim * 2 if itemsize == 1 else 0
+    widened = 64 * head_dim * 2 if itemsize == 1 else 0
+    widened *= 1 if widens_in_registers(head_dim, cache_dtype) else 2
     queries, output = 3 * columns * head_dim * 2, columns * head_dim * 2
     weights, rounding = columns * 64 * 2, 4096
     other = widened + queries + output + weights + rounding
@@ -63,6 +64,15 @@ def default_config(head_dim: int, cache_dtype: jnp.dtype, num_queries: int) -> T
     if shared >= 2:
         return TuningConfig(num_stages=min(4, shared))
     return TuningConfig(num_stages=max(2, min(4, alone)), ctas_per_core=1)
+
+
+def widens_in_registers(head_dim: int, cache_dtype: jnp.dtype) -> bool:
+    """Whether K of that type goes from the ring through registers into its product, without a way back.
+
+    It saves half of shared memory's work where two programs a multiprocessor have the registers: int8 needs many
+    more to be widened, and so do longer heads.
+    """
+    return jnp.dtype(cache_dtype).itemsize == 1 and jnp.dtype(cache_dtype) != jnp.int8 and head_dim <= 128
 
 
 def num_columns(num_queries: int) -> int:

@@ -40,7 +40,7 @@ OPTIONS = {
 
 @functools.cache
 def make_case(head_dim=16, block_size=8, dtype="float32", num_padding=5):
-    """Sequences over shuffled blocks, with NaN in every place that nobody owns, and five tokens of padding."""
+    """Sequences over shuffled blocks, with NaN in places that nobody owns, and five tokens of padding."""
     rng = np.random.default_rng(0)
     num_seqs, width = len(SEQ_LENS), -(-max(SEQ_LENS) // block_size) + 1
     num_blocks = 1 + num_seqs * width
