@@ -104,6 +104,14 @@ def max_partitions(cut: Cut, capacity: int) -> int:
     return max(1, min(cut.most, -(-capacity // cut.tokens)))
 
 
+def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int) -> int:
+    """What the partial results of a decode step take, cut by default; `capacity` tokens a row at most."""
+    columns = tuning.num_columns(group_size)
+    parts = max_partitions(default_cut(num_kv_heads, columns), capacity)
+    kept = head_dim if head_dim % 64 == 0 else 128
+    return num_rows * parts * num_kv_heads * columns * (kept + 2) * 4 if parts > 1 else 0
+
+
 class Partials(NamedTuple):
     """What is kept of the rows with several partitions; None if no row can have them."""
 

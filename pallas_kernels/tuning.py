@@ -69,8 +69,8 @@ def default_config(head_dim: int, cache_dtype: jnp.dtype, num_queries: int) -> T
 def widens_in_registers(head_dim: int, cache_dtype: jnp.dtype) -> bool:
     """Whether K of that type goes from the ring through registers into its product, without a way back.
 
-    It saves half of shared memory's work where two programs a multiprocessor have the registers: int8 needs many
-    more to be widened, and so do longer heads.
+    It saves work of shared memory where two programs a multiprocessor have the registers: widening int8 takes
+    many more, and so do longer heads.
     """
     return jnp.dtype(cache_dtype).itemsize == 1 and jnp.dtype(cache_dtype) != jnp.int8 and head_dim <= 128
 

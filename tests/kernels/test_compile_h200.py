@@ -5,6 +5,7 @@ import os
 import pytest
 
 from benchmarks import compile_report, cuda_compiler
+from pallas_kernels.paged_attention import partial_bytes
 
 missing = cuda_compiler.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
@@ -52,6 +53,9 @@ def test_every_kernel_compiles_and_spills_nothing(reports: list[compile_report.R
 def test_partial_results_stay_small_whatever_the_capacity(reports: list[compile_report.Report]) -> None:
     """v1 has none: a few bytes a row say what there is to do."""
     temp_bytes = {r.program: r.temp_bytes for r in reports}
+    partials = partial_bytes(256, 131072, num_kv_heads=8, group_size=4, head_dim=128)
+    rest = temp_bytes["decode 32/8/128 bs16 bfloat16 bfloat16 256 rows of 131072"] - partials
+    assert 0 <= rest < 1e6  # what there is to do, 16 bytes a partition
     assert temp_bytes["decode 32/8/128 bs16 bfloat16 bfloat16 256 rows of 131072"] < 320e6
     assert temp_bytes["v1 32/8/128 bs16 bfloat16 bfloat16"] < 1000
 
