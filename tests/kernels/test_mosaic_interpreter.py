@@ -96,6 +96,31 @@ def test_the_kernel_equals_the_oracle_without_a_race(
     assert fetched == owned_blocks(c)
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("cut", [SHORT, Cut(64, 1), Cut(128, 4)], ids=str)
+def test_partitions_hold_each_token_of_a_row_once_and_are_few(cut: Cut, window: int | None) -> None:
+    """And follow from the row's own length: one list of all lengths, and one a length."""
+    capacity, new_tokens = 512, 2
+    lengths = np.array([0, 2, 63, 64, 65, 191, 192, 193, 300, 400, 511, 512], np.int32)
+
+    def partitions_of(lengths: np.ndarray) -> list[list[tuple[int, int]]]:
+        plan = mosaic.plan(lengths, np.maximum(lengths - new_tokens, 0), new_tokens, window, cut, capacity)
+        rows: list[list[tuple[int, int]]] = [[] for _ in lengths]
+        for row, start, end, number in np.asarray(plan.items)[: int(plan.num_items[0])]:
+            assert number % 2**16 == len(rows[row])
+            rows[row].append((int(start), int(end)))
+        for row, start, end, number in np.asarray(plan.items)[: int(plan.num_items[0])]:
+            assert number // 2**16 == len(rows[row]), (start, end)
+        return rows
+
+    found = partitions_of(lengths)
+    for length, spans in zip(lengths, found, strict=True):
+        first = 0 if window is None else max(max(length - new_tokens, 0) + 1 - window, 0)
+        assert [t for span in spans for t in range(*span)] == list(range(first, length))
+        assert 1 <= len(spans) <= mosaic.max_partitions(cut, capacity)
+        assert partitions_of(np.array([length], np.int32)) == [spans]
+
+
 def launch(c: Case, cut: Cut, num_stages: int = 2, num_programs: int = 1) -> np.ndarray:
     """The kernel with a small ring, so that slots are used again within and across units of work."""
     named, given = inputs(c)
