@@ -18,18 +18,24 @@ KERNELS_READY := $(KERNELS_VENV)/ready
 # A test run shares the processor's cores among a few processes.
 PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all test-suite test-kernels lint format clean
+# The slow ones, too.
+ALL := -m 'slow or not slow'
+
+.PHONY: demo test test-all test-kernels lint format clean
 
 demo: $(READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96
 
-test: test-suite test-kernels
-
-test-suite: $(READY)
+test: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
+# All tests, and the kernels with the oldest JAX.
+test-all: $(READY)
+	$(BIN)/python -m pytest $(ALL) $(PARALLEL) $(ARGS)
+	$(MAKE) test-kernels
+
 test-kernels: $(KERNELS_READY)
-	$(KERNELS_VENV)/bin/python -m pytest tests/kernels tests/engine/test_compile_h200.py $(PARALLEL) $(ARGS)
+	$(KERNELS_VENV)/bin/python -m pytest $(ALL) tests/kernels tests/engine/test_compile_h200.py $(PARALLEL) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

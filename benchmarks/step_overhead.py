@@ -27,7 +27,6 @@ from jaxpaged.engine.loop import MAX_STEPS
 from jaxpaged.engine.step import Model
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading
-from jaxpaged.models.llama import Llama
 
 _REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lower_bound=1, upper_bound=26)
 _MODEL = flags.DEFINE_string("model", None, "Also time a real model's steps: smollm2, or what LLM takes.")
@@ -85,7 +84,7 @@ def measure_real(name: str, dtype_name: Any, repeats: int) -> dict[str, Any]:
     config = EngineConfig(dtype=dtype_name)
     dtype, c = machine.resolve_dtype(config), checkpoint.config
     attention, _ = machine.attention(config, c)
-    model = Llama(c, checkpoint.load_weights(), dtype)
+    model = checkpoint.model(dtype)
     cache = kv_cache.create(
         c.num_layers, REAL_BLOCKS, decode_loop.BLOCK_SIZE, c.num_kv_heads, c.head_dim, dtype
     )

@@ -226,6 +226,7 @@ def _info(args: argparse.Namespace) -> None:
     from jaxpaged.engine import gpu_flags, machine
     from jaxpaged.models import loading
     from pallas_kernels import native
+    from pallas_kernels.compilation_cache import compilation_cache_dir
 
     gpu_flags.set_defaults()
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
@@ -234,11 +235,11 @@ def _info(args: argparse.Namespace) -> None:
     model = loading.open_checkpoint(args.model).config
     implementation, why = machine.attention(config, model)
     no_native = native.why_not(machine.resolve_dtype(config))
-    cache = machine.cache_size(config, model)
+    cache, folder = machine.cache_size(config, model), compilation_cache_dir()
     lines += [
         ("attention", f"{implementation}: {why}"),
-        ("products", f"xla: {no_native}" if no_native else "native: a CPU with AVX-512"),
-        ("programs", f"kept in {machine.compilation_cache_dir()}"),
+        ("products", f"xla: {no_native}" if no_native else f"native: {native.instructions()}"),
+        ("programs", f"kept in {folder}" if folder else "not kept"),
         (
             "model",
             f"{args.model}: {model.num_layers} layers, {model.num_q_heads} query heads and "

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +35,7 @@ def sample(
 ) -> Int[Array, " rows"]:
     """One token a row. The draw of a row depends on its seed and on `positions`, the new token's place, only.
 
-    A batch without a sampling row costs an argmax; one in which no row filters is not sorted.
+    A batch without a sampling row costs an argmax; one in which no row filters, only the draws.
     """
     greedy = likeliest(logits)
     samples = options.temperature > 0
@@ -74,19 +74,59 @@ def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
 def _filter(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float[Array, "rows vocab"]:
     """Minus infinity for what top_k, then top_p, then min_p exclude; the likeliest token always stays.
 
-    Ties at the last place kept are broken by token id, the lower one first.
+    Ties at the last place kept are broken by token id, the lower one first. Nothing is sorted.
     """
-    vocab = scaled.shape[-1]
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    rank = jnp.arange(vocab)
-    top_k = jnp.where(options.top_k == 0, vocab, options.top_k)[:, None]
-    ranked = jnp.where(rank < top_k, ranked, -jnp.inf)
-    probability = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    # Sums are rounded, and may reach 1 before the end: but 1 keeps all.
-    keep = (before < options.top_p[:, None]) | (options.top_p[:, None] >= 1)
-    keep &= probability >= options.min_p[:, None] * probability[:, :1]
-    ranked = jnp.where(keep | (rank == 0), ranked, -jnp.inf)
-    rows = jnp.arange(scaled.shape[0])[:, None]
-    return jnp.zeros_like(scaled).at[rows, order].set(ranked)
+    keys = _ordered(scaled)
+    everything = jnp.ones(scaled.shape, bool)
+
+    def among_top_k() -> Bool[Array, "rows vocab"]:
+        top_k = jnp.where(options.top_k == 0, scaled.shape[1], options.top_k)
+        return _ranked_before(keys, jnp.ones(scaled.shape, jnp.int32), top_k)
+
+    def within_top_p() -> Bool[Array, "rows vocab"]:
+        # Sums are rounded, and may reach 1 before the end: but 1 keeps all.
+        return _ranked_before(keys, probability, options.top_p) | (options.top_p >= 1)[:, None]
+
+    keep = lax.cond(jnp.any(options.top_k > 0), among_top_k, lambda: everything)
+    probability = jax.nn.softmax(jnp.where(keep, scaled, -jnp.inf), axis=1)
+    keep &= lax.cond(jnp.any(options.top_p < 1), within_top_p, lambda: everything)
+    keep &= probability >= options.min_p[:, None] * jnp.max(probability, axis=1, keepdims=True)
+    return jnp.where(keep, scaled, -jnp.inf)
+
+
+def _ordered(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Float32 as int32 of the same order: the bits of negative numbers, but for the sign, turned over; both
+    zeros are 0.
+    """
+    bits = jnp.where(x == 0, 0, lax.bitcast_convert_type(x, jnp.int32))
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _ranked_before(
+    keys: Int[Array, "rows vocab"], weights: Num[Array, "rows vocab"], bounds: Num[Array, " rows"]
+) -> Bool[Array, "rows vocab"]:
+    """Of each row ranked by falling key, equal keys by place: those before whom the weights sum to less than
+    the bound. Equal keys must have equal weights.
+
+    The key of the last one is found bit by bit, with a sum over the row for each.
+    """
+
+    def reach(least: Int[Array, " rows"]) -> Bool[Array, " rows"]:
+        return jnp.sum(jnp.where(keys >= least[:, None], weights, 0), axis=1) >= bounds
+
+    def add_bit(i: Int[Array, ""], last: Int[Array, " rows"]) -> Int[Array, " rows"]:
+        higher = last + (jnp.int32(1) << (31 - i))  # the first time past the sign: from the smallest to 0
+        return jnp.where(reach(higher), higher, last)
+
+    smallest = jnp.full(keys.shape[:1], jnp.iinfo(jnp.int32).min)
+    last = lax.fori_loop(0, 32, add_bit, smallest)[:, None]
+    is_last = keys == last
+
+    def first_equals() -> Bool[Array, "rows vocab"]:
+        above = jnp.sum(jnp.where(keys > last, weights, 0), axis=1, keepdims=True)
+        each = jnp.max(jnp.where(is_last, weights, 0), axis=1, keepdims=True)
+        num_before = jnp.cumsum(is_last, axis=1, dtype=jnp.int32) - 1
+        return is_last & (above + num_before * each < bounds[:, None])
+
+    has_equals = jnp.any(jnp.sum(is_last, axis=1, dtype=jnp.int32) > 1)
+    return (keys > last) | lax.cond(has_equals, first_equals, lambda: is_last)

@@ -1,5 +1,6 @@
 """Every annotated function that works on arrays checks its shapes and types while the tests run."""
 
+import collections
 import os
 from pathlib import Path
 
@@ -20,6 +21,18 @@ CHECKED = [
     *(f"jaxpaged.engine.{module}" for module in ("loop", "scheduler", "state", "step")),
 ]
 install_import_hook(CHECKED, f"{typechecker.__name__}.check")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was skipped, and why, by file: nothing goes unguarded unseen."""
+    groups = collections.Counter(
+        (report.nodeid.split("::")[0], report.longrepr[2].removeprefix("Skipped: "))
+        for report in terminalreporter.stats.get("skipped", ())
+    )
+    for (file, reason), count in sorted(groups.items()):
+        terminalreporter.write_line(f"skipped {count} in {file}: {reason}")
+    if terminalreporter.config.option.markexpr == "not slow":
+        terminalreporter.write_line("left out, for make test-all: tests marked slow")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -34,10 +34,12 @@ ALLOWED = {
     "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
     "jaxpaged/detokenizer.py": set(),
     "jaxpaged/sampling.py": set(),
+    "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/memory": {"pallas_kernels", *GROUND},
-    "jaxpaged/models": {"pallas_kernels", "jaxpaged/memory", *GROUND},
+    "jaxpaged/models": {"pallas_kernels", "jaxpaged/disk_cache.py", "jaxpaged/memory", *GROUND},
     "jaxpaged/engine": {
         "pallas_kernels",
+        "jaxpaged/disk_cache.py",
         "jaxpaged/memory",
         "jaxpaged/models",
         "jaxpaged/sampling.py",

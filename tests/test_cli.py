@@ -131,7 +131,7 @@ def test_info_prints_the_caches_size(model, capsys):
     assert "num_blocks was given" in out
     no_native = native.why_not("float32")
     for part in ("attention", "products"):
-        chosen = f"xla: {no_native}" if no_native else "native: a CPU with AVX-512"
+        chosen = f"xla: {no_native}" if no_native else f"native: {native.instructions()}"
         assert f"{part:<14}{chosen}\n" in out
     assert "jax " in out
 

@@ -77,6 +77,27 @@ def test_a_draw_depends_on_its_seed_and_position_only(logits):
     assert len(set(sample(flat, options(free, [5] * 64), same).tolist())) == 1
 
 
+def test_filters_keep_what_the_reference_keeps_of_many_tokens_among_them_equal_ones():
+    rng = np.random.default_rng(5)
+    many = rng.normal(scale=3, size=(24, 1000)).astype(np.float32)
+    many[1::3] = np.round(many[1::3])  # hundreds of ties
+    many[2::3] = np.minimum(many[2::3], 0) * rng.choice([1, 0, -0.0], size=1000)  # both zeros
+    rows = [
+        {
+            "temperature": 1.0,
+            "top_k": int(rng.choice([0, 1, 7, 500, 999, 1000, 2000])),
+            "top_p": float(rng.choice([1.0, 0.31, 0.77, 0.993])),
+            "min_p": float(rng.choice([0.0, 0.0, 0.013])),
+        }
+        for _ in many
+    ]
+    kept = np.isfinite(sampling._filter(jnp.asarray(many), options(rows, [0] * len(rows))))
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(
+            kept[i], reference_sampler.probabilities(many[i], **row) > 0, err_msg=str(row)
+        )
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 16])
 def test_a_top_p_of_1_keeps_all_of_a_large_vocabulary_whatever_its_neighbours_ask_for(num_rows):
     """Probabilities are summed in an order that the shape decides, and their sum may be 1 too early."""

@@ -68,17 +68,20 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in lengths]
 
 
+load = functools.partial(llama.Llama, CONFIG, weights())
+
+
 def driver(**options: Any) -> Driver:
     """A float32 driver over the tiny model; options are those of `EngineConfig`.
 
     Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
-    return Driver(EngineConfig(**DEFAULTS | options), CONFIG, weights())
+    return Driver(EngineConfig(**DEFAULTS | options), CONFIG, load)
 
 
 def engine(**options: Any) -> Engine:
     """The same with a thread; close it."""
-    return Engine(EngineConfig(**DEFAULTS | options), CONFIG, weights())
+    return Engine(EngineConfig(**DEFAULTS | options), CONFIG, load)
 
 
 class Brake:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
@@ -24,7 +25,7 @@ from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, 
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.llama import Llama, Weights
+from jaxpaged.models.llama import Llama
 from jaxpaged.status import raise_if_error
 
 # Requests submitted in one dispatch.
@@ -91,7 +92,12 @@ class Snapshot:
 class Driver:
     """Owns the model and the state. `turn` is one beat: dispatch the next run, read the one before."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, weights: Weights) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        load_model: Callable[[jnp.dtype], Llama],
+    ) -> None:
         self.config = config
         size = self.cache_size = cache_size(config, model_config)
         decode_attention, why = attention(config, model_config)
@@ -107,13 +113,13 @@ class Driver:
         )
         self.door = Door(config, model_config, max_model_len(config, model_config), size, self.step_config)
         self.stats = Stats(num_blocks=size.num_blocks - 1, num_free_blocks=size.num_blocks - 1)
-        self._graphdef, self._params = nnx.split(Llama(model_config, weights, resolve_dtype(config)))
-        self._state = self._create_state()
-        self._counters = jax.device_get(self._state.counters)
+        model = load_model(resolve_dtype(config))
+        self._graphdef, self._params = nnx.split(model)
+        self._state = self._create_state(model)
+        self._counters: Any = np.zeros(len(Counter), np.int32)
         self._queue: list[Queued] = []  # a heap of those without a row
         self._places: list[_Place | None] = [None] * self.config.num_rows
         self._unread: Report | None = None
-        self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None  # `loop.run`, read from disk
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
         logging.info("cache: %s", size)
@@ -182,30 +188,31 @@ class Driver:
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
 
-    def _create_state(self) -> EngineState:
+    def _create_state(self, model: Llama) -> EngineState:
         config = self.config
-        create = functools.partial(
-            loop.create,
-            self._graphdef,
-            self._params,
-            num_rows=config.num_rows,
-            block_size=config.block_size,
-            max_model_len=self.door.max_model_len,
-            policy=policies.named(config.eviction_policy),
-        )
-        created = create(num_blocks=self.cache_size.num_blocks, prefix_caching=config.enable_prefix_caching)
+
+        def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
+            return loop.create(
+                jax.eval_shape(lambda: model.create_cache(num_blocks, config.block_size)),
+                num_rows=config.num_rows,
+                max_model_len=self.door.max_model_len,
+                prefix_caching=prefix_caching,
+                policy=policies.named(config.eviction_policy),
+            )
+
+        created = create(self.cache_size.num_blocks, prefix_caching=config.enable_prefix_caching)
         if config.preemption_mode != "swap":
             return created
-        swapped = create(num_blocks=config.num_host_blocks, prefix_caching=False)
+        swapped = create(config.num_host_blocks, prefix_caching=False)
         on_host = jax.device_put(swapped.kv_cache, jax.memory.Space.Host)
         return dataclasses.replace(created, host=HostPool(swapped.tables, on_host))
 
     def _compile(self) -> None:
-        """Compile the loop (or read it from JAX's cache on disk) by running none of its steps."""
+        """Compile the loop, or read it from disk; then run none of its steps, so that all is ready."""
         start = time.perf_counter()
         arrays = self._params, self._state, np.int32(0), np.bool_(False)
         report: Any = Report(*dataclasses.fields(Report))  # type: ignore[arg-type]  # only its structure counts
-        self._kept_run = programs.kept(
+        self._kept_run: Callable[..., tuple[EngineState, Report]] | None = programs.kept(
             functools.partial(loop.run.lower, self._graphdef, *arrays, config=self.step_config),
             made_from=("run", self.door.model_config, resolve_dtype(self.config), self.step_config),
             arrays=arrays,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -19,7 +20,7 @@ from jaxpaged.engine.driver import Driver, Snapshot, Stats
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.llama import Weights
+from jaxpaged.models.llama import Llama
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -120,13 +121,18 @@ def collect(deltas: Sequence[Delta]) -> Delta:
 class Engine:
     """Serves a model. `with` closes it; so does forgetting it, and the end of the program.
 
+    `load_model` gives the model with arrays of a dtype, once the options are known to be good;
     `tokenizer`, one of transformers', gives the deltas their text.
     """
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, weights: Weights, tokenizer: Any = None
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        load_model: Callable[[jnp.dtype], Llama],
+        tokenizer: Any = None,
     ) -> None:
-        self._driver = Driver(config, model_config, weights)
+        self._driver = Driver(config, model_config, load_model)
         self.config, self.door, self.cache_size = config, self._driver.door, self._driver.cache_size
         self.tokenizer = tokenizer
         self._worker = _Worker(self._driver)

@@ -22,6 +22,7 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import SamplingParams
+from pallas_kernels import native
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
@@ -57,14 +58,15 @@ class LLM:
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
         gpu_flags.set_defaults()
+        native.prepare()
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
-        machine.keep_compiled_programs()
+        machine.keep_on_disk()
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
-        self.engine = Engine(self.config, checkpoint.config, checkpoint.load_weights(), self.tokenizer)
+        self.engine = Engine(self.config, checkpoint.config, checkpoint.model, self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where no parameters are given."""

@@ -16,6 +16,7 @@ from jaxpaged.engine.state import EngineState, Phase, Rows, create_state, create
 from jaxpaged.engine.step import step
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_pool
+from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
 
 # Steps that one run makes at most, and so tokens a row that one report has room for.
@@ -41,32 +42,25 @@ class Report:
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=(
-        "graphdef", "num_blocks", "num_rows", "block_size", "max_model_len", "prefix_caching", "policy",
-    ),
-)  # fmt: skip
+    jax.jit, static_argnames=("kv_cache", "num_rows", "max_model_len", "prefix_caching", "policy")
+)
 def create(
-    graphdef: nnx.GraphDef,
-    params: nnx.State,
-    *,
-    num_blocks: int,
-    num_rows: int,
-    block_size: int,
-    max_model_len: int,
-    prefix_caching: bool,
-    policy: Policy,
+    kv_cache: KVCache, *, num_rows: int, max_model_len: int, prefix_caching: bool, policy: Policy
 ) -> EngineState:
-    """A state without requests; in one program, for outside of one each shape is compiled by itself.
-
-    The model comes as `nnx.split(model)`.
+    """A state without requests, with zeros for K and V of these shapes; in one program, for outside of one
+    each shape is compiled by itself.
     """
-    max_blocks_per_seq = cdiv(max_model_len, block_size)
+    num_blocks, block_size = kv_cache.k.shape[0], kv_cache.block_size
     tables = create_tables(
-        num_blocks, num_rows, max_blocks_per_seq, block_size, prefix_caching=prefix_caching, policy=policy
+        num_blocks,
+        num_rows,
+        cdiv(max_model_len, block_size),
+        block_size,
+        prefix_caching=prefix_caching,
+        policy=policy,
     )
-    kv_cache = nnx.merge(graphdef, params).create_cache(num_blocks, block_size)
-    return create_state(tables, kv_cache, max_model_len)
+    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
+    return create_state(tables, zeros, max_model_len)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")

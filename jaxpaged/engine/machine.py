@@ -2,21 +2,21 @@
 
 import math
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from jaxpaged import disk_cache
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import PREFILL_TILE, EngineConfig
-from jaxpaged.engine import programs
 from jaxpaged.engine.state import EngineState, create_state, create_tables
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native, ops, support
+from pallas_kernels.compilation_cache import compilation_cache_dir
 from pallas_kernels.ops import TiledImplementation
 from pallas_kernels.paged_attention import partial_bytes
 
@@ -46,9 +46,13 @@ def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
 def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImplementation, str]:
     """The implementation of attention on this machine, of prompts and of answers, and why.
 
-    Raises `InputError` if the one asked for does not serve the model.
+    Raises `InputError` if the one asked for does not serve the model, or the native target not the processor.
     """
     dtype = resolve_dtype(config)
+    try:
+        no_native = native.why_not(dtype)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     if config.attention == "auto":
         wanted = ops.default_tiled_implementation(dtype, tile_len=1)
     else:
@@ -60,9 +64,10 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImp
     if config.attention != "auto":
         return wanted, "asked for"
     if wanted == "xla":
-        no_native = native.why_not(dtype) if jax.default_backend() == "cpu" else None
+        if jax.default_backend() != "cpu":
+            no_native = None
         return wanted, no_native or "the kernels are for Hopper GPUs"
-    return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else "a CPU with AVX-512"
+    return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else native.instructions()
 
 
 def _why_not(
@@ -111,23 +116,19 @@ def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
         ),
         state_bytes_per_block=state_bytes(config, model_config)[1],
         block_size=config.block_size,
+        num_layers=model_config.num_layers,
         available_bytes=available,
         available_why=why,
     )
 
 
-def compilation_cache_dir() -> str:
-    """Where compiled programs are kept: `JAX_COMPILATION_CACHE_DIR`, else a folder in the user's cache."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return jax.config.jax_compilation_cache_dir or str(Path(cache_home) / "jaxpaged")
-
-
-def keep_compiled_programs() -> None:
-    """Keep compiled programs on disk, the loop whole and the others by JAX: so a second start compiles
-    nothing.
+def keep_on_disk() -> None:
+    """Keep on disk what is compiled, the loop whole and the rest by JAX, and models as programs read them;
+    nothing where there is no folder for it.
     """
-    programs.keep_in(Path(compilation_cache_dir()))
-    jax.config.update("jax_compilation_cache_dir", compilation_cache_dir())
+    folder = compilation_cache_dir()
+    disk_cache.keep_in(folder)
+    jax.config.update("jax_compilation_cache_dir", folder and str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

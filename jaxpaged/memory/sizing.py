@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpaged.checks import INT32_MAX, InputError
+from jaxpaged.checks import INT32_MAX, InputError, check
 
 MOST_BLOCKS = 2**20  # of a small model in a large memory: beyond, more blocks only cost time to make
 
@@ -39,6 +39,7 @@ def cache_size(
     bytes_per_block: int,
     state_bytes_per_block: int,
     block_size: int,
+    num_layers: int,
     available_bytes: int,
     available_why: str,
 ) -> CacheSize:
@@ -46,9 +47,13 @@ def cache_size(
     block.
 
     Not only what the rows can use: what they leave is where finished requests' prefixes stay findable.
-    Raises `InputError` if not even one sequence of one block would fit.
+    Raises `InputError` if not even one sequence of one block would fit, or if a slot's number, all layers
+    counted, would be no int32.
     """
+    most = INT32_MAX // (num_layers * block_size)
     if num_blocks is not None:
+        rule = f"at most {most}, for {num_layers} layers of {block_size} tokens a block"
+        check("num_blocks", num_blocks, rule, num_blocks <= most)
         return CacheSize(num_blocks, bytes_per_block, block_size, "num_blocks was given")
     fit = available_bytes // (bytes_per_block + state_bytes_per_block)
     if fit < 2:
@@ -56,7 +61,7 @@ def cache_size(
             f"the cache needs at least 2 blocks of {bytes_per_block} bytes, "
             f"but only {max(available_bytes, 0)} bytes are available ({available_why})"
         )
-    most = min(MOST_BLOCKS, INT32_MAX // block_size)
+    most = min(MOST_BLOCKS, most)
     if fit > most:
         reason = f"as many as are made without being asked for, in {available_why}"
         return CacheSize(most, bytes_per_block, block_size, reason)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,18 @@ from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native
 
-Weights = Mapping[str, np.ndarray]  # by Hugging Face name; a projection is [out_features, in_features]
+Weights = Mapping[
+    str, np.ndarray | Array
+]  # by Hugging Face name; a projection is [out_features, in_features]
 
 
 class Llama(nnx.Module):
-    """Built from weights under their Hugging Face names; `dtype` is that of weights and activations."""
+    """Built from weights under their Hugging Face names, which `check_weights` has passed; `dtype` is that of
+    weights and activations.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: jnp.dtype) -> None:
-        check_weights(config, weights)
-        self.config = config
+        self.config, self.dtype = config, jnp.dtype(dtype)
         self.embedding = nnx.Param(jnp.asarray(weights["model.embed_tokens.weight"], dtype))
         self.layers = DecoderLayers(config, weights, dtype)
         self.norm = layers.RMSNorm([jnp.asarray(weights["model.norm.weight"], dtype)], config.rms_norm_eps)
@@ -40,10 +44,6 @@ class Llama(nnx.Module):
     @property
     def hidden_size(self) -> int:
         return self.config.hidden_size
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.embedding[...].dtype
 
     def create_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed K and V of its layers, heads and dtype."""
@@ -95,9 +95,7 @@ class DecoderLayers(nnx.Module):
         def each(*names: str) -> list[Float[Array, "..."]]:
             """Every layer's weights of these names as one: side by side."""
             return [
-                jnp.asarray(
-                    np.concatenate([weights[f"model.layers.{layer}.{name}"] for name in names]), dtype
-                )
+                jnp.concatenate([weights[f"model.layers.{layer}.{name}"] for name in names], dtype=dtype)
                 for layer in range(config.num_layers)
             ]
 
@@ -179,6 +177,17 @@ def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (config.vocab_size, hidden)
 
 
+def abstract(config: ModelConfig, dtype: jnp.dtype) -> Llama:
+    """The model with shapes for arrays."""
+
+    def build() -> Llama:
+        weights: dict[str, Any] = {name: jnp.zeros(shape, dtype) for name, shape in weight_shapes(config)}
+        return Llama(config, weights, dtype)
+
+    model: Llama = nnx.eval_shape(build)
+    return model
+
+
 def check_weights(config: ModelConfig, weights: Weights) -> None:
     """Refuse weights that are not the config's: one missing, too many, of another shape or type, or not
     finite.
@@ -195,7 +204,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
                 f"weight {name!r} has type {weight.dtype.name}, must be float32, bfloat16 or float16: "
                 "quantised weights are not supported yet"
             )
-        if not _is_finite(weight):
+        if not _is_finite(np.asarray(weight)):
             raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")
     for name in weights:
         # Tables that old files have beside the weights, and a head that is tied, which some files repeat.

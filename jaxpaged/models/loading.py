@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxpaged.checks import InputError, check
-from jaxpaged.models import hf
+from jaxpaged.models import hf, kept
 from jaxpaged.models.config import ModelConfig, from_hf
+from jaxpaged.models.llama import Llama, abstract, check_weights
 
 SMOLLM2 = "smollm2"
 
@@ -21,9 +24,25 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     tokenizer: Any  # a transformers tokenizer, or None where the directory has none
+    files: tuple[Path, ...]  # all that its weights come from
     load_weights: Callable[[], dict[str, Any]]  # Hugging Face name -> array
     # What its makers sample with, as `SamplingParams` names it: from generation_config.json.
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def model(self, dtype: jnp.dtype) -> Llama:
+        """The model, with arrays of this dtype. Raises `InputError` if the weights are not the config's."""
+
+        def build() -> Llama:
+            weights = self.load_weights()
+            check_weights(self.config, weights)
+            return Llama(self.config, weights, dtype)
+
+        found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
+        return kept.model(
+            build,
+            lambda: abstract(self.config, dtype),
+            (str(self.path.resolve()), found, self.config, str(dtype)),
+        )
 
 
 def open_checkpoint(
@@ -123,6 +142,7 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
         path=path,
         config=config,
         tokenizer=hf.tokenizer(path) if own_tokenizer else None,
+        files=tuple(sorted(path.glob("*.safetensors*"))),
         load_weights=lambda: safetensors_files.load(path),
         sampling_defaults=_sampling_defaults(generation),
     )
@@ -147,4 +167,4 @@ def _open_gguf(path: Path) -> Checkpoint:
     except Exception as error:  # what the header says may be of any type
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"model={str(path)!r}: its header cannot be used: {reason}") from error
-    return Checkpoint(path, config, tokenizer, lambda: gguf_file.load_weights(reader, path))
+    return Checkpoint(path, config, tokenizer, (path,), lambda: gguf_file.load_weights(reader, path))

@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = None
         if args.model is not None:
             dump, model = with_model(args.model, dump)
-        machine.keep_compiled_programs()
+        machine.keep_on_disk()
         for line in describe_start(dump):
             print(line)
         for number, step in enumerate(itertools.islice(replay(dump, model), args.steps), start=1):

@@ -1,11 +1,12 @@
-"""Kernels in C++ for CPUs with AVX-512, where XLA's own code takes two to three times as long.
+"""Kernels in C++ for CPUs, where XLA's own code takes two to three times as long.
 
-They are called from compiled programs through JAX's foreign function interface. Nothing depends on them:
-without AVX-512 or a C++ compiler, and with `JAXPAGED_NATIVE=0`, XLA does what they would do.
+One source serves AVX-512, AVX2, SSE2 and NEON. Compiled programs call them through JAX's foreign function
+interface. Nothing depends on them: without a C++ compiler, or with `JAXPAGED_NATIVE=0`, XLA does their work.
+`JAXPAGED_NATIVE=avx2` asks for another target than the processor's fastest.
 """
 
 from pallas_kernels.native.attention import tiled_paged_attention
-from pallas_kernels.native.library import serves, why_not
+from pallas_kernels.native.library import instructions, prepare, serves, why_not
 from pallas_kernels.native.product import pack, product
 
-__all__ = ["pack", "product", "serves", "tiled_paged_attention", "why_not"]
+__all__ = ["instructions", "pack", "prepare", "product", "serves", "tiled_paged_attention", "why_not"]

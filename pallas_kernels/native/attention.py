@@ -1,8 +1,10 @@
-"""Attention of tiles of query tokens: `attention.cc`."""
+"""Attention of tiles of query tokens: `attention.h`."""
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.native.library import registered
 
 
 def tiled_paged_attention(
@@ -18,6 +20,6 @@ def tiled_paged_attention(
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
     """As `ops.tiled_paged_attention`, where `serves(q.dtype)`. Queries at or beyond seq_lens get zeros."""
     window = np.iinfo(np.int32).max if sliding_window is None else sliding_window
-    call = jax.ffi.ffi_call("jaxpaged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    call = jax.ffi.ffi_call(registered("attention"), jax.ShapeDtypeStruct(q.shape, q.dtype))
     arrays = (q, k_cache, v_cache, block_tables, query_starts, seq_lens)
     return call(*arrays, scale=np.float32(scale), window=np.int64(window))

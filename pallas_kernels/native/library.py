@@ -1,20 +1,53 @@
-"""The kernels' shared library: compiled by the machine's C++ compiler when it is first needed, and kept."""
+"""The kernels' shared libraries: made by the machine's C++ compiler when they are first needed, and kept."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.compilation_cache import compilation_cache_dir
+
 SOURCES = Path(__file__).parent
-TARGETS = ("jaxpaged_product", "jaxpaged_attention")
+FUNCTIONS = ("product", "attention")
+
+
+_LOADING = threading.Lock()  # one compiles, the others wait for it
+
+
+class Target(NamedTuple):
+    """A kind of processor that the kernels can be compiled for."""
+
+    words: str
+    machines: tuple[str, ...]  # as `platform.machine` calls them
+    features: tuple[str, ...]  # as Linux calls them
+
+
+X86, ARM = ("x86_64",), ("aarch64", "arm64")
+AVX2 = ("avx2", "fma", "bmi2")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl")
+SSE2 = "sse2"  # only where it is asked for: XLA's code is as fast there, and faster for many rows
+# The fastest first.
+TARGETS = {
+    "avx512_bf16": Target("AVX-512 with BF16", X86, (*AVX512, "avx512_bf16")),
+    "avx512": Target("AVX-512", X86, AVX512),
+    "avx2": Target("AVX2 with FMA", X86, AVX2),
+    SSE2: Target("SSE2", X86, ("sse2",)),
+    "neon": Target("NEON", ARM, ()),
+}
 
 
 def serves(dtype: jnp.dtype) -> bool:
@@ -23,7 +56,10 @@ def serves(dtype: jnp.dtype) -> bool:
 
 
 def why_not(dtype: jnp.dtype) -> str | None:
-    """In words, why arrays of a dtype are left to XLA; None if they are not."""
+    """In words, why arrays of a dtype are left to XLA; None if they are not.
+
+    Raises: ValueError if JAXPAGED_NATIVE is neither 0, 1 nor a target of this processor.
+    """
     dtype = jnp.dtype(dtype)
     if jax.default_backend() != "cpu":
         return f"the device is a {jax.default_backend()}"
@@ -31,51 +67,130 @@ def why_not(dtype: jnp.dtype) -> str | None:
         return "JAXPAGED_NATIVE is 0"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the dtype is {dtype.name}"
-    features = ["avx512f", "avx512bw", "avx512vl", *["avx512_bf16"] * (dtype == jnp.bfloat16)]
-    if missing := [name for name in features if name not in _cpu_features()]:
-        return f"the processor lacks {missing[0]}"
-    return _load()
+    name = target()
+    return f"there are no faster kernels for this {platform.machine()}" if name is None else _load(name)
+
+
+def instructions() -> str:
+    """In words, the processor's instructions that the kernels use; "none" if XLA is left to it."""
+    name = target()
+    return TARGETS[name].words if name else "none"
+
+
+def target() -> str | None:
+    """The target that the kernels are compiled for: JAXPAGED_NATIVE's, else the processor's fastest, if that
+    is faster than XLA's code.
+    """
+    asked, served = os.environ.get("JAXPAGED_NATIVE", ""), targets()
+    if asked in ("", "0", "1"):
+        return next((name for name in served if name != SSE2), None)
+    if asked not in served:
+        names = ", ".join(served) or "none"
+        raise ValueError(f"JAXPAGED_NATIVE={asked!r} must be 0, 1 or a target of this processor: {names}")
+    return asked
+
+
+def targets() -> list[str]:
+    """The targets that this processor can run, the fastest first."""
+    machine, features = platform.machine(), _cpu_features()
+    return [name for name, t in TARGETS.items() if machine in t.machines and features.issuperset(t.features)]
+
+
+def registered(function: str) -> str:
+    """The name under which XLA knows one of FUNCTIONS, as it is for the target in use."""
+    name = target()
+    if name is None or (why := _load(name)):
+        raise NotImplementedError(f"there is no native {function}: {why}")
+    return f"jaxpaged_{function}_{name}"
+
+
+def prepare() -> None:
+    """Compile the kernels in a thread of their own, if that is to be done: for who will soon ask for them."""
+    threading.Thread(target=_prepare, daemon=True).start()
+
+
+def _prepare() -> None:
+    with contextlib.suppress(ValueError):  # about JAXPAGED_NATIVE: who asks is told
+        serves(jnp.dtype("float32"))
+
+
+def _load(name: str) -> str | None:
+    """Compile a target's functions and make them known to JAX; in words, what prevents it."""
+    with _LOADING:
+        return _loaded(name)
 
 
 @functools.cache
-def _load() -> str | None:
-    """Compile the library and make its functions known to JAX; in words, what prevents it."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+def _loaded(name: str) -> str | None:
+    compiler = find_compiler()
     if compiler is None:
-        return "there is no C++ compiler"
+        return _without("there is no C++ compiler", "install one, for example with apt install g++")
     try:
-        library = ctypes.CDLL(str(compiled(compiler)))
+        with ThreadPoolExecutor() as pool:  # the compiler runs for all of them at the same time
+            made = [pool.submit(_handler, function, TARGETS[name], compiler) for function in FUNCTIONS]
+        handlers = dict(zip(FUNCTIONS, (each.result() for each in made), strict=True))
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines()
-        return f"{compiler} failed with exit code {error.returncode}" + "".join(
-            f": {line}" for line in said[:1]
+        said = error.stderr.strip().splitlines()[:1]
+        problem = ": ".join([f"failed with exit code {error.returncode}", *said])
+    except (OSError, ValueError, AttributeError) as error:
+        problem = f"makes no library: {error}"
+    else:
+        for function, handler in handlers.items():
+            pointer = jax.ffi.pycapsule(handler)
+            jax.ffi.register_ffi_target(f"jaxpaged_{function}_{name}", pointer, platform="cpu")
+        return None
+    return _without(f"the C++ compiler {compiler!r} {problem}", "let CXX name one that works")
+
+
+def _without(problem: str, remedy: str) -> str:
+    """A problem, what is lost by it and how to get that; into the log, too."""
+    words = f"{problem}: XLA's attention and products take two to three times as long; {remedy}"
+    logging.getLogger(__name__).warning("no native kernels: %s", words)
+    return words
+
+
+def _handler(function: str, target: Target, compiler: str) -> Any:
+    """One of FUNCTIONS, from its library in the user's cache. If there is none, one is made, and kept if it
+    can be.
+    """
+    command = compile_command(target, compiler)
+    sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cc", ".h")]
+    key = hashlib.sha256("\0".join([jax.__version__, *command, *sources]).encode()).hexdigest()
+    name, folder = f"native-{function}-{key[:16]}.so", compilation_cache_dir()
+    if folder and (folder / name).exists():
+        with contextlib.suppress(OSError):  # it is damaged: another is made
+            return _open(folder / name, function)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        made = Path(work) / name
+        command += ["-I", jax.ffi.include_dir(), "-fPIC", "-shared"]
+        command += [str(SOURCES / f"{function}.cc"), "-o", str(made)]
+        subprocess.run(
+            command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
         )
-    except OSError as error:
-        return str(error)
-    for target in TARGETS:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
-    return None
+        handler = _open(made, function)
+        if folder:
+            os.replace(made, folder / name)  # whole and at once: another process may look at the same moment
+    return handler
 
 
-def compiled(compiler: str) -> Path:
-    """The library in the user's cache, made first if there is none of these sources yet."""
-    files = sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")])
-    features = ["-mavx512f", "-mavx512bw", "-mavx512vl"]
-    features += ["-mavx512bf16"] * ("avx512_bf16" in _cpu_features())
-    command = [*shlex.split(compiler), "-std=c++17", "-O3", *features, "-fPIC", "-shared", "-w"]
-    identity = [jax.__version__, *command, *(file.read_text() for file in files)]
-    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    library = Path(cache_home) / "jaxpaged" / f"native-{key[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        command += ["-I", jax.ffi.include_dir(), *(str(file) for file in files if file.suffix == ".cc")]
-        # Under another name until it is whole: another process may look at the same moment.
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
-            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
-            os.replace(made, library)
-    return library
+def _open(file: Path, function: str) -> Any:
+    return getattr(ctypes.CDLL(str(file)), f"jaxpaged_{function}")
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: `CXX`, else one that is found."""
+    found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
+    return os.environ.get("CXX") or next(filter(None, found), None)
+
+
+def compile_command(target: Target, compiler: str) -> list[str]:
+    """A compiler and its options for a target. Raises ValueError if the compiler is no shell word."""
+    words = shlex.split(compiler)
+    if not words:
+        raise ValueError("its name is empty")
+    # Compilers call features as Linux does, but for underscores.
+    features = [f"-m{feature.replace('_', '')}" for feature in target.features]
+    return [*words, "-std=c++17", "-O3", "-ffp-contract=fast", *features, "-w"]
 
 
 @functools.cache

@@ -1,8 +1,10 @@
-"""Products with weights: `product.cc`."""
+"""Products with weights: `product.h`."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.native.library import registered
 
 PANEL_WIDTH = 32  # columns that lie side by side in a packed kernel
 
@@ -45,4 +47,5 @@ def product(
     x = jnp.pad(x, ((0, 0), (0, missing)))
     stack = packed.reshape(-1, *packed.shape[-4:])
     result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
-    return jax.ffi.ffi_call("jaxpaged_product", result)(x, stack, jnp.asarray(layer, jnp.int32))
+    layer = jnp.asarray(layer, jnp.int32)
+    return jax.ffi.ffi_call(registered("product"), result)(x, stack, layer)

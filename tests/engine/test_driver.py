@@ -268,7 +268,7 @@ def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_token
     ("options", "head_dim", "default", "chosen", "why"),
     [
         ({}, 8, "xla", "xla", "JAXPAGED_NATIVE is 0"),
-        ({}, 8, "native", "native", "a CPU with AVX-512"),
+        ({}, 8, "native", "native", "AVX2 with FMA"),
         ({"dtype": "bfloat16"}, 64, "mosaic_gpu", "mosaic_gpu", "a Hopper GPU"),
         ({"dtype": "bfloat16"}, 8, "mosaic_gpu", "xla", "does not serve head_dim=8"),
         ({"dtype": "bfloat16", "attention": "xla"}, 64, "mosaic_gpu", "xla", "asked for"),
@@ -279,6 +279,7 @@ def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, c
     monkeypatch.setattr(
         native, "why_not", lambda dtype: None if default == "native" else "JAXPAGED_NATIVE is 0"
     )
+    monkeypatch.setattr(native, "instructions", lambda: "AVX2 with FMA")
     model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
     implementation, reason = machine.attention(EngineConfig(**options), model)
     assert implementation == chosen
@@ -290,3 +291,9 @@ def test_an_attention_that_does_not_serve_the_model_is_refused():
         machine.attention(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG)
     with pytest.raises(InputError, match="attention='native' must serve the model: the dtype is float16"):
         machine.attention(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG)
+
+
+def test_a_native_target_that_the_processor_is_not_is_refused(monkeypatch):
+    monkeypatch.setenv("JAXPAGED_NATIVE", "avx3")
+    with pytest.raises(InputError, match="JAXPAGED_NATIVE='avx3' must be 0, 1 or a target of this processor"):
+        machine.attention(EngineConfig(), tiny.CONFIG)

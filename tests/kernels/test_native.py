@@ -1,86 +1,167 @@
-"""The kernels in C++: products against NumPy in float64, attention against its oracle."""
+"""The kernels in C++, called by XLA and for each target: products against NumPy in float64, attention
+against its oracle."""
 
+import _ctypes
+import ctypes
+import re
 import shutil
-import subprocess
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxpaged.models import layers
-from pallas_kernels import native, ops
+from pallas_kernels import native
 from pallas_kernels.native import library
 from reference import attention as reference_attention
+from tests.kernels import native_targets
+from tests.kernels.native_targets import Kernels
 
+# For what does not depend on the target: the processor's own.
 DTYPES = [
-    pytest.param(dtype, marks=pytest.mark.skipif(bool(why), reason=f"no native product: {why}"))
+    pytest.param(dtype, marks=pytest.mark.skipif(bool(why), reason=f"no native kernels: {why}"))
     for dtype in ("float32", "bfloat16")
-    for why in [native.why_not(jnp.dtype(dtype))]
+    for why in [native_targets.why_not(dtype)]
 ]
+each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-def draw(seed: int, dtype: str, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+@pytest.fixture(params=["xla", *library.TARGETS])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return native_targets.kernels(request.param)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("in_features", [1, 31, 64])
-@pytest.mark.parametrize("out_features", [1, 17, 32, 100])
-def test_product(dtype: str, in_features: int, out_features: int) -> None:
-    kernel = draw(1, dtype, in_features, out_features)
-    packed = native.pack(kernel.T)
-    for num_rows in (1, 2, 3, 5, 8, 9, 23):
-        x = draw(num_rows, dtype, num_rows, in_features)
-        y = native.product(x, packed, out_features)
-        assert (y.dtype, y.shape) == (jnp.float32, (num_rows, out_features))
-        expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+def draw(seed: int, dtype: str, *shape: int) -> np.ndarray:
+    numbers = np.random.default_rng(seed).standard_normal(shape)
+    return numbers.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_product_as_wide_as_models_are(dtype: str) -> None:
-    x, kernel = draw(1, dtype, 48, 1536), draw(2, dtype, 1536, 576)
-    expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-    np.testing.assert_allclose(native.product(x, native.pack(kernel.T), 576), expected, rtol=1e-4, atol=1e-3)
+def bits(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(np.uint8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_of_a_row_do_not_depend_on_the_others(dtype: str) -> None:
-    x, packed = draw(1, dtype, 40, 96), native.pack(draw(2, dtype, 96, 80).T)
-    together = np.asarray(native.product(x, packed, 80))
-    for num_rows in range(1, 40):
-        alone = np.asarray(native.product(x[-num_rows:], packed, 80))
-        assert np.array_equal(alone.view(np.int32), together[-num_rows:].view(np.int32))
+@each_dtype
+@pytest.mark.parametrize(
+    ("num_rows", "in_features", "out_features"),
+    [(1, 1, 1), (2, 31, 17), (9, 64, 32), (23, 33, 100), (16, 576, 200)],
+)
+def test_product(kernels: Kernels, dtype: str, num_rows: int, in_features: int, out_features: int) -> None:
+    x, weight = draw(1, dtype, num_rows, in_features), draw(2, dtype, out_features, in_features)
+    y = kernels.product(x, weight)
+    assert (y.dtype, y.shape) == (np.float32, (num_rows, out_features))
+    expected = x.astype(np.float64) @ weight.T.astype(np.float64)
+    # Up to 576 sums of up to 70, each rounded to 24 bits: 2e-6 each and, as they are up and down, 24 of them.
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("live", [[], [0], [38], [5, 6, 30], [*range(3, 21)]])
-def test_rows_of_zeros_give_zeros_and_leave_the_others_alone(dtype: str, live: list[int]) -> None:
-    x, packed = draw(1, dtype, 40, 96), native.pack(draw(2, dtype, 96, 80).T)
-    everything = np.asarray(native.product(x, packed, 80))
-    is_live = np.isin(np.arange(40), live)
-    y = np.asarray(native.product(jnp.where(is_live[:, None], x, -0.0), packed, 80))
-    assert np.array_equal(y[is_live], everything[is_live])
-    assert np.array_equal(y[~is_live].view(np.int32), np.zeros_like(y[~is_live]).view(np.int32))
+@each_dtype
+def test_bits_of_a_row_do_not_depend_on_the_others(kernels: Kernels, dtype: str) -> None:
+    """Nor on how many there are, be they rows or rows that are not zero: those give zeros."""
+    x, weight = draw(1, dtype, 40, 95), draw(2, dtype, 80, 95)
+    together = kernels.product(x, weight)
+    for num_rows in (1, 7):
+        np.testing.assert_array_equal(
+            bits(kernels.product(x[-num_rows:], weight)), bits(together[-num_rows:])
+        )
+    lives = [range(40 - count, 40) for count in range(20)] + [[0, 38], [5, 6, 30], range(3, 21)]
+    for live in lives:
+        is_live = np.isin(np.arange(40), live)[:, None]
+        y = kernels.product(np.where(is_live, x, -0.0).astype(x.dtype), weight)
+        np.testing.assert_array_equal(bits(y), bits(np.where(is_live, together, np.float32(0))))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_a_number_stays_in_its_row_and_column(dtype: str) -> None:
-    x, kernel = draw(1, dtype, 9, 24), draw(2, dtype, 24, 40)
-    y = native.product(x.at[4, 7].set(jnp.nan), native.pack(kernel.at[3, 33].set(jnp.inf).T), 40)
-    strange = ~np.isfinite(np.asarray(y))
+@each_dtype
+def test_what_is_not_a_number_stays_in_its_row_and_column(kernels: Kernels, dtype: str) -> None:
+    x, weight = draw(1, dtype, 9, 24), draw(2, dtype, 40, 24)
+    x[4, 7], weight[33, 3] = np.nan, np.inf
+    strange = ~np.isfinite(kernels.product(x, weight))
     assert strange[4].all()
     assert strange[:, 33].all()
     assert strange.sum() == 40 + 9 - 1
 
 
+@each_dtype
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim"),
+    [(9, 3, 64), (14, 2, 80), (5, 5, 24), (3, 1, 7), (2, 1, 256), (8, 1, 101)],
+)
+def test_attention_of_any_head(
+    kernels: Kernels, dtype: str, num_q_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    """Heads that fill registers and that do not, groups of more heads than are summed at once."""
+    lengths = np.array([1, 50, 133, 16])
+    q, k, v, tables = paged(dtype, num_q_heads, num_kv_heads, head_dim, block_size=8, lengths=lengths)
+    out = kernels.attend(q, k, v, tables, lengths - 1, lengths, scale=0.125)
+    check(out, q, k, v, tables, lengths - 1, lengths, window=None)
+
+
+@each_dtype
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_of_a_tile(kernels: Kernels, dtype: str, window: int | None) -> None:
+    """Each query sees the tokens up to its own, and has the bits that it has alone; padding gives zeros."""
+    lengths = np.array([70, 33, 0, 104])
+    starts = np.array([65, 30, 0, 99])
+    _, k, v, tables = paged(dtype, 6, 2, 64, block_size=16, lengths=lengths, window=window and window + 4)
+    q = draw(9, dtype, 4, 5, 6, 64)
+    out = kernels.attend(q, k, v, tables, starts, lengths, scale=0.125, window=window)
+    check(out, q, k, v, tables, starts, lengths, window=window)
+    assert not out[1, 3:].any()
+    for i in range(5):
+        alone = kernels.attend(q[:, i : i + 1], k, v, tables, starts + i, lengths, scale=0.125, window=window)
+        np.testing.assert_array_equal(bits(alone[:, 0]), bits(out[:, i]))
+
+
+@each_dtype
+def test_attention_weights_of_far_apart_scores(kernels: Kernels, dtype: str) -> None:
+    """Scores of hundreds: exp(x) of what is far below the largest is nothing, of the largest one."""
+    lengths = np.array([40])
+    q, k, v, tables = paged(dtype, 1, 1, 32, block_size=8, lengths=lengths)
+    k[tables[0, 2], 5] = q[0, 0] * 50
+    out = kernels.attend(q, k, v, tables, lengths - 1, lengths, scale=1.0)[0, 0, 0]
+    np.testing.assert_array_equal(out, v[tables[0, 2], 5, 0])
+
+
+def paged(dtype, num_q_heads, num_kv_heads, head_dim, *, block_size, lengths, window=None):
+    """A query for each sequence, and its K and V in shuffled blocks. What none sees is not a number."""
+    width = -(-int(lengths.max()) // block_size)
+    num_blocks = 1 + len(lengths) * width
+    k, v = draw(2, dtype, 2, num_blocks, block_size, num_kv_heads, head_dim)
+    tables = 1 + np.random.default_rng(3).permutation(len(lengths) * width).reshape(len(lengths), width)
+    slots = (tables[:, :, None] * block_size + np.arange(block_size)).reshape(len(lengths), -1)
+    positions = np.arange(width * block_size)
+    is_stale = positions >= lengths[:, None]
+    if window is not None:
+        is_stale |= positions < lengths[:, None] - window
+    for x in (k, v):
+        x.reshape(-1, num_kv_heads, head_dim)[slots[is_stale]] = np.nan
+    return draw(1, dtype, len(lengths), 1, num_q_heads, head_dim), k, v, tables.astype(np.int32)
+
+
+def check(out, q, k, v, tables, starts, lengths, window) -> None:
+    """Compare with the oracle, query by query."""
+    assert out.dtype == q.dtype
+    wide_q, wide_k, wide_v = (x.astype(np.float32) for x in (q, k, v))
+    # Only the result is rounded: half a unit in the last of bfloat16's 8 bits.
+    tolerance = 1e-5 if q.dtype == np.float32 else 2**-8
+    for i in range(q.shape[1]):
+        seen = np.where(starts + i < lengths, starts + i + 1, 0).astype(np.int32)
+        want = reference_attention.paged_attention(
+            wide_q[:, i], wide_k, wide_v, tables, seen, scale=0.125, sliding_window=window
+        )
+        got = out[:, i].astype(np.float32)[seen > 0]
+        np.testing.assert_allclose(got, want[seen > 0], rtol=tolerance, atol=tolerance * 1e-2 + 1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_at_the_same_time_do_not_wait_for_each_other(dtype: str) -> None:
     """XLA runs what is independent on all threads of its pool, and each product offers its panels to them."""
-    packed = native.pack(draw(1, dtype, 64, 640).T)
-    xs = [draw(seed, dtype, 16, 64) for seed in range(12)]
+    packed = native.pack(jnp.asarray(draw(1, dtype, 640, 64)))
+    xs = [jnp.asarray(draw(seed, dtype, 16, 64)) for seed in range(12)]
     expected = [np.asarray(native.product(x, packed, 640)) for x in xs]
     together = jax.jit(lambda xs: [native.product(x, packed, 640) for x in xs])
     answers = []
@@ -99,67 +180,8 @@ def test_products_at_the_same_time_do_not_wait_for_each_other(dtype: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (14, 2, 80), (5, 5, 24), (3, 1, 7), (2, 1, 256)]
-)
-def test_attention_of_any_head(dtype: str, num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Heads that fill registers and that do not, groups of more heads than are summed at once."""
-    lengths = np.array([1, 50, 133, 16], np.int32)
-    q, k, v, tables = paged(dtype, num_q_heads, num_kv_heads, head_dim, block_size=8, lengths=lengths)
-    out = attend(q[:, None], k, v, tables, lengths - 1, lengths)[:, 0]
-    assert out.dtype == q.dtype
-    wide = [np.asarray(x, np.float32) for x in (q, k, v)]
-    want = reference_attention.paged_attention(*wide, np.asarray(tables), lengths, scale=0.125)
-    # Only the result is rounded: half a unit in the last of bfloat16's 8 bits.
-    tolerance = 1e-5 if dtype == "float32" else 2**-8
-    np.testing.assert_allclose(
-        np.asarray(out, np.float32), want, rtol=tolerance, atol=tolerance * 1e-2 + 1e-5
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_weights_of_far_apart_scores(dtype: str) -> None:
-    """Scores of hundreds: exp(x) of what is far below the largest is nothing, of the largest one."""
-    lengths = np.array([40], np.int32)
-    q, k, v, tables = paged(dtype, 1, 1, 32, block_size=8, lengths=lengths)
-    k = k.at[tables[0, 2], 5].set(q[0] * 50)
-    out = attend(q[:, None], k, v, tables, lengths - 1, lengths, scale=1.0)[0, 0, 0]
-    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(v[tables[0, 2], 5, 0], np.float32))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_has_the_same_bits_in_a_tile_and_alone(dtype: str) -> None:
-    lengths = np.array([70, 33], np.int32)
-    _, k, v, tables = paged(dtype, 6, 2, 64, block_size=16, lengths=lengths)
-    tiles = draw(9, dtype, 2, 5, 6, 64)
-    together = attend(tiles, k, v, tables, lengths - 5, lengths)
-    for i in range(5):
-        alone = attend(tiles[:, i : i + 1], k, v, tables, lengths - 5 + i, lengths)
-        np.testing.assert_array_equal(
-            np.asarray(alone[:, 0], np.float32), np.asarray(together[:, i], np.float32)
-        )
-
-
-def paged(dtype: str, num_q_heads: int, num_kv_heads: int, head_dim: int, *, block_size: int, lengths):
-    """A query for each sequence, and its K and V in shuffled blocks among blocks of NaN."""
-    width = -(-int(lengths.max()) // block_size)
-    num_blocks = 1 + len(lengths) * width
-    k, v = draw(2, dtype, 2, num_blocks, block_size, num_kv_heads, head_dim)
-    tables = 1 + np.random.default_rng(3).permutation(len(lengths) * width).reshape(len(lengths), width)
-    slots = tables[:, :, None] * block_size + np.arange(block_size)
-    stale = slots.reshape(len(lengths), -1)[np.arange(width * block_size) >= lengths[:, None]]
-    shape = k.shape
-    k, v = (x.reshape(-1, *shape[2:]).at[stale].set(jnp.nan).reshape(shape) for x in (k, v))
-    return draw(1, dtype, len(lengths), num_q_heads, head_dim), k, v, jnp.asarray(tables, jnp.int32)
-
-
-def attend(*arrays, scale: float = 0.125) -> jax.Array:
-    return ops.tiled_paged_attention(*map(jnp.asarray, arrays), scale=scale, implementation="native")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_arguments_that_do_not_fit(dtype: str) -> None:
-    packed = native.pack(draw(1, dtype, 64, 40).T)
+    packed = native.pack(jnp.asarray(draw(1, dtype, 40, 64)))
     with pytest.raises(ValueError, match=r"shape=\(2, .* does not take rows of 66 to 40"):
         native.product(draw(2, dtype, 3, 66), packed, 40)
     with pytest.raises(ValueError, match=r"does not take rows of 64 to 72"):
@@ -170,7 +192,9 @@ def test_arguments_that_do_not_fit(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_is_the_same_without_it(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, bias, x = draw(1, dtype, 48, 80), draw(2, dtype, 80), draw(3, dtype, 5, 48)
+    kernel, bias, x = (
+        jnp.asarray(draw(seed, dtype, *shape)) for seed, shape in enumerate([(48, 80), (80,), (5, 48)])
+    )
     weights, biases = [jnp.zeros((80, 48), dtype), kernel.T], [jnp.zeros(80, dtype), bias]
     packed = layers.Linear(weights, biases)
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
@@ -185,42 +209,111 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.why_not(jnp.dtype("float32")) == "JAXPAGED_NATIVE is 0"
 
 
+@pytest.mark.parametrize(
+    ("machine", "features", "served", "words"),
+    [
+        (
+            "x86_64",
+            {"sse2", *library.AVX512, "avx512_bf16"},
+            "avx512_bf16, avx512, avx2, sse2",
+            "AVX-512 with BF16",
+        ),
+        ("x86_64", {"sse2", *library.AVX512} - {"avx512vl"}, "avx2, sse2", "AVX2 with FMA"),
+        ("x86_64", {"sse2", "avx2"}, "sse2", "none"),  # XLA's code is as fast
+        ("x86_64", set(), "none", "none"),  # where they cannot be read
+        ("aarch64", {"asimd"}, "neon", "NEON"),
+        ("arm64", set(), "neon", "NEON"),
+        ("riscv64", set(), "none", "none"),
+    ],
+)
+def test_the_target_is_the_fastest_of_the_processor(machine, features, served, words, monkeypatch) -> None:
+    monkeypatch.setattr(library.platform, "machine", lambda: machine)
+    monkeypatch.setattr(library, "_cpu_features", lambda: frozenset(features))
+    monkeypatch.setenv("JAXPAGED_NATIVE", "avx3")
+    with pytest.raises(ValueError, match=f"'avx3' must be 0, 1 or a target of this processor: {served}$"):
+        native.why_not(jnp.dtype("float32"))
+    monkeypatch.delenv("JAXPAGED_NATIVE")
+    assert native.instructions() == words
+    if words == "none":
+        assert native.why_not(jnp.dtype("float32")) == f"there are no faster kernels for this {machine}"
+    monkeypatch.setattr(library, "_load", lambda target: None)
+    for target in set(served.split(", ")) - {"none"}:
+        monkeypatch.setenv("JAXPAGED_NATIVE", target)
+        assert library.registered("product") == f"jaxpaged_product_{target}"
+        assert native.instructions() == library.TARGETS[target].words
+
+
 @pytest.fixture
-def fresh_load():
-    """`native` as in a process that has not compiled it yet."""
-    library._load.cache_clear()
-    yield
-    library._load.cache_clear()
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], str]]:
+    """Call it for a compiler that always writes the same bytes, and a line into tmp_path / "calls"."""
+    monkeypatch.setattr(library, "compilation_cache_dir", lambda: tmp_path)
+    monkeypatch.delenv("JAXPAGED_NATIVE", raising=False)
+    library._loaded.cache_clear()
+
+    def write(written: bytes) -> str:
+        (tmp_path / "written").write_bytes(written)
+        (tmp_path / "calls").touch()
+        script = f'while [ "$1" != -o ]; do shift; done; cp {tmp_path}/written "$2"; echo >> {tmp_path}/calls'
+        (tmp_path / "compiler").write_text(script)
+        return f"sh {tmp_path}/compiler"
+
+    yield write
+    library._loaded.cache_clear()
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
-def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = library.compiled("c++")
-    assert [*(tmp_path / "jaxpaged").iterdir()] == [made]
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", None)
-        assert library.compiled("c++") == made
+# Some library: what is in it does not matter before its functions are looked up.
+SOME_LIBRARY = Path(_ctypes.__file__).read_bytes()
+
+
+def test_it_is_compiled_once(compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_open", lambda file, function: ctypes.CDLL(str(file)))
+    command, (first, second, *_) = compiler(SOME_LIBRARY), library.TARGETS.values()
+    calls = tmp_path / "calls"
+    for _ in range(2):
+        library._handler("product", first, command)
+    assert len(calls.read_text()) == 1
+    library._handler("product", second, command)
+    assert len(calls.read_text()) == 2, "for another target"
+    for file in tmp_path.glob("native*"):
+        file.unlink()
+        file.write_bytes(b"damaged")
+    library._handler("product", second, command)
+    assert len(calls.read_text()) == 3, "instead of a damaged one"
     sources = shutil.copytree(library.SOURCES, tmp_path / "sources")
-    (sources / "another.cc").write_text("int another;")
+    (sources / "vector.h").write_text("")
     monkeypatch.setattr(library, "SOURCES", sources)
-    assert library.compiled("c++") != made
+    library._handler("product", first, command)
+    assert len(calls.read_text()) == 4, "from other sources"
+    monkeypatch.setattr(library, "compilation_cache_dir", lambda: None)
+    for _ in range(2):
+        library._handler("product", first, command)
+    assert len(calls.read_text()) == 6, "each time where it cannot be kept"
 
 
-@pytest.mark.usefixtures("fresh_load")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_compiler_that_fails_is_told_in_words(
-    dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path
+@pytest.mark.skipif(not library.targets(), reason="no native kernels for this processor")
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("false", "'false' failed with exit code 1: "),
+        ("no-such-compiler", "'no-such-compiler' makes no library: .*No such file or directory: "),
+        ('g++ "-O3', "'g\\+\\+ \"-O3' makes no library: No closing quotation: "),
+        (" ", "' ' makes no library: its name is empty: "),
+        ("true", "'true' makes no library: .*cannot open"),
+        (b"damaged", "makes no library: .*(too short|invalid)"),
+        (SOME_LIBRARY, "makes no library: .*jaxpaged_product"),
+        ("", "there is no C\\+\\+ compiler: .*; install one, for example with apt install g\\+\\+$"),
+    ],
+)
+def test_without_a_compiler_xla_does_the_work_and_it_is_said_once(
+    given: str | bytes, why: str, compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "false")
-    assert native.why_not(jnp.dtype(dtype)) == "false failed with exit code 1"
-    assert not layers.Linear([draw(1, dtype, 8, 8)]).is_packed
-    library._load.cache_clear()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no-such-compiler" in native.why_not(jnp.dtype(dtype))
-    library._load.cache_clear()
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "")
-    assert native.why_not(jnp.dtype(dtype)) == "there is no C++ compiler"
-    assert not (tmp_path / "jaxpaged").exists() or not [*(tmp_path / "jaxpaged").iterdir()]
+    monkeypatch.setenv("CXX", compiler(given) if isinstance(given, bytes) else given)
+    if not given:
+        monkeypatch.setenv("PATH", "")
+    said = native.why_not(jnp.dtype("float32"))
+    assert re.search(why, said), said
+    assert "XLA's attention and products take two to three times as long; " in said
+    assert "\n" not in said
+    assert not layers.Linear([jnp.zeros((8, 8))]).is_packed
+    assert [record.getMessage() for record in caplog.records] == [f"no native kernels: {said}"]
+    assert not [*tmp_path.glob("native*")]

@@ -29,6 +29,7 @@ def sized(**changes):
         "bytes_per_block": 100,
         "state_bytes_per_block": 14,
         "block_size": 4,
+        "num_layers": 3,
         "available_bytes": 10**6,
         "available_why": "a test",
     }
@@ -45,9 +46,13 @@ def test_a_cache_takes_all_of_the_memory_that_was_given():
 
 def test_a_cache_has_no_more_blocks_than_its_slots_have_numbers():
     assert sized(available_bytes=10**12).num_blocks == 2**20
-    cache = sized(available_bytes=10**12, block_size=2**12)
-    assert cache.num_blocks * 2**12 <= 2**31 - 1 < (cache.num_blocks + 1) * 2**12
+    cache, slots = sized(available_bytes=10**12, block_size=2**12), 3 * 2**12
+    assert cache.num_blocks * slots <= 2**31 - 1 < (cache.num_blocks + 1) * slots
     assert cache.reason == "as many as are made without being asked for, in a test"
+    assert sized(num_blocks=cache.num_blocks, block_size=2**12).num_blocks == cache.num_blocks
+    message = r"num_blocks=174763 must be at most 174762, for 3 layers of 4096 tokens a block"
+    with pytest.raises(InputError, match=message):
+        sized(num_blocks=cache.num_blocks + 1, block_size=2**12)
 
 
 def test_a_given_number_of_blocks_is_taken():

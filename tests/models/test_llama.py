@@ -128,7 +128,7 @@ def test_bfloat16_stays_near_float32():
 def test_weights_that_do_not_fit_are_refused(change, message):
     weights = {name: w for name, w in (tiny.weights() | change).items() if w is not None}
     with pytest.raises(InputError, match=message):
-        Llama(tiny.CONFIG, weights, jnp.dtype("float32"))
+        llama.check_weights(tiny.CONFIG, weights)
 
 
 def test_random_weights_are_those_of_the_config():

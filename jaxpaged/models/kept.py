@@ -1,0 +1,82 @@
+"""A model's arrays kept on disk as programs read them: a later start maps them into memory, and dequantises,
+joins and packs nothing.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax import nnx
+
+from jaxpaged import disk_cache
+
+SMALLEST, LARGEST = 2**24, 2**31  # bytes: less is made soon, more would take too much of a disk
+MOST_MODELS = 4
+_writer = ThreadPoolExecutor(1)  # beside the compiling that comes next
+DTYPES = "dtypes.json"  # NumPy's files do not know bfloat16
+
+
+def model[Model: nnx.Module](
+    build: Callable[[], Model], abstract: Callable[[], Model], made_from: object
+) -> Model:
+    """What `build` builds, its arrays mapped from disk where they are kept. They are to be read only.
+
+    `made_from`, with a `repr` of its own, is all that they depend on beside the sources; `abstract` gives the
+    model with shapes for arrays.
+    """
+    folder = disk_cache.path_of(("model", made_from), ".model")
+    if folder is None:
+        return build()
+    if folder.exists() and (mapped := _mapped(folder, abstract)):
+        return mapped
+    built = build()
+    leaves = jax.tree.leaves(nnx.state(built))
+    if SMALLEST <= sum(leaf.nbytes for leaf in leaves) <= LARGEST:
+        _writer.submit(_write, folder, [np.asarray(leaf) for leaf in leaves])
+    return built
+
+
+def wait() -> None:
+    """Until what is being written is written; the program's end waits for it, too."""
+    _writer.submit(int).result()
+
+
+def _mapped[Model: nnx.Module](folder: Path, abstract: Callable[[], Model]) -> Model | None:
+    try:
+        graphdef, shapes = nnx.split(abstract())
+        dtypes = json.loads((folder / DTYPES).read_text())
+        # Where a mapped file is, as NumPy aligns it, JAX's arrays on a CPU may be: nothing is copied.
+        leaves = [
+            jax.device_put(np.load(folder / f"{i}.npy", mmap_mode="r").view(jnp.dtype(dtype)))
+            for i, dtype in enumerate(dtypes)
+        ]
+        os.utime(folder)
+        return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+    except Exception as error:  # a damaged file, or one just pruned by another process: it is made anew
+        logging.warning("the model kept in %s cannot be used: %s", folder, error)
+        return None
+
+
+def _write(folder: Path, arrays: list[np.ndarray]) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            for i, array in enumerate(arrays):
+                np.save(part / f"{i}.npy", array.view(f"u{array.itemsize}"))
+            (part / DTYPES).write_text(json.dumps([array.dtype.name for array in arrays]))
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(part, folder)  # another process sees all of it or nothing
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        disk_cache.prune(folder, MOST_MODELS)
+    except OSError as error:  # a disk that is full, one that cannot be written
+        logging.warning("the model cannot be kept in %s: %s", folder, error)

@@ -1,0 +1,397 @@
+// Causal attention of tiles of query tokens over paged K and V: `ops.tiled_paged_attention`.
+//
+// K and V are read where they lie, once for the query heads that share them, and as far as a query sees: time follows
+// the tokens that live, and nothing is gathered. Sums are in float32, and so are the softmax's weights. A query's bits
+// depend on its own tokens alone.
+
+#ifndef PALLAS_KERNELS_NATIVE_ATTENTION_H_
+#define PALLAS_KERNELS_NATIVE_ATTENTION_H_
+
+#include <limits>
+
+#include "vector.h"
+#include "work.h"
+
+namespace native {
+
+constexpr int64_t kChunk = 16;  // tokens whose K or V stays in the first-level cache for all rows
+// What is multiplied at once, so that sums stay in registers: rows with tokens of K, rows with columns of V.
+constexpr int kDotRows = 4, kDotTokens = kNumRegisters / 8;
+constexpr int kSumRows = kNumRegisters == 32 ? 4 : kLanes == 8 ? 6 : 3;
+constexpr int kSumVectors = kSumRows == 6 ? 2 : 4;
+constexpr int64_t kGroup = kSumVectors * kLanes;  // columns
+
+template <typename T>
+struct AttentionCall {
+  const typename T::Value* q;
+  const char *k, *v;
+  const int32_t *block_tables, *query_starts, *seq_lens;
+  typename T::Value* out;
+  int64_t num_tiles, tile_len, num_q_heads, head_dim, num_kv_heads, block_size, max_blocks;
+  float scale;
+  int64_t window;
+
+  int64_t head_bytes() const { return head_dim * sizeof(typename T::Value); }
+};
+
+// Where a head of K or V lies, for some tokens.
+struct Heads {
+  const char* base;
+  const int64_t* offsets;
+  const char* operator[](int64_t token) const { return base + offsets[token]; }
+};
+
+// One tile and some of its kv heads: the rows of queries that share each of these, and the tokens that some row sees,
+// counted from the first, in whole chunks. A row is one head of one token.
+template <typename T>
+struct Job {
+  const AttentionCall<T>& call;
+  int64_t num_heads, num_rows, num_tokens;
+  int64_t width, num_groups;  // of a head: narrow ones are read as if they had a whole group of columns
+  int64_t num_factors;        // of a query
+  const char *k, *v;          // of the first kv head
+  int64_t* offsets;           // [num_tokens + kChunk]: from k and v, in bytes, and behind these from `copy`
+  int64_t* ends;              // [num_rows]: how many tokens there are up to a row's own
+  int64_t* places;            // [num_heads, num_rows]: in q and out
+  uint32_t* factors;          // [num_heads, num_rows, num_factors]
+  float* weights;             // [num_heads, num_rows, num_tokens]
+  float* totals;              // [num_heads, num_rows], of weights
+  float* sums;                // [num_heads, num_rows, num_groups * kGroup]
+  char* copy;                 // [kChunk, width], of narrow heads
+
+  int64_t index(int64_t head, int64_t row) const { return head * num_rows + row; }
+  float* weight(int64_t head, int64_t row) const { return weights + index(head, row) * num_tokens; }
+  int64_t begin(int64_t row) const { return std::max<int64_t>(ends[row] - call.window, 0); }
+  // Whether one of `count` rows sees one of `tokens` tokens.
+  bool Sees(int64_t row, int64_t count, int64_t token, int64_t tokens) const {
+    return token < ends[row + count - 1] && begin(row) < token + tokens;
+  }
+  // The first column of a group. The last group ends with the head, and begins within the one before.
+  int64_t column(int64_t group) const { return std::min(group * kGroup, width - kGroup); }
+  Heads At(const char* base, int64_t head, int64_t token) const {
+    return {base + head * call.head_bytes(), offsets + token};
+  }
+  // A chunk of tokens, of which whole registers can be read.
+  Heads Chunk(const char* base, int64_t head, int64_t token) const {
+    const Heads heads = At(base, head, token), copies{copy, offsets + num_tokens};
+    if (width == call.head_dim) return heads;
+    for (int64_t i = 0; i < kChunk; ++i) std::memcpy(copy + copies.offsets[i], heads[i], call.head_bytes());
+    return copies;
+  }
+};
+
+// A row of q as `Dot` reads it. Where the last register of K has some words of the one before, factors are zero.
+template <typename T>
+void Spread(const typename T::Value* q, int64_t head_dim, int64_t width, uint32_t* factors) {
+  constexpr int64_t kNumbers = kLanes * T::kValues;  // of a register
+  for (int64_t first = 0; first < width; first += kNumbers) {
+    Words words;
+    if (first + kNumbers <= head_dim) {
+      words = Load<Words>(q + first);
+    } else {
+      const int64_t again = std::max<int64_t>(first + kNumbers - width, 0);
+      typename T::Value numbers[kNumbers] = {};
+      std::copy(q + std::min(first, head_dim), q + head_dim, numbers + again);
+      words = Load<Words>(numbers);
+    }
+    for (int i = 0; i < T::kFactors; ++i, factors += kLanes) {
+      Store(factors, T::kFactors == 1 ? (F32)words : T::Number(words, i));
+    }
+  }
+}
+
+// Sums of neighbouring units of kUnit lanes, within each kDomain lanes: those of a, then those of b.
+template <int kUnit, int kDomain>
+inline F32 PairSums(F32 a, F32 b) {
+  constexpr auto first = [](int i) {
+    const int unit = i % kDomain / kUnit, half = std::max(kDomain / kUnit / 2, 1);
+    return i / kDomain * kDomain + unit % half * 2 * kUnit + i % kUnit + unit / half * kLanes;
+  };
+  return Pick(a, b, first) + Pick(a, b, [=](int i) { return first(i) + kUnit; });
+}
+
+template <int kRows>
+struct Registers {
+  F32 row[kRows];
+};
+
+// The sums of a's and of b's neighbours: first within each four lanes, which is cheap, then across them.
+template <int kCount, int kRows>
+inline Registers<kRows> Fold(Registers<kRows> a, Registers<kRows> b) {
+  UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    a.row[r] = kCount <= 4 ? PairSums<1, 4>(a.row[r], b.row[r]) : PairSums<4, kLanes>(a.row[r], b.row[r]);
+  }
+  return a;
+}
+
+// Dot products of kRows rows with kCount tokens from `token` on: side by side, each in kLanes / kCount parts.
+template <typename T, int kRows, int kCount>
+[[gnu::always_inline]] inline Registers<kRows> Dots(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes) {
+  if constexpr (kCount > kDotTokens) {
+    return Fold<kCount>(Dots<T, kRows, kCount / 2>(x, k, token, bytes),
+                        Dots<T, kRows, kCount / 2>(x, k, token + kCount / 2, bytes));
+  } else {
+    const char* heads[kCount];
+    Registers<kRows> sum[kCount] = {};
+    UNROLL
+    for (int t = 0; t < kCount; ++t) heads[t] = k[token + t];
+    for (int64_t byte = 0, i = 0; byte < bytes; byte += kVectorBytes) {
+      const int64_t here = std::min(byte, bytes - kVectorBytes);
+      Words words[kCount];
+      UNROLL
+      for (int t = 0; t < kCount; ++t) words[t] = Load<Words>(heads[t] + here);
+      UNROLL
+      for (int j = 0; j < T::kFactors; ++j, i += kLanes) {
+        UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          const F32 factor = Load<F32>(x[r] + i);
+          UNROLL
+          for (int t = 0; t < kCount; ++t) sum[t].row[r] = T::AddProduct(sum[t].row[r], factor, words[t], j);
+        }
+      }
+    }
+    UNROLL
+    for (int n = kCount / 2; n > 0; n /= 2) {
+      UNROLL
+      for (int t = 0; t < n; ++t) sum[t] = Fold<kCount>(sum[2 * t], sum[2 * t + 1]);
+    }
+    return sum[0];
+  }
+}
+
+// y[row] = dot products of a row, as x[row], with as many tokens of K as a register has lanes.
+template <typename T, int kRows>
+[[gnu::noinline]] void Dot(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes, float* const* y) {
+  const auto dots = Dots<T, kRows, kLanes>(x, k, token, bytes);
+  for (int r = 0; r < kRows; ++r) Store(y[r], dots.row[r]);
+}
+
+// weights = q.k for all rows and tokens, some tokens at a time, which meanwhile stay in the first-level cache.
+template <typename T>
+void Score(const Job<T>& job) {
+  for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
+    for (int64_t head = 0; head < job.num_heads; ++head) {
+      const Heads k = job.Chunk(job.k, head, chunk);
+      const bool is_last = chunk + kChunk == job.num_tokens;
+      const Heads next = is_last ? job.At(job.v, head, 0) : job.At(job.k, head, chunk + kChunk);
+      for (int64_t token = 0; token < kChunk; token += kLanes) {
+        // Some heads at once, but not so many that the processor waits: they are to arrive while it computes.
+        for (int64_t i = token; i < token + kLanes; ++i) Prefetch(next[i], job.call.head_bytes());
+        InBlocks(job.num_rows, kDotRows, [&](int64_t row, int64_t count) {
+          if (!job.Sees(row, count, chunk + token, kLanes)) return;
+          const uint32_t* x[kDotRows];
+          float* y[kDotRows];
+          for (int64_t i = 0; i < count; ++i) {
+            x[i] = job.factors + job.index(head, row + i) * job.num_factors;
+            y[i] = job.weight(head, row + i) + chunk + token;
+          }
+          WithConstant<kDotRows>(count, [&](auto rows) {
+            Dot<T, rows>(x, k, token, job.width * sizeof(typename T::Value), y);
+          });
+        });
+      }
+    }
+  }
+}
+
+// exp(x) for x <= 0: 2^n exp(r) with |r| <= ln(2) / 2, and exp(r) by its series to r^6, coefficients fitted (Cephes).
+inline F32 Exp(F32 x) {
+  x = x > -87.0f ? x : Splat(-87.0f);
+  // From 2^23 on float32 numbers are whole: the first sum is rounded, and has n in its lowest bits.
+  const F32 shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+  const F32 r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  F32 p = Splat(1.9875691500e-4f);
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    p = p * r + c;
+  }
+  p = p * r * r + (r + 1.0f);
+  return p * (F32)(((Words)shifted << 23) + 0x3f800000u);
+}
+
+// f of all lanes: each meets the one half a register on, so that it does not matter in which the first token is.
+template <typename F>
+inline float Across(F32 x, F f) {
+  float lanes[kLanes];
+  Store(lanes, x);
+  UNROLL
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    UNROLL
+    for (int i = 0; i < half; ++i) lanes[i] = f(lanes[i], lanes[i + half]);
+  }
+  return lanes[0];
+}
+
+// weights = exp(scale * (weights - the largest)) for the tokens [begin, end), 0 for others. Returns their sum.
+inline float Soften(float* weights, int64_t num_tokens, int32_t begin, int32_t end, float scale) {
+  I32 lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  const F32 lowest = Splat(-std::numeric_limits<float>::infinity());
+  F32 largest = lowest, sum = {};
+  for (int64_t first = 0; first < num_tokens; first += kLanes) {
+    const I32 token = lane + static_cast<int32_t>(first);
+    const F32 score = token >= begin & token < end ? Load<F32>(weights + first) * scale : lowest;
+    largest = score > largest ? score : largest;
+  }
+  const float top = Across(largest, [](float a, float b) { return a > b ? a : b; });
+  for (int64_t first = 0; first < num_tokens; first += kLanes) {
+    const I32 token = lane + static_cast<int32_t>(first);
+    const F32 weight = token >= begin & token < end ? Exp(Load<F32>(weights + first) * scale - top) : F32{};
+    sum += weight;
+    Store(weights + first, weight);
+  }
+  return Across(sum, [](float a, float b) { return a + b; });
+}
+
+// sums += weights @ V for kRows rows, a group of columns, and the tokens [first, end) of a chunk. Asks for the same of
+// the next chunk, whose offsets follow.
+template <typename T, int kRows>
+[[gnu::noinline]] void AddValues(const float* weights, int64_t stride, Heads v, int64_t first, int64_t end,
+                                 bool has_next, float* sums, int64_t sums_stride) {
+  F32 sum[kRows][kSumVectors];
+  UNROLL
+  for (int row = 0; row < kRows; ++row) {
+    UNROLL
+    for (int i = 0; i < kSumVectors; ++i) sum[row][i] = Load<F32>(sums + row * sums_stride + i * kLanes);
+  }
+  for (int64_t t = first; t < end; ++t) {
+    if (has_next) Prefetch(v[t + kChunk], kGroup * sizeof(typename T::Value));
+    F32 columns[kSumVectors];
+    UNROLL
+    for (int i = 0; i < kSumVectors; ++i) {
+      columns[i] = T::Number(Load<Words>(v[t] + i / T::kValues * kVectorBytes), i % T::kValues);
+    }
+    UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      UNROLL
+      for (int i = 0; i < kSumVectors; ++i) sum[row][i] += weights[row * stride + t] * columns[i];
+    }
+  }
+  UNROLL
+  for (int row = 0; row < kRows; ++row) {
+    UNROLL
+    for (int i = 0; i < kSumVectors; ++i) Store(sums + row * sums_stride + i * kLanes, sum[row][i]);
+  }
+}
+
+// sums = weights @ V, some tokens at a time, which meanwhile stay in the first-level cache.
+template <typename T>
+void Gather(const Job<T>& job) {
+  const int64_t stride = job.num_groups * kGroup;
+  std::fill_n(job.sums, job.num_heads * job.num_rows * stride, 0.0f);
+  for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
+    for (int64_t head = 0; head < job.num_heads; ++head) {
+      const Heads v = job.Chunk(job.v, head, chunk);
+      InBlocks(job.num_rows, kSumRows, [&](int64_t row, int64_t count) {
+        if (!job.Sees(row, count, chunk, kChunk)) return;
+        const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0);
+        const int64_t end = std::min(job.ends[row + count - 1] - chunk, kChunk);
+        const bool has_next = row == 0 && chunk + kChunk < job.num_tokens && job.width == job.call.head_dim;
+        for (int64_t group = 0; group < job.num_groups; ++group) {
+          const Heads columns{v.base + job.column(group) * sizeof(typename T::Value), v.offsets};
+          float* sums = job.sums + job.index(head, row) * stride + group * kGroup;
+          WithConstant<kSumRows>(count, [&](auto rows) {
+            AddValues<T, rows>(job.weight(head, row) + chunk, job.num_tokens, columns, first, end, has_next, sums,
+                               stride);
+          });
+        }
+      });
+    }
+  }
+}
+
+// out = sums / totals.
+template <typename T>
+void Finish(const Job<T>& job) {
+  for (int64_t i = 0; i < job.num_heads * job.num_rows; ++i) {
+    const float share = 1.0f / job.totals[i];
+    for (int64_t group = 0; group < job.num_groups; ++group) {
+      const float* sums = job.sums + (i * job.num_groups + group) * kGroup;
+      typename T::Value columns[kGroup];
+      for (int v = 0; v < kSumVectors; v += T::kValues) {
+        F32 numbers[T::kValues];
+        for (int j = 0; j < T::kValues; ++j) numbers[j] = Load<F32>(sums + (v + j) * kLanes) * share;
+        Store(columns + v * kLanes, T::Narrow(numbers));
+      }
+      std::copy_n(columns, std::min(kGroup, job.call.head_dim), job.call.out + job.places[i] + job.column(group));
+    }
+  }
+}
+
+// The queries of one tile, with the kv heads [first_head, first_head + num_heads).
+template <typename T>
+void Attend(const AttentionCall<T>& call, int64_t tile, int64_t first_head, int64_t num_heads) {
+  using Value = typename T::Value;
+  const int64_t start = call.query_starts[tile], end = std::min<int64_t>(start + call.tile_len, call.seq_lens[tile]);
+  // Padding: queries at or beyond the sequence's end, all of them if it has no tokens.
+  const int64_t num_queries = start < 0 ? 0 : std::max<int64_t>(end - start, 0);
+  const int64_t group = call.num_q_heads / call.num_kv_heads;
+  const auto place = [&](int64_t query, int64_t head) {
+    return ((tile * call.tile_len + query) * call.num_q_heads + head) * call.head_dim;
+  };
+  for (int64_t query = num_queries; query < call.tile_len; ++query) {
+    std::fill_n(call.out + place(query, first_head * group), num_heads * group * call.head_dim, Value{0});
+  }
+  if (num_queries == 0) return;
+
+  const int64_t begin = std::max<int64_t>(start + 1 - call.window, 0);
+  const int64_t num_tokens = (end - begin + kChunk - 1) / kChunk * kChunk;
+  const int64_t num_rows = num_queries * group, num_places = num_heads * num_rows;
+  const int64_t width = std::max(call.head_dim, kGroup), num_groups = (width + kGroup - 1) / kGroup;
+  const int64_t num_factors = (width * sizeof(Value) + kVectorBytes - 1) / kVectorBytes * kLanes * T::kFactors;
+  thread_local Scratch<int64_t> offsets, ends, places;
+  thread_local Scratch<uint32_t> factors;
+  thread_local Scratch<float> weights, totals, sums;
+  thread_local Scratch<char> copy;
+  const Job<T> job{call, num_heads, num_rows, num_tokens, width, num_groups, num_factors,
+                   call.k + first_head * call.head_bytes(), call.v + first_head * call.head_bytes(),
+                   offsets.Get(num_tokens + kChunk), ends.Get(num_rows), places.Get(num_places),
+                   factors.Get(num_places * num_factors), weights.Get(num_places * num_tokens), totals.Get(num_places),
+                   sums.Get(num_places * num_groups * kGroup), copy.Get(kChunk * width * sizeof(Value))};
+
+  const int64_t token_bytes = call.num_kv_heads * call.head_bytes();
+  for (int64_t position = begin; position < end;) {
+    const int64_t block = position / call.block_size, block_end = std::min((block + 1) * call.block_size, end);
+    const int64_t block_id = call.block_tables[tile * call.max_blocks + block];
+    const int64_t slot = block_id * call.block_size + position % call.block_size;
+    for (int64_t offset = slot * token_bytes; position < block_end; ++position, offset += token_bytes) {
+      job.offsets[position - begin] = offset;
+    }
+  }
+  // Up to a whole chunk the last token is read again, with no weight: behind it the cache may end.
+  std::fill(job.offsets + (end - begin), job.offsets + num_tokens, job.offsets[end - begin - 1]);
+  for (int64_t i = 0; i < kChunk; ++i) job.offsets[num_tokens + i] = i * width * sizeof(Value);
+  if (width > call.head_dim) std::memset(job.copy, 0, kChunk * width * sizeof(Value));
+
+  for (int64_t row = 0; row < num_rows; ++row) job.ends[row] = start + row / group + 1 - begin;
+  for (int64_t head = 0; head < num_heads; ++head) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t i = job.index(head, row);
+      job.places[i] = place(row / group, (first_head + head) * group + row % group);
+      Spread<T>(call.q + job.places[i], call.head_dim, width, job.factors + i * num_factors);
+    }
+  }
+  Score(job);
+  for (int64_t head = 0; head < num_heads; ++head) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      job.totals[job.index(head, row)] =
+          Soften(job.weight(head, row), num_tokens, job.begin(row), job.ends[row], call.scale);
+    }
+  }
+  Gather(job);
+  Finish(job);
+}
+
+template <typename T, typename Pool>
+void AttendAll(Pool& pool, const AttentionCall<T>& call) {
+  // All kv heads at once read K and V as they lie in memory; one by one they occupy more threads.
+  const int64_t num_heads = call.num_tiles < 2 * pool.num_threads() ? 1 : call.num_kv_heads;
+  const int64_t parts = call.num_kv_heads / num_heads;
+  Share(pool, call.num_tiles * parts, [=](int64_t item, int64_t) {
+    Attend(call, item / parts, item % parts * num_heads, num_heads);
+  });
+}
+
+}  // namespace native
+
+#endif  // PALLAS_KERNELS_NATIVE_ATTENTION_H_

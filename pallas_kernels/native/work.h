@@ -1,0 +1,86 @@
+// How work is parted: among threads, and into blocks of rows.
+
+#ifndef PALLAS_KERNELS_NATIVE_WORK_H_
+#define PALLAS_KERNELS_NATIVE_WORK_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+namespace native {
+
+inline void Pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Calls work(item, next item) for all items: from this thread, and from those of the pool that come in time.
+// Nobody waits for a thread that has not begun, so calls that fill the pool cannot wait for each other for ever.
+template <typename Pool, typename Work>
+void Share(Pool& pool, int64_t num_items, Work work) {
+  struct Progress {
+    std::atomic<int64_t> taken{0}, done{0};
+  };
+  auto progress = std::make_shared<Progress>();  // a thread may come when all is done and this call is over
+  const auto take_part = [=] {
+    int64_t done = 0;
+    for (int64_t item = progress->taken.fetch_add(1); item < num_items; ++done) {
+      const int64_t next = progress->taken.fetch_add(1);
+      work(item, std::min(next, num_items - 1));
+      item = next;
+    }
+    progress->done.fetch_add(done, std::memory_order_release);
+  };
+  const int64_t helpers = std::min(pool.num_threads(), num_items) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::decay_t<decltype(take_part)>(take_part));
+  take_part();
+  while (progress->done.load(std::memory_order_acquire) < num_items) Pause();
+}
+
+// Calls f(first, count) for all rows, at most `most` at a time and about as many each time.
+template <typename F>
+void InBlocks(int64_t num_rows, int64_t most, F f) {
+  if (num_rows <= most) return f(int64_t{0}, num_rows);
+  const int64_t num_blocks = (num_rows + most - 1) / most;
+  for (int64_t block = 0, first = 0; block < num_blocks; ++block) {
+    const int64_t end = num_rows * (block + 1) / num_blocks;
+    f(first, end - first);
+    first = end;
+  }
+}
+
+// Calls f(count, as a constant), for a count from 1 to kMost.
+template <int kMost, typename F>
+void WithConstant(int64_t count, F f) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return WithConstant<kMost - 1>(count, f);
+  }
+  f(std::integral_constant<int, kMost>());
+}
+
+// Memory that a thread keeps from call to call. It begins with a cache line, so that no register straddles two.
+template <typename Value>
+class Scratch {
+ public:
+  // Room for `count` values; what they are is left over from former calls.
+  Value* Get(int64_t count) {
+    lines_.resize((count * sizeof(Value) + sizeof(Line) - 1) / sizeof(Line));
+    return reinterpret_cast<Value*>(lines_.data());
+  }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines_;
+};
+
+}  // namespace native
+
+#endif  // PALLAS_KERNELS_NATIVE_WORK_H_

@@ -1,0 +1,88 @@
+// The kernels as a program of their own, without XLA: for any target, and under an emulator if need be. Sizes are
+// arguments, arrays come from standard input, one after the other, and the result goes to standard output.
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "attention.h"
+#include "product.h"
+
+namespace {
+
+using namespace native;
+
+struct ThisThread {
+  int64_t num_threads() const { return 1; }
+  template <typename F>
+  void Schedule(F) {}
+};
+
+// An array behind which nothing may be touched: there the program would end.
+template <typename Value>
+struct Array {
+  explicit Array(int64_t count) : bytes(count * sizeof(Value)) {
+    const int64_t page = sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+    void* pages = mmap(nullptr, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    char* end = static_cast<char*>(pages) + whole;
+    mprotect(end, page, PROT_NONE);
+    data = reinterpret_cast<Value*>(end - bytes);
+  }
+  int64_t bytes;
+  Value* data;
+};
+
+template <typename Value>
+Value* Read(int64_t count) {
+  const Array<Value> array(count);
+  if (fread(array.data, 1, array.bytes, stdin) != static_cast<size_t>(array.bytes)) exit(2);
+  return array.data;
+}
+
+template <typename Value>
+void Write(const Array<Value>& array) {
+  fwrite(array.data, 1, array.bytes, stdout);
+}
+
+// rows steps columns
+template <typename T>
+void RunProduct(const std::vector<int64_t>& sizes) {
+  const ProductShape shape{sizes[0], sizes[1], sizes[2]};
+  const auto* x = Read<char>(shape.rows * shape.steps * 4);
+  const auto* kernel = Read<char>(shape.kernel_bytes());
+  const Array<float> y(shape.rows * shape.columns);
+  ThisThread pool;
+  Multiply<T>(pool, x, kernel, y.data, shape);
+  Write(y);
+}
+
+// num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks, bytes of a cache, window
+template <typename T>
+void RunAttention(const std::vector<int64_t>& sizes) {
+  using Value = typename T::Value;
+  const int64_t num_queries = sizes[0] * sizes[1] * sizes[2] * sizes[3];
+  const auto* q = Read<Value>(num_queries);
+  const auto *k = Read<char>(sizes[7]), *v = Read<char>(sizes[7]);
+  const auto* tables = Read<int32_t>(sizes[0] * sizes[6]);
+  const auto *starts = Read<int32_t>(sizes[0]), *lens = Read<int32_t>(sizes[0]);
+  const float scale = *Read<float>(1);
+  const Array<Value> out(num_queries);
+  ThisThread pool;
+  AttendAll(pool, AttentionCall<T>{q, k, v, tables, starts, lens, out.data, sizes[0], sizes[1], sizes[2], sizes[3],
+                                   sizes[4], sizes[5], sizes[6], scale, sizes[8]});
+  Write(out);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool is_product = std::string(argv[1]) == "product", is_wide = std::string(argv[2]) == "float32";
+  std::vector<int64_t> sizes;
+  for (int i = 3; i < argc; ++i) sizes.push_back(atoll(argv[i]));
+  const auto run = is_product ? (is_wide ? RunProduct<Float32> : RunProduct<BFloat16>)
+                              : (is_wide ? RunAttention<Float32> : RunAttention<BFloat16>);
+  run(sizes);
+}

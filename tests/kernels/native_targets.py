@@ -1,0 +1,110 @@
+"""The native kernels as XLA calls them, and in a program of their own for each target."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import native, ops
+from pallas_kernels.native import library
+
+DRIVER = Path(__file__).parent / "native_driver.cc"
+CACHE = Path(__file__).parents[2] / ".pytest_cache"
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
+
+class Kernels(Protocol):
+    def product(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray: ...
+    def attend(self, *arrays: np.ndarray, scale: float, window: int | None = None) -> np.ndarray: ...
+
+
+class Called:
+    """By XLA, as they are for this processor."""
+
+    def product(self, x, weight):
+        return np.asarray(native.product(jnp.asarray(x), native.pack(jnp.asarray(weight)), len(weight)))
+
+    def attend(self, *arrays, scale, window=None):
+        options = {"scale": scale, "sliding_window": window, "implementation": "native"}
+        return np.asarray(ops.tiled_paged_attention(*map(jnp.asarray, arrays), **options))
+
+
+class Driven:
+    """`native_driver.cc`, for some target. It fails if memory behind an array is touched."""
+
+    def __init__(self, program: list[str]) -> None:
+        self.program = program
+
+    def product(self, x, weight):
+        packed = np.asarray(native.pack(jnp.asarray(weight)))
+        steps, values = packed.shape[1], packed.shape[3]
+        x = np.pad(x, ((0, 0), (0, steps * values - x.shape[1])))
+        y = self._run("product", x.dtype, [len(x), steps, len(weight)], [x, packed])
+        return np.frombuffer(y, np.float32).reshape(len(x), len(weight))
+
+    def attend(self, q, k, v, tables, starts, lens, *, scale, window=None):
+        sizes = [*q.shape, k.shape[2], k.shape[1], tables.shape[1], k.nbytes, window or 2**31 - 1]
+        arrays = [q, k, v, *(x.astype(np.int32) for x in (tables, starts, lens)), np.float32(scale)]
+        return np.frombuffer(self._run("attention", q.dtype, sizes, arrays), q.dtype).reshape(q.shape)
+
+    def _run(self, function, dtype, sizes, arrays) -> bytes:
+        command = [*self.program, function, dtype.name, *map(str, sizes)]
+        data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+        return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True).stdout
+
+
+def kernels(target: str) -> Kernels:
+    """The kernels for a target, or as XLA calls them. Skips the test where this machine has none."""
+    if target == "xla":
+        if why := why_not("float32"):
+            pytest.skip(f"no native kernels: {why}")
+        return Called()
+    if target in library.targets():
+        compiler, emulator = library.find_compiler(), []
+        missing = compiler is None and "C++ compiler"
+    elif target == "neon":
+        compiler, emulator = CROSS_COMPILER, [EMULATOR]
+        missing = next((tool for tool in (CROSS_COMPILER, EMULATOR) if shutil.which(tool) is None), None)
+    else:
+        pytest.skip(f"no native kernels: this {platform.machine()} lacks {library.TARGETS[target].words}")
+    if missing:
+        pytest.skip(f"no native kernels: there is no {missing}")
+    return Driven([*emulator, _driver(target, compiler)])
+
+
+def why_not(dtype: str) -> str | None:
+    """`native.why_not`, by one process at a time: so that only one of them compiles."""
+    with _one_at_a_time():
+        return native.why_not(jnp.dtype(dtype))
+
+
+def _driver(target: str, compiler: str) -> str:
+    """The driver, compiled unless it has been before."""
+    sources = [DRIVER, *library.SOURCES.glob("*.h")]
+    command = library.compile_command(library.TARGETS[target], compiler)
+    command += ["-static", "-I", str(library.SOURCES), str(DRIVER)]
+    key = hashlib.sha256("\0".join([*command, *(file.read_text() for file in sources)]).encode()).hexdigest()
+    program = CACHE / f"native-{target}-{key[:16]}"
+    with _one_at_a_time():
+        if not program.exists():
+            subprocess.run([*command, "-o", f"{program}.new"], check=True)
+            os.replace(f"{program}.new", program)
+    return str(program)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "native.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,63 @@
+"""Where compiled things are kept."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from pallas_kernels import compilation_cache
+from pallas_kernels.compilation_cache import compilation_cache_dir
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A home for a user who has said nothing about caches."""
+    given = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    compilation_cache._warn.cache_clear()
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", given)
+
+
+def test_the_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compilation_cache_dir() == home / ".cache" / "jaxpaged"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "xdg"))
+    assert compilation_cache_dir() == home / "xdg" / "jaxpaged"
+    jax.config.update("jax_compilation_cache_dir", str(home / "jax"))
+    assert compilation_cache_dir() == home / "jax"
+    assert (home / "jax").is_dir()
+
+
+def no_home(home: Path, patch: pytest.MonkeyPatch) -> None:
+    def raising() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    patch.setattr(Path, "home", raising)
+
+
+def a_file(home: Path, patch: pytest.MonkeyPatch) -> None:
+    (home / ".cache").touch()
+
+
+def read_only(home: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(compilation_cache.os, "access", lambda folder, mode: False)  # root may write everywhere
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (no_home, "Could not determine home directory"),
+        (a_file, "(Not a directory|File exists)"),
+        (read_only, "jaxpaged' cannot be written to"),
+    ],
+)
+def test_where_nothing_can_be_kept_it_is_said_once(spoil, why, home, monkeypatch, caplog) -> None:
+    spoil(home, monkeypatch)
+    assert compilation_cache_dir() is None
+    assert compilation_cache_dir() is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.search(f"nothing is kept .*{why}.*; XDG_CACHE_HOME names", record.getMessage())

@@ -1,0 +1,112 @@
+"""Models kept on disk: mapped by the next who asks, built anew where anything about them has changed."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxpaged import disk_cache
+from jaxpaged.models import kept, loading, safetensors_files
+from jaxpaged.models.llama import Llama
+
+GOLDEN = Path(__file__).parents[1] / "goldens" / "mha_biased"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_cache, "_folder", tmp_path / "kept")
+    monkeypatch.setattr(kept, "SMALLEST", 0)
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return Path(shutil.copytree(GOLDEN, tmp_path / "model"))
+
+
+@pytest.fixture
+def load(path, monkeypatch):
+    """Opens the model as a new process would, and says whether its weights were read."""
+    read = safetensors_files.load
+
+    def loaded(dtype="float32"):
+        reads = []
+        monkeypatch.setattr(safetensors_files, "load", lambda path: reads.append(path) or read(path))
+        model = loading.open_checkpoint(path).model(jnp.dtype(dtype))
+        kept.wait()
+        return model, bool(reads)
+
+    return loaded
+
+
+def built_from(path, dtype="float32"):
+    checkpoint = loading.open_checkpoint(path)
+    return Llama(checkpoint.config, safetensors_files.load(path), jnp.dtype(dtype))
+
+
+def assert_equal(model, other):
+    assert jax.tree.structure(model) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_second_to_ask_gets_the_same_arrays_from_disk(folder, load, path, dtype):
+    built, was_read = load(dtype)
+    mapped, was_read_again = load(dtype)
+    assert (was_read, was_read_again) == (True, False)
+    assert_equal(mapped, built)
+    assert_equal(mapped, built_from(path, dtype))
+    assert [path.suffix for path in folder.iterdir()] == [".model"]
+
+
+def test_other_weights_are_another_model(folder, load, path):
+    load()
+    file = path / "model.safetensors"
+    save_file({name: 2 * weight for name, weight in safetensors_files.load(path).items()}, file)
+    model, was_read = load()
+    assert was_read
+    assert_equal(model, built_from(path))
+    assert load("bfloat16")[1]
+
+
+def test_a_damaged_copy_is_made_anew(folder, load, caplog):
+    built, _ = load()
+    [copy] = folder.iterdir()
+    for damage in (lambda: (copy / "0.npy").unlink(), lambda: (copy / kept.DTYPES).write_text("[]")):
+        damage()
+        with caplog.at_level(logging.WARNING):
+            model, was_read = load()
+        assert was_read
+        assert f"the model kept in {copy} cannot be used" in caplog.text
+        assert_equal(model, built)
+        assert not load()[1]
+        caplog.clear()
+
+
+def test_what_cannot_or_should_not_be_kept_is_built_each_time(folder, load, monkeypatch, caplog):
+    monkeypatch.setattr(kept, "LARGEST", 1)
+    load()
+    assert load()[1]
+    assert not folder.exists()
+    monkeypatch.setattr(kept, "LARGEST", 2**31)
+    folder.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        assert load()[1]
+    assert "the model cannot be kept in" in caplog.text
+
+
+def test_the_models_used_longest_ago_go(folder, load, monkeypatch):
+    monkeypatch.setattr(kept, "MOST_MODELS", 1)
+    load("float32")
+    [copy] = folder.iterdir()
+    os.utime(copy, (1, 1))
+    load("bfloat16")
+    assert load("float32")[1]
