@@ -37,7 +37,7 @@ TABLE = Path(__file__).with_suffix(".md")
 class Program:
     """One compilation: an operation at a shape."""
 
-    version: str = "v1"
+    version: str = "decode"  # or "v1", or "tiles" of several tokens
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -50,6 +50,9 @@ class Program:
     soft_cap: float | None = None
     sinks: bool = False
     block_sparse: bool = False
+    tile_len: int = 1
+    num_seqs: int = 16
+    capacity: int = 8192  # tokens a row can have
 
     def __str__(self) -> str:
         heads = f"{self.num_q_heads}/{self.num_kv_heads}"
@@ -61,6 +64,8 @@ class Program:
                 ("soft_cap", self.soft_cap is not None),
                 ("sinks", self.sinks),
                 ("block_sparse", self.block_sparse),
+                (f"{self.tile_len} tokens a tile", self.tile_len > 1),
+                (f"{self.num_seqs} rows of {self.capacity}", (self.num_seqs, self.capacity) != (16, 8192)),
                 ("head_major", self.kv_layout == "head_major"),
             ]
             if used
@@ -73,22 +78,37 @@ class Program:
 
 def programs() -> list[Program]:
     """What the table holds: the base shape, then one property changed at a time."""
-    found = []
-    for version in ("v1", "v2"):
-        found += [Program(version)]
-        found += [Program(version, head_dim=d) for d in (64, 80, 96, 112, 192, 256)]
-        found += [Program(version, num_q_heads=8 * g) for g in (1, 3, 5, 7, 8, 16)]
-        found += [Program(version, block_size=b) for b in (8, 32, 64, 128, 256)]
-        found += [
-            Program(version, dtype="float16"),
-            Program(version, kv_layout="head_major"),
-            Program(version, cache_dtype="float8_e4m3fn"),
-            Program(version, cache_dtype="float8_e4m3fn", block_size=8, head_dim=256, num_q_heads=128),
-            Program(version, cache_dtype="float8_e5m2"),
-            Program(version, cache_dtype="int8"),
-            Program(version, block_sparse=True),
-            Program(version, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
-        ]
+    found = [Program(), Program(num_seqs=256, capacity=131072)]
+    found += [Program(head_dim=d) for d in (64, 80, 96, 112, 192, 256)]
+    found += [Program(num_q_heads=8 * g) for g in (1, 3, 5, 7, 8, 16)]
+    found += [Program(block_size=b) for b in (8, 32, 64, 128, 256)]
+    found += [
+        Program(dtype="float16"),
+        Program(kv_layout="head_major"),
+        Program(cache_dtype="float8_e4m3fn"),
+        Program(cache_dtype="float8_e4m3fn", block_size=8, head_dim=256, num_q_heads=128),
+        Program(cache_dtype="float8_e5m2"),
+        Program(cache_dtype="int8"),
+        Program(block_sparse=True),
+        Program(alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
+    ]
+    found += [Program("v1"), Program("v1", head_dim=256), Program("v1", cache_dtype="float8_e4m3fn")]
+    # Tiles of several tokens: a few, which the kernel for decode steps takes, and prompts.
+    found += [Program("tiles", tile_len=n) for n in (2, 4, 8, 16)]
+    found += [Program("tiles", tile_len=8, head_dim=256), Program("tiles", tile_len=16, num_q_heads=8)]
+    prompt = Program("tiles", tile_len=32)
+    found += [prompt, *(dataclasses.replace(prompt, head_dim=d) for d in (64, 80, 96, 112, 192, 256))]
+    found += [dataclasses.replace(prompt, num_q_heads=8 * g) for g in (1, 3, 5, 7, 8, 16)]
+    found += [dataclasses.replace(prompt, block_size=b) for b in (8, 64, 256)]
+    found += [
+        dataclasses.replace(prompt, tile_len=16, num_q_heads=64),
+        dataclasses.replace(prompt, tile_len=64),
+        dataclasses.replace(prompt, dtype="float16"),
+        dataclasses.replace(prompt, sliding_window=4096),
+        dataclasses.replace(prompt, head_dim=256, sliding_window=4096),
+        dataclasses.replace(prompt, sliding_window=128, sinks=True, head_dim=64, num_q_heads=64),
+        dataclasses.replace(prompt, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
+    ]
     return found
 
 
@@ -134,14 +154,16 @@ def markdown(reports: list[Report]) -> str:
         f"Made by `python -m benchmarks.compile_report --write` with jax {jax.__version__}: compiled for",
         "sm_90a, not run.",
         "Heads are query heads / kv heads / head_dim. CTAs: programs that fit on one multiprocessor.",
+        "Temporary memory is of 16 rows of 8,192 tokens, or as said.",
         "",
-        "| program | kernel | registers | spilled bytes | shared memory, KiB | CTAs |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| program | kernel | registers | spilled bytes | shared memory, KiB | CTAs | temporary, MB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in reports:
         memory = f"{r.shared_memory_bytes / 1024:.1f}"
         lines.append(
-            f"| {r.program} | {r.kernel} | {r.registers} | {r.spill_bytes} | {memory} | {r.ctas_per_core} |"
+            f"| {r.program} | {r.kernel} | {r.registers} | {r.spill_bytes} | {memory} | {r.ctas_per_core} "
+            f"| {r.temp_bytes / 1e6:.1f} |"
         )
     return "\n".join([*lines, ""])
 
@@ -176,29 +198,32 @@ def compile_for_h200(program: Program) -> Any:
     everywhere = NamedSharding(Mesh(devices, ("x",)), PartitionSpec())
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
-    p, num_seqs, num_blocks = program, 16, 1024
+    p, num_seqs, num_blocks = program, program.num_seqs, 1024
     sizes = layout.Sizes(num_blocks, p.block_size, p.num_kv_heads, p.head_dim)._asdict()
     shape = tuple(sizes[axis] for axis in layout.AXES[p.kv_layout])
     cache = jax.ShapeDtypeStruct(shape, jnp.dtype(p.cache_dtype or p.dtype))
+    rows = (num_seqs,) if p.version != "tiles" else (num_seqs, p.tile_len)
     arrays: dict[str, Any] = {
-        "q": jax.ShapeDtypeStruct((num_seqs, p.num_q_heads, p.head_dim), jnp.dtype(p.dtype)),
+        "q": jax.ShapeDtypeStruct((*rows, p.num_q_heads, p.head_dim), jnp.dtype(p.dtype)),
         "k_cache": cache,
         "v_cache": cache,
-        "block_tables": jax.ShapeDtypeStruct((num_seqs, 8192 // p.block_size), jnp.int32),
+        "block_tables": jax.ShapeDtypeStruct((num_seqs, p.capacity // p.block_size), jnp.int32),
         "seq_lens": jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
     }
     per_head = jax.ShapeDtypeStruct((p.num_q_heads,), jnp.float32)
     arrays |= {name: per_head for name, used in (("alibi_slopes", p.alibi), ("sinks", p.sinks)) if used}
     if p.cache_dtype is not None:
         arrays |= dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct((p.num_kv_heads,), jnp.float32))
-    operation = functools.partial(
-        getattr(ops, f"paged_attention_{p.version}"),
-        sliding_window=p.sliding_window,
-        soft_cap=p.soft_cap,
-        kv_layout=p.kv_layout,
-        block_sparse=BlockSparse(64, 16, 8, head_sliding_step=1) if p.block_sparse else None,
-        implementation="mosaic_gpu",
-    )
+    options: dict[str, Any] = {"sliding_window": p.sliding_window, "soft_cap": p.soft_cap}
+    operation: Any = ops.tiled_paged_attention
+    if p.version == "tiles":
+        options |= {"scale": p.head_dim**-0.5}
+        arrays["query_starts"] = arrays["seq_lens"]
+    else:
+        operation = ops.paged_attention if p.version == "decode" else ops.paged_attention_v1
+        options |= {"kv_layout": p.kv_layout}
+        options["block_sparse"] = BlockSparse(64, 16, 8, head_sliding_step=1) if p.block_sparse else None
+    operation = functools.partial(operation, **options, implementation="mosaic_gpu")
     names = list(arrays)
     jitted = jax.jit(
         lambda *args: operation(**dict(zip(names, args, strict=True))),

@@ -33,8 +33,7 @@ from jax import lax
 from benchmarks import decode_peers, decode_pool, record
 from benchmarks.decode_pool import MODELS, Pool
 from pallas_kernels import ops, support, tuning
-from pallas_kernels import paged_attention_v1 as mosaic_v1
-from pallas_kernels import paged_attention_v2 as mosaic_v2
+from pallas_kernels import paged_attention as mosaic
 from reference import attention
 
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, in the interpreter.")
@@ -43,7 +42,8 @@ _BUDGET = flags.DEFINE_float("budget", 420, "Seconds after the checks in which m
 _OUT = flags.DEFINE_string("out", None, "Append one JSON line per measurement to this file.")
 
 CONTEXTS: tuple[int | str, ...] = (512, 2048, 8192, 32768, "ragged")
-VERSIONS = ("v1", "v2")  # `ops.paged_attention` takes v2 for tables of more than 8,192 tokens
+# Rows cut by their own length, and rows in one piece: what cutting and merging gains or costs.
+VERSIONS = {"decode": ops.paged_attention, "v1": ops.paged_attention_v1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def lengths(context: int | str, num_seqs: int, capacity: int) -> np.ndarray:
 
 def operation_of(version: str, pool: Pool, setup: Setup) -> Callable[..., jax.Array]:
     """The public operation, with the pool's scales."""
-    operation = getattr(ops, f"paged_attention_{version}")
+    operation: Callable[..., jax.Array] = VERSIONS[version]
     return functools.partial(operation, implementation="mosaic_gpu", interpret=setup.interpret, **pool.scales)
 
 
@@ -229,44 +229,45 @@ def sweep(setup: Setup, bandwidth: float) -> Iterator[dict[str, Any]]:
             busy = lengths(
                 contexts[-2 if len(contexts) > 1 else 0], setup.num_seqs[len(setup.num_seqs) // 2], 0
             )
-            trials: list[tuple[str, Any, np.ndarray]] = [("v1", None, busy)]
-            trials += [("v2", size, np.array([contexts[-1]], np.int32)) for size in (256, 512, 1024, 2048)]
-            for version, partition_size, lens in trials:
+            long = np.array([contexts[-1]], np.int32)
+            cuts = [mosaic.Cut(tokens, most) for tokens in (128, 256, 512) for most in (32, 64)]
+            trials = [
+                (mosaic.Cut(setup.capacity, 1), busy),
+                *((cut, lens) for cut in cuts for lens in (busy, long)),
+            ]
+            for cut, lens in trials:
                 line = {"model": model, "cache": cache_dtype, "block_size": block_size, "num_seqs": len(lens)}
                 line |= {
                     "context": int(lens[0]),
-                    "partition_size": partition_size,
+                    "cut": cut,
                     **dataclasses.asdict(config),
                 }
-                operation = functools.partial(launch, pool, setup, config, partition_size)
+                operation = functools.partial(launch, pool, setup, config, cut)
                 try:
                     seconds, spread = loop_time(operation, pool, setup, lens, {})
                 except (ValueError, NotImplementedError) as error:  # too much shared memory, say
-                    yield line | {"what": version, "note": str(error)[:200]}
+                    yield line | {"what": "decode", "note": str(error)[:200]}
                     continue
-                yield line | measured(version, seconds, spread, pool.bytes_read(lens), bandwidth)
+                yield line | measured("decode", seconds, spread, pool.bytes_read(lens), bandwidth)
 
 
 def launch(
     pool: Pool,
     setup: Setup,
     config: tuning.TuningConfig,
-    partition_size: int | None,
+    cut: mosaic.Cut,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     table: jax.Array,
     lens: jax.Array,
 ) -> jax.Array:
-    """A kernel with a given configuration: v2 if there is a partition size."""
+    """The kernel with a given configuration and cut."""
     num_kv_heads, head_dim = MODELS[pool.model][1:]
     scale = jnp.ones(num_kv_heads, jnp.float32) if pool.scales else None
     arrays = support.Arrays(q, k, v, table, lens)
     options = support.Options(scale=head_dim**-0.5, k_scale=scale, v_scale=scale)
-    keywords: dict[str, Any] = {"config": config, "interpret": setup.interpret}
-    if partition_size is None:
-        return mosaic_v1.paged_attention_v1(arrays, options, **keywords)
-    return mosaic_v2.paged_attention_v2(arrays, options, partition_size, **keywords)
+    return mosaic.paged_attention(arrays, options, cut=cut, config=config, interpret=setup.interpret)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""What the two decode-attention kernels share: fetching tiles of K and V, and the softmax over them.
+"""A unit of work of decode attention: tiles of K and V are fetched, and the softmax over them is taken.
 
-A program has two Pallas threads (warpgroups). The producer reads the block table and starts the TMA copies
-of a tile's blocks into a ring of `num_stages` slots; the consumer computes. Per slot there are two
-barriers: `full` (all copies of a tile have landed) and `empty` (the consumer has done with it). Both
-threads number the tiles of the whole program from 0; tile i lives in slot i % num_stages.
+A program has two Pallas threads (warpgroups). The producer's four warps read the block table and start the
+TMA copies of a tile's blocks into a ring of `num_stages` slots, every fourth copy each, so that none waits
+for another; the consumer computes. Per slot there are two barriers: `full` (all copies of a tile have landed)
+and `empty` (the consumer has done with it). Both threads number the tiles of the whole program from 0; tile i
+lives in slot i % num_stages. The queries of a unit of work come the same way, in a ring of two slots.
 
-The products are turned round, so that the tokens fill the 64 rows a wgmma has and the few query heads of a
-group (padded to a multiple of 8) are its columns:
+The products are turned round, so that the tokens fill the 64 rows a wgmma has and the few queries that share
+a kv head (the heads of a group, for each new token of the row, padded to a multiple of 8) are its columns:
 
     S^T [tile_kv, heads] = K [tile_kv, head_dim] @ Q^T          O^T [head_dim, heads] = V^T @ P^T
 
@@ -15,8 +16,10 @@ is not wholly inside [start, end) has stale tokens: their scores become -inf and
 memory, for zero times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no
 difference of two maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
 
-A quantised cache comes into the ring as it is and is widened to float16 there, a tile at a time; its scales
-are factors of the logits and of the output.
+A quantised cache comes into the ring as it is and is widened to float16, a tile at a time: V on its way to
+another place in shared memory, K likewise or, where there are registers for it, on its way into its product.
+(Pallas' interpreter knows no product of registers: there K goes the way of V.) The scales are factors of the
+logits and of the output.
 """
 
 import dataclasses
@@ -29,13 +32,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import layout
+from pallas_kernels import layout, tuning
 from pallas_kernels.support import Arrays, BlockSparse, Options
 from pallas_kernels.tuning import TuningConfig
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
 FLOAT16_MAX = 65504.0
+NUM_WARPS = 4  # of the producer
+NUM_QUERY_SLOTS = 2  # units of work whose queries are there or under way
 WGMMA = plgpu.Layout.WGMMA
 PER_HEAD = plgpu.Layout.WGMMA.reduce(0)  # one number per column of a wgmma's result
 
@@ -46,6 +51,7 @@ class Problem:
 
     num_kv_heads: int
     group_size: int
+    query_len: int  # new tokens of a row
     head_dim: int
     block_size: int
     dtype: Any  # of q and the output
@@ -57,11 +63,15 @@ class Problem:
     block_sparse: BlockSparse | None
     tile_kv: int
     num_stages: int
+    widens_in_registers: bool  # K of a quantised cache
 
     @property
     def num_columns(self) -> int:
-        """Query heads of a group, padded to what a wgmma takes as columns."""
-        return -(-self.group_size // 8) * 8
+        """Queries of a row that share a kv head, padded to what a wgmma takes as columns.
+
+        Column i * group_size + g is query head g of the group for the row's new token i.
+        """
+        return tuning.num_columns(self.group_size * self.query_len)
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
@@ -92,16 +102,25 @@ class Problem:
         return jnp.dtype(jnp.float16) if self.is_quantised else self.dtype
 
     @property
-    def blocks_per_tile(self) -> int:
-        return max(1, self.tile_kv // self.block_size)
+    def copy_tokens(self) -> int:
+        """Tokens of one copy: a block's, or so many that each warp of the producer has a part of a tile."""
+        return min(self.block_size, self.tile_kv // NUM_WARPS)
+
+    @property
+    def copies_per_tile(self) -> int:
+        """Of K, and of V."""
+        return self.tile_kv // self.copy_tokens
 
 
-def make_problem(arrays: Arrays, options: Options, config: TuningConfig) -> Problem:
-    """The problem of arguments that `ops` has checked."""
+def make_problem(
+    arrays: Arrays, options: Options, config: TuningConfig, query_len: int, *, is_interpreted: bool
+) -> Problem:
+    """The problem of arguments that `ops` has checked, with `query_len` lines of q a row."""
     q, cache = arrays.q, layout.sizes(arrays.k_cache, options.kv_layout)
     return Problem(
         num_kv_heads=cache.num_kv_heads,
         group_size=q.shape[1] // cache.num_kv_heads,
+        query_len=query_len,
         head_dim=cache.head_dim,
         block_size=cache.block_size,
         dtype=q.dtype,
@@ -113,6 +132,8 @@ def make_problem(arrays: Arrays, options: Options, config: TuningConfig) -> Prob
         block_sparse=options.block_sparse,
         tile_kv=config.tile_kv,
         num_stages=config.num_stages,
+        widens_in_registers=tuning.widens_in_registers(cache.head_dim, arrays.k_cache.dtype)
+        and not is_interpreted,
     )
 
 
@@ -133,14 +154,15 @@ def extras_of(options: Options) -> Extras:
 class Scratch(NamedTuple):
     """Shared memory and barriers of one program; all live as long as it."""
 
-    q_rows: Any  # [pieces, num_columns, piece_rows] as it comes from memory
+    q_rows: Any  # [NUM_QUERY_SLOTS, pieces, num_columns, piece_rows] as they come from memory
     q: Any  # [num_columns, head_dim] as a wgmma wants it
     k: Any  # [num_stages, tile_kv, head_dim] the ring
     v: Any  # [num_stages, tile_kv, head_dim]
-    k16: Any  # [tile_kv, head_dim] the widened tile of a quantised cache, else None
-    v16: Any  # [tile_kv, head_dim]
+    k16: Any  # [tile_kv, head_dim] the widened tile, else None
+    v16: Any  # [tile_kv, head_dim] likewise
     p: Any  # [num_columns, tile_kv] the weights of one tile
-    q_ready: Any
+    q_full: Any  # [NUM_QUERY_SLOTS], an arrival per copy
+    q_empty: Any  # [NUM_QUERY_SLOTS]
     full: Any  # [num_stages], an arrival per copy
     empty: Any  # [num_stages]
 
@@ -152,26 +174,28 @@ def scratch_types(p: Problem) -> Scratch:
     tiled = (transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns))  # for wgmma
     ring_tiled = () if p.is_quantised else tiled
     tile = (p.tile_kv, p.head_dim)
+    widened = plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None
     return Scratch(
-        q_rows=plgpu.SMEM((len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
+        q_rows=plgpu.SMEM((NUM_QUERY_SLOTS, len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
         q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=tiled),
         k=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
         v=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
-        k16=plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None,
-        v16=plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None,
+        k16=None if p.widens_in_registers else widened,
+        v16=widened,
         p=plgpu.SMEM((p.num_columns, p.tile_kv), p.operand_dtype, transforms=tiled),
-        q_ready=plgpu.Barrier(num_arrivals=len(p.pieces)),
-        full=plgpu.Barrier(num_arrivals=2 * p.blocks_per_tile, num_barriers=p.num_stages),
+        q_full=plgpu.Barrier(num_arrivals=len(p.pieces) * p.query_len, num_barriers=NUM_QUERY_SLOTS),
+        q_empty=plgpu.Barrier(num_barriers=NUM_QUERY_SLOTS),
+        full=plgpu.Barrier(num_arrivals=2 * p.copies_per_tile, num_barriers=p.num_stages),
         empty=plgpu.Barrier(num_barriers=p.num_stages),
     )
 
 
 class Span(NamedTuple):
-    """The tokens [start, end) of a row that one softmax runs over."""
+    """A unit of work: the tokens [start, end) of a row that one softmax runs over, for one kv head."""
 
     row: jax.Array
     kv_head: jax.Array
-    seq_len: jax.Array
+    position: jax.Array  # of the row's first new token
     start: jax.Array
     end: jax.Array
 
@@ -181,20 +205,18 @@ class Span(NamedTuple):
         return first, jnp.maximum(pl.cdiv(self.end, jnp.int32(p.tile_kv)) - first, 0)
 
 
-def row_span(p: Problem, row: jax.Array, kv_head: jax.Array, seq_lens_gmem: Any) -> Span:
-    """A whole row: all its tokens, or those in the window."""
-    seq_len = seq_lens_gmem[row]
-    start = jnp.int32(0) if p.sliding_window is None else jnp.maximum(seq_len - p.sliding_window, 0)
-    return Span(row, kv_head, seq_len, start, seq_len)
+def produce(
+    p: Problem, span: Span, unit: jax.Array, gmem: Any, scratch: Scratch, done: jax.Array, warp: jax.Array
+) -> jax.Array:
+    """Fetch what this warp has of the program's unit of that number; `done` tiles went before.
 
-
-def produce(p: Problem, span: Span, gmem: Any, scratch: Scratch, done: jax.Array) -> jax.Array:
-    """Fetch the span's tiles; `done` tiles went before. Returns the number of tiles fetched so far."""
+    Returns the number of tiles fetched so far.
+    """
+    pl.when(warp == 0)(lambda: _fetch_queries(p, span, unit, gmem.q, scratch))
     first_tile, num_tiles = span.tiles(p)
     # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
     first_block = lax.div(span.start, jnp.int32(p.block_size))
     last_block = jnp.maximum(pl.cdiv(span.end, jnp.int32(p.block_size)) - 1, first_block)
-    tokens = min(p.block_size, p.tile_kv)  # of a copy
 
     def fetch(i: jax.Array, _: None) -> None:
         slot = lax.rem(done + i, jnp.int32(p.num_stages))
@@ -203,14 +225,15 @@ def produce(p: Problem, span: Span, gmem: Any, scratch: Scratch, done: jax.Array
         def _wait() -> None:
             plgpu.barrier_wait(scratch.empty.at[slot])
 
-        first_token = (first_tile + i) * p.tile_kv
-        for j in range(p.blocks_per_tile):
-            column = lax.div(first_token + j * tokens, jnp.int32(p.block_size))
+        for copy in range(p.copies_per_tile // NUM_WARPS):
+            place = (copy * NUM_WARPS + warp) * p.copy_tokens  # in the tile
+            token = (first_tile + i) * p.tile_kv + place
+            column = lax.div(token, jnp.int32(p.block_size))
             block_id = gmem.block_tables[span.row, jnp.clip(column, first_block, last_block)]
-            offset = lax.rem(first_token, jnp.int32(p.block_size)) if p.block_size > p.tile_kv else 0
-            place = pl.ds(offset, tokens)
-            source = (block_id, place, span.kv_head) if p.token_major else (block_id, span.kv_head, place)
-            target = (slot, pl.ds(j * tokens, tokens))
+            offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > p.copy_tokens else 0
+            tokens = pl.ds(offset, p.copy_tokens)
+            source = (block_id, tokens, span.kv_head) if p.token_major else (block_id, span.kv_head, tokens)
+            target = (slot, pl.ds(place, p.copy_tokens))
             plgpu.copy_gmem_to_smem(gmem.k_cache.at[source], scratch.k.at[target], scratch.full.at[slot])
             plgpu.copy_gmem_to_smem(gmem.v_cache.at[source], scratch.v.at[target], scratch.full.at[slot])
 
@@ -218,13 +241,27 @@ def produce(p: Problem, span: Span, gmem: Any, scratch: Scratch, done: jax.Array
     return done + num_tiles
 
 
-def drain(p: Problem, scratch: Scratch, done: jax.Array) -> None:
-    """Take the arrivals of the last tiles. The GPU would not mind; jax 0.11's interpreter wants each seen."""
-    for k in range(p.num_stages):
+def _fetch_queries(p: Problem, span: Span, unit: jax.Array, q_gmem: Any, scratch: Scratch) -> None:
+    slot = lax.rem(unit, jnp.int32(NUM_QUERY_SLOTS))
+
+    @pl.when(unit >= NUM_QUERY_SLOTS)
+    def _wait_for_slot() -> None:
+        plgpu.barrier_wait(scratch.q_empty.at[slot])
+
+    for token in range(p.query_len):
+        heads, columns = group_heads(p, span.kv_head, token)
+        for i, (first, size) in enumerate(p.pieces):
+            source = q_gmem.at[span.row * p.query_len + token, heads, pl.ds(first, size)]
+            plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[slot, i, columns], scratch.q_full.at[slot])
+
+
+def drain(empty: Any, num_slots: int, done: jax.Array) -> None:
+    """Take the last arrivals at a ring's slots. The GPU would not mind; jax's interpreter wants each seen."""
+    for k in range(num_slots):
 
         @pl.when(done > k)
         def _see_arrival(k: int = k) -> None:
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(done - 1 - k, jnp.int32(p.num_stages))])
+            plgpu.barrier_wait(empty.at[lax.rem(done - 1 - k, jnp.int32(num_slots))])
 
 
 class Softmax(NamedTuple):
@@ -235,11 +272,12 @@ class Softmax(NamedTuple):
     sum: jax.Array  # [num_columns]
 
 
-def nothing(p: Problem, pieces: tuple[tuple[Any, int], ...]) -> Softmax:
-    """A softmax over no tokens, for these pieces of the output."""
+def nothing(p: Problem) -> Softmax:
+    """A softmax over no tokens."""
     return Softmax(
         tuple(
-            plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA) for _, rows in pieces
+            plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA)
+            for _, rows in p.pieces
         ),
         plgpu.layout_cast(jnp.full((p.num_columns,), LOWEST, jnp.float32), PER_HEAD),
         plgpu.layout_cast(jnp.full((p.num_columns,), 0.0, jnp.float32), PER_HEAD),
@@ -247,10 +285,10 @@ def nothing(p: Problem, pieces: tuple[tuple[Any, int], ...]) -> Softmax:
 
 
 def consume(
-    p: Problem, span: Span, q_gmem: Any, extras: Extras, scratch: Scratch, done: jax.Array
+    p: Problem, span: Span, unit: jax.Array, extras: Extras, scratch: Scratch, done: jax.Array
 ) -> tuple[Softmax, jax.Array]:
     """The softmax over the span, as its tiles arrive. Returns it and the number of tiles taken so far."""
-    _load_queries(p, span, q_gmem, scratch)
+    _load_queries(p, unit, scratch)
     # Of the logits times log2(e); with a soft cap, of twice the argument of tanh.
     factor = p.scale * LOG2E if p.soft_cap is None else 2 * p.scale / p.soft_cap * LOG2E
     if extras.k_scale is not None:
@@ -277,22 +315,20 @@ def consume(
             plgpu.barrier_arrive(scratch.empty.at[slot])
         return Softmax(out, largest, total)
 
-    return lax.fori_loop(0, num_tiles, take, nothing(p, p.pieces)), done + num_tiles
+    return lax.fori_loop(0, num_tiles, take, nothing(p)), done + num_tiles
 
 
-def _load_queries(p: Problem, span: Span, q_gmem: Any, scratch: Scratch) -> None:
-    """The group's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
-    heads, rows = group_heads(p, span.kv_head)
+def _load_queries(p: Problem, unit: jax.Array, scratch: Scratch) -> None:
+    """The unit's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
+    slot = lax.rem(unit, jnp.int32(NUM_QUERY_SLOTS))
+    plgpu.barrier_wait(scratch.q_full.at[slot])
     for i, (first, size) in enumerate(p.pieces):
-        source = q_gmem.at[span.row, heads, pl.ds(first, size)]
-        plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[i, rows], scratch.q_ready)
-    plgpu.barrier_wait(scratch.q_ready)
-    for i, (first, size) in enumerate(p.pieces):
-        q = plgpu.load(scratch.q_rows.at[i].T, layout=WGMMA, optimized=False)
+        q = plgpu.load(scratch.q_rows.at[slot, i].T, layout=WGMMA, optimized=False)
         if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
             q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
         scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
     plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.q_empty.at[slot])
 
 
 def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any]:
@@ -300,11 +336,15 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
     plgpu.barrier_wait(scratch.full.at[slot])
     if not p.is_quantised:
         return scratch.k.at[slot], scratch.v.at[slot]
-    _widen(scratch.k.at[slot], scratch.k16)
+    k = scratch.k16
+    if p.widens_in_registers:
+        k = plgpu.layout_cast(_load_8_bits(scratch.k.at[slot]).astype(p.operand_dtype), WGMMA)
+    else:
+        _widen(scratch.k.at[slot], scratch.k16)
     _widen(scratch.v.at[slot], scratch.v16)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.empty.at[slot])
-    return scratch.k16, scratch.v16
+    return k, scratch.v16
 
 
 def _logits(
@@ -320,9 +360,14 @@ def _logits(
     if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
         s = (1 - 2 / (1 + jnp.exp2(s))) * (p.soft_cap * LOG2E)
     token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + first_token
+    position = span.position if p.query_len == 1 else span.position + _token_of_column(p, s.shape)
     if slopes is not None:
-        s = s + slopes * (token - (span.seq_len - 1)).astype(jnp.float32)
+        s = s + slopes * (token - position).astype(jnp.float32)
     seen = (token >= span.start) & (token < span.end)
+    if p.query_len > 1:
+        seen = seen & (token <= position)
+        if p.sliding_window is not None:
+            seen = seen & (token > position - p.sliding_window)
     if p.block_sparse is not None:
         seen = seen & _is_kept(p, p.block_sparse, token, span)
     return jnp.where(seen, s, -jnp.inf)
@@ -334,7 +379,7 @@ def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -
     @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
     def _zero() -> None:
         place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-        for column in _columns(p.head_dim):  # in parts, to need no more registers than the rest
+        for column in columns_of(p.head_dim):  # in parts, to need no more registers than the rest
             piece = v.at[:, pl.ds(column, 64)]
             old = piece[...]
             piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
@@ -356,7 +401,7 @@ def _add_weighted(
     return tuple(new)
 
 
-def _columns(head_dim: int) -> list[int]:
+def columns_of(head_dim: int) -> list[int]:
     """Where pieces of 64 columns begin that cover head_dim; the last two may overlap."""
     return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
 
@@ -371,16 +416,21 @@ def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> j
     else:
         offset = 1 - sparse.head_sliding_step * (sparse.tp_rank * p.num_kv_heads + span.kv_head)
     block = lax.div(token, jnp.full_like(token, sparse.block_size))
-    own_block = lax.div(span.seq_len - 1, jnp.int32(sparse.block_size))
+    own_block = lax.div(span.position, jnp.int32(sparse.block_size))
     is_vertical = lax.rem(block + offset, jnp.full_like(token, sparse.vertical_stride)) == 0
     return is_vertical | (block > own_block - sparse.local_blocks)
 
 
 def _widen(source: Any, target: Any) -> None:
     """A tile of 8-bit numbers into float16, in parts."""
-    for column in _columns(source.shape[1]):
+    for column in columns_of(source.shape[1]):
         piece = (slice(None), pl.ds(column, 64))
-        target[piece] = source[piece].astype(target.dtype)
+        target[piece] = _load_8_bits(source.at[piece]).astype(target.dtype)
+
+
+def _load_8_bits(ref: Any) -> jax.Array:
+    """So that, widened, each number is where a wgmma wants it."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
 
 
 def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -> list[jax.Array]:
@@ -400,35 +450,45 @@ def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -
     return [piece * lax.broadcast_in_dim(factor, piece.shape, [1]) for piece in out]
 
 
+def _token_of_column(p: Problem, shape: tuple[int, ...]) -> jax.Array:
+    """Which of the row's new tokens a column [rows, num_columns] belongs to."""
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+    return lax.div(column, jnp.full_like(column, p.group_size))
+
+
 def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows: int) -> jax.Array:
-    """The group's part of values_gmem [num_q_heads] as [num_rows, num_columns], with zeros in the padding."""
-    column = plgpu.broadcasted_iota(jnp.int32, (num_rows, p.num_columns), 1, layout=WGMMA)
+    """The group's part of values_gmem [num_q_heads] as [num_rows, num_columns]; anything in the padding."""
+    head = plgpu.broadcasted_iota(jnp.int32, (num_rows, p.num_columns), 1, layout=WGMMA)
+    if p.query_len > 1:
+        head = lax.rem(head, jnp.full_like(head, p.group_size))
     values = plgpu.layout_cast(jnp.full((num_rows, p.num_columns), 0.0, jnp.float32), WGMMA)
     for g in range(p.group_size):
-        values = jnp.where(column == g, values_gmem[kv_head * p.group_size + g], values)
+        values = jnp.where(head == g, values_gmem[kv_head * p.group_size + g], values)
     return values
 
 
-def store_heads(
+def store_outputs(
     p: Problem,
     out: list[jax.Array],  # the pieces, [rows, num_columns] each
-    pieces: tuple[tuple[Any, int], ...],  # where each goes among the columns of out_gmem
-    out_smem: Any,  # [pieces, num_columns, rows]
-    out_gmem: Any,  # [num_q_heads, head_dim], or some of its columns
-    kv_head: jax.Array,
+    span: Span,
+    out_smem: Any,  # [pieces, num_columns, piece_rows]
+    out_gmem: Any,  # [num_rows * query_len, num_q_heads, head_dim]
 ) -> None:
-    """Write the outputs of a group to their places, and wait until they are there."""
-    heads, rows = group_heads(p, kv_head)
-    for i, ((first, size), piece) in enumerate(zip(pieces, out, strict=True)):
+    """Start to write the outputs of a unit of work to their places."""
+    for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
+        # The unit before has left the buffer; pieces overlap and are written in turn.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
         _store_transposed(out_smem.at[i], piece.astype(p.dtype))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[i, rows], out_gmem.at[heads, pl.ds(first, size)])
-        plgpu.wait_smem_to_gmem(0)  # pieces that overlap are written in turn
+        for token in range(p.query_len):
+            heads, columns = group_heads(p, span.kv_head, token)
+            target = out_gmem.at[span.row * p.query_len + token, heads, pl.ds(first, size)]
+            plgpu.copy_smem_to_gmem(out_smem.at[i, columns], target)
 
 
-def group_heads(p: Problem, kv_head: jax.Array) -> tuple[Any, Any]:
-    """The places of a group's heads: among all query heads, and in a buffer of num_columns rows."""
-    return pl.ds(kv_head * p.group_size, p.group_size), pl.ds(0, p.group_size)
+def group_heads(p: Problem, kv_head: jax.Array, token: int) -> tuple[Any, Any]:
+    """The places of a group's heads: among all query heads, and among the columns, for that new token."""
+    return pl.ds(kv_head * p.group_size, p.group_size), pl.ds(token * p.group_size, p.group_size)
 
 
 def _store_transposed(target: Any, value: jax.Array) -> None:

@@ -23,9 +23,9 @@ from typing import Any, Literal, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layout, native, xla, xla_tiles
-from pallas_kernels import paged_attention_v1 as mosaic_v1
-from pallas_kernels import paged_attention_v2 as mosaic_v2
+from pallas_kernels import layout, native, ragged, xla, xla_tiles
+from pallas_kernels import paged_attention as mosaic
+from pallas_kernels import prompt_attention as mosaic_prompts
 from pallas_kernels.layout import Layout
 from pallas_kernels.support import QUANTISED_DTYPES, Arrays, BlockSparse, Options, refuse_unserved
 
@@ -54,29 +54,20 @@ def paged_attention(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
-    partition_size: int = 512,
     implementation: Implementation | None = None,
     interpret: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array:
-    """`paged_attention_v1` or `paged_attention_v2`, by `use_v1`. Arguments and result as theirs."""
+    """As `paged_attention_v1`, with each row cut as its own length asks: the one to use.
+
+    "mosaic_gpu" cuts long rows into partitions (`paged_attention.default_cut`), so that few long rows keep a
+    GPU as busy as many short ones; "xla" takes all tokens of a row in one running softmax.
+    """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
     checked = _check_attention(arrays, options)
-    cache = layout.sizes(k_cache, checked.kv_layout)
-    capacity = block_tables.shape[1] * cache.block_size
-    is_v1 = use_v1(capacity, q.shape[0], cache.num_kv_heads, partition_size)
-    return _attend(arrays, checked, None if is_v1 else partition_size, implementation, interpret)
-
-
-def use_v1(max_seq_len: int, num_seqs: int, num_kv_heads: int, partition_size: int = 512) -> bool:
-    """The rule of `paged_attention`: v1 for short tables, or where rows and heads alone fill the GPU.
-
-    It follows vLLM's (v1 if max_seq_len <= 8192, and there is one partition or num_seqs * num_heads > 512),
-    with the count of programs in place of its count of heads: our v1 runs one program per kv head, not per
-    query head. It looks at capacities only, never at lengths: a row's bits do not depend on its neighbours.
-    """
-    one_partition = max_seq_len <= partition_size
-    return max_seq_len <= 8192 and (one_partition or num_seqs * num_kv_heads > 512)
+    if _choose(implementation, interpret, arrays, checked) == "xla":
+        return xla.paged_attention_v1(arrays, checked)
+    return mosaic.paged_attention(arrays, checked, interpret=interpret)
 
 
 def paged_attention_v1(
@@ -90,7 +81,7 @@ def paged_attention_v1(
     interpret: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array:
-    """Attention of one query token per sequence over its cached tokens, one program per (sequence, kv head).
+    """Attention of one query token per sequence over its cached tokens, each sequence in one running softmax.
 
     For query head h of a row of n tokens, with t over the tokens it sees:
 
@@ -111,7 +102,11 @@ def paged_attention_v1(
         not serve the combination.
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
-    return _attend(arrays, _check_attention(arrays, options), None, implementation, interpret)
+    checked = _check_attention(arrays, options)
+    if _choose(implementation, interpret, arrays, checked) == "xla":
+        return xla.paged_attention_v1(arrays, checked)
+    whole = mosaic.Cut(_capacity(arrays, checked), most=1)
+    return mosaic.paged_attention(arrays, checked, cut=whole, interpret=interpret)
 
 
 def paged_attention_v2(
@@ -129,12 +124,19 @@ def paged_attention_v2(
     """As `paged_attention_v1`, with each row cut into partitions of `partition_size` tokens.
 
     Partitions are computed in parallel, each to sum exp(s - max) * v, sum exp(s - max) and max in float32;
-    then a row's partitions are merged. For few long rows, where v1 would leave most of the GPU idle.
+    then a row's partitions are merged.
 
-    partition_size: tokens, a multiple of the block size (of 64 as well for "mosaic_gpu").
+    partition_size: tokens, a multiple of the block size.
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
-    return _attend(arrays, _check_attention(arrays, options), partition_size, implementation, interpret)
+    checked = _check_attention(arrays, options)
+    block_size = layout.sizes(k_cache, checked.kv_layout).block_size
+    if partition_size <= 0 or partition_size % block_size:
+        raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
+    if _choose(implementation, interpret, arrays, checked) == "xla":
+        return xla.paged_attention_v2(arrays, checked, partition_size)
+    cut = mosaic.Cut(partition_size, most=-(-_capacity(arrays, checked) // partition_size))
+    return mosaic.paged_attention(arrays, checked, cut=cut, interpret=interpret)
 
 
 def tiled_paged_attention(
@@ -147,7 +149,11 @@ def tiled_paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    alibi_slopes: jax.Array | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: TiledImplementation | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of tiles of neighbouring query tokens, each over its own line of the block table.
 
@@ -162,9 +168,10 @@ def tiled_paged_attention(
         query_starts: [num_tiles] int32. A tile of one token is its sequence's last: seq_lens - 1.
         seq_lens: [num_tiles] int32, tokens in the cache that the tile may see; 0 makes a tile of zeros.
         scale: factor on the dot products.
-        sliding_window: only the last so many tokens are seen, the query's own among them.
-        implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" serves tiles of one
-            token, "native" CPUs as `native.why_not` says, "xla" everything.
+        sliding_window, alibi_slopes, soft_cap, sinks: see `AttentionOptions`.
+        implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" takes tiles of up to 64
+            tokens, a few (`paged_attention.serves`) with the kernel for decode steps; "native" serves CPUs as
+            `native.why_not` says, without slopes, soft cap and sinks; "xla" serves everything.
 
     Returns: [num_tiles, tile_len, num_q_heads, head_dim] of q's type. Queries at or beyond seq_lens are
         padding: what they get has no meaning.
@@ -177,20 +184,104 @@ def tiled_paged_attention(
     if k_cache.dtype != q.dtype:
         raise ValueError(f"{k_cache.dtype=} must be q's {q.dtype}: tiles read no quantised cache yet")
     decode = Arrays(q[:, 0], k_cache, v_cache, block_tables, seq_lens)
-    options = AttentionOptions(scale=scale, sliding_window=sliding_window)
-    _check_attention(decode, options)
+    given = AttentionOptions(
+        scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, sinks=sinks
+    )
+    options = _check_attention(decode, given)
     _check_int32("query_starts", query_starts, (num_tiles,))
-    chosen = implementation or default_tiled_implementation(q.dtype, tile_len)
+    biases = [name for name in ("alibi_slopes", "soft_cap", "sinks") if given[name] is not None]
+    if implementation is None and not interpret:
+        implementation = default_tiled_implementation(q.dtype, tile_len)
+        if implementation == "native" and biases:
+            implementation = "xla"
     arrays = (q, k_cache, v_cache, block_tables, query_starts, seq_lens)
-    if chosen == "xla":
-        return xla_tiles.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
-    if chosen == "native":
-        if why := native.why_not(q.dtype):
+    if implementation == "native":
+        why = f"it has no {', '.join(biases)}" if biases else native.why_not(q.dtype)
+        if why:
             raise NotImplementedError(f"'native' attention does not serve this call: {why}. Use 'xla'.")
         return native.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
+    if _choose(implementation, interpret, decode, options) == "xla":
+        return xla_tiles.tiled_paged_attention(*arrays, options)
+    if tile_len > 1 and not mosaic.serves(tile_len, q.shape[2] // k_cache.shape[2], q.shape[3]):
+        return mosaic_prompts.prompt_attention(
+            decode._replace(q=q), query_starts, options, interpret=interpret
+        )
+    rows = decode._replace(q=q.reshape(-1, *q.shape[2:]))
+    out = mosaic.paged_attention(rows, options, query_starts=query_starts, interpret=interpret)
+    return out.reshape(q.shape)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_query_lens: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    alibi_slopes: jax.Array | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    max_query_len: int | None = None,
+    implementation: TiledImplementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention of a flat batch: prompts, chunks of them, decode steps and drafts, in any mixture.
+
+    A sequence's queries are its last tokens; each sees its sequence up to itself. `tiled_paged_attention` is
+    called twice: with a tile of one token for each sequence of one query, and tiles of up to 32 for others.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32.
+        k_cache, v_cache: the pools, token-major and of q's type, with the queries' own K and V in them.
+        block_tables: [num_seqs, max_blocks_per_seq] int32, as for `tiled_paged_attention`.
+        seq_lens: [num_seqs] int32, tokens in the cache, the queries' own included.
+        cu_query_lens: [num_seqs + 1] int32. Sequence s has the queries from cu_query_lens[s] to before
+            cu_query_lens[s + 1]. It begins with 0, and tokens from its last entry on are padding.
+        max_query_len: a promise that no sequence has more queries: the fewer, the less is computed. With
+            "mosaic_gpu", few enough take the kernel for decode steps.
+        scale, sliding_window, alibi_slopes, soft_cap, sinks, implementation: as in `tiled_paged_attention`.
+
+    Returns: [num_tokens, num_q_heads, head_dim] of q's type, zeros for padding.
+    Raises: as `tiled_paged_attention`.
+    """
+    if q.ndim != 3:
+        raise ValueError(f"{q.shape=} must be [num_tokens, num_q_heads, head_dim]")
+    if seq_lens.ndim != 1 or seq_lens.shape[0] == 0:
+        raise ValueError(f"{seq_lens.shape=} must be [num_seqs], with at least one sequence")
+    _check_int32("cu_query_lens", cu_query_lens, (seq_lens.shape[0] + 1,))
+    if max_query_len is not None and max_query_len < 1:
+        raise ValueError(f"{max_query_len=} must be at least 1")
+    num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
+    most = min(max_query_len or num_tokens, num_tokens)
+    tile_len = max(1, min(most, ragged.TILE_LEN))
+    count = ragged.num_tiles(num_tokens, num_seqs, most, tile_len)
+    several, places = ragged.tiles(seq_lens, cu_query_lens, num_tokens, count, tile_len)
+
+    def attend(tiles: ragged.Tiles, tile_len: int) -> jax.Array:
+        return tiled_paged_attention(
+            ragged.queries_of(q, tiles, tile_len),
+            k_cache,
+            v_cache,
+            block_tables[tiles.seq],
+            tiles.position,
+            tiles.seq_len,
+            scale=scale,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            implementation=implementation,
+            interpret=interpret,
+        )
+
+    out = attend(ragged.singles(seq_lens, cu_query_lens), 1)[places.seq, 0]
     if tile_len > 1:
-        raise NotImplementedError(f"{chosen} serves tiles of one token, not {tile_len=}. Use 'xla'.")
-    return paged_attention(*decode, implementation=chosen, **options)[:, None]
+        of_tiles = attend(several, tile_len).at[places.tile, places.offset].get(mode="clip")
+        out = jnp.where(places.is_single[:, None, None], out, of_tiles)
+    return jnp.where(places.is_query[:, None, None], out, 0)
 
 
 def reshape_and_cache(
@@ -276,28 +367,12 @@ def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplem
     """What None stands for in `tiled_paged_attention`: a kernel of this device if one serves, else "xla"."""
     if native.serves(dtype):
         return "native"
-    return default_implementation() if tile_len == 1 else "xla"
+    return default_implementation() if tile_len <= mosaic_prompts.TILE_LENS[-1] else "xla"
 
 
-def _attend(
-    arrays: Arrays,
-    options: Options,
-    partition_size: int | None,
-    implementation: Implementation | None,
-    interpret: bool,
-) -> jax.Array:
-    """Choose an implementation and call it: v1, or v2 if there is a partition size."""
-    block_size = layout.sizes(arrays.k_cache, options.kv_layout).block_size
-    if partition_size is not None and (partition_size <= 0 or partition_size % block_size):
-        raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
-    chosen = _choose(implementation, interpret, arrays, options)
-    if partition_size is None:
-        if chosen == "xla":
-            return xla.paged_attention_v1(arrays, options)
-        return mosaic_v1.paged_attention_v1(arrays, options, interpret=interpret)
-    if chosen == "xla":
-        return xla.paged_attention_v2(arrays, options, partition_size)
-    return mosaic_v2.paged_attention_v2(arrays, options, partition_size, interpret=interpret)
+def _capacity(arrays: Arrays, options: Options) -> int:
+    """Tokens that a row of the block table can hold."""
+    return arrays.block_tables.shape[1] * layout.sizes(arrays.k_cache, options.kv_layout).block_size
 
 
 def _choose(

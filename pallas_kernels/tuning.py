@@ -1,8 +1,9 @@
 """Tile sizes and pipeline depths of the Mosaic GPU kernels.
 
-`config_for` looks a shape up in `MEASURED`, by (device kind, head_dim, block_size, cache dtype, group
-size), and falls back to `default_config`. Results do not depend on num_stages and num_ctas; tile_kv
-changes the order of a sum. `benchmarks/decode_attention.py --sweep` prints entries for the table.
+`config_for` looks a shape up in `MEASURED`, by (device kind, head_dim, block_size, cache dtype, queries of a
+row that share a kv head), and falls back to `default_config`. Results do not depend on num_stages and
+num_ctas; tile_kv changes the order of a sum. `benchmarks/decode_attention.py --sweep` prints entries for the
+table.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ class TuningConfig:
 
     tile_kv: int = 64  # tokens per step, 64 or 128: the rows of a wgmma
     num_stages: int = 3  # tiles of K and V in flight or in use, at least 2
-    ctas_per_core: int = 2  # v2: programs started per multiprocessor
+    ctas_per_core: int = 2  # programs started per multiprocessor
 
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128):
@@ -34,33 +35,49 @@ class TuningConfig:
             raise ValueError(f"{self.ctas_per_core=} must be at least 1")
 
 
-# (device kind, head_dim, block_size, cache dtype, group size) -> config. Nothing has been measured yet.
+# (device kind, head_dim, block_size, cache dtype, queries a row and kv head) -> config. Nothing has been
+# measured yet.
 MEASURED: dict[tuple[str, int, int, str, int], TuningConfig] = {}
 
 
-def config_for(arrays: Arrays, options: Options) -> TuningConfig:
+def config_for(arrays: Arrays, options: Options, query_len: int = 1) -> TuningConfig:
     """The measured configuration of this device and shape, or the default one."""
     _, block_size, num_kv_heads, head_dim = layout.sizes(arrays.k_cache, options.kv_layout)
-    cache_dtype, group_size = arrays.k_cache.dtype, arrays.q.shape[1] // num_kv_heads
-    key = (jax.devices()[0].device_kind, head_dim, block_size, cache_dtype.name, group_size)
-    return MEASURED.get(key) or default_config(head_dim, cache_dtype, group_size)
+    cache_dtype, num_queries = arrays.k_cache.dtype, arrays.q.shape[1] // num_kv_heads * query_len
+    key = (jax.devices()[0].device_kind, head_dim, block_size, cache_dtype.name, num_queries)
+    return MEASURED.get(key) or default_config(head_dim, cache_dtype, num_queries)
 
 
-def default_config(head_dim: int, cache_dtype: jnp.dtype, group_size: int) -> TuningConfig:
+def default_config(head_dim: int, cache_dtype: jnp.dtype, num_queries: int) -> TuningConfig:
     """Tiles of 64 tokens, and 2 to 4 stages: as many as let two programs share a multiprocessor's memory.
 
     Where that is not possible, one program gets what fits.
     """
-    columns, itemsize = -(-group_size // 8) * 8, jnp.dtype(cache_dtype).itemsize
+    columns, itemsize = num_columns(num_queries), jnp.dtype(cache_dtype).itemsize
     stage = 2 * 64 * head_dim * itemsize
-    widened = 2 * 64 * head_dim * 2 if itemsize == 1 else 0
-    queries, output = 2 * columns * head_dim * 2, columns * head_dim * 4
+    widened = 64 * head_dim * 2 if itemsize == 1 else 0
+    widened *= 1 if widens_in_registers(head_dim, cache_dtype) else 2
+    queries, output = 3 * columns * head_dim * 2, columns * head_dim * 2
     weights, rounding = columns * 64 * 2, 4096
     other = widened + queries + output + weights + rounding
     shared, alone = ((SHARED_MEMORY_BYTES // n - other) // stage for n in (2, 1))
     if shared >= 2:
         return TuningConfig(num_stages=min(4, shared))
     return TuningConfig(num_stages=max(2, min(4, alone)), ctas_per_core=1)
+
+
+def widens_in_registers(head_dim: int, cache_dtype: jnp.dtype) -> bool:
+    """Whether K of that type goes from the ring through registers into its product, without a way back.
+
+    It saves work of shared memory where two programs a multiprocessor have the registers: widening int8 takes
+    many more, and so do longer heads.
+    """
+    return jnp.dtype(cache_dtype).itemsize == 1 and jnp.dtype(cache_dtype) != jnp.int8 and head_dim <= 128
+
+
+def num_columns(num_queries: int) -> int:
+    """Queries, padded to what a wgmma takes as columns."""
+    return -(-num_queries // 8) * 8
 
 
 def num_cores() -> int:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels.support import Options
+
 # Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
 # stay in a CPU's second-level cache and to waste little on short sequences.
 CHUNK_TOKENS = 128
@@ -26,15 +28,13 @@ def tiled_paged_attention(
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
     query_starts: Int[Array, " num_tiles"],
     seq_lens: Int[Array, " num_tiles"],
-    *,
-    scale: float,
-    sliding_window: int | None,
+    options: Options,
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
     """As `ops.tiled_paged_attention`: a running softmax over the chunks of blocks that some tile sees."""
     num_tiles, tile_len, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group = num_q_heads // num_kv_heads
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
+    q = (q * jnp.asarray(options.scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
     # Few queries: reading K and V is all that counts, and products by kv head would transpose them first. All
     # kv heads become one, as wide as they are together: a query is zero outside its own. (Selects and slices,
     # not einsums: a CPU product of that size costs more than its arithmetic.)
@@ -42,7 +42,7 @@ def tiled_paged_attention(
     if merges_heads:
         own = jnp.eye(num_kv_heads, dtype=bool)[:, None, :, None]
         q = jnp.where(own, q[..., None, :], 0).reshape(num_tiles, tile_len, 1, num_q_heads, -1)
-    out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens, sliding_window)
+    out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens, options)
     if merges_heads:
         out = out.reshape(num_tiles, tile_len, num_kv_heads, group, num_kv_heads, head_dim)
         out = jnp.stack([out[:, :, head, :, head] for head in range(num_kv_heads)], axis=2)
@@ -56,13 +56,14 @@ def _attend_by_kv_head(
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
     query_starts: Int[Array, " num_tiles"],
     seq_lens: Int[Array, " num_tiles"],
-    sliding_window: int | None,
+    options: Options,
 ) -> Float[Array, "num_tiles tile_len wide_heads group wide_dim"]:
     """Attention of scaled queries, in float32. A token's K and V are cut into heads as q's shape says."""
     num_tiles, tile_len, num_kv_heads, group, head_dim = q.shape
     block_size = k_cache.shape[1]
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
     chunk_len = blocks_per_chunk * block_size
+    sliding_window = options.sliding_window
     # Where the window of each tile's first query begins.
     begin = None if sliding_window is None else query_starts + 1 - sliding_window
     blocks, first_chunk, end_chunk = _blocks_seen(block_tables, begin, seq_lens, block_size, blocks_per_chunk)
@@ -78,6 +79,10 @@ def _attend_by_kv_head(
         for x in (q_position, bound)
     )
 
+    def of_rows(per_head: Float[Array, " num_q_heads"]) -> Float[Array, "batch rows"]:
+        by_head = per_head.reshape(1, num_kv_heads, 1, group)
+        return jnp.broadcast_to(by_head, (num_tiles, num_kv_heads, tile_len, group)).reshape(rows.shape[:2])
+
     def chunk(i: Array, state: Softmax) -> Softmax:
         ids = lax.dynamic_slice_in_dim(blocks, i * blocks_per_chunk, blocks_per_chunk, axis=1)
         # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
@@ -91,12 +96,23 @@ def _attend_by_kv_head(
             tile_sees &= kv_position >= begin[:, None]
         # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
         v = jnp.where(tile_sees[:, :, None], v, 0)
-        return _join(state, rows, _by_head(k, num_kv_heads), _by_head(v, num_kv_heads), seen)
+        bias = None
+        if options.alibi_slopes is not None:
+            bias = of_rows(options.alibi_slopes)[:, :, None] * (kv_position - q_position)
+        k, v = _by_head(k, num_kv_heads), _by_head(v, num_kv_heads)
+        return _join(state, rows, k, v, seen, options.soft_cap, bias)
 
     # The maximum starts above MASKED, so that what is masked weighs 0 in a row that sees nothing, too.
     nothing = (jnp.full(rows.shape[:2], MASKED / 2), jnp.zeros(rows.shape[:2]), jnp.zeros(rows.shape))
-    _, row_sum, acc = lax.fori_loop(first_chunk, end_chunk, chunk, nothing)
-    out = acc / jnp.where(row_sum == 0, 1, row_sum)[..., None]
+    row_max, row_sum, acc = lax.fori_loop(first_chunk, end_chunk, chunk, nothing)
+    sees_nothing = row_sum == 0
+    if options.sinks is not None:
+        sinks = of_rows(options.sinks)
+        with_sink = jnp.maximum(row_max, sinks)
+        rescale = jnp.exp(row_max - with_sink)
+        acc = acc * rescale[..., None]
+        row_sum = row_sum * rescale + jnp.exp(sinks - with_sink)
+    out = acc / jnp.where(sees_nothing, 1, row_sum)[..., None]
     return out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
 
 
@@ -148,10 +164,16 @@ def _join(
     k: Float[Array, "batch chunk_len head_dim"],
     v: Float[Array, "batch chunk_len head_dim"],
     seen: Bool[Array, "batch rows chunk_len"],
+    soft_cap: float | None,
+    bias: Float[Array, "batch rows chunk_len"] | None,
 ) -> Softmax:
     """The running softmax with one chunk more."""
     row_max, row_sum, acc = state
     scores = jnp.einsum("brd,bcd->brc", q, k, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
     scores = jnp.where(seen, scores, MASKED)
     new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - new_max[..., None])

@@ -16,7 +16,7 @@ keeps it. A sequence without tokens gives zeros.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,6 +100,35 @@ def paged_attention(
                 denominator += math.exp(float(sinks[head]) - largest)
             for weight, value in zip(weights, values, strict=True):
                 out[row, head] += weight / denominator * value
+    return out
+
+
+def ragged_paged_attention(
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    block_tables: np.ndarray,
+    seq_lens: np.ndarray,
+    cu_query_lens: np.ndarray,
+    **options: Any,
+) -> np.ndarray:
+    """Attention of a flat batch: a sequence may have any number of queries, its last tokens, in order.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim]. Row r has q[cu_query_lens[r] : cu_query_lens[r + 1]].
+        cu_query_lens: [num_seqs + 1], from 0 on. Tokens from the last on are padding.
+        seq_lens: [num_seqs] tokens in the cache, the queries' own included.
+        options: as in `paged_attention`; each query sees what a decode step at its place would.
+
+    Returns: float64 [num_tokens, num_q_heads, head_dim], zeros for padding.
+    """
+    out = np.zeros(q.shape)
+    for row in range(len(seq_lens)):
+        first, end = int(cu_query_lens[row]), int(cu_query_lens[row + 1])
+        for token in range(first, end):
+            seq_len = seq_lens[row : row + 1] - (end - 1 - token)
+            query, table = q[token : token + 1], block_tables[row : row + 1]
+            out[token] = paged_attention(query, k_cache, v_cache, table, seq_len, **options)[0]
     return out
 
 

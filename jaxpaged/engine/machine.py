@@ -18,6 +18,7 @@ from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native, ops, support
 from pallas_kernels.compilation_cache import compilation_cache_dir
 from pallas_kernels.ops import TiledImplementation
+from pallas_kernels.paged_attention import partial_bytes
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
 CPU_MEMORY_SHARE = 0.05
@@ -43,7 +44,7 @@ def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImplementation, str]:
-    """The implementation of attention on this machine, and why. Prompts on a GPU use XLA.
+    """The implementation of attention on this machine, of prompts and of answers, and why.
 
     Raises `InputError` if the one asked for does not serve the model, or the native target not the processor.
     """
@@ -174,10 +175,14 @@ def state_bytes(config: EngineConfig, model_config: ModelConfig) -> tuple[int, i
 def activation_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """An upper estimate of what one step needs beside weights and cache.
 
-    In float32: four copies of the widest intermediate of a layer, and three of the logits (scores, their
-    sorted copy, the order).
+    In float32: four copies of the widest intermediate of a layer, three of the logits (scores, their sorted
+    copy, the order), and what a GPU's decode kernel keeps of long rows.
     """
     tokens = max(config.num_prefill_tiles * PREFILL_TILE, config.max_num_seqs)
     c = model_config
     widest = max(2 * c.intermediate_size, (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)
-    return 4 * (4 * tokens * widest + 3 * config.max_num_seqs * c.vocab_size)
+    partials = 0
+    if attention(config, model_config)[0] == "mosaic_gpu":
+        group_size, max_len = c.num_q_heads // c.num_kv_heads, max_model_len(config, model_config)
+        partials = partial_bytes(config.max_num_seqs, max_len, c.num_kv_heads, group_size, c.head_dim)
+    return 4 * (4 * tokens * widest + 3 * config.max_num_seqs * c.vocab_size) + partials

@@ -24,8 +24,8 @@ class StepConfig:
 
     @property
     def prompt_attention(self) -> TiledImplementation:
-        """The kernel for GPUs takes tiles of one token only."""
-        return "xla" if self.decode_attention == "mosaic_gpu" else self.decode_attention
+        """Every implementation serves prompts as well."""
+        return self.decode_attention
 
     def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
         """Blocks that a row of so many tokens holds at most at any time."""

@@ -1,6 +1,7 @@
 """Running a case through an operation, and comparing it with the oracle. Needs no test packages."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ STATIC = (
     "scale", "sliding_window", "soft_cap", "block_sparse", "kv_layout",
     "partition_size", "implementation", "interpret",
 )  # fmt: skip
-PROGRAMS = {
-    version: jax.jit(getattr(ops, f"paged_attention_{version}"), static_argnames=STATIC)
-    for version in ("v1", "v2")
+OPERATIONS: dict[str, Callable[..., jax.Array]] = {
+    "decode": ops.paged_attention,
+    "v1": ops.paged_attention_v1,
+    "v2": ops.paged_attention_v2,
 }
+PROGRAMS = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
 
 
 @functools.cache
@@ -34,7 +37,7 @@ def oracle(c: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def inputs(c: Case, version: str = "v1") -> tuple[dict[str, jax.Array], Any]:
-    """The case's arrays on the device and its options as `ops.paged_attention_v1` or `_v2` takes them."""
+    """The case's arrays on the device and its options as that one of OPERATIONS takes them."""
     arrays, options = make_inputs(c)
     if sparse := options.pop("block_sparse", None):
         options["block_sparse"] = BlockSparse(*sparse)

@@ -1,4 +1,4 @@
-"""Both versions of paged attention, in every implementation, against the float64 oracle."""
+"""The versions of paged attention, in every implementation, against the float64 oracle."""
 
 import functools
 
@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from pallas_kernels import ops
 from tests import quick
-from tests.kernels.checks import PROGRAMS, STATIC, assert_close, inputs
+from tests.kernels.checks import OPERATIONS, PROGRAMS, STATIC, assert_close, inputs
 from tests.shapes import CASES, Case, case
 
-QUICK = {
-    version: quick.jit(getattr(ops, f"paged_attention_{version}"), static_argnames=STATIC)
-    for version in ("v1", "v2")
-}
+QUICK = {version: quick.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
@@ -46,7 +42,7 @@ def test_a_row_has_the_same_bits_in_any_company(version: str) -> None:
 def test_xla_looks_up_no_table_entry_past_a_row(name: str, version: str) -> None:
     """Out-of-range lookups, which a gather would clamp in silence, are errors here."""
     arrays, options = inputs(case(name))
-    operation = functools.partial(getattr(ops, f"paged_attention_{version}"), implementation="xla", **options)
+    operation = functools.partial(OPERATIONS[version], implementation="xla", **options)
     error, _ = quick.jit(checkify.checkify(lambda a: operation(**a), errors=checkify.index_checks))(arrays)
     error.throw()
 
@@ -57,7 +53,7 @@ def test_xla_needs_no_more_memory_for_a_longer_table(version: str) -> None:
         spec = jax.ShapeDtypeStruct
         cache = spec((8, 16, 2, 64), jnp.bfloat16)
         compiled = (
-            jax.jit(functools.partial(getattr(ops, f"paged_attention_{version}"), implementation="xla"))
+            jax.jit(functools.partial(OPERATIONS[version], implementation="xla"))
             .lower(
                 spec((4, 8, 64), jnp.bfloat16),
                 cache,
@@ -75,12 +71,7 @@ def test_xla_needs_no_more_memory_for_a_longer_table(version: str) -> None:
     assert long - short <= 3 * partials + 4096, f"{short=} {long=} {partials=}"
 
 
-def test_the_dispatcher_looks_at_capacities_only() -> None:
-    assert ops.use_v1(512, 1, 1)
-    assert not ops.use_v1(1024, 64, 8)  # 512 programs
-    assert ops.use_v1(1024, 65, 8)
-    assert not ops.use_v1(8193, 256, 32)
-    c = case("partition_edges")
-    arrays, options = inputs(c)
-    got = quick.jit(ops.paged_attention, static_argnames=STATIC)(**arrays, **options, partition_size=64)
-    assert_close(c, np.asarray(got, np.float64), "float32")
+def test_without_a_partition_size_xla_takes_a_row_in_one_softmax() -> None:
+    arrays, options = inputs(case("partition_edges"))
+    got, want = (QUICK[version](**arrays, **options, implementation="xla") for version in ("decode", "v1"))
+    np.testing.assert_array_equal(got, want)

@@ -129,12 +129,21 @@ UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_the_kernel_refuses_what_it_does_not_serve(
     arrays: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    for operation in (ops.paged_attention_v1, ops.paged_attention_v2):
+    for operation in (ops.paged_attention_v1, ops.paged_attention_v2, ops.paged_attention):
         with pytest.raises(NotImplementedError, match=re.escape(message)):
             jax.eval_shape(
                 lambda a, f=operation: f(**a, **options, implementation="mosaic_gpu"), good() | arrays
             )
         jax.eval_shape(lambda a, f=operation: f(**a, **options, implementation="xla"), good() | arrays)
+
+
+def test_the_kernel_counts_so_many_partitions() -> None:
+    tables = {"block_tables": array(2, 2**15, dtype=jnp.int32)}
+    with pytest.raises(NotImplementedError, match="cuts a row into 32767 partitions at most, not 32768: use"):
+        jax.eval_shape(
+            lambda a: ops.paged_attention_v2(**a, partition_size=16, implementation="mosaic_gpu"),
+            good() | tables,
+        )
 
 
 def test_the_table_for_people_has_a_line_for_everything() -> None:

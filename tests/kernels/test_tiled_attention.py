@@ -15,7 +15,9 @@ from reference import cache_ops as reference_cache_ops
 TOLERANCE = 1e-5
 
 
-attend = jax.jit(ops.tiled_paged_attention, static_argnames=("scale", "sliding_window", "implementation"))
+attend = jax.jit(
+    ops.tiled_paged_attention, static_argnames=("scale", "sliding_window", "soft_cap", "implementation")
+)
 
 
 def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_len, seed=0, window=None):
@@ -107,6 +109,20 @@ def test_each_query_of_a_tile_equals_a_decode_at_its_place(
         np.testing.assert_allclose(out[used, i], want[used], atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(6, 2), (24, 3)])
+def test_slopes_soft_cap_and_sinks_in_tiles_equal_the_oracle(num_q_heads, num_kv_heads):
+    """Of few heads, which XLA computes as one, and of many."""
+    q, k, v, tables, seq_lens = make_case(num_q_heads, num_kv_heads, 16, 8, [2, 45, 139], 2)
+    starts = seq_lens - 2
+    rng = np.random.default_rng(1)
+    biases = {name: rng.normal(size=num_q_heads).astype(np.float32) for name in ("alibi_slopes", "sinks")}
+    options = {"scale": 0.3, "soft_cap": 2.0, **biases}
+    out = attend(q, k, v, tables, starts, seq_lens, **options, implementation="xla")
+    for i in range(2):
+        want = reference_attention.paged_attention(q[:, i], k, v, tables, starts + i + 1, **options)
+        np.testing.assert_allclose(out[:, i], want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 1, 50, 130])
 def test_a_tile_does_not_depend_on_its_neighbours(window, implementation):
@@ -139,21 +155,6 @@ def test_only_chunks_that_some_tile_sees_are_looked_at(monkeypatch, seq_lens, ch
     arrays = map(jnp.asarray, (q, k, v, tables, starts, seq_lens))
     ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=130, implementation="xla")
     assert seen == list(chunks)
-
-
-def test_a_kernel_for_tiles_of_one_token_is_told_the_window(monkeypatch):
-    """XLA stands in for the kernel, which a CPU does not have."""
-    served = ops.paged_attention
-    monkeypatch.setattr(
-        ops,
-        "paged_attention",
-        lambda *args, implementation, **options: served(*args, implementation="xla", **options),
-    )
-    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [40, 3, 90], 1, window=20)
-    arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
-    out = ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=20, implementation="mosaic_gpu")[:, 0]
-    want = reference_attention.paged_attention(q[:, 0], k, v, tables, seq_lens, scale=0.3, sliding_window=20)
-    np.testing.assert_allclose(out, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
@@ -202,7 +203,14 @@ def test_bad_arrays_are_refused(change, message):
 
 
 def test_a_kernel_is_refused_for_longer_tiles():
-    q, k, v, tables, seq_lens = make_case(4, 2, 64, 8, [9, 3], 2)
+    q, k, v, tables, seq_lens = make_case(4, 2, 64, 8, [90, 3], 65)
+    arrays = (jnp.asarray(x, jnp.bfloat16 if x.dtype == np.float32 else x.dtype) for x in (q, k, v, tables))
+    with pytest.raises(NotImplementedError, match="mosaic_gpu serves tiles of at most 64 tokens, not 65"):
+        ops.tiled_paged_attention(*arrays, seq_lens - 1, seq_lens, scale=1.0, implementation="mosaic_gpu")
+
+
+def test_native_attention_is_refused_what_it_does_not_know():
+    q, k, v, tables, seq_lens = make_case(4, 2, 16, 8, [9, 3], 1)
     arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
-    with pytest.raises(NotImplementedError, match="mosaic_gpu serves tiles of one token, not tile_len=2"):
-        ops.tiled_paged_attention(*arrays, scale=1.0, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="does not serve this call: it has no soft_cap, sinks. Use"):
+        ops.tiled_paged_attention(*arrays, scale=1.0, soft_cap=2.0, sinks=np.ones(4), implementation="native")

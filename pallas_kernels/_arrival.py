@@ -1,0 +1,63 @@
+"""Who of several GPU programs arrives last: a counter in the GPU's memory.
+
+Each program that works on a part of something writes its result to memory, then arrives. The one that is told
+it was the last may read what all the others wrote, and no program ever waits for another.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+
+SCALAR = plgpu.Layout.WG_SPLAT  # a number that all threads of a warpgroup have
+
+
+def is_last(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
+    """Count an arrival of a warpgroup; whether it is the last of `count`, whose writes are then all seen.
+
+    counter: [1] int32 in the GPU's memory, 0 before the first arrival, and 0 again after the last.
+    flag_smem: [1] int32, of this warpgroup.
+
+    Every thread's own writes come first (fence), then those of its warpgroup (barrier), then one thread
+    counts for all; whoever reads after the last arrival does so behind a fence too.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
+    )
+    def arrive(_: Any, counter: Any, flag: Any, count: Any) -> Any:
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import arith, memref
+
+        int32 = ir.IntegerType.get_signless(32)
+        first = utils.c(0, ir.IndexType.get())
+        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+        utils.warpgroup_barrier()
+        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+            last = arith.subi(count.registers.item(), utils.c(1, int32))
+            before = utils.inline_ptx(  # adds 1, or goes back to 0 after `last`
+                "atom.acq_rel.gpu.inc.u32 $0, [$1], $2;",
+                utils.memref_ptr(counter),
+                last,
+                result_types=int32,
+                has_side_effects=True,
+            )
+            equal = arith.cmpi(arith.CmpIPredicate.eq, before, last)
+            memref.store(arith.extui(int32, equal), flag, [first])
+        utils.warpgroup_barrier()
+        flag = memref.load(flag, [first])
+        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(flag, (), is_signed=True)
+
+    return arrive(counter, flag_smem, count) == 1
+
+
+def is_last_in_turn(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
+    """The same for programs that run one after another, as in Pallas' interpreter, which knows no atomics."""
+    before = counter[0]
+    counter[0] = jnp.where(before == count - 1, 0, before + 1)
+    return before == count - 1

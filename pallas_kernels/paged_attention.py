@@ -1,0 +1,303 @@
+"""Decode attention on Hopper GPUs: one kernel for few long rows, for many short ones, and for all at once.
+
+    out[row, h] = softmax over the row's tokens t of (scale * q[row, h] . k[t]), applied to v[t]
+
+with the options of `ops.paged_attention`, for one new token a row or a few. A row is cut into partitions:
+
+    partition p of a row:  m_p = max s[t],  l_p = sum exp(s[t] - m_p),  o_p = sum exp(s[t] - m_p) * v[t]
+    the row:               sum_p exp(m_p - m) * o_p / sum_p exp(m_p - m) * l_p        with m = max m_p
+
+A unit of work is a partition and a kv head. `plan` lists the partitions, row by row; a fixed number of
+programs shares the units out, and a program's ring of tiles runs on from one unit to the next. `_decode_tile`
+is the code of a unit. A row of one partition is written at once. Of a row with several, each is kept in
+float32 in memory, and the program that finishes last (`_arrival`) merges them, in their order: nobody waits,
+and there is no second kernel.
+
+How a row is cut follows from its own tokens alone (`Cut`), so its bits depend neither on the rest of the
+batch nor on the number of programs.
+
+Not for: float32, block sizes under 8, other head_dims than those in `support.SUPPORT`. A block-sparse pattern
+is served, but blocks it leaves out are read all the same.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _arrival, tuning
+from pallas_kernels import _decode_tile as tile
+from pallas_kernels.support import Arrays, Options
+
+MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together; fewer if that makes more than
+MERGED_NUMBERS = 4096  # numbers: 32 registers a thread
+MIN_PARTITION = 256  # tokens
+MAX_PARTITIONS = 64
+MAX_QUERY_LEN = 16  # new tokens of a row
+MAX_COLUMNS = 64  # queries that share a kv head: heads of its group x new tokens
+MAX_OUTPUTS = 8192  # numbers of a unit's output: 64 registers a thread
+MOST_COUNTED = 2**15 - 1  # partitions of a row, in the upper half of a number
+PARTIAL_COLUMNS = 2048  # of a row: partitions x kv heads x columns, unless that makes fewer than 8 partitions
+
+
+class Cut(NamedTuple):
+    """How a row is cut: at multiples of `tokens`, or of twice that, and so on, into `most` parts at most."""
+
+    tokens: int
+    most: int
+
+
+def default_cut(num_kv_heads: int, num_columns: int) -> Cut:
+    """Partitions so short that a lone row keeps the GPU busy, and so few that merging them costs little.
+
+    The bound on a row's partial results is 8 KiB a number of head_dim: 1 MiB at 128, whatever the row's
+    length.
+    """
+    most = PARTIAL_COLUMNS // (num_kv_heads * num_columns)
+    return Cut(MIN_PARTITION, max(8, min(MAX_PARTITIONS, most)))
+
+
+def serves(query_len: int, group_size: int, head_dim: int) -> bool:
+    """Whether rows of so many new tokens are few enough for a step of decoding and a consumer's registers."""
+    columns = tuning.num_columns(group_size * query_len)
+    return query_len <= MAX_QUERY_LEN and columns <= MAX_COLUMNS and columns * head_dim <= MAX_OUTPUTS
+
+
+class Plan(NamedTuple):
+    """The partitions of a batch, in one list: row by row, from the first to the last."""
+
+    num_items: jax.Array  # [1]
+    items: jax.Array  # [max_items, 4] row, first token, end token, which partition + 65,536 x how many
+    positions: jax.Array  # [num_rows] of each row's first new token
+
+
+def plan(
+    seq_lens: jax.Array, positions: jax.Array, query_len: int, window: int | None, cut: Cut, capacity: int
+) -> Plan:
+    """16 bytes a partition, computed by XLA (once a step: the layers of a model share it).
+
+    A row without tokens has one partition, to be written with zeros.
+    """
+    end = jnp.minimum(seq_lens, positions + query_len)
+    start = jnp.zeros_like(end) if window is None else jnp.clip(positions + 1 - window, 0, end)
+    size, longest = jnp.full_like(end, cut.tokens), cut.tokens
+    while longest < capacity:
+        size = jnp.where(-(-end // size) - start // size > cut.most, 2 * size, size)
+        longest *= 2
+    first = start // size
+    count = jnp.maximum(-(-end // size) - first, 1)
+    stop = jnp.cumsum(count, dtype=jnp.int32)
+    item = jnp.arange(seq_lens.shape[0] * max_partitions(cut, capacity), dtype=jnp.int32)
+    row = jnp.sum(item[:, None] >= stop[None, :], axis=1, dtype=jnp.int32)
+    row = jnp.minimum(row, seq_lens.shape[0] - 1)
+    partition = item - (stop - count)[row]
+    token = (first[row] + partition) * size[row]
+    bounds = jnp.maximum(start[row], token), jnp.minimum(end[row], token + size[row])
+    return Plan(stop[-1:], jnp.stack([row, *bounds, partition + (count[row] << 16)], axis=1), positions)
+
+
+def max_partitions(cut: Cut, capacity: int) -> int:
+    """How many a row can have, of `capacity` tokens at most."""
+    return max(1, min(cut.most, -(-capacity // cut.tokens)))
+
+
+def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int) -> int:
+    """What the partial results of a decode step take, cut by default; `capacity` tokens a row at most."""
+    columns = tuning.num_columns(group_size)
+    parts = max_partitions(default_cut(num_kv_heads, columns), capacity)
+    kept = head_dim if head_dim % 64 == 0 else 128
+    return num_rows * parts * num_kv_heads * columns * (kept + 2) * 4 if parts > 1 else 0
+
+
+class Partials(NamedTuple):
+    """What is kept of the rows with several partitions; None if no row can have them."""
+
+    out: Any  # [max_items, num_kv_heads, pieces * piece_rows, num_columns] float32
+    stats: Any  # [max_items, num_kv_heads, 2, num_columns] float32, maximum and sum
+
+
+def _kernel(
+    gmem: Any,  # `Arrays`, as refs, q as [num_rows * query_len, num_q_heads, head_dim]
+    plan: Plan,
+    extras: tile.Extras,
+    counters: Any,  # [num_rows * num_kv_heads, 1] int32, zeros; None without partials
+    out_gmem: Any,  # like q
+    partials: Partials | None,
+    out_smem: Any,  # [pieces, num_columns, piece_rows] a unit's output, until it is copied out
+    flag_smem: Any,  # [1] int32, for the arrival
+    scratch: tile.Scratch,
+    *,
+    problem: tile.Problem,
+    num_programs: int,
+    is_last: Any,
+) -> None:
+    p = problem
+    program, thread = lax.axis_index("program"), lax.axis_index("thread")
+    num_units = plan.num_items[0] * p.num_kv_heads
+    num_mine = pl.cdiv(jnp.maximum(num_units - program, 0), jnp.int32(num_programs))
+
+    def unit(i: jax.Array) -> tuple[jax.Array, tile.Span]:
+        """The program's unit of that number: its partition's place in the list, and its tokens."""
+        number = program + i * num_programs
+        item, kv_head = lax.div(number, jnp.int32(p.num_kv_heads)), lax.rem(number, jnp.int32(p.num_kv_heads))
+        row, start, end = (plan.items[item, k] for k in range(3))
+        return item, tile.Span(row, kv_head, plan.positions[row], start, end)
+
+    @pl.when(thread == 1)
+    def _producer() -> None:
+        @plgpu.warp_map
+        def _fetch(warp: jax.Array) -> None:
+            def produce(i: jax.Array, done: jax.Array) -> jax.Array:
+                return tile.produce(p, unit(i)[1], i, gmem, scratch, done, warp)
+
+            done = lax.fori_loop(0, num_mine, produce, jnp.int32(0))
+            tile.drain(scratch.empty, p.num_stages, done)
+            pl.when(warp == 0)(lambda: tile.drain(scratch.q_empty, tile.NUM_QUERY_SLOTS, num_mine))
+
+    @pl.when(thread == 0)
+    def _consumer() -> None:
+        def consume(i: jax.Array, done: jax.Array) -> jax.Array:
+            item, span = unit(i)
+            state, done = tile.consume(p, span, i, extras, scratch, done)
+
+            def write(state: tile.Softmax) -> None:
+                tile.store_outputs(
+                    p, tile.normalised(p, state, extras, span.kv_head), span, out_smem, out_gmem
+                )
+
+            if partials is None:
+                write(state)
+                return done
+            which, count = lax.rem(plan.items[item, 3], 1 << 16), lax.div(plan.items[item, 3], 1 << 16)
+            pl.when(count == 1)(lambda: write(state))
+
+            @pl.when(count > 1)
+            def _keep() -> None:
+                _store(p, partials, item, span.kv_head, state)
+                counter = counters.at[span.row * p.num_kv_heads + span.kv_head]
+
+                @pl.when(is_last(counter, flag_smem, count))
+                def _merge() -> None:
+                    write(_merged(p, partials, item - which, count, span.kv_head))
+
+            return done
+
+        lax.fori_loop(0, num_mine, consume, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _store(
+    p: tile.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: tile.Softmax
+) -> None:
+    """Keep a partition's result, straight from the registers."""
+    for i, piece in enumerate(state.out):
+        partials.out[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)] = piece
+    partials.stats[item, kv_head, 0] = state.max
+    partials.stats[item, kv_head, 1] = state.sum
+
+
+def _merged(
+    p: tile.Problem, partials: Partials, first: jax.Array, count: jax.Array, kv_head: jax.Array
+) -> tile.Softmax:
+    """The softmax of a whole row, whose partitions are `count` items from `first` on."""
+
+    def load(ref: Any, layout: Any) -> jax.Array:
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    numbers = len(p.pieces) * p.piece_rows * p.num_columns
+    at_a_time = max(1, min(MERGED_AT_A_TIME, MERGED_NUMBERS // numbers))
+
+    def merge(i: jax.Array, state: tile.Softmax) -> tile.Softmax:
+        parts = []
+        for k in range(at_a_time):
+            number = i * at_a_time + k
+            item = first + jnp.minimum(number, count - 1)  # past the end: the last one again, with no weight
+            largest, total = (load(partials.stats.at[item, kv_head, k], tile.PER_HEAD) for k in range(2))
+            out = tuple(
+                load(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], tile.WGMMA)
+                for i in range(len(p.pieces))
+            )
+            parts.append(tile.Softmax(out, largest + jnp.where(number < count, 0.0, tile.LOWEST), total))
+        new_max = state.max
+        for part in parts:
+            new_max = jnp.maximum(new_max, part.max)
+        rescale = jnp.exp2(state.max - new_max)
+        out = tuple(piece * lax.broadcast_in_dim(rescale, piece.shape, [1]) for piece in state.out)
+        total = state.sum * rescale
+        for part in parts:
+            weight = jnp.exp2(part.max - new_max)
+            total = total + part.sum * weight
+            weights = lax.broadcast_in_dim(weight, out[0].shape, [1])
+            out = tuple(piece + new * weights for piece, new in zip(out, part.out, strict=True))
+        return tile.Softmax(out, new_max, total)
+
+    return lax.fori_loop(0, pl.cdiv(count, jnp.int32(at_a_time)), merge, tile.nothing(p))
+
+
+def paged_attention(
+    arrays: Arrays,
+    options: Options,
+    *,
+    cut: Cut | None = None,
+    query_starts: jax.Array | None = None,
+    config: tuning.TuningConfig | None = None,
+    num_programs: int | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Launch the kernel. Arguments as `ops` has checked them; interpret: bool or plgpu.InterpretGPUParams.
+
+    query_starts: [num_rows] int32 where rows have several new tokens, the position of the first; q is then
+        [num_rows * query_len, num_q_heads, head_dim], row by row.
+    num_programs: how many programs share the units of work; by default what fills the GPU, and one in the
+        interpreter. Results do not depend on it.
+    """
+    num_rows = arrays.seq_lens.shape[0]
+    query_len = arrays.q.shape[0] // num_rows
+    config = config or tuning.config_for(arrays, options, query_len)
+    p = tile.make_problem(arrays, options, config, query_len, is_interpreted=bool(interpret))
+    cut = cut or default_cut(p.num_kv_heads, p.num_columns)
+    capacity = arrays.block_tables.shape[1] * p.block_size
+    positions = arrays.seq_lens - 1 if query_starts is None else query_starts
+    if max_partitions(cut, capacity) > MOST_COUNTED:
+        raise NotImplementedError(
+            f"mosaic_gpu cuts a row into {MOST_COUNTED} partitions at most, not "
+            f"{max_partitions(cut, capacity)}: use longer ones, or implementation='xla'."
+        )
+    work = plan(arrays.seq_lens, positions, query_len, options.sliding_window, cut, capacity)
+    max_items = work.items.shape[0]
+    if interpret:
+        num_programs = num_programs or 1
+    num_programs = min(num_programs or tuning.num_cores() * config.ctas_per_core, max_items * p.num_kv_heads)
+    counters = partials = None
+    if max_items > num_rows:
+        counters = jax.new_ref(jnp.zeros((num_rows * p.num_kv_heads, 1), jnp.int32))
+        partials = Partials(
+            jax.ShapeDtypeStruct(
+                (max_items, p.num_kv_heads, len(p.pieces) * p.piece_rows, p.num_columns), jnp.float32
+            ),
+            jax.ShapeDtypeStruct((max_items, p.num_kv_heads, 2, p.num_columns), jnp.float32),
+        )
+
+    def paged_attention_kernel(*refs: Any) -> None:
+        is_last = _arrival.is_last_in_turn if interpret else _arrival.is_last
+        _kernel(*refs, problem=p, num_programs=num_programs, is_last=is_last)
+
+    out, _ = plgpu.kernel(
+        paged_attention_kernel,
+        out_type=(jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype), partials),
+        grid=(num_programs,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="thread",
+        scratch_types=[
+            plgpu.SMEM((len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
+            plgpu.SMEM((1,), jnp.int32),
+            tile.scratch_types(p),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=tile.interpret_params(interpret),
+    )(arrays, work, tile.extras_of(options), counters)
+    return out

@@ -1,0 +1,164 @@
+"""Running Mosaic GPU kernels in Pallas' GPU interpreter so that mistakes in their synchronisation show.
+
+The interpreter does not see what a wgmma reads. `shadow_reads` gives each wgmma, while a kernel is traced,
+reads of its shared-memory operands that the race detector sees, and each arrival the fence that ordinary
+reads would need. `without_call` leaves out one synchronising call; `unfenced_wgmmas` finds the one mistake
+that no run shows.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend import core
+
+
+@contextlib.contextmanager
+def recorded_blocks(*cache_shapes: tuple[int, ...]) -> Iterator[set[int]]:
+    """While tracing: copies from caches of these shapes tell which blocks they fetch, by their addresses."""
+    fetched: set[int] = set()
+    copy = plgpu.copy_gmem_to_smem
+
+    def recording_copy(source: Any, target: Any, barrier: Any) -> None:
+        if source.ref.aval.shape in cache_shapes:
+            jax.debug.callback(lambda block: fetched.add(int(block)), source.transforms[-1].indices[0])
+        copy(source, target, barrier)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, "copy_gmem_to_smem", recording_copy)
+        yield fetched
+    jax.effects_barrier()
+
+
+@contextlib.contextmanager
+def shadow_reads() -> Iterator[None]:
+    """While tracing: every wgmma's operands are also read in a way that the race detector sees."""
+    wgmma, arrive = plgpu.wgmma, plgpu.barrier_arrive
+
+    def seen_wgmma(acc: Any, a: Any, b: Any) -> None:
+        for operand in (a, b):
+            plgpu.load(operand, optimized=False)
+        wgmma(acc, a, b)
+
+    def seen_arrive(barrier: Any) -> None:
+        plgpu.commit_smem()
+        arrive(barrier)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, "wgmma", seen_wgmma)
+        patch.setattr(plgpu, "barrier_arrive", seen_arrive)
+        yield
+
+
+@pytest.fixture
+def fresh_interpreter() -> Iterator[None]:
+    """Half of a case's time goes into compiling the interpreter's calls of Python: do that in haste."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def races_found(capsys: pytest.CaptureFixture[str]) -> bool:
+    """Whether a race was reported since the last call (jax keeps the last kernel's verdict only)."""
+    return "RACE DETECTED" in capsys.readouterr().out
+
+
+SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")
+
+
+@contextlib.contextmanager
+def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, str]]]:
+    """While tracing: leave out the synchronising call of that number. Yields (name, caller) of each.
+
+    A call is a line of a kernel's source: one that is traced several times is one, and is left out each time.
+    """
+    met: list[tuple[str, str]] = []
+    lines: list[tuple[str, str, int]] = []
+
+    def dropping(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            caller = frame.f_code.co_name
+            if caller.startswith("seen_"):
+                return original(*args, **kwargs)
+            if (line := (name, caller, frame.f_lineno)) not in lines:
+                lines.append(line)
+                met.append((name, caller))
+            return None if lines.index(line) == number else original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SYNCHRONISING:
+            patch.setattr(plgpu, name, dropping(name, getattr(plgpu, name)))
+        with shadow_reads() if shadows else contextlib.nullcontext():
+            if shadows:  # count an arrival where the kernel makes it, not where its shadow does
+                patch.setattr(plgpu, "barrier_arrive", dropping("barrier_arrive", plgpu.barrier_arrive))
+            yield met
+
+
+def unnoticed_calls(
+    run: Callable[[], None], deadlocks: Callable[[tuple[str, str]], bool], capsys: pytest.CaptureFixture[str]
+) -> tuple[list[tuple[str, str]], set[tuple[str, str]]]:
+    """All synchronising calls of what `run` traces, runs and checks, and those that nothing misses.
+
+    An error, a race or a failing check misses it. Those without which somebody `deadlocks` are not tried.
+    """
+    with without_call(-1) as calls:
+        run()
+    assert not races_found(capsys)
+    unnoticed = set()
+    for number, call in enumerate(calls):
+        if deadlocks(call):
+            continue
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+        try:
+            with without_call(number) as met:
+                run()
+            assert met[number] == call
+            if not races_found(capsys):
+                unnoticed.add(call)
+        except (AssertionError, jax.errors.JaxRuntimeError):
+            capsys.readouterr()
+    return calls, unnoticed
+
+
+def unfenced_wgmmas(jaxpr: core.Jaxpr, dirty: bool = False) -> tuple[int, bool]:
+    """How many wgmmas may follow a store to shared memory with no commit_smem between, and whether one
+    still may.
+
+    Programs with shared memory written in one thread and read by another's wgmma would need more than this.
+    """
+    count = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "swap" and "smem" in str(equation.invars[0].aval):
+            dirty = True
+        elif name == "commit_smem":
+            dirty = False
+        elif name == "wgmma_ref":
+            count += dirty
+        bodies = [
+            getattr(body, "jaxpr", body)
+            for body in jax.tree.leaves(
+                equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            )
+            if hasattr(getattr(body, "jaxpr", body), "eqns")
+        ]
+        ends = []
+        for body in bodies:
+            found, end = unfenced_wgmmas(body, dirty)
+            if name == "while":  # the second time round begins where the first ended
+                found, end = unfenced_wgmmas(body, dirty or end)
+            count += found
+            ends.append(end)
+        if ends:
+            dirty = any(ends)
+    return count, dirty

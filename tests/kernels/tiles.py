@@ -1,0 +1,123 @@
+"""Tiles of several query tokens: cases, their arrays, and the oracle's answer. Needs no test packages."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels.support import Arrays
+from reference import attention
+from tests import shapes
+
+TINY = float(np.finfo(np.float64).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Tiles of `tile_len` tokens, from these positions on of sequences so long; a length of 0 is no tile."""
+
+    name: str
+    starts: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    tile_len: int = 32
+    num_q_heads: int = 4
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As `ops` takes them."""
+        options: dict[str, Any] = {"scale": self.head_dim**-0.5, "sliding_window": self.sliding_window}
+        options["soft_cap"] = self.soft_cap
+        if self.alibi:
+            options["alibi_slopes"] = (2.0 ** -np.arange(1, self.num_q_heads + 1)).astype(np.float32)
+        if self.sinks:
+            options["sinks"] = np.linspace(-1, 2, self.num_q_heads).astype(np.float32)
+        return options
+
+
+CASES = [
+    Case("first tiles, padding", (0, 32, 0), (32, 50, 0), num_q_heads=8, num_kv_heads=2, head_dim=128),
+    Case("full and edge tiles", (256, 300), (288, 301)),
+    Case("window", (256, 300, 20), (288, 331, 40), sliding_window=180),
+    Case("window within a tile", (130, 5), (150, 30), sliding_window=9, head_dim=80, block_size=8),
+    Case("three heads, float16", (140,), (172,), num_q_heads=3, dtype="float16", head_dim=96),
+    Case("chunks of a group", (10,), (40,), num_q_heads=10, num_kv_heads=2, block_size=64),
+    Case("a head each", (120,), (152,), num_q_heads=2, num_kv_heads=2, block_size=256),
+    Case("longest tiles, sinks", (100,), (164,), tile_len=64, num_q_heads=2, sinks=True),
+    Case(
+        "odd tiles, all at once", (100, 0), (119, 7),
+        tile_len=19, num_q_heads=6, num_kv_heads=2, alibi=True, soft_cap=3.0, sinks=True, sliding_window=90,
+    ),
+    Case("head_dim 256", (100,), (132,), head_dim=256, sliding_window=80),
+    Case("two tokens", (127, 0, 62), (129, 0, 64), tile_len=2, num_q_heads=8, num_kv_heads=2),
+    Case(
+        "seven tokens, all at once", (300, 3), (307, 8),
+        tile_len=7, num_q_heads=3, alibi=True, soft_cap=3.0, sinks=True, sliding_window=150,
+    ),
+    Case("sixteen tokens", (250,), (263,), tile_len=16, num_q_heads=4, head_dim=128),
+]  # fmt: skip
+
+
+@functools.cache
+def inputs(c: Case) -> tuple[Any, np.ndarray, set[int]]:
+    """`Arrays`, with NaN where nobody looks and tables that name no block there; starts; the blocks seen."""
+    rng = np.random.default_rng(0)
+    dtype, num_tiles = shapes.DTYPES[c.dtype], len(c.starts)
+    width = -(-max(c.seq_lens) // c.block_size) + 2
+    num_blocks = 1 + num_tiles * width
+    caches = rng.standard_normal((2, num_blocks, c.block_size, c.num_kv_heads, c.head_dim)).astype(dtype)
+    tables = 1 + rng.permutation(num_blocks - 1).reshape(num_tiles, width)
+    live = np.zeros((num_blocks, c.block_size), bool)
+    for tile, (start, seq_len) in enumerate(zip(c.starts, c.seq_lens, strict=True)):
+        begin = 0 if c.sliding_window is None else max(start + 1 - c.sliding_window, 0)
+        for position in range(begin, seq_len):
+            live[tables[tile, position // c.block_size], position % c.block_size] = True
+        tables[tile, : begin // c.block_size] = 2**30
+        tables[tile, -(-seq_len // c.block_size) :] = -7
+    caches[:, ~live] = np.nan
+    q = rng.standard_normal((num_tiles, c.tile_len, c.num_q_heads, c.head_dim)).astype(dtype)
+    arrays: list[Any] = [q, *caches, tables.astype(np.int32), np.array(c.seq_lens, np.int32)]
+    return (
+        Arrays(*arrays),
+        np.array(c.starts, np.int32),
+        {int(block) for block in np.flatnonzero(live.any(axis=1))},
+    )
+
+
+def worst(c: Case, got: np.ndarray) -> tuple[float, float]:
+    """The error that is largest beside what is allowed there, and that; NaN counts as infinite.
+
+    A query may be off by `shapes.tolerance` from a decode step at its place, a tile of nobody not at all.
+    """
+    arrays, starts, _ = inputs(c)
+    like = shapes.Case(c.name, head_dim=c.head_dim, dtype=c.dtype)
+    error = np.nan_to_num(abs(got), nan=np.inf)
+    allowed = np.full(got.shape, np.where(arrays.seq_lens == 0, TINY, np.inf)[:, None, None, None])
+    for i in range(c.tile_len):
+        upto = np.where(starts + i < arrays.seq_lens, starts + i + 1, 0)
+        decode = arrays._replace(q=arrays.q[:, i], seq_lens=upto)
+        want = attention.paged_attention(*decode, **c.options)
+        magnitude = decode._replace(v_cache=np.abs(arrays.v_cache.astype(np.float32)))
+        mean_abs = attention.paged_attention(*magnitude, **c.options)
+        used = upto > 0
+        error[used, i] = np.nan_to_num(abs(got[:, i] - want), nan=np.inf)[used]
+        allowed[used, i] = shapes.tolerance(like, want, mean_abs, c.dtype)[used]
+    at = np.unravel_index(np.argmax(error / allowed), got.shape)
+    return float(error[at]), float(allowed[at])
+
+
+def assert_close(c: Case, got: np.ndarray) -> None:
+    """Within `worst`'s bounds."""
+    error, allowed = worst(c, got)
+    assert error <= allowed, f"{error=:.3g} > {allowed=:.3g}"
