@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import jaxpaged
@@ -92,6 +92,8 @@ def refusal(call: Callable[[], object]) -> str:
 
 # Hundreds of cases a second where they are refused; those that are answered take a few steps.
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(prompts=[], options={}, priority=np.array(3))
+@example(prompts=np.array(3), options={}, priority=None)
 @given(prompts=anything, options=params, priority=st.one_of(st.none(), anything))
 def test_any_values_are_answered_or_refused_and_the_next_request_is_served(llm, prompts, options, priority):
     for call in (

@@ -202,8 +202,7 @@ class LLM:
     def _params(self, params: Any) -> Any:
         if params is None:
             return self._default_params
-        is_list = isinstance(params, Sequence) and not isinstance(params, str | bytes)
-        ok = isinstance(params, SamplingParams) or is_list
+        ok = isinstance(params, SamplingParams) or _is_list(params)
         check("sampling_params", params, "a SamplingParams or a list of them", ok)
         return params
 
@@ -212,7 +211,7 @@ class LLM:
         if isinstance(prompts, str | bytes | Mapping):
             return [prompts]
         rule = "a prompt or a list of prompts"
-        check("prompts", prompts, rule, isinstance(prompts, Sequence | np.ndarray))
+        check("prompts", prompts, rule, _is_list(prompts))
         is_one = len(prompts) > 0 and (
             is_int(prompts[0]) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1)
         )
@@ -225,7 +224,7 @@ class LLM:
             for key in prompt:
                 check("key of a prompt", key, f"one of {', '.join(PROMPT_KEYS)}", key in PROMPT_KEYS)
             text, token_ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
-        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes):
+        elif _is_list(prompt):
             text, token_ids = None, prompt
         if not isinstance(text, str) and not (text is None and token_ids is not None):
             raise InputError(
@@ -290,10 +289,16 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**vllm_options.translated(options, tuple(EngineConfig.__dataclass_fields__)))
 
 
+def _is_list(value: Any) -> bool:
+    """Whether it has members that count: of an array, a dimension; a text is one thing."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def _one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
     """A list with one for each prompt; one value that is no list is everybody's."""
-    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
-    if not is_list:
+    if not _is_list(value):
         return [value] * num_prompts
     if len(value) != num_prompts:
         raise InputError(f"{name} has {len(value)} entries, must have one for each of {num_prompts} prompts")
