@@ -11,7 +11,8 @@ import pytest
 
 from jaxpaged.engine import gpu_flags
 
-WANTED = "--xla_gpu_enable_command_buffer=+WHILE"
+GRAPH, CUBLAS = "--xla_gpu_enable_command_buffer=+WHILE", "--xla_gpu_enable_triton_gemm=false"
+WANTED = f"{GRAPH} {CUBLAS}"
 
 
 @pytest.fixture
@@ -34,10 +35,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
             "--xla_dump_to=x  --xla_gpu_autotune_level=0",
             f"--xla_dump_to=x --xla_gpu_autotune_level=0 {WANTED}",
         ),
-        ("--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer="),
+        ("--xla_gpu_enable_command_buffer=", f"--xla_gpu_enable_command_buffer= {CUBLAS}"),
         (
-            "--xla_dump_to=x --xla_gpu_enable_command_buffer",
-            "--xla_dump_to=x --xla_gpu_enable_command_buffer",
+            "--xla_gpu_enable_triton_gemm=true --xla_gpu_enable_command_buffer",
+            "--xla_gpu_enable_triton_gemm=true --xla_gpu_enable_command_buffer",
         ),
         ("--xla_gpu_enable_command_buffers=1", f"--xla_gpu_enable_command_buffers=1 {WANTED}"),
     ],
@@ -112,7 +113,7 @@ assert jax.config.values == before
 
 @pytest.mark.parametrize(
     ("flag", "known"),
-    [(WANTED, True), (WANTED + ",+NONSENSE", False), ("--xla_gpu_nonsense=1", False)],
+    [(WANTED, True), (f"{CUBLAS} {GRAPH},+NONSENSE", False), ("--xla_gpu_nonsense=1", False)],
 )
 def test_xla_knows_the_flags(flag: str, known: bool) -> None:
     """The CPU's XLA reads the same flags as the GPU's, and refuses alike."""
