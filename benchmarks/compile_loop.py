@@ -226,7 +226,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         max_num_seqs=case.max_num_seqs,
         num_tiles=case.num_tiles,
         tiles_per_pass=case.num_tiles,
-        decode_attention=attention,
+        attention=attention,
         watermark_blocks=case.num_blocks // 100,
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

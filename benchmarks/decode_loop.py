@@ -112,7 +112,7 @@ def create(
         max_num_seqs=num_seqs,
         num_tiles=num_tiles,
         tiles_per_pass=num_tiles,
-        decode_attention=attention,
+        attention=attention,
         watermark_blocks=int(driver.WATERMARK * num_blocks),
     )
     max_blocks = sum(cdiv(n, BLOCK_SIZE) for n in seq_lens)

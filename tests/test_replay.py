@@ -202,7 +202,7 @@ def test_a_dump_comes_back_leaf_by_leaf(setting, tmp_path):
         replay.Event(0, abort=3),
         replay.Event(4, request=line_of(Request(9, (4,), 2)), abort=8),
     ]
-    config = dataclasses.replace(setting.config, decode_attention="mosaic_gpu")
+    config = dataclasses.replace(setting.config, attention="mosaic_gpu")
     replay.dump(state, tmp_path / "f", step_config=config, vocab_size=13, events=events, answers={8: [5, 6]})
     dump = replay.load(tmp_path / "f")
     assert_equal(dump.state, state)

@@ -100,13 +100,13 @@ class Driver:
     ) -> None:
         self.config = config
         size = self.cache_size = cache_size(config, model_config)
-        decode_attention, why = attention(config, model_config)
-        logging.info("attention of decode steps: %s (%s)", decode_attention, why)
+        implementation, why = attention(config, model_config)
+        logging.info("attention: %s (%s)", implementation, why)
         self.step_config = StepConfig(
             max_num_seqs=config.max_num_seqs,
             num_tiles=config.num_prefill_tiles,
             tiles_per_pass=tiles_per_pass(config),
-            decode_attention=decode_attention,
+            attention=implementation,
             watermark_blocks=int(WATERMARK * size.num_blocks),
             sliding_window=model_config.sliding_window,
             reuse_answers=config.reuse_answers,

@@ -94,13 +94,13 @@ def forward(
 
         def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
-            return compute(model, rows, tables, *carry, tiles, slots, config.prompt_attention)
+            return compute(model, rows, tables, *carry, tiles, slots, config.attention)
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
 
     def decode(carry: Carry) -> Carry:
         tiles = scheduler.decode_tiles(state, plan, slots)
-        return compute(model, rows, tables, *carry, tiles, slots, config.decode_attention)
+        return compute(model, rows, tables, *carry, tiles, slots, config.attention)
 
     def skip(carry: Carry) -> Carry:
         return carry

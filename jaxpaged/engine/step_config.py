@@ -17,15 +17,10 @@ class StepConfig:
     max_num_seqs: int  # rows that run together
     num_tiles: int  # prompt tiles computed in one step
     tiles_per_pass: int  # of these in one forward pass; a step may make several passes
-    decode_attention: TiledImplementation
+    attention: TiledImplementation
     watermark_blocks: int = 0  # stay free when a request is admitted beside running ones
     sliding_window: int | None = None  # tokens
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
-
-    @property
-    def prompt_attention(self) -> TiledImplementation:
-        """Every implementation serves prompts as well."""
-        return self.decode_attention
 
     def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
         """Blocks that a row of so many tokens holds at most at any time."""

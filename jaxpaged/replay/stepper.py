@@ -138,7 +138,7 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Llama]:
     check("model", name, rule.format(shape, dump.vocab_size, window), fits)
     dtype: Any = str(kv.k.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size)
-    step_config = replace(dump.step_config, decode_attention=machine.attention(config, c)[0])
+    step_config = replace(dump.step_config, attention=machine.attention(config, c)[0])
     model = checkpoint.model(kv.k.dtype)
     return replace(dump, step_config=step_config), model
 

@@ -105,7 +105,7 @@ class Setting:
             max_num_seqs=MAX_NUM_SEQS,
             num_tiles=self.num_tiles,
             tiles_per_pass=2,
-            decode_attention="xla",
+            attention="xla",
             watermark_blocks=self.watermark_blocks,
             sliding_window=self.sliding_window,
             reuse_answers=self.reuse_answers,
