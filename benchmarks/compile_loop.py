@@ -3,7 +3,7 @@
     python -m benchmarks.compile_loop            one JSON line per case
     python -m benchmarks.compile_loop NAME...    of these cases alone, compiled in this process, for the tests
 
-What it needs, `cuda_compiler` says. The model has few layers; memory is XLA's own analysis of the compiled
+What it needs, `cuda_compiler` says. The model has two layers; memory is XLA's own analysis of the compiled
 program, and the thunks (what the runtime does, in order) are those that XLA dumps. A program that is one
 CUDA graph is one thunk, a command buffer, which holds all others.
 """
@@ -24,7 +24,6 @@ from jaxpaged.engine.gpu_flags import FLAGS
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
-NUM_LAYERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +74,6 @@ class Report:
     temp_host_bytes: int
     thunks: dict[str, int]  # how many of each kind, at any depth
     outermost: tuple[str, ...]  # the thunks that are in no other
-    weights_copied: int  # a layer's weights out of those of all, by programs of their own
-    weights_in_place: int  # such that a product reads where they lie
     seconds: float
 
 
@@ -121,25 +118,8 @@ def _report_here(name: str) -> Report:
         temp_host_bytes=memory.host_temp_size_in_bytes,
         thunks={kind: sum(k == kind for _, k in thunks) for kind in kinds},
         outermost=tuple(kind for depth, kind in thunks if depth == 0),
-        **_uses_of_weights(compiled.as_text()),
         seconds=round(time.perf_counter() - start, 1),
     )
-
-
-def _uses_of_weights(program: str) -> dict[str, int]:
-    """How many layers' matrices are sliced in a kernel of their own, and how many within a product's call."""
-    of_all = rf"\[{NUM_LAYERS},\d\d+,\d\d+\]"
-    computations = re.split(r"\n(?=\S)", program)
-    copied = in_place = 0
-    for text in computations:
-        slices = len(re.findall(r"= \w+\[1,\d\d+,\d\d+\]\S* dynamic-slice\(", text))
-        if not slices or not re.search(of_all, text):
-            continue
-        if 'custom_call_target="__cublas' in text:
-            in_place += slices
-        else:
-            copied += slices
-    return {"weights_copied": copied, "weights_in_place": in_place}
 
 
 def read_thunks(dump: str) -> list[tuple[int, str]]:
@@ -163,10 +143,9 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.memory import kv_cache
     from jaxpaged.memory.block_table import BlockTables
     from jaxpaged.memory.kv_cache import KVCache
-    from jaxpaged.models import layers, llama
+    from jaxpaged.models import llama
     from jaxpaged.models.config import ModelConfig
 
-    layers.loops_over_layers = lambda dtype: True  # as on a GPU, which this process does not have
     mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))
     on_device = NamedSharding(mesh, PartitionSpec())
     # A device that is not there has no host memory to name; an abstract one takes our word.
@@ -176,7 +155,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         vocab_size=512,
         hidden_size=256,
         intermediate_size=512,
-        num_layers=NUM_LAYERS,
+        num_layers=2,
         num_q_heads=8,
         num_kv_heads=2,
         head_dim=case.head_dim,

@@ -478,7 +478,7 @@ def store_outputs(
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
         # The unit before has left the buffer; pieces overlap and are written in turn.
         plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
-        _store_transposed(out_smem.at[i], piece.astype(p.dtype))
+        store(out_smem.at[i].T, piece.astype(p.dtype))
         plgpu.commit_smem()
         for token in range(p.query_len):
             heads, columns = group_heads(p, span.kv_head, token)
@@ -491,12 +491,12 @@ def group_heads(p: Problem, kv_head: jax.Array, token: int) -> tuple[Any, Any]:
     return pl.ds(kv_head * p.group_size, p.group_size), pl.ds(token * p.group_size, p.group_size)
 
 
-def _store_transposed(target: Any, value: jax.Array) -> None:
-    """value [rows, columns] into shared memory as [columns, rows], whatever the bank conflicts."""
+def store(target: Any, value: jax.Array) -> None:
+    """Registers into memory as they lie, whatever the bank conflicts and broken cache lines."""
     if hasattr(plgpu, "store"):  # jax 0.12 wants to be told that they are accepted
-        plgpu.store(target.T, value, optimized=False)
+        plgpu.store(target, value, optimized=False)
     else:
-        target.T[...] = value
+        target[...] = value
 
 
 def interpret_params(interpret: Any) -> Any:

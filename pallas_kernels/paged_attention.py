@@ -194,9 +194,9 @@ def _store(
 ) -> None:
     """Keep a partition's result, straight from the registers."""
     for i, piece in enumerate(state.out):
-        partials.out[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)] = piece
-    partials.stats[item, kv_head, 0] = state.max
-    partials.stats[item, kv_head, 1] = state.sum
+        tile.store(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], piece)
+    tile.store(partials.stats.at[item, kv_head, 0], state.max)
+    tile.store(partials.stats.at[item, kv_head, 1], state.sum)
 
 
 def _merged(

@@ -8,9 +8,7 @@ from absl import logging
 
 # By default XLA makes CUDA graphs of kernels and branches, but not of loops. With this the serving loop is
 # one graph, launched once a run: `tests/engine/test_compile_h200.py` reads it from the compiled program.
-# Triton's products would copy each layer's weights out of those of all layers first; cuBLAS's read them where
-# they lie: that is read from it, too.
-FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE", "xla_gpu_enable_triton_gemm": "false"}
+FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE"}
 
 
 def set_defaults() -> None:

@@ -18,10 +18,10 @@ Layer = int | Int[Array, ""]  # a layer's number, counted from 0; an array in a 
 def loops_over_layers(dtype: jnp.dtype) -> bool:
     """Whether a program computes layers in a loop, so that it does not grow with their number.
 
-    Not where XLA's CPU code multiplies: it would copy a layer's weights out of the array of all in every
-    turn.
+    Not where XLA multiplies: it would copy a layer's weights out of the array of all in every turn, or, on a
+    GPU, read their place on the host, and then the serving loop is no CUDA graph (LOG.md).
     """
-    return jax.default_backend() != "cpu" or native.serves(dtype)
+    return native.serves(dtype)
 
 
 class Stack(nnx.Module):

@@ -63,13 +63,6 @@ def test_with_the_packages_flags_the_loop_is_one_cuda_graph(reports: dict[str, R
         assert not {kind for kind in report.thunks if kind.startswith("kHost")}, report
 
 
-def test_weights_are_read_where_they_lie(reports: dict[str, Report]) -> None:
-    """Layers are computed in a loop over all layers' weights, twice: of prompts and of decode steps."""
-    for name, report in reports.items():
-        has_layers = EVERY[name].attention != "constant"
-        assert (report.weights_copied, report.weights_in_place) == (0, 8 * has_layers), report
-
-
 def test_thunks_are_read_with_their_depth() -> None:
     dump = """000: kCommandBuffer [source | sink]
     002: kWhile        [prev=001 (1)  | next=586 (1) ]
