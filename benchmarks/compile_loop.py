@@ -166,12 +166,6 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     )
     dtype = jnp.dtype(jnp.bfloat16)
 
-    def create_model() -> nnx.Module:
-        if case.attention == "constant":
-            return ConstantModel()
-        shapes = dict(llama.weight_shapes(config))
-        return llama.Llama(config, {name: np.zeros(shape, dtype) for name, shape in shapes.items()}, dtype)
-
     def tables(num_blocks: int, *, cached: bool) -> BlockTables:
         max_blocks_per_seq = MAX_MODEL_LEN // BLOCK_SIZE
         return create_tables(
@@ -199,8 +193,10 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     if state.host is not None:
         host = dataclasses.replace(state.host, kv_cache=place(state.host.kv_cache, on_host))
         state = dataclasses.replace(state, host=host)
-    graphdef, params = nnx.split(nnx.eval_shape(create_model))
-    attention: Any = "xla" if case.attention == "constant" else case.attention
+    is_constant = case.attention == "constant"
+    model: nnx.Module = nnx.eval_shape(ConstantModel) if is_constant else llama.abstract(config, dtype)
+    graphdef, params = nnx.split(model)
+    attention: Any = "xla" if is_constant else case.attention
     step_config = StepConfig(
         max_num_seqs=case.max_num_seqs,
         num_tiles=case.num_tiles,

@@ -168,15 +168,7 @@ def measure(model: Llama, batch: int, context_len: int, repeats: int, bandwidth:
 
 def random_model(config: ModelConfig) -> Llama:
     """A model with normal weights, made on the device."""
-    dtype = machine.resolve_dtype(EngineConfig())
-    shapes = dict(llama.weight_shapes(config))
-
-    def create() -> Llama:
-        # Zeros that no memory stands for, only to learn the parameters' shapes.
-        zeros = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, shape in shapes.items()}
-        return Llama(config, zeros, dtype)
-
-    graphdef, params = nnx.split(nnx.eval_shape(create))
+    graphdef, params = nnx.split(llama.abstract(config, machine.resolve_dtype(EngineConfig())))
     return nnx.merge(graphdef, _random_like(params, seed=0))
 
 

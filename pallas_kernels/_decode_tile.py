@@ -88,11 +88,6 @@ class Problem:
         return self.pieces[0][1]
 
     @property
-    def tile_columns(self) -> int:
-        """Columns of the small tiles that shared memory is made of: as many as divide head_dim."""
-        return next(columns for columns in (64, 32, 16) if self.head_dim % columns == 0)
-
-    @property
     def is_quantised(self) -> bool:
         return jnp.dtype(self.cache_dtype).itemsize == 1
 
@@ -103,13 +98,26 @@ class Problem:
 
     @property
     def copy_tokens(self) -> int:
-        """Tokens of one copy: a block's, or so many that each warp of the producer has a part of a tile."""
-        return min(self.block_size, self.tile_kv // NUM_WARPS)
+        return copy_tokens(self.block_size, self.tile_kv)
 
     @property
     def copies_per_tile(self) -> int:
         """Of K, and of V."""
         return self.tile_kv // self.copy_tokens
+
+
+def copy_tokens(block_size: int, tile_kv: int) -> int:
+    """Tokens of one copy: a block's, or so many that each warp of the producer has a part of a tile."""
+    return min(block_size, tile_kv // NUM_WARPS)
+
+
+def tiled(width: int) -> Any:
+    """The transforms of rows in shared memory as wgmma reads them: small tiles, of as many columns as divide
+    the width.
+    """
+    transforms: Any = plgpu  # mypy takes the two for abstract
+    columns = next(columns for columns in (64, 32, 16) if width % columns == 0)
+    return transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns)
 
 
 def make_problem(
@@ -169,20 +177,18 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
-    transforms: Any = plgpu  # mypy takes the two for abstract
-    columns = p.tile_columns
-    tiled = (transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns))  # for wgmma
-    ring_tiled = () if p.is_quantised else tiled
+    as_operand = tiled(p.head_dim)
+    in_ring = () if p.is_quantised else as_operand
     tile = (p.tile_kv, p.head_dim)
-    widened = plgpu.SMEM(tile, p.operand_dtype, transforms=tiled) if p.is_quantised else None
+    widened = plgpu.SMEM(tile, p.operand_dtype, transforms=as_operand) if p.is_quantised else None
     return Scratch(
         q_rows=plgpu.SMEM((NUM_QUERY_SLOTS, len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
-        q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=tiled),
-        k=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
-        v=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=ring_tiled),
+        q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=as_operand),
+        k=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=in_ring),
+        v=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=in_ring),
         k16=None if p.widens_in_registers else widened,
         v16=widened,
-        p=plgpu.SMEM((p.num_columns, p.tile_kv), p.operand_dtype, transforms=tiled),
+        p=plgpu.SMEM((p.num_columns, p.tile_kv), p.operand_dtype, transforms=as_operand),
         q_full=plgpu.Barrier(num_arrivals=len(p.pieces) * p.query_len, num_barriers=NUM_QUERY_SLOTS),
         q_empty=plgpu.Barrier(num_barriers=NUM_QUERY_SLOTS),
         full=plgpu.Barrier(num_arrivals=2 * p.copies_per_tile, num_barriers=p.num_stages),

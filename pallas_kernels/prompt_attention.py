@@ -91,8 +91,7 @@ class Problem:
 
     @property
     def copy_tokens(self) -> int:
-        """Tokens of one copy of K or V."""
-        return min(self.block_size, self.tile_kv // NUM_WARPS)
+        return decode.copy_tokens(self.block_size, self.tile_kv)
 
     @property
     def copies_per_tile(self) -> int:
@@ -115,14 +114,8 @@ class Scratch(NamedTuple):
 
 
 def _scratch_types(p: Problem) -> Scratch:
-    transforms: Any = plgpu  # mypy takes the two for abstract
-
-    def tiled(width: int) -> Any:
-        columns = next(columns for columns in (64, 32, 16) if width % columns == 0)
-        return transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns)
-
     def rows(count: int, size: int, width: int) -> Any:
-        return plgpu.SMEM((count, size, width), p.dtype, transforms=tiled(width))
+        return plgpu.SMEM((count, size, width), p.dtype, transforms=decode.tiled(width))
 
     return Scratch(
         q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim),

@@ -1,5 +1,6 @@
 """What the engine will use on this machine: dtype, lengths, and the size of its cache."""
 
+import functools
 import math
 import os
 
@@ -152,6 +153,7 @@ def available_bytes(config: EngineConfig, model_config: ModelConfig, dtype: jnp.
     return left, f"{config.gpu_memory_utilization:.0%} of {total} bytes less {weights} of weights, {beside}"
 
 
+@functools.cache  # it is asked for twice, and traces what makes the state
 def state_bytes(config: EngineConfig, model_config: ModelConfig) -> tuple[int, int]:
     """Bytes of the engine's state beside K and V: of its rows, and of each block."""
     max_len = max_model_len(config, model_config)
