@@ -33,6 +33,22 @@ _PEER = flags.DEFINE_multi_string(
     "transformers--continuous=...; MODEL may be float32:A,bfloat16:B.",
 )
 
+_INSTRUCTIONS = flags.DEFINE_enum(
+    "instructions",
+    None,
+    ["avx2"],
+    "What every engine may use of the processor's; llama.cpp must be built for them.",
+)
+
+# What keeps each engine to these instructions: ours and XLA, PyTorch (and vLLM: see its runner), oneDNN.
+LIMITS = {
+    "avx2": {
+        "JAXPAGED_NATIVE": "avx2",
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    }
+}
 RUNNERS = Path(__file__).parent / "peers"
 MAX_FOREIGN_CPU = 0.05
 NUM_CORES = 2
@@ -60,6 +76,7 @@ def main(argv: list[str]) -> None:
     record.start(argv)
     ours = Engine("jaxpaged", sys.executable, {"": _MODEL.value or _bundled_model()})
     engines = [ours, *map(_peer, _PEER.value)]
+    os.environ.update(LIMITS.get(_INSTRUCTIONS.value, {}))
     for name in _WORKLOADS.value:
         workload = getattr(workloads, name)()
         for dtype in _DTYPES.value:

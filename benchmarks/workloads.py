@@ -72,8 +72,15 @@ def shared_prefix32(seed: int = 0) -> Workload:
     return {"name": "shared_prefix32", "requests": requests, "max_num_seqs": 32}
 
 
+def short2000(seed: int = 0) -> Workload:
+    """Two thousand prompts of three tokens with one new token each; sixteen run at a time."""
+    rng = np.random.default_rng(seed)
+    return {"name": "short2000", "requests": [_request(rng, 3, 1) for _ in range(2000)], "max_num_seqs": 16}
+
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
-    function.__name__: function for function in (single, batch16, ragged32, ragged64, full32, shared_prefix32)
+    function.__name__: function
+    for function in (single, batch16, ragged32, ragged64, full32, shared_prefix32, short2000)
 }
 
 

@@ -18,6 +18,13 @@ def main() -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{options.cores[0]}-{options.cores[-1]}"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        # PyTorch keeps to it; vLLM asks the processor which of its own libraries to load.
+        import torch  # type: ignore[import-not-found]
+
+        torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
     import vllm  # type: ignore[import-not-found]
 
     llm = vllm.LLM(
