@@ -6,8 +6,13 @@ too when a preempted row is computed again: its prompt in tiles, the answer toke
 position is thus always computed in the same shape.
 
 Requests come in the order (priority, arrival), the lower first. The order of work is that of `Engine.step`.
+
+Several answers of one prompt are several requests, of which the first leads. A follower waits while its
+leader's prompt is computed, and runs from the step on in which that is done: it takes over the blocks, and
+its first token comes from the same position. Who then finds no room is a request like any other.
 """
 
+import collections
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +59,7 @@ class Request:
 
     max_num_tokens: prompt and answer end at so many.
     salt: requests that differ in it share no blocks.
+    leader: the arrival of an earlier request with the same prompt, priority and salt.
     """
 
     arrival: int
@@ -62,6 +68,7 @@ class Request:
     stop_token_ids: Sequence[int] = ()
     priority: int = 0
     salt: int = 0
+    leader: int | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -87,6 +94,7 @@ class Row:
     blocks: those of the computed tokens, in order; the null block stands for one that left the window.
         On the host while SWAPPED.
     names: of the content of the leading blocks, as far as it has been published or found; see `Engine`.
+    forks_from: the row whose blocks it takes over in this step.
     """
 
     index: int
@@ -98,6 +106,7 @@ class Row:
     names: list[BlockHash] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    forks_from: "Row | None" = None
 
     @property
     def prompt_len(self) -> int:
@@ -129,6 +138,10 @@ class Step:
     admitted: dict[int, int] = field(default_factory=dict)  # blocks hit; in this order, swapped ones too
     copies_out: list[tuple[int, int]] = field(default_factory=list)  # device block to host block
     copies_in: list[tuple[int, int]] = field(default_factory=list)  # host block to device block
+    copies: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # of shared blocks, before they are written to
+    forked: dict[int, int] = field(default_factory=dict)  # from which row
     new_tokens: dict[int, int] = field(default_factory=dict)
     finished: dict[int, FinishReason] = field(default_factory=dict)
     # Afterwards:
@@ -233,14 +246,13 @@ class Engine:
 
         # Admission in order, without overtaking.
         if not step.preempted:
-            while tiles_left and self._admit_next(step):
+            while self._admit_next(step, new, tiles_left):
                 new, tiles_left = self._plan()
 
         # Blocks for the new tokens, then the tokens.
         running = [row for row in self._by_row() if row.phase is Phase.RUNNING]
         for row in running:
-            num_blocks = cdiv(row.computed + new[row], self.config.block_size) - len(row.blocks)
-            row.blocks += self.pool.get_new_blocks(num_blocks)
+            self._grow(row, new[row], step)
         for row in running:
             self._write(row, new[row])
         for row in running:
@@ -250,7 +262,7 @@ class Engine:
 
         # Who has computed all tokens is due for the next.
         for row in running:
-            if row.computed == row.num_tokens:
+            if row.computed == row.num_tokens or row.forks_from is not None:
                 token = self.next_token(list(row.tokens))
                 row.tokens.append(token)
                 step.new_tokens[row.index] = token
@@ -264,6 +276,8 @@ class Engine:
         if computes_prompt or not self._may_wait_to_publish():
             for row in running:
                 self._publish(row)
+        for row in running:
+            self._fork(row, step)
         for row in running:
             if row.finish_reason is not None:
                 step.finished[row.index] = row.finish_reason
@@ -288,7 +302,9 @@ class Engine:
         new = {}
         for row in self._in_phase(Phase.RUNNING):
             new[row] = 1
-            if row.computed < row.prompt_len:
+            if row.forks_from is not None:
+                new[row] = 0
+            elif row.computed < row.prompt_len:
                 first_tile = row.computed // tile_len
                 num_tiles = min(cdiv(row.prompt_len, tile_len) - first_tile, tiles_left)
                 tiles_left -= num_tiles
@@ -297,10 +313,18 @@ class Engine:
         return new, tiles_left
 
     def _num_new_blocks(self, new: dict[Row, int]) -> int:
-        return sum(
+        grown = sum(
             cdiv(row.computed + num_new, self.config.block_size) - len(row.blocks)
             for row, num_new in new.items()
         )
+        return grown + self._num_copies([row for row, num_new in new.items() if num_new])
+
+    def _num_copies(self, writers: list[Row]) -> int:
+        """Blocks for those who write into a block that others hold too; its last holder may keep it."""
+        blocks = collections.Counter(
+            row.blocks[-1] for row in writers if row.computed % self.config.block_size
+        )
+        return sum(min(num_writers, block.ref_cnt - 1) for block, num_writers in blocks.items())
 
     def _preempt(self, row: Row, step: Step) -> None:
         swaps = (
@@ -317,13 +341,25 @@ class Engine:
         row.num_preemptions += 1
         step.preempted[row.index] = "swap" if swaps else "recompute"
 
-    def _admit_next(self, step: Step) -> bool:
+    def _admit_next(self, step: Step, new: dict[Row, int], tiles_left: int) -> bool:
         """Let the first request in line run. False if there is none, or it has to wait."""
         line = self._in_phase(Phase.WAITING, Phase.SWAPPED)
         running = self._in_phase(Phase.RUNNING)
         if not line or len(running) == self.config.max_num_seqs:
             return False
         row = line[0]
+
+        leader = self._leader_in_prompt(row)
+        if leader is not None:
+            is_done = leader.computed + new[leader] == leader.prompt_len
+            need = self._need_of_fork(row) + self._reserved(running)
+            if not is_done or need > self.pool.get_num_free_blocks():
+                return False
+            row.phase, row.forks_from = Phase.RUNNING, leader
+            step.admitted[row.index] = 0
+            return True
+        if not tiles_left:
+            return False
 
         names: list[BlockHash] = []
         hits: list[KVCacheBlock] = []
@@ -336,10 +372,7 @@ class Engine:
         hits_held = hits[self._num_skipped(len(hits) * self.config.block_size) :]
         need = self._blocks_of(row.num_tokens) - len(hits_held)
         need += sum(block.ref_cnt == 0 for block in hits_held)
-        for other in running:
-            need += max(self._blocks_of(other.num_tokens) - len(other.held), 0)
-        if running:
-            need += self.config.watermark_blocks + len(running)
+        need += self._reserved(running)
         if need > self.pool.get_num_free_blocks():
             return False
 
@@ -354,6 +387,29 @@ class Engine:
         step.admitted[row.index] = len(hits)
         return True
 
+    def _leader_in_prompt(self, row: Row) -> Row | None:
+        """The row, if it runs and its prompt is not computed, whose blocks a new request is to take over."""
+        if row.phase is not Phase.WAITING or row.num_tokens != row.prompt_len:
+            return None
+        for other in self._in_phase(Phase.RUNNING):
+            if other.request.arrival == row.request.leader and other.computed < other.prompt_len:
+                return other
+        return None
+
+    def _need_of_fork(self, row: Row) -> int:
+        """Blocks for the copy of a block that is partly filled with the prompt."""
+        return int(row.prompt_len % self.config.block_size != 0)
+
+    def _reserved(self, running: list[Row]) -> int:
+        """Free blocks that are not for the next request: for what the running ones have, and to grow into."""
+        if not running:
+            return 0
+        forking = [row for row in running if row.forks_from is not None]
+        others = [row for row in running if row.forks_from is None]
+        need = sum(map(self._need_of_fork, forking)) + self._num_copies(others)
+        need += sum(max(self._blocks_of(row.num_tokens) - len(row.held), 0) for row in others)
+        return need + self.config.watermark_blocks + len(running)
+
     def _is_worth_waiting(self, row: Row, num_hits: int) -> bool:
         """Whether a running row's prompt will let this one find at least a tile more than its hits."""
         block_size = self.config.block_size
@@ -364,6 +420,25 @@ class Engine:
                 if shared - num_hits * block_size >= self.config.tile_len:
                     return True
         return False
+
+    def _grow(self, row: Row, num_new: int, step: Step) -> None:
+        """Take the blocks that the row's next tokens need; a shared one is copied before it is written to."""
+        if num_new and row.computed % self.config.block_size and row.blocks[-1].ref_cnt > 1:
+            shared, [own] = row.blocks[-1], self.pool.get_new_blocks(1)
+            self._copy(shared, own)
+            self.pool.free_blocks([shared])
+            row.blocks[-1] = own
+            step.copies.append((shared.block_id, own.block_id))
+        num_blocks = cdiv(row.computed + num_new, self.config.block_size) - len(row.blocks)
+        row.blocks += self.pool.get_new_blocks(num_blocks)
+
+    def _fork(self, row: Row, step: Step) -> None:
+        """Let a follower hold its leader's blocks too."""
+        leader, row.forks_from = row.forks_from, None
+        if leader is not None:
+            self.pool.touch(leader.held)
+            row.blocks, row.names, row.computed = [*leader.blocks], [*leader.names], leader.computed
+            step.forked[row.index] = leader.index
 
     def _write(self, row: Row, num_new: int) -> None:
         """Put the next tokens' K and V, so to speak, into the cache."""
@@ -420,12 +495,15 @@ class Engine:
         held = row.held
         twins = dict(zip(held, target.get_new_blocks(len(held)), strict=True))
         for block, twin in twins.items():
-            for offset in range(self.config.block_size):
-                if (block, offset) in self.cache:
-                    self.cache[twin, offset] = self.cache[block, offset]
+            self._copy(block, twin)
         source.free_blocks(reversed(row.blocks))
         row.blocks = [twins.get(block, target.null_block) for block in row.blocks]
         return [(block.block_id, twin.block_id) for block, twin in twins.items()]
+
+    def _copy(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
+        for offset in range(self.config.block_size):
+            if (source, offset) in self.cache:
+                self.cache[target, offset] = self.cache[source, offset]
 
     # Content.
 

@@ -6,16 +6,19 @@ are there beside those of the running ones, and some to grow into; nobody overta
 among the running ones always goes on, and everyone has their turn: first come, first served, a request has
 finished after as many steps as it and those unfinished before it have work, where a request's work is a step
 for each tile of its prompt and each token of its answer but the first. `reference/engine.py` has the proof.
+
+A follower, one of several answers of a prompt, waits while the leader's prompt is computed, and runs from the
+step on in which that is done: it takes over the blocks. Who then finds no room is a request like any other.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
 from jaxpaged.engine.step_config import StepConfig
@@ -43,6 +46,7 @@ class Decision:
     num_hit_blocks: Int[Array, " rows"]  # of the admitted rows
     preempted: Bool[Array, " rows"]
     swapped: Bool[Array, " rows"]  # preempted, and swapped out
+    leader_row: Int[Array, " rows"]  # whose blocks an admitted follower takes over; for others their own row
 
 
 @jax.tree_util.register_dataclass
@@ -75,12 +79,13 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
     The blocks that the plan needs are free afterwards, but not taken yet.
     """
     nobody, no_hits = jnp.zeros(state.tables.max_seqs, bool), jnp.zeros_like(state.rows.phase)
-    quiet = Decision(plan(state, config), nobody, no_hits, preempted=nobody, swapped=nobody)
+    own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
+    quiet = Decision(plan(state, config), nobody, no_hits, nobody, nobody, own_row)
 
     def replan() -> tuple[EngineState, Decision]:
         after, preempted, swapped = _preempt(state, config)
-        after, admitted, num_hits = _admit(after, config, may=~jnp.any(preempted))
-        return after, Decision(plan(after, config), admitted, num_hits, preempted, swapped)
+        after, admitted, num_hits, leader_row = _admit(after, config, may=~jnp.any(preempted))
+        return after, Decision(plan(after, config), admitted, num_hits, preempted, swapped, leader_row)
 
     changes = (_blocks_short(state, quiet.plan) > 0) | _may_admit(state, quiet.plan, config)
     return lax.cond(changes, replan, lambda: (state, quiet))
@@ -173,9 +178,7 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
 
 def _blocks_short(state: EngineState, plan: Plan) -> Int[Array, ""]:
     """Blocks that the plan needs beyond those that are free."""
-    tables = state.tables
-    needed = cdiv(tables.seq_lens + plan.num_new_tokens, tables.block_size) - tables.num_blocks
-    return jnp.sum(needed) - tables.pool.num_free
+    return jnp.sum(block_table.num_new_blocks(state.tables, plan.num_new_tokens)) - state.tables.pool.num_free
 
 
 def _preempt(
@@ -205,52 +208,124 @@ def _preempt(
     return lax.while_loop(short, preempt_last, (state, nobody, nobody))
 
 
+class _Admission(NamedTuple):
+    state: EngineState
+    admitted: Bool[Array, " rows"]
+    num_hits: Int[Array, " rows"]
+    leader_row: Int[Array, " rows"]
+    goes_on: Bool[Array, ""]
+
+
 def _admit(
     state: EngineState, config: StepConfig, may: Bool[Array, ""]
-) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"]]:
-    """Let waiting requests run in their order while there is room; who, and how many blocks each hit."""
-    type Carry = tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Bool[Array, ""]]
+) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Int[Array, " rows"]]:
+    """Let waiting requests run in their order while there is room.
 
-    def try_next(carry: Carry) -> Carry:
-        state, admitted, num_hits, _ = carry
-        rows, tables = state.rows, state.tables
-        row = rows.order[jnp.argmax(rows.waiting[rows.order])]
-        hit, defers = _look_up(state, row, config)
-        length = hit.chain.num_blocks
-        unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window)
-        place = jnp.arange(hit.block_ids.shape[0])
-        kept = (place >= unseen // tables.block_size) & (place < length)
-        held_by_others = jnp.sum(kept & (tables.pool.ref_count[hit.block_ids] > 0), dtype=jnp.int32)
-        need = config.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
-        fits = need + _reserved(state, config) <= tables.pool.num_free
-        ok = fits & ~defers
-        state = lax.cond(ok, lambda: _start(state, row, hit, config), lambda: state)
-        goes_on = ok & _may_admit(state, plan(state, config), config)
-        return state, admitted.at[row].max(ok), num_hits.at[row].add(jnp.where(ok, length, 0)), goes_on
+    Who, how many blocks each hit, and the rows whose blocks followers take over.
+    """
+    own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
+
+    def try_next(so_far: _Admission) -> _Admission:
+        state = so_far.state
+        row = _first_waiting(state.rows)
+        leader, follows = _leader_in_prompt(state, row)
+        state, ok, num_hits = lax.cond(
+            follows, lambda: _let_fork(state, row, config), lambda: _let_start(state, row, config)
+        )
+        return _Admission(
+            state,
+            so_far.admitted.at[row].max(ok),
+            so_far.num_hits.at[row].add(num_hits),
+            so_far.leader_row.at[row].set(jnp.where(ok & follows, leader, row)),
+            goes_on=ok & _may_admit(state, plan(state, config), config),
+        )
 
     nobody = jnp.zeros(state.tables.max_seqs, bool)
     goes_on = may & _may_admit(state, plan(state, config), config)
-    start = (state, nobody, jnp.zeros_like(state.rows.phase), goes_on)
-    state, admitted, num_hits, _ = lax.while_loop(lambda carry: carry[3], try_next, start)
-    return state, admitted, num_hits
+    start = _Admission(state, nobody, jnp.zeros_like(state.rows.phase), own_row, goes_on)
+    return lax.while_loop(lambda so_far: so_far.goes_on, try_next, start)[:-1]
 
 
 def _may_admit(state: EngineState, plan: Plan, config: StepConfig) -> Bool[Array, ""]:
-    """Whether the next waiting request might be admitted: there is a slot, a tile, and some block."""
+    """Whether the next waiting request might be admitted: there is a slot, some block, and a tile; or, for a
+    follower, the end of its leader's prompt.
+    """
+    rows, tables = state.rows, state.tables
+    has_slot = jnp.sum(rows.running | rows.forking) < config.max_num_seqs
+    has_block = _reserved(state, config) <= tables.pool.num_free
+
+    def has_work() -> Bool[Array, ""]:
+        leader, follows = _leader_in_prompt(state, _first_waiting(rows))
+        is_done = tables.seq_lens[leader] + plan.num_new_tokens[leader] == rows.prompt_lens[leader]
+        return jnp.where(follows, is_done, jnp.sum(plan.num_tiles) < config.num_tiles)
+
+    return lax.cond(jnp.any(rows.waiting) & has_slot & has_block, has_work, lambda: jnp.bool_(False))
+
+
+def _first_waiting(rows: Rows) -> Int[Array, ""]:
+    return rows.order[jnp.argmax(rows.waiting[rows.order])]
+
+
+def _leader_in_prompt(state: EngineState, row: Int[Array, ""]) -> tuple[Int[Array, ""], Bool[Array, ""]]:
+    """The running row with an unfinished prompt that a new request follows; and if there is one."""
     rows = state.rows
-    has_slot = jnp.sum(rows.running) < config.max_num_seqs
-    has_tile = jnp.sum(plan.num_tiles) < config.num_tiles
-    has_block = _reserved(state, config) <= state.tables.pool.num_free
-    return jnp.any(rows.waiting) & has_slot & has_tile & has_block
+    in_prompt = rows.running & (state.tables.seq_lens < rows.prompt_lens)
+    leads = in_prompt & (rows.arrival == rows.leader[row])
+    is_new = (rows.phase[row] == Phase.WAITING) & (rows.num_tokens[row] == rows.prompt_lens[row])
+    return jnp.argmax(leads).astype(jnp.int32), is_new & (rows.leader[row] != 0) & jnp.any(leads)
 
 
 def _reserved(state: EngineState, config: StepConfig) -> Int[Array, ""]:
-    """Free blocks that are not for the next request: for tokens the running ones know, and to grow into."""
+    """Free blocks that are not for the next request: for what the running ones have, and to grow into."""
     rows, tables = state.rows, state.tables
     to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
-    num_running = jnp.sum(rows.running, dtype=jnp.int32)
-    spare = jnp.where(num_running > 0, config.watermark_blocks + num_running, 0)
-    return jnp.sum(jnp.where(rows.running, to_come, 0)) + spare
+    to_come += block_table.must_copy(tables, rows.running.astype(jnp.int32))
+    to_come = jnp.where(rows.forking, _need_of_fork(state), jnp.where(rows.running, to_come, 0))
+    num_active = jnp.sum(rows.running | rows.forking, dtype=jnp.int32)
+    return jnp.sum(to_come) + jnp.where(num_active > 0, config.watermark_blocks + num_active, 0)
+
+
+def _need_of_fork(state: EngineState) -> Int[Array, " rows"]:
+    """Blocks for the copy of a block that is partly filled with the prompt."""
+    return (state.rows.prompt_lens % state.tables.block_size != 0).astype(jnp.int32)
+
+
+type _Result = tuple[EngineState, Bool[Array, ""], Int[Array, ""]]  # whether it runs, and the blocks it hit
+
+
+def _let_fork(state: EngineState, row: Int[Array, ""], config: StepConfig) -> _Result:
+    """Let a follower run if there is room for its copy; the leader's prompt will be done in this step."""
+    rows, tables = state.rows, state.tables
+    ok = _need_of_fork(state)[row] + _reserved(state, config) <= tables.pool.num_free
+    phase = rows.phase.at[row].set(jnp.where(ok, Phase.FORKING, rows.phase[row]))
+    return replace(state, rows=replace(rows, phase=phase)), ok, jnp.int32(0)
+
+
+def _let_start(state: EngineState, row: Int[Array, ""], config: StepConfig) -> _Result:
+    """Let a waiting request run if there is room for it, and nothing to wait for."""
+    rows, tables = state.rows, state.tables
+    hit, defers = _look_up(state, row, config)
+    length = hit.chain.num_blocks
+    unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window)
+    place = jnp.arange(hit.block_ids.shape[0])
+    kept = (place >= unseen // tables.block_size) & (place < length)
+    held_by_others = jnp.sum(kept & (tables.pool.ref_count[hit.block_ids] > 0), dtype=jnp.int32)
+    need = config.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
+    ok = (need + _reserved(state, config) <= tables.pool.num_free) & ~defers
+    state = lax.cond(ok, lambda: _start(state, row, hit, config), lambda: state)
+    return state, ok, jnp.where(ok, length, 0)
+
+
+def fork_tables(state: EngineState, leader_row: Int[Array, " rows"]) -> EngineState:
+    """Let each row whose leader is another row hold that one's blocks too, one after the other."""
+    index = jnp.arange(leader_row.shape[0], dtype=jnp.int32)
+    (followers,) = jnp.nonzero(leader_row != index, size=index.shape[0], fill_value=0)
+
+    def fork(i: Int[Array, ""], state: EngineState) -> EngineState:
+        follower = followers[i].astype(jnp.int32)[None]
+        return state.on_tables(block_table.fork, leader_row[follower], follower, jnp.ones(1, bool))
+
+    return lax.fori_loop(0, jnp.sum(leader_row != index), fork, state)
 
 
 def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tuple[Hit, Bool[Array, ""]]:

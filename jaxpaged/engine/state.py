@@ -28,6 +28,7 @@ class Phase(enum.IntEnum):
     RUNNING = 2  # its prompt is being computed, or it decodes
     SWAPPED = 3  # preempted, its blocks are in the host pool
     FINISHED = 4  # its tokens are ready to be read; holds no block
+    FORKING = 5  # within a step: runs from now on, with the blocks of its leader, whose prompt is done in it
 
 
 class FinishReason(enum.IntEnum):
@@ -49,6 +50,7 @@ class Rows:
     ]  # the request's name here; rises from one to the next, and goes round; 0: none
     priority: Int[Array, " rows"]  # lower goes first
     salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
+    leader: Int[Array, " rows"]  # arrival of the request whose prompt, priority and salt it shares; 0: none
     token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; 0 beyond num_tokens
     prompt_lens: Int[Array, " rows"]
     num_tokens: Int[Array, " rows"]  # prompt and answer so far
@@ -61,6 +63,10 @@ class Rows:
     @property
     def running(self) -> Bool[Array, " rows"]:
         return self.phase == Phase.RUNNING
+
+    @property
+    def forking(self) -> Bool[Array, " rows"]:
+        return self.phase == Phase.FORKING
 
     @property
     def waiting(self) -> Bool[Array, " rows"]:
@@ -133,6 +139,7 @@ def empty_rows(num_rows: int, max_model_len: int) -> Rows:
         arrival=zeros(),
         priority=zeros(),
         salt=zeros(),
+        leader=zeros(),
         token_ids=zeros(max_model_len),
         prompt_lens=zeros(),
         num_tokens=zeros(),

@@ -13,7 +13,7 @@ from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision, Plan, Slots, Tiles
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, Phase, Rows
 from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.memory import block_table
+from jaxpaged.memory import block_table, kv_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
@@ -57,12 +57,14 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
     plan = decision.plan
     ran = plan.num_new_tokens > 0
     max_blocks = config.max_blocks_touched(state.tables.block_size)
-    state = state.on_tables(block_table.append, plan.num_new_tokens, max_new_blocks=max_blocks)
-    slots = scheduler.slots_of(state.rows.running, config.max_num_seqs)
+    state = append(state, plan, max_blocks)
+    forks = state.rows.forking
+    slots = scheduler.slots_of(state.rows.running | forks, config.max_num_seqs)
 
     state, hidden = forward(model, state, plan, slots, config)
+    state, hidden = share(state, hidden, slots, decision.leader_row)
     # A row whose every token is in the cache has its newest token's hidden state, and is due for the next.
-    due = ran & (state.tables.seq_lens == state.rows.num_tokens)
+    due = (ran & (state.tables.seq_lens == state.rows.num_tokens)) | forks
     state = answer(model, state, hidden, slots, due)
 
     in_prompt = plan.num_tiles > 0
@@ -74,7 +76,30 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
             Counter.NUM_NEW_TOKENS: jnp.sum(due),
         }
     )
-    return clean_up(publish(state, jnp.any(in_prompt), config), config), decision
+    state = publish(state, jnp.any(in_prompt), config)
+    return clean_up(scheduler.fork_tables(state, decision.leader_row), config), decision
+
+
+def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
+    """Places for the plan's tokens; a block that others hold too is copied before it is written to."""
+    tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=max_blocks)
+    cache = kv_cache.copy_within(state.kv_cache, info.copy_sources, info.copy_destinations)
+    return replace(state, tables=tables, kv_cache=cache, status=state.status | info.status)
+
+
+def share(
+    state: EngineState, hidden: Hidden, slots: Slots, leader_row: Int[Array, " rows"]
+) -> tuple[EngineState, Hidden]:
+    """Let those who fork run, each with the hidden state of its leader's newest token."""
+    rows = state.rows
+
+    def gather() -> Hidden:
+        row = jnp.minimum(slots.row, leader_row.shape[0] - 1)
+        return hidden[slots.of_row[leader_row[row]]]
+
+    hidden = lax.cond(jnp.any(rows.forking), gather, lambda: hidden)
+    phase = jnp.where(rows.forking, Phase.RUNNING, rows.phase)
+    return replace(state, rows=replace(rows, phase=phase)), hidden
 
 
 def forward(

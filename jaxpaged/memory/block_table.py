@@ -97,9 +97,7 @@ def append(
     needed = cdiv(seq_lens, tables.block_size)
     table_full = jnp.any(needed > tables.max_blocks_per_seq)
 
-    last_ids = tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(held - 1, 0)]
-    writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
-    copies = _must_copy(pool, last_ids, writes)
+    last_ids, writes, copies = _last_blocks(tables, num_new_tokens)
     num_new = needed - held + copies
     pool, allocated = block_pool.allocate(
         pool, jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)), max_new_blocks
@@ -134,6 +132,27 @@ def append(
         copy_destinations=nobody.at[target].set(allocated.block_ids, mode="drop"),
         status=status,
     )
+
+
+def num_new_blocks(tables: BlockTables, num_new_tokens: Int[Array, " max_seqs"]) -> Int[Array, " max_seqs"]:
+    """Blocks that each row takes when so many tokens are appended, copies included."""
+    needed = cdiv(tables.seq_lens + num_new_tokens, tables.block_size) - tables.num_blocks
+    return needed + must_copy(tables, num_new_tokens)
+
+
+def must_copy(tables: BlockTables, num_new_tokens: Int[Array, " max_seqs"]) -> Bool[Array, " max_seqs"]:
+    """Which rows' last blocks are copied when so many tokens are appended, because others hold them too."""
+    *_, copies = _last_blocks(tables, num_new_tokens)
+    return copies
+
+
+def _last_blocks(
+    tables: BlockTables, num_new_tokens: Int[Array, " max_seqs"]
+) -> tuple[Int[Array, " max_seqs"], Bool[Array, " max_seqs"], Bool[Array, " max_seqs"]]:
+    """Each row's last block, if the new tokens write into it, and if it has to be copied before."""
+    last_ids = tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(tables.num_blocks - 1, 0)]
+    writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
+    return last_ids, writes, _must_copy(tables.pool, last_ids, writes)
 
 
 def _must_copy(

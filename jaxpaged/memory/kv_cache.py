@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxpaged.memory.block_pool import NULL_BLOCK
@@ -84,3 +85,22 @@ def copy_blocks(
     """
     pairs = jnp.where(sources == NULL_BLOCK, -1, jnp.stack([sources, destinations])).T
     return jax.tree.map(lambda a, b: swap_blocks(a, b, pairs), source, target)
+
+
+def copy_within(
+    cache: KVCache, sources: Int[Array, " num_pairs"], destinations: Int[Array, " num_pairs"]
+) -> KVCache:
+    """Copy block `sources[i]` to `destinations[i]`; where it is NULL_BLOCK, none. No block may be both.
+
+    One block after the other, in place; what is not to be copied costs nothing.
+    """
+    is_pair = sources != NULL_BLOCK
+    (pairs,) = jnp.nonzero(is_pair, size=sources.shape[0], fill_value=0)
+
+    def copy(i: Int[Array, ""], cache: KVCache) -> KVCache:
+        source, destination = sources[pairs[i]], destinations[pairs[i]]
+        return jax.tree.map(
+            lambda x: lax.dynamic_update_index_in_dim(x, x[source], destination, axis=0), cache
+        )
+
+    return lax.fori_loop(0, jnp.sum(is_pair), copy, cache)

@@ -176,7 +176,7 @@ class Event:
 @st.composite
 def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) -> list[Event]:
     """Up to 14 requests over some 30 steps, many of which begin alike."""
-    arrival = 0
+    arrival = 1
     events = []
     seen: list[tuple[int, ...]] = []
     bodies = [[draw(st.integers(0, VOCAB - 1)) for _ in range(8)] * 14 for _ in range(2)]
@@ -204,10 +204,17 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                 )
             )
             arrival += 1
+            leader = requests[-1]
+            for _ in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):
+                most = draw(st.integers(prompt_len + 1, setting.longest))
+                requests.append(
+                    dataclasses.replace(leader, arrival=arrival, max_num_tokens=most, leader=leader.arrival)
+                )
+                arrival += 1
         events.append(Event(tuple(requests)))
         events += [Event()] * draw(st.integers(0, 8))
         if draw(st.booleans()):
-            events.append(Event(abort=draw(st.integers(max(arrival - 6, 0), arrival - 1))))
+            events.append(Event(abort=draw(st.integers(max(arrival - 6, 1), arrival - 1))))
     return events
 
 
@@ -218,9 +225,9 @@ class LockStep:
         self.setting = setting
         self.oracle = setting.oracle()
         self.state = setting.state()
-        self.num_steps = 0
+        self.num_steps = self.num_computed = 0
         self.queue: list[reference.Request] = []  # those without a row
-        self.seen = {"preempted": 0, "swapped": 0, "hits": 0}
+        self.seen = {"preempted": 0, "swapped": 0, "hits": 0, "forked": 0, "copied": 0}
 
     @property
     def unfinished(self) -> bool:
@@ -257,6 +264,7 @@ class LockStep:
             (line.arrival, request.arrival),
             (line.priority, request.priority),
             (line.salt, request.salt),
+            (line.leader, request.leader or 0),
             (line.prompt_lens, len(request.prompt)),
             (line.num_tokens, len(request.prompt)),
             (line.max_num_tokens, request.max_num_tokens),
@@ -272,6 +280,7 @@ class LockStep:
         got: Decision = jax.device_get(decision)
         assert Status(int(self.state.status)) == Status.OK
         self.num_steps += 1
+        self.num_computed += sum(want.num_new_tokens.values())
 
         def of(array: np.ndarray, mask: np.ndarray) -> dict[int, int]:
             return {int(row): int(array[row]) for row in np.flatnonzero(mask)}
@@ -283,6 +292,7 @@ class LockStep:
             row: "swap" if swaps else "recompute" for row, swaps in of(got.swapped, got.preempted).items()
         }
         assert modes == want.preempted
+        assert of(got.leader_row, got.leader_row != np.arange(NUM_ROWS)) == want.forked
         self.compare_rows()
         assert free_block_ids(self.state.tables.pool) == want.free_block_ids
         assert self.findable() == [b.block_id for b in self.oracle.pool.blocks if b.block_hash is not None]
@@ -291,6 +301,12 @@ class LockStep:
         self.seen["preempted"] += len(modes)
         self.seen["swapped"] += list(modes.values()).count("swap")
         self.seen["hits"] += sum(want.admitted.values())
+        self.seen["forked"] += len(want.forked)
+        self.seen["copied"] += len(want.copies)
+
+    def tables_after_step(self) -> dict[int, list[int]]:
+        self.step()
+        return {row.index: [b.block_id for b in row.blocks] for row in self.oracle.rows if row and row.blocks}
 
     def findable(self) -> list[int]:
         """The blocks with content that is published."""

@@ -1,5 +1,7 @@
 """Whole histories of the engine against `reference.engine`: who runs, with which blocks, with what answer."""
 
+import dataclasses
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -43,9 +45,9 @@ def test_nobody_is_admitted_in_the_step_that_preempts():
     """Not even an urgent request that had no slot till then, and fits where the preempted row was."""
     setting = SETTINGS[1]
     lock = LockStep(setting)
-    lock.happen(Event(tuple(request(arrival, 17, 40, priority=2 * (arrival > 0)) for arrival in range(3))))
+    lock.happen(Event(tuple(request(arrival, 17, 40, priority=2 * (arrival > 1)) for arrival in (1, 2, 3))))
     lock.step()
-    lock.happen(Event((request(3, 1, 8, priority=1),)))
+    lock.happen(Event((request(4, 1, 8, priority=1),)))
     while lock.unfinished and not lock.seen["preempted"]:
         lock.step()
     urgent = lock.oracle.rows[3]
@@ -54,6 +56,28 @@ def test_nobody_is_admitted_in_the_step_that_preempts():
     lock.step()
     assert urgent.phase is Phase.RUNNING
     assert lock.seen["preempted"] == 1
+
+
+def test_answers_of_one_prompt_share_its_blocks_and_compute_it_once():
+    """Four of them, where three can run: the fourth hits what the others left behind."""
+    lock = LockStep(SETTINGS[1])
+    prompt_len, block_size = 39, 4
+    leader = request(1, prompt_len, prompt_len + 6, priority=0)
+    followers = [dataclasses.replace(leader, arrival=arrival, leader=1) for arrival in (2, 3, 4)]
+    lock.happen(Event((leader, *followers)))
+    tables = [lock.tables_after_step() for _ in range(2)]
+    shared = tables[0][0]
+    assert tables[0] == {0: shared, 1: shared, 2: shared}
+    assert len(shared) == -(-prompt_len // block_size)
+    assert lock.num_computed == prompt_len + 3
+    own = {row: line[-1] for row, line in tables[1].items()}
+    assert all(line[:-1] == shared[:-1] for line in tables[1].values())
+    assert len(set(own.values())) == 3
+    assert shared[-1] in own.values()  # the last to write keeps it
+    while lock.unfinished:
+        lock.step()
+    assert lock.seen["forked"] == lock.seen["copied"] == 2
+    assert lock.seen["hits"] == prompt_len // block_size
 
 
 def request(arrival: int, prompt_len: int, max_num_tokens: int, priority: int) -> Request:
