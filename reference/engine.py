@@ -433,12 +433,13 @@ class Engine:
         row.blocks += self.pool.get_new_blocks(num_blocks)
 
     def _fork(self, row: Row, step: Step) -> None:
-        """Let a follower hold its leader's blocks too."""
+        """Let a follower hold its leader's blocks too, but for those that its own next token does not see."""
         leader, row.forks_from = row.forks_from, None
         if leader is not None:
             self.pool.touch(leader.held)
             row.blocks, row.names, row.computed = [*leader.blocks], [*leader.names], leader.computed
             step.forked[row.index] = leader.index
+            self._slide(row)
 
     def _write(self, row: Row, num_new: int) -> None:
         """Put the next tokens' K and V, so to speak, into the cache."""

@@ -316,14 +316,18 @@ def _let_start(state: EngineState, row: Int[Array, ""], config: StepConfig) -> _
     return state, ok, jnp.where(ok, length, 0)
 
 
-def fork_tables(state: EngineState, leader_row: Int[Array, " rows"]) -> EngineState:
-    """Let each row whose leader is another row hold that one's blocks too, one after the other."""
+def fork_tables(state: EngineState, leader_row: Int[Array, " rows"], config: StepConfig) -> EngineState:
+    """Let each row whose leader is another row hold that one's blocks too, but for those that its own next
+    token does not see; one after the other.
+    """
     index = jnp.arange(leader_row.shape[0], dtype=jnp.int32)
     (followers,) = jnp.nonzero(leader_row != index, size=index.shape[0], fill_value=0)
 
     def fork(i: Int[Array, ""], state: EngineState) -> EngineState:
         follower = followers[i].astype(jnp.int32)[None]
-        return state.on_tables(block_table.fork, leader_row[follower], follower, jnp.ones(1, bool))
+        state = state.on_tables(block_table.fork, leader_row[follower], follower, jnp.ones(1, bool))
+        window, width = config.sliding_window, state.tables.max_blocks_per_seq
+        return state.on_tables(block_table.slide_windows, index == follower, window, max_blocks=width)
 
     return lax.fori_loop(0, jnp.sum(leader_row != index), fork, state)
 

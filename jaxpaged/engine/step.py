@@ -77,7 +77,7 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
         }
     )
     state = publish(state, jnp.any(in_prompt), config)
-    return clean_up(scheduler.fork_tables(state, decision.leader_row), config), decision
+    return clean_up(scheduler.fork_tables(state, decision.leader_row, config), config), decision
 
 
 def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
@@ -108,7 +108,7 @@ def forward(
     """Compute the plan's tokens: the prompts' in passes of a few tiles, then the decoding rows' in one.
 
     Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
-    Returns the hidden state of each slot's newest token, where it was among the computed.
+    Returns the hidden state of each slot's newest token, or of its prompt's last, where it was computed.
     """
     rows, tables = state.rows, state.tables
     width = config.tiles_per_pass
@@ -147,7 +147,10 @@ def compute(
     slots: Slots,
     attention: TiledImplementation,
 ) -> tuple[KVCache, Hidden]:
-    """Run the model over tiles whose tokens have places already; each row's newest goes to `hidden`."""
+    """Run the model over tiles whose tokens have places already.
+
+    Each row's newest goes to `hidden`, and its prompt's last.
+    """
     positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
     row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
     valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
@@ -160,7 +163,9 @@ def compute(
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     out, kv_cache = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), kv_cache, batch)
-    is_newest = (tiles.end > 0) & (tiles.end == rows.num_tokens[tiles.row])
+    # A prompt that is computed again may end for a follower, who has no answer yet.
+    is_prompts_last = tiles.end == rows.prompt_lens[tiles.row]
+    is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))
     last = out.reshape(*positions.shape, -1)[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])
     return kv_cache, hidden.at[slot].set(last, mode="drop")
