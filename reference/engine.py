@@ -54,6 +54,7 @@ class Request:
 
     max_num_tokens: prompt and answer end at so many.
     salt: requests that differ in it share no blocks.
+    next_token: its own, where its options change the engine's.
     """
 
     arrival: int
@@ -62,6 +63,7 @@ class Request:
     stop_token_ids: Sequence[int] = ()
     priority: int = 0
     salt: int = 0
+    next_token: NextToken | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -251,7 +253,7 @@ class Engine:
         # Who has computed all tokens is due for the next.
         for row in running:
             if row.computed == row.num_tokens:
-                token = self.next_token(list(row.tokens))
+                token = (row.request.next_token or self.next_token)(list(row.tokens))
                 row.tokens.append(token)
                 step.new_tokens[row.index] = token
                 if token in row.request.stop_token_ids:
