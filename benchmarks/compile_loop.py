@@ -136,7 +136,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from flax import nnx
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from benchmarks.constant_model import ConstantModel
+    from benchmarks.constant_model import VOCAB_SIZE, ConstantModel
     from jaxpaged.engine import loop
     from jaxpaged.engine.state import EngineState, HostPool, create_state, create_tables
     from jaxpaged.engine.step_config import StepConfig
@@ -182,9 +182,9 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         host = None
         if case.num_host_blocks:
             host = HostPool(tables(case.num_host_blocks, cached=False), arrays(case.num_host_blocks))
-        return create_state(
-            tables(case.num_blocks, cached=True), arrays(case.num_blocks), MAX_MODEL_LEN, host
-        )
+        vocab_size = VOCAB_SIZE if case.attention == "constant" else config.vocab_size
+        device = tables(case.num_blocks, cached=True)
+        return create_state(device, arrays(case.num_blocks), MAX_MODEL_LEN, vocab_size, host)
 
     def place(tree: Any, sharding: NamedSharding) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)

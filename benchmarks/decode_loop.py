@@ -85,6 +85,8 @@ def create(
 ) -> DecodeLoop:
     """A row for each of `seq_lens`, in a pool that has room for all of them up to `max_model_len` tokens."""
     num_seqs = len(seq_lens)
+    hidden = jax.ShapeDtypeStruct((num_seqs, model.hidden_size), model.dtype)
+    vocab_size = jax.eval_shape(model.logits, hidden).shape[1]
     num_rows = EngineConfig(max_num_seqs=num_seqs).num_rows
     tables = create_tables(
         num_blocks, num_rows, cdiv(max_model_len, BLOCK_SIZE), BLOCK_SIZE, prefix_caching=prefix_caching
@@ -93,7 +95,7 @@ def create(
     rng = np.random.default_rng(0)
     lens = np.zeros(num_rows, np.int32)
     lens[:num_seqs] = seq_lens
-    rows = empty_rows(num_rows, max_model_len)
+    rows = empty_rows(num_rows, max_model_len, vocab_size)
     fields: dict[str, Any] = {
         "phase": np.where(lens > 0, Phase.RUNNING, Phase.EMPTY),
         "arrival": np.arange(num_rows),
@@ -105,7 +107,7 @@ def create(
         "max_num_tokens": np.full(num_rows, max_model_len),
     }
     rows = dataclasses.replace(rows, **{name: value.astype(np.int32) for name, value in fields.items()})
-    state = create_state(tables, kv_cache, max_model_len)
+    state = create_state(tables, kv_cache, max_model_len, vocab_size)
     state = loop.submit(state, rows, np.arange(num_rows, dtype=np.int32))
     num_tiles = PREFILL_TOKENS // PREFILL_TILE
     config = StepConfig(

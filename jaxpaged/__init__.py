@@ -9,14 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jaxpaged.engine.llm import LLM
     from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "InputError", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "InputError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
 
 _HOME = {
     "LLM": "jaxpaged.engine.llm",

@@ -82,6 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--top-p", type=float, default=1.0, help="keep this much probability (default 1)")
     sampling.add_argument("--min-p", type=float, default=0.0, help="relative to the likeliest (default 0)")
     sampling.add_argument("--seed", type=int, help="the same tokens again (default: by the request's number)")
+    for name in ("presence", "frequency", "repetition"):
+        none = 1.0 if name == "repetition" else 0.0
+        help_ = f"less of what is there already (default {none:g}: none)"
+        sampling.add_argument(f"--{name}-penalty", type=float, default=none, help=help_)
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given repeatedly"
+    )
+    sampling.add_argument(
+        "--min-tokens", type=int, default=0, help="new tokens before it may end (default 0)"
+    )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
     generate.add_argument("--json", action="store_true", help="JSON lines on standard output, nothing else")
     _add_engine_options(generate)
@@ -140,7 +150,20 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+SAMPLING_OPTIONS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "ignore_eos",
+)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -204,6 +227,7 @@ def _json_line(index: int, asked: Asked, output: "RequestOutput") -> str:
         "token_ids": answer.token_ids,
         "text": answer.text,
         "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
     }
     encoding = getattr(sys.stdout, "encoding", None) or ""
     return json.dumps(line, ensure_ascii=encoding.lower().replace("-", "") != "utf8")

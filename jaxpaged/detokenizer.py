@@ -12,23 +12,34 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece's that stands f
 class Detokenizer:
     """One answer's text, piece by piece. A token may be part of a character: its text comes with the rest's.
 
-    `tokenizer` is a transformers tokenizer. Special tokens are left out.
+    `tokenizer` is a transformers tokenizer. `spaces_between_special_tokens`, where they are not left out, is
+    for those that the tokenizers library does not run: it puts no spaces there.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._options: dict[str, bool] = {"skip_special_tokens": skip_special_tokens}
         self._token_ids: list[int] = []
         self._num_given = 0  # characters
         # Tokens that wait for the next one. A run of byte tokens has its text as a whole: with one byte that
         # does not fit, none of them is a character.
         self._held: list[int] = []
-        self._special = _special_ids(tokenizer)  # left out, so a run goes on behind them
+        # Left out, so a run goes on behind them.
+        self._special = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         # Of tokenizers that the tokenizers library runs; the others' texts are compared here.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             from tokenizers.decoders import DecodeStream
 
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        else:
+            self._options["spaces_between_special_tokens"] = spaces_between_special_tokens
         self._begin = 0  # the tokens from here on are decoded together; those before have been given
         self._read = 0  # and up to here they have been given, too
 
@@ -46,6 +57,16 @@ class Detokenizer:
             text += self._decode(0)[self._num_given :]
         return text
 
+    @property
+    def held(self) -> str:
+        """The text of tokens that wait for the next one, if it is none of theirs; "" for half a character."""
+        if not self._held:
+            return ""
+        self._token_ids += self._held
+        text = self._decode(0)[self._num_given :]
+        del self._token_ids[-len(self._held) :]
+        return "" if text.endswith(REPLACEMENT) else text
+
     def _step(self, token_ids: list[int]) -> str:
         self._token_ids += token_ids
         if self._backend is not None:
@@ -58,14 +79,14 @@ class Detokenizer:
 
     def _decode(self, begin: int, end: int | None = None) -> str:
         text = self._tokenizer.decode(
-            self._token_ids[begin:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self._token_ids[begin:end], clean_up_tokenization_spaces=False, **self._options
         )
         return str(text)
 
 
-def text_of(tokenizer: Any, token_ids: Sequence[int]) -> str:
+def text_of(tokenizer: Any, token_ids: Sequence[int], **options: bool) -> str:
     """The text of a whole answer."""
-    return Detokenizer(tokenizer).add(token_ids, is_last=True)
+    return Detokenizer(tokenizer, **options).add(token_ids, is_last=True)
 
 
 @functools.lru_cache(maxsize=8)

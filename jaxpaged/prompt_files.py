@@ -12,11 +12,11 @@ from typing import Any
 
 from jaxpaged.chat import check_messages
 from jaxpaged.checks import InputError, shown
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import SamplingParams, token_id
 
 STANDARD_INPUT = "-"
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
-OPTIONS = tuple(SamplingParams.__dataclass_fields__)
+OPTIONS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "output_kind")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +112,8 @@ def _json_line(line: str, sampling: Mapping[str, Any]) -> Asked:
     elif kind == "prompt_token_ids" and (not isinstance(prompt, list) or not prompt):
         raise InputError(f"prompt_token_ids={shown(prompt)} must be a non-empty list of token ids")
     own = {name: value.pop(name) for name in OPTIONS if name in value}
+    if isinstance(bias := own.get("logit_bias"), dict):  # of which JSON makes all keys texts
+        own["logit_bias"] = {token_id(key): added for key, added in bias.items()}
     others = {name: value.pop(name) for name in ("id", "priority", "cache_salt") if name in value}
     for name in value:
         known = ", ".join([*PROMPTS, "id", "priority", "cache_salt", *OPTIONS])

@@ -1,11 +1,19 @@
 """From logits to tokens, every option batched: one row may be greedy while its neighbour samples."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num, UInt32
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.sampling_params import MAX_LOGPROBS
+
+# Of a row's tokens, and of its edits, so many are looked at together: time follows what there is.
+TOKENS_AT_ONCE = 256
+EDITS_AT_ONCE = 32
 
 
 @jax.tree_util.register_dataclass
@@ -18,7 +26,8 @@ class SamplingState:
     top_p: Float[Array, " rows"]
     min_p: Float[Array, " rows"]
     seed: UInt32[Array, " rows"]
-    wants_logprobs: Bool[Array, " rows"]
+    num_logprobs: Int[Array, " rows"]  # of so many likeliest tokens, and the chosen one; -1: none
+    has_rules: Bool[Array, " rows"]  # whether `LogitRules` has something for the row
 
     def take(self, rows: Int[Array, " n"], mask: Bool[Array, " n"]) -> "SamplingState":
         """The options of some rows; those not masked are greedy, which costs nothing."""
@@ -26,40 +35,234 @@ class SamplingState:
         return replace(
             taken,
             temperature=jnp.where(mask, taken.temperature, 0),
-            wants_logprobs=taken.wants_logprobs & mask,
+            num_logprobs=jnp.where(mask, taken.num_logprobs, -1),
+            has_rules=taken.has_rules & mask,
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LogitRules:
+    """What changes a row's logits before a token is chosen. Sets of tokens have a bit for each."""
+
+    presence_penalty: Float[Array, " rows"]  # 0: none
+    frequency_penalty: Float[Array, " rows"]  # 0: none
+    repetition_penalty: Float[Array, " rows"]  # 1: none
+    least_num_tokens: Int[Array, " rows"]  # until it has so many tokens, a row's stop tokens are barred
+    stop_tokens: UInt32[Array, "rows words"]
+    is_restricted: Bool[Array, " rows"]  # whether all but `allowed` are barred
+    allowed: UInt32[Array, "rows words"]
+    # Edits: each adds to one token's logit, if the answer ends with the `edit_prefix` ids before it.
+    num_edits: Int[Array, " rows"]
+    edit_ids: Int[Array, "rows max_edits"]
+    edit_values: Float[Array, "rows max_edits"]
+    edit_prefix: Int[Array, "rows max_edits"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+    """The tokens behind which new ones are chosen: of line `row[i]`, that of row i."""
+
+    row: Int[Array, " rows"]
+    prompt_lens: Int[Array, " rows"]
+    num_tokens: Int[Array, " rows"]  # prompt and answer so far
+    token_ids: Int[Array, "lines max_model_len"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scores:
+    """What the model itself gave tokens, before any option: natural logarithms of chances."""
+
+    logprob: Float[Array, "*n"]  # of the token that was chosen
+    rank: Int[Array, "*n"]  # its place among all, 1 the likeliest, equal ones by id
+    top_ids: Int[Array, "*n num_top"]  # the likeliest tokens, in order; -1 where the vocabulary is smaller
+    top_logprobs: Float[Array, "*n num_top"]
 
 
 def sample(
-    logits: Float[Array, "rows vocab"], options: SamplingState, positions: Int[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    options: SamplingState,
+    positions: Int[Array, " rows"],
+    edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]] = lambda logits: logits,
 ) -> Int[Array, " rows"]:
     """One token a row. The draw of a row depends on its seed and on `positions`, the new token's place, only.
 
-    A batch without a sampling row costs an argmax; one in which no row filters, only the draws.
+    `edit` gives the logits by the rules of the rows that have some. A batch in which no row samples, nor has
+    rules, costs an argmax; one in which no row filters, only the draws. A row whose largest logit is no
+    number, for nothing is allowed or the model has failed, is greedy.
     """
-    greedy = likeliest(logits)
     samples = options.temperature > 0
 
-    def draw() -> Int[Array, " rows"]:
-        # What counts is how far a logit is below the largest: of that, a small temperature makes nothing
-        # worse than minus infinity.
-        below = logits - jnp.max(logits, axis=1, keepdims=True)
-        scaled = below / jnp.where(samples, options.temperature, 1)[:, None]
-        filters = samples & ((options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0))
-        kept = lax.cond(jnp.any(filters), lambda: _filter(scaled, options), lambda: scaled)
-        keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
-            options.seed, positions
-        )
-        drawn = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
-        return jnp.where(samples, drawn, greedy)
+    def choose() -> Int[Array, " rows"]:
+        changed = lax.cond(jnp.any(options.has_rules), lambda: edit(logits), lambda: logits)
+        greedy = likeliest(changed)
 
-    return lax.cond(jnp.any(samples), draw, lambda: greedy)
+        def draw() -> Int[Array, " rows"]:
+            largest = jnp.max(changed, axis=1)
+            kept = filtered(changed, largest, options)
+            keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
+                options.seed, positions
+            )
+            drawn = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+            return jnp.where(samples & jnp.isfinite(largest), drawn, greedy)
+
+        return lax.cond(jnp.any(samples), draw, lambda: greedy)
+
+    return lax.cond(jnp.any(samples | options.has_rules), choose, lambda: likeliest(logits))
 
 
-def logprobs_of(logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """The natural logarithm of each token's chance in `softmax(logits)`: before temperature and filters."""
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=1)
+def filtered(
+    logits: Float[Array, "rows vocab"], largest: Float[Array, " rows"], options: SamplingState
+) -> Float[Array, "rows vocab"]:
+    """Logits of which `softmax` is what sampling rows draw from: by temperature, without what is excluded.
+
+    What counts is how far a logit is below the row's largest: of that, a small temperature makes nothing
+    worse than minus infinity.
+    """
+    samples = options.temperature > 0
+    scaled = (logits - largest[:, None]) / jnp.where(samples, options.temperature, 1)[:, None]
+    filters = samples & ((options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0))
+    return lax.cond(jnp.any(filters), lambda: _filter(scaled, options), lambda: scaled)
+
+
+def edited(
+    logits: Float[Array, "rows vocab"], rules: LogitRules, applies: Bool[Array, " rows"], context: Context
+) -> Float[Array, "rows vocab"]:
+    """The logits by the rules of the rows to which they apply; `rules` and `context` have the same lines.
+
+    What none of these rows asks for is left out; the others' logits stay as they are, to the bit.
+    """
+    row = context.row
+    restricted = applies & rules.is_restricted[row]
+    waits = applies & (context.num_tokens < rules.least_num_tokens[row])
+    num_edits = jnp.where(applies, rules.num_edits[row], 0)
+    penalties = (rules.presence_penalty[row], rules.frequency_penalty[row], rules.repetition_penalty[row])
+    is_penalised = applies & ((penalties[0] != 0) | (penalties[1] != 0) | (penalties[2] != 1))
+
+    def bar(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+        vocab = logits.shape[1]
+        barred = restricted[:, None] & ~has_token(rules.allowed[row], vocab)
+        barred |= waits[:, None] & has_token(rules.stop_tokens[row], vocab)
+        return jnp.where(barred, -jnp.inf, logits)
+
+    for is_asked, change in (
+        (restricted | waits, bar),
+        (num_edits > 0, lambda logits: _add_edits(logits, rules, num_edits, context)),
+        (is_penalised, lambda logits: _penalise(logits, penalties, is_penalised, context)),
+    ):
+        logits = lax.cond(jnp.any(is_asked), change, lambda logits: logits, logits)
+    return logits
+
+
+def _add_edits(
+    logits: Float[Array, "rows vocab"], rules: LogitRules, num_edits: Int[Array, " rows"], context: Context
+) -> Float[Array, "rows vocab"]:
+    row, vocab = context.row[:, None], logits.shape[1]
+
+    def add_some(i: Int[Array, ""], logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+        place = i * EDITS_AT_ONCE + jnp.arange(EDITS_AT_ONCE, dtype=jnp.int32)[None]
+        prefix = rules.edit_prefix.at[row, place].get(mode="clip")
+        in_use = place < num_edits[:, None]
+        type Carry = tuple[Int[Array, ""], Bool[Array, "rows edits_at_once"]]
+
+        def compare(carry: Carry) -> Carry:
+            """Whether the ids so far back, in the edits and in the answer, are the same."""
+            back, matches = carry
+            wanted = rules.edit_ids.at[row, jnp.maximum(place - back, 0)].get(mode="clip")
+            position = context.num_tokens - back
+            has = context.token_ids.at[context.row, jnp.maximum(position, 0)].get(mode="clip")
+            same = (wanted == has[:, None]) & (position >= context.prompt_lens)[:, None]
+            return back + 1, matches & (same | (prefix < back))
+
+        longest = jnp.max(jnp.where(in_use, prefix, 0))
+        _, matches = lax.while_loop(lambda carry: carry[0] <= longest, compare, (jnp.int32(1), in_use))
+        ids = jnp.where(matches, rules.edit_ids.at[row, place].get(mode="clip"), vocab)
+        values = rules.edit_values.at[row, place].get(mode="clip")
+        return logits.at[jnp.arange(ids.shape[0])[:, None], ids].add(values, mode="drop")
+
+    return lax.fori_loop(0, cdiv(jnp.max(num_edits), EDITS_AT_ONCE), add_some, logits)
+
+
+def _penalise(
+    logits: Float[Array, "rows vocab"],
+    penalties: tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]],
+    applies: Bool[Array, " rows"],
+    context: Context,
+) -> Float[Array, "rows vocab"]:
+    """How often each token occurs is counted anew: nothing is to be kept in step with preemption."""
+    vocab, line = logits.shape[1], jnp.arange(logits.shape[0])[:, None]
+    presence, frequency, repetition = (
+        jnp.where(applies, penalty, none) for penalty, none in zip(penalties, (0, 0, 1), strict=True)
+    )
+    num_tokens = jnp.where(applies, context.num_tokens, 0)
+    first = jnp.where(repetition == 1, context.prompt_lens, 0)  # the others do not concern the prompt
+    first = jnp.min(jnp.where(applies, first, context.token_ids.shape[1]))
+    type Carry = tuple[Int[Array, "rows vocab"], Bool[Array, "rows vocab"]]
+
+    def count_some(i: Int[Array, ""], carry: Carry) -> Carry:
+        counts, occurs = carry
+        position = i * TOKENS_AT_ONCE + jnp.arange(TOKENS_AT_ONCE, dtype=jnp.int32)[None]
+        token = context.token_ids.at[context.row[:, None], position].get(mode="clip")
+        token = jnp.where(position < num_tokens[:, None], token, vocab)
+        answered = jnp.where(position >= context.prompt_lens[:, None], token, vocab)
+        return counts.at[line, answered].add(1, mode="drop"), occurs.at[line, token].set(True, mode="drop")
+
+    counts, occurs = lax.fori_loop(
+        first // TOKENS_AT_ONCE,
+        cdiv(jnp.max(num_tokens), TOKENS_AT_ONCE),
+        count_some,
+        (jnp.zeros(logits.shape, jnp.int32), jnp.zeros(logits.shape, bool)),
+    )
+    repeated = jnp.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
+    less = frequency[:, None] * counts + jnp.where(counts > 0, presence[:, None], 0)
+    return jnp.where(occurs, repeated, logits) - less
+
+
+def has_token(tokens: UInt32[Array, "*n words"], vocab: int) -> Bool[Array, "*n vocab"]:
+    """Sets of tokens, bit t % 32 of word t // 32 for token t, as masks."""
+    bits = (tokens[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(*tokens.shape[:-1], -1)[..., :vocab].astype(bool)
+
+
+def is_among(token_ids: Int[Array, " rows"], tokens: UInt32[Array, "rows words"]) -> Bool[Array, " rows"]:
+    """Whether each row's token is in its set."""
+    word = jnp.take_along_axis(tokens, token_ids[:, None] // 32, axis=1)[:, 0]
+    return ((word >> (token_ids % 32).astype(jnp.uint32)) & 1).astype(bool)
+
+
+def score(
+    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"], num_top: Int[Array, " rows"]
+) -> Scores:
+    """What `softmax(logits)` gives these tokens, and the likeliest if any row wants some of them."""
+    num_rows, vocab = logits.shape
+    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
+    is_before = jnp.arange(vocab) < token_ids[:, None]
+    rank = 1 + jnp.sum((logits > chosen) | ((logits == chosen) & is_before), axis=1, dtype=jnp.int32)
+
+    def top() -> tuple[Int[Array, "rows num_top"], Float[Array, "rows num_top"]]:
+        zero_is_zero = jnp.where(logits == 0, 0, logits)  # to `top_k` one with a sign is less
+        values, ids = lax.top_k(zero_is_zero, min(MAX_LOGPROBS, vocab))
+        beyond = ((0, 0), (0, MAX_LOGPROBS - ids.shape[1]))
+        return jnp.pad(ids, beyond, constant_values=-1), jnp.pad(values - total, beyond)
+
+    nothing = no_scores(num_rows)
+    top_ids, top_logprobs = lax.cond(
+        jnp.any(num_top > 0), top, lambda: (nothing.top_ids, nothing.top_logprobs)
+    )
+    return Scores((chosen - total)[:, 0], rank, top_ids, top_logprobs)
+
+
+def no_scores(*shape: int) -> Scores:
+    """Room for those of so many tokens."""
+    return Scores(
+        logprob=jnp.zeros(shape, jnp.float32),
+        rank=jnp.zeros(shape, jnp.int32),
+        top_ids=jnp.full((*shape, MAX_LOGPROBS), -1, jnp.int32),
+        top_logprobs=jnp.zeros((*shape, MAX_LOGPROBS), jnp.float32),
+    )
 
 
 def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
@@ -72,7 +275,8 @@ def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
 
 
 def _filter(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float[Array, "rows vocab"]:
-    """Minus infinity for what top_k, then top_p, then min_p exclude; the likeliest token always stays.
+    """Minus infinity for what min_p, then top_k, then top_p exclude; the likeliest token, which `scaled` has
+    at 0, always stays.
 
     Ties at the last place kept are broken by token id, the lower one first. Nothing is sorted.
     """
@@ -83,14 +287,14 @@ def _filter(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float
         top_k = jnp.where(options.top_k == 0, scaled.shape[1], options.top_k)
         return _ranked_before(keys, jnp.ones(scaled.shape, jnp.int32), top_k)
 
-    def within_top_p() -> Bool[Array, "rows vocab"]:
+    def within_top_p(keep: Bool[Array, "rows vocab"]) -> Bool[Array, "rows vocab"]:
+        probability = jax.nn.softmax(jnp.where(keep, scaled, -jnp.inf), axis=1)
         # Sums are rounded, and may reach 1 before the end: but 1 keeps all.
-        return _ranked_before(keys, probability, options.top_p) | (options.top_p >= 1)[:, None]
+        return keep & (_ranked_before(keys, probability, options.top_p) | (options.top_p >= 1)[:, None])
 
-    keep = lax.cond(jnp.any(options.top_k > 0), among_top_k, lambda: everything)
-    probability = jax.nn.softmax(jnp.where(keep, scaled, -jnp.inf), axis=1)
-    keep &= lax.cond(jnp.any(options.top_p < 1), within_top_p, lambda: everything)
-    keep &= probability >= options.min_p[:, None] * jnp.max(probability, axis=1, keepdims=True)
+    keep = jnp.exp(scaled) >= options.min_p[:, None]
+    keep &= lax.cond(jnp.any(options.top_k > 0), among_top_k, lambda: everything)
+    keep = lax.cond(jnp.any(options.top_p < 1), within_top_p, lambda keep: keep, keep)
     return jnp.where(keep, scaled, -jnp.inf)
 
 

@@ -1,70 +1,197 @@
-"""How one request's tokens are chosen. Names and defaults are vLLM's."""
+"""How one request's tokens are chosen, and how its answer is told. Names and defaults are vLLM's."""
 
 import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, Self
 
-from jaxpaged.checks import InputError, check, checked_bool, checked_int, checked_number, is_int, shown
+from jaxpaged.checks import (
+    FLOAT32_MAX,
+    InputError,
+    check,
+    checked_bool,
+    checked_int,
+    checked_number,
+    is_int,
+    shown,
+)
 
-# A row's stop tokens lie in a fixed array: the model's end-of-sequence tokens and the request's own.
-MAX_STOP_TOKENS = 8
+# The likeliest tokens that a step can tell of beside the chosen one: vLLM's default `max_logprobs`.
+MAX_LOGPROBS = 20
+# What `from_optional` makes of a larger bias, as vLLM does.
+MOST_BIAS = 100.0
+
+
+class RequestOutputKind(enum.Enum):
+    """What each of the outputs that `AsyncEngine.outputs` streams has of the answer."""
+
+    CUMULATIVE = 0  # all so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # all, in one output at the end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose one request's tokens.
 
-    Sampling draws from `softmax(logits / temperature)` after dropping what `top_k`, `top_p` and `min_p`
-    exclude. The draw depends on `seed` and the token's position only, never on the rest of the batch.
+    The logits of a step are changed in this order: all but `allowed_token_ids` are barred, then `bad_words`,
+    and stop tokens until there are `min_tokens`; `logit_bias` is added; the penalties apply. Sampling draws
+    from `softmax(logits / temperature)` after dropping what `min_p`, then `top_k`, then `top_p` exclude. The
+    draw depends on `seed` and the token's position only, never on the rest of the batch. Log-probabilities
+    are those of the model's own logits, before any of this.
     """
 
     max_tokens: int | None = 16  # at most so many new tokens; None: up to the model's length
+    min_tokens: int = 0  # before there are so many, no stop token is chosen and no stop string looked for
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # keep the k likeliest tokens; 0 and -1 keep all
     top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
     min_p: float = 0.0  # keep tokens at least so likely, relative to the likeliest
-    seed: int | None = None  # None: a seed of the request's own, from the engine's seed
+    seed: int | None = None  # None, or -1: a seed of the request's own, from the engine's seed
+    presence_penalty: float = 0.0  # taken from the logit of each token that the answer has
+    frequency_penalty: float = 0.0  # the same for each time that it has it
+    # Divides the logits above 0 of tokens that prompt or answer has, and multiplies those below.
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    # Texts whose tokens, as at a text's beginning or behind a space, the answer must not have one after the
+    # other.
+    bad_words: tuple[str, ...] | None = ()
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] | None = ()  # end the answer, like the model's end-of-sequence tokens
-    logprobs: int | None = None  # 0: give each answer token's log-probability too
+    stop: str | tuple[str, ...] | None = ()  # texts that end the answer, and are not part of it
+    include_stop_str_in_output: bool = False  # let them, and stop tokens, be part of the text
+    logprobs: int | None = (
+        None  # the log-probability of each of the answer's tokens, and of so many likeliest
+    )
+    prompt_logprobs: int | None = None  # the same for the prompt
+    detokenize: bool = True  # give the answer's text
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    spaces_between_special_tokens: bool = True  # where they are not, and the tokenizer knows the difference
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncEngine.outputs`
 
     def __post_init__(self) -> None:
         """Raises `InputError` for a value out of its range; what is kept is Python's own numbers."""
+        most_tokens = "at most 2**31 - 1"
+        seed = None if is_int(self.seed) and self.seed == -1 else self.seed
         values = {
             "max_tokens": None
             if self.max_tokens is None
-            else checked_int("max_tokens", self.max_tokens, "None or a positive int, at most 2**31 - 1", 1),
+            else checked_int("max_tokens", self.max_tokens, f"None or a positive int, {most_tokens}", 1),
+            "min_tokens": checked_int("min_tokens", self.min_tokens, f"an int >= 0, {most_tokens}", 0),
             "temperature": checked_number(
                 "temperature", self.temperature, "a number >= 0, at most 3.4e38", 0
             ),
             "top_k": max(
-                0, checked_int("top_k", self.top_k, "an int >= 0, at most 2**31 - 1 (0 and -1 keep all)", -1)
+                0, checked_int("top_k", self.top_k, f"an int >= 0, {most_tokens} (0 and -1 keep all)", -1)
             ),
             "top_p": checked_number("top_p", self.top_p, "in (0, 1]", 0, 1, above=True),
             "min_p": checked_number("min_p", self.min_p, "in [0, 1]", 0, 1),
             "seed": None
-            if self.seed is None
-            else checked_int("seed", self.seed, "None or an int in [0, 2**32)", 0, 2**32 - 1),
-            "ignore_eos": checked_bool("ignore_eos", self.ignore_eos),
-            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
-            "logprobs": self.logprobs,
+            if seed is None
+            else checked_int("seed", seed, "None, -1 or an int in [0, 2**32)", 0, 2**32 - 1),
+            "repetition_penalty": checked_number(
+                "repetition_penalty", self.repetition_penalty, "a number > 0, at most 3.4e38", 0, above=True
+            ),
+            "logit_bias": _logit_bias(self.logit_bias),
+            "allowed_token_ids": None
+            if self.allowed_token_ids is None
+            else _token_ids("allowed_token_ids", self.allowed_token_ids),
+            "bad_words": _texts("bad_words", self.bad_words),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "stop": _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop),
         }
-        check(
-            "logprobs",
-            self.logprobs,
-            "None or 0 (the answer's own tokens; others are not kept)",
-            self.logprobs is None or (is_int(self.logprobs) and self.logprobs == 0),
-        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            values[name] = checked_number(name, getattr(self, name), "in [-2, 2]", -2, 2)
+        for name in ("logprobs", "prompt_logprobs"):
+            value, rule = getattr(self, name), f"None or an int in [0, {MAX_LOGPROBS}]"
+            values[name] = None if value is None else checked_int(name, value, rule, 0, MAX_LOGPROBS)
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
+            values[name] = checked_bool(name, getattr(self, name))
+        check("allowed_token_ids", (), "None or at least one token id", values["allowed_token_ids"] != ())
+        rule = "one of RequestOutputKind.CUMULATIVE, DELTA and FINAL_ONLY"
+        check("output_kind", self.output_kind, rule, isinstance(self.output_kind, RequestOutputKind))
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        most = self.max_tokens
+        rule = f"at most max_tokens={most}"
+        check("min_tokens", self.min_tokens, rule, most is None or self.min_tokens <= most)
+        check("stop", self.stop, "None with detokenize=False", self.detokenize or not self.stop)
+
+    @classmethod
+    def from_optional(cls, **options: Any) -> Self:
+        """The same, with None for a default wherever None is no value, as servers get it.
+
+        Token ids of `logit_bias` may be texts, and biases beyond 100 count as 100, as in vLLM.
+        """
+        given = {name: value for name, value in options.items() if value is not None or name == "max_tokens"}
+        bias = given.get("logit_bias")
+        if isinstance(bias, Mapping):
+            given["logit_bias"] = {
+                token_id(token): _within(value, MOST_BIAS) for token, value in bias.items()
+            }
+        return cls(**given)
+
+    def clone(self) -> Self:
+        """A copy. Nothing can be changed in place, but in the copy of `logit_bias`."""
+        return dataclasses.replace(self)
 
 
-def _stop_token_ids(ids: object) -> tuple[int, ...]:
-    """Whether they are the model's tokens is checked when the request comes to a model."""
+def _token_ids(name: str, ids: object) -> tuple[int, ...]:
+    """Each once, in their order. Whether the model has them is checked when the request comes to it."""
     if ids is None:
         return ()
-    rule = f"at most {MAX_STOP_TOKENS} token ids >= 0"
-    check("stop_token_ids", ids, rule, isinstance(ids, tuple | list) and len(ids) <= MAX_STOP_TOKENS)
+    ok = isinstance(ids, tuple | list) and all(is_int(token) and token >= 0 for token in ids)
+    check(name, ids, "a list of token ids, ints >= 0", ok)
     assert isinstance(ids, tuple | list)
-    for token in ids:
-        if not is_int(token) or token < 0:
-            raise InputError(f"stop_token_ids={shown(ids)} must be {rule}")
-    return tuple(int(token) for token in ids)
+    return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+def _texts(name: str, texts: object) -> tuple[str, ...]:
+    if texts is None:
+        return ()
+    ok = isinstance(texts, tuple | list) and all(isinstance(text, str) and _is_text(text) for text in texts)
+    check(name, texts, "a list of Unicode texts that are not empty", ok)
+    assert isinstance(texts, tuple | list)
+    return tuple(dict.fromkeys(texts))
+
+
+def _is_text(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    rule = "a mapping of token ids, ints >= 0, to numbers of at most 3.4e38 either way"
+    check("logit_bias", bias, rule, isinstance(bias, Mapping))
+    assert isinstance(bias, Mapping)
+    try:
+        return {
+            checked_int("", token, "", 0): checked_number("", value, "", -FLOAT32_MAX)
+            for token, value in bias.items()
+        } or None
+    except InputError:
+        raise InputError(f"logit_bias={shown(bias)} must be {rule}") from None
+
+
+def token_id(token: object) -> object:
+    """The number that a text of a few digits stands for; anything else as it is, to be refused."""
+    return int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token
+
+
+def _within(value: Any, most: float) -> Any:
+    """The number brought into [-most, most]; anything else as it is, to be refused."""
+    try:
+        return min(most, max(-most, value)) if value == value else value
+    except Exception:
+        return value

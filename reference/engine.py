@@ -60,6 +60,7 @@ class Request:
     max_num_tokens: prompt and answer end at so many.
     salt: requests that differ in it share no blocks.
     leader: the arrival of an earlier request with the same prompt, priority and salt.
+    next_token: its own, where its options change the engine's.
     """
 
     arrival: int
@@ -69,6 +70,7 @@ class Request:
     priority: int = 0
     salt: int = 0
     leader: int | None = None
+    next_token: NextToken | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -263,7 +265,7 @@ class Engine:
         # Who has computed all tokens is due for the next.
         for row in running:
             if row.computed == row.num_tokens or row.forks_from is not None:
-                token = self.next_token(list(row.tokens))
+                token = (row.request.next_token or self.next_token)(list(row.tokens))
                 row.tokens.append(token)
                 step.new_tokens[row.index] = token
                 if token in row.request.stop_token_ids:

@@ -1,31 +1,116 @@
-"""The sampler's distribution in NumPy, one row at a time: what a token's chance is after every option."""
+"""The sampler in NumPy, one row at a time: what each token's chance is after every option, and what is told
+of it.
+
+The options apply in the order of this file: `edited` logits, from them `probabilities`; log-probabilities and
+ranks are those of the logits as the model gave them; `stopped` ends the text.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+
+def edited(
+    logits: np.ndarray,
+    prompt: Sequence[int] = (),
+    answer: Sequence[int] = (),
+    *,
+    allowed_token_ids: Sequence[int] | None = None,
+    bad_words: Sequence[Sequence[int]] = (),
+    min_tokens: int = 0,
+    stop_token_ids: Sequence[int] = (),
+    logit_bias: Mapping[int, float] | None = None,
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+) -> np.ndarray:
+    """The logits of the token after `prompt` and `answer`, [vocab], in float64.
+
+    A bad word is a sequence of tokens: its last one is barred where the answer ends with those before.
+    """
+    result = logits.astype(np.float64)
+    if allowed_token_ids is not None:
+        barred = np.ones(len(result), bool)
+        barred[list(allowed_token_ids)] = False
+        result[barred] = -np.inf
+    for *before, last in bad_words:
+        if len(before) <= len(answer) and list(answer[len(answer) - len(before) :]) == before:
+            result[last] = -np.inf
+    if len(answer) < min_tokens:
+        result[list(stop_token_ids)] = -np.inf
+    for token, bias in (logit_bias or {}).items():
+        result[token] += bias
+    for token in {*prompt, *answer}:
+        more = result[token] > 0
+        result[token] = result[token] / repetition_penalty if more else result[token] * repetition_penalty
+    for token, count in Counter(answer).items():
+        result[token] -= frequency_penalty * count + presence_penalty
+    return result
 
 
 def probabilities(
     logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """Chance of each token of one row, [vocab], in float64. Temperature 0 gives all to the first likeliest.
+    """Chance of each token of one row, [vocab], in float64. Temperature 0 gives all to the first likeliest,
+    and so does a row in which nothing is left, or is too much: whose largest logit is infinite or NaN.
 
-    Filters apply in the order top_k, top_p, min_p, each to what the one before has left. Tokens are ranked by
+    Filters apply in the order min_p, top_k, top_p, each to what the one before has left. Tokens are ranked by
     logit, equal ones by their id, the lower first; the likeliest always stays.
     """
-    if temperature == 0:
-        return np.eye(len(logits))[np.argmax(logits)]
-    scaled = logits.astype(np.float64) / temperature
-    ranked = sorted(range(len(logits)), key=lambda token: (-scaled[token], token))
+    if temperature == 0 or not np.isfinite(logits.max()):
+        return np.eye(len(logits))[first_likeliest(logits)]
+    scaled = (logits.astype(np.float64) - logits.max()) / temperature
+    chance = np.exp(scaled)
+    ranked = [token for token in ranking(logits) if chance[token] >= min_p]
     if top_k:
         ranked = ranked[:top_k]
-    chance = np.exp(scaled - scaled.max())
     chance /= sum(chance[token] for token in ranked)
     kept: list[int] = []
     mass = 0.0
     for token in ranked:
-        if kept and ((top_p < 1 and mass >= top_p) or chance[token] < min_p * chance[ranked[0]]):
+        if kept and top_p < 1 and mass >= top_p:
             break
         kept.append(token)
         mass += chance[token]
     result = np.zeros(len(logits))
     result[kept] = chance[kept] / chance[kept].sum()
     return result
+
+
+def first_likeliest(logits: np.ndarray) -> int:
+    """The first of the largest logits; the last token of a row with NaN in it."""
+    return len(logits) - 1 if np.isnan(logits).any() else int(np.argmax(logits))
+
+
+def ranking(logits: np.ndarray) -> list[int]:
+    """The tokens by falling logit, equal ones by id."""
+    return sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+
+
+def logprobs(logits: np.ndarray) -> np.ndarray:
+    """The natural logarithm of each token's chance in `softmax(logits)`, in float64, over the last axis."""
+    below = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return below - np.log(np.exp(below).sum(axis=-1, keepdims=True))
+
+
+def stopped(
+    pieces: Sequence[str], stop: Sequence[str], *, include: bool = False, min_tokens: int = 0
+) -> tuple[int, str, str | None]:
+    """The first stop string to be complete in a text: the tokens until then, the text left, and which it is.
+
+    `pieces`: what each token adds to the text. Of strings that are complete with the same token the first to
+    end counts, and of these the first in the list. One that is complete within the first `min_tokens` tokens
+    does not.
+    """
+    text = ""
+    for num_tokens, piece in enumerate(pieces, 1):
+        ends = range(len(text) + 1, len(text) + len(piece) + 1)
+        text += piece
+        if num_tokens <= min_tokens:
+            continue
+        for end in ends:
+            for each in stop:
+                if text[:end].endswith(each):
+                    return num_tokens, text[: end if include else end - len(each)], each
+    return len(pieces), text, None

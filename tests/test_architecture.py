@@ -33,7 +33,7 @@ ALLOWED = {
     "jaxpaged/chat.py": {"jaxpaged/checks.py"},
     "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
     "jaxpaged/detokenizer.py": set(),
-    "jaxpaged/sampling.py": set(),
+    "jaxpaged/sampling.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
     "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/memory": {"pallas_kernels", *GROUND},
     "jaxpaged/models": {"pallas_kernels", "jaxpaged/disk_cache.py", "jaxpaged/memory", *GROUND},

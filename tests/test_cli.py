@@ -79,7 +79,8 @@ def test_json_prints_lines_in_input_order_and_nothing_else(model, capsys, tmp_pa
     assert [line["index"] for line in lines] == [0, 1, 2]
     assert [line["prompt"] for line in lines] == ["zz", "c d", "user:ab<|end|>"]
     for line in lines:
-        assert set(line) == {"index", "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason"}
+        reasons = {"finish_reason", "stop_reason"}
+        assert set(line) == {"index", "prompt", "prompt_token_ids", "token_ids", "text", *reasons}
         assert len(line["token_ids"]) == 5
         assert line["finish_reason"] == "length"
 

@@ -31,17 +31,36 @@ from jaxpaged.sampling_params import SamplingParams
         ({"top_k": 2**31}, "top_k=2147483648 must be an int >= 0, at most"),
         ({"ignore_eos": "yes"}, "ignore_eos='yes' must be True or False"),
         ({"ignore_eos": None}, "ignore_eos=None must be True or False"),
-        ({"stop_token_ids": "12"}, "stop_token_ids='12' must be at most 8 token ids"),
-        ({"stop_token_ids": [[1]]}, "must be at most 8 token ids"),
+        ({"stop_token_ids": "12"}, "stop_token_ids='12' must be a list of token ids, ints >= 0"),
+        ({"stop_token_ids": [[1]]}, "must be a list of token ids"),
         ({"top_p": 0}, r"top_p=0 must be in \(0, 1\]"),
         ({"top_p": 1.1}, r"top_p=1.1 must be in \(0, 1\]"),
         ({"min_p": -0.5}, r"min_p=-0.5 must be in \[0, 1\]"),
-        ({"seed": -1}, r"seed=-1 must be None or an int in \[0, 2\*\*32\)"),
-        ({"seed": 2**32}, "seed=4294967296 must be None or"),
-        ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\] must be at most 8 token ids >= 0"),
-        ({"stop_token_ids": list(range(9))}, "must be at most 8 token ids"),
-        ({"logprobs": 1}, r"logprobs=1 must be None or 0"),
-        ({"logprobs": False}, r"logprobs=False must be None or 0"),
+        ({"seed": -2}, r"seed=-2 must be None, -1 or an int in \[0, 2\*\*32\)"),
+        ({"seed": 2**32}, "seed=4294967296 must be None, -1 or"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\] must be a list of token ids, ints >= 0"),
+        ({"logprobs": 21}, r"logprobs=21 must be None or an int in \[0, 20\]"),
+        ({"logprobs": -1}, r"logprobs=-1 must be None or an int in \[0, 20\]"),
+        ({"prompt_logprobs": False}, r"prompt_logprobs=False must be None or an int in \[0, 20\]"),
+        ({"min_tokens": -1}, "min_tokens=-1 must be an int >= 0"),
+        ({"min_tokens": 17}, "min_tokens=17 must be at most max_tokens=16"),
+        ({"presence_penalty": 2.1}, r"presence_penalty=2.1 must be in \[-2, 2\]"),
+        ({"frequency_penalty": "x"}, r"frequency_penalty='x' must be in \[-2, 2\]"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 must be a number > 0, at most 3.4e38"),
+        ({"logit_bias": {"1": 2}}, "logit_bias={'1': 2} must be a mapping of token ids, ints >= 0, to num"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias={1: nan} must be a mapping of token ids"),
+        ({"logit_bias": [1]}, r"logit_bias=\[1\] must be a mapping of token ids"),
+        ({"allowed_token_ids": []}, r"allowed_token_ids=\(\) must be None or at least one token id"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids=5 must be a list of token ids"),
+        ({"bad_words": "ab"}, "bad_words='ab' must be a list of Unicode texts that are not empty"),
+        ({"stop": ["a", ""]}, r"stop=\['a', ''\] must be a list of Unicode texts that are not empty"),
+        ({"stop": "\ud800"}, "stop=.* must be a list of Unicode texts"),
+        ({"stop": "a", "detokenize": False}, r"stop=\('a',\) must be None with detokenize=False"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens=1 must be True or False"),
+        (
+            {"output_kind": 1},
+            "output_kind=1 must be one of RequestOutputKind.CUMULATIVE, DELTA and FINAL_ONLY",
+        ),
     ],
 )
 def test_bad_sampling_params_are_refused(options, message):
@@ -111,6 +130,29 @@ def test_a_mistake_is_a_value_error_and_the_defaults_are_good():
     assert SamplingParams() == SamplingParams(max_tokens=16, temperature=1.0)
     assert SamplingParams(stop_token_ids=[3]).stop_token_ids == (3,)
     assert EngineConfig().dtype == "auto"
+
+
+def test_sampling_params_are_brought_into_one_form_and_copied():
+    params = SamplingParams(stop="a", bad_words=["b", "b"], logit_bias={np.int64(3): 1}, seed=-1)
+    assert (params.stop, params.bad_words, params.logit_bias) == (("a",), ("b",), {3: 1.0})
+    assert params.seed is None
+    copy = params.clone()
+    assert copy == params
+    assert copy.logit_bias is not params.logit_bias
+    assert SamplingParams(logit_bias={}, stop=None, bad_words=None) == SamplingParams()
+
+
+def test_optional_parameters_are_as_servers_get_them():
+    nothing = dict.fromkeys(set(SamplingParams.__dataclass_fields__) - {"max_tokens"})
+    assert SamplingParams.from_optional(**nothing) == SamplingParams()
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    given = SamplingParams.from_optional(logit_bias={"7": 500, 8: -200, "9": 1}, temperature=None)
+    assert given == SamplingParams(logit_bias={7: 100, 8: -100, 9: 1})
+    for bias in ({"x": 1}, {"1": "2"}, {"1": float("nan")}, {"1": True}, 3):
+        with pytest.raises(InputError, match="^logit_bias=.* must be a mapping of token ids"):
+            SamplingParams.from_optional(logit_bias=bias)
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams.from_optional(best_of=2)
 
 
 def test_numbers_and_types_of_other_libraries_are_pythons_own_afterwards():

@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import jaxpaged
-from jaxpaged import InputError, SamplingParams
+from jaxpaged import InputError, RequestOutputKind, SamplingParams
 from jaxpaged.engine import llm as llm_module
 from jaxpaged.engine.async_engine import AsyncEngine
 from jaxpaged.engine.driver import Driver
@@ -168,6 +169,110 @@ def test_streams_have_text_and_a_stop_token_none(llm):
         return [delta.text async for delta in AsyncEngine(llm.engine).generate([7, 9], stopped)]
 
     assert "".join(asyncio.run(read())) == result.outputs[0].text
+
+
+def test_stop_strings_end_the_text_and_the_row(llm):
+    """In all doors the same, across tokens, long before the tokens that were asked for."""
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, logprobs=1)
+    [whole] = llm.generate([[7, 9]], params, use_tqdm=False)
+    tokens, text = whole.outputs[0].token_ids, whole.outputs[0].text
+    begin = len(llm.tokenizer.decode(tokens[:5], skip_special_tokens=True)) - 1
+    stop = text[begin : begin + 3]
+    end = text.index(stop)
+    for include in (False, True):
+        asked = dataclasses.replace(params, stop=["\x00", stop], include_stop_str_in_output=include)
+        [result] = llm.generate([[7, 9]], asked, use_tqdm=False)
+        [answer] = result.outputs
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+        assert answer.text == text[: end + len(stop) if include else end]
+        assert answer.token_ids == tokens[: len(answer.token_ids)]
+        assert stop in llm.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        assert stop not in llm.tokenizer.decode(answer.token_ids[:-1], skip_special_tokens=True)
+        assert len(answer.logprobs) == len(answer.token_ids)
+        handle = llm.engine.submit([7, 9], asked)
+        assert "".join(delta.text for delta in handle) == "".join(d.text for d in handle) == answer.text
+        assert handle.result().token_ids == answer.token_ids
+
+        async def read(asked=asked):
+            return [delta.text async for delta in AsyncEngine(llm.engine).generate([7, 9], asked)]
+
+        assert "".join(asyncio.run(read())) == answer.text
+    tiny.until(lambda: llm.engine.stats.num_running == 0)
+
+
+def test_a_row_ends_within_a_poll_of_its_stop_string(llm, brake):
+    """Nobody reads the answer; a turn makes one step."""
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    [whole] = llm.generate([[7, 9]], params, use_tqdm=False)
+    stop = next(
+        text for token in whole.outputs[0].token_ids if (text := llm.tokenizer.decode([token])).strip()
+    )
+    before = llm.engine.stats.num_new_tokens
+    held = brake(llm.engine)
+    handle = llm.engine.submit([7, 9], dataclasses.replace(params, stop=stop))
+    held.allow(100)
+    tiny.until(lambda: handle.metrics.finished_time is not None and not llm.engine._driver.has_work)
+    num_more = llm.engine.stats.num_new_tokens - before - len(handle.result().token_ids)
+    assert num_more <= 2, "that of the run under way when the report was read, and of the one before"
+
+
+def test_outputs_are_of_the_kind_that_is_asked_for(llm):
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, logprobs=0)
+    [whole] = llm.generate([[7, 9]], params, use_tqdm=False)
+
+    async def read(kind):
+        asked = dataclasses.replace(params, output_kind=kind)
+        return [output async for output in AsyncEngine(llm.engine).outputs([7, 9], asked)]
+
+    cumulative, deltas, final = (asyncio.run(read(kind)) for kind in RequestOutputKind)
+    assert [result.outputs for result in final] == [whole.outputs]
+    assert cumulative[-1].outputs == whole.outputs
+    parts = [result.outputs[0] for result in deltas]
+    assert len(parts) > 1
+    assert "".join(part.text for part in parts) == whole.outputs[0].text
+    assert [token for part in parts for token in part.token_ids] == whole.outputs[0].token_ids
+    for results in (cumulative, deltas):
+        assert [result.finished for result in results] == [False] * (len(results) - 1) + [True]
+        assert results[0].outputs[0].finish_reason is None
+        assert all(whole.outputs[0].text.startswith(r.outputs[0].text) for r in cumulative)
+    for result in (whole, *final):
+        times = result.metrics
+        assert times.arrival_time <= times.first_token_time <= times.finished_time <= time.time()
+
+
+def test_bad_words_are_not_in_the_answer(llm):
+    """A word of one token, in a row beside one that may have it; and one of several."""
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    [free] = llm.generate([[7, 9]], params, use_tqdm=False)
+    token_ids = free.outputs[0].token_ids
+    words = [llm.tokenizer.decode([token]).strip() for token in token_ids]
+    word = next(word for word in words if word and len(llm.tokenizer.encode(word)) == 1)
+    text = free.outputs[0].text
+    longer = next(text[i : i + 3] for i in range(len(text)) if text[i : i + 3].isalnum())
+    for bad in ([word], [longer], [longer, word]):
+        asked = [dataclasses.replace(params, bad_words=bad), params]
+        without, with_it = llm.generate([[7, 9]] * 2, asked, use_tqdm=False)
+        assert with_it.outputs == free.outputs
+        ids = without.outputs[0].token_ids
+        for each in bad:
+            its = llm.tokenizer.encode(each, add_special_tokens=False)
+            assert its not in [ids[i : i + len(its)] for i in range(len(ids))]
+
+
+def test_what_needs_a_tokenizer_is_refused_without_one(path):
+    llm = jaxpaged.LLM(path, skip_tokenizer_init=True, **OPTIONS)
+    for options in ({"stop": "a"}, {"bad_words": ["a"]}):
+        with pytest.raises(InputError, match="must be None for a model without a tokenizer"):
+            llm.generate([[1]], SamplingParams(**options), use_tqdm=False)
+    llm.engine.close()
+
+
+def test_no_text_is_given_where_none_is_wanted(llm):
+    params = SamplingParams(max_tokens=4, temperature=0, detokenize=False, logprobs=1)
+    [result] = llm.generate([[7, 9]], params, use_tqdm=False)
+    assert result.outputs[0].text == ""
+    assert {each.decoded_token for place in result.outputs[0].logprobs for each in place.values()} == {None}
+    assert all(delta.text is None for delta in llm.engine.submit([7, 9], params))
 
 
 def test_results_come_one_by_one_and_leaving_gives_up_the_rest(llm):

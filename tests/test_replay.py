@@ -18,7 +18,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import EngineDeadError
 from jaxpaged.engine.scheduler import Decision, Plan
-from jaxpaged.engine.state import EngineState, FinishReason, Phase, empty_rows, without_kv
+from jaxpaged.engine.state import EngineState, FinishReason, Phase, empty_rows, token_bits, without_kv
 from jaxpaged.memory.policies import LRU_SPLIT
 from jaxpaged.memory.prefix_cache import hash_block
 from jaxpaged.replay import __main__ as words
@@ -49,7 +49,7 @@ OPTIONS = {
 
 def line_of(request: Request):
     """The request as the engine takes it."""
-    line = empty_rows(1, MAX_MODEL_LEN)
+    line = empty_rows(1, MAX_MODEL_LEN, VOCAB_SIZE)
     for array, value in (
         (line.phase, Phase.WAITING),
         (line.arrival, request.arrival),
@@ -59,7 +59,7 @@ def line_of(request: Request):
     ):
         array[0] = value
     line.token_ids[0, : len(request.prompt)] = request.prompt
-    line.stop_token_ids[0, : len(request.stop_token_ids)] = request.stop_token_ids
+    line.rules.stop_tokens[0] = token_bits(request.stop_token_ids, VOCAB_SIZE)
     return line
 
 
@@ -266,7 +266,7 @@ def saved(value: object) -> bytes:
         (lambda file: rewritten(file, state__status=np.zeros((), np.int64)), "must be a file that jaxpaged"),
         (
             lambda file: rewritten(file, header=np.array('{"version": 1}')),
-            "version=1 must be 2, the one that this jaxpaged reads",
+            "version=1 must be 3, the one that this jaxpaged reads",
         ),
     ],
 )  # fmt: skip

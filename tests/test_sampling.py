@@ -1,13 +1,21 @@
-"""The sampler: its distribution against the NumPy one, and what a draw may depend on."""
+"""The sampler: its distribution against the NumPy one for every option and mix, and what a draw may depend
+on."""
+
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpaged import sampling
-from jaxpaged.sampling import SamplingState, likeliest, sample
-from reference import sampler as reference_sampler
+from jaxpaged.engine.request import Door, Request
+from jaxpaged.engine.state import Rows, empty_rows, token_bits, tokens_of
+from jaxpaged.sampling import Context, SamplingState, likeliest, sample
+from jaxpaged.sampling_params import MAX_LOGPROBS, SamplingParams
+from reference import sampler as reference
 
 VOCAB = 12
 OPTIONS = [
@@ -34,7 +42,8 @@ def options(rows: list[dict], seeds: list[int]) -> SamplingState:
         top_p=jnp.array(columns["top_p"], jnp.float32),
         min_p=jnp.array(columns["min_p"], jnp.float32),
         seed=jnp.array(seeds, jnp.uint32),
-        wants_logprobs=jnp.zeros(len(seeds), bool),
+        num_logprobs=jnp.full(len(seeds), -1, jnp.int32),
+        has_rules=jnp.zeros(len(seeds), bool),
     )
 
 
@@ -47,18 +56,201 @@ def logits() -> np.ndarray:
 
 @pytest.mark.parametrize("row", OPTIONS, ids=str)
 def test_draws_follow_the_reference_distribution(row, logits):
+    """A chi-square test; the draws are fixed by their seeds."""
     num_draws = 4000
     draws = jax.jit(sample)(
         jnp.tile(logits, (num_draws, 1)),
         options([row] * num_draws, list(range(num_draws))),
         jnp.full(num_draws, 7, jnp.int32),
     )
-    chance = reference_sampler.probabilities(logits, **row)
+    chance = reference.probabilities(logits, **row)
     counts = np.bincount(draws, minlength=VOCAB)
     assert not counts[chance == 0].any(), "a token was drawn that the options exclude"
-    # Five standard deviations of a binomial count; the draws are fixed by their seeds.
-    deviation = np.sqrt(num_draws * chance * (1 - chance))
-    assert (np.abs(counts - num_draws * chance) <= 5 * deviation + 1e-9).all()
+    want = num_draws * chance[chance > 0]
+    statistic = np.sum((counts[chance > 0] - want) ** 2 / want)
+    # Of mean n and variance 2 n, for n degrees of freedom: five standard deviations.
+    degrees = len(want) - 1
+    assert statistic <= degrees + 5 * np.sqrt(2 * degrees)
+
+
+# The probabilities, in any mix: what the door writes for a request, against the oracle given its parameters.
+
+NUM_ROWS, ROOM, LENGTH = 8, 97, 600  # rows, vocabulary, and tokens: more than are looked at together
+FEW = 7  # different tokens in a text, so that they come again
+
+
+class Letters:
+    """A tokenizer with a token a letter."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [FEW if letter == " " else ord(letter) - ord("a") for letter in text]
+
+
+DOOR = Door(
+    SimpleNamespace(scheduling_policy="fcfs", block_size=8, seed=0),
+    SimpleNamespace(vocab_size=ROOM, eos_token_ids=(3,)),
+    LENGTH,
+    SimpleNamespace(num_blocks=10**6),
+    SimpleNamespace(blocks_of=lambda num_tokens, block_size: num_tokens // block_size),
+    Letters(),
+)
+
+
+@jax.jit
+def distribution(logits: jax.Array, rows: Rows):
+    """The logits by the rules, what a sampling row draws from, a greedy row's token, and its scores."""
+    row = jnp.arange(len(logits))
+    context = Context(row, rows.prompt_lens, rows.num_tokens, rows.token_ids)
+    changed = sampling.edited(logits, rows.rules, rows.sampling.has_rules, context)
+    chance = jax.nn.softmax(sampling.filtered(changed, jnp.max(changed, axis=1), rows.sampling), axis=1)
+    greedy = likeliest(changed)
+    return changed, chance, greedy, sampling.score(logits, greedy, rows.sampling.num_logprobs)
+
+
+@st.composite
+def mixes(draw: st.DrawFn, exact: bool) -> tuple[list[int], list[int], SamplingParams]:
+    """A prompt, the answer so far, and parameters; if `exact`, such that float32 and float64 compute the
+    same, so that equal logits are equal in both.
+    """
+
+    def some(strategy: st.SearchStrategy, default: object) -> object:
+        return draw(strategy) if draw(st.booleans()) else default
+
+    tokens, few = st.integers(0, ROOM - 1), st.integers(0, FEW - 1)
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    prompt, answer = (rng.integers(0, FEW, draw(st.sampled_from(n))) for n in ([1, 5, 300], [0, 1, 4, 290]))
+    signed = st.sampled_from([-2, -0.5, 1, 1.5]) if exact else st.floats(-2, 2)
+    bias = st.sampled_from([-4, -0.5, 2, 1000]) if exact else st.floats(-30, 30)
+    params = SamplingParams(
+        max_tokens=None,
+        temperature=draw(st.sampled_from([0, 0.5, 1, 2] if exact else [0, 1e-30, 0.3, 0.7, 1.3])),
+        top_k=some(st.sampled_from([1, 2, 7, 60, 96, 97, 200]), 0),
+        top_p=some(st.sampled_from([1e-7, 0.31, 0.77, 0.993]), 1),
+        min_p=some(st.sampled_from([0.013, 0.3, 1]), 0),
+        presence_penalty=some(signed, 0),
+        frequency_penalty=some(signed, 0),
+        repetition_penalty=some(st.sampled_from([0.5, 2, 4] if exact else [0.3, 1.1, 1.7]), 1),
+        logit_bias=some(st.dictionaries(tokens, bias, max_size=70), None),
+        allowed_token_ids=some(st.lists(tokens, min_size=1, max_size=90), None),
+        bad_words=some(
+            st.lists(st.lists(few, min_size=1, max_size=4).map(letters), max_size=20, unique=True), ()
+        ),
+        min_tokens=some(st.sampled_from([1, 4, 5, 400]), 0),
+        stop_token_ids=some(st.lists(tokens, max_size=60), ()),
+        ignore_eos=draw(st.booleans()),
+        logprobs=some(st.integers(0, 4), None),
+    )
+    return prompt.tolist(), answer.tolist(), params
+
+
+def letters(tokens: list[int]) -> str:
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def rows_of(requests: list[Request], answers: list[list[int]]) -> Rows:
+    rows = empty_rows(len(requests), LENGTH, ROOM)
+    for line, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        DOOR.write(rows, line, request, answer)
+    return rows
+
+
+def rules_of(params: SamplingParams) -> dict:
+    """What the oracle is given."""
+    eos = () if params.ignore_eos else DOOR.model_config.eos_token_ids
+    same = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
+    return {name: getattr(params, name) for name in (*same, "allowed_token_ids")} | {
+        "stop_token_ids": (*eos, *params.stop_token_ids),
+        "bad_words": [Letters().encode(word, add_special_tokens=False) for word in params.bad_words],
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1), exact=st.booleans())
+def test_any_mix_has_the_reference_distribution(data, seed, exact):
+    mixed = data.draw(st.lists(mixes(exact), min_size=NUM_ROWS, max_size=NUM_ROWS))
+    logits = np.random.default_rng(seed).normal(scale=4, size=(NUM_ROWS, ROOM)).astype(np.float32)
+    if exact:
+        logits = np.round(logits)  # many ties
+        logits[::2] = np.minimum(logits[::2], 0) * np.float32(-0.0) if seed % 3 == 0 else logits[::2]
+    requests = [DOOR.admit(prompt, params) for prompt, _, params in mixed]
+    rows = rows_of(requests, [answer for _, answer, _ in mixed])
+    changed, chance, greedy, scores = jax.device_get(distribution(logits, rows))
+    for i, (prompt, answer, params) in enumerate(mixed):
+        want = reference.edited(logits[i], prompt, answer, **rules_of(params))
+        np.testing.assert_allclose(changed[i], want, rtol=1e-5, atol=1e-5, err_msg=str(params))
+        if not rows.sampling.has_rules[i]:
+            np.testing.assert_array_equal(changed[i], logits[i])
+        if np.isfinite(want.max()) and params.temperature:
+            filters = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+            expected = reference.probabilities(want, **filters)
+            np.testing.assert_allclose(chance[i], expected, atol=2e-5, err_msg=str(params))
+            if exact:  # float32 has no smaller chances
+                np.testing.assert_array_equal(chance[i] > 1e-30, expected > 1e-30)
+        chosen = int(greedy[i])
+        assert chosen == reference.first_likeliest(changed[i])
+        ranking, logprobs = reference.ranking(logits[i]), reference.logprobs(logits[i])
+        assert scores.rank[i] == 1 + ranking.index(chosen)
+        np.testing.assert_allclose(scores.logprob[i], logprobs[chosen], atol=1e-5)
+        if params.logprobs:
+            assert scores.top_ids[i].tolist() == ranking[:MAX_LOGPROBS]
+            np.testing.assert_allclose(scores.top_logprobs[i], logprobs[ranking[:MAX_LOGPROBS]], atol=1e-5)
+
+
+def test_a_row_keeps_its_bits_in_any_company():
+    """Alone in a batch of the same shape, and beside rows that ask for everything."""
+    rng = np.random.default_rng(3)
+    everything = SamplingParams(
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        presence_penalty=0.3,
+        frequency_penalty=0.7,
+        repetition_penalty=1.2,
+        logit_bias=dict.fromkeys(range(40), 1.5),
+        allowed_token_ids=list(range(80)),
+        bad_words=["ab", "c"],
+        min_tokens=9,
+        logprobs=4,
+    )
+    asked = [everything, SamplingParams(temperature=0.8, logprobs=2), SamplingParams(temperature=0)]
+    logits = rng.normal(scale=4, size=(NUM_ROWS, ROOM)).astype(np.float32)
+    texts = [rng.integers(0, FEW, 40).tolist() for _ in range(NUM_ROWS)]
+    requests = [DOOR.admit(text, asked[i % 3]) for i, text in enumerate(texts)]
+    together = jax.device_get(distribution(logits, rows_of(requests, texts)))
+    for i in range(3):
+        rows = empty_rows(NUM_ROWS, LENGTH, ROOM)
+        DOOR.write(rows, i, requests[i], texts[i])
+        alone = jax.device_get(distribution(logits, rows))
+        for mine, its in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
+            if i == 2 and mine.ndim == 2 and mine.shape[1] == MAX_LOGPROBS:
+                continue  # the likeliest tokens of a row that wants none
+            np.testing.assert_array_equal(mine[i], its[i])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_in_which_nothing_can_be_drawn_are_greedy(temperature):
+    """Of minus infinity, all barred, with NaN or infinity; and with one token left."""
+    nothing, one = np.full((2, VOCAB), -np.inf, np.float32)
+    one[5] = -3e38
+    broken, endless = np.zeros((2, VOCAB), np.float32)
+    broken[2], endless[[4, 7]] = np.nan, np.inf
+    rows = np.stack([nothing, one, broken, endless])
+    some = [{"temperature": temperature, "top_p": 0.9, "min_p": 0.1}] * 4
+    drawn = jax.jit(sample)(rows, options(some, [1, 2, 3, 4]), jnp.arange(4, dtype=jnp.int32))
+    assert drawn.tolist() == [reference.first_likeliest(row) for row in rows] == [0, 5, 11, 4]
+
+
+def test_sets_of_tokens_are_what_they_were_made_of():
+    rng = np.random.default_rng(0)
+    for vocab in (1, 31, 32, 33, 97):
+        members = set(rng.integers(0, vocab, 9).tolist())
+        bits = token_bits(members, vocab)
+        assert tokens_of(bits) == members
+        mask = np.asarray(sampling.has_token(jnp.asarray(bits)[None], vocab))[0]
+        assert set(np.flatnonzero(mask).tolist()) == members
+        tokens = jnp.arange(vocab, dtype=jnp.int32)
+        assert sampling.is_among(tokens, jnp.tile(bits, (vocab, 1))).tolist() == mask.tolist()
 
 
 def test_a_draw_depends_on_its_seed_and_position_only(logits):
@@ -91,11 +283,10 @@ def test_filters_keep_what_the_reference_keeps_of_many_tokens_among_them_equal_o
         }
         for _ in many
     ]
-    kept = np.isfinite(sampling._filter(jnp.asarray(many), options(rows, [0] * len(rows))))
+    largest = jnp.asarray(many.max(axis=1))
+    kept = np.isfinite(sampling.filtered(jnp.asarray(many), largest, options(rows, [0] * len(rows))))
     for i, row in enumerate(rows):
-        np.testing.assert_array_equal(
-            kept[i], reference_sampler.probabilities(many[i], **row) > 0, err_msg=str(row)
-        )
+        np.testing.assert_array_equal(kept[i], reference.probabilities(many[i], **row) > 0, err_msg=str(row))
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 16])
@@ -103,8 +294,9 @@ def test_a_top_p_of_1_keeps_all_of_a_large_vocabulary_whatever_its_neighbours_as
     """Probabilities are summed in an order that the shape decides, and their sum may be 1 too early."""
     logits = np.random.default_rng(2).normal(scale=4, size=128_256).astype(np.float32)
     rows = [{"temperature": 1.0, "top_k": 128_256}, *[{"temperature": 1.0, "top_p": 0.5}] * (num_rows - 1)]
-    kept = jax.jit(sampling._filter)(jnp.tile(logits, (num_rows, 1)), options(rows, list(range(num_rows))))
-    np.testing.assert_array_equal(kept[0], logits)
+    tiled = np.tile(logits - logits.max(), (num_rows, 1))
+    kept = jax.jit(sampling._filter)(tiled, options(rows, list(range(num_rows))))
+    np.testing.assert_array_equal(kept[0], tiled[0])
     assert all(np.isfinite(row).sum() < 10_000 for row in kept[1:])
 
 

@@ -22,6 +22,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from reference import model as reference_model
+from reference import sampler as reference_sampler
 
 CONFIG = ModelConfig(
     vocab_size=97,
@@ -58,6 +59,19 @@ def weights(config: ModelConfig = CONFIG, seed: int = 0) -> dict[str, np.ndarray
 def reference_answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     """The greedy answer of the oracle."""
     return reference_model.generate(CONFIG, weights(), list(prompt), max_tokens)
+
+
+def reference_greedy(prompt: list[int], params: SamplingParams) -> list[int]:
+    """The same with every option that changes logits, of a model without tokens that end an answer."""
+    same = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
+    rules = {name: getattr(params, name) for name in (*same, "allowed_token_ids", "stop_token_ids")}
+    answer: list[int] = []
+    while len(answer) < (params.max_tokens or CONFIG.max_model_len - len(prompt)):
+        logits = reference_sampler.edited(reference_logits((*prompt, *answer))[-1], prompt, answer, **rules)
+        answer.append(reference_sampler.first_likeliest(logits))
+        if answer[-1] in (params.stop_token_ids or ()):
+            break
+    return answer
 
 
 def reference_logits(token_ids: tuple[int, ...]) -> np.ndarray:

@@ -2,13 +2,16 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 
 import numpy as np
 
-from jaxpaged.engine.engine import Engine, Item, or_raise, texts
+from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise
+from jaxpaged.engine.outputs import RequestOutput, request_output
 from jaxpaged.engine.request import Delta
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.engine.texts import texts
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 # Checking a prompt takes some 20 ns a token: a longer one is checked in another thread, so that who else
 # awaits something does not wait for it.
@@ -35,6 +38,38 @@ class AsyncEngine:
         does so, too. Raises `InputError` at once for a request that could never run, `EngineDeadError` if the
         engine stops.
         """
+        async with aclosing(self._stream(prompt_token_ids, params, priority, cache_salt)) as stream:
+            async for _, delta in stream:
+                yield delta
+
+    async def outputs(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The same as vLLM's outputs: by `params.output_kind` each has the answer so far, what is new of it,
+        or there is but one.
+        """
+        kind = params.output_kind if isinstance(params, SamplingParams) else None
+        so_far: list[Delta] = []
+        async with aclosing(self._stream(prompt_token_ids, params, priority, cache_salt)) as stream:
+            async for handle, delta in stream:
+                so_far = [delta] if kind is RequestOutputKind.DELTA else [collect([*so_far, delta])]
+                if delta.finish_reason or kind is not RequestOutputKind.FINAL_ONLY:
+                    yield request_output(
+                        handle.request, None, so_far[0], handle.metrics, self.engine.tokenizer
+                    )
+
+    async def _stream(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None,
+    ) -> AsyncGenerator[tuple[Handle, Delta]]:
         event_loop = asyncio.get_running_loop()
         items: asyncio.Queue[Item] = asyncio.Queue()
 
@@ -50,13 +85,13 @@ class AsyncEngine:
         is_long = hasattr(prompt_token_ids, "__len__") and len(prompt_token_ids) > CHECKED_HERE
         request = await asyncio.to_thread(admit) if is_long else admit()
         [handle] = self.engine.submit_all([request], sink)
-        with_text = texts(self.engine.tokenizer)
+        with_text = texts(self.engine.tokenizer, request.params)
         finished = False
         try:
             while not finished:
                 delta = with_text(or_raise(await items.get()))
                 finished = bool(delta.finish_reason)
-                yield delta
+                yield handle, delta
         finally:
             if not finished:
                 handle.abort()

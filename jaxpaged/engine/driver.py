@@ -20,12 +20,13 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, programs
 from jaxpaged.engine.loop import MAX_STEPS, Report
 from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
-from jaxpaged.engine.request import Delta, Door, Request, arrival_of
+from jaxpaged.engine.request import Delta, Door, Request, Score, arrival_of
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, empty_rows, without_kv
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama
+from jaxpaged.sampling import Scores
 from jaxpaged.status import raise_if_error
 
 # Requests submitted in one dispatch.
@@ -145,7 +146,7 @@ class Driver:
             place.waits, place.is_aborted = False, True
         self._abort_rows(in_rows)
         return [
-            Delta(r.request_id, [], [] if r.params.logprobs is not None else None, 0, FinishReason.ABORT)
+            Delta(r.request_id, [], None if r.params.logprobs is None else [], 0, FinishReason.ABORT)
             for r in gone
         ]
 
@@ -196,6 +197,7 @@ class Driver:
                 jax.eval_shape(lambda: model.create_cache(num_blocks, config.block_size)),
                 num_rows=config.num_rows,
                 max_model_len=self.door.max_model_len,
+                vocab_size=self.door.model_config.vocab_size,
                 prefix_caching=prefix_caching,
                 policy=policies.named(config.eviction_policy),
             )
@@ -211,7 +213,7 @@ class Driver:
         """Compile the loop, or read it from disk; then run none of its steps, so that all is ready."""
         start = time.perf_counter()
         arrays = self._params, self._state, np.int32(0), np.bool_(False)
-        report: Any = Report(*dataclasses.fields(Report))  # type: ignore[arg-type]  # only its structure counts
+        report = jax.eval_shape(loop.report, self._state)
         self._kept_run: Callable[..., tuple[EngineState, Report]] | None = programs.kept(
             functools.partial(loop.run.lower, self._graphdef, *arrays, config=self.step_config),
             made_from=("run", self.door.model_config, resolve_dtype(self.config), self.step_config),
@@ -266,7 +268,7 @@ class Driver:
             self._submit(batch)
 
     def _submit(self, batch: Sequence[tuple[int, Queued]]) -> None:
-        requests = empty_rows(SUBMIT_LINES, self.door.max_model_len)
+        requests = empty_rows(SUBMIT_LINES, self.door.max_model_len, self.door.model_config.vocab_size)
         rows = np.full(SUBMIT_LINES, self.config.num_rows, np.int32)  # beyond all: none
         for line, (row, queued) in enumerate(batch):
             rows[line] = row
@@ -275,8 +277,10 @@ class Driver:
         self._state = loop.submit(self._state, requests, rows)
 
     def _read(self, unread: Report) -> list[Delta]:
-        report: Report = jax.device_get(unread)
+        report: Report = jax.device_get(dataclasses.replace(unread, new_scores=None))
         raise_if_error(int(report.status))
+        if any(place and place.request.params.logprobs is not None for place in self._places):
+            report = dataclasses.replace(report, new_scores=jax.device_get(unread.new_scores))
         deltas = []
         for row, place in enumerate(self._places):
             # A row filled after this run began is not in its report.
@@ -319,11 +323,25 @@ def _delta(report: Report, row: int, request: Request, num_new: int, reason: Fin
     """The row's newest `num_new` tokens: the report has its last MAX_STEPS, the oldest first."""
     end = min(int(report.num_tokens[row]), MAX_STEPS)
     new = slice(end - num_new, end)
-    logprobs = report.new_logprobs[row, new].tolist() if request.params.logprobs is not None else None
+    token_ids, num_top = report.new_token_ids[row, new].tolist(), request.params.logprobs
+    its_own = reason is FinishReason.STOP and token_ids[-1] not in request.eos_token_ids
     return Delta(
         request_id=request.request_id,
-        token_ids=report.new_token_ids[row, new].tolist(),
-        logprobs=logprobs,
+        token_ids=token_ids,
+        scores=None if num_top is None else scores_of(report.new_scores, (row, new), num_top),
         num_hit_tokens=int(report.num_hit_tokens[row]),
         finish_reason=reason,
+        stop_reason=token_ids[-1] if its_own else None,
     )
+
+
+def scores_of(scores: Scores | None, at: Any, num_top: int) -> list[Score]:
+    """What NumPy arrays say of the tokens in these places, with so many likeliest of each."""
+    assert scores is not None
+    each = (scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
+    logprob, rank, ids, logprobs = (np.asarray(values)[at].tolist() for values in each)
+    top = (
+        tuple((token, value) for token, value in zip(*its, strict=True) if token >= 0)[:num_top]
+        for its in zip(ids, logprobs, strict=True)
+    )
+    return [Score(*its) for its in zip(logprob, rank, top, strict=True)]

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,10 +16,11 @@ import numpy as np
 from absl import logging
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.detokenizer import Detokenizer
 from jaxpaged.engine.driver import Driver, Snapshot, Stats
+from jaxpaged.engine.outputs import RequestMetrics
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
+from jaxpaged.engine.texts import Texts, texts
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama
 from jaxpaged.sampling_params import SamplingParams
@@ -43,6 +45,9 @@ class Handle:
         self._engine = engine
         self._sink = sink
         self._items: list[Item] = []
+        # In the engine's thread, where a stop string is to end the row as soon as it is there.
+        self.stops = Texts(engine.tokenizer, request.params) if request.params.stop else None
+        self.metrics = RequestMetrics(time.time(), None, None)
         self._more = threading.Condition()
 
     @property
@@ -51,7 +56,7 @@ class Handle:
 
     def __iter__(self) -> Iterator[Delta]:
         """The deltas, the last with a reason. Raises `EngineDeadError` if the engine stops before."""
-        with_text = texts(self._engine.tokenizer)
+        with_text = texts(self._engine.tokenizer, self.request.params)
         for place in itertools.count():
             with self._more:
                 if len(self._items) <= place:
@@ -72,6 +77,8 @@ class Handle:
 
     def put(self, item: Item) -> None:
         """What the engine's thread calls. A sink that raises must not stop the others' answers."""
+        if isinstance(item, Delta):
+            self._note_time(item)
         with self._more:
             self._items.append(item)
             self._more.notify_all()
@@ -83,6 +90,14 @@ class Handle:
                 self._sink = None
                 self.abort()
 
+    def _note_time(self, delta: Delta) -> None:
+        metrics, now = self.metrics, time.time()
+        self.metrics = RequestMetrics(
+            metrics.arrival_time,
+            now if metrics.first_token_time is None and delta.token_ids else metrics.first_token_time,
+            now if delta.finish_reason else metrics.finished_time,
+        )
+
 
 def or_raise(item: Item) -> Delta:
     """The delta; or the error, raised anew for each who waits, with its cause."""
@@ -91,28 +106,13 @@ def or_raise(item: Item) -> Delta:
     return item
 
 
-def texts(tokenizer: Any) -> Callable[[Delta], Delta]:
-    """What gives the deltas of one request, one after the other, their text; a stop token has none."""
-    if tokenizer is None:
-        return lambda delta: delta
-    detokenizer = Detokenizer(tokenizer)
-
-    def with_text(delta: Delta) -> Delta:
-        stops = delta.finish_reason is FinishReason.STOP
-        token_ids = delta.token_ids[:-1] if stops else delta.token_ids
-        text = detokenizer.add(token_ids, is_last=delta.finish_reason is not FinishReason.NONE)
-        return dataclasses.replace(delta, text=text)
-
-    return with_text
-
-
 def collect(deltas: Sequence[Delta]) -> Delta:
     """A request's deltas, all of them, as one."""
     last = deltas[-1]
     return dataclasses.replace(
         last,
         token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=None if last.logprobs is None else [x for delta in deltas for x in delta.logprobs or ()],
+        scores=None if last.scores is None else [score for delta in deltas for score in delta.scores or ()],
         num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
         text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
     )
@@ -133,7 +133,8 @@ class Engine:
         tokenizer: Any = None,
     ) -> None:
         self._driver = Driver(config, model_config, load_model)
-        self.config, self.door, self.cache_size = config, self._driver.door, self._driver.cache_size
+        self.config, self.cache_size = config, self._driver.cache_size
+        self.door = dataclasses.replace(self._driver.door, tokenizer=tokenizer)
         self.tokenizer = tokenizer
         self._worker = _Worker(self._driver)
         self._close = weakref.finalize(self, self._worker.stop)
@@ -322,7 +323,15 @@ class _Worker:
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             with self._lock:
-                last = delta.finish_reason is not FinishReason.NONE
-                handle = (self._in_flight.pop if last else self._in_flight.get)(delta.request_id, None)
-            if handle is not None:
-                handle.put(delta)
+                handle = self._in_flight.get(delta.request_id)
+            if handle is None:
+                continue
+            was_last = delta.finish_reason is not FinishReason.NONE
+            if handle.stops is not None:
+                delta = handle.stops(delta)
+            if delta.finish_reason is not FinishReason.NONE:
+                with self._lock:
+                    self._in_flight.pop(delta.request_id, None)
+                if not was_last:  # at a stop string: its row goes on, and nobody waits for what it says
+                    self._driver.abort([delta.request_id])
+            handle.put(delta)

@@ -6,7 +6,7 @@ import os
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -16,21 +16,16 @@ from jaxpaged.chat import Message, check_messages
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, is_int, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
-from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise, texts
-from jaxpaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise
+from jaxpaged.engine.outputs import RequestOutput, request_output
 from jaxpaged.engine.request import Delta, Request
-from jaxpaged.engine.state import FinishReason
+from jaxpaged.engine.texts import texts
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import SamplingParams
 from pallas_kernels import native
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
-FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"]] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "abort",
-}
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -170,34 +165,15 @@ class LLM:
                         bar.set_postfix_str(progress.after(delta), refresh=False)
                         if delta.finish_reason:
                             bar.update()
-                    yield self._output(handle.request, prompt, collect(deltas.pop(handle.request_id)))
+                    yield self._output(handle, prompt, collect(deltas.pop(handle.request_id)))
         finally:  # the user's Ctrl-C, for one: what is left should not run on unseen
             self.engine.abort([handle for handle in handles if handle.request_id in deltas])
 
-    def _output(self, request: Request, prompt: str | None, answer: Delta) -> RequestOutput:
-        text = texts(self.tokenizer)(answer).text or ""
-        logprobs = None
-        if answer.logprobs is not None:
-            logprobs = [
-                {token: Logprob(logprob, None if self.tokenizer is None else self.tokenizer.decode([token]))}
-                for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)
-            ]
-        return RequestOutput(
-            request_id=str(answer.request_id),
-            prompt=prompt,
-            prompt_token_ids=request.prompt_token_ids.tolist(),
-            outputs=[
-                CompletionOutput(
-                    index=0,
-                    text=text,
-                    token_ids=answer.token_ids,
-                    finish_reason=FINISH_REASONS[answer.finish_reason],
-                    cumulative_logprob=None if answer.logprobs is None else sum(answer.logprobs),
-                    logprobs=logprobs,
-                )
-            ],
-            num_cached_tokens=answer.num_hit_tokens,
-        )
+    def _output(self, handle: Handle, prompt: str | None, answer: Delta) -> RequestOutput:
+        request = handle.request
+        if answer.text is None:
+            answer = texts(self.tokenizer, request.params)(answer)
+        return request_output(request, prompt, answer, handle.metrics, self.tokenizer)
 
     def _params(self, params: Any) -> Any:
         if params is None:

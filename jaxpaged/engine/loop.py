@@ -7,20 +7,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision
-from jaxpaged.engine.state import EngineState, Phase, Rows, create_state, create_tables, place_requests
+from jaxpaged.engine.state import (
+    MAX_STEPS,
+    EngineState,
+    Phase,
+    Rows,
+    create_state,
+    create_tables,
+    place_requests,
+)
 from jaxpaged.engine.step import step
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_pool
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
-
-# Steps that one run makes at most, and so tokens a row that one report has room for.
-MAX_STEPS = 32
+from jaxpaged.sampling import Scores
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +40,7 @@ class Report:
     finish_reason: Int[Array, " rows"]
     num_hit_tokens: Int[Array, " rows"]
     new_token_ids: Int[Array, "rows max_steps"]  # the row's last so many tokens, its newest at the end
-    new_logprobs: Float[Array, "rows max_steps"]
+    new_scores: Scores | None  # the same tokens', of rows that want any; None where it was not fetched
     num_free_blocks: Int[Array, ""]
     num_cached_blocks: Int[Array, ""]  # free ones whose content can still be found
     counters: Int[Array, " counters"]  # by `Counter`
@@ -42,10 +48,17 @@ class Report:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("kv_cache", "num_rows", "max_model_len", "prefix_caching", "policy")
+    jax.jit,
+    static_argnames=("kv_cache", "num_rows", "max_model_len", "vocab_size", "prefix_caching", "policy"),
 )
 def create(
-    kv_cache: KVCache, *, num_rows: int, max_model_len: int, prefix_caching: bool, policy: Policy
+    kv_cache: KVCache,
+    *,
+    num_rows: int,
+    max_model_len: int,
+    vocab_size: int,
+    prefix_caching: bool,
+    policy: Policy,
 ) -> EngineState:
     """A state without requests, with zeros for K and V of these shapes; in one program, for outside of one
     each shape is compiled by itself.
@@ -60,7 +73,7 @@ def create(
         policy=policy,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
-    return create_state(tables, zeros, max_model_len)
+    return create_state(tables, zeros, max_model_len, vocab_size)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")
@@ -100,7 +113,12 @@ def report(state: EngineState) -> Report:
     rows, pool = state.rows, state.tables.pool
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
     window = first[:, None] + jnp.arange(MAX_STEPS)
-    at = jnp.arange(rows.phase.shape[0])[:, None], window
+    row = jnp.arange(rows.phase.shape[0])[:, None]
+    new_scores = lax.cond(
+        jnp.any(rows.sampling.num_logprobs >= 0),
+        lambda: jax.tree.map(lambda ring: ring[row, window % MAX_STEPS], state.scores),
+        lambda: jax.tree.map(jnp.zeros_like, state.scores),
+    )
     is_free = (pool.ref_count == 0).at[block_pool.NULL_BLOCK].set(False)
     has_content = block_pool.has_content(pool, jnp.arange(pool.num_blocks))
     return Report(
@@ -109,8 +127,8 @@ def report(state: EngineState) -> Report:
         num_tokens=rows.num_tokens,
         finish_reason=rows.finish_reason,
         num_hit_tokens=rows.num_hit_tokens,
-        new_token_ids=rows.token_ids.at[at].get(mode="fill", fill_value=0),
-        new_logprobs=state.logprobs.at[at].get(mode="fill", fill_value=0),
+        new_token_ids=rows.token_ids.at[row, window].get(mode="fill", fill_value=0),
+        new_scores=new_scores,
         num_free_blocks=pool.num_free,
         num_cached_blocks=jnp.sum(is_free & has_content, dtype=jnp.int32),
         counters=state.counters,

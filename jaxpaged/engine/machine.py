@@ -165,7 +165,8 @@ def state_bytes(config: EngineConfig, model_config: ModelConfig) -> tuple[int, i
             tables = create_tables(
                 num_blocks, config.num_rows, width, config.block_size, prefix_caching=caching
             )
-            return create_state(tables, kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32")), max_len)
+            nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
+            return create_state(tables, nothing, max_len, model_config.vocab_size)
 
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
 

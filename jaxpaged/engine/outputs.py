@@ -1,7 +1,18 @@
 """What a user gets back. Names are vLLM's."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jaxpaged.engine.request import Delta, Request, Score
+from jaxpaged.engine.state import FinishReason
+
+FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"] | None] = {
+    FinishReason.NONE: None,
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -9,17 +20,32 @@ class Logprob:
     """What the model gave a token: the natural logarithm of its chance, before temperature and filters."""
 
     logprob: float
-    decoded_token: str | None  # None where the model has no tokenizer
+    rank: int | None = None  # its place among all tokens, 1 the likeliest
+    decoded_token: str | None = None  # None where there is no tokenizer, or no text was wanted
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     index: int  # 0: one answer a prompt
-    text: str  # special tokens left out
+    text: str  # up to a stop string; special tokens left out
     token_ids: list[int]  # a stop token included, which `text` leaves out
-    finish_reason: Literal["stop", "length", "abort"]
     cumulative_logprob: float | None = None  # where `SamplingParams.logprobs` is not None
-    logprobs: list[dict[int, Logprob]] | None = None  # for each place of the answer, by token id
+    # For each place of the answer, by token id: of the token itself, and of the likeliest, in order.
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None  # None while there is more to come
+    stop_reason: int | str | None = None  # the stop string or `stop_token_ids` token that ended it
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened, in seconds since the epoch; None for what has not."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,5 +54,48 @@ class RequestOutput:
     prompt: str | None  # None where the prompt came as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    # For each place of the prompt, as `CompletionOutput.logprobs`; None for the first token, which nothing
+    # tells.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+
+
+def request_output(
+    request: Request, prompt: str | None, answer: Delta, metrics: RequestMetrics, tokenizer: Any
+) -> RequestOutput:
+    """What is told of an answer, or of a part of it, that has its text."""
+    named = tokenizer if request.params.detokenize else None
+    scores = answer.scores
+    finish_reason = FINISH_REASONS[answer.finish_reason]
+    return RequestOutput(
+        request_id=str(answer.request_id),
+        prompt=prompt,
+        prompt_token_ids=request.prompt_token_ids.tolist(),
+        outputs=[
+            CompletionOutput(
+                index=0,
+                text=answer.text or "",
+                token_ids=answer.token_ids,
+                cumulative_logprob=None if scores is None else sum(score.logprob for score in scores),
+                logprobs=None if scores is None else _logprobs(answer.token_ids, scores, named),
+                finish_reason=finish_reason,
+                stop_reason=answer.stop_reason,
+            )
+        ],
+        finished=finish_reason is not None,
+        metrics=metrics,
+        num_cached_tokens=answer.num_hit_tokens,
+    )
+
+
+def _logprobs(token_ids: Sequence[int], scores: Sequence[Score], tokenizer: Any) -> list[dict[int, Logprob]]:
+    def entry(token: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
+
+    return [
+        {token: entry(token, score.logprob, score.rank)}
+        | {other: entry(other, logprob, rank) for rank, (other, logprob) in enumerate(score.top, 1)}
+        for token, score in zip(token_ids, scores, strict=True)
+    ]

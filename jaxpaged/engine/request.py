@@ -2,23 +2,24 @@
 
 import collections
 import dataclasses
+import math
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.state import FinishReason, Phase, Rows
+from jaxpaged.engine.state import MAX_EDITS, FinishReason, Phase, Rows, token_bits
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.sampling_params import MAX_STOP_TOKENS, SamplingParams
+from jaxpaged.sampling_params import SamplingParams
 
 INT32_RULE = "an int in [-2**31, 2**31)"
-# A temperature below float32's normal numbers would count as 0 in a compiled program, and 0 cannot divide.
-LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+# A smaller number would count as 0 in a compiled program, and 0 cannot divide: float32's least normal one.
+LEAST_DIVISOR = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +33,9 @@ class Request:
     params: SamplingParams
     priority: int
     salt: int
-    stop_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # the model's, unless they are ignored
+    stop_token_ids: tuple[int, ...]  # these, and its own
+    edits: "tuple[Edit, ...]"  # of `logit_bias` and `bad_words`
     max_num_tokens: int  # prompt and answer together
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
 
@@ -42,18 +45,40 @@ class Request:
         return self.priority, self.request_id
 
 
+class Edit(NamedTuple):
+    """Adds to one token's logit, if the answer ends with the ids of the `prefix` edits before this one."""
+
+    token_id: int
+    value: float
+    prefix: int = 0
+
+
+class Score(NamedTuple):
+    """What the model itself gave a token, and to others in its place: natural logarithms of chances."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, in order, as many as were asked for
+
+
 @dataclasses.dataclass(frozen=True)
 class Delta:
     """The next tokens of a request's answer, or all of them; the last delta has a reason."""
 
     request_id: int
     token_ids: list[int]
-    logprobs: list[float] | None  # natural logarithms, where they were asked for
+    scores: list[Score] | None  # of these tokens, where `logprobs` were asked for
     num_hit_tokens: int  # prompt tokens that were found in the prefix cache
     finish_reason: FinishReason = FinishReason.NONE
+    # What ended it, if its reason is STOP: a string or a token of the request's own, None for the model's.
+    stop_reason: int | str | None = None
     # Of these tokens and those held back before: characters that are whole. None from an engine without a
-    # tokenizer, and in a sink.
+    # tokenizer or where it was not wanted, and in the sink of a request without stop strings.
     text: str | None = None
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        return None if self.scores is None else [score.logprob for score in self.scores]
 
 
 class Salts:
@@ -94,6 +119,7 @@ class Door:
     max_model_len: int
     cache_size: CacheSize
     step_config: StepConfig
+    tokenizer: Any = None  # for `bad_words`
     salts: Salts = dataclasses.field(default_factory=Salts)
 
     def admit(
@@ -111,6 +137,12 @@ class Door:
         if params.max_tokens is not None:
             max_num_tokens = min(len(prompt) + params.max_tokens, max_num_tokens)
         self._check_blocks(len(prompt), max_num_tokens, params)
+        self._check_tokens(params)
+        told = params.prompt_logprobs
+        check("prompt_logprobs", told, "None: those of prompts are not kept yet", told is None)
+        for name in ("stop", "bad_words"):
+            has_text = self.tokenizer is not None or not getattr(params, name)
+            check(name, getattr(params, name), "None for a model without a tokenizer", has_text)
         priority = checked_int("priority", priority, INT32_RULE, -(2**31))
         if self.config.scheduling_policy == "fcfs":
             check("priority", priority, "0 unless scheduling_policy is 'priority'", priority == 0)
@@ -121,21 +153,26 @@ class Door:
             rule,
             cache_salt is None or (isinstance(cache_salt, str) and cache_salt != ""),
         )
+        eos = () if params.ignore_eos else self.model_config.eos_token_ids
         return Request(
             prompt_token_ids=prompt,
             params=params,
             priority=priority,
             salt=self.salts.number(cache_salt),
-            stop_token_ids=self._stop_token_ids(params),
+            stop_token_ids=tuple(sorted({*eos, *(params.stop_token_ids or ())})),
+            eos_token_ids=eos,
+            edits=self._edits(params),
             max_num_tokens=max_num_tokens,
         )
 
     def write(self, rows: Rows, line: int, request: Request, answer: Sequence[int] = ()) -> None:
         """Fill one line of NumPy rows. The request may have a part of its answer already."""
-        prompt, params, stop = request.prompt_token_ids, request.params, request.stop_token_ids
-        num_tokens = len(prompt) + len(answer)
-        options = rows.sampling
-        temperature = params.temperature
+        prompt, params, edits = request.prompt_token_ids, request.params, request.edits
+        num_tokens, vocab_size = len(prompt) + len(answer), self.model_config.vocab_size
+        options, rules, temperature = rows.sampling, rows.rules, params.temperature
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        is_restricted = params.allowed_token_ids is not None
+        has_rules = is_restricted or bool(edits) or params.min_tokens > 0 or penalties != (0, 0, 1)
         for array, value in (
             (rows.phase, Phase.WAITING),
             (rows.arrival, arrival_of(request.request_id)),
@@ -144,18 +181,30 @@ class Door:
             (rows.prompt_lens, len(prompt)),
             (rows.num_tokens, num_tokens),
             (rows.max_num_tokens, request.max_num_tokens),
-            (options.temperature, max(temperature, LEAST_TEMPERATURE) if temperature else 0),
+            (options.temperature, max(temperature, LEAST_DIVISOR) if temperature else 0),
             (options.top_k, min(params.top_k, self.model_config.vocab_size)),
             (options.top_p, params.top_p),
             (options.min_p, params.min_p),
             (options.seed, self._seed(request)),
-            (options.wants_logprobs, params.logprobs is not None),
+            (options.num_logprobs, -1 if params.logprobs is None else params.logprobs),
+            (options.has_rules, has_rules),
+            (rules.presence_penalty, params.presence_penalty),
+            (rules.frequency_penalty, params.frequency_penalty),
+            (rules.repetition_penalty, max(params.repetition_penalty, LEAST_DIVISOR)),
+            (rules.least_num_tokens, len(prompt) + params.min_tokens if params.min_tokens else 0),
+            (rules.stop_tokens, token_bits(request.stop_token_ids, vocab_size)),
+            (rules.is_restricted, is_restricted),
+            (rules.allowed, token_bits(params.allowed_token_ids or (), vocab_size)),
+            (rules.num_edits, len(edits)),
         ):
             np.asarray(array)[line] = value
         tokens = np.asarray(rows.token_ids)[line]
         tokens[: len(prompt)] = prompt
         tokens[len(prompt) : num_tokens] = answer
-        np.asarray(rows.stop_token_ids)[line, : len(stop)] = stop
+        for array, values in zip(
+            (rules.edit_ids, rules.edit_values, rules.edit_prefix), zip(*edits, strict=True), strict=False
+        ):
+            np.asarray(array)[line, : len(edits)] = values
 
     def _prompt(self, token_ids: Any) -> np.ndarray:
         """The prompt as int32. One pass over its types and one over its values: it may be long."""
@@ -193,16 +242,35 @@ class Door:
                 f"{self.cache_size.num_blocks - 1} for use"
             )
 
-    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        vocab_size = self.model_config.vocab_size
-        for token in params.stop_token_ids or ():
-            checked_int(
-                "stop_token_ids: token", token, f"a token id, an int in [0, {vocab_size})", 0, vocab_size - 1
+    def _check_tokens(self, params: SamplingParams) -> None:
+        last = self.model_config.vocab_size - 1
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                checked_int(f"{name}: token", token, f"a token id, an int in [0, {last + 1})", 0, last)
+
+    def _edits(self, params: SamplingParams) -> tuple[Edit, ...]:
+        """What `logit_bias` and `bad_words` do: of a word, its last token is barred behind the others."""
+        edits = [Edit(token, bias) for token, bias in (params.logit_bias or {}).items()]
+        for word in self._bad_words(params.bad_words or ()):
+            edits += [Edit(token, 0.0) for token in word[:-1]]
+            edits.append(Edit(word[-1], -math.inf, len(word) - 1))
+        rule = f"at most {MAX_EDITS}"
+        check("number of tokens in logit_bias and bad_words", len(edits), rule, len(edits) <= MAX_EDITS)
+        return tuple(edits)
+
+    def _bad_words(self, words: Iterable[str]) -> Iterator[list[int]]:
+        """The tokens of each word as it begins a text; and as it stands behind a space, if that is one token
+        for another, and not a token for the space.
+        """
+        for word in words:
+            bare, spaced = (
+                self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
             )
-        eos = () if params.ignore_eos else self.model_config.eos_token_ids
-        stop = tuple(sorted({*eos, *(params.stop_token_ids or ())}))
-        check("number of stop tokens", len(stop), f"at most {MAX_STOP_TOKENS}", len(stop) <= MAX_STOP_TOKENS)
-        return stop
+            if not bare:
+                raise InputError(f"bad_words: word={shown(word)} must have at least one token")
+            yield bare
+            if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                yield spaced
 
     def _seed(self, request: Request) -> int:
         """The request's own: the same whenever the same requests come in the same order."""

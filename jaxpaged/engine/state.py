@@ -1,7 +1,7 @@
 """EngineState: everything the compiled loop knows, as one immutable pytree."""
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate
 
@@ -9,15 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
 from jaxpaged.memory.block_table import AppendInfo, BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
-from jaxpaged.sampling import SamplingState
-from jaxpaged.sampling_params import MAX_STOP_TOKENS
+from jaxpaged.sampling import LogitRules, SamplingState, Scores, no_scores
+
+# Steps that one run of the loop makes at most, and so tokens a row that one report has room for.
+MAX_STEPS = 32
+# Room in a row's line for the tokens of `logit_bias` and of `bad_words`.
+MAX_EDITS = 1024
 
 
 class Phase(enum.IntEnum):
@@ -55,10 +60,10 @@ class Rows:
     prompt_lens: Int[Array, " rows"]
     num_tokens: Int[Array, " rows"]  # prompt and answer so far
     max_num_tokens: Int[Array, " rows"]  # the request ends when it has so many
-    stop_token_ids: Int[Array, "rows max_stop_tokens"]  # NO_TOKEN where there are fewer
     finish_reason: Int[Array, " rows"]
     num_hit_tokens: Int[Array, " rows"]  # found in the prefix cache when the request first ran
     sampling: SamplingState
+    rules: LogitRules  # its `stop_tokens` end an answer
 
     @property
     def running(self) -> Bool[Array, " rows"]:
@@ -72,9 +77,6 @@ class Rows:
     def waiting(self) -> Bool[Array, " rows"]:
         """Not running, but to run: new, or preempted."""
         return (self.phase == Phase.WAITING) | (self.phase == Phase.SWAPPED)
-
-
-NO_TOKEN = -1
 
 
 class Counter(enum.IntEnum):
@@ -107,7 +109,7 @@ class EngineState:
     """Row r of `rows` and row r of `tables` belong together; `tables.seq_lens` counts tokens in the cache."""
 
     rows: Rows
-    logprobs: Float[Array, "rows max_model_len"]  # of answer tokens, where `rows.sampling.wants_logprobs`
+    scores: Scores  # [rows, MAX_STEPS], where asked for: of the token at position p in column p % MAX_STEPS
     tables: BlockTables
     kv_cache: KVCache
     host: HostPool | None
@@ -127,8 +129,9 @@ class EngineState:
         return replace(self, counters=self.counters + jnp.stack(raised))
 
 
-def empty_rows(num_rows: int, max_model_len: int) -> Rows:
+def empty_rows(num_rows: int, max_model_len: int, vocab_size: int) -> Rows:
     """Rows without requests, as NumPy arrays: what the host fills in to submit."""
+    words = cdiv(vocab_size, 32)
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
         return np.zeros((num_rows, *shape), dtype)
@@ -144,7 +147,6 @@ def empty_rows(num_rows: int, max_model_len: int) -> Rows:
         prompt_lens=zeros(),
         num_tokens=zeros(),
         max_num_tokens=zeros(),
-        stop_token_ids=zeros(MAX_STOP_TOKENS) + NO_TOKEN,
         finish_reason=zeros(),
         num_hit_tokens=zeros(),
         sampling=SamplingState(
@@ -153,9 +155,36 @@ def empty_rows(num_rows: int, max_model_len: int) -> Rows:
             top_p=zeros(dtype=np.float32) + 1,
             min_p=zeros(dtype=np.float32),
             seed=zeros(dtype=np.uint32),
-            wants_logprobs=zeros(dtype=np.bool_),
+            num_logprobs=zeros() - 1,
+            has_rules=zeros(dtype=np.bool_),
+        ),
+        rules=LogitRules(
+            presence_penalty=zeros(dtype=np.float32),
+            frequency_penalty=zeros(dtype=np.float32),
+            repetition_penalty=zeros(dtype=np.float32) + 1,
+            least_num_tokens=zeros(),
+            stop_tokens=zeros(words, dtype=np.uint32),
+            is_restricted=zeros(dtype=np.bool_),
+            allowed=zeros(words, dtype=np.uint32),
+            num_edits=zeros(),
+            edit_ids=zeros(MAX_EDITS),
+            edit_values=zeros(MAX_EDITS, dtype=np.float32),
+            edit_prefix=zeros(MAX_EDITS),
         ),
     )
+
+
+def token_bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """A set of tokens as `sampling.has_token` reads it: uint32, [cdiv(vocab_size, 32)]."""
+    is_member = np.zeros(cdiv(vocab_size, 32) * 32, bool)
+    is_member[list(token_ids)] = True
+    return np.packbits(is_member, bitorder="little").view("<u4")
+
+
+def tokens_of(bits: np.ndarray) -> set[int]:
+    """What `token_bits` was made of."""
+    octets = np.ascontiguousarray(bits, "<u4").view(np.uint8)
+    return set(np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist())
 
 
 def create_tables(
@@ -174,14 +203,16 @@ def create_tables(
 
 
 def create_state(
-    tables: BlockTables, kv_cache: KVCache, max_model_len: int, host: HostPool | None = None
+    tables: BlockTables,
+    kv_cache: KVCache,
+    max_model_len: int,
+    vocab_size: int,
+    host: HostPool | None = None,
 ) -> EngineState:
     """A state without requests over empty tables and an empty cache."""
-    rows = jax.tree.map(jnp.asarray, empty_rows(tables.max_seqs, max_model_len))
-
     return EngineState(
-        rows=rows,
-        logprobs=jnp.zeros(rows.token_ids.shape, jnp.float32),
+        rows=jax.tree.map(jnp.asarray, empty_rows(tables.max_seqs, max_model_len, vocab_size)),
+        scores=no_scores(tables.max_seqs, MAX_STEPS),
         tables=tables,
         kv_cache=kv_cache,
         host=host,

@@ -11,14 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision, Plan, Slots, Tiles
-from jaxpaged.engine.state import Counter, EngineState, FinishReason, Phase, Rows
+from jaxpaged.engine.state import MAX_STEPS, Counter, EngineState, FinishReason, Phase, Rows
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_table, kv_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import AttentionBatch
-from jaxpaged.sampling import logprobs_of, sample
+from jaxpaged.sampling import Context, Scores, edited, is_among, sample, score
 from jaxpaged.status import Status
 from pallas_kernels.ops import TiledImplementation
 
@@ -175,27 +175,32 @@ def answer(
     model: Model, state: EngineState, hidden: Hidden, slots: Slots, due: Bool[Array, " rows"]
 ) -> EngineState:
     """Sample a token for each row that is due, append it, and finish the rows that end with it."""
-    rows = state.rows
+    rows, scores = state.rows, state.scores
     index = jnp.arange(rows.phase.shape[0], dtype=jnp.int32)
     row = jnp.minimum(slots.row, index.shape[0] - 1)
     position = rows.num_tokens[row]
-    options = rows.sampling.take(row, (slots.row < index.shape[0]) & due[row])
+    is_due = (slots.row < index.shape[0]) & due[row]
+    options = rows.sampling.take(row, is_due)
+    context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
 
-    def choose() -> tuple[Int[Array, " max_num_seqs"], Float[Array, " max_num_seqs"]]:
+    def choose() -> tuple[Int[Array, " max_num_seqs"], Scores]:
         logits = model.logits(hidden)
-        token_ids = sample(logits, options, position)
-        logprobs = lax.cond(
-            jnp.any(options.wants_logprobs),
-            lambda: logprobs_of(logits, token_ids),
-            lambda: jnp.zeros(token_ids.shape),
+        token_ids = sample(
+            logits, options, position, lambda logits: edited(logits, rows.rules, options.has_rules, context)
         )
-        return token_ids, logprobs
+        wants = options.num_logprobs >= 0
 
-    nothing = jnp.zeros_like(position), jnp.zeros(position.shape)
-    chosen = lax.cond(jnp.any(due), choose, lambda: nothing)
-    token_ids, logprobs = (x[jnp.minimum(slots.of_row, position.shape[0] - 1)] for x in chosen)
+        def note() -> Scores:
+            new = score(logits, token_ids, options.num_logprobs)
+            at = jnp.where(wants, row, index.shape[0]), position % MAX_STEPS
+            return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new)
+
+        return token_ids, lax.cond(jnp.any(wants), note, lambda: scores)
+
+    chosen, scores = lax.cond(jnp.any(due), choose, lambda: (jnp.zeros_like(position), scores))
+    token_ids = chosen[jnp.minimum(slots.of_row, position.shape[0] - 1)]
     num_tokens = rows.num_tokens + due
-    stops = jnp.any(token_ids[:, None] == rows.stop_token_ids, axis=1)
+    stops = is_among(token_ids, rows.rules.stop_tokens)
     finishes = due & (stops | (num_tokens == rows.max_num_tokens))
     reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
     at = jnp.where(due, index, index.shape[0]), rows.num_tokens
@@ -206,7 +211,7 @@ def answer(
         phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
     )
-    return replace(state, rows=rows, logprobs=state.logprobs.at[at].set(logprobs, mode="drop"))
+    return replace(state, rows=rows, scores=scores)
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:

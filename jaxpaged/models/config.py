@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_int, checked_number, shown
-from jaxpaged.sampling_params import MAX_STOP_TOKENS
 
 HEAD_DIM_MULTIPLE = 2  # RoPE turns pairs
 # The model types that are Llamas, and what transformers takes for numbers that their configs leave out.
@@ -61,8 +60,6 @@ class ModelConfig:
         for token in self.eos_token_ids:
             checked_int("model config: eos_token_id", token, rule, 0, self.vocab_size - 1)
         ids = tuple(sorted({int(token) for token in self.eos_token_ids}))
-        rule = f"at most {MAX_STOP_TOKENS} tokens"
-        check("model config: eos_token_id", ids, rule, len(ids) <= MAX_STOP_TOKENS)
         self._set("eos_token_ids", ids)
 
     def _set(self, name: str, value: object) -> None:

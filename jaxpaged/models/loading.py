@@ -150,9 +150,8 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Those of generation_config.json that vLLM takes, too."""
-    names = {name: name for name in ("temperature", "top_k", "top_p", "min_p")} | {
-        "max_new_tokens": "max_tokens"
-    }
+    same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    names = {name: name for name in same} | {"max_new_tokens": "max_tokens"}
     return {ours: generation[name] for name, ours in names.items() if generation.get(name) is not None}
 
 

@@ -20,7 +20,7 @@ from jaxpaged.memory import kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 
-VERSION = 2  # of the file's format
+VERSION = 3  # of the file's format
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def report(engine: Engine | Driver, path: str | os.PathLike[str]) -> None:
     events = []
     for queued in shot.queue:
         request, answer = queued.request, queued.answer
-        line = empty_rows(1, len(request.prompt_token_ids) + len(answer))
+        line = empty_rows(1, len(request.prompt_token_ids) + len(answer), shot.vocab_size)
         engine.door.write(line, 0, request, answer)
         events.append(Event(0, line))
     dump(shot.state, path, step_config=shot.step_config, vocab_size=shot.vocab_size, events=events)
@@ -149,17 +149,18 @@ def _read(arrays: Mapping[str, np.ndarray]) -> Dump:
         return jax.tree_util.tree_map_with_path(array, tree)
 
     sizes, num_requests = header["sizes"], header["num_requests"]
+    sizes["vocab_size"] = vocab_size = header["vocab_size"]
     state = fill({"state": jax.eval_shape(lambda: _new_state(**sizes, kv={}))})["state"]
     with_kv = jax.eval_shape(lambda: _new_state(**sizes, kv=header["kv"]))
     requests: Iterator[Rows] = iter(())
     if num_requests:
         requests = _lines(
-            fill({"requests": empty_rows(num_requests, 0)})["requests"], arrays["request_tokens"]
+            fill({"requests": empty_rows(num_requests, 0, vocab_size)})["requests"], arrays["request_tokens"]
         )
     return Dump(
         state=put_kv(state, with_kv.kv_cache, with_kv.host and with_kv.host.kv_cache),
         step_config=StepConfig(**header["step_config"]),
-        vocab_size=header["vocab_size"],
+        vocab_size=vocab_size,
         events=tuple(
             Event(e["num_steps"], next(requests) if e["has_request"] else None, e["abort"])
             for e in header["events"]
@@ -182,6 +183,7 @@ def _new_state(
     *,
     num_rows: int,
     max_model_len: int,
+    vocab_size: int,
     max_blocks_per_seq: int,
     block_size: int,
     device: dict[str, Any],
@@ -207,7 +209,7 @@ def _new_state(
         return kv_cache.create(**sizes)
 
     pool = None if host is None else HostPool(tables(**host), arrays(host["num_blocks"]))
-    return create_state(tables(**device), arrays(device["num_blocks"]), max_model_len, pool)
+    return create_state(tables(**device), arrays(device["num_blocks"]), max_model_len, vocab_size, pool)
 
 
 def _pool_sizes(tables: BlockTables) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, machine, scheduler
 from jaxpaged.engine.request import since
 from jaxpaged.engine.scheduler import Decision
-from jaxpaged.engine.state import EngineState, Phase, Rows, without_kv
+from jaxpaged.engine.state import EngineState, Phase, Rows, tokens_of, without_kv
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
@@ -120,7 +120,7 @@ def _stand_in(dump: Dump, state: EngineState) -> StandIn:
     for slot, row in enumerate(np.flatnonzero(runs)):
         answer = dump.answers.get(int(rows.arrival[row]), [])
         place = int(rows.num_tokens[row] - rows.prompt_lens[row])
-        stop = set(rows.stop_token_ids[row].tolist())
+        stop = tokens_of(rows.rules.stop_tokens[row])
         known = place < len(answer)
         next_tokens[slot] = answer[place] if known else min(set(range(len(stop) + 1)) - stop)
     return StandIn(jnp.asarray(next_tokens), dump.vocab_size)

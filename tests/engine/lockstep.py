@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxpaged.engine.state import (
     create_tables,
     empty_rows,
     place_requests,
+    token_bits,
 )
 from jaxpaged.engine.step import step
 from jaxpaged.engine.step_config import StepConfig
@@ -33,10 +35,12 @@ from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.status import Status
 from reference import engine as reference
+from reference import sampler
 from tests import quick
 from tests.memory.oracles import FREE_PROFILES
 
 VOCAB = 13
+VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
 STOP = 0
 MAX_MODEL_LEN = 112
 MAX_NUM_SEQS = 3
@@ -73,8 +77,28 @@ class SumModel(nnx.Module):
         return hidden
 
 
-def next_token(sliding_window: int | None, tokens: list[int]) -> int:
-    return sum(tokens[-sliding_window:] if sliding_window else tokens) % VOCAB
+def next_token(
+    sliding_window: int | None, tokens: list[int], *, prompt_len: int = 0, rules: dict[str, Any] | None = None
+) -> int:
+    """The oracle's; `rules`: what `reference.sampler.edited` takes."""
+    total = sum(tokens[-sliding_window:] if sliding_window else tokens) % VOCAB
+    logits = sampler.edited(np.eye(VOCAB)[total], tokens[:prompt_len], tokens[prompt_len:], **rules or {})
+    return sampler.first_likeliest(logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request(reference.Request):
+    """With what changes its logits: numbers of which float32 and float64 make the same."""
+
+    rules: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+RULES: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": -1.5, "repetition_penalty": 2.0},
+    {"repetition_penalty": 0.5, "frequency_penalty": 2.0, "presence_penalty": 0.25},
+    {"min_tokens": 5, "presence_penalty": 1.0},
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +175,7 @@ class Setting:
         if self.num_host_blocks:
             host = HostPool(tables(self.num_host_blocks, cached=False), arrays(self.num_host_blocks))
         device = tables(self.num_blocks, cached=self.prefix_caching)
-        return create_state(device, arrays(self.num_blocks), MAX_MODEL_LEN, host)
+        return create_state(device, arrays(self.num_blocks), MAX_MODEL_LEN, VOCAB_ROOM, host)
 
 
 @functools.cache
@@ -193,12 +217,22 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                     prompt.append(next_token(setting.sliding_window, prompt))
             prompt_len = len(prompt)
             seen.append(tuple(prompt))
+            stop = draw(st.sampled_from([(), (), (STOP,)]))
+            rules = draw(st.sampled_from([{}, {}, *RULES]))
+            its_next = functools.partial(
+                next_token,
+                setting.sliding_window,
+                prompt_len=prompt_len,
+                rules=rules | {"stop_token_ids": stop},
+            )
             requests.append(
-                reference.Request(
+                Request(
                     arrival=arrival,
                     prompt=tuple(prompt),
                     max_num_tokens=draw(st.integers(prompt_len + 1, setting.longest)),
-                    stop_token_ids=draw(st.sampled_from([(), (), (STOP,)])),
+                    stop_token_ids=stop,
+                    next_token=its_next if rules else None,
+                    rules=rules,
                     priority=draw(st.integers(0, 2)) if priorities else 0,
                     salt=draw(st.sampled_from([0, 0, 0, 7])),
                 )
@@ -257,8 +291,7 @@ class LockStep:
 
     def submit(self, request: reference.Request, row: int) -> None:
         self.oracle.submit(request, row)
-        line = empty_rows(1, MAX_MODEL_LEN)
-        stop = request.stop_token_ids
+        line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM)
         for array, value in (
             (line.phase, Phase.WAITING),
             (line.arrival, request.arrival),
@@ -271,7 +304,14 @@ class LockStep:
         ):
             np.asarray(array)[0] = value
         np.asarray(line.token_ids)[0, : len(request.prompt)] = request.prompt
-        np.asarray(line.stop_token_ids)[0, : len(stop)] = stop
+        rules = request.rules if isinstance(request, Request) else {}
+        for name, value in rules.items():
+            if name == "min_tokens":
+                np.asarray(line.rules.least_num_tokens)[0] = len(request.prompt) + value
+            else:
+                np.asarray(getattr(line.rules, name))[0] = value
+        np.asarray(line.sampling.has_rules)[0] = bool(rules)
+        np.asarray(line.rules.stop_tokens)[0] = token_bits(request.stop_token_ids, VOCAB_ROOM)
         self.state = compiled_submit(self.state, line, jnp.array([row], jnp.int32))
 
     def step(self) -> None:

@@ -47,8 +47,12 @@ def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_na
             max_tokens=rng.choice([1, 12, 45]),
             temperature=rng.choice([0.0, 1.5]),
             top_k=rng.choice([0, 9]),
+            top_p=rng.choice([1, 0.8]),
+            frequency_penalty=rng.choice([0, 0.8]),
+            repetition_penalty=rng.choice([1, 1.3]),
+            logit_bias=rng.choice([None, dict.fromkeys(range(40), 1.5)]),
             seed=i,
-            logprobs=0,
+            logprobs=rng.choice([0, 5]),
         )
         for i in range(len(prompts))
     ]

@@ -14,6 +14,7 @@ from jaxpaged.engine.state import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from pallas_kernels import native, ops
+from reference import sampler as reference_sampler
 from tests import quick, tiny
 
 # Lengths around a block, a prefill tile (32), the prompt tokens of one step (128), and single tokens.
@@ -130,14 +131,74 @@ def test_log_probabilities_are_the_models():
     np.testing.assert_allclose(answer.logprobs, want, atol=1e-5)
 
 
+MIXES = [
+    {"presence_penalty": 1.2},
+    {"frequency_penalty": -0.7, "repetition_penalty": 1.4},
+    {"repetition_penalty": 0.6, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    {"logit_bias": {i: (-1) ** i * 2.5 for i in range(0, 97, 2)}, "frequency_penalty": 1.0},
+    {"allowed_token_ids": list(range(5, 97, 7)), "presence_penalty": 2},
+    {"stop_token_ids": list(range(60)), "min_tokens": 12},
+    {"stop_token_ids": list(range(40)), "min_tokens": 20, "frequency_penalty": 2, "repetition_penalty": 2},
+    {},
+]
+
+
+def test_greedy_answers_follow_every_option_among_preemptions():
+    """Together in a pool too small for them, against the oracle's model and sampler."""
+    prompts = tiny.prompts([5, 33, 20, 12, 40, 1, 9, 7])
+    params = [SamplingParams(max_tokens=45, temperature=0, **mix) for mix in MIXES]
+    driver = tiny.driver(**tiny.SMALL)
+    answers = tiny.generate(driver, prompts, params)
+    for prompt, its, answer in zip(prompts, params, answers, strict=True):
+        assert answer == tiny.reference_greedy(prompt, its), its
+    assert driver.stats.num_preemptions > 0
+    tiny.assert_nothing_is_held(driver)
+
+
+def test_what_ended_an_answer_is_told():
+    prompt = tiny.prompts([9])[0]
+    free = tiny.reference_answer(tuple(prompt), 8)
+    end = free[0]
+    driver = tiny.driver()
+    eos = dataclasses.replace(tiny.CONFIG, eos_token_ids=(end,))
+    driver.door = dataclasses.replace(driver.door, model_config=eos)
+    for options, reason in (
+        ({}, None),
+        ({"stop_token_ids": [end]}, None),  # it is the model's, first of all
+        ({"stop_token_ids": [end], "ignore_eos": True}, end),
+    ):
+        [request_id] = tiny.submit(driver, [prompt], SamplingParams(max_tokens=8, temperature=0, **options))
+        answer = tiny.drain(driver)[request_id]
+        assert (answer.token_ids, answer.stop_reason) == (free[: free.index(end) + 1], reason)
+
+
+def test_the_likeliest_tokens_are_told_in_order_with_ranks():
+    """More tokens than a report has room for, in rows that want different numbers of them."""
+    prompts = tiny.prompts([20, 33, 5])
+    params = [SamplingParams(max_tokens=40, seed=7, logprobs=n) for n in (3, 20, 0)]
+    driver = tiny.driver()
+    ids = tiny.submit(driver, prompts, params)
+    answers = tiny.drain(driver)
+    for i, prompt, its in zip(ids, prompts, params, strict=True):
+        answer = answers[i]
+        logits = tiny.reference_logits((*prompt, *answer.token_ids))[len(prompt) - 1 : -1]
+        logprobs = reference_sampler.logprobs(logits)
+        for place, (token, score) in enumerate(zip(answer.token_ids, answer.scores, strict=True)):
+            ranking = reference_sampler.ranking(logits[place])
+            assert score.rank == 1 + ranking.index(token)
+            assert [other for other, _ in score.top] == ranking[: its.logprobs]
+            want = logprobs[place][[token, *ranking[: its.logprobs]]]
+            np.testing.assert_allclose([score.logprob, *(value for _, value in score.top)], want, atol=1e-5)
+
+
 def test_the_loop_compiles_once_whatever_comes():
     driver = tiny.driver(**tiny.SMALL)
     compiled = loop.run._cache_size(), loop.submit._cache_size(), loop.abort._cache_size()
     for seed in range(3):
         lengths = np.random.default_rng(seed).integers(1, 90, 7).tolist()
-        ids = tiny.submit(
-            driver, tiny.prompts(lengths, seed), SamplingParams(max_tokens=5 + 9 * seed, seed=seed)
-        )
+        mixes = [*MIXES, {"logprobs": 5}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}]
+        params = [SamplingParams(max_tokens=20, seed=seed, **mixes[(seed + i) % 10]) for i in range(7)]
+        ids = tiny.submit(driver, tiny.prompts(lengths, seed), params)
         driver.turn()
         driver.abort(ids[2:4])
         tiny.drain(driver)

@@ -1,0 +1,96 @@
+"""The text of a request's deltas, as they come: whole characters, up to a stop string."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxpaged.detokenizer import Detokenizer
+from jaxpaged.engine.request import Delta
+from jaxpaged.engine.state import FinishReason
+from jaxpaged.sampling_params import SamplingParams
+
+
+class Texts:
+    """Called with one request's deltas, one after the other, it gives them back with their text.
+
+    A stop string ends the answer: that delta is the last, with the tokens until the string was complete, and
+    the text up to it, or behind it if it is to be included. What may become a stop string is held back until
+    it is sure.
+    """
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        self._stop = tuple(params.stop or ())
+        self._includes = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._overlap = (
+            max(map(len, self._stop), default=1) - 1
+        )  # characters that a stop string may begin with
+        self._num_tokens = 0
+        self._text = (
+            ""  # the end of what is known: all that may be part of a stop string, or has not been given
+        )
+        self._num_given = 0  # of these characters
+
+    def __call__(self, delta: Delta) -> Delta:
+        is_last = delta.finish_reason is not FinishReason.NONE
+        # A token that stops is no text, unless it is to be included.
+        leaves_out = delta.finish_reason is FinishReason.STOP and not self._includes
+        token_ids = delta.token_ids[:-1] if leaves_out else delta.token_ids
+        if not self._stop:
+            return dataclasses.replace(delta, text=self._detokenizer.add(token_ids, is_last=is_last))
+        for count, token in enumerate(token_ids, 1):
+            self._num_tokens += 1
+            searched = len(self._text)
+            self._text += self._detokenizer.add([token])
+            if self._num_tokens > self._min_tokens and (found := self._find(searched)):
+                return self._ended(delta, count, *found)
+        if is_last:
+            self._text += self._detokenizer.add([], is_last=True)
+        held_back = 0 if is_last or self._includes else self._overlap
+        return dataclasses.replace(delta, text=self._give(max(len(self._text) - held_back, 0)))
+
+    def _find(self, searched: int) -> tuple[str, int, str] | None:
+        """The first stop string that ends beyond the characters searched before, its end, and the text it is
+        in: with characters that are whole, though with the next token they may turn out to be others.
+        """
+        text = self._text + self._detokenizer.held
+        places = [(text.find(stop, max(searched - len(stop) + 1, 0)), stop) for stop in self._stop]
+        ends = [(place + len(stop), stop) for place, stop in places if place >= 0]
+        if not ends:
+            return None
+        end, stop = min(ends, key=lambda each: each[0])
+        return stop, end, text
+
+    def _ended(self, delta: Delta, num_tokens: int, stop: str, end: int, text: str) -> Delta:
+        self._text = text
+        return dataclasses.replace(
+            delta,
+            token_ids=delta.token_ids[:num_tokens],
+            scores=None if delta.scores is None else delta.scores[:num_tokens],
+            finish_reason=FinishReason.STOP,
+            stop_reason=stop,
+            text=self._give(end if self._includes else end - len(stop)),
+        )
+
+    def _give(self, end: int) -> str:
+        """The text up to there, so far as it has not been given; what nobody needs any more is forgotten."""
+        text = self._text[self._num_given : end]
+        self._num_given = max(self._num_given, end)
+        done = max(min(self._num_given, len(self._text) - self._overlap), 0)
+        self._text, self._num_given = self._text[done:], self._num_given - done
+        return text
+
+
+def texts(tokenizer: Any, params: SamplingParams) -> Callable[[Delta], Delta]:
+    """What gives the deltas of one request that come out of the engine their text.
+
+    Those of a request with stop strings have theirs: the engine needs to know where it ends.
+    """
+    if tokenizer is None or params.stop or not params.detokenize:
+        return lambda delta: delta
+    return Texts(tokenizer, params)
