@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     sampling = generate.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=64, help="new tokens a prompt (default 64)")
     sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
+    sampling.add_argument("--n", type=int, default=1, help="answers to each prompt (default 1)")
     sampling.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
     sampling.add_argument("--top-p", type=float, default=1.0, help="keep this much probability (default 1)")
     sampling.add_argument("--min-p", type=float, default=0.0, help="relative to the likeliest (default 0)")
@@ -154,6 +155,7 @@ SAMPLING_OPTIONS = (
     "max_tokens",
     "min_tokens",
     "temperature",
+    "n",
     "top_k",
     "top_p",
     "min_p",
@@ -192,10 +194,10 @@ def _generate(args: argparse.Namespace) -> None:
         num_prompt_tokens = num_new_tokens = 0
         for each, output in zip(asked, outputs, strict=True):
             with tqdm.external_write_mode():  # the bar, on the same terminal perhaps, makes room
-                _write(_json_line(num_written, each, output) if args.json else _text_block(each, output))
+                _write(_json_lines(num_written, each, output) if args.json else _text_block(each, output))
             num_written += 1
             num_prompt_tokens += len(output.prompt_token_ids)
-            num_new_tokens += len(output.outputs[0].token_ids)
+            num_new_tokens += sum(len(answer.token_ids) for answer in output.outputs)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f": {num_written} of {len(asked)} answers are written") from None
     except (EngineDeadError, OutputError) as error:
@@ -218,24 +220,30 @@ def _prompt(llm: "LLM", asked: Asked, chat: bool) -> dict[str, Any]:
     return prompt | ({} if asked.cache_salt is None else {"cache_salt": asked.cache_salt})
 
 
-def _json_line(index: int, asked: Asked, output: "RequestOutput") -> str:
-    answer = output.outputs[0]
-    line = {"index": index} | ({} if asked.id is None else {"id": asked.id})
-    line |= {
-        "prompt": output.prompt,
-        "prompt_token_ids": output.prompt_token_ids,
-        "token_ids": answer.token_ids,
-        "text": answer.text,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
+def _json_lines(index: int, asked: Asked, output: "RequestOutput") -> str:
+    """A line an answer; of several to a prompt each says which it is."""
     encoding = getattr(sys.stdout, "encoding", None) or ""
-    return json.dumps(line, ensure_ascii=encoding.lower().replace("-", "") != "utf8")
+    lines = []
+    for answer in output.outputs:
+        line = {"index": index} | ({} if asked.id is None else {"id": asked.id})
+        line |= {"answer": answer.index} if len(output.outputs) > 1 else {}
+        line |= {
+            "prompt": output.prompt,
+            "prompt_token_ids": output.prompt_token_ids,
+            "token_ids": answer.token_ids,
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        lines.append(json.dumps(line, ensure_ascii=encoding.lower().replace("-", "") != "utf8"))
+    return "\n".join(lines)
 
 
 def _text_block(asked: Asked, output: "RequestOutput") -> str:
-    answer = output.outputs[0]
-    return f"\n>>> {asked.title}\n{answer.text.strip()}  [{answer.finish_reason}]"
+    answers = [f"{answer.text.strip()}  [{answer.finish_reason}]" for answer in output.outputs]
+    if len(answers) > 1:
+        answers = [f"{i}: {answer}" for i, answer in enumerate(answers, 1)]
+    return "\n".join([f"\n>>> {asked.title}", *answers])
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -18,6 +18,8 @@ from jaxpaged.checks import (
 
 # The likeliest tokens that a step can tell of beside the chosen one: vLLM's default `max_logprobs`.
 MAX_LOGPROBS = 20
+# Answers to one prompt at most, as in vLLM.
+MAX_ANSWERS = 16_384
 # What `from_optional` makes of a larger bias, as vLLM does.
 MOST_BIAS = 100.0
 
@@ -41,6 +43,7 @@ class SamplingParams:
     are those of the model's own logits, before any of this.
     """
 
+    n: int = 1  # answers, each drawn for itself: of a `seed`, answer i is that of seed + i
     max_tokens: int | None = 16  # at most so many new tokens; None: up to the model's length
     min_tokens: int = 0  # before there are so many, no stop token is chosen and no stop string looked for
     temperature: float = 1.0  # 0 is greedy
@@ -75,6 +78,7 @@ class SamplingParams:
         most_tokens = "at most 2**31 - 1"
         seed = None if is_int(self.seed) and self.seed == -1 else self.seed
         values = {
+            "n": checked_int("n", self.n, f"an int in [1, {MAX_ANSWERS}]", 1, MAX_ANSWERS),
             "max_tokens": None
             if self.max_tokens is None
             else checked_int("max_tokens", self.max_tokens, f"None or a positive int, {most_tokens}", 1),
@@ -119,10 +123,19 @@ class SamplingParams:
         check("output_kind", self.output_kind, rule, isinstance(self.output_kind, RequestOutputKind))
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        rule = "1 with temperature=0, where all answers are the same"
+        check("n", self.n, rule, self.n == 1 or self.temperature > 0)
         most = self.max_tokens
         rule = f"at most max_tokens={most}"
         check("min_tokens", self.min_tokens, rule, most is None or self.min_tokens <= most)
         check("stop", self.stop, "None with detokenize=False", self.detokenize or not self.stop)
+
+    def of_answer(self, index: int) -> Self:
+        """Those of one of the `n` answers, as a request for it alone would have them."""
+        if self.n == 1:
+            return self
+        seed = None if self.seed is None else (self.seed + index) % 2**32
+        return dataclasses.replace(self, n=1, seed=seed)
 
     @classmethod
     def from_optional(cls, **options: Any) -> Self:

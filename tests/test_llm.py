@@ -123,6 +123,53 @@ def test_sampling_is_repeatable_by_seed_and_differs_without(llm):
     assert first != second
 
 
+def test_several_answers_share_a_prompt_and_each_is_what_it_is_alone(llm):
+    """Seven of one prompt where four can run, beside another: a prompt is computed once, or found."""
+    params = SamplingParams(n=7, max_tokens=9, temperature=3.0, seed=2**32 - 3, ignore_eos=True, logprobs=1)
+    prompts = [[5, *range(40)], [6]]
+    llm.reset_prefix_cache()
+    before = llm.engine.stats
+    results = llm.generate(prompts, params, use_tqdm=False)
+    done = llm.engine.stats
+    assert done.num_prompt_tokens - before.num_prompt_tokens < 2 * len(prompts[0])
+    assert done.num_free_blocks == done.num_blocks
+    for prompt, result in zip(prompts, results, strict=True):
+        assert [answer.index for answer in result.outputs] == list(range(7))
+        assert len({tuple(answer.token_ids) for answer in result.outputs}) == 7
+        for answer in result.outputs:
+            alone = SamplingParams(
+                max_tokens=9,
+                temperature=3.0,
+                seed=(params.seed + answer.index) % 2**32,
+                ignore_eos=True,
+                logprobs=1,
+            )
+            [[want]] = [r.outputs for r in llm.generate([prompt], alone, use_tqdm=False)]
+            assert answer == dataclasses.replace(want, index=answer.index)
+    with pytest.raises(
+        InputError, match="^n=2 must be 1 with temperature=0, where all answers are the same$"
+    ):
+        SamplingParams(n=2, temperature=0)
+    with pytest.raises(InputError, match="^n=7 must be 1: for several, give `submit_all`"):
+        llm.engine.submit([1], params)
+
+
+def test_a_stream_of_several_answers_tells_of_each(llm):
+    async def outputs(kind: RequestOutputKind) -> list[jaxpaged.RequestOutput]:
+        params = SamplingParams(n=3, max_tokens=5, seed=1, temperature=2.0, ignore_eos=True, output_kind=kind)
+        return [output async for output in AsyncEngine(llm.engine).outputs([1, 2, 3], params)]
+
+    [whole] = asyncio.run(outputs(RequestOutputKind.FINAL_ONLY))
+    assert [len(answer.token_ids) for answer in whole.outputs] == [5] * 3
+    pieces = asyncio.run(outputs(RequestOutputKind.DELTA))
+    for want in whole.outputs:
+        its = [answer for output in pieces for answer in output.outputs if answer.index == want.index]
+        assert [token for answer in its for token in answer.token_ids] == want.token_ids
+        assert its[-1].finish_reason == "length"
+    assert [output.finished for output in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert {output.request_id for output in pieces} == {pieces[0].request_id}
+
+
 def test_log_probabilities_have_vllms_shape(llm):
     params = [SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logprobs=n) for n in (0, None)]
     with_them, without = (r.outputs[0] for r in llm.generate(["ab 12", "ab 12"], params, use_tqdm=False))

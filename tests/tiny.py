@@ -161,7 +161,8 @@ def request(
     driver: Driver, request_id: int, prompt: list[int], params: SamplingParams, **options: Any
 ) -> Request:
     """A request of that number, through the door."""
-    return dataclasses.replace(driver.door.admit(prompt, params, **options), request_id=request_id)
+    [request] = driver.door.admit(prompt, params, **options)
+    return dataclasses.replace(request, request_id=request_id)
 
 
 def submit(

@@ -32,7 +32,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncIterator[Delta]:
-        """The answer's deltas as they come, the last with a reason.
+        """The answer's deltas as they come, the last with a reason; of several answers each has its `index`.
 
         Leaving the iteration early, or cancelling the task, aborts the request; an event loop that is closed
         does so, too. Raises `InputError` at once for a request that could never run, `EngineDeadError` if the
@@ -50,17 +50,23 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """The same as vLLM's outputs: by `params.output_kind` each has the answer so far, what is new of it,
-        or there is but one.
+        """The same as vLLM's outputs: by `params.output_kind` each has an answer so far, what is new of one,
+        or there is but one output, with all answers.
         """
         kind = params.output_kind if isinstance(params, SamplingParams) else None
-        so_far: list[Delta] = []
+        so_far: dict[int, Delta] = {}
         async with aclosing(self._stream(prompt_token_ids, params, priority, cache_salt)) as stream:
-            async for handle, delta in stream:
-                so_far = [delta] if kind is RequestOutputKind.DELTA else [collect([*so_far, delta])]
-                if delta.finish_reason or kind is not RequestOutputKind.FINAL_ONLY:
+            async for handles, delta in stream:
+                before = [so_far[delta.index]] if delta.index in so_far else []
+                so_far[delta.index] = collect([*before, delta])
+                finished = len(so_far) == len(handles) and all(d.finish_reason for d in so_far.values())
+                told = [delta if kind is RequestOutputKind.DELTA else so_far[delta.index]]
+                if kind is RequestOutputKind.FINAL_ONLY:
+                    told = [so_far[index] for index in sorted(so_far)] if finished else []
+                if told:
+                    metrics = [handle.metrics for handle in handles]
                     yield request_output(
-                        handle.request, None, so_far[0], handle.metrics, self.engine.tokenizer
+                        handles[0].request, None, told, metrics, self.engine.tokenizer, finished=finished
                     )
 
     async def _stream(
@@ -69,13 +75,13 @@ class AsyncEngine:
         params: SamplingParams,
         priority: int,
         cache_salt: str | None,
-    ) -> AsyncGenerator[tuple[Handle, Delta]]:
+    ) -> AsyncGenerator[tuple[list[Handle], Delta]]:
         event_loop = asyncio.get_running_loop()
         items: asyncio.Queue[Item] = asyncio.Queue()
 
         def sink(item: Item) -> None:
             if event_loop.is_closed():  # nobody waits any more
-                handle.abort()
+                self.engine.abort(handles)
             else:
                 event_loop.call_soon_threadsafe(items.put_nowait, item)
 
@@ -83,15 +89,16 @@ class AsyncEngine:
             self.engine.door.admit, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
         )
         is_long = hasattr(prompt_token_ids, "__len__") and len(prompt_token_ids) > CHECKED_HERE
-        request = await asyncio.to_thread(admit) if is_long else admit()
-        [handle] = self.engine.submit_all([request], sink)
-        with_text = texts(self.engine.tokenizer, request.params)
-        finished = False
+        requests = await asyncio.to_thread(admit) if is_long else admit()
+        handles = self.engine.submit_all(requests, sink)
+        with_text = [texts(self.engine.tokenizer, request.params) for request in requests]
+        unfinished = dict(enumerate(handles))
         try:
-            while not finished:
-                delta = with_text(or_raise(await items.get()))
-                finished = bool(delta.finish_reason)
-                yield handle, delta
+            while unfinished:
+                item = or_raise(await items.get())
+                delta = with_text[item.index](item)
+                if delta.finish_reason:
+                    del unfinished[delta.index]
+                yield handles, delta
         finally:
-            if not finished:
-                handle.abort()
+            self.engine.abort([*unfinished.values()])

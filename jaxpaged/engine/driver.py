@@ -146,7 +146,14 @@ class Driver:
             place.waits, place.is_aborted = False, True
         self._abort_rows(in_rows)
         return [
-            Delta(r.request_id, [], None if r.params.logprobs is None else [], 0, FinishReason.ABORT)
+            Delta(
+                r.request_id,
+                [],
+                None if r.params.logprobs is None else [],
+                0,
+                FinishReason.ABORT,
+                index=r.index,
+            )
             for r in gone
         ]
 
@@ -327,6 +334,7 @@ def _delta(report: Report, row: int, request: Request, num_new: int, reason: Fin
     its_own = reason is FinishReason.STOP and token_ids[-1] not in request.eos_token_ids
     return Delta(
         request_id=request.request_id,
+        index=request.index,
         token_ids=token_ids,
         scores=None if num_top is None else scores_of(report.new_scores, (row, new), num_top),
         num_hit_tokens=int(report.num_hit_tokens[row]),

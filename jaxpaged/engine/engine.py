@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver, Snapshot, Stats
 from jaxpaged.engine.outputs import RequestMetrics
@@ -155,16 +156,20 @@ class Engine:
     ) -> Handle:
         """Queue a request and return at once; `InputError`, and no change, if it could never run.
 
-        Requests share cached blocks only if their salts are equal. `sink` gets what the handle gets, without
-        text, in the engine's thread, and must not block; if it raises, that is logged, and the request is
-        given up.
+        For one answer: `params.n` must be 1. Requests share cached blocks only if their salts are equal.
+        `sink` gets what the handle gets, without text, in the engine's thread, and must not block; if it
+        raises, that is logged, and the request is given up.
         """
-        request = self.door.admit(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
-        [handle] = self.submit_all([request], sink)
+        requests = self.door.admit(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        check("n", params.n, "1: for several, give `submit_all` what `door.admit` makes", len(requests) == 1)
+        [handle] = self.submit_all(requests, sink)
         return handle
 
     def submit_all(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Handle]:
-        """Queue what `door.admit` has made, at once: no step is made between the first and the last."""
+        """Queue what `door.admit` has made, at once: no step is made between the first and the last.
+
+        All answers of a prompt come together, in their order.
+        """
         return self._worker.submit(lambda request: Handle(self, request, sink), requests)
 
     def abort(self, handles: Sequence[Handle]) -> None:

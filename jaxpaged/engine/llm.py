@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import queue
 import time
@@ -105,8 +106,9 @@ class LLM:
             for i, each in enumerate(zip(many, params, priorities, strict=True))
         ]
         items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        handles = self.engine.submit_all([request for _, request in asked], items.put)
-        outputs = self._gather(handles, [text for text, _ in asked], items, use_tqdm)
+        handles = iter(self.engine.submit_all([r for _, requests in asked for r in requests], items.put))
+        groups = [(text, list(itertools.islice(handles, len(requests)))) for text, requests in asked]
+        outputs = self._gather(groups, items, use_tqdm)
         next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
         return outputs
 
@@ -146,34 +148,40 @@ class LLM:
 
     def _gather(
         self,
-        handles: Sequence[Handle],
-        prompts: Sequence[str | None],
+        groups: Sequence[tuple[str | None, list[Handle]]],
         items: "queue.SimpleQueue[Item]",
         use_tqdm: bool | Callable[..., Any],
     ) -> Iterator[Any]:
-        """First None, then all results in the handles' order, with a bar that shows both speeds."""
+        """First None, then all results, with a bar that shows both speeds. Of each prompt its text, where it
+        came as text, and a handle for each answer.
+        """
+        handles = [handle for _, group in groups for handle in group]
         deltas: dict[int, list[Delta]] = {handle.request_id: [] for handle in handles}
-        progress = _Progress({handle.request_id: len(handle.request.prompt_token_ids) for handle in handles})
+        progress = _Progress(
+            {group[0].request_id: len(group[0].request.prompt_token_ids) for _, group in groups}
+        )
         bar_of = use_tqdm if callable(use_tqdm) else tqdm
         try:
             yield None
             with bar_of(total=len(handles), desc="answers", unit="req", disable=not use_tqdm) as bar:
-                for handle, prompt in zip(handles, prompts, strict=True):
-                    while not (its := deltas[handle.request_id]) or not its[-1].finish_reason:
-                        delta = or_raise(items.get())
-                        deltas[delta.request_id].append(delta)
-                        bar.set_postfix_str(progress.after(delta), refresh=False)
-                        if delta.finish_reason:
-                            bar.update()
-                    yield self._output(handle, prompt, collect(deltas.pop(handle.request_id)))
+                for prompt, group in groups:
+                    for handle in group:
+                        while not (its := deltas[handle.request_id]) or not its[-1].finish_reason:
+                            delta = or_raise(items.get())
+                            deltas[delta.request_id].append(delta)
+                            bar.set_postfix_str(progress.after(delta), refresh=False)
+                            if delta.finish_reason:
+                                bar.update()
+                    answers = [collect(deltas.pop(handle.request_id)) for handle in group]
+                    yield self._output(group, prompt, answers)
         finally:  # the user's Ctrl-C, for one: what is left should not run on unseen
             self.engine.abort([handle for handle in handles if handle.request_id in deltas])
 
-    def _output(self, handle: Handle, prompt: str | None, answer: Delta) -> RequestOutput:
-        request = handle.request
-        if answer.text is None:
-            answer = texts(self.tokenizer, request.params)(answer)
-        return request_output(request, prompt, answer, handle.metrics, self.tokenizer)
+    def _output(self, group: Sequence[Handle], prompt: str | None, answers: Sequence[Delta]) -> RequestOutput:
+        request = group[0].request
+        answers = [a if a.text is not None else texts(self.tokenizer, request.params)(a) for a in answers]
+        metrics = [handle.metrics for handle in group]
+        return request_output(request, prompt, answers, metrics, self.tokenizer, finished=True)
 
     def _params(self, params: Any) -> Any:
         if params is None:
@@ -193,8 +201,8 @@ class LLM:
         )
         return [prompts] if is_one else prompts
 
-    def _read_prompt(self, prompt: Any, params: Any, priority: Any) -> tuple[str | None, Request]:
-        """A prompt's text, where it was given as text, and the request."""
+    def _read_prompt(self, prompt: Any, params: Any, priority: Any) -> tuple[str | None, list[Request]]:
+        """A prompt's text, where it was given as text, and the requests for its answers."""
         text, token_ids, salt = prompt, None, None
         if isinstance(prompt, Mapping):
             for key in prompt:

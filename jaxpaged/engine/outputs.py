@@ -26,7 +26,7 @@ class Logprob:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
-    index: int  # 0: one answer a prompt
+    index: int  # which of the prompt's answers
     text: str  # up to a stop string; special tokens left out
     token_ids: list[int]  # a stop token included, which `text` leaves out
     cumulative_logprob: float | None = None  # where `SamplingParams.logprobs` is not None
@@ -63,30 +63,51 @@ class RequestOutput:
 
 
 def request_output(
-    request: Request, prompt: str | None, answer: Delta, metrics: RequestMetrics, tokenizer: Any
+    request: Request,
+    prompt: str | None,
+    answers: Sequence[Delta],
+    metrics: Sequence[RequestMetrics],
+    tokenizer: Any,
+    *,
+    finished: bool,
 ) -> RequestOutput:
-    """What is told of an answer, or of a part of it, that has its text."""
+    """What is told of answers to a prompt, or of parts of them, that have their text.
+
+    `request` is that for the first answer, `metrics` those of all.
+    """
     named = tokenizer if request.params.detokenize else None
-    scores = answer.scores
-    finish_reason = FINISH_REASONS[answer.finish_reason]
     return RequestOutput(
-        request_id=str(answer.request_id),
+        request_id=str(request.request_id),
         prompt=prompt,
         prompt_token_ids=request.prompt_token_ids.tolist(),
-        outputs=[
-            CompletionOutput(
-                index=0,
-                text=answer.text or "",
-                token_ids=answer.token_ids,
-                cumulative_logprob=None if scores is None else sum(score.logprob for score in scores),
-                logprobs=None if scores is None else _logprobs(answer.token_ids, scores, named),
-                finish_reason=finish_reason,
-                stop_reason=answer.stop_reason,
-            )
-        ],
-        finished=finish_reason is not None,
-        metrics=metrics,
-        num_cached_tokens=answer.num_hit_tokens,
+        outputs=[_completion(answer, named) for answer in answers],
+        finished=finished,
+        metrics=_of_all(metrics),
+        num_cached_tokens=max((a.num_hit_tokens for a in answers if a.index == 0), default=0),
+    )
+
+
+def _completion(answer: Delta, tokenizer: Any) -> CompletionOutput:
+    scores = answer.scores
+    return CompletionOutput(
+        index=answer.index,
+        text=answer.text or "",
+        token_ids=answer.token_ids,
+        cumulative_logprob=None if scores is None else sum(score.logprob for score in scores),
+        logprobs=None if scores is None else _logprobs(answer.token_ids, scores, tokenizer),
+        finish_reason=FINISH_REASONS[answer.finish_reason],
+        stop_reason=answer.stop_reason,
+    )
+
+
+def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
+    """When the prompt came, its first token, and its last."""
+    first = [each.first_token_time for each in metrics if each.first_token_time is not None]
+    ends = [each.finished_time for each in metrics]
+    return RequestMetrics(
+        arrival_time=metrics[0].arrival_time,
+        first_token_time=min(first, default=None),
+        finished_time=None if None in ends else max(end for end in ends if end is not None),
     )
 
 

@@ -24,7 +24,7 @@ LEAST_DIVISOR = float(np.finfo(np.float32).tiny)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """A request that came through the door: nothing that is done with it can fail.
+    """One answer to a prompt, asked for: it came through the door, and nothing that is done with it can fail.
 
     Build it with `Door.admit`.
     """
@@ -37,7 +37,13 @@ class Request:
     stop_token_ids: tuple[int, ...]  # these, and its own
     edits: "tuple[Edit, ...]"  # of `logit_bias` and `bad_words`
     max_num_tokens: int  # prompt and answer together
+    index: int = 0  # which of the prompt's answers; the first one leads, and the others fork from it
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
+
+    @property
+    def leader_id(self) -> int:
+        """The request whose prompt it shares; 0 for none. A prompt's answers are numbered in their order."""
+        return self.request_id - self.index if self.index else 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -75,6 +81,7 @@ class Delta:
     # Of these tokens and those held back before: characters that are whole. None from an engine without a
     # tokenizer or where it was not wanted, and in the sink of a request without stop strings.
     text: str | None = None
+    index: int = 0  # which of the prompt's answers
 
     @property
     def logprobs(self) -> list[float] | None:
@@ -129,8 +136,11 @@ class Door:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Request:
-        """The request, ready to be queued. Raises `InputError`."""
+    ) -> list[Request]:
+        """A request for each of the prompt's `params.n` answers, to be queued together.
+
+        Raises `InputError`.
+        """
         check("sampling_params", params, "a SamplingParams", isinstance(params, SamplingParams))
         prompt = self._prompt(prompt_token_ids)
         max_num_tokens = self.max_model_len
@@ -154,9 +164,9 @@ class Door:
             cache_salt is None or (isinstance(cache_salt, str) and cache_salt != ""),
         )
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
-        return Request(
+        first = Request(
             prompt_token_ids=prompt,
-            params=params,
+            params=params.of_answer(0),
             priority=priority,
             salt=self.salts.number(cache_salt),
             stop_token_ids=tuple(sorted({*eos, *(params.stop_token_ids or ())})),
@@ -164,6 +174,8 @@ class Door:
             edits=self._edits(params),
             max_num_tokens=max_num_tokens,
         )
+        others = range(1, params.n)
+        return [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
 
     def write(self, rows: Rows, line: int, request: Request, answer: Sequence[int] = ()) -> None:
         """Fill one line of NumPy rows. The request may have a part of its answer already."""
@@ -178,6 +190,7 @@ class Door:
             (rows.arrival, arrival_of(request.request_id)),
             (rows.priority, request.priority),
             (rows.salt, request.salt),
+            (rows.leader, arrival_of(request.leader_id) if request.leader_id else 0),
             (rows.prompt_lens, len(prompt)),
             (rows.num_tokens, num_tokens),
             (rows.max_num_tokens, request.max_num_tokens),

@@ -199,7 +199,7 @@ class Event:
 
 @st.composite
 def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) -> list[Event]:
-    """Up to 14 requests over some 30 steps, many of which begin alike."""
+    """Up to 24 prompts with up to 4 answers each over some 50 steps, many of which begin alike."""
     arrival = 1
     events = []
     seen: list[tuple[int, ...]] = []
@@ -217,32 +217,30 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                     prompt.append(next_token(setting.sliding_window, prompt))
             prompt_len = len(prompt)
             seen.append(tuple(prompt))
-            stop = draw(st.sampled_from([(), (), (STOP,)]))
-            rules = draw(st.sampled_from([{}, {}, *RULES]))
-            its_next = functools.partial(
-                next_token,
-                setting.sliding_window,
-                prompt_len=prompt_len,
-                rules=rules | {"stop_token_ids": stop},
-            )
-            requests.append(
-                Request(
-                    arrival=arrival,
-                    prompt=tuple(prompt),
-                    max_num_tokens=draw(st.integers(prompt_len + 1, setting.longest)),
-                    stop_token_ids=stop,
-                    next_token=its_next if rules else None,
-                    rules=rules,
-                    priority=draw(st.integers(0, 2)) if priorities else 0,
-                    salt=draw(st.sampled_from([0, 0, 0, 7])),
+            first = arrival
+            priority = draw(st.integers(0, 2)) if priorities else 0
+            salt = draw(st.sampled_from([0, 0, 0, 7]))
+            for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
+                stop = draw(st.sampled_from([(), (), (STOP,)]))
+                rules = draw(st.sampled_from([{}, {}, *RULES]))
+                its_next = functools.partial(
+                    next_token,
+                    setting.sliding_window,
+                    prompt_len=prompt_len,
+                    rules=rules | {"stop_token_ids": stop},
                 )
-            )
-            arrival += 1
-            leader = requests[-1]
-            for _ in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):
-                most = draw(st.integers(prompt_len + 1, setting.longest))
                 requests.append(
-                    dataclasses.replace(leader, arrival=arrival, max_num_tokens=most, leader=leader.arrival)
+                    Request(
+                        arrival=arrival,
+                        prompt=tuple(prompt),
+                        max_num_tokens=draw(st.integers(prompt_len + 1, setting.longest)),
+                        stop_token_ids=stop,
+                        next_token=its_next if rules else None,
+                        rules=rules,
+                        priority=priority,
+                        salt=salt,
+                        leader=None if arrival == first else first,
+                    )
                 )
                 arrival += 1
         events.append(Event(tuple(requests)))

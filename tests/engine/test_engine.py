@@ -76,7 +76,7 @@ def own() -> Iterator[Engine]:
 
 
 def asked(engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int) -> list[Request]:
-    return [engine.door.admit(prompt, tiny.greedy(max_tokens)) for prompt in prompts]
+    return [request for prompt in prompts for request in engine.door.admit(prompt, tiny.greedy(max_tokens))]
 
 
 def is_right(handle: Handle, token_ids: list[int]) -> bool:
@@ -244,7 +244,7 @@ def test_many_threads_submit_iterate_and_abort_at_random(engine):
         seen = []
         for _ in range(8):
             picked = rng.choices(choices, k=rng.randint(1, 6))
-            handles = engine.submit_all([engine.door.admit(p, tiny.greedy(n)) for p, n in picked])
+            handles = engine.submit_all([r for p, n in picked for r in engine.door.admit(p, tiny.greedy(n))])
             given_up = {h.request_id for h in handles if rng.random() < 0.4}
             early = [h for h in handles if h.request_id in given_up and rng.random() < 0.5]
             engine.abort(early)
