@@ -320,9 +320,13 @@ class _Worker:
             put()
 
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            with self._lock:
-                last = delta.finish_reason is not FinishReason.NONE
-                handle = (self._in_flight.pop if last else self._in_flight.get)(delta.request_id, None)
+        with self._lock:
+            handles = [
+                (self._in_flight.get if delta.finish_reason is FinishReason.NONE else self._in_flight.pop)(
+                    delta.request_id, None
+                )
+                for delta in deltas
+            ]
+        for handle, delta in zip(handles, deltas, strict=True):
             if handle is not None:
                 handle.put(delta)

@@ -12,15 +12,20 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision
-from jaxpaged.engine.state import EngineState, Phase, Rows, create_state, create_tables, place_requests
+from jaxpaged.engine.state import (
+    MAX_STEPS,
+    EngineState,
+    Phase,
+    Rows,
+    create_state,
+    create_tables,
+    place_requests,
+)
 from jaxpaged.engine.step import step
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_pool
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
-
-# Steps that one run makes at most, and so tokens a row that one report has room for.
-MAX_STEPS = 32
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +105,7 @@ def report(state: EngineState) -> Report:
     rows, pool = state.rows, state.tables.pool
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
     window = first[:, None] + jnp.arange(MAX_STEPS)
-    at = jnp.arange(rows.phase.shape[0])[:, None], window
+    row = jnp.arange(rows.phase.shape[0])[:, None]
     is_free = (pool.ref_count == 0).at[block_pool.NULL_BLOCK].set(False)
     has_content = block_pool.has_content(pool, jnp.arange(pool.num_blocks))
     return Report(
@@ -109,8 +114,8 @@ def report(state: EngineState) -> Report:
         num_tokens=rows.num_tokens,
         finish_reason=rows.finish_reason,
         num_hit_tokens=rows.num_hit_tokens,
-        new_token_ids=rows.token_ids.at[at].get(mode="fill", fill_value=0),
-        new_logprobs=state.logprobs.at[at].get(mode="fill", fill_value=0),
+        new_token_ids=rows.token_ids.at[row, window].get(mode="clip"),
+        new_logprobs=state.logprobs[row, window % MAX_STEPS],
         num_free_blocks=pool.num_free,
         num_cached_blocks=jnp.sum(is_free & has_content, dtype=jnp.int32),
         counters=state.counters,
@@ -122,6 +127,18 @@ def report(state: EngineState) -> Report:
 def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
     """Put new requests into free rows (see `state.place_requests`); the state is donated."""
     return place_requests(state, requests, rows)
+
+
+@functools.partial(jax.jit, donate_argnames="token_ids")
+def write_tokens(
+    token_ids: Int[Array, "rows max_model_len"], tokens: Int[Array, "3 n"]
+) -> Int[Array, "rows max_model_len"]:
+    """The rows' tokens with new ones: of each its row (beyond all: none), its position, and itself.
+
+    What was given is donated.
+    """
+    row, position, token = tokens
+    return token_ids.at[row, position].set(token, mode="drop")
 
 
 @functools.partial(jax.jit, donate_argnames="state")

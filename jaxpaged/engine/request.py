@@ -130,10 +130,11 @@ class Door:
             max_num_tokens=max_num_tokens,
         )
 
-    def write(self, rows: Rows, line: int, request: Request, answer: Sequence[int] = ()) -> None:
-        """Fill one line of NumPy rows. The request may have a part of its answer already."""
-        prompt, params, stop = request.prompt_token_ids, request.params, request.stop_token_ids
-        num_tokens = len(prompt) + len(answer)
+    def write(self, rows: Rows, line: int, request: Request, num_tokens: int) -> None:
+        """Fill one line of NumPy rows, but for the tokens. Their number may be more than the prompt's, if a
+        part of the answer is known already.
+        """
+        params, stop = request.params, request.stop_token_ids
         options = rows.sampling
         temperature = params.temperature
         for array, value in (
@@ -141,7 +142,7 @@ class Door:
             (rows.arrival, arrival_of(request.request_id)),
             (rows.priority, request.priority),
             (rows.salt, request.salt),
-            (rows.prompt_lens, len(prompt)),
+            (rows.prompt_lens, len(request.prompt_token_ids)),
             (rows.num_tokens, num_tokens),
             (rows.max_num_tokens, request.max_num_tokens),
             (options.temperature, max(temperature, LEAST_TEMPERATURE) if temperature else 0),
@@ -152,9 +153,6 @@ class Door:
             (options.wants_logprobs, params.logprobs is not None),
         ):
             np.asarray(array)[line] = value
-        tokens = np.asarray(rows.token_ids)[line]
-        tokens[: len(prompt)] = prompt
-        tokens[len(prompt) : num_tokens] = answer
         np.asarray(rows.stop_token_ids)[line, : len(stop)] = stop
 
     def _prompt(self, token_ids: Any) -> np.ndarray:

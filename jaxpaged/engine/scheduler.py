@@ -8,6 +8,7 @@ finished after as many steps as it and those unfinished before it have work, whe
 for each tile of its prompt and each token of its answer but the first. `reference/engine.py` has the proof.
 """
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -17,10 +18,11 @@ from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
+from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows, none_turned_away
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
-from jaxpaged.memory.entries import dealt, number_through
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.entries import PIECE, dealt, in_pieces, number_through
 from jaxpaged.memory.prefix_cache import Hit
 
 
@@ -215,16 +217,20 @@ def _admit(
         state, admitted, num_hits, _ = carry
         rows, tables = state.rows, state.tables
         row = rows.order[jnp.argmax(rows.waiting[rows.order])]
-        hit, defers = _look_up(state, row, config)
-        length = hit.chain.num_blocks
-        unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window)
-        place = jnp.arange(hit.block_ids.shape[0])
-        kept = (place >= unseen // tables.block_size) & (place < length)
-        held_by_others = jnp.sum(kept & (tables.pool.ref_count[hit.block_ids] > 0), dtype=jnp.int32)
-        need = config.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
-        fits = need + _reserved(state, config) <= tables.pool.num_free
-        ok = fits & ~defers
-        state = lax.cond(ok, lambda: _start(state, row, hit, config), lambda: state)
+        # Blocks that have to be free, or held by others and shared.
+        need = config.blocks_of(rows.num_tokens[row], tables.block_size) + _reserved(state, config)
+        turned_away, most_held = state.turned_away
+        may_fit = (row != turned_away) | (need - most_held <= tables.pool.num_free)
+
+        def look_up() -> tuple[EngineState, Bool[Array, ""], Int[Array, ""]]:
+            hit, defers = _look_up(state, row, config)
+            held, shared = _held_by_others(tables, hit, config)
+            ok = (need - shared <= tables.pool.num_free) & ~defers
+            waits = replace(state, turned_away=jnp.stack([row, held]))
+            after = lax.cond(ok, lambda: _start(state, row, hit, config), lambda: waits)
+            return after, ok, hit.chain.num_blocks
+
+        state, ok, length = lax.cond(may_fit, look_up, lambda: (state, jnp.bool_(False), jnp.int32(0)))
         goes_on = ok & _may_admit(state, plan(state, config), config)
         return state, admitted.at[row].max(ok), num_hits.at[row].add(jnp.where(ok, length, 0)), goes_on
 
@@ -262,22 +268,68 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
         nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
         return nothing, jnp.bool_(False)
     is_new = rows.phase[row] == Phase.WAITING
-    positions = jnp.arange(rows.token_ids.shape[1], dtype=jnp.int32)
-    keys = cache_keys(rows, jnp.broadcast_to(row, positions.shape), positions, config)
-    hit = prefix_cache.lookup(cache, keys, jnp.where(is_new, num_tokens, 0), salt)
-
+    hit = prefix_cache.lookup(
+        cache,
+        lambda positions: cache_keys(rows, jnp.full_like(positions, row), positions, config),
+        jnp.where(is_new, num_tokens, 0),
+        salt,
+        max_tokens=rows.token_ids.shape[1],
+    )
+    # Some running row will soon have made findable at least a tile more than is, if its prompt begins so.
+    wanted = (hit.chain.num_blocks + cdiv(PREFILL_TILE, tables.block_size)) * tables.block_size
     computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
+    computing &= is_new & (wanted <= jnp.minimum(rows.prompt_lens, rows.prompt_lens[row]))
+    return hit, _any_begins_alike(rows, row, computing & (wanted < num_tokens), wanted)
 
-    def gains() -> Bool[Array, ""]:
-        """Whether some running row will soon have made findable at least a tile more than is."""
-        differs = rows.token_ids != rows.token_ids[row]
-        common = jnp.where(jnp.any(differs, axis=1), jnp.argmax(differs, axis=1), differs.shape[1])
-        common = jnp.minimum(jnp.minimum(common, rows.prompt_lens), rows.prompt_lens[row])
-        shared = jnp.minimum(common, num_tokens - 1) // tables.block_size - hit.chain.num_blocks
-        return jnp.any(computing & (shared * tables.block_size >= PREFILL_TILE))
 
-    defers = lax.cond(is_new & jnp.any(computing), gains, lambda: jnp.bool_(False))
-    return hit, defers
+def _any_begins_alike(
+    rows: Rows, row: Int[Array, ""], others: Bool[Array, " rows"], num_tokens: Int[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether the first tokens of a masked row are those of another row; one after the other, in pieces."""
+    size = min(8 * PIECE, rows.token_ids.shape[1])
+    type Search = tuple[Bool[Array, " rows"], Int[Array, ""]]
+
+    def piece(row: Int[Array, ""], start: Int[Array, ""]) -> Int[Array, " size"]:
+        return lax.dynamic_slice(rows.token_ids, (row, start), (1, size))[0]
+
+    def compare(search: Search) -> Search:
+        left, start = search
+        other = jnp.argmax(left)
+        first = jnp.minimum(start, rows.token_ids.shape[1] - size)
+        beyond = first + jnp.arange(size) >= num_tokens
+        alike = jnp.all(beyond | (piece(row, first) == piece(other, first)))
+        return left.at[other].set(alike), jnp.where(alike, start + size, 0)
+
+    def goes_on(search: Search) -> Bool[Array, ""]:
+        return jnp.any(search[0]) & (search[1] < num_tokens)
+
+    return jnp.any(lax.while_loop(goes_on, compare, (others, jnp.int32(0)))[0])
+
+
+def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Array, "2"]:
+    """Blocks of a hit that are not free, and those among them that a row beginning with it can see."""
+    if hit.block_ids.shape[0] == 0:
+        return jnp.zeros(2, jnp.int32)
+    length = hit.chain.num_blocks
+    unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window) // tables.block_size
+
+    def count(_: Array, k: Array, used: Array, held: Array) -> Array:
+        is_held = used & tables.pool.is_held(hit.block_ids[k])
+        return held + jnp.stack([jnp.sum(is_held), jnp.sum(is_held & (k >= unseen))])
+
+    return in_pieces(length[None], count, jnp.zeros(2, jnp.int32))
+
+
+def loosen(state: EngineState, before: BlockTables) -> EngineState:
+    """Raise the bound on what others hold of who was turned away, by what a step has done since `before`.
+
+    A block made findable may go on where the hit ended. One that was taken may have been in the hit, while
+    another of its content is held. Nobody was admitted: so there is no third way.
+    """
+    tables, (row, held) = state.tables, state.turned_away
+    taken = jnp.sum(tables.num_blocks - before.num_blocks)
+    published = jnp.sum(tables.chains.num_blocks - before.chains.num_blocks)
+    return replace(state, turned_away=jnp.stack([row, held + taken + published]))
 
 
 def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig) -> EngineState:
@@ -287,19 +339,19 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
     is_new = rows.phase[row] == Phase.WAITING
     first_time = rows.num_tokens[row] == rows.prompt_lens[row]
     if state.host is not None:
-        state = _swap_in(state, state.host, this & ~is_new)
+        swap_in = functools.partial(_swap_in, state, state.host, this)
+        state = lax.cond(is_new, lambda: state, swap_in)
     if state.tables.pool.prefix_cache is not None:
         chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
         state = state.on_tables(block_table.adopt, row[None], hit.block_ids[None], chain, is_new[None])
-        window, max_blocks = config.sliding_window, hit.block_ids.shape[0]
-        state = state.on_tables(block_table.slide_windows, this & is_new, window, max_blocks=max_blocks)
+        state = state.on_tables(block_table.slide_windows, this & is_new, config.sliding_window)
     num_hit_tokens = hit.chain.num_blocks * state.tables.block_size
     rows = replace(
         rows,
         phase=jnp.where(this, Phase.RUNNING, rows.phase),
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
-    state = replace(state, rows=rows)
+    state = replace(state, rows=rows, turned_away=none_turned_away())
     num_lookup_tokens = jnp.where(is_new, rows.num_tokens[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
@@ -309,14 +361,18 @@ def _swap_out(
 ) -> tuple[EngineState, Bool[Array, " rows"]]:
     """Move the masked row to the host if there is room; who was moved."""
     fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
-    tables, host_tables, info = swap.swap_out(
-        state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
-    )
-    host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
-    state = replace(
-        state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
-    )
-    return state, rows & fits & (host_tables.seq_lens > 0)
+
+    def move() -> tuple[EngineState, Bool[Array, " rows"]]:
+        tables, host_tables, info = swap.swap_out(
+            state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
+        )
+        host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
+        moved = replace(
+            state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
+        )
+        return moved, rows & (host_tables.seq_lens > 0)
+
+    return lax.cond(fits, move, lambda: (state, jnp.zeros_like(rows)))
 
 
 def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:

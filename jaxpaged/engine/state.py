@@ -19,6 +19,9 @@ from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling import SamplingState
 from jaxpaged.sampling_params import MAX_STOP_TOKENS
 
+# Steps that one run of the loop makes at most, and so tokens a row that one report has room for.
+MAX_STEPS = 32
+
 
 class Phase(enum.IntEnum):
     """Where the request in a row stands."""
@@ -49,7 +52,7 @@ class Rows:
     ]  # the request's name here; rises from one to the next, and goes round; 0: none
     priority: Int[Array, " rows"]  # lower goes first
     salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
-    token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; 0 beyond num_tokens
+    token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; beyond num_tokens anything
     prompt_lens: Int[Array, " rows"]
     num_tokens: Int[Array, " rows"]  # prompt and answer so far
     max_num_tokens: Int[Array, " rows"]  # the request ends when it has so many
@@ -69,6 +72,7 @@ class Rows:
 
 
 NO_TOKEN = -1
+NO_ROW = -1
 
 
 class Counter(enum.IntEnum):
@@ -101,10 +105,14 @@ class EngineState:
     """Row r of `rows` and row r of `tables` belong together; `tables.seq_lens` counts tokens in the cache."""
 
     rows: Rows
-    logprobs: Float[Array, "rows max_model_len"]  # of answer tokens, where `rows.sampling.wants_logprobs`
+    # Of each row's last tokens, a position's modulo MAX_STEPS; where `rows.sampling.wants_logprobs`.
+    logprobs: Float[Array, "rows max_steps"]
     tables: BlockTables
     kv_cache: KVCache
     host: HostPool | None
+    # The row that was looked up and did not fit, or NO_ROW; and how many of its blocks others hold by now, at
+    # most. So it is looked up again only when it might fit.
+    turned_away: Int[Array, "2"]
     counters: Int[Array, " counters"]  # by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
 
@@ -174,13 +182,19 @@ def create_state(
 
     return EngineState(
         rows=rows,
-        logprobs=jnp.zeros(rows.token_ids.shape, jnp.float32),
+        logprobs=jnp.zeros((tables.max_seqs, MAX_STEPS), jnp.float32),
         tables=tables,
         kv_cache=kv_cache,
         host=host,
+        turned_away=none_turned_away(),
         counters=jnp.zeros(len(Counter), jnp.int32),
         status=jnp.zeros((), jnp.int32),
     )
+
+
+def none_turned_away() -> Int[Array, "2"]:
+    """What `EngineState.turned_away` is when nobody was."""
+    return jnp.array([NO_ROW, 0], jnp.int32)
 
 
 def without_kv(state: EngineState) -> EngineState:
@@ -196,10 +210,15 @@ def without_kv(state: EngineState) -> EngineState:
 def place_requests(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
     """Put line i of `requests` into row `rows[i]`, which must be EMPTY or FINISHED; a row beyond all is none.
 
-    `requests.order` has no meaning here. Arrivals go round: only their differences tell who came first.
+    Of their tokens as many as the lines are long; the others are written by themselves. `requests.order` has
+    no meaning here. Arrivals go round: only their differences tell who came first.
     """
-    placed = jax.tree.map(lambda new, old: old.at[rows].set(new, mode="drop"), requests, state.rows)
+
+    def put(new: Array, old: Array) -> Array:
+        return (old.at[rows, : new.shape[1]] if new.ndim > 1 else old.at[rows]).set(new, mode="drop")
+
+    placed = jax.tree.map(put, requests, state.rows)
     index = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     since = placed.arrival - requests.arrival[0]
     *_, order = lax.sort([placed.priority, since, index], num_keys=2)
-    return replace(state, rows=replace(placed, order=order))
+    return replace(state, rows=replace(placed, order=order), turned_away=none_turned_away())

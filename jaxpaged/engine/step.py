@@ -1,5 +1,6 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
+import functools
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision, Plan, Slots, Tiles
-from jaxpaged.engine.state import Counter, EngineState, FinishReason, Phase, Rows
+from jaxpaged.engine.state import MAX_STEPS, Counter, EngineState, FinishReason, Phase, Rows
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables
@@ -54,7 +55,7 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
     whatever else is in the step. So a token's bits do not depend on its company.
     """
     state, decision = scheduler.schedule(state, config)
-    plan = decision.plan
+    plan, scheduled = decision.plan, state.tables
     ran = plan.num_new_tokens > 0
     max_blocks = config.max_blocks_touched(state.tables.block_size)
     state = state.on_tables(block_table.append, plan.num_new_tokens, max_new_blocks=max_blocks)
@@ -74,7 +75,8 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
             Counter.NUM_NEW_TOKENS: jnp.sum(due),
         }
     )
-    return clean_up(publish(state, jnp.any(in_prompt), config), config), decision
+    state = publish(state, jnp.any(in_prompt), config)
+    return clean_up(scheduler.loosen(state, scheduled), config), decision
 
 
 def forward(
@@ -168,15 +170,16 @@ def answer(
     stops = jnp.any(token_ids[:, None] == rows.stop_token_ids, axis=1)
     finishes = due & (stops | (num_tokens == rows.max_num_tokens))
     reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
-    at = jnp.where(due, index, index.shape[0]), rows.num_tokens
+    target, newest = jnp.where(due, index, index.shape[0]), rows.num_tokens
     rows = replace(
         rows,
-        token_ids=rows.token_ids.at[at].set(token_ids, mode="drop"),
+        token_ids=rows.token_ids.at[target, newest].set(token_ids, mode="drop"),
         num_tokens=num_tokens,
         phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
     )
-    return replace(state, rows=rows, logprobs=state.logprobs.at[at].set(logprobs, mode="drop"))
+    logprobs = state.logprobs.at[target, newest % MAX_STEPS].set(logprobs, mode="drop")
+    return replace(state, rows=rows, logprobs=logprobs)
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:
@@ -203,9 +206,8 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
 
     def insert(carry: Carry) -> Carry:
         tables, status = carry
-        row, position = jnp.indices(rows.token_ids.shape, jnp.int32)
-        keys = scheduler.cache_keys(rows, row, position, config)
         num_tokens = (tables.chains.num_blocks + dealt(num_full(tables), max_blocks)) * block_size
+        keys = functools.partial(scheduler.cache_keys, rows, config=config)
         tables, info = block_table.cache_full_blocks(tables, keys, num_tokens, max_blocks=max_blocks)
         return tables, status | info.status
 
@@ -218,5 +220,4 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
 def clean_up(state: EngineState, config: StepConfig) -> EngineState:
     """Take back the blocks of rows that have finished, and those that running rows' windows have left."""
     state = state.on_tables(block_table.free_rows, state.rows.phase == Phase.FINISHED)
-    window, max_blocks = config.sliding_window, config.max_blocks_touched(state.tables.block_size)
-    return state.on_tables(block_table.slide_windows, state.rows.running, window, max_blocks=max_blocks)
+    return state.on_tables(block_table.slide_windows, state.rows.running, config.sliding_window)

@@ -20,7 +20,7 @@ from jaxpaged.memory import kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 
-VERSION = 2  # of the file's format
+VERSION = 3  # of the file's format
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def report(engine: Engine | Driver, path: str | os.PathLike[str]) -> None:
     shot = engine.snapshot()
     events = []
     for queued in shot.queue:
-        request, answer = queued.request, queued.answer
-        line = empty_rows(1, len(request.prompt_token_ids) + len(answer))
-        engine.door.write(line, 0, request, answer)
+        line = empty_rows(1, len(queued.token_ids))
+        engine.door.write(line, 0, queued.request, len(queued.token_ids))
+        np.asarray(line.token_ids)[0] = queued.token_ids
         events.append(Event(0, line))
     dump(shot.state, path, step_config=shot.step_config, vocab_size=shot.vocab_size, events=events)
 

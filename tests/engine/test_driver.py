@@ -8,6 +8,7 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import driver as driver_module
 from jaxpaged.engine import loop, machine
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.state import FinishReason
@@ -78,6 +79,14 @@ def test_a_long_prompt_is_computed_while_others_decode():
     assert set(answers) == {first, second}
 
 
+def test_prompts_are_written_in_pieces(monkeypatch):
+    monkeypatch.setattr(driver_module, "SUBMIT_TOKENS", 16)
+    driver = tiny.driver()
+    prompts = tiny.prompts([100, 3, 16, 60])
+    answers = tiny.generate(driver, prompts, tiny.greedy(5))
+    assert answers == [tiny.reference_answer(tuple(prompt), 5) for prompt in prompts]
+
+
 def test_a_request_may_fill_the_model_length_exactly():
     prompt = tiny.prompts([120])[0]
     driver = tiny.driver()
@@ -132,7 +141,8 @@ def test_log_probabilities_are_the_models():
 
 def test_the_loop_compiles_once_whatever_comes():
     driver = tiny.driver(**tiny.SMALL)
-    compiled = loop.run._cache_size(), loop.submit._cache_size(), loop.abort._cache_size()
+    programs = loop.run, loop.submit, loop.write_tokens, loop.abort
+    compiled = [program._cache_size() for program in programs]
     for seed in range(3):
         lengths = np.random.default_rng(seed).integers(1, 90, 7).tolist()
         ids = tiny.submit(
@@ -141,7 +151,7 @@ def test_the_loop_compiles_once_whatever_comes():
         driver.turn()
         driver.abort(ids[2:4])
         tiny.drain(driver)
-    assert (loop.run._cache_size(), loop.submit._cache_size(), loop.abort._cache_size()) == compiled
+    assert [program._cache_size() for program in programs] == compiled
 
 
 @pytest.mark.parametrize(
