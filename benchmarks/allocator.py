@@ -31,6 +31,7 @@ from jaxpaged.memory import block_pool, block_table, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.memory.policies import POLICIES, Policy
+from jaxpaged.memory.prefix_cache import Hit, PrefixCache
 from reference.v0.block_manager import BlockSpaceManager
 from reference.v0.sequence import Sequence, SequenceGroup
 from reference.v063 import block_manager as v063_manager
@@ -148,8 +149,8 @@ def measure_loops(policy: Policy, repeats: int) -> list[dict[str, Any]]:
 
     loops = {"append": append, "free_rows of one row": free}
     if policy.keeps_content:
-        publish = functools.partial(block_table.cache_full_blocks, max_blocks=LOOP_SEQS)
-        publish_prompts = jax.jit(functools.partial(block_table.cache_full_blocks, max_blocks=LOOP_BLOCKS))
+        publish = functools.partial(_publish, max_blocks=LOOP_SEQS)
+        publish_prompts = jax.jit(functools.partial(_publish, max_blocks=LOOP_BLOCKS))
         tables, info = publish_prompts(tables, token_ids, tables.seq_lens)
         assert int(info.status) == 0
 
@@ -165,7 +166,7 @@ def measure_loops(policy: Policy, repeats: int) -> list[dict[str, Any]]:
         def lookup(tables: BlockTables, step: jax.Array) -> tuple[BlockTables, jax.Array]:
             cache, line = tables.pool.prefix_cache, token_ids[step, :LOOP_PROMPT]
             assert cache is not None
-            hit = prefix_cache.lookup(cache, line, jnp.int32(LOOP_PROMPT), jnp.int32(0))
+            hit = _look_up(cache, line, jnp.int32(LOOP_PROMPT), jnp.int32(0))
             return tables, hit.chain.num_blocks - (LOOP_PROMPT - 1) // BLOCK_SIZE
 
         loops |= {
@@ -183,6 +184,16 @@ def measure_loops(policy: Policy, repeats: int) -> list[dict[str, Any]]:
             runs.append(us / LOOP_STEPS)
         lines.append({"operation": f"in a loop: {name}", "in_loop_us": record.spread(runs[3:])})
     return lines
+
+
+def _publish(tables: BlockTables, token_ids: jax.Array, num_tokens: jax.Array, *, max_blocks: int) -> Any:
+    return block_table.cache_full_blocks(
+        tables, lambda row, position: token_ids[row, position], num_tokens, max_blocks=max_blocks
+    )
+
+
+def _look_up(cache: PrefixCache, line: jax.Array, num_tokens: jax.Array, salt: jax.Array) -> Hit:
+    return prefix_cache.lookup(cache, lambda at: line[at], num_tokens, salt, max_tokens=line.shape[0])
 
 
 def _loop(
@@ -371,10 +382,8 @@ class CachedSubject(Subject):
         self.manager = KVCacheManager(config, MAX_BLOCKS_PER_ROW * BLOCK_SIZE, free_profile=free_profile)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self.rng = np.random.default_rng(0)
-        self.commit = jax.jit(
-            functools.partial(block_table.cache_full_blocks, max_blocks=MAX_BLOCKS_PER_ROW), donate_argnums=0
-        )
-        self.lookup = jax.jit(prefix_cache.lookup)
+        self.commit = jax.jit(functools.partial(_publish, max_blocks=MAX_BLOCKS_PER_ROW), donate_argnums=0)
+        self.lookup = jax.jit(_look_up)
         self._fill_with_content()
 
     def operations(self) -> dict[str, tuple[Callable[[], dict[str, float]], Callable[[], float]]]:

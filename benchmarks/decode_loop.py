@@ -12,14 +12,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE, EngineConfig
 from jaxpaged.engine import driver, gpu_flags, loop, scheduler
-from jaxpaged.engine.state import Counter, EngineState, Phase, Rows, create_state, create_tables, empty_rows
+from jaxpaged.engine.state import (
+    MAX_STEPS,
+    Counter,
+    EngineState,
+    Phase,
+    Rows,
+    create_state,
+    create_tables,
+    empty_rows,
+)
 from jaxpaged.engine.step import Model
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_table
@@ -45,12 +53,38 @@ class DecodeLoop:
     model: Model
     state: EngineState
     config: StepConfig
+    num_seqs: int
+    vocab_size: int
 
     def __post_init__(self) -> None:
         self.graphdef, self.params = nnx.split(self.model)
+        self.rng = np.random.default_rng(1)
 
-    def seconds_per_step(self, num_steps: int = loop.MAX_STEPS) -> float:
-        """Run so many steps and wait for them. Raises if a row did anything but decode one token in each."""
+    def submit(self, num_requests: int) -> None:
+        """Let so many requests wait, for the slots that are left: one step each, from admission to freeing.
+
+        Their first 64 tokens are in the prefix cache when one of them has been computed; 32 are new.
+        """
+        number = np.arange(num_requests)
+        token_ids = np.tile(np.arange(1, 64 + 32 + 1), (num_requests, 1))
+        token_ids[:, 64:] = self.rng.integers(1, 100, (num_requests, 32))
+        fields: dict[str, Any] = {
+            "phase": np.full(num_requests, Phase.WAITING),
+            "arrival": self.state.tables.max_seqs + number,
+            "token_ids": token_ids,
+            "prompt_lens": np.full(num_requests, 64 + 32),
+            "num_tokens": np.full(num_requests, 64 + 32),
+            "max_num_tokens": np.full(num_requests, 64 + 32 + 1),
+        }
+        fields = {name: value.astype(np.int32) for name, value in fields.items()}
+        requests = dataclasses.replace(empty_rows(num_requests, 0, self.vocab_size), **fields)
+        self.state = loop.submit(self.state, requests, (self.num_seqs + number).astype(np.int32))
+
+    def seconds_per_step(self, num_steps: int = MAX_STEPS, num_requests: int = 0) -> float:
+        """Run so many steps and wait for them.
+
+        Raises if a row did anything but decode one token in each, and so many requests were answered.
+        """
         before = jax.device_get(self.state.counters)
         start = time.perf_counter()
         self.state, report = loop.run(
@@ -66,8 +100,14 @@ class DecodeLoop:
         raise_if_error(int(report.status))
         counted = np.asarray(report.counters) - before
         done = {counter.name: n for counter, n in zip(Counter, counted.tolist(), strict=True) if n}
-        tokens = num_steps * self.config.max_num_seqs
-        wanted = {"NUM_STEPS": num_steps, "NUM_DECODE_TOKENS": tokens, "NUM_NEW_TOKENS": tokens}
+        tokens = num_steps * self.num_seqs
+        wanted = {
+            "NUM_STEPS": num_steps,
+            "NUM_DECODE_TOKENS": tokens,
+            "NUM_NEW_TOKENS": tokens + num_requests,
+        }
+        if num_requests:
+            done = {name: n for name, n in done.items() if name in wanted}
         if done != wanted:
             raise RuntimeError(f"the loop made {done}, must make {wanted}")
         return seconds / num_steps
@@ -82,12 +122,17 @@ def create(
     max_model_len: int,
     prefix_caching: bool,
     attention: TiledImplementation,
+    free_slots: int = 0,
 ) -> DecodeLoop:
-    """A row for each of `seq_lens`, in a pool that has room for all of them up to `max_model_len` tokens."""
+    """A row for each of `seq_lens`, in a pool that has room for all of them up to `max_model_len` tokens.
+
+    `free_slots` more could run beside them.
+    """
     num_seqs = len(seq_lens)
-    hidden = jax.ShapeDtypeStruct((num_seqs, model.hidden_size), model.dtype)
+    max_num_seqs = num_seqs + free_slots
+    hidden = jax.ShapeDtypeStruct((max_num_seqs, model.hidden_size), model.dtype)
     vocab_size = jax.eval_shape(model.logits, hidden).shape[1]
-    num_rows = EngineConfig(max_num_seqs=num_seqs).num_rows
+    num_rows = EngineConfig(max_num_seqs=max_num_seqs).num_rows
     tables = create_tables(
         num_blocks, num_rows, cdiv(max_model_len, BLOCK_SIZE), BLOCK_SIZE, prefix_caching=prefix_caching
     )
@@ -111,7 +156,7 @@ def create(
     state = loop.submit(state, rows, np.arange(num_rows, dtype=np.int32))
     num_tiles = PREFILL_TOKENS // PREFILL_TILE
     config = StepConfig(
-        max_num_seqs=num_seqs,
+        max_num_seqs=max_num_seqs,
         num_tiles=num_tiles,
         tiles_per_pass=num_tiles,
         attention=attention,
@@ -119,7 +164,7 @@ def create(
     )
     max_blocks = sum(cdiv(n, BLOCK_SIZE) for n in seq_lens)
     tables = _fill(state.tables, state.rows, lens, config=config, max_blocks=max_blocks)
-    return DecodeLoop(model, dataclasses.replace(state, tables=tables), config)
+    return DecodeLoop(model, dataclasses.replace(state, tables=tables), config, num_seqs, vocab_size)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "max_blocks"))
@@ -130,8 +175,6 @@ def _fill(
     tables, _ = block_table.append(tables, seq_lens, max_new_blocks=max_blocks)
     if tables.pool.prefix_cache is None:
         return tables
-    positions = jnp.broadcast_to(jnp.arange(rows.token_ids.shape[1]), rows.token_ids.shape)
-    row = jnp.broadcast_to(jnp.arange(rows.phase.shape[0])[:, None], positions.shape)
-    keys = scheduler.cache_keys(rows, row, positions, config)
+    keys = functools.partial(scheduler.cache_keys, rows, config=config)
     tables, _ = block_table.cache_full_blocks(tables, keys, seq_lens, max_blocks=max_blocks)
     return tables

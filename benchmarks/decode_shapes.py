@@ -27,7 +27,7 @@ from benchmarks import decode_loop, decode_pool, record
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
-from jaxpaged.engine.loop import MAX_STEPS
+from jaxpaged.engine.state import MAX_STEPS
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig, RopeScaling

@@ -2,6 +2,7 @@
 
     python -m benchmarks.step_overhead [--repeats 20] [--out FILE]      the sizes for this device
     python -m benchmarks.step_overhead --model smollm2                  and the share of a real step
+    python -m benchmarks.step_overhead --max_model_len 2048 --max_model_len 131072     and what length costs
     python -m benchmarks.step_overhead --smoke                          once, tiny
 
 JSON lines on stdout. The engine's own `loop.run` with the model replaced by a constant: all rows decode, of
@@ -10,9 +11,14 @@ caching is made findable. `us_per_step` are microseconds of a step, one run's ti
 dispatch and waiting for the end are included, reading the answer is not. `graph` says whether the package's
 XLA flags are set, which make the loop one CUDA graph on a GPU; to see XLA's own choice, run it under
 XLA_FLAGS=--xla_gpu_enable_command_buffer=+FUSION.
+
+With lengths given, 256 rows of each length run in turns instead. In the `phase` "decode" they do; in "admit"
+one slot is left, and in each step a request is admitted that hits four blocks, has 32 tokens computed and
+published, and is freed. `ratio` is the least time over that of the first length.
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,7 +29,7 @@ from benchmarks import decode_loop, record
 from benchmarks.constant_model import ConstantModel
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
-from jaxpaged.engine.loop import MAX_STEPS
+from jaxpaged.engine.state import MAX_STEPS
 from jaxpaged.engine.step import Model
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading
@@ -31,11 +37,13 @@ from jaxpaged.models import loading
 _REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lower_bound=1, upper_bound=26)
 _MODEL = flags.DEFINE_string("model", None, "Also time a real model's steps: smollm2, or what LLM takes.")
 _DTYPE = flags.DEFINE_string("dtype", "auto", "Of the real model.")
+_LENGTHS = flags.DEFINE_multi_integer("max_model_len", [], "Tokens of a row; may be given several times.")
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, two repeats.")
 _OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well.")
 
 MAX_MODEL_LEN = 1024
 SIZES = {"cpu": (64, 4096), "gpu": (256, 65536)}  # rows, blocks
+LONG_ROWS, LONG_BLOCKS = 256, 32768  # where lengths are compared
 LIMIT_US = {"cpu": 1000, "gpu": 150}  # what the engine promises of these sizes
 REAL_ROWS, REAL_BLOCKS = 16, 1040  # of the real model's step
 
@@ -56,6 +64,11 @@ def main(argv: list[str]) -> None:
         print(json.dumps(context | line), flush=True)
         record.append(context | line, _OUT.value)
 
+    if _LENGTHS.value:
+        num_rows, num_blocks = (4, 320) if _SMOKE.value else (LONG_ROWS, LONG_BLOCKS)
+        for line in measure_lengths(_LENGTHS.value, num_rows, num_blocks, repeats):
+            put(line)
+        return
     for prefix_caching in (True, False):
         line = measure_constant(num_rows, num_blocks, prefix_caching, repeats)
         if not _SMOKE.value:
@@ -76,6 +89,36 @@ def measure_constant(num_rows: int, num_blocks: int, prefix_caching: bool, repea
     cache = kv_cache.create(0, num_blocks, decode_loop.BLOCK_SIZE, 1, 1, model.dtype)
     us = _time(model, cache, num_rows, num_blocks, prefix_caching, "xla", repeats)
     return _line("constant", num_rows, num_blocks, prefix_caching, us)
+
+
+def measure_lengths(
+    lengths: list[int], num_rows: int, num_blocks: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """The lines of the constant model with rows of several lengths, in both phases, run in turns."""
+    for phase, num_requests in (("decode", 0), ("admit", min(MAX_STEPS, num_rows))):
+        loops = {}
+        for length in lengths:
+            loops[length] = decode_loop.create(
+                ConstantModel(),
+                kv_cache.create(0, num_blocks, decode_loop.BLOCK_SIZE, 1, 1, ConstantModel.dtype),
+                num_blocks=num_blocks,
+                seq_lens=[64 + row % decode_loop.BLOCK_SIZE for row in range(num_rows - bool(num_requests))],
+                max_model_len=length,
+                prefix_caching=True,
+                attention="xla",
+                free_slots=int(bool(num_requests)),
+            )
+        us: dict[int, list[float]] = {length: [] for length in lengths}
+        for _ in range(2 + repeats):  # the first compiles
+            for length, loop in loops.items():
+                if num_requests:
+                    loop.submit(num_requests)
+                    jax.block_until_ready(loop.state.rows.order)
+                us[length].append(loop.seconds_per_step(num_requests=num_requests) * 1e6)
+        for length in lengths:
+            line = _line("constant", num_rows, num_blocks, True, us[length][2:])
+            ratio = min(us[length][2:]) / min(us[lengths[0]][2:])
+            yield line | {"phase": phase, "max_model_len": length, "ratio": round(ratio, 3)}
 
 
 def measure_real(name: str, dtype_name: Any, repeats: int) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def main(argv: list[str]) -> None:
     record.start(argv)
     ours = Engine("jaxpaged", sys.executable, {"": _MODEL.value or _bundled_model()})
     engines = [ours, *map(_peer, _PEER.value)]
-    os.environ.update(LIMITS.get(_INSTRUCTIONS.value, {}))
+    if _INSTRUCTIONS.value:
+        os.environ.update(LIMITS[_INSTRUCTIONS.value])
     for name in _WORKLOADS.value:
         workload = getattr(workloads, name)()
         for dtype in _DTYPES.value:

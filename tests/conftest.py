@@ -57,6 +57,18 @@ def unoptimized(few_programs):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module")
+def small_pieces(few_programs):
+    """For modules with small tables: what is taken piece by piece takes many pieces there, too."""
+    from jaxpaged.engine import scheduler
+    from jaxpaged.memory import entries, prefix_cache
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (entries, prefix_cache, scheduler):
+            patch.setattr(module, "PIECE", 3)
+        yield
+
+
 @pytest.fixture
 def brake(monkeypatch):
     """Call it with an engine for a `tiny.Brake`, which is off again when the test ends."""

@@ -18,10 +18,19 @@ from flax import nnx
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, programs
-from jaxpaged.engine.loop import MAX_STEPS, Report
+from jaxpaged.engine.loop import Report
 from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
 from jaxpaged.engine.request import Delta, Door, Request, Score, arrival_of
-from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, empty_rows, without_kv
+from jaxpaged.engine.state import (
+    MAX_STEPS,
+    Counter,
+    EngineState,
+    FinishReason,
+    HostPool,
+    Phase,
+    empty_rows,
+    without_kv,
+)
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
@@ -29,8 +38,9 @@ from jaxpaged.models.llama import Llama
 from jaxpaged.sampling import Scores
 from jaxpaged.status import raise_if_error
 
-# Requests submitted in one dispatch.
+# Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8
+SUBMIT_TOKENS = 2048
 # The share of blocks that stays free, as vLLM's, when a request is admitted beside running ones.
 WATERMARK = 0.01
 # A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
@@ -61,7 +71,6 @@ class _Place:
 
     request: Request
     answer: list[int]  # tokens read so far
-    waits: bool = True  # not aborted, and waiting when last heard of: new, or preempted
     is_aborted: bool = False
 
     @property
@@ -75,6 +84,11 @@ class Queued:
 
     request: Request
     answer: list[int]  # what is known of it
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The prompt's, and the answer's."""
+        return np.concatenate([self.request.prompt_token_ids, np.array(self.answer, np.int32)])
 
     def __lt__(self, other: "Queued") -> bool:
         return self.request.order < other.request.order
@@ -119,7 +133,9 @@ class Driver:
         self._state = self._create_state(model)
         self._counters: Any = np.zeros(len(Counter), np.int32)
         self._queue: list[Queued] = []  # a heap of those without a row
-        self._places: list[_Place | None] = [None] * self.config.num_rows
+        self._places: list[_Place | None] = [None] * config.num_rows
+        # Of each place, for NumPy: its arrival (0 if it is free), tokens known, phase when last heard of.
+        self._arrivals, self._num_tokens, self._phases = np.zeros((3, config.num_rows), np.int32)
         self._unread: Report | None = None
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
@@ -128,7 +144,7 @@ class Driver:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue) or self._unread is not None or any(self._places)
+        return bool(self._queue) or self._unread is not None or bool(self._arrivals.any())
 
     def add(self, request: Request, answer: Sequence[int] = ()) -> None:
         """Queue a request that came through the door, with what is known of its answer."""
@@ -143,7 +159,7 @@ class Driver:
             heapq.heapify(self._queue)
         in_rows = [place for place in self._places if place and place.request.request_id in wanted]
         for place in in_rows:
-            place.waits, place.is_aborted = False, True
+            place.is_aborted = True
         self._abort_rows(in_rows)
         return [
             Delta(
@@ -168,10 +184,10 @@ class Driver:
         if self._unread is None:
             self._last_read = None  # the device was idle: the next report does not tell a run's time
         dispatched = None
-        if any(self._places):
+        if self._arrivals.any():
             dispatched = self._run(max_steps or self._steps_of_a_short_while())
         deltas = [] if self._unread is None else self._read(self._unread)
-        self._unread = dispatched if any(self._places) else None
+        self._unread = dispatched if self._arrivals.any() else None
         return deltas
 
     def reset_prefix_cache(self) -> bool:
@@ -246,28 +262,33 @@ class Driver:
         In the run whose report is unread it may have gone on to run: then it does so again, to the same
         answer.
         """
+        if not self._queue:
+            return
+        waits = (self._arrivals != 0) & np.isin(self._phases, (Phase.WAITING, Phase.SWAPPED))
         waiting = [
-            (place.request.order, row) for row, place in enumerate(self._places) if place and place.waits
+            (place.request.order, row)
+            for row in np.flatnonzero(waits).tolist()
+            if (place := self._places[row]) and not place.is_aborted
         ]
-        if not (self._queue and waiting):
+        if not waiting:
             return
         waiting.sort(reverse=True)
         if self._queue[0].request.order > waiting[0][0]:
             return  # always so where the first to come is the first served
-        num_free = self._places.count(None)
+        num_free = int(np.count_nonzero(self._arrivals == 0))
         urgent = heapq.nsmallest(num_free + len(waiting), self._queue)[num_free:]
         recalled = []
         for (order, row), queued in zip(waiting, urgent, strict=False):
             place = self._places[row]
             if place is not None and queued.request.order < order:
                 recalled.append(place)
-                self._places[row] = None
+                self._leave(row)
         self._abort_rows(recalled)
         for place in recalled:
             self.add(place.request, place.answer)
 
     def _fill_rows(self) -> None:
-        free_rows = [row for row, place in enumerate(self._places) if place is None]
+        free_rows = np.flatnonzero(self._arrivals == 0).tolist() if self._queue else []
         while self._queue and free_rows:
             batch: list[tuple[int, Queued]] = []
             while self._queue and free_rows and len(batch) < SUBMIT_LINES:
@@ -275,35 +296,81 @@ class Driver:
             self._submit(batch)
 
     def _submit(self, batch: Sequence[tuple[int, Queued]]) -> None:
-        requests = empty_rows(SUBMIT_LINES, self.door.max_model_len, self.door.model_config.vocab_size)
+        requests = empty_rows(SUBMIT_LINES, 0, self.door.model_config.vocab_size)
         rows = np.full(SUBMIT_LINES, self.config.num_rows, np.int32)  # beyond all: none
+        tokens = [np.zeros((3, 0), np.int32)]  # each with its row and its position
         for line, (row, queued) in enumerate(batch):
+            token_ids = queued.token_ids
+            positions = np.arange(len(token_ids), dtype=np.int32)
+            tokens.append(np.stack([np.full_like(token_ids, row), positions, token_ids]))
             rows[line] = row
-            self._places[row] = _Place(queued.request, queued.answer)
-            self.door.write(requests, line, queued.request, queued.answer)
+            place = self._places[row] = _Place(queued.request, queued.answer)
+            self._arrivals[row], self._num_tokens[row] = place.arrival, len(token_ids)
+            self._phases[row] = Phase.WAITING
+            self.door.write(requests, line, queued.request, len(token_ids))
+        self._write_tokens(np.concatenate(tokens, axis=1))
         self._state = loop.submit(self._state, requests, rows)
+
+    def _write_tokens(self, tokens: np.ndarray) -> None:
+        """Write tokens, each under its row and position, in pieces of one size: nothing is compiled anew."""
+        rows = self._state.rows
+        for start in range(0, max(tokens.shape[1], 1), SUBMIT_TOKENS):
+            piece = tokens[:, start : start + SUBMIT_TOKENS]
+            padding = ((0, 0), (0, SUBMIT_TOKENS - piece.shape[1]))
+            piece = np.pad(piece, padding, constant_values=self.config.num_rows)  # beyond all rows: none
+            rows = dataclasses.replace(rows, token_ids=loop.write_tokens(rows.token_ids, piece))
+        self._state = dataclasses.replace(self._state, rows=rows)
+
+    def _leave(self, row: int) -> None:
+        self._places[row] = None
+        self._arrivals[row] = 0
 
     def _read(self, unread: Report) -> list[Delta]:
         report: Report = jax.device_get(dataclasses.replace(unread, new_scores=None))
         raise_if_error(int(report.status))
         if any(place and place.request.params.logprobs is not None for place in self._places):
             report = dataclasses.replace(report, new_scores=jax.device_get(unread.new_scores))
-        deltas = []
-        for row, place in enumerate(self._places):
-            # A row filled after this run began is not in its report.
-            if place is None or report.arrival[row] != place.arrival:
-                continue
-            num_seen = len(place.request.prompt_token_ids) + len(place.answer)
-            num_new = int(report.num_tokens[row]) - num_seen
-            reason = FinishReason(int(report.finish_reason[row]))
-            if num_new or reason:
-                delta = _delta(report, row, place.request, num_new, reason)
-                place.answer += delta.token_ids
-                deltas.append(delta)
-            place.waits = int(report.phase[row]) in (Phase.WAITING, Phase.SWAPPED) and not place.is_aborted
-            if reason:
-                self._places[row] = None
+        # A row filled after this run began is not in its report.
+        told = (self._arrivals != 0) & (np.asarray(report.arrival) == self._arrivals)
+        num_new = report.num_tokens - self._num_tokens
+        changed = np.flatnonzero(told & ((num_new != 0) | (report.finish_reason != 0)))
+        self._phases[told], self._num_tokens[told] = report.phase[told], report.num_tokens[told]
+        deltas = self._deltas(report, changed, num_new)
+        for row in np.flatnonzero(told & (report.finish_reason != 0)).tolist():
+            self._leave(row)
         self._note(report)
+        return deltas
+
+    def _deltas(self, report: Report, rows: np.ndarray, num_new: Any) -> list[Delta]:
+        """These rows' newest `num_new` tokens: the report has each row's last MAX_STEPS, oldest first."""
+        ends = np.minimum(report.num_tokens, MAX_STEPS)
+        columns: list[Any] = [
+            ends,
+            num_new,
+            report.new_token_ids,
+            report.num_hit_tokens,
+            report.finish_reason,
+        ]
+        columns = [rows, *(column[rows] for column in columns)]
+        deltas = []
+        for row, end, n, token_ids, num_hits, reason in zip(*(c.tolist() for c in columns), strict=True):
+            place = self._places[row]
+            assert place is not None  # for it has an arrival
+            request, new = place.request, slice(end - n, end)
+            num_top, its_tokens = request.params.logprobs, token_ids[new]
+            place.answer += its_tokens
+            its_own = reason == FinishReason.STOP and its_tokens[-1] not in request.eos_token_ids
+            deltas.append(
+                Delta(
+                    request_id=request.request_id,
+                    token_ids=its_tokens,
+                    scores=None if num_top is None else scores_of(report.new_scores, (row, new), num_top),
+                    num_hit_tokens=num_hits,
+                    finish_reason=FinishReason(reason),
+                    stop_reason=its_tokens[-1] if its_own else None,
+                    index=request.index,
+                )
+            )
         return deltas
 
     def _note(self, report: Report) -> None:
@@ -315,32 +382,15 @@ class Driver:
         if self._last_read is not None and num_steps:
             self._seconds_per_step = (now - self._last_read) / num_steps
         self._last_read = now if num_steps else None
-        num_running = int(np.sum(report.phase == Phase.RUNNING))
+        num_running = int(np.count_nonzero(report.phase == Phase.RUNNING))
         self.stats = dataclasses.replace(
             self.stats,
             **{c.name.lower(): getattr(self.stats, c.name.lower()) + more for c, more in done.items()},
             num_running=num_running,
-            num_waiting=len(self._queue) + sum(p is not None for p in self._places) - num_running,
+            num_waiting=len(self._queue) + int(np.count_nonzero(self._arrivals)) - num_running,
             num_free_blocks=int(report.num_free_blocks),
             num_cached_blocks=int(report.num_cached_blocks),
         )
-
-
-def _delta(report: Report, row: int, request: Request, num_new: int, reason: FinishReason) -> Delta:
-    """The row's newest `num_new` tokens: the report has its last MAX_STEPS, the oldest first."""
-    end = min(int(report.num_tokens[row]), MAX_STEPS)
-    new = slice(end - num_new, end)
-    token_ids, num_top = report.new_token_ids[row, new].tolist(), request.params.logprobs
-    its_own = reason is FinishReason.STOP and token_ids[-1] not in request.eos_token_ids
-    return Delta(
-        request_id=request.request_id,
-        index=request.index,
-        token_ids=token_ids,
-        scores=None if num_top is None else scores_of(report.new_scores, (row, new), num_top),
-        num_hit_tokens=int(report.num_hit_tokens[row]),
-        finish_reason=reason,
-        stop_reason=token_ids[-1] if its_own else None,
-    )
 
 
 def scores_of(scores: Scores | None, at: Any, num_top: int) -> list[Score]:

@@ -20,7 +20,6 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver, Snapshot, Stats
 from jaxpaged.engine.outputs import RequestMetrics
 from jaxpaged.engine.request import Delta, Request
-from jaxpaged.engine.state import FinishReason
 from jaxpaged.engine.texts import Texts, texts
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import Llama
@@ -326,17 +325,20 @@ class _Worker:
             put()
 
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            with self._lock:
-                handle = self._in_flight.get(delta.request_id)
-            if handle is None:
-                continue
-            was_last = delta.finish_reason is not FinishReason.NONE
-            if handle.stops is not None:
-                delta = handle.stops(delta)
-            if delta.finish_reason is not FinishReason.NONE:
-                with self._lock:
+        with self._lock:
+            handles = [self._in_flight.get(delta.request_id) for delta in deltas]
+        told: list[tuple[Handle, Delta]] = []
+        stopped = []  # at a stop string: their rows go on, and nobody waits for what they say
+        for handle, delta in zip(handles, deltas, strict=True):
+            if handle is not None:
+                told.append((handle, delta if handle.stops is None else handle.stops(delta)))
+                if told[-1][1].finish_reason and not delta.finish_reason:
+                    stopped.append(delta.request_id)
+        with self._lock:
+            for _, delta in told:
+                if delta.finish_reason:
                     self._in_flight.pop(delta.request_id, None)
-                if not was_last:  # at a stop string: its row goes on, and nobody waits for what it says
-                    self._driver.abort([delta.request_id])
+        if stopped:
+            self._driver.abort(stopped)
+        for handle, delta in told:
             handle.put(delta)

@@ -127,7 +127,7 @@ def report(state: EngineState) -> Report:
         num_tokens=rows.num_tokens,
         finish_reason=rows.finish_reason,
         num_hit_tokens=rows.num_hit_tokens,
-        new_token_ids=rows.token_ids.at[row, window].get(mode="fill", fill_value=0),
+        new_token_ids=rows.token_ids.at[row, window].get(mode="clip"),
         new_scores=new_scores,
         num_free_blocks=pool.num_free,
         num_cached_blocks=jnp.sum(is_free & has_content, dtype=jnp.int32),
@@ -140,6 +140,18 @@ def report(state: EngineState) -> Report:
 def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
     """Put new requests into free rows (see `state.place_requests`); the state is donated."""
     return place_requests(state, requests, rows)
+
+
+@functools.partial(jax.jit, donate_argnames="token_ids")
+def write_tokens(
+    token_ids: Int[Array, "rows max_model_len"], tokens: Int[Array, "3 n"]
+) -> Int[Array, "rows max_model_len"]:
+    """The rows' tokens with new ones: of each its row (beyond all: none), its position, and itself.
+
+    What was given is donated.
+    """
+    row, position, token = tokens
+    return token_ids.at[row, position].set(token, mode="drop")
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -177,10 +177,12 @@ class Door:
         others = range(1, params.n)
         return [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
 
-    def write(self, rows: Rows, line: int, request: Request, answer: Sequence[int] = ()) -> None:
-        """Fill one line of NumPy rows. The request may have a part of its answer already."""
-        prompt, params, edits = request.prompt_token_ids, request.params, request.edits
-        num_tokens, vocab_size = len(prompt) + len(answer), self.model_config.vocab_size
+    def write(self, rows: Rows, line: int, request: Request, num_tokens: int) -> None:
+        """Fill one line of NumPy rows, but for the tokens. Their number may be more than the prompt's, if a
+        part of the answer is known already.
+        """
+        params, edits, prompt_len = request.params, request.edits, len(request.prompt_token_ids)
+        vocab_size = self.model_config.vocab_size
         options, rules, temperature = rows.sampling, rows.rules, params.temperature
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         is_restricted = params.allowed_token_ids is not None
@@ -191,7 +193,7 @@ class Door:
             (rows.priority, request.priority),
             (rows.salt, request.salt),
             (rows.leader, arrival_of(request.leader_id) if request.leader_id else 0),
-            (rows.prompt_lens, len(prompt)),
+            (rows.prompt_lens, prompt_len),
             (rows.num_tokens, num_tokens),
             (rows.max_num_tokens, request.max_num_tokens),
             (options.temperature, max(temperature, LEAST_DIVISOR) if temperature else 0),
@@ -204,16 +206,13 @@ class Door:
             (rules.presence_penalty, params.presence_penalty),
             (rules.frequency_penalty, params.frequency_penalty),
             (rules.repetition_penalty, max(params.repetition_penalty, LEAST_DIVISOR)),
-            (rules.least_num_tokens, len(prompt) + params.min_tokens if params.min_tokens else 0),
+            (rules.least_num_tokens, prompt_len + params.min_tokens if params.min_tokens else 0),
             (rules.stop_tokens, token_bits(request.stop_token_ids, vocab_size)),
             (rules.is_restricted, is_restricted),
             (rules.allowed, token_bits(params.allowed_token_ids or (), vocab_size)),
             (rules.num_edits, len(edits)),
         ):
             np.asarray(array)[line] = value
-        tokens = np.asarray(rows.token_ids)[line]
-        tokens[: len(prompt)] = prompt
-        tokens[len(prompt) : num_tokens] = answer
         for array, values in zip(
             (rules.edit_ids, rules.edit_values, rules.edit_prefix), zip(*edits, strict=True), strict=False
         ):

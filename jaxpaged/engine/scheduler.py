@@ -11,6 +11,7 @@ A follower, one of several answers of a prompt, waits while the leader's prompt 
 step on in which that is done: it takes over the blocks. Who then finds no room is a request like any other.
 """
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,11 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
+from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows, none_turned_away
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
-from jaxpaged.memory.entries import dealt, number_through
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.entries import PIECE, dealt, in_pieces, number_through
 from jaxpaged.memory.prefix_cache import Hit
 
 
@@ -82,12 +85,17 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     quiet = Decision(plan(state, config), nobody, no_hits, nobody, nobody, own_row)
 
+    # Here, where nothing is written yet, and of no row that goes on to run does it change.
+    last_ids = block_table.last_blocks(state.tables)
+
     def replan() -> tuple[EngineState, Decision]:
-        after, preempted, swapped = _preempt(state, config)
-        after, admitted, num_hits, leader_row = _admit(after, config, may=~jnp.any(preempted))
+        after, preempted, swapped = _preempt(state, last_ids, config)
+        after, admitted, num_hits, leader_row = _admit(after, last_ids, config, may=~jnp.any(preempted))
         return after, Decision(plan(after, config), admitted, num_hits, preempted, swapped, leader_row)
 
-    changes = (_blocks_short(state, quiet.plan) > 0) | _may_admit(state, quiet.plan, config)
+    changes = (_blocks_short(state, last_ids, quiet.plan) > 0) | _may_admit(
+        state, last_ids, quiet.plan, config
+    )
     return lax.cond(changes, replan, lambda: (state, quiet))
 
 
@@ -176,13 +184,16 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     return replace(state, host=replace(state.host, tables=host_tables), status=state.status | freed.status)
 
 
-def _blocks_short(state: EngineState, plan: Plan) -> Int[Array, ""]:
+def _blocks_short(state: EngineState, last_ids: Int[Array, " rows"], plan: Plan) -> Int[Array, ""]:
     """Blocks that the plan needs beyond those that are free."""
-    return jnp.sum(block_table.num_new_blocks(state.tables, plan.num_new_tokens)) - state.tables.pool.num_free
+    tables, num_new_tokens = state.tables, plan.num_new_tokens
+    needed = cdiv(tables.seq_lens + num_new_tokens, tables.block_size) - tables.num_blocks
+    needed += block_table.must_copy(tables, last_ids, num_new_tokens)
+    return jnp.sum(needed) - tables.pool.num_free
 
 
 def _preempt(
-    state: EngineState, config: StepConfig
+    state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig
 ) -> tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]:
     """Take running rows out, the last in order first, until the others' plan fits; who, and who swapped."""
     nobody = jnp.zeros(state.tables.max_seqs, bool)
@@ -190,7 +201,7 @@ def _preempt(
 
     def short(carry: Carry) -> Bool[Array, ""]:
         state = carry[0]
-        return jnp.any(state.rows.running) & (_blocks_short(state, plan(state, config)) > 0)
+        return jnp.any(state.rows.running) & (_blocks_short(state, last_ids, plan(state, config)) > 0)
 
     def preempt_last(carry: Carry) -> Carry:
         state, preempted, swapped = carry
@@ -217,7 +228,7 @@ class _Admission(NamedTuple):
 
 
 def _admit(
-    state: EngineState, config: StepConfig, may: Bool[Array, ""]
+    state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig, may: Bool[Array, ""]
 ) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Int[Array, " rows"]]:
     """Let waiting requests run in their order while there is room.
 
@@ -229,30 +240,33 @@ def _admit(
         state = so_far.state
         row = _first_waiting(state.rows)
         leader, follows = _leader_in_prompt(state, row)
+        free = state.tables.pool.num_free - _reserved(state, last_ids, config)
         state, ok, num_hits = lax.cond(
-            follows, lambda: _let_fork(state, row, config), lambda: _let_start(state, row, config)
+            follows, lambda: _let_fork(state, row, free), lambda: _let_start(state, row, free, config)
         )
         return _Admission(
             state,
             so_far.admitted.at[row].max(ok),
             so_far.num_hits.at[row].add(num_hits),
             so_far.leader_row.at[row].set(jnp.where(ok & follows, leader, row)),
-            goes_on=ok & _may_admit(state, plan(state, config), config),
+            goes_on=ok & _may_admit(state, last_ids, plan(state, config), config),
         )
 
     nobody = jnp.zeros(state.tables.max_seqs, bool)
-    goes_on = may & _may_admit(state, plan(state, config), config)
+    goes_on = may & _may_admit(state, last_ids, plan(state, config), config)
     start = _Admission(state, nobody, jnp.zeros_like(state.rows.phase), own_row, goes_on)
     return lax.while_loop(lambda so_far: so_far.goes_on, try_next, start)[:-1]
 
 
-def _may_admit(state: EngineState, plan: Plan, config: StepConfig) -> Bool[Array, ""]:
+def _may_admit(
+    state: EngineState, last_ids: Int[Array, " rows"], plan: Plan, config: StepConfig
+) -> Bool[Array, ""]:
     """Whether the next waiting request might be admitted: there is a slot, some block, and a tile; or, for a
     follower, the end of its leader's prompt.
     """
     rows, tables = state.rows, state.tables
     has_slot = jnp.sum(rows.running | rows.forking) < config.max_num_seqs
-    has_block = _reserved(state, config) <= tables.pool.num_free
+    has_block = _reserved(state, last_ids, config) <= tables.pool.num_free
 
     def has_work() -> Bool[Array, ""]:
         leader, follows = _leader_in_prompt(state, _first_waiting(rows))
@@ -275,11 +289,11 @@ def _leader_in_prompt(state: EngineState, row: Int[Array, ""]) -> tuple[Int[Arra
     return jnp.argmax(leads).astype(jnp.int32), is_new & (rows.leader[row] != 0) & jnp.any(leads)
 
 
-def _reserved(state: EngineState, config: StepConfig) -> Int[Array, ""]:
+def _reserved(state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig) -> Int[Array, ""]:
     """Free blocks that are not for the next request: for what the running ones have, and to grow into."""
     rows, tables = state.rows, state.tables
     to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
-    to_come += block_table.must_copy(tables, rows.running.astype(jnp.int32))
+    to_come += block_table.must_copy(tables, last_ids, rows.running.astype(jnp.int32))
     to_come = jnp.where(rows.forking, _need_of_fork(state), jnp.where(rows.running, to_come, 0))
     num_active = jnp.sum(rows.running | rows.forking, dtype=jnp.int32)
     return jnp.sum(to_come) + jnp.where(num_active > 0, config.watermark_blocks + num_active, 0)
@@ -293,27 +307,33 @@ def _need_of_fork(state: EngineState) -> Int[Array, " rows"]:
 type _Result = tuple[EngineState, Bool[Array, ""], Int[Array, ""]]  # whether it runs, and the blocks it hit
 
 
-def _let_fork(state: EngineState, row: Int[Array, ""], config: StepConfig) -> _Result:
-    """Let a follower run if there is room for its copy; the leader's prompt will be done in this step."""
-    rows, tables = state.rows, state.tables
-    ok = _need_of_fork(state)[row] + _reserved(state, config) <= tables.pool.num_free
+def _let_fork(state: EngineState, row: Int[Array, ""], free: Int[Array, ""]) -> _Result:
+    """Let a follower run if so many free blocks have room for its copy; the leader's prompt will be done in
+    this step.
+    """
+    rows = state.rows
+    ok = _need_of_fork(state)[row] <= free
     phase = rows.phase.at[row].set(jnp.where(ok, Phase.FORKING, rows.phase[row]))
     return replace(state, rows=replace(rows, phase=phase)), ok, jnp.int32(0)
 
 
-def _let_start(state: EngineState, row: Int[Array, ""], config: StepConfig) -> _Result:
-    """Let a waiting request run if there is room for it, and nothing to wait for."""
+def _let_start(state: EngineState, row: Int[Array, ""], free: Int[Array, ""], config: StepConfig) -> _Result:
+    """Let a waiting request run if so many free blocks have room for it, and nothing is to be waited for."""
     rows, tables = state.rows, state.tables
-    hit, defers = _look_up(state, row, config)
-    length = hit.chain.num_blocks
-    unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window)
-    place = jnp.arange(hit.block_ids.shape[0])
-    kept = (place >= unseen // tables.block_size) & (place < length)
-    held_by_others = jnp.sum(kept & (tables.pool.ref_count[hit.block_ids] > 0), dtype=jnp.int32)
-    need = config.blocks_of(rows.num_tokens[row], tables.block_size) - held_by_others
-    ok = (need + _reserved(state, config) <= tables.pool.num_free) & ~defers
-    state = lax.cond(ok, lambda: _start(state, row, hit, config), lambda: state)
-    return state, ok, jnp.where(ok, length, 0)
+    # Blocks that have to be free, or held by others and shared.
+    need = config.blocks_of(rows.num_tokens[row], tables.block_size)
+    turned_away, most_held = state.turned_away
+    may_fit = (row != turned_away) | (need - most_held <= free)
+
+    def look_up() -> _Result:
+        hit, defers = _look_up(state, row, config)
+        held, shared = _held_by_others(tables, hit, config)
+        ok = (need - shared <= free) & ~defers
+        waits = replace(state, turned_away=jnp.stack([row, held]))
+        after = lax.cond(ok, lambda: _start(state, row, hit, config), lambda: waits)
+        return after, ok, jnp.where(ok, hit.chain.num_blocks, 0)
+
+    return lax.cond(may_fit, look_up, lambda: (state, jnp.bool_(False), jnp.int32(0)))
 
 
 def fork_tables(state: EngineState, leader_row: Int[Array, " rows"], config: StepConfig) -> EngineState:
@@ -326,8 +346,7 @@ def fork_tables(state: EngineState, leader_row: Int[Array, " rows"], config: Ste
     def fork(i: Int[Array, ""], state: EngineState) -> EngineState:
         follower = followers[i].astype(jnp.int32)[None]
         state = state.on_tables(block_table.fork, leader_row[follower], follower, jnp.ones(1, bool))
-        window, width = config.sliding_window, state.tables.max_blocks_per_seq
-        return state.on_tables(block_table.slide_windows, index == follower, window, max_blocks=width)
+        return state.on_tables(block_table.slide_windows, index == follower, config.sliding_window)
 
     return lax.fori_loop(0, jnp.sum(leader_row != index), fork, state)
 
@@ -341,22 +360,68 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
         nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
         return nothing, jnp.bool_(False)
     is_new = rows.phase[row] == Phase.WAITING
-    positions = jnp.arange(rows.token_ids.shape[1], dtype=jnp.int32)
-    keys = cache_keys(rows, jnp.broadcast_to(row, positions.shape), positions, config)
-    hit = prefix_cache.lookup(cache, keys, jnp.where(is_new, num_tokens, 0), salt)
-
+    hit = prefix_cache.lookup(
+        cache,
+        lambda positions: cache_keys(rows, jnp.full_like(positions, row), positions, config),
+        jnp.where(is_new, num_tokens, 0),
+        salt,
+        max_tokens=rows.token_ids.shape[1],
+    )
+    # Some running row will soon have made findable at least a tile more than is, if its prompt begins so.
+    wanted = (hit.chain.num_blocks + cdiv(PREFILL_TILE, tables.block_size)) * tables.block_size
     computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
+    computing &= is_new & (wanted <= jnp.minimum(rows.prompt_lens, rows.prompt_lens[row]))
+    return hit, _any_begins_alike(rows, row, computing & (wanted < num_tokens), wanted)
 
-    def gains() -> Bool[Array, ""]:
-        """Whether some running row will soon have made findable at least a tile more than is."""
-        differs = rows.token_ids != rows.token_ids[row]
-        common = jnp.where(jnp.any(differs, axis=1), jnp.argmax(differs, axis=1), differs.shape[1])
-        common = jnp.minimum(jnp.minimum(common, rows.prompt_lens), rows.prompt_lens[row])
-        shared = jnp.minimum(common, num_tokens - 1) // tables.block_size - hit.chain.num_blocks
-        return jnp.any(computing & (shared * tables.block_size >= PREFILL_TILE))
 
-    defers = lax.cond(is_new & jnp.any(computing), gains, lambda: jnp.bool_(False))
-    return hit, defers
+def _any_begins_alike(
+    rows: Rows, row: Int[Array, ""], others: Bool[Array, " rows"], num_tokens: Int[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether the first tokens of a masked row are those of another row; one after the other, in pieces."""
+    size = min(8 * PIECE, rows.token_ids.shape[1])
+    type Search = tuple[Bool[Array, " rows"], Int[Array, ""]]
+
+    def piece(row: Int[Array, ""], start: Int[Array, ""]) -> Int[Array, " size"]:
+        return lax.dynamic_slice(rows.token_ids, (row, start), (1, size))[0]
+
+    def compare(search: Search) -> Search:
+        left, start = search
+        other = jnp.argmax(left)
+        first = jnp.minimum(start, rows.token_ids.shape[1] - size)
+        beyond = first + jnp.arange(size) >= num_tokens
+        alike = jnp.all(beyond | (piece(row, first) == piece(other, first)))
+        return left.at[other].set(alike), jnp.where(alike, start + size, 0)
+
+    def goes_on(search: Search) -> Bool[Array, ""]:
+        return jnp.any(search[0]) & (search[1] < num_tokens)
+
+    return jnp.any(lax.while_loop(goes_on, compare, (others, jnp.int32(0)))[0])
+
+
+def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Array, "2"]:
+    """Blocks of a hit that are not free, and those among them that a row beginning with it can see."""
+    if hit.block_ids.shape[0] == 0:
+        return jnp.zeros(2, jnp.int32)
+    length = hit.chain.num_blocks
+    unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window) // tables.block_size
+
+    def count(_: Array, k: Array, used: Array, held: Array) -> Array:
+        is_held = used & tables.pool.is_held(hit.block_ids[k])
+        return held + jnp.stack([jnp.sum(is_held), jnp.sum(is_held & (k >= unseen))])
+
+    return in_pieces(length[None], count, jnp.zeros(2, jnp.int32))
+
+
+def loosen(state: EngineState, before: BlockTables) -> EngineState:
+    """Raise the bound on what others hold of who was turned away, by what a step has done since `before`.
+
+    A block made findable may go on where the hit ended. One that was taken may have been in the hit, while
+    another of its content is held. Nobody was admitted: so there is no third way.
+    """
+    tables, (row, held) = state.tables, state.turned_away
+    taken = before.pool.num_free - tables.pool.num_free
+    published = jnp.sum(tables.chains.num_blocks - before.chains.num_blocks)
+    return replace(state, turned_away=jnp.stack([row, held + taken + published]))
 
 
 def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig) -> EngineState:
@@ -366,19 +431,19 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
     is_new = rows.phase[row] == Phase.WAITING
     first_time = rows.num_tokens[row] == rows.prompt_lens[row]
     if state.host is not None:
-        state = _swap_in(state, state.host, this & ~is_new)
+        swap_in = functools.partial(_swap_in, state, state.host, this)
+        state = lax.cond(is_new, lambda: state, swap_in)
     if state.tables.pool.prefix_cache is not None:
         chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
         state = state.on_tables(block_table.adopt, row[None], hit.block_ids[None], chain, is_new[None])
-        window, max_blocks = config.sliding_window, hit.block_ids.shape[0]
-        state = state.on_tables(block_table.slide_windows, this & is_new, window, max_blocks=max_blocks)
+        state = state.on_tables(block_table.slide_windows, this & is_new, config.sliding_window)
     num_hit_tokens = hit.chain.num_blocks * state.tables.block_size
     rows = replace(
         rows,
         phase=jnp.where(this, Phase.RUNNING, rows.phase),
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
-    state = replace(state, rows=rows)
+    state = replace(state, rows=rows, turned_away=none_turned_away())
     num_lookup_tokens = jnp.where(is_new, rows.num_tokens[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
@@ -388,14 +453,18 @@ def _swap_out(
 ) -> tuple[EngineState, Bool[Array, " rows"]]:
     """Move the masked row to the host if there is room; who was moved."""
     fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
-    tables, host_tables, info = swap.swap_out(
-        state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
-    )
-    host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
-    state = replace(
-        state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
-    )
-    return state, rows & fits & (host_tables.seq_lens > 0)
+
+    def move() -> tuple[EngineState, Bool[Array, " rows"]]:
+        tables, host_tables, info = swap.swap_out(
+            state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
+        )
+        host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
+        moved = replace(
+            state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
+        )
+        return moved, rows & (host_tables.seq_lens > 0)
+
+    return lax.cond(fits, move, lambda: (state, jnp.zeros_like(rows)))
 
 
 def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:

@@ -56,7 +56,7 @@ class Rows:
     priority: Int[Array, " rows"]  # lower goes first
     salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
     leader: Int[Array, " rows"]  # arrival of the request whose prompt, priority and salt it shares; 0: none
-    token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; 0 beyond num_tokens
+    token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; beyond num_tokens anything
     prompt_lens: Int[Array, " rows"]
     num_tokens: Int[Array, " rows"]  # prompt and answer so far
     max_num_tokens: Int[Array, " rows"]  # the request ends when it has so many
@@ -77,6 +77,9 @@ class Rows:
     def waiting(self) -> Bool[Array, " rows"]:
         """Not running, but to run: new, or preempted."""
         return (self.phase == Phase.WAITING) | (self.phase == Phase.SWAPPED)
+
+
+NO_ROW = -1
 
 
 class Counter(enum.IntEnum):
@@ -113,6 +116,9 @@ class EngineState:
     tables: BlockTables
     kv_cache: KVCache
     host: HostPool | None
+    # The row that was looked up and did not fit, or NO_ROW; and how many of its blocks others hold by now, at
+    # most. So it is looked up again only when it might fit.
+    turned_away: Int[Array, "2"]
     counters: Int[Array, " counters"]  # by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
 
@@ -216,9 +222,15 @@ def create_state(
         tables=tables,
         kv_cache=kv_cache,
         host=host,
+        turned_away=none_turned_away(),
         counters=jnp.zeros(len(Counter), jnp.int32),
         status=jnp.zeros((), jnp.int32),
     )
+
+
+def none_turned_away() -> Int[Array, "2"]:
+    """What `EngineState.turned_away` is when nobody was."""
+    return jnp.array([NO_ROW, 0], jnp.int32)
 
 
 def without_kv(state: EngineState) -> EngineState:
@@ -234,10 +246,15 @@ def without_kv(state: EngineState) -> EngineState:
 def place_requests(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
     """Put line i of `requests` into row `rows[i]`, which must be EMPTY or FINISHED; a row beyond all is none.
 
-    `requests.order` has no meaning here. Arrivals go round: only their differences tell who came first.
+    Of their tokens as many as the lines are long; the others are written by themselves. `requests.order` has
+    no meaning here. Arrivals go round: only their differences tell who came first.
     """
-    placed = jax.tree.map(lambda new, old: old.at[rows].set(new, mode="drop"), requests, state.rows)
+
+    def put(new: Array, old: Array) -> Array:
+        return (old.at[rows, : new.shape[1]] if new.ndim > 1 else old.at[rows]).set(new, mode="drop")
+
+    placed = jax.tree.map(put, requests, state.rows)
     index = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     since = placed.arrival - requests.arrival[0]
     *_, order = lax.sort([placed.priority, since, index], num_keys=2)
-    return replace(state, rows=replace(placed, order=order))
+    return replace(state, rows=replace(placed, order=order), turned_away=none_turned_away())

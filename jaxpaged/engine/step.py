@@ -1,5 +1,6 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
+import functools
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -54,7 +55,7 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
     whatever else is in the step. So a token's bits do not depend on its company.
     """
     state, decision = scheduler.schedule(state, config)
-    plan = decision.plan
+    plan, scheduled = decision.plan, state.tables
     ran = plan.num_new_tokens > 0
     max_blocks = config.max_blocks_touched(state.tables.block_size)
     state = append(state, plan, max_blocks)
@@ -77,6 +78,7 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
         }
     )
     state = publish(state, jnp.any(in_prompt), config)
+    state = scheduler.loosen(state, scheduled)
     return clean_up(scheduler.fork_tables(state, decision.leader_row, config), config), decision
 
 
@@ -90,7 +92,7 @@ def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
 def share(
     state: EngineState, hidden: Hidden, slots: Slots, leader_row: Int[Array, " rows"]
 ) -> tuple[EngineState, Hidden]:
-    """Let those who fork run, each with the hidden state of its leader's newest token."""
+    """Let those who fork run, each with the hidden state of its leader's prompt's last token."""
     rows = state.rows
 
     def gather() -> Hidden:
@@ -203,10 +205,10 @@ def answer(
     stops = is_among(token_ids, rows.rules.stop_tokens)
     finishes = due & (stops | (num_tokens == rows.max_num_tokens))
     reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
-    at = jnp.where(due, index, index.shape[0]), rows.num_tokens
+    target, newest = jnp.where(due, index, index.shape[0]), rows.num_tokens
     rows = replace(
         rows,
-        token_ids=rows.token_ids.at[at].set(token_ids, mode="drop"),
+        token_ids=rows.token_ids.at[target, newest].set(token_ids, mode="drop"),
         num_tokens=num_tokens,
         phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
@@ -238,9 +240,8 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
 
     def insert(carry: Carry) -> Carry:
         tables, status = carry
-        row, position = jnp.indices(rows.token_ids.shape, jnp.int32)
-        keys = scheduler.cache_keys(rows, row, position, config)
         num_tokens = (tables.chains.num_blocks + dealt(num_full(tables), max_blocks)) * block_size
+        keys = functools.partial(scheduler.cache_keys, rows, config=config)
         tables, info = block_table.cache_full_blocks(tables, keys, num_tokens, max_blocks=max_blocks)
         return tables, status | info.status
 
@@ -253,5 +254,4 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
 def clean_up(state: EngineState, config: StepConfig) -> EngineState:
     """Take back the blocks of rows that have finished, and those that running rows' windows have left."""
     state = state.on_tables(block_table.free_rows, state.rows.phase == Phase.FINISHED)
-    window, max_blocks = config.sliding_window, config.max_blocks_touched(state.tables.block_size)
-    return state.on_tables(block_table.slide_windows, state.rows.running, window, max_blocks=max_blocks)
+    return state.on_tables(block_table.slide_windows, state.rows.running, config.sliding_window)

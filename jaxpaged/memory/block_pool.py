@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpaged.config import check
 from jaxpaged.memory import free_queue, prefix_cache
 from jaxpaged.memory.free_queue import FreeQueue
-from jaxpaged.memory.policies import Freed, Policy
+from jaxpaged.memory.policies import Policy, Sweep
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 
@@ -45,6 +45,10 @@ class BlockPool:
     @property
     def num_free(self) -> Int[Array, ""]:
         return self.free_queue.num_free
+
+    def is_held(self, block_ids: Int[Array, "*n"]) -> Bool[Array, "*n"]:
+        """Whether anybody holds these blocks; costs nothing of the pool's size."""
+        return self.free_queue.place[block_ids] < FreeQueue.NOT_QUEUED
 
     @property
     def usage(self) -> Float[Array, ""]:
@@ -131,16 +135,18 @@ def free(
     pool: BlockPool,
     block_ids: Int[Array, " num_ids"],
     mask: Bool[Array, " num_ids"],
-    group: Int[Array, " num_ids"] | None = None,
+    sweep: Sweep | None = None,
 ) -> tuple[BlockPool, FreeInfo]:
     """Give back one hold on each masked block, exactly as if one after the other; all of them or none.
 
     A block may be named several times (two rows share it); it becomes free with its last hold. The null
-    block is passed over. Blocks of equal `group`, which may not decrease, are given back together; without it
-    all are. Costs O(num_ids).
+    block is passed over. With a `sweep` of the policy's only those that it takes, in its order; without one
+    all, as the blocks of one row, in the order of the first sweep. Costs O(num_ids).
     Status: DOUBLE_FREE if a block is named more often than it is held, UNKNOWN_BLOCK.
     """
-    known, unknown = _known(pool, block_ids, mask)
+    has = has_content(pool, block_ids)
+    sweeps = pool.policy.sweeps if sweep is None else (sweep,)
+    known, unknown = _known(pool, block_ids, mask if sweep is None else mask & sweep.takes(has))
     after = hold(pool, block_ids, known, -1)
     place = after.free_queue.place[block_ids]
     double_free = jnp.any(known & (place > FreeQueue.NOT_QUEUED))
@@ -148,8 +154,9 @@ def free(
     pool = hold(after, block_ids, known & refused, 1)
     is_free = known & ~refused & (place == FreeQueue.NOT_QUEUED)
     queue, is_freed = free_queue.last_namings(pool.free_queue, block_ids, is_free)
-    group = jnp.zeros_like(block_ids) if group is None else group
-    queue = pool.policy.give_back(queue, Freed(block_ids, is_freed, has_content(pool, block_ids), group))
+    for each in sweeps:
+        way = slice(None, None, 1 if each.last_block_first == sweeps[0].last_block_first else -1)
+        queue = each.push(queue, block_ids[way], (is_freed & each.takes(has))[way])
     return replace(pool, free_queue=queue), FreeInfo(
         num_freed=jnp.sum(is_freed, dtype=jnp.int32),
         status=flag(double_free, Status.DOUBLE_FREE) | flag(unknown, Status.UNKNOWN_BLOCK),

@@ -3,6 +3,8 @@
 Every transition acts on all rows at once, with exactly the result of going row by row, and on all or none.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -14,8 +16,9 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import check
 from jaxpaged.memory import block_pool, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
-from jaxpaged.memory.entries import first_equal, number_through
+from jaxpaged.memory.entries import first_equal, in_pieces, number_through
 from jaxpaged.memory.free_queue import FreeQueue
+from jaxpaged.memory.policies import Sweep
 from jaxpaged.memory.prefix_cache import Chain
 from jaxpaged.status import Status
 
@@ -97,7 +100,9 @@ def append(
     needed = cdiv(seq_lens, tables.block_size)
     table_full = jnp.any(needed > tables.max_blocks_per_seq)
 
-    last_ids, writes, copies = _last_blocks(tables, num_new_tokens)
+    last_ids = last_blocks(tables)
+    writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
+    copies = _must_copy(pool, last_ids, writes)
     num_new = needed - held + copies
     pool, allocated = block_pool.allocate(
         pool, jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)), max_new_blocks
@@ -134,25 +139,20 @@ def append(
     )
 
 
-def num_new_blocks(tables: BlockTables, num_new_tokens: Int[Array, " max_seqs"]) -> Int[Array, " max_seqs"]:
-    """Blocks that each row takes when so many tokens are appended, copies included."""
-    needed = cdiv(tables.seq_lens + num_new_tokens, tables.block_size) - tables.num_blocks
-    return needed + must_copy(tables, num_new_tokens)
+def last_blocks(tables: BlockTables) -> Int[Array, " max_seqs"]:
+    """Each row's last block; NULL_BLOCK of a row that holds none."""
+    return tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(tables.num_blocks - 1, 0)]
 
 
-def must_copy(tables: BlockTables, num_new_tokens: Int[Array, " max_seqs"]) -> Bool[Array, " max_seqs"]:
-    """Which rows' last blocks are copied when so many tokens are appended, because others hold them too."""
-    *_, copies = _last_blocks(tables, num_new_tokens)
-    return copies
+def must_copy(
+    tables: BlockTables, last_ids: Int[Array, " max_seqs"], num_new_tokens: Int[Array, " max_seqs"]
+) -> Bool[Array, " max_seqs"]:
+    """Which rows have their last block copied when so many tokens are appended, because others hold it too.
 
-
-def _last_blocks(
-    tables: BlockTables, num_new_tokens: Int[Array, " max_seqs"]
-) -> tuple[Int[Array, " max_seqs"], Bool[Array, " max_seqs"], Bool[Array, " max_seqs"]]:
-    """Each row's last block, if the new tokens write into it, and if it has to be copied before."""
-    last_ids = tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(tables.num_blocks - 1, 0)]
-    writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
-    return last_ids, writes, _must_copy(tables.pool, last_ids, writes)
+    Their last blocks are given, as `last_blocks` has them: so the tables need not be read.
+    """
+    writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0) & (last_ids != NULL_BLOCK)
+    return _must_copy(tables.pool, last_ids, writes)
 
 
 def _must_copy(
@@ -190,7 +190,8 @@ def fork(
     unknown = jnp.any(mask & ~(exists & (tables.seq_lens[sources] > 0)))
     in_use = _any_in_use(tables, destinations, mask)
     done = mask & ~(unknown | in_use)
-    lines = jnp.where(done[:, None], tables.block_tables[sources], NULL_BLOCK)
+    # Read once, before it is written to: else the whole table is copied to be read twice.
+    lines = lax.optimization_barrier(jnp.where(done[:, None], tables.block_tables[sources], NULL_BLOCK))
     target = jnp.where(done, destinations, tables.max_seqs)
     tables = replace(
         tables,
@@ -213,27 +214,37 @@ def adopt(
     """Begin each masked row, empty so far, with the blocks that `prefix_cache.lookup` found for it.
 
     The blocks are touched, so that nothing allocated later can evict them. The row's salt is the lookup's.
-    Status: UNKNOWN_ROW, ROW_IN_USE, TABLE_FULL (the hit is longer than a row), UNKNOWN_BLOCK.
+    Costs what is hit. Status: UNKNOWN_ROW, ROW_IN_USE, TABLE_FULL (the hit is longer than a row),
+    UNKNOWN_BLOCK.
     """
     unknown = jnp.any(mask & ~_row_exists(tables, rows))
     in_use = _any_in_use(tables, rows, mask)
     table_full = jnp.any(mask & (chains.num_blocks > tables.max_blocks_per_seq))
-    done = mask & ~(unknown | in_use | table_full)
-    is_hit = done[:, None] & (jnp.arange(block_ids.shape[1]) < chains.num_blocks[:, None])
-    pool, touched = block_pool.touch(tables.pool, block_ids.reshape(-1), is_hit.reshape(-1))
+    is_hit = mask[:, None] & (jnp.arange(block_ids.shape[1]) < chains.num_blocks[:, None])
+    unknown_block = jnp.any(is_hit & ~((block_ids >= 0) & (block_ids < tables.pool.num_blocks)))
     status = (
-        touched.status
-        | flag(unknown, Status.UNKNOWN_ROW)
+        flag(unknown, Status.UNKNOWN_ROW)
         | flag(in_use, Status.ROW_IN_USE)
         | flag(table_full, Status.TABLE_FULL)
+        | flag(unknown_block, Status.UNKNOWN_BLOCK)
     )
-    target = jnp.where(done & (status == Status.OK), rows, tables.max_seqs)
-    width = min(block_ids.shape[1], tables.max_blocks_per_seq)
-    lines = jnp.where(is_hit, block_ids, NULL_BLOCK)[:, :width]
+    done = mask & (status == Status.OK)
+    target = jnp.where(done, rows, tables.max_seqs)
+    type Held = tuple[BlockPool, Int[Array, "max_seqs max_blocks_per_seq"]]
+
+    def hold(row: Array, k: Array, used: Array, held: Held) -> Held:
+        pool, block_tables = held
+        ids = block_ids[row, k]
+        pool, _ = block_pool.touch(pool, ids, used)
+        line = jnp.where(used, target[row], tables.max_seqs)
+        return pool, block_tables.at[line, k].set(ids, mode="drop")
+
+    counts = jnp.where(done, chains.num_blocks, 0)
+    pool, block_tables = in_pieces(counts, hold, (tables.pool, tables.block_tables))
     tables = replace(
         tables,
         pool=pool,
-        block_tables=tables.block_tables.at[target[:, None], jnp.arange(width)].set(lines, mode="drop"),
+        block_tables=block_tables,
         seq_lens=tables.seq_lens.at[target].set(chains.num_blocks * tables.block_size, mode="drop"),
         chains=jax.tree.map(lambda x, new: x.at[target].set(new, mode="drop"), tables.chains, chains),
     )
@@ -242,15 +253,16 @@ def adopt(
 
 def cache_full_blocks(
     tables: BlockTables,
-    token_ids: Int[Array, "max_seqs max_tokens"],
+    tokens_at: Callable[[Int[Array, "n block_size"], Int[Array, "n block_size"]], Int[Array, "n block_size"]],
     num_tokens: Int[Array, " max_seqs"],
     *,
     max_blocks: int,
 ) -> tuple[BlockTables, StatusInfo]:
     """Make the full blocks among the first `num_tokens[r]` tokens of each row findable.
 
-    Call it when their K and V are written. `max_blocks` (static) bounds the blocks new to it over all rows.
-    Costs O(max_seqs + max_blocks), whatever the pool and the tables are.
+    Call it when their K and V are written. `tokens_at` is asked for the tokens by row and position, and only
+    for those. `max_blocks` (static) bounds the blocks new to it over all rows. Costs O(max_seqs +
+    max_blocks), whatever the pool and the tables are.
     Status: TOO_FEW_TOKENS (a row has not so many), TOO_MANY_BLOCKS.
     """
     if tables.pool.prefix_cache is None:
@@ -268,7 +280,7 @@ def cache_full_blocks(
         counts,
         row,
         tables.block_tables[row, col],
-        token_ids[row[:, None], positions],
+        tokens_at(jnp.broadcast_to(row[:, None], positions.shape), positions),
     )
     tables = replace(tables, pool=replace(tables.pool, prefix_cache=cache), chains=chains)
     return tables, StatusInfo(flag(too_few, Status.TOO_FEW_TOKENS) | flag(too_many, Status.TOO_MANY_BLOCKS))
@@ -277,31 +289,17 @@ def cache_full_blocks(
 def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[BlockTables, FreeInfo]:
     """Give back all blocks of the masked rows, row by row; the rows become empty.
 
-    In a row the first block goes first (or the last: `Policy.last_block_first`). Each round frees as many
-    rows as hold together no more blocks than a row can, and costs O(max_seqs + max_blocks_per_seq); if they
-    are empty there is none.
+    In a row the first block goes first, or the last: the policy's sweeps say so. Costs what the rows hold; if
+    they are empty, nothing.
     """
-    width = tables.max_blocks_per_seq
-    type Carry = tuple[BlockTables, FreeInfo]
+    rows = rows & ((tables.seq_lens > 0) | (tables.chains.salt != 0))  # cut to nothing, a row has its salt
 
-    def pending(tables: BlockTables) -> Bool[Array, " max_seqs"]:
-        return rows & (
-            (tables.seq_lens > 0) | (tables.chains.salt != 0)
-        )  # cut to nothing, a row has its salt
+    def free() -> tuple[BlockTables, FreeInfo]:
+        counts = jnp.where(rows, tables.num_held, 0)
+        freed, info = _release(tables, tables.num_skipped, counts)
+        return _clear(freed, rows & (info.status == Status.OK)), info
 
-    def goes_on(carry: Carry) -> Bool[Array, ""]:
-        # A refusal is a bug, and must not turn into an endless loop.
-        return jnp.any(pending(carry[0])) & (carry[1].status == Status.OK)
-
-    def free_some(carry: Carry) -> Carry:
-        tables, info = carry
-        counts = jnp.where(pending(tables), tables.num_held, 0)
-        some = pending(tables) & (jnp.cumsum(counts) <= width)
-        tables, freed = _release(tables, tables.num_skipped, jnp.where(some, counts, 0), width)
-        tables = _clear(tables, some & (freed.status == Status.OK))
-        return tables, FreeInfo(info.num_freed + freed.num_freed, info.status | freed.status)
-
-    return lax.while_loop(goes_on, free_some, (tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))))
+    return lax.cond(jnp.any(rows), free, lambda: (tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))))
 
 
 def reset(tables: BlockTables) -> tuple[BlockTables, FreeInfo]:
@@ -309,21 +307,18 @@ def reset(tables: BlockTables) -> tuple[BlockTables, FreeInfo]:
     return free_rows(tables, jnp.ones(tables.max_seqs, bool))
 
 
-def truncate(
-    tables: BlockTables, num_tokens: Int[Array, " max_seqs"], *, max_blocks: int | None = None
-) -> tuple[BlockTables, FreeInfo]:
+def truncate(tables: BlockTables, num_tokens: Int[Array, " max_seqs"]) -> tuple[BlockTables, FreeInfo]:
     """Give back the last `num_tokens[r]` tokens of each row r, and the blocks that hold nothing else.
 
-    In the order of `free_rows`. `max_blocks` (static) bounds these blocks; without it, they may be the whole
-    table. Costs O(max_seqs + max_blocks). Status: TOO_FEW_TOKENS (a row has not so many, or the window has
-    left what would be its end), TOO_MANY_BLOCKS.
+    In the order of `free_rows`. Costs O(max_seqs), and what is given back. Status: TOO_FEW_TOKENS (a row has
+    not so many, or the window has left what would be its end).
     """
     seq_lens = tables.seq_lens - num_tokens
     too_few = jnp.any((seq_lens < tables.num_skipped * tables.block_size) & (seq_lens != 0))
     left = jnp.where(seq_lens == 0, tables.num_skipped, cdiv(seq_lens, tables.block_size))
     counts = jnp.where(too_few, 0, tables.num_blocks - left)
     before = tables
-    tables, info = _release(tables, left, counts, max_blocks)
+    tables, info = _release(tables, left, counts)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     ok = status == Status.OK
     tables = replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
@@ -337,30 +332,30 @@ def truncate(
 
 
 def slide_window(
-    tables: BlockTables, num_skipped_tokens: Int[Array, " max_seqs"], *, max_blocks: int | None = None
+    tables: BlockTables, num_skipped_tokens: Int[Array, " max_seqs"]
 ) -> tuple[BlockTables, FreeInfo]:
     """Free the blocks that hold nothing but the first `num_skipped_tokens[r]` tokens of row r.
 
-    The null block stands in for them. Order and `max_blocks` as in `truncate`.
-    Status: TOO_FEW_TOKENS (a row has not so many), TOO_MANY_BLOCKS.
+    The null block stands in for them. Order and costs as in `truncate`.
+    Status: TOO_FEW_TOKENS (a row has not so many).
     """
     too_few = jnp.any(num_skipped_tokens > tables.seq_lens)
     num_skipped = jnp.maximum(num_skipped_tokens // tables.block_size, tables.num_skipped)
     counts = jnp.where(too_few, 0, num_skipped - tables.num_skipped)
-    tables, info = _release(tables, tables.num_skipped, counts, max_blocks)
+    tables, info = _release(tables, tables.num_skipped, counts)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     num_skipped = jnp.where(status == Status.OK, num_skipped, tables.num_skipped)
     return replace(tables, num_skipped=num_skipped), replace(info, status=status)
 
 
 def slide_windows(
-    tables: BlockTables, rows: Bool[Array, " max_seqs"], sliding_window: int | None, *, max_blocks: int
+    tables: BlockTables, rows: Bool[Array, " max_seqs"], sliding_window: int | None
 ) -> tuple[BlockTables, FreeInfo]:
     """`slide_window` past all that nothing to come in the masked rows can see; None: it sees everything."""
     if sliding_window is None:
         return tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))
     skipped = jnp.where(rows, num_unseen(tables.seq_lens, sliding_window), 0)
-    return slide_window(tables, skipped, max_blocks=max_blocks)
+    return slide_window(tables, skipped)
 
 
 def num_unseen(num_tokens: Int[Array, "*n"], sliding_window: int | None) -> Int[Array, "*n"]:
@@ -383,22 +378,30 @@ def slot_mapping(
 
 
 def _release(
-    tables: BlockTables,
-    first: Int[Array, " max_seqs"],
-    counts: Int[Array, " max_seqs"],
-    max_blocks: int | None,
+    tables: BlockTables, first: Int[Array, " max_seqs"], counts: Int[Array, " max_seqs"]
 ) -> tuple[BlockTables, FreeInfo]:
-    """Free `counts[r]` blocks of each row r from place `first[r]` on; the null block takes their places."""
-    size = tables.block_tables.size if max_blocks is None else max_blocks
-    too_many = jnp.sum(counts, dtype=jnp.int32) > size
-    counts = jnp.where(too_many, 0, counts)
-    row, k, used = number_through(counts, size)
-    col = first[row] + (counts[row] - 1 - k if tables.pool.policy.last_block_first else k)
-    pool, info = block_pool.free(tables.pool, tables.block_tables[row, col], used, group=row)
-    cleared = jnp.where(used & (info.status == Status.OK), row, tables.max_seqs)
-    block_tables = tables.block_tables.at[cleared, col].set(NULL_BLOCK, mode="drop")
-    status = info.status | flag(too_many, Status.TOO_MANY_BLOCKS)
-    return replace(tables, pool=pool, block_tables=block_tables), FreeInfo(info.num_freed, status)
+    """Free `counts[r]` blocks of each row r from place `first[r]` on; the null block takes their places.
+
+    Refused is what tables that are broken already name too often; what goes before it is freed.
+    """
+    type Carry = tuple[BlockTables, FreeInfo]
+    sweeps = tables.pool.policy.sweeps
+
+    def free_some(sweep: Sweep, row: Array, k: Array, used: Array, carry: Carry) -> Carry:
+        tables, info = carry
+        col = first[row] + (counts[row] - 1 - k if sweep.last_block_first else k)
+        pool, freed = block_pool.free(tables.pool, tables.block_tables[row, col], used, sweep)
+        tables = replace(tables, pool=pool)
+        if sweep is sweeps[-1]:  # what the others take they still find by name
+            cleared = jnp.where(used & (freed.status == Status.OK), row, tables.max_seqs)
+            block_tables = tables.block_tables.at[cleared, col].set(NULL_BLOCK, mode="drop")
+            tables = replace(tables, block_tables=block_tables)
+        return tables, FreeInfo(info.num_freed + freed.num_freed, info.status | freed.status)
+
+    carry: Carry = tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))
+    for sweep in sweeps:
+        carry = in_pieces(counts, functools.partial(free_some, sweep), carry)
+    return carry
 
 
 def _clear(tables: BlockTables, rows: Bool[Array, " max_seqs"], *, keep_salt: bool = False) -> BlockTables:

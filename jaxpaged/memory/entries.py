@@ -1,24 +1,48 @@
 """Flat entries: a batch's things of unequal number a row, laid out one after the other in a fixed array."""
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jaxpaged.arithmetic import cdiv
+
+# Entries that a loop over things of unknown number takes at a time.
+PIECE = 128
+
 
 def number_through(
-    counts: Int[Array, " rows"], num_entries: int
+    counts: Int[Array, " rows"], num_entries: int, first: int | Int[Array, ""] | None = None
 ) -> tuple[Int[Array, " num_entries"], Int[Array, " num_entries"], Bool[Array, " num_entries"]]:
     """Lay out `counts[r]` things of each row r: each entry's row, its number in the row, and if it is one.
 
-    Rows never decrease, not even in the entries that are left over.
+    Rows never decrease, not even in the entries that are left over. With a `first`, only from that thing on.
     """
     end = jnp.cumsum(counts, dtype=jnp.int32)
     start = end - counts
-    row = jnp.cumsum(jnp.zeros(num_entries, jnp.int32).at[start].add(1, mode="drop"), dtype=jnp.int32) - 1
     index = jnp.arange(num_entries, dtype=jnp.int32)
+    if first is None:
+        begins = start
+    else:
+        begins, index = jnp.maximum(start - first, 0), index + first
+    row = jnp.cumsum(jnp.zeros(num_entries, jnp.int32).at[begins].add(1, mode="drop"), dtype=jnp.int32) - 1
     return row, index - start[row], index < end[-1]
+
+
+def in_pieces[Carry](
+    counts: Int[Array, " rows"], take: Callable[[Array, Array, Array, Carry], Carry], carry: Carry
+) -> Carry:
+    """Take `counts[r]` things of each row r, row by row, PIECE at a time: costs what there is.
+
+    `take` gets the entries of a piece as `number_through` has them, and what the piece before it gave back.
+    """
+
+    def take_piece(i: int | Int[Array, ""], carry: Carry) -> Carry:
+        return take(*number_through(counts, PIECE, i * PIECE), carry)
+
+    return lax.fori_loop(0, cdiv(jnp.sum(counts, dtype=jnp.int32), PIECE), take_piece, carry)
 
 
 def dealt(counts: Int[Array, " rows"], num: int) -> Int[Array, " rows"]:
@@ -68,13 +92,3 @@ def after_reading(read: Int[Array, "*n"], value: Int[Array, "*n"] | int) -> Int[
     read. Else XLA is free to write first, and copies the whole array to be safe.
     """
     return jnp.maximum(read, value)
-
-
-def reversed_groups(group: Int[Array, " n"]) -> Int[Array, " n"]:
-    """The order that turns each group of equal neighbours around, but leaves the groups in theirs."""
-    index = jnp.arange(group.shape[0], dtype=jnp.int32)
-    is_first = (index == 0) | (group != jnp.roll(group, 1))
-    is_last = jnp.roll(is_first, -1) | (index == index[-1])
-    first = lax.cummax(jnp.where(is_first, index, 0))
-    last = lax.cummin(jnp.where(is_last, index, index[-1]), reverse=True)
-    return first + last - index

@@ -17,18 +17,19 @@ from jaxtyping import Array, Bool, Int
 
 from jaxpaged.checks import check
 from jaxpaged.memory import free_queue
-from jaxpaged.memory.entries import reversed_groups
 from jaxpaged.memory.free_queue import FreeQueue
 
 
 @dataclass(frozen=True)
-class Freed:
-    """Blocks that nobody holds any more, in the order in which they were given back."""
+class Sweep:
+    """A walk over the blocks that rows give back, row by row, in which each goes to the same end."""
 
-    block_ids: Int[Array, " n"]
-    mask: Bool[Array, " n"]  # where there is one; each block once
-    has_content: Bool[Array, " n"]  # which can still be found
-    group: Int[Array, " n"]  # equal neighbours were given back together: the blocks of a row
+    push: Callable[[FreeQueue, Int[Array, " n"], Bool[Array, " n"]], FreeQueue]  # those masked, one by one
+    last_block_first: bool = False  # the way through a row
+    content: bool | None = None  # passes over blocks whose content can be found (False), or cannot (True)
+
+    def takes(self, has_content: Bool[Array, " n"]) -> Bool[Array, " n"]:
+        return jnp.ones_like(has_content) if self.content is None else has_content == self.content
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Policy:
 
     name: str
     new_queue: Callable[[int], FreeQueue]  # of all `num_blocks` blocks but the null block
-    give_back: Callable[[FreeQueue, Freed], FreeQueue]
-    last_block_first: bool = False  # a row gives its blocks back from the last to the first
+    sweeps: tuple[Sweep, ...]  # how blocks are given back; each block is taken by one of them
     copies_last: bool = False  # of the blocks that a row takes, the one for its copy-on-write is the last
     unshares_in_swap: bool = False  # a block that several swapped rows share is copied for each of them
     keeps_content: bool = False  # free blocks stay findable as long as may be
@@ -52,31 +52,29 @@ def highest_first(num_blocks: int) -> FreeQueue:
     return free_queue.create(jnp.arange(1, num_blocks, dtype=jnp.int32)[::-1], num_blocks)
 
 
-def to_head(queue: FreeQueue, freed: Freed) -> FreeQueue:
+def to_head(queue: FreeQueue, block_ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> FreeQueue:
     """What was freed last is taken first."""
-    return free_queue.push_front(queue, freed.block_ids, freed.mask)
+    return free_queue.push_front(queue, block_ids, mask)
 
 
-def to_tail(queue: FreeQueue, freed: Freed) -> FreeQueue:
+def to_tail(queue: FreeQueue, block_ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> FreeQueue:
     """What was freed first is taken first: the least recently used."""
-    return free_queue.push_back(queue, freed.block_ids, freed.mask)
-
-
-def by_content(queue: FreeQueue, freed: Freed) -> FreeQueue:
-    """With content to the tail; without, to the head, a group last to first, so that it is taken in order."""
-    order = reversed_groups(freed.group)
-    queue = free_queue.push_front(queue, freed.block_ids[order], (freed.mask & ~freed.has_content)[order])
-    return free_queue.push_back(queue, freed.block_ids, freed.mask & freed.has_content)
+    return free_queue.push_back(queue, block_ids, mask)
 
 
 # vLLM v0's `BlockAllocator`.
-LIFO = Policy("lifo", highest_first, to_head)
+LIFO = Policy("lifo", highest_first, (Sweep(to_head),))
 # vLLM 0.6.3's `NaiveBlockAllocator`; its tables take the copy last, when they write the tokens.
-NAIVE = Policy("naive", lowest_first, to_head, copies_last=True, unshares_in_swap=True)
+NAIVE = Policy("naive", lowest_first, (Sweep(to_head),), copies_last=True, unshares_in_swap=True)
 # vLLM V1's `BlockPool`. The beginning of a prompt, which others may share, is given back and evicted last.
-LRU = Policy("lru", lowest_first, to_tail, last_block_first=True, keeps_content=True)
-# The same since mid-2026.
-LRU_SPLIT = Policy("lru_split", lowest_first, by_content, last_block_first=True, keeps_content=True)
+LRU = Policy("lru", lowest_first, (Sweep(to_tail, last_block_first=True),), keeps_content=True)
+# The same since mid-2026. What has no content goes to the head, a row's last block as the first to be taken.
+LRU_SPLIT = Policy(
+    "lru_split",
+    lowest_first,
+    (Sweep(to_tail, last_block_first=True, content=True), Sweep(to_head, content=False)),
+    keeps_content=True,
+)
 
 POLICIES = {policy.name: policy for policy in (LIFO, NAIVE, LRU, LRU_SPLIT)}
 

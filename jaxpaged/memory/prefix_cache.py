@@ -26,6 +26,7 @@ the same look-up finds 4, 2, 6. When 4 goes too, A is dead: slot 41 is empty, an
 are still there, but nothing leads to them any more, for a new A has another name.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -36,7 +37,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import content_rings, content_table
 from jaxpaged.memory.content_table import Entries, HashFn, PrefixCache, hash_block, names, parents
-from jaxpaged.memory.entries import first_equal, unbroken
+from jaxpaged.memory.entries import PIECE, first_equal, unbroken
 
 
 @jax.tree_util.register_dataclass
@@ -133,38 +134,59 @@ def has_content(cache: PrefixCache, block_ids: Int[Array, "*n"]) -> Bool[Array, 
 
 def lookup(
     cache: PrefixCache,
-    token_ids: Int[Array, " max_tokens"],
+    tokens_at: Callable[[Int[Array, "n block_size"]], Int[Array, "n block_size"]],
     num_tokens: Int[Array, ""],
     salt: Int[Array, ""],
+    *,
+    max_tokens: int,
 ) -> Hit:
     """Find the longest cached beginning of a prompt, leaving at least one token to compute.
 
-    Costs O(max_tokens), whatever the pool is. Takes nothing: touch the blocks before any other is allocated.
+    `tokens_at` is asked for the prompt's tokens by position, piece by piece, as far as they are found: costs
+    what is hit, whatever the pool and `max_tokens` (static, of any prompt) are. Takes nothing: touch the
+    blocks before any other is allocated.
     """
     block_size = cache.block_size
-    max_blocks = max((token_ids.shape[0] - 1) // block_size, 0)
-    blocks = token_ids[: max_blocks * block_size].reshape(max_blocks, block_size)
+    max_blocks = max((max_tokens - 1) // block_size, 0)
+    size = min(PIECE, max_blocks)
     start = root(cache, salt)
-    if max_blocks == 0:
+    if size == 0:
         return Hit(jnp.zeros(0, jnp.int32), start)
-    index = jnp.arange(max_blocks, dtype=jnp.int32)
-    entries = Entries(
-        token_ids=blocks,
-        hashes=start.hash + jnp.cumsum(cache.hash_fn(blocks, index), axis=0, dtype=jnp.uint32),
-        tip=jnp.broadcast_to(start.tip, (max_blocks, 2)),
-        is_first=index == 0,
-        mask=(index + 1) * block_size < num_tokens,
-    )
-    slot, hit = content_table.match(cache, entries)
-    num_hits = jnp.sum(hit, dtype=jnp.int32)
-    end = jnp.maximum(num_hits - 1, 0)
-    reached = Chain.of(
-        salt=start.salt, num_blocks=num_hits, tip=names(cache, slot[end]), hash=entries.hashes[end]
-    )
-    return Hit(
-        block_ids=jnp.where(hit, content_rings.first_of(cache, slot), 0),
-        chain=where(num_hits > 0, reached, start),
-    )
+    place = jnp.arange(size, dtype=jnp.int32)
+    type Walk = tuple[Int[Array, " max_blocks"], Chain, Bool[Array, ""]]
+
+    def goes_on(walk: Walk) -> Bool[Array, ""]:
+        _, reached, all_hit = walk
+        return all_hit & ((reached.num_blocks + 1) * block_size < num_tokens)
+
+    def look(walk: Walk) -> Walk:
+        block_ids, reached, _ = walk
+        index = reached.num_blocks + place
+        token_ids = tokens_at(index[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32))
+        added = jnp.cumsum(cache.hash_fn(token_ids, index), axis=0, dtype=jnp.uint32)
+        piece = Entries(
+            token_ids=token_ids,
+            hashes=reached.hash + added,
+            tip=jnp.broadcast_to(reached.tip, (size, 2)),
+            is_first=place == 0,
+            mask=(index + 1) * block_size < num_tokens,
+        )
+        slot, hit = content_table.match(cache, piece)
+        num_hits = jnp.sum(hit, dtype=jnp.int32)
+        end = jnp.maximum(num_hits - 1, 0)
+        further = Chain.of(
+            salt=reached.salt,
+            num_blocks=reached.num_blocks + num_hits,
+            tip=names(cache, slot[end]),
+            hash=piece.hashes[end],
+        )
+        target = jnp.where(hit, index, max_blocks)
+        block_ids = block_ids.at[target].set(content_rings.first_of(cache, slot), mode="drop")
+        return block_ids, where(num_hits > 0, further, reached), num_hits == size
+
+    walk = (jnp.zeros(max_blocks, jnp.int32), start, jnp.bool_(True))
+    block_ids, reached, _ = lax.while_loop(goes_on, look, walk)
+    return Hit(block_ids, reached)
 
 
 def insert(

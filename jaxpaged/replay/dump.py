@@ -53,9 +53,9 @@ def report(engine: Engine | Driver, path: str | os.PathLike[str]) -> None:
     shot = engine.snapshot()
     events = []
     for queued in shot.queue:
-        request, answer = queued.request, queued.answer
-        line = empty_rows(1, len(request.prompt_token_ids) + len(answer), shot.vocab_size)
-        engine.door.write(line, 0, request, answer)
+        line = empty_rows(1, len(queued.token_ids), shot.vocab_size)
+        engine.door.write(line, 0, queued.request, len(queued.token_ids))
+        np.asarray(line.token_ids)[0] = queued.token_ids
         events.append(Event(0, line))
     dump(shot.state, path, step_config=shot.step_config, vocab_size=shot.vocab_size, events=events)
 

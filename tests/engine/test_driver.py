@@ -8,6 +8,7 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import driver as driver_module
 from jaxpaged.engine import loop, machine
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.state import FinishReason
@@ -77,6 +78,14 @@ def test_a_long_prompt_is_computed_while_others_decode():
     answers = tiny.drain(driver)
     assert answers[second].token_ids == tiny.reference_answer(tuple(long), 4)
     assert set(answers) == {first, second}
+
+
+def test_prompts_are_written_in_pieces(monkeypatch):
+    monkeypatch.setattr(driver_module, "SUBMIT_TOKENS", 16)
+    driver = tiny.driver()
+    prompts = tiny.prompts([100, 3, 16, 60])
+    answers = tiny.generate(driver, prompts, tiny.greedy(5))
+    assert answers == [tiny.reference_answer(tuple(prompt), 5) for prompt in prompts]
 
 
 def test_a_request_may_fill_the_model_length_exactly():
@@ -193,7 +202,8 @@ def test_the_likeliest_tokens_are_told_in_order_with_ranks():
 
 def test_the_loop_compiles_once_whatever_comes():
     driver = tiny.driver(**tiny.SMALL)
-    compiled = loop.run._cache_size(), loop.submit._cache_size(), loop.abort._cache_size()
+    programs = loop.run, loop.submit, loop.write_tokens, loop.abort
+    compiled = [program._cache_size() for program in programs]
     for seed in range(3):
         lengths = np.random.default_rng(seed).integers(1, 90, 7).tolist()
         mixes = [*MIXES, {"logprobs": 5}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}]
@@ -202,7 +212,7 @@ def test_the_loop_compiles_once_whatever_comes():
         driver.turn()
         driver.abort(ids[2:4])
         tiny.drain(driver)
-    assert (loop.run._cache_size(), loop.submit._cache_size(), loop.abort._cache_size()) == compiled
+    assert [program._cache_size() for program in programs] == compiled
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine import Phase, Request
 from tests.engine.lockstep import VOCAB, Event, LockStep, Setting, workloads
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
+pytestmark = pytest.mark.usefixtures("unoptimized", "small_pieces")
 
 SETTINGS = [
     Setting("roomy", num_blocks=1 + 90),
@@ -78,6 +78,20 @@ def test_answers_of_one_prompt_share_its_blocks_and_compute_it_once():
         lock.step()
     assert lock.seen["forked"] == lock.seen["copied"] == 2
     assert lock.seen["hits"] == prompt_len // block_size
+
+
+def test_who_was_turned_away_is_looked_up_again_when_others_hold_enough_of_it():
+    """Its first 14 blocks are not there when it is first looked up, and are in the next step."""
+    lock = LockStep(SETTINGS[1])
+    shared = tuple(i % VOCAB for i in range(56))
+    lock.happen(Event((Request(0, shared, 60), Request(1, (*shared, 1, 2, 3, 4), 62))))
+    lock.step()
+    assert lock.state.turned_away.tolist() == [1, 0 + 14 + 14]  # taken by the other one, and published
+    lock.step()
+    waited = lock.oracle.rows[1]
+    assert waited is not None
+    assert waited.phase is Phase.RUNNING
+    lock.run([])
 
 
 def request(arrival: int, prompt_len: int, max_num_tokens: int, priority: int) -> Request:

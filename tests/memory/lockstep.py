@@ -36,6 +36,19 @@ class Disagreement(AssertionError):
     """The two sides differ. The message names the verb and what differs."""
 
 
+def tokens_of(token_ids: Any) -> Callable[..., jax.Array]:
+    """What gives the prefix cache an array's tokens: of one line by position, of several by row as well."""
+    return lambda *at: jnp.asarray(token_ids)[at]
+
+
+def look_up(cache: prefix_cache.PrefixCache, line: Any, num_tokens: Any, salt: Any) -> prefix_cache.Hit:
+    return prefix_cache.lookup(cache, tokens_of(line), num_tokens, salt, max_tokens=len(line))
+
+
+def commit(tables: BlockTables, token_ids: Any, num_tokens: Any, *, max_blocks: int) -> Any:
+    return block_table.cache_full_blocks(tables, tokens_of(token_ids), num_tokens, max_blocks=max_blocks)
+
+
 def transitions(policy: Policy) -> dict[str, Callable[..., Any]]:
     """Every verb with its static sizes, each of which makes one shape."""
 
@@ -57,9 +70,9 @@ def transitions(policy: Policy) -> dict[str, Callable[..., Any]]:
     }
     if policy.keeps_content:
         verbs |= {
-            "lookup": lambda tables, *args: prefix_cache.lookup(tables.pool.prefix_cache, *args),
+            "lookup": lambda tables, *args: look_up(tables.pool.prefix_cache, *args),
             "adopt": block_table.adopt,
-            "commit": functools.partial(block_table.cache_full_blocks, max_blocks=MAX_SEQS * MAX_BLOCKS),
+            "commit": functools.partial(commit, max_blocks=MAX_SEQS * MAX_BLOCKS),
             "touch": on_pool(block_pool.touch),
             "evict": on_pool(block_pool.evict),
             "reset_cache": on_pool(block_pool.reset_prefix_cache),

@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
-from jaxpaged.memory.entries import dealt, first_equal
+from jaxpaged.memory import entries
+from jaxpaged.memory.entries import dealt, first_equal, in_pieces
 from tests import quick
 
 
@@ -27,3 +29,20 @@ def test_dealt() -> None:
     for num in range(11):
         rows = [row for row, count in enumerate(counts.tolist()) for _ in range(count)]
         assert dealt(counts, num).tolist() == [rows[:num].count(row) for row in range(4)]
+
+
+def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thing once, row by row, whatever row a piece begins or ends in."""
+    monkeypatch.setattr(entries, "PIECE", 4)
+    counts = [2, 0, 3, 7, 0]
+    want = [(row, k) for row, count in enumerate(counts) for k in range(count)]
+
+    def note(row: Array, k: Array, used: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        seen, num = carry
+        place = jnp.where(used, num + jnp.arange(4), len(want))
+        return seen.at[place].set(jnp.stack([row, k], axis=1), mode="drop"), num + jnp.sum(used)
+
+    nothing = jnp.zeros((len(want), 2), jnp.int32), jnp.int32(0)
+    seen, num = quick.jit(lambda counts: in_pieces(counts, note, nothing))(jnp.array(counts))
+    assert int(num) == len(want)
+    assert [tuple(pair) for pair in seen.tolist()] == want

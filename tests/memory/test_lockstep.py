@@ -13,6 +13,7 @@ from tests.memory.lockstep import MAX_BLOCKS, MAX_EVICTED, MAX_SEQS, NUM_BLOCKS,
 # Soaking: JAXPAGED_SOAK=20 runs twenty times as many histories.
 SOAK = int(os.environ.get("JAXPAGED_SOAK", "1"))
 
+pytestmark = pytest.mark.usefixtures("small_pieces")
 SHRINK = os.environ.get("JAXPAGED_SHRINK") == "1"
 
 rows = st.integers(0, MAX_SEQS - 1)

@@ -15,6 +15,7 @@ from jaxpaged.memory.policies import LRU, LRU_SPLIT, Policy
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
 from tests import quick
+from tests.memory import lockstep
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3
@@ -27,8 +28,8 @@ def constant_hash(token_ids: Int[Array, "*n block_size"], index: Int[Array, "*n"
 
 
 append = quick.jit(block_table.append, static_argnames="max_new_blocks")
-commit = quick.jit(block_table.cache_full_blocks, static_argnames="max_blocks")
-find = quick.jit(prefix_cache.lookup)
+commit = quick.jit(lockstep.commit, static_argnames="max_blocks")
+find = quick.jit(lockstep.look_up)
 free_rows = quick.jit(block_table.free_rows)
 
 
