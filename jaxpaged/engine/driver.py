@@ -266,7 +266,7 @@ class Driver:
         waiting.sort(reverse=True)
         if self._queue[0].request.order > waiting[0][0]:
             return  # always so where the first to come is the first served
-        num_free = np.count_nonzero(self._arrivals == 0)
+        num_free = int(np.count_nonzero(self._arrivals == 0))
         urgent = heapq.nsmallest(num_free + len(waiting), self._queue)[num_free:]
         recalled = []
         for (order, row), queued in zip(waiting, urgent, strict=False):
@@ -330,15 +330,13 @@ class Driver:
         self._note(report)
         return deltas
 
-    def _deltas(self, report: Report, rows: np.ndarray, num_new: Any) -> list[Delta]:
+    def _deltas(self, report: Any, rows: np.ndarray, num_new: Any) -> list[Delta]:
         """These rows' newest `num_new` tokens: the report has each row's last MAX_STEPS, oldest first."""
         ends = np.minimum(report.num_tokens, MAX_STEPS)
-        columns = (rows, ends[rows], num_new[rows], report.new_token_ids[rows], report.new_logprobs[rows])
-        columns += (report.num_hit_tokens[rows], report.finish_reason[rows])
+        told = report.new_token_ids, report.new_logprobs, report.num_hit_tokens, report.finish_reason
+        columns = [column[rows].tolist() for column in (ends, num_new, *told)]
         deltas = []
-        for row, end, n, token_ids, logprobs, num_hits, reason in zip(
-            *(c.tolist() for c in columns), strict=True
-        ):
+        for row, end, n, token_ids, logprobs, num_hits, reason in zip(rows.tolist(), *columns, strict=True):
             place = self._places[row]
             assert place is not None  # for it has an arrival
             new = slice(end - n, end)
