@@ -341,19 +341,13 @@ class Driver:
         self._note(report)
         return deltas
 
-    def _deltas(self, report: Report, rows: np.ndarray, num_new: Any) -> list[Delta]:
+    def _deltas(self, report: Any, rows: np.ndarray, num_new: Any) -> list[Delta]:
         """These rows' newest `num_new` tokens: the report has each row's last MAX_STEPS, oldest first."""
         ends = np.minimum(report.num_tokens, MAX_STEPS)
-        columns: list[Any] = [
-            ends,
-            num_new,
-            report.new_token_ids,
-            report.num_hit_tokens,
-            report.finish_reason,
-        ]
-        columns = [rows, *(column[rows] for column in columns)]
+        told = report.new_token_ids, report.num_hit_tokens, report.finish_reason
+        columns = [column[rows].tolist() for column in (ends, num_new, *told)]
         deltas = []
-        for row, end, n, token_ids, num_hits, reason in zip(*(c.tolist() for c in columns), strict=True):
+        for row, end, n, token_ids, num_hits, reason in zip(rows.tolist(), *columns, strict=True):
             place = self._places[row]
             assert place is not None  # for it has an arrival
             request, new = place.request, slice(end - n, end)
