@@ -22,6 +22,7 @@ from jaxpaged.engine.loop import MAX_STEPS, Report
 from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
 from jaxpaged.engine.request import Delta, Door, Request, Score, arrival_of
 from jaxpaged.engine.state import Counter, EngineState, FinishReason, HostPool, Phase, empty_rows, without_kv
+from jaxpaged.engine.step import PromptScores, no_prompt_scores
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
@@ -63,6 +64,7 @@ class _Place:
     answer: list[int]  # tokens read so far
     waits: bool = True  # not aborted, and waiting when last heard of: new, or preempted
     is_aborted: bool = False
+    prompt_scores: dict[int, list[Score]] = dataclasses.field(default_factory=dict)  # by a tile's first place
 
     @property
     def arrival(self) -> int:
@@ -213,7 +215,8 @@ class Driver:
         """Compile the loop, or read it from disk; then run none of its steps, so that all is ready."""
         start = time.perf_counter()
         arrays = self._params, self._state, np.int32(0), np.bool_(False)
-        report = jax.eval_shape(loop.report, self._state)
+        told = no_prompt_scores(self.step_config, self.config.num_rows)
+        report = jax.eval_shape(loop.report, self._state, told)
         self._kept_run: Callable[..., tuple[EngineState, Report]] | None = programs.kept(
             functools.partial(loop.run.lower, self._graphdef, *arrays, config=self.step_config),
             made_from=("run", self.door.model_config, resolve_dtype(self.config), self.step_config),
@@ -222,7 +225,7 @@ class Driver:
         )
         self._submit([])
         self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
-        jax.block_until_ready(self._run(max_steps=0))
+        jax.block_until_ready((self._run(max_steps=0), loop.recent_scores(self._state)))
         logging.info("compiled in %.1f s", time.perf_counter() - start)
 
     def _run(self, max_steps: int) -> Report:
@@ -231,6 +234,8 @@ class Driver:
             self._state, report = self._kept_run(*arrays)
         else:
             self._state, report = loop.run(self._graphdef, *arrays, config=self.step_config)
+        if any(place and place.request.params.logprobs is not None for place in self._places):
+            report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state))
         return report
 
     def _recall_less_urgent(self) -> None:
@@ -277,10 +282,10 @@ class Driver:
         self._state = loop.submit(self._state, requests, rows)
 
     def _read(self, unread: Report) -> list[Delta]:
-        report: Report = jax.device_get(dataclasses.replace(unread, new_scores=None))
+        report: Report = jax.device_get(dataclasses.replace(unread, prompt_scores=None))
         raise_if_error(int(report.status))
-        if any(place and place.request.params.logprobs is not None for place in self._places):
-            report = dataclasses.replace(report, new_scores=jax.device_get(unread.new_scores))
+        if any(place and place.request.params.prompt_logprobs is not None for place in self._places):
+            self._note_prompts(report, jax.device_get(unread.prompt_scores))
         deltas = []
         for row, place in enumerate(self._places):
             # A row filled after this run began is not in its report.
@@ -291,6 +296,9 @@ class Driver:
             reason = FinishReason(int(report.finish_reason[row]))
             if num_new or reason:
                 delta = _delta(report, row, place.request, num_new, reason)
+                if not place.answer and delta.token_ids and place.request.params.prompt_logprobs is not None:
+                    scores = [its for _, tile in sorted(place.prompt_scores.items()) for its in tile]
+                    delta = dataclasses.replace(delta, prompt_scores=[None, *scores])
                 place.answer += delta.token_ids
                 deltas.append(delta)
             place.waits = int(report.phase[row]) in (Phase.WAITING, Phase.SWAPPED) and not place.is_aborted
@@ -298,6 +306,17 @@ class Driver:
                 self._places[row] = None
         self._note(report)
         return deltas
+
+    def _note_prompts(self, report: Report, told: PromptScores) -> None:
+        """Keep what was told of prompts until the first token of their answers."""
+        for tile, row in enumerate(told.row.tolist()):
+            place = self._places[row] if row < len(self._places) else None
+            if place is None or report.arrival[row] != place.arrival:
+                continue
+            request, start = place.request, int(told.start[tile])
+            places = tile, slice(len(request.prompt_token_ids) - 1 - start)
+            num_top = request.params.prompt_logprobs or 0
+            place.prompt_scores[start] = scores_of(told.scores, places, num_top)
 
     def _note(self, report: Report) -> None:
         """Bring the statistics up to date, and the time that a step takes."""

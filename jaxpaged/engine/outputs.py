@@ -67,19 +67,21 @@ def request_output(
 ) -> RequestOutput:
     """What is told of an answer, or of a part of it, that has its text."""
     named = tokenizer if request.params.detokenize else None
-    scores = answer.scores
+    scores, told = answer.scores, answer.prompt_scores
+    token_ids: list[int] = request.prompt_token_ids.tolist()
     finish_reason = FINISH_REASONS[answer.finish_reason]
     return RequestOutput(
         request_id=str(answer.request_id),
         prompt=prompt,
-        prompt_token_ids=request.prompt_token_ids.tolist(),
+        prompt_token_ids=token_ids,
+        prompt_logprobs=None if told is None else _logprobs(token_ids, told, named),
         outputs=[
             CompletionOutput(
                 index=0,
                 text=answer.text or "",
                 token_ids=answer.token_ids,
                 cumulative_logprob=None if scores is None else sum(score.logprob for score in scores),
-                logprobs=None if scores is None else _logprobs(answer.token_ids, scores, named),
+                logprobs=None if scores is None else _logprobs(answer.token_ids, scores, named),  # type: ignore[arg-type]  # none of these is None
                 finish_reason=finish_reason,
                 stop_reason=answer.stop_reason,
             )
@@ -90,12 +92,16 @@ def request_output(
     )
 
 
-def _logprobs(token_ids: Sequence[int], scores: Sequence[Score], tokenizer: Any) -> list[dict[int, Logprob]]:
+def _logprobs(
+    token_ids: Sequence[int], scores: Sequence[Score | None], tokenizer: Any
+) -> list[dict[int, Logprob] | None]:
     def entry(token: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
 
     return [
-        {token: entry(token, score.logprob, score.rank)}
+        None
+        if score is None
+        else {token: entry(token, score.logprob, score.rank)}
         | {other: entry(other, logprob, rank) for rank, (other, logprob) in enumerate(score.top, 1)}
         for token, score in zip(token_ids, scores, strict=True)
     ]

@@ -261,7 +261,7 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
     if cache is None:
         nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
         return nothing, jnp.bool_(False)
-    is_new = rows.phase[row] == Phase.WAITING
+    is_new = (rows.phase[row] == Phase.WAITING) & ~rows.tells_prompt[row]
     positions = jnp.arange(rows.token_ids.shape[1], dtype=jnp.int32)
     keys = cache_keys(rows, jnp.broadcast_to(row, positions.shape), positions, config)
     hit = prefix_cache.lookup(cache, keys, jnp.where(is_new, num_tokens, 0), salt)
@@ -300,7 +300,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
     state = replace(state, rows=rows)
-    num_lookup_tokens = jnp.where(is_new, rows.num_tokens[row], 0)
+    num_lookup_tokens = jnp.where(is_new & ~rows.tells_prompt[row], rows.num_tokens[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
 
