@@ -131,11 +131,14 @@ class SamplingParams:
         check("stop", self.stop, "None with detokenize=False", self.detokenize or not self.stop)
 
     def of_answer(self, index: int) -> Self:
-        """Those of one of the `n` answers, as a request for it alone would have them."""
+        """Those of one of the `n` answers, as a request for it alone would have them; only the first tells of
+        the prompt.
+        """
         if self.n == 1:
             return self
         seed = None if self.seed is None else (self.seed + index) % 2**32
-        return dataclasses.replace(self, n=1, seed=seed)
+        prompt_logprobs = None if index else self.prompt_logprobs
+        return dataclasses.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
     @classmethod
     def from_optional(cls, **options: Any) -> Self:

@@ -186,6 +186,20 @@ def test_log_probabilities_have_vllms_shape(llm):
     assert [e.decoded_token for e in each] == [llm.tokenizer.decode([token]) for token in with_them.token_ids]
 
 
+def test_log_probabilities_of_prompts_have_vllms_shape(llm):
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=2)
+    for _ in range(2):  # the second time all of it is in the cache
+        [result] = llm.generate("ab 12 cd", params, use_tqdm=False)
+        assert result.num_cached_tokens == 0
+        first, *others = result.prompt_logprobs
+        assert first is None
+        for token, place in zip(result.prompt_token_ids[1:], others, strict=True):
+            assert set(place) >= {token}
+            assert sorted(each.rank for each in place.values())[:2] == [1, 2]
+            assert place[token].decoded_token == llm.tokenizer.decode([token])
+    assert llm.generate("ab", GREEDY, use_tqdm=False)[0].prompt_logprobs is None
+
+
 def test_tokens_found_in_the_prefix_cache_are_counted(llm):
     [prompt] = tiny.prompts([20], seed=77)
     [cold] = llm.generate([prompt], GREEDY, use_tqdm=False)

@@ -203,10 +203,12 @@ def test_a_dump_comes_back_leaf_by_leaf(setting, tmp_path):
         replay.Event(4, request=line_of(Request(9, (4,), 2)), abort=8),
     ]
     config = dataclasses.replace(setting.config, attention="mosaic_gpu")
-    replay.dump(state, tmp_path / "f", step_config=config, vocab_size=13, events=events, answers={8: [5, 6]})
+    replay.dump(
+        state, tmp_path / "f", step_config=config, vocab_size=VOCAB_SIZE, events=events, answers={8: [5, 6]}
+    )
     dump = replay.load(tmp_path / "f")
     assert_equal(dump.state, state)
-    assert (dump.step_config, dump.vocab_size, dump.answers) == (config, 13, {8: [5, 6]})
+    assert (dump.step_config, dump.vocab_size, dump.answers) == (config, VOCAB_SIZE, {8: [5, 6]})
     for got, want in zip(dump.events, events, strict=True):
         assert (got.num_steps, got.abort) == (want.num_steps, want.abort)
         assert (got.request is None) == (want.request is None)
@@ -223,7 +225,7 @@ def test_a_hash_function_of_ones_own_is_refused(tmp_path):
     pool = dataclasses.replace(state.tables.pool, prefix_cache=cache)
     state = dataclasses.replace(state, tables=dataclasses.replace(state.tables, pool=pool))
     with pytest.raises(InputError, match="hash_fn=.* must be prefix_cache.hash_block"):
-        replay.dump(state, tmp_path / "f", step_config=STEP_CONFIG, vocab_size=13)
+        replay.dump(state, tmp_path / "f", step_config=STEP_CONFIG, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from jaxpaged.engine.state import (
     empty_rows,
     without_kv,
 )
+from jaxpaged.engine.step import PromptScores, no_prompt_scores
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
@@ -72,10 +73,17 @@ class _Place:
     request: Request
     answer: list[int]  # tokens read so far
     is_aborted: bool = False
+    prompt_scores: dict[int, list[Score]] = dataclasses.field(default_factory=dict)  # by a tile's first place
 
     @property
     def arrival(self) -> int:
         return arrival_of(self.request.request_id)
+
+    def take_prompt_scores(self) -> list[Score | None] | None:
+        """What was told of the prompt's tokens, where it is wanted, for the answer's first; then None."""
+        if self.answer or self.request.params.prompt_logprobs is None:
+            return None
+        return [None, *(score for _, tile in sorted(self.prompt_scores.items()) for score in tile)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +244,8 @@ class Driver:
         """Compile the loop, or read it from disk; then run none of its steps, so that all is ready."""
         start = time.perf_counter()
         arrays = self._params, self._state, np.int32(0), np.bool_(False)
-        report = jax.eval_shape(loop.report, self._state)
+        told = no_prompt_scores(self.step_config, self.config.num_rows)
+        report = jax.eval_shape(loop.report, self._state, told)
         self._kept_run: Callable[..., tuple[EngineState, Report]] | None = programs.kept(
             functools.partial(loop.run.lower, self._graphdef, *arrays, config=self.step_config),
             made_from=("run", self.door.model_config, resolve_dtype(self.config), self.step_config),
@@ -245,7 +254,7 @@ class Driver:
         )
         self._submit([])
         self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
-        jax.block_until_ready(self._run(max_steps=0))
+        jax.block_until_ready((self._run(max_steps=0), loop.recent_scores(self._state)))
         logging.info("compiled in %.1f s", time.perf_counter() - start)
 
     def _run(self, max_steps: int) -> Report:
@@ -254,6 +263,8 @@ class Driver:
             self._state, report = self._kept_run(*arrays)
         else:
             self._state, report = loop.run(self._graphdef, *arrays, config=self.step_config)
+        if any(place and place.request.params.logprobs is not None for place in self._places):
+            report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state))
         return report
 
     def _recall_less_urgent(self) -> None:
@@ -326,10 +337,10 @@ class Driver:
         self._arrivals[row] = 0
 
     def _read(self, unread: Report) -> list[Delta]:
-        report: Report = jax.device_get(dataclasses.replace(unread, new_scores=None))
+        report: Report = jax.device_get(dataclasses.replace(unread, prompt_scores=None))
         raise_if_error(int(report.status))
-        if any(place and place.request.params.logprobs is not None for place in self._places):
-            report = dataclasses.replace(report, new_scores=jax.device_get(unread.new_scores))
+        if any(place and place.request.params.prompt_logprobs is not None for place in self._places):
+            self._note_prompts(report, jax.device_get(unread.prompt_scores))
         # A row filled after this run began is not in its report.
         told = (self._arrivals != 0) & (np.asarray(report.arrival) == self._arrivals)
         num_new = report.num_tokens - self._num_tokens
@@ -352,7 +363,6 @@ class Driver:
             assert place is not None  # for it has an arrival
             request, new = place.request, slice(end - n, end)
             num_top, its_tokens = request.params.logprobs, token_ids[new]
-            place.answer += its_tokens
             its_own = reason == FinishReason.STOP and its_tokens[-1] not in request.eos_token_ids
             deltas.append(
                 Delta(
@@ -362,10 +372,23 @@ class Driver:
                     num_hit_tokens=num_hits,
                     finish_reason=FinishReason(reason),
                     stop_reason=its_tokens[-1] if its_own else None,
+                    prompt_scores=place.take_prompt_scores() if its_tokens else None,
                     index=request.index,
                 )
             )
+            place.answer += its_tokens
         return deltas
+
+    def _note_prompts(self, report: Report, told: PromptScores) -> None:
+        """Keep what was told of prompts until the first token of their answers."""
+        for tile, row in enumerate(told.row.tolist()):
+            place = self._places[row] if row < len(self._places) else None
+            if place is None or report.arrival[row] != place.arrival:
+                continue
+            request, start = place.request, int(told.start[tile])
+            places = tile, slice(len(request.prompt_token_ids) - 1 - start)
+            num_top = request.params.prompt_logprobs or 0
+            place.prompt_scores[start] = scores_of(told.scores, places, num_top)
 
     def _note(self, report: Report) -> None:
         """Bring the statistics up to date, and the time that a step takes."""

@@ -21,7 +21,7 @@ from jaxpaged.engine.state import (
     create_tables,
     place_requests,
 )
-from jaxpaged.engine.step import step
+from jaxpaged.engine.step import PromptScores, advance, no_prompt_scores, step
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_pool
 from jaxpaged.memory.kv_cache import KVCache
@@ -40,9 +40,10 @@ class Report:
     finish_reason: Int[Array, " rows"]
     num_hit_tokens: Int[Array, " rows"]
     new_token_ids: Int[Array, "rows max_steps"]  # the row's last so many tokens, its newest at the end
-    new_scores: Scores | None  # the same tokens', of rows that want any; None where it was not fetched
+    new_scores: Scores | None  # the same tokens', from `recent_scores`, where they are wanted
     num_free_blocks: Int[Array, ""]
     num_cached_blocks: Int[Array, ""]  # free ones whose content can still be found
+    prompt_scores: PromptScores | None  # of the last step's prompt tiles; None where it was not fetched
     counters: Int[Array, " counters"]  # by `Counter`
     status: Int[Array, ""]
 
@@ -88,37 +89,37 @@ def run(
 ) -> tuple[EngineState, Report]:
     """Step until all rows are done or `max_steps`, at most MAX_STEPS, are made.
 
-    If the host has more requests than rows, also when a row is free and no request waits in another.
-    The model comes as `nnx.split(model)`. The state is donated: use the one returned.
+    If the host has more requests than rows, also when a row is free and no request waits in another; and
+    after a step that has something to tell of prompts. The model comes as `nnx.split(model)`. The state is
+    donated: use the one returned.
     """
     model = nnx.merge(graphdef, params)
-    type Carry = tuple[EngineState, Int[Array, ""]]
+    type Carry = tuple[EngineState, Int[Array, ""], PromptScores]
 
     def goes_on(carry: Carry) -> Bool[Array, ""]:
-        state, num_steps = carry
+        state, num_steps, told = carry
         rows = state.rows
         is_free = (rows.phase == Phase.FINISHED) | (rows.phase == Phase.EMPTY)
         starves = host_has_more & jnp.any(is_free) & ~jnp.any(rows.waiting)
-        return scheduler.any_work(rows) & (num_steps < jnp.minimum(max_steps, MAX_STEPS)) & ~starves
+        tells = jnp.any(told.row < rows.phase.shape[0])
+        may = (num_steps < jnp.minimum(max_steps, MAX_STEPS)) & ~starves & ~tells
+        return scheduler.any_work(rows) & may
 
-    def advance(carry: Carry) -> Carry:
-        state, num_steps = carry
-        return step(model, state, config)[0], num_steps + 1
+    def one_step(carry: Carry) -> Carry:
+        state, num_steps, told = carry
+        state, _, told = advance(model, state, config, told)
+        return state, num_steps + 1, told
 
-    state, _ = lax.while_loop(goes_on, advance, (state, jnp.int32(0)))
-    return state, report(state)
+    nothing = no_prompt_scores(config, state.tables.max_seqs)
+    state, _, told = lax.while_loop(goes_on, one_step, (state, jnp.int32(0), nothing))
+    return state, report(state, told)
 
 
-def report(state: EngineState) -> Report:
+def report(state: EngineState, told: PromptScores) -> Report:
     rows, pool = state.rows, state.tables.pool
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
     window = first[:, None] + jnp.arange(MAX_STEPS)
     row = jnp.arange(rows.phase.shape[0])[:, None]
-    new_scores = lax.cond(
-        jnp.any(rows.sampling.num_logprobs >= 0),
-        lambda: jax.tree.map(lambda ring: ring[row, window % MAX_STEPS], state.scores),
-        lambda: jax.tree.map(jnp.zeros_like, state.scores),
-    )
     is_free = (pool.ref_count == 0).at[block_pool.NULL_BLOCK].set(False)
     has_content = block_pool.has_content(pool, jnp.arange(pool.num_blocks))
     return Report(
@@ -128,12 +129,21 @@ def report(state: EngineState) -> Report:
         finish_reason=rows.finish_reason,
         num_hit_tokens=rows.num_hit_tokens,
         new_token_ids=rows.token_ids.at[row, window].get(mode="clip"),
-        new_scores=new_scores,
+        new_scores=None,
+        prompt_scores=told,
         num_free_blocks=pool.num_free,
         num_cached_blocks=jnp.sum(is_free & has_content, dtype=jnp.int32),
         counters=state.counters,
         status=state.status,
     )
+
+
+@jax.jit
+def recent_scores(state: EngineState) -> Scores:
+    """The scores of the tokens that a report has. Beside it, for most runs need none."""
+    first = jnp.maximum(state.rows.num_tokens - MAX_STEPS, 0)
+    place = (first[:, None] + jnp.arange(MAX_STEPS)) % MAX_STEPS
+    return jax.tree.map(lambda ring: ring[jnp.arange(place.shape[0])[:, None], place], state.scores)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

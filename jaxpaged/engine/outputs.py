@@ -76,10 +76,13 @@ def request_output(
     `request` is that for the first answer, `metrics` those of all.
     """
     named = tokenizer if request.params.detokenize else None
+    token_ids: list[int] = request.prompt_token_ids.tolist()
+    told = next((answer.prompt_scores for answer in answers if answer.index == 0), None)
     return RequestOutput(
         request_id=str(request.request_id),
         prompt=prompt,
-        prompt_token_ids=request.prompt_token_ids.tolist(),
+        prompt_token_ids=token_ids,
+        prompt_logprobs=None if told is None else _logprobs(token_ids, told, named),
         outputs=[_completion(answer, named) for answer in answers],
         finished=finished,
         metrics=_of_all(metrics),
@@ -94,7 +97,7 @@ def _completion(answer: Delta, tokenizer: Any) -> CompletionOutput:
         text=answer.text or "",
         token_ids=answer.token_ids,
         cumulative_logprob=None if scores is None else sum(score.logprob for score in scores),
-        logprobs=None if scores is None else _logprobs(answer.token_ids, scores, tokenizer),
+        logprobs=None if scores is None else _logprobs(answer.token_ids, scores, tokenizer),  # type: ignore[arg-type]  # none of these is None
         finish_reason=FINISH_REASONS[answer.finish_reason],
         stop_reason=answer.stop_reason,
     )
@@ -111,12 +114,16 @@ def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
     )
 
 
-def _logprobs(token_ids: Sequence[int], scores: Sequence[Score], tokenizer: Any) -> list[dict[int, Logprob]]:
+def _logprobs(
+    token_ids: Sequence[int], scores: Sequence[Score | None], tokenizer: Any
+) -> list[dict[int, Logprob] | None]:
     def entry(token: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
 
     return [
-        {token: entry(token, score.logprob, score.rank)}
+        None
+        if score is None
+        else {token: entry(token, score.logprob, score.rank)}
         | {other: entry(other, logprob, rank) for rank, (other, logprob) in enumerate(score.top, 1)}
         for token, score in zip(token_ids, scores, strict=True)
     ]

@@ -78,6 +78,8 @@ class Delta:
     finish_reason: FinishReason = FinishReason.NONE
     # What ended it, if its reason is STOP: a string or a token of the request's own, None for the model's.
     stop_reason: int | str | None = None
+    # Of the prompt's tokens, None for the first, where they were asked for: with the answer's first token.
+    prompt_scores: list[Score | None] | None = None
     # Of these tokens and those held back before: characters that are whole. None from an engine without a
     # tokenizer or where it was not wanted, and in the sink of a request without stop strings.
     text: str | None = None
@@ -148,8 +150,6 @@ class Door:
             max_num_tokens = min(len(prompt) + params.max_tokens, max_num_tokens)
         self._check_blocks(len(prompt), max_num_tokens, params)
         self._check_tokens(params)
-        told = params.prompt_logprobs
-        check("prompt_logprobs", told, "None: those of prompts are not kept yet", told is None)
         for name in ("stop", "bad_words"):
             has_text = self.tokenizer is not None or not getattr(params, name)
             check(name, getattr(params, name), "None for a model without a tokenizer", has_text)
@@ -196,6 +196,7 @@ class Door:
             (rows.prompt_lens, prompt_len),
             (rows.num_tokens, num_tokens),
             (rows.max_num_tokens, request.max_num_tokens),
+            (rows.num_prompt_logprobs, -1 if params.prompt_logprobs is None else params.prompt_logprobs),
             (options.temperature, max(temperature, LEAST_DIVISOR) if temperature else 0),
             (options.top_k, min(params.top_k, self.model_config.vocab_size)),
             (options.top_p, params.top_p),

@@ -359,7 +359,7 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
     if cache is None:
         nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
         return nothing, jnp.bool_(False)
-    is_new = rows.phase[row] == Phase.WAITING
+    is_new = (rows.phase[row] == Phase.WAITING) & ~rows.tells_prompt[row]
     hit = prefix_cache.lookup(
         cache,
         lambda positions: cache_keys(rows, jnp.full_like(positions, row), positions, config),
@@ -444,7 +444,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
     state = replace(state, rows=rows, turned_away=none_turned_away())
-    num_lookup_tokens = jnp.where(is_new, rows.num_tokens[row], 0)
+    num_lookup_tokens = jnp.where(is_new & ~rows.tells_prompt[row], rows.num_tokens[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
 

@@ -62,6 +62,7 @@ class Rows:
     max_num_tokens: Int[Array, " rows"]  # the request ends when it has so many
     finish_reason: Int[Array, " rows"]
     num_hit_tokens: Int[Array, " rows"]  # found in the prefix cache when the request first ran
+    num_prompt_logprobs: Int[Array, " rows"]  # of so many likeliest tokens, and the prompt's own; -1: none
     sampling: SamplingState
     rules: LogitRules  # its `stop_tokens` end an answer
 
@@ -77,6 +78,11 @@ class Rows:
     def waiting(self) -> Bool[Array, " rows"]:
         """Not running, but to run: new, or preempted."""
         return (self.phase == Phase.WAITING) | (self.phase == Phase.SWAPPED)
+
+    @property
+    def tells_prompt(self) -> Bool[Array, " rows"]:
+        """Whether log-probabilities of the prompt are wanted still. So all of it is computed, hits or not."""
+        return (self.num_prompt_logprobs >= 0) & (self.num_tokens == self.prompt_lens)
 
 
 NO_ROW = -1
@@ -155,6 +161,7 @@ def empty_rows(num_rows: int, max_model_len: int, vocab_size: int) -> Rows:
         max_num_tokens=zeros(),
         finish_reason=zeros(),
         num_hit_tokens=zeros(),
+        num_prompt_logprobs=zeros() - 1,
         sampling=SamplingState(
             temperature=zeros(dtype=np.float32),
             top_k=zeros(),

@@ -1,7 +1,7 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
+from jaxpaged.config import PREFILL_TILE
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision, Plan, Slots, Tiles
 from jaxpaged.engine.state import MAX_STEPS, Counter, EngineState, FinishReason, Phase, Rows
@@ -19,7 +20,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import AttentionBatch
-from jaxpaged.sampling import Context, Scores, edited, is_among, sample, score
+from jaxpaged.sampling import Context, Scores, edited, is_among, no_scores, sample, score
 from jaxpaged.status import Status
 from pallas_kernels.ops import TiledImplementation
 
@@ -48,7 +49,30 @@ class Model(Protocol):
     def logits(self, hidden: Hidden, /) -> Float[Array, "max_num_seqs vocab"]: ...
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PromptScores:
+    """What a step tells of prompts: for each place of a tile, of the token behind it."""
+
+    row: Int[Array, " num_tiles"]  # beyond all rows where a tile tells nothing
+    start: Int[Array, " num_tiles"]  # the tile's first position
+    scores: Scores  # [num_tiles, tile_len]; of places before the prompt's last
+
+
+def no_prompt_scores(config: StepConfig, num_rows: int) -> PromptScores:
+    num_tiles = cdiv(config.num_tiles, config.tiles_per_pass) * config.tiles_per_pass
+    nobody = jnp.full(num_tiles, num_rows, jnp.int32)
+    return PromptScores(nobody, jnp.zeros_like(nobody), no_scores(num_tiles, PREFILL_TILE))
+
+
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
+    """The next state, and what was decided: `advance` for who does not ask about prompts."""
+    return advance(model, state, config, no_prompt_scores(config, state.tables.max_seqs))[:2]
+
+
+def advance(
+    model: Model, state: EngineState, config: StepConfig, room: PromptScores
+) -> tuple[EngineState, Decision, PromptScores]:
     """Advance every running row: some by tiles of their prompt, the others by one token.
 
     Prompts are computed in passes of one shape, decoding rows in one of another, and logits in a third,
@@ -62,7 +86,7 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
     forks = state.rows.forking
     slots = scheduler.slots_of(state.rows.running | forks, config.max_num_seqs)
 
-    state, hidden = forward(model, state, plan, slots, config)
+    state, hidden, told = forward(model, state, plan, slots, config, room)
     state, hidden = share(state, hidden, slots, decision.leader_row)
     # A row whose every token is in the cache has its newest token's hidden state, and is due for the next.
     due = (ran & (state.tables.seq_lens == state.rows.num_tokens)) | forks
@@ -79,7 +103,7 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
     )
     state = publish(state, jnp.any(in_prompt), config)
     state = scheduler.loosen(state, scheduled)
-    return clean_up(scheduler.fork_tables(state, decision.leader_row, config), config), decision
+    return clean_up(scheduler.fork_tables(state, decision.leader_row, config), config), decision, told
 
 
 def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
@@ -105,38 +129,77 @@ def share(
 
 
 def forward(
-    model: Model, state: EngineState, plan: Plan, slots: Slots, config: StepConfig
-) -> tuple[EngineState, Hidden]:
+    model: Model, state: EngineState, plan: Plan, slots: Slots, config: StepConfig, room: PromptScores
+) -> tuple[EngineState, Hidden, PromptScores]:
     """Compute the plan's tokens: the prompts' in passes of a few tiles, then the decoding rows' in one.
 
     Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
-    Returns the hidden state of each slot's newest token, or of its prompt's last, where it was computed.
+    Returns the hidden state of each slot's newest token, or of its prompt's last, where it was computed; and
+    what is told of the prompts.
     """
     rows, tables = state.rows, state.tables
     width = config.tiles_per_pass
-    type Carry = tuple[KVCache, Hidden]
+    type Carry = tuple[KVCache, Hidden, PromptScores]
 
     def prefill(carry: Carry) -> Carry:
         all_tiles = scheduler.prompt_tiles(state, plan, cdiv(config.num_tiles, width) * width)
 
         def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
-            return compute(model, rows, tables, *carry, tiles, slots, config.attention)
+            kv_cache, hidden, told = carry
+            kv_cache, hidden, out = compute(
+                model, rows, tables, kv_cache, hidden, tiles, slots, config.attention
+            )
+            return kv_cache, hidden, tell(model, rows, tiles, out, told, i * width)
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
 
     def decode(carry: Carry) -> Carry:
         tiles = scheduler.decode_tiles(state, plan, slots)
-        return compute(model, rows, tables, *carry, tiles, slots, config.attention)
+        kv_cache, hidden, told = carry
+        kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config.attention)
+        return kv_cache, hidden, told
 
     def skip(carry: Carry) -> Carry:
         return carry
 
-    carry = state.kv_cache, jnp.zeros((config.max_num_seqs, model.hidden_size), model.dtype)
+    nothing = jnp.zeros((config.max_num_seqs, model.hidden_size), model.dtype)
+    nobody = jnp.full_like(room.row, rows.phase.shape[0])
+    carry = state.kv_cache, nothing, replace(room, row=nobody)
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = jnp.any((plan.num_tiles == 0) & (plan.num_new_tokens > 0))
-    kv_cache, hidden = lax.cond(decodes, decode, skip, carry)
-    return replace(state, kv_cache=kv_cache), hidden
+    kv_cache, hidden, told = lax.cond(decodes, decode, skip, carry)
+    return replace(state, kv_cache=kv_cache), hidden, told
+
+
+def tell(
+    model: Model,
+    rows: Rows,
+    tiles: Tiles,
+    out: Float[Array, "num_tiles tile_len hidden"],
+    told: PromptScores,
+    first: Int[Array, ""],
+) -> PromptScores:
+    """What tiles of prompts say of the tokens behind each place, for rows that want it, from line `first` on.
+
+    One tile at a time: so each has the same shape, and its bits; and logits of all would not fit.
+    """
+    wants = (tiles.end > 0) & rows.tells_prompt[tiles.row]
+
+    def tell_of(k: Int[Array, ""], told: PromptScores) -> PromptScores:
+        row, start = tiles.row[k], tiles.start[k]
+
+        def note() -> PromptScores:
+            position = start + jnp.arange(tiles.tile_len, dtype=jnp.int32)
+            behind = rows.token_ids.at[row, position + 1].get(mode="clip")
+            num_top = jnp.broadcast_to(rows.num_prompt_logprobs[row], position.shape)
+            new = score(model.logits(out[k]), behind, num_top)
+            scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), told.scores, new)
+            return PromptScores(told.row.at[first + k].set(row), told.start.at[first + k].set(start), scores)
+
+        return lax.cond(wants[k], note, lambda: told)
+
+    return lax.cond(jnp.any(wants), lambda: lax.fori_loop(0, wants.shape[0], tell_of, told), lambda: told)
 
 
 def compute(
@@ -148,10 +211,10 @@ def compute(
     tiles: Tiles,
     slots: Slots,
     attention: TiledImplementation,
-) -> tuple[KVCache, Hidden]:
+) -> tuple[KVCache, Hidden, Float[Array, "num_tiles tile_len hidden"]]:
     """Run the model over tiles whose tokens have places already.
 
-    Each row's newest goes to `hidden`, and its prompt's last.
+    Each row's newest goes to `hidden`, and its prompt's last. Returns the hidden states of all places, too.
     """
     positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
     row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
@@ -168,9 +231,10 @@ def compute(
     # A prompt that is computed again may end for a follower, who has no answer yet.
     is_prompts_last = tiles.end == rows.prompt_lens[tiles.row]
     is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))
-    last = out.reshape(*positions.shape, -1)[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
+    out = out.reshape(*positions.shape, -1)
+    last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])
-    return kv_cache, hidden.at[slot].set(last, mode="drop")
+    return kv_cache, hidden.at[slot].set(last, mode="drop"), out
 
 
 def answer(

@@ -105,8 +105,11 @@ class StandIn(nnx.Module):
     ) -> tuple[Float[Array, "num_tokens 1"], KVCache]:
         return jnp.zeros((token_ids.shape[0], 1)), cache
 
-    def logits(self, hidden: Float[Array, "max_num_seqs 1"]) -> Float[Array, "max_num_seqs vocab"]:
-        is_next = self.next_tokens[...][:, None] == jnp.arange(self.vocab_size)
+    def logits(self, hidden: Float[Array, "num_tokens 1"]) -> Float[Array, "num_tokens vocab"]:
+        next_tokens = jnp.resize(
+            self.next_tokens[...], hidden.shape[0]
+        )  # of a prompt's tile nobody asks them
+        is_next = next_tokens[:, None] == jnp.arange(self.vocab_size)
         return jnp.where(is_next, 0.0, -jnp.inf)
 
 

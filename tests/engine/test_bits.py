@@ -53,6 +53,7 @@ def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_na
             logit_bias=rng.choice([None, dict.fromkeys(range(40), 1.5)]),
             seed=i,
             logprobs=rng.choice([0, 5]),
+            prompt_logprobs=rng.choice([None, 3]),
         )
         for i in range(len(prompts))
     ]

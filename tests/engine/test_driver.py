@@ -200,13 +200,44 @@ def test_the_likeliest_tokens_are_told_in_order_with_ranks():
             np.testing.assert_allclose([score.logprob, *(value for _, value in score.top)], want, atol=1e-5)
 
 
+def test_log_probabilities_of_prompts_are_told_whole_whatever_is_cached():
+    """In a pool too small for all, of prompts whose beginnings are cached, beside some that want none."""
+    shared = tiny.prompts([24], seed=5)[0]
+    lengths = zip([0, 24, 24, 16, 8], tiny.prompts([1, 4, 9, 20, 3]), strict=True)
+    prompts = [shared[:n] + prompt for n, prompt in lengths]
+    params = [SamplingParams(max_tokens=45, temperature=0, prompt_logprobs=n) for n in (0, 5, None, 20, 1)]
+    driver = tiny.driver(**tiny.SMALL)
+    tiny.generate(driver, [shared], tiny.greedy(1))
+    ids = tiny.submit(driver, prompts, params)
+    answers = tiny.drain(driver)
+    assert driver.stats.num_preemptions > 0
+    for i, prompt, its in zip(ids, prompts, params, strict=True):
+        answer = answers[i]
+        assert answer.token_ids == tiny.reference_answer(tuple(prompt), 45)
+        if its.prompt_logprobs is None:
+            assert answer.prompt_scores is None
+            continue
+        assert answer.num_hit_tokens == 0
+        nothing, *scores = answer.prompt_scores
+        assert nothing is None
+        assert len(scores) == len(prompt) - 1
+        logits = tiny.reference_logits(tuple(prompt))
+        logprobs = reference_sampler.logprobs(logits)
+        for place, (token, score) in enumerate(zip(prompt[1:], scores, strict=True)):
+            ranking = reference_sampler.ranking(logits[place])
+            assert score.rank == 1 + ranking.index(token)
+            assert [other for other, _ in score.top] == ranking[: its.prompt_logprobs]
+            want = logprobs[place][[token, *ranking[: its.prompt_logprobs]]]
+            np.testing.assert_allclose([score.logprob, *(value for _, value in score.top)], want, atol=1e-5)
+
+
 def test_the_loop_compiles_once_whatever_comes():
     driver = tiny.driver(**tiny.SMALL)
     programs = loop.run, loop.submit, loop.write_tokens, loop.abort
     compiled = [program._cache_size() for program in programs]
     for seed in range(3):
         lengths = np.random.default_rng(seed).integers(1, 90, 7).tolist()
-        mixes = [*MIXES, {"logprobs": 5}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}]
+        mixes = [*MIXES, {"logprobs": 5, "prompt_logprobs": 2}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}]
         params = [SamplingParams(max_tokens=20, seed=seed, **mixes[(seed + i) % 10]) for i in range(7)]
         ids = tiny.submit(driver, tiny.prompts(lengths, seed), params)
         driver.turn()

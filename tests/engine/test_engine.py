@@ -513,7 +513,7 @@ def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypa
         return state, report
 
     def recorded_get(value: Any) -> Any:
-        events.append(("read", [report is value for report in reports].index(True)))
+        events.append(("read", [report.status is value.status for report in reports].index(True)))
         return device_get(value)
 
     monkeypatch.setattr(loop, "run", recorded_run)
