@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _decode_tile as decode
-from pallas_kernels import layout
+from pallas_kernels import layout, support
 from pallas_kernels._decode_tile import LOG2E, LOWEST, NUM_WARPS, WGMMA, Extras
 from pallas_kernels.support import Arrays, Options
 
@@ -437,6 +437,8 @@ def prompt_attention(
         raise NotImplementedError(
             f"mosaic_gpu serves tiles of at most {TILE_LENS[-1]} tokens, not {query_len}. Use 'xla'."
         )
+    if not interpret:
+        support.refuse_ptxas(support.ptxas_version())
     tile_len = next(length for length in TILE_LENS if length >= query_len)
     cache = layout.sizes(arrays.k_cache, options.kv_layout)
     p = Problem(
