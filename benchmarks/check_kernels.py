@@ -1,7 +1,8 @@
 """The kernels on this machine's GPU, compiled, against the NumPy oracle: right, and the same every time.
 
-    python -m benchmarks.check_kernels [--out FILE]    on a Hopper GPU
-    python -m benchmarks.check_kernels --smoke         a few of the cases in Pallas' GPU interpreter, on a CPU
+    python -m benchmarks.check_kernels [--out FILE]         on a Hopper GPU python -m benchmarks.check_kernels
+    --kernel prompts     one of the two kernels python -m benchmarks.check_kernels --smoke              a few
+    of the cases in Pallas' GPU interpreter, on a CPU
 
 JSON lines on stdout, one a case and version of the kernel: the error that is largest beside what is allowed
 there, and whether more runs gave the same bits. It fails if one is wrong or moves, and at once where JAX does
@@ -21,13 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from benchmarks import record
-from pallas_kernels import ops
+from benchmarks import device, record
+from pallas_kernels import paged_attention
 from pallas_kernels.support import Arrays
 from tests.kernels import checks, tiles
 from tests.shapes import Case, case
 
 _SMOKE = flags.DEFINE_boolean("smoke", False, "A few cases, in the interpreter.")
+_KERNEL = flags.DEFINE_multi_enum(
+    "kernel", ["decode", "prompts"], ["decode", "prompts"], "Of which kernel: may be given twice."
+)
 _OUT = flags.DEFINE_string("out", None, "Append one JSON line per case and version to this file.")
 
 CASES = (
@@ -37,7 +41,13 @@ CASES = (
     "block_size_256", "float8_e4m3fn_per_head", "float8_e5m2_per_tensor", "int8_per_head", "int8_per_tensor",
     "sparse_nothing", "sparse_slide_q", "sparse_slide_kv",
 )  # fmt: skip
-SMOKE = ("one_token", "head_major", "int8_per_head")
+IN_PARTITIONS = (
+    "partition_edges",
+    "thousands",
+    "head_dim_192",
+    "int8_per_head",
+)  # of a given size, too: "v2"
+SMOKE = ("head_major",)
 NUM_RUNS = 4  # of each program: a result that moves is a race
 ROWS, TABLE_COLUMNS, BLOCKS = 5, 16, 64  # sizes are padded to multiples of these
 
@@ -45,12 +55,13 @@ ROWS, TABLE_COLUMNS, BLOCKS = 5, 16, 64  # sizes are padded to multiples of thes
 def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    device = jax.devices()[0].device_kind
-    if not _SMOKE.value and ops.default_implementation() != "mosaic_gpu":
-        sys.exit(f"nothing is checked: JAX uses {device}, which is not a Hopper GPU (--smoke runs anywhere)")
-    context = record.context("benchmarks.check_kernels") | {"device": device, "gpu": record.gpu()}
+    context = record.context("benchmarks.check_kernels")
+    context |= {"device": "cpu"} if _SMOKE.value else device.require_hopper()
     num_wrong = 0
+    names: tuple[str, ...]
     names, of_tiles = (SMOKE, tiles.CASES[:1]) if _SMOKE.value else (CASES, tiles.CASES)
+    of_tiles = [c for c in of_tiles if kernel_of(c) in _KERNEL.value]
+    names = names if "decode" in _KERNEL.value else ()
     lines = check(names, interpret=_SMOKE.value), check_tiles(of_tiles, interpret=_SMOKE.value)
     for line in itertools.chain(*lines):
         print(json.dumps(line), flush=True)
@@ -63,12 +74,20 @@ def main(argv: list[str]) -> None:
 def check(names: tuple[str, ...], *, interpret: bool) -> Iterator[dict[str, Any]]:
     """A line for each case and version."""
     for name in names:
-        for version in (name for name in checks.PROGRAMS if name != "v1"):  # "decode" with nothing to merge
+        for version in checks.PROGRAMS:
+            if version == "v1" or (version == "v2" and name not in IN_PARTITIONS):
+                continue  # "decode" with nothing to merge, or with other partitions
             line: dict[str, Any] = {"case": name, "version": version}
             try:
                 yield line | compare(case(name), version, interpret)
             except Exception as error:  # of the compiler, say: the other cases are of interest still
                 yield line | {"ok": False, "raised": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def kernel_of(c: tiles.Case) -> str:
+    """Which kernel takes tiles like these."""
+    few = paged_attention.serves(c.tile_len, c.num_q_heads // c.num_kv_heads, c.head_dim)
+    return "decode" if few else "prompts"
 
 
 def check_tiles(cases: list[tiles.Case], *, interpret: bool) -> Iterator[dict[str, Any]]:
@@ -85,9 +104,10 @@ def compare_tiles(c: tiles.Case, interpret: bool) -> dict[str, Any]:
     """As `compare`."""
     (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
     arrays = [jnp.asarray(array) for array in (q, k, v, tables, starts, seq_lens)]
-    operation = functools.partial(ops.tiled_paged_attention, **c.options, implementation="mosaic_gpu")
-    program = jax.jit(functools.partial(operation, interpret=interpret))
-    runs = [np.asarray(program(*arrays), np.float64) for _ in range(1 if interpret else NUM_RUNS)]
+    program = functools.partial(
+        tiles.PROGRAM, *arrays, **c.options, implementation="mosaic_gpu", interpret=interpret
+    )
+    runs = [np.asarray(program(), np.float64) for _ in range(1 if interpret else NUM_RUNS)]
     error, allowed = tiles.worst(c, runs[0])
     same_bits = all(np.array_equal(runs[0], run, equal_nan=True) for run in runs)
     return {

@@ -22,6 +22,7 @@ from absl import app
 from benchmarks import cuda_compiler
 from jaxpaged.engine.gpu_flags import FLAGS
 
+CONTAINERS = ("kCommandBuffer", "kWhile", "kConditional")  # of other thunks
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
 
@@ -74,6 +75,8 @@ class Report:
     temp_host_bytes: int
     thunks: dict[str, int]  # how many of each kind, at any depth
     outermost: tuple[str, ...]  # the thunks that are in no other
+    layer_nodes: int  # of a decode step, as `count_nodes` has them; 0 without a kernel of ours
+    step_nodes: int
     seconds: float
 
 
@@ -108,6 +111,7 @@ def _report_here(name: str) -> Report:
     dumps = Path(folder).glob("*jit_run*thunk_sequence_after_thunk_passes.txt")
     thunks = read_thunks(max(dumps, key=lambda file: file.stat().st_mtime_ns).read_text())
     kinds = sorted({kind for _, kind in thunks})
+    layer_nodes, step_nodes = count_nodes(thunks)
     return Report(
         case=name,
         state_bytes=_bytes(state) - _bytes(state.host and state.host.kv_cache),
@@ -118,6 +122,8 @@ def _report_here(name: str) -> Report:
         temp_host_bytes=memory.host_temp_size_in_bytes,
         thunks={kind: sum(k == kind for _, k in thunks) for kind in kinds},
         outermost=tuple(kind for depth, kind in thunks if depth == 0),
+        layer_nodes=layer_nodes,
+        step_nodes=step_nodes,
         seconds=round(time.perf_counter() - start, 1),
     )
 
@@ -126,6 +132,28 @@ def read_thunks(dump: str) -> list[tuple[int, str]]:
     """Depth (in spaces) and kind of each thunk of a dumped sequence, in order."""
     found = re.findall(r"^( *)\d+: (k\w+)", dump, re.MULTILINE)
     return [(len(indent), kind) for indent, kind in found]
+
+
+def count_nodes(thunks: list[tuple[int, str]]) -> tuple[int, int]:
+    """Kernels and copies of a decode layer, and of every step beside its layers.
+
+    A layer's are those from one attention kernel to the next, in the last sequence that has such: the branch
+    that decodes. A step's are those that lie in the loop itself and in that branch: what lies in other
+    branches, and in loops within, is not counted.
+    """
+    body = 4 + next(depth for depth, kind in thunks if kind == "kWhile")
+    rest = sum(depth == body and kind not in CONTAINERS for depth, kind in thunks)
+    calls = [i for i, (_, kind) in enumerate(thunks) if kind == "kCustomCall"]
+    if not calls:
+        return 0, rest
+    begin = end = calls[-1]
+    while thunks[begin - 1][0] == thunks[end][0]:
+        begin -= 1
+    while end < len(thunks) and thunks[end][0] == thunks[begin][0]:
+        end += 1
+    layers = [i for i in calls if i >= begin]
+    of_layer = layers[-1] - layers[-2]
+    return of_layer, rest + (end - begin) - len(layers) * of_layer
 
 
 def compile_for_h200(case: Case) -> tuple[Any, Any]:

@@ -109,6 +109,16 @@ def programs() -> list[Program]:
         dataclasses.replace(prompt, sliding_window=128, sinks=True, head_dim=64, num_q_heads=64),
         dataclasses.replace(prompt, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
     ]
+    eight_bits = dataclasses.replace(prompt, cache_dtype="float8_e4m3fn")
+    found += [dataclasses.replace(eight_bits, head_dim=d) for d in (64, 128, 192, 256)]
+    found += [
+        dataclasses.replace(eight_bits, cache_dtype="float8_e5m2"),
+        dataclasses.replace(eight_bits, cache_dtype="int8"),
+        dataclasses.replace(eight_bits, cache_dtype="int8", head_dim=256, block_size=8),
+        dataclasses.replace(eight_bits, sliding_window=4096),
+        dataclasses.replace(eight_bits, head_dim=256, sliding_window=4096),
+        dataclasses.replace(eight_bits, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
+    ]
     return found
 
 

@@ -1,24 +1,33 @@
 #!/bin/sh
-# Everything that needs a Hopper GPU, in two commands of under nine minutes each. Results go to the folder given
-# (default: out).
+# Everything that needs a Hopper GPU, in three commands that each end within nine minutes, with a table.
 #
-#   sh benchmarks/gpu.sh [FOLDER] [--sweep]     the kernels: are they right on this chip, then decode attention
+#   sh benchmarks/gpu.sh [FOLDER] [--sweep]     decode attention: is it right on this chip, then how fast; its peers
+#   sh benchmarks/gpu.sh [FOLDER] --prefill     attention of prompts, likewise
 #   sh benchmarks/gpu.sh [FOLDER] --engine      the engine: a step's overhead, with and without CUDA graphs, then
 #                                               decoding in the shapes of well-known models
-#   sh benchmarks/gpu.sh [FOLDER] --smoke       the same steps, tiny, on a CPU
+#   sh benchmarks/gpu.sh [FOLDER] --smoke       all three, tiny, on a CPU
+#
+# Results go to FOLDER, or $OUT, or out: a JSON line each, as soon as it is there, so a run that is stopped keeps
+# what it has. A step that fails does not keep the next from running, but the command fails in the end; without
+# --smoke it fails at once where JAX does not use a Hopper GPU.
 #
 # It needs jax with CUDA, numpy, jaxtyping and absl-py, and flax for the engine. Of these, what is not installed may
-# lie in a folder that PYTHONPATH names (pip install --target FOLDER absl-py).
-set -eu
+# lie in a folder that PYTHONPATH names (pip install --target FOLDER absl-py), and so may FlashInfer and
+# FlashAttention 3. JAXPAGED_NO_TRACE=1 times by the host's clock, should the GPU's profiler fail.
+set -u
 cd "$(dirname "$0")/.."
-folder=out
+folder=${OUT:-out}
 case "${1:-}" in
 '' | --*) ;;
 *) folder=$1 && shift ;;
 esac
-mkdir -p "$folder"
+mode=${1:-}
+mkdir -p "$folder" || exit 1
 export XLA_PYTHON_CLIENT_PREALLOCATE=false # the peers in PyTorch need memory too
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${TMPDIR:-/tmp}/jaxpaged-gpu}" # for a second run
 python=${PYTHON:-python3}
+end=$(($(date +%s) + 525))
+failed=
 
 needs() {
     missing=$("$python" -c '
@@ -30,32 +39,80 @@ print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None)
     }
 }
 
-kernels() {
-    timeout 150 "$python" -m benchmarks.check_kernels --out "$folder/check_kernels.jsonl" $smoke
-    timeout 385 "$python" -m benchmarks.decode_attention --budget 240 --out "$folder/decode_attention.jsonl" "$@"
+# step SECONDS FILE MODULE FLAGS...: runs a benchmark, for so long, or until the nine minutes end
+step() {
+    left=$((end - $(date +%s)))
+    [ "$left" -gt "$1" ] && left=$1
+    file=$2 module=$3
+    shift 3
+    if [ "$left" -lt 5 ]; then
+        echo "gpu.sh: no time left for $module" >&2
+        failed="$failed $module"
+    else
+        timeout "$left" "$python" -m "benchmarks.$module" --out "$folder/$file" "$@" $smoke || failed="$failed $module"
+    fi
+}
+
+# In a smoke run one process stands for two that differ in flags: it is their start that takes time.
+decode() {
+    step 120 decode.jsonl check_kernels --kernel decode
+    step 240 decode.jsonl decode_attention --budget 190 "$@"
+    [ -n "$smoke" ] || step 60 decode.jsonl attention_peers --what decode --of jax --budget 40
+    step 80 decode.jsonl attention_peers --what decode $torch --budget 60
+}
+
+prefill() {
+    step 90 prefill.jsonl check_kernels --kernel prompts
+    step 240 prefill.jsonl prompt_attention --budget 200
+    [ -n "$smoke" ] || step 80 prefill.jsonl attention_peers --what prompts --of jax --budget 60
+    step 80 prefill.jsonl attention_peers --what prompts $torch --budget 60
 }
 
 engine() {
-    needs flax
-    timeout 100 "$python" -m benchmarks.step_overhead --out "$folder/step_overhead.jsonl" $smoke
-    XLA_FLAGS=--xla_gpu_enable_command_buffer=+FUSION \
-        timeout 60 "$python" -m benchmarks.step_overhead --out "$folder/step_overhead.jsonl" $smoke
-    timeout 370 "$python" -m benchmarks.decode_shapes --budget 280 --out "$folder/decode_shapes.jsonl" $smoke
+    step 80 engine.jsonl step_overhead --gpu
+    if [ -z "$smoke" ]; then
+        flags=${XLA_FLAGS:-}
+        export XLA_FLAGS="--xla_gpu_enable_command_buffer=+FUSION $flags"
+        step 60 engine.jsonl step_overhead --gpu
+        export XLA_FLAGS="$flags"
+    fi
+    step 400 engine.jsonl decode_shapes --budget 280
 }
 
-needs jax numpy jaxtyping absl
-case " $* " in
-*" --smoke "*)
-    smoke=--smoke
+table() {
+    "$python" -m benchmarks.record "$@"
+    [ -z "$failed" ] || {
+        echo "gpu.sh: not done, wrong, or stopped:$failed" >&2
+        exit 1
+    }
+}
+
+needs jax numpy jaxtyping absl flax
+smoke= torch='--of torch'
+if [ "$mode" = --smoke ]; then
+    smoke=--smoke torch=
+    export JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true JAXPAGED_NATIVE=0 # for what compiles quickly
+    decode
+    prefill
     engine
-    kernels --smoke
-    ;;
-*" --engine "*)
-    smoke=
-    engine
-    ;;
+    table "$folder/decode.jsonl" "$folder/prefill.jsonl" "$folder/engine.jsonl"
+    exit
+fi
+# JAX looks for ptxas in NVIDIA's Python packages, or where this says.
+if [ -z "${CUDA_ROOT:-}" ] && [ -x /usr/local/cuda/bin/ptxas ]; then
+    "$python" -c '
+import pathlib, sys
+import nvidia
+sys.exit(not any(file for place in nvidia.__path__ for file in pathlib.Path(place).glob("*/bin/ptxas")))' 2>&- ||
+        export CUDA_ROOT=/usr/local/cuda
+fi
+"$python" -m benchmarks.device || exit 1
+case "$mode" in
+--prefill) prefill && table "$folder/prefill.jsonl" ;;
+--engine) engine && table "$folder/engine.jsonl" ;;
+'' | --sweep) decode "$@" && table "$folder/decode.jsonl" ;;
 *)
-    smoke=
-    kernels "$@"
+    echo "gpu.sh: $mode must be --prefill, --engine, --sweep or --smoke" >&2
+    exit 2
     ;;
 esac

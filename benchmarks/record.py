@@ -1,4 +1,7 @@
-"""What every result line says beside its numbers: command, commit, date, machine and versions."""
+"""What every result line says beside its numbers: command, commit, date, machine and versions.
+
+python -m benchmarks.record FILE...       the lines of these files as tables, without all that
+"""
 
 import datetime
 import json
@@ -8,7 +11,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,31 @@ def start(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)
 
 
+CIRCUMSTANCES = ("command", "commit", "date", "machine", "versions", "device", "gpu", "ptxas")
+
+
+def tables(lines: Iterable[dict[str, Any]]) -> str:
+    """Result lines for people: a table for each kind of line, in the order of their first ones."""
+    kinds: dict[tuple[str, ...], list[list[str]]] = {}
+    for line in lines:
+        shown = {name: value for name, value in line.items() if name not in CIRCUMSTANCES}
+        kinds.setdefault(tuple(shown), []).append(list(map(_cell, shown.values())))
+    parts = []
+    for names, rows in kinds.items():
+        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+        parts.append(
+            "\n".join(
+                "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                for row in (names, *rows)
+            )
+        )
+    return "\n\n".join(parts)
+
+
+def _cell(value: Any) -> str:
+    return str(value["median"] if isinstance(value, dict) and "median" in value else value)
+
+
 def append(line: dict[str, Any], out: str | None) -> None:
     """Append a result line to the file `out`, if there is one."""
     if out:
@@ -53,10 +81,9 @@ def commit() -> str:
     return f"{rev}+" if changed else rev
 
 
-def gpu() -> str:
+def gpu(what: str = "driver_version,clocks.sm,clocks.mem,power.limit") -> str:
     """Driver, clocks and power limit of the GPUs, as nvidia-smi has them; "" where there is none."""
-    query = "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit"
-    return _output("nvidia-smi", query, "--format=csv,noheader")
+    return _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
 
 
 def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:
@@ -83,3 +110,8 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "" if done.returncode else done.stdout.strip()
+
+
+if __name__ == "__main__":
+    texts = [Path(name).read_text() for name in sys.argv[1:] if Path(name).exists()]
+    print(tables(json.loads(line) for text in texts for line in text.splitlines()))

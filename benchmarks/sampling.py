@@ -157,8 +157,10 @@ def _rows(mix: str, num_rows: int, vocab_size: int) -> Rows:
     rows = empty_rows(num_rows, 2 * LENGTH, vocab_size)
     for line in range(num_rows):
         params = SamplingParams(max_tokens=None, seed=line, **MIXES[mix][line % len(MIXES[mix])])
-        prompt, answer = rng.integers(0, 2000, (2, LENGTH // 2)).tolist()
-        door.write(rows, line, door.admit(prompt, params), answer)
+        token_ids = rng.integers(0, 2000, LENGTH)
+        [request] = door.admit(token_ids[: LENGTH // 2], params)
+        door.write(rows, line, request, LENGTH)
+        np.asarray(rows.token_ids)[line, :LENGTH] = token_ids
     return jax.tree.map(jnp.asarray, rows)
 
 

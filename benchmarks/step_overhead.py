@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from benchmarks import decode_loop, record
+from benchmarks import decode_loop, device, record
 from benchmarks.constant_model import ConstantModel
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
@@ -38,6 +38,7 @@ _REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lo
 _MODEL = flags.DEFINE_string("model", None, "Also time a real model's steps: smollm2, or what LLM takes.")
 _DTYPE = flags.DEFINE_string("dtype", "auto", "Of the real model.")
 _LENGTHS = flags.DEFINE_multi_integer("max_model_len", [], "Tokens of a row; may be given several times.")
+_GPU = flags.DEFINE_boolean("gpu", False, "Fail where JAX does not use a Hopper GPU.")
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, two repeats.")
 _OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well.")
 
@@ -52,13 +53,15 @@ def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
     gpu_flags.set_defaults()
-    device = jax.devices()[0]
-    context = record.context("benchmarks.step_overhead") | {
-        "device": device.device_kind,
-        "graph": decode_loop.has_flags(),
-    }
+    context = record.context("benchmarks.step_overhead") | {"graph": decode_loop.has_flags()}
+    context |= (
+        device.require_hopper()
+        if _GPU.value and not _SMOKE.value
+        else {"device": jax.devices()[0].device_kind}
+    )
+    platform = jax.devices()[0].platform
     repeats = 2 if _SMOKE.value else _REPEATS.value
-    num_rows, num_blocks = (4, 320) if _SMOKE.value else SIZES[device.platform]
+    num_rows, num_blocks = (4, 320) if _SMOKE.value else SIZES[platform]
 
     def put(line: dict[str, Any]) -> None:
         print(json.dumps(context | line), flush=True)
@@ -69,10 +72,10 @@ def main(argv: list[str]) -> None:
         for line in measure_lengths(_LENGTHS.value, num_rows, num_blocks, repeats):
             put(line)
         return
-    for prefix_caching in (True, False):
+    for prefix_caching in (True,) if _SMOKE.value else (True, False):
         line = measure_constant(num_rows, num_blocks, prefix_caching, repeats)
         if not _SMOKE.value:
-            limit = LIMIT_US[device.platform]
+            limit = LIMIT_US[platform]
             line |= {"limit_us": limit, "within_limit": line["us_per_step"]["median"] <= limit}
         put(line)
     if _MODEL.value:

@@ -346,8 +346,8 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
     if p.widens_in_registers:
         k = plgpu.layout_cast(_load_8_bits(scratch.k.at[slot]).astype(p.operand_dtype), WGMMA)
     else:
-        _widen(scratch.k.at[slot], scratch.k16)
-    _widen(scratch.v.at[slot], scratch.v16)
+        widen(scratch.k.at[slot], scratch.k16)
+    widen(scratch.v.at[slot], scratch.v16)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.empty.at[slot])
     return k, scratch.v16
@@ -427,7 +427,7 @@ def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> j
     return is_vertical | (block > own_block - sparse.local_blocks)
 
 
-def _widen(source: Any, target: Any) -> None:
+def widen(source: Any, target: Any) -> None:
     """A tile of 8-bit numbers into float16, in parts."""
     for column in columns_of(source.shape[1]):
         piece = (slice(None), pl.ds(column, 64))

@@ -152,6 +152,8 @@ def tiled_paged_attention(
     alibi_slopes: jax.Array | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    k_scale: jax.Array | float | None = None,
+    v_scale: jax.Array | float | None = None,
     implementation: TiledImplementation | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -162,16 +164,16 @@ def tiled_paged_attention(
 
     Args:
         q: [num_tiles, tile_len, num_q_heads, head_dim] float16, bfloat16 or float32.
-        k_cache, v_cache: the pools, token-major and of q's type.
+        k_cache, v_cache: the pools, token-major, of q's type or quantised.
         block_tables: [num_tiles, max_blocks_per_seq] int32. Entries of blocks that no query of the tile sees,
             past its sequence's tokens or before its window, are never read.
         query_starts: [num_tiles] int32. A tile of one token is its sequence's last: seq_lens - 1.
         seq_lens: [num_tiles] int32, tokens in the cache that the tile may see; 0 makes a tile of zeros.
         scale: factor on the dot products.
-        sliding_window, alibi_slopes, soft_cap, sinks: see `AttentionOptions`.
+        sliding_window, alibi_slopes, soft_cap, sinks, k_scale, v_scale: see `AttentionOptions`.
         implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" takes tiles of up to 64
             tokens, a few (`paged_attention.serves`) with the kernel for decode steps; "native" serves CPUs as
-            `native.why_not` says, without slopes, soft cap and sinks; "xla" serves everything.
+            `native.why_not` says, without slopes, soft cap, sinks and scales; "xla" serves everything.
 
     Returns: [num_tiles, tile_len, num_q_heads, head_dim] of q's type. Queries at or beyond seq_lens are
         padding: what they get has no meaning.
@@ -181,15 +183,20 @@ def tiled_paged_attention(
     if q.ndim != 4:
         raise ValueError(f"{q.shape=} must be [num_tiles, tile_len, num_q_heads, head_dim]")
     num_tiles, tile_len = q.shape[:2]
-    if k_cache.dtype != q.dtype:
-        raise ValueError(f"{k_cache.dtype=} must be q's {q.dtype}: tiles read no quantised cache yet")
     decode = Arrays(q[:, 0], k_cache, v_cache, block_tables, seq_lens)
     given = AttentionOptions(
-        scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, sinks=sinks
+        scale=scale,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     options = _check_attention(decode, given)
     _check_int32("query_starts", query_starts, (num_tiles,))
-    biases = [name for name in ("alibi_slopes", "soft_cap", "sinks") if given[name] is not None]
+    not_native = ("alibi_slopes", "soft_cap", "sinks", "k_scale", "v_scale")
+    biases = [name for name in not_native if getattr(options, name) is not None]
     if implementation is None and not interpret:
         implementation = default_tiled_implementation(q.dtype, tile_len)
         if implementation == "native" and biases:
@@ -224,6 +231,8 @@ def ragged_paged_attention(
     alibi_slopes: jax.Array | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    k_scale: jax.Array | float | None = None,
+    v_scale: jax.Array | float | None = None,
     max_query_len: int | None = None,
     implementation: TiledImplementation | None = None,
     interpret: bool = False,
@@ -235,14 +244,14 @@ def ragged_paged_attention(
 
     Args:
         q: [num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32.
-        k_cache, v_cache: the pools, token-major and of q's type, with the queries' own K and V in them.
+        k_cache, v_cache: the pools, token-major, of q's type or quantised, with the queries' own K and V.
         block_tables: [num_seqs, max_blocks_per_seq] int32, as for `tiled_paged_attention`.
         seq_lens: [num_seqs] int32, tokens in the cache, the queries' own included.
         cu_query_lens: [num_seqs + 1] int32. Sequence s has the queries from cu_query_lens[s] to before
             cu_query_lens[s + 1]. It begins with 0, and tokens from its last entry on are padding.
         max_query_len: a promise that no sequence has more queries: the fewer, the less is computed. With
             "mosaic_gpu", few enough take the kernel for decode steps.
-        scale, sliding_window, alibi_slopes, soft_cap, sinks, implementation: as in `tiled_paged_attention`.
+        All else: as in `tiled_paged_attention`.
 
     Returns: [num_tokens, num_q_heads, head_dim] of q's type, zeros for padding.
     Raises: as `tiled_paged_attention`.
@@ -273,6 +282,8 @@ def ragged_paged_attention(
             alibi_slopes=alibi_slopes,
             soft_cap=soft_cap,
             sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
             implementation=implementation,
             interpret=interpret,
         )

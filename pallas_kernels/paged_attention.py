@@ -20,6 +20,8 @@ Not for: float32, block sizes under 8, other head_dims than those in `support.SU
 is served, but blocks it leaves out are read all the same.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -271,9 +273,22 @@ def paged_attention(
     if interpret:
         num_programs = num_programs or 1
     num_programs = min(num_programs or tuning.num_cores() * config.ctas_per_core, max_items * p.num_kv_heads)
-    counters = partials = None
+    sizes = num_rows, max_items, num_programs
+    run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
+    return run(arrays, work, tile.extras_of(options))
+
+
+@functools.cache
+def _shared_kernel_of(p: tile.Problem, sizes: tuple[int, int, int]) -> Callable[..., jax.Array]:
+    """The kernel as one function for all calls of a shape: a model is lowered once, not layer by layer."""
+    return jax.jit(_kernel_of(p, sizes, interpret=False))
+
+
+def _kernel_of(p: tile.Problem, sizes: tuple[int, int, int], interpret: Any) -> Callable[..., jax.Array]:
+    """(arrays, plan, extras) -> output, for (rows, partitions at most, programs)."""
+    num_rows, max_items, num_programs = sizes
+    partials = None
     if max_items > num_rows:
-        counters = jax.new_ref(jnp.zeros((num_rows * p.num_kv_heads, 1), jnp.int32))
         partials = Partials(
             jax.ShapeDtypeStruct(
                 (max_items, p.num_kv_heads, len(p.pieces) * p.piece_rows, p.num_columns), jnp.float32
@@ -285,9 +300,10 @@ def paged_attention(
         is_last = _arrival.is_last_in_turn if interpret else _arrival.is_last
         _kernel(*refs, problem=p, num_programs=num_programs, is_last=is_last)
 
-    out, _ = plgpu.kernel(
+    shape = (num_rows * p.query_len, p.num_kv_heads * p.group_size, p.head_dim)
+    kernel = plgpu.kernel(
         paged_attention_kernel,
-        out_type=(jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype), partials),
+        out_type=(jax.ShapeDtypeStruct(shape, p.dtype), partials),
         grid=(num_programs,),
         grid_names=("program",),
         num_threads=2,
@@ -299,5 +315,13 @@ def paged_attention(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tile.interpret_params(interpret),
-    )(arrays, work, tile.extras_of(options), counters)
-    return out
+    )
+
+    def run(arrays: Arrays, work: Plan, extras: tile.Extras) -> jax.Array:
+        counters = None
+        if partials is not None:
+            counters = jax.new_ref(jnp.zeros((num_rows * p.num_kv_heads, 1), jnp.int32))
+        out, _ = kernel(arrays, work, extras, counters)
+        return out
+
+    return run

@@ -83,6 +83,14 @@ def _attend_by_kv_head(
         by_head = per_head.reshape(1, num_kv_heads, 1, group)
         return jnp.broadcast_to(by_head, (num_tiles, num_kv_heads, tile_len, group)).reshape(rows.shape[:2])
 
+    # What the scores of the stored K are multiplied by, and in the end the sums of the stored V.
+    k_scale, v_scale = (
+        None
+        if scale is None
+        else of_rows(jnp.repeat(scale, num_kv_heads * group // scale.shape[0]))[..., None]
+        for scale in (options.k_scale, options.v_scale)
+    )
+
     def chunk(i: Array, state: Softmax) -> Softmax:
         ids = lax.dynamic_slice_in_dim(blocks, i * blocks_per_chunk, blocks_per_chunk, axis=1)
         # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
@@ -100,7 +108,7 @@ def _attend_by_kv_head(
         if options.alibi_slopes is not None:
             bias = of_rows(options.alibi_slopes)[:, :, None] * (kv_position - q_position)
         k, v = _by_head(k, num_kv_heads), _by_head(v, num_kv_heads)
-        return _join(state, rows, k, v, seen, options.soft_cap, bias)
+        return _join(state, rows, k, v, seen, k_scale, options.soft_cap, bias)
 
     # The maximum starts above MASKED, so that what is masked weighs 0 in a row that sees nothing, too.
     nothing = (jnp.full(rows.shape[:2], MASKED / 2), jnp.zeros(rows.shape[:2]), jnp.zeros(rows.shape))
@@ -113,6 +121,8 @@ def _attend_by_kv_head(
         acc = acc * rescale[..., None]
         row_sum = row_sum * rescale + jnp.exp(sinks - with_sink)
     out = acc / jnp.where(sees_nothing, 1, row_sum)[..., None]
+    if v_scale is not None:
+        out = out * v_scale
     return out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
 
 
@@ -164,12 +174,15 @@ def _join(
     k: Float[Array, "batch chunk_len head_dim"],
     v: Float[Array, "batch chunk_len head_dim"],
     seen: Bool[Array, "batch rows chunk_len"],
+    k_scale: Float[Array, "batch rows 1"] | None,
     soft_cap: float | None,
     bias: Float[Array, "batch rows chunk_len"] | None,
 ) -> Softmax:
     """The running softmax with one chunk more."""
     row_max, row_sum, acc = state
     scores = jnp.einsum("brd,bcd->brc", q, k, preferred_element_type=jnp.float32)
+    if k_scale is not None:
+        scores = scores * k_scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if bias is not None:

@@ -164,9 +164,8 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[
                 if row == 1 and t < case.shared_blocks * block_size:
                     continue  # row 0 wrote these
                 value = rng.standard_normal(cache_shape[2:])
-                cache[block_tables[row, t // block_size], t % block_size] = _stored(
-                    value, len(caches), scales, cache
-                )
+                stored_value = stored(value, len(caches), scales, cache_dtype)
+                cache[block_tables[row, t // block_size], t % block_size] = stored_value
         if case.kv_layout == "head_major":
             cache = np.ascontiguousarray(cache.swapaxes(1, 2))
         caches.append(cache)
@@ -191,14 +190,15 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[
     return arrays, options
 
 
-def _stored(value: np.ndarray, which: int, scales: dict[str, Any], cache: np.ndarray) -> np.ndarray:
+def stored(value: np.ndarray, which: int, scales: dict[str, Any], dtype: np.dtype) -> np.ndarray:
+    """Values [..., num_kv_heads, head_dim] as a cache of K (which 0) or V (1) of that type holds them."""
     if not scales:
-        return value.astype(cache.dtype)
+        return value.astype(dtype)
     scale = np.asarray(scales["v_scale" if which else "k_scale"])
     scaled = value / (scale[:, None] if scale.ndim else scale)
-    if cache.dtype == np.int8:
+    if dtype == np.int8:
         return np.clip(np.rint(scaled), -127, 127).astype(np.int8)
-    return scaled.astype(cache.dtype)
+    return scaled.astype(dtype)
 
 
 def tolerance(case: Case, want: np.ndarray, mean_abs: np.ndarray, weights_dtype: str) -> np.ndarray:

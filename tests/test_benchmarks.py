@@ -2,14 +2,17 @@
 
 import ast
 import functools
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from benchmarks import check_kernels
+from benchmarks import check_kernels, device, record
 from pallas_kernels import ops
 from tests.kernels import checks
 from tests.shapes import case
@@ -28,12 +31,64 @@ def test_a_benchmark_with_flags_is_imported_by_no_other():
                 assert not with_flags & {alias.name for alias in node.names}, name
 
 
-def test_checking_the_kernels_without_their_gpu_fails():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.check_kernels"], cwd=FOLDER.parent, capture_output=True, text=True
+def gpu_sh(*arguments, **environment):
+    return subprocess.run(
+        ["sh", FOLDER / "gpu.sh", *map(str, arguments)],
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
     )
+
+
+def test_everything_for_a_gpu_runs_tiny_on_a_cpu(tmp_path):
+    """Each mode's results are there, checked first, and in the table."""
+    done = gpu_sh(tmp_path, "--smoke")
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+    found = {
+        file.stem: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in tmp_path.glob("*.jsonl")
+    }
+    assert set(found) == {"decode", "prefill", "engine"}
+    for name, rate in (("decode", "share_of_4.8_tb_per_s"), ("prefill", "share_of_790_tflops")):
+        lines = found[name]
+        checked = [i for i, line in enumerate(lines) if "ok" in line]
+        timed = [i for i, line in enumerate(lines) if rate in line]
+        assert min(checked) < min(timed)
+        assert all(lines[i]["ok"] for i in checked)
+        assert not [line for line in lines if line.get("what", "").startswith("jax") and rate not in line
+                    and "skipped" not in line]  # fmt: skip
+        assert {line.get("what") for line in lines} >= {"flash attention 3"}
+    assert {line["model"] for line in found["engine"]} == {"constant", "tiny"}
+    assert found["engine"][-1]["floor_tokens_per_s"] > found["engine"][-1]["tokens_per_s"]
+    assert "share_of_790_tflops" in done.stdout.splitlines()[-1] + done.stdout
+
+
+@pytest.mark.parametrize("mode", ["", "--prefill", "--engine"])
+def test_a_gpu_that_jax_does_not_use_is_a_failure(mode, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho NVIDIA H200\n")
+    smi.chmod(0o755)
+    done = gpu_sh(tmp_path / "out", *filter(None, [mode]), PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 1
-    assert "nothing is checked: JAX uses cpu, which is not a Hopper GPU" in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "nvidia-smi lists NVIDIA H200, but JAX uses cpu, which is not a Hopper GPU" in line
+
+
+def test_a_repeat_is_timed_by_its_kernels_alone():
+    traced = [("copy", 9.0), ("my_kernel", 1.0), ("my_kernel", 2.0), ("copy", 9.0)] * 2
+    assert device._by_repeat(traced, 2, 2, "kernel") == (1.5e-3, 1.5e-3)
+    assert device._by_repeat(traced, 2, 2, "renamed") == (10.5e-3, 10.5e-3)
+    with pytest.raises(RuntimeError, match="3 kernels were traced in repeats=2"):
+        device._by_repeat(traced[:3], 2, 1, "")
+
+
+def test_tables_have_a_line_for_each_result():
+    lines = [
+        {"what": "a", "us": 1.5, "gpu": "x"},
+        {"what": "b", "ok": True},
+        {"what": "long", "us": {"median": 2}},
+    ]
+    assert record.tables(lines) == "what  us\na     1.5\nlong  2\n\nwhat  ok\nb     True"
 
 
 def test_a_wrong_kernel_is_not_ok(monkeypatch):

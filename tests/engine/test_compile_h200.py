@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile e
 # A case takes 15 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them.
 SMALL, LARGE = Case("mosaic_gpu", 128, 512, 256), Case("mosaic_gpu", 128, 1024, 512)
 LEAN = {str(case) for case in (SMALL, LARGE, Case("xla"), Case("constant", flags=False))}
+STEP_NODES = 60
 EVERY = {str(case): case for case in compile_loop.cases()}
 WANTED = set(EVERY) if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
@@ -61,6 +62,31 @@ def test_with_the_packages_flags_the_loop_is_one_cuda_graph(reports: dict[str, R
         assert report.thunks["kWhile"] > 0, report
         assert report.thunks["kConditional"] > 0, report
         assert not {kind for kind in report.thunks if kind.startswith("kHost")}, report
+
+
+def test_a_decode_layer_and_the_rest_of_a_step_have_few_nodes(reports: dict[str, Report]) -> None:
+    """A node takes a microsecond or so, whatever it does: eleven a layer, so 32 layers 0.4 ms."""
+    for name, report in reports.items():
+        if EVERY[name].attention == "mosaic_gpu":
+            assert 0 < report.layer_nodes <= 11, report
+            assert 0 < report.step_nodes <= STEP_NODES, report
+
+
+def test_nodes_are_counted_by_layer() -> None:
+    """Of a loop with two nodes of its own, and a branch with two layers of three beside two others."""
+    inside = [
+        "kCopy",
+        "kCustomKernel",
+        "kCustomCall",
+        "kCopy",
+        "kCustomKernel",
+        "kCustomCall",
+        "kCopy",
+        "kCopy",
+    ]
+    thunks = [(0, "kCommandBuffer"), (4, "kWhile"), (8, "kCopy"), (8, "kConditional")]
+    thunks += [*((12, kind) for kind in inside), (8, "kConditional"), (12, "kCopy"), (8, "kCustomKernel")]
+    assert compile_loop.count_nodes(thunks) == (3, 2 + 2)
 
 
 def test_thunks_are_read_with_their_depth() -> None:

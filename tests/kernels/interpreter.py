@@ -17,6 +17,8 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
+from pallas_kernels import paged_attention, prompt_attention
+
 
 @contextlib.contextmanager
 def recorded_blocks(*cache_shapes: tuple[int, ...]) -> Iterator[set[int]]:
@@ -95,6 +97,8 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
 
         return call
 
+    for kernel in (paged_attention, prompt_attention):
+        kernel._shared_kernel_of.cache_clear()  # to be traced anew
     with pytest.MonkeyPatch.context() as patch:
         for name in SYNCHRONISING:
             patch.setattr(plgpu, name, dropping(name, getattr(plgpu, name)))
@@ -102,6 +106,8 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
             if shadows:  # count an arrival where the kernel makes it, not where its shadow does
                 patch.setattr(plgpu, "barrier_arrive", dropping("barrier_arrive", plgpu.barrier_arrive))
             yield met
+    for kernel in (paged_attention, prompt_attention):
+        kernel._shared_kernel_of.cache_clear()
 
 
 def unnoticed_calls(
@@ -130,11 +136,14 @@ def unnoticed_calls(
     return calls, unnoticed
 
 
-def unfenced_wgmmas(jaxpr: core.Jaxpr, dirty: bool = False) -> tuple[int, bool]:
+def unfenced_wgmmas(
+    jaxpr: core.Jaxpr, dirty: bool = False, readers: tuple[str, ...] = ("wgmma_ref",)
+) -> tuple[int, bool]:
     """How many wgmmas may follow a store to shared memory with no commit_smem between, and whether one
     still may.
 
-    Programs with shared memory written in one thread and read by another's wgmma would need more than this.
+    readers: what else must not follow: "barrier_arrive", where another thread's wgmma reads what this one
+    stored.
     """
     count = 0
     for equation in jaxpr.eqns:
@@ -143,7 +152,7 @@ def unfenced_wgmmas(jaxpr: core.Jaxpr, dirty: bool = False) -> tuple[int, bool]:
             dirty = True
         elif name == "commit_smem":
             dirty = False
-        elif name == "wgmma_ref":
+        elif name in readers:
             count += dirty
         bodies = [
             getattr(body, "jaxpr", body)
@@ -154,9 +163,9 @@ def unfenced_wgmmas(jaxpr: core.Jaxpr, dirty: bool = False) -> tuple[int, bool]:
         ]
         ends = []
         for body in bodies:
-            found, end = unfenced_wgmmas(body, dirty)
+            found, end = unfenced_wgmmas(body, dirty, readers)
             if name == "while":  # the second time round begins where the first ended
-                found, end = unfenced_wgmmas(body, dirty or end)
+                found, end = unfenced_wgmmas(body, dirty or end, readers)
             count += found
             ends.append(end)
         if ends:

@@ -12,6 +12,9 @@ from reference import cache_ops
 from tests import quick
 from tests.shapes import DTYPES, QUANTISED
 
+write = quick.jit(ops.reshape_and_cache, static_argnames="kv_layout")
+swap_blocks = quick.jit(ops.swap_blocks, donate_argnums=1)
+
 
 @pytest.mark.parametrize("layout", ["token_major", "head_major"])
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32", *QUANTISED])
@@ -29,7 +32,6 @@ def test_reshape_and_cache(cache_dtype: str, layout: str) -> None:
     if cache_dtype in QUANTISED:
         scales = {"k_scale": np.float32(1.5), "v_scale": np.array([0.5, 1.0, 2.0], np.float32)}
     want = cache_ops.reshape_and_cache(k, v, old, old, slots, **scales, kv_layout=layout)
-    write = quick.jit(ops.reshape_and_cache, static_argnames="kv_layout")
     got = write(k, v, old, old, slots, **scales, kv_layout=layout)
     for name, g, w in zip("kv", got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(g)[1:], w[1:], err_msg=name)  # block 0 is the null block
@@ -79,7 +81,7 @@ def test_swap_blocks(source_space: str, target_space: str) -> None:
     target = -np.ones((4, 2), np.float32)
     pairs = np.array([[9, 1], [3, 2], [8, 1], [7, 4], [-1, 0], [10, 3]], np.int32)
     spaces = jax.memory.Space
-    got = quick.jit(ops.swap_blocks, donate_argnums=1)(
+    got = swap_blocks(
         jax.device_put(source, spaces[source_space]), jax.device_put(target, spaces[target_space]), pairs
     )
     assert jax.typeof(got).memory_space == spaces[target_space]

@@ -33,9 +33,12 @@ LEAN = {
         "tiles 32/8/256 bs16 bfloat16 bfloat16 window 32 tokens a tile",
         "tiles 24/8/128 bs16 bfloat16 bfloat16 32 tokens a tile",
         "tiles 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks 32 tokens a tile",
+        "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn 32 tokens a tile",
+        "tiles 32/8/256 bs8 bfloat16 int8 32 tokens a tile",
+        "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn alibi window soft_cap sinks 32 tokens a tile",
     )
 }  # fmt: skip
-assert len(LEAN) == 18
+assert len(LEAN) == 21
 WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
 

@@ -119,7 +119,10 @@ def test_both_kernels_together_equal_the_oracle(name, capsys):
             r"seq_lens.shape=\(\) must be \[num_seqs\], with at least one",
         ),
         ({"max_query_len": 0}, "max_query_len=0 must be at least 1"),
-        ({"k_cache": jnp.zeros((4, 8, 2, 16), jnp.int8)}, "k_cache.dtype=.* must be q's float32"),
+        (
+            dict.fromkeys(("k_cache", "v_cache"), jnp.zeros((4, 8, 2, 16), jnp.int8)),
+            "k_scale=None must be a scale for a cache of int8",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(change, message):

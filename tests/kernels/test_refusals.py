@@ -137,6 +137,28 @@ def test_the_kernel_refuses_what_it_does_not_serve(
         jax.eval_shape(lambda a, f=operation: f(**a, **options, implementation="xla"), good() | arrays)
 
 
+@pytest.mark.parametrize("version", [(12, 8, 0), (12, 8, 93), (12, 9, 41)])
+def test_causal_masks_are_not_compiled_by_a_ptxas_that_makes_them_wrong(
+    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of prompts; decode steps of one token have no causal mask."""
+    monkeypatch.setattr(support, "ptxas_version", lambda: version)
+    tiles = good() | {"q": array(2, 32, 4, 64), "query_starts": array(2, dtype=jnp.int32)}
+    named = ".".join(map(str, version))
+    with pytest.raises(
+        NotImplementedError, match=f"ptxas {named} compiles causal masks wrongly, .* 12.9.86 or"
+    ):
+        jax.eval_shape(
+            lambda a: ops.tiled_paged_attention(**a, scale=1.0, implementation="mosaic_gpu"), tiles
+        )
+    jax.eval_shape(lambda a: ops.paged_attention(**a, implementation="mosaic_gpu"), good())
+
+
+@pytest.mark.parametrize("version", [None, (12, 6, 85), (12, 9, 86), (13, 0, 48)])
+def test_any_other_ptxas_is_taken(version: tuple[int, ...] | None) -> None:
+    support.refuse_ptxas(version)
+
+
 def test_the_kernel_counts_so_many_partitions() -> None:
     tables = {"block_tables": array(2, 2**15, dtype=jnp.int32)}
     with pytest.raises(NotImplementedError, match="cuts a row into 32767 partitions at most, not 32768: use"):

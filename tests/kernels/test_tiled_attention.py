@@ -10,14 +10,11 @@ import pytest
 from pallas_kernels import native, ops
 from reference import attention as reference_attention
 from reference import cache_ops as reference_cache_ops
+from tests.kernels import tiles
+from tests.kernels.tiles import PROGRAM as attend
 
 # Queries and keys of unit variance in float32: sums of up to 300 terms, outputs below 4.
 TOLERANCE = 1e-5
-
-
-attend = jax.jit(
-    ops.tiled_paged_attention, static_argnames=("scale", "sliding_window", "soft_cap", "implementation")
-)
 
 
 def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_len, seed=0, window=None):
@@ -123,6 +120,14 @@ def test_slopes_soft_cap_and_sinks_in_tiles_equal_the_oracle(num_q_heads, num_kv
         np.testing.assert_allclose(out[:, i], want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("c", [c for c in tiles.CASES if c.cache_dtype], ids=str)
+def test_tiles_of_a_quantised_cache_equal_the_oracle(c):
+    """On XLA, whose weights are in q's type."""
+    (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
+    out = attend(q, k, v, tables, starts, seq_lens, **c.options, implementation="xla")
+    tiles.assert_close(c, np.asarray(out, np.float64), weights_dtype=c.dtype)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 1, 50, 130])
 def test_a_tile_does_not_depend_on_its_neighbours(window, implementation):
@@ -181,7 +186,7 @@ def test_reshape_and_cache_equals_the_oracle(num_tokens):
         ({"q": jnp.zeros((3, 1, 6, 16), jnp.bfloat16)}, "must be q's bfloat16"),
         (
             dict.fromkeys(("k_cache", "v_cache"), jnp.zeros((4, 8, 2, 16), jnp.int8)),
-            "k_cache.dtype=dtype.'int8'. must be q's float32: tiles read no quantised cache yet",
+            "k_scale=None must be a scale for a cache of int8",
         ),
         ({"block_tables": jnp.zeros((2, 2), jnp.int32)}, r"block_tables.shape=\(2, 2\) must be \(3, 2\)"),
         ({"seq_lens": jnp.zeros(3, jnp.uint8)}, "seq_lens.dtype=uint8 must be int32"),

@@ -4,12 +4,19 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 
+from pallas_kernels import ops
 from pallas_kernels.support import Arrays
 from reference import attention
 from tests import shapes
 
+# One jit for all who run tiles, so that those of one shape with the same options share a program.
+PROGRAM = jax.jit(
+    ops.tiled_paged_attention,
+    static_argnames=("scale", "sliding_window", "soft_cap", "implementation", "interpret"),
+)
 TINY = float(np.finfo(np.float64).tiny)
 
 
@@ -26,6 +33,7 @@ class Case:
     head_dim: int = 64
     block_size: int = 16
     dtype: str = "bfloat16"
+    cache_dtype: str | None = None  # None: as dtype
     sliding_window: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
@@ -43,7 +51,15 @@ class Case:
             options["alibi_slopes"] = (2.0 ** -np.arange(1, self.num_q_heads + 1)).astype(np.float32)
         if self.sinks:
             options["sinks"] = np.linspace(-1, 2, self.num_q_heads).astype(np.float32)
-        return options
+        return options | self.scales
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """Of a quantised cache: values up to 4 or so use the type's range."""
+        if self.cache_dtype is None:
+            return {}
+        unit = np.float32(4 / 127 if self.cache_dtype == "int8" else 4 / 100)
+        return {"k_scale": unit * np.linspace(0.8, 1.2, self.num_kv_heads, dtype=np.float32), "v_scale": unit}
 
 
 CASES = [
@@ -66,17 +82,35 @@ CASES = [
         tile_len=7, num_q_heads=3, alibi=True, soft_cap=3.0, sinks=True, sliding_window=150,
     ),
     Case("sixteen tokens", (250,), (263,), tile_len=16, num_q_heads=4, head_dim=128),
+    Case(
+        "float8 cache", (300, 0, 0), (332, 9, 0),
+        num_q_heads=8, num_kv_heads=2, cache_dtype="float8_e4m3fn",
+    ),
+    Case(
+        "int8 cache, all at once", (140,), (169,), num_q_heads=2, alibi=True, soft_cap=3.0, sinks=True,
+        sliding_window=90, cache_dtype="int8", block_size=8,
+    ),
+    Case(
+        "float8_e5m2 cache, head_dim 256", (100,), (132,),
+        head_dim=256, dtype="float16", cache_dtype="float8_e5m2",
+    ),
+    Case("four tokens, int8 cache", (127,), (130,), tile_len=4, num_q_heads=8, cache_dtype="int8"),
 ]  # fmt: skip
 
 
 @functools.cache
 def inputs(c: Case) -> tuple[Any, np.ndarray, set[int]]:
-    """`Arrays`, with NaN where nobody looks and tables that name no block there; starts; the blocks seen."""
+    """`Arrays`, with NaN where nobody looks and tables that name no block there; starts; the blocks seen.
+
+    An int8 cache has its largest number in place of NaN.
+    """
     rng = np.random.default_rng(0)
     dtype, num_tiles = shapes.DTYPES[c.dtype], len(c.starts)
+    cache_dtype = shapes.DTYPES[c.cache_dtype or c.dtype]
     width = -(-max(c.seq_lens) // c.block_size) + 2
     num_blocks = 1 + num_tiles * width
-    caches = rng.standard_normal((2, num_blocks, c.block_size, c.num_kv_heads, c.head_dim)).astype(dtype)
+    values = rng.standard_normal((2, num_blocks, c.block_size, c.num_kv_heads, c.head_dim))
+    caches = np.stack([shapes.stored(values[which], which, c.scales, cache_dtype) for which in (0, 1)])
     tables = 1 + rng.permutation(num_blocks - 1).reshape(num_tiles, width)
     live = np.zeros((num_blocks, c.block_size), bool)
     for tile, (start, seq_len) in enumerate(zip(c.starts, c.seq_lens, strict=True)):
@@ -85,7 +119,7 @@ def inputs(c: Case) -> tuple[Any, np.ndarray, set[int]]:
             live[tables[tile, position // c.block_size], position % c.block_size] = True
         tables[tile, : begin // c.block_size] = 2**30
         tables[tile, -(-seq_len // c.block_size) :] = -7
-    caches[:, ~live] = np.nan
+    caches[:, ~live] = 127 if c.cache_dtype == "int8" else np.nan
     q = rng.standard_normal((num_tiles, c.tile_len, c.num_q_heads, c.head_dim)).astype(dtype)
     arrays: list[Any] = [q, *caches, tables.astype(np.int32), np.array(c.seq_lens, np.int32)]
     return (
@@ -95,12 +129,15 @@ def inputs(c: Case) -> tuple[Any, np.ndarray, set[int]]:
     )
 
 
-def worst(c: Case, got: np.ndarray) -> tuple[float, float]:
+def worst(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> tuple[float, float]:
     """The error that is largest beside what is allowed there, and that; NaN counts as infinite.
 
     A query may be off by `shapes.tolerance` from a decode step at its place, a tile of nobody not at all.
+    With a quantised cache weights are in float16 by default, and so are outputs before they are rounded to
+    q's type.
     """
     arrays, starts, _ = inputs(c)
+    weights_dtype = weights_dtype or ("float16" if c.cache_dtype else c.dtype)
     like = shapes.Case(c.name, head_dim=c.head_dim, dtype=c.dtype)
     error = np.nan_to_num(abs(got), nan=np.inf)
     allowed = np.full(got.shape, np.where(arrays.seq_lens == 0, TINY, np.inf)[:, None, None, None])
@@ -112,12 +149,13 @@ def worst(c: Case, got: np.ndarray) -> tuple[float, float]:
         mean_abs = attention.paged_attention(*magnitude, **c.options)
         used = upto > 0
         error[used, i] = np.nan_to_num(abs(got[:, i] - want), nan=np.inf)[used]
-        allowed[used, i] = shapes.tolerance(like, want, mean_abs, c.dtype)[used]
+        bound = shapes.tolerance(like, want, mean_abs, weights_dtype)
+        allowed[used, i] = (bound + abs(want) * (2.0**-11 if c.cache_dtype else 0))[used]
     at = np.unravel_index(np.argmax(error / allowed), got.shape)
     return float(error[at]), float(allowed[at])
 
 
-def assert_close(c: Case, got: np.ndarray) -> None:
+def assert_close(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> None:
     """Within `worst`'s bounds."""
-    error, allowed = worst(c, got)
+    error, allowed = worst(c, got, weights_dtype)
     assert error <= allowed, f"{error=:.3g} > {allowed=:.3g}"

@@ -1,0 +1,127 @@
+"""The GPU under a benchmark: whether JAX uses it, what it can do, and how long its kernels take.
+
+    python -m benchmarks.device       one JSON line of what it is; fails unless JAX uses a Hopper GPU
+
+Kernels are timed by a trace of the device (CUPTI's), ours and others' alike: the sum of what a call's kernels
+take, without the gaps in between and whatever the host does. Where there is no trace, as on a CPU, the host's
+clock runs until the last of the calls has ended, and a result's `clock` says so.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import record
+from pallas_kernels import ops, support
+
+PEAK_BYTES = 4.8e12  # a second, of an H200's memory by its datasheet
+PEAK_FLOPS = 790e12  # a second, of a large product in bfloat16 of random numbers on an H200
+
+
+def main() -> None:
+    """Run as a module."""
+    print(json.dumps(require_hopper()), flush=True)
+
+
+def require_hopper() -> dict[str, Any]:
+    """What GPU and compiler there are. Ends the process with one line where JAX uses no Hopper GPU."""
+    try:
+        used, is_hopper = jax.devices()[0].device_kind, ops.default_implementation() == "mosaic_gpu"
+    except RuntimeError as error:  # a backend that was asked for does not start
+        used, is_hopper = f"nothing ({str(error).splitlines()[0]})", False
+    if not is_hopper:
+        there = f"nvidia-smi lists {names}, but " if (names := record.gpu("name")) else ""
+        sys.exit(
+            f"nothing is measured: {there}JAX uses {used}, which is not a Hopper GPU: install jax[cuda12] or "
+            "jax[cuda13], and see JAX_PLATFORMS and CUDA_VISIBLE_DEVICES (--smoke runs anywhere)"
+        )
+    ptxas = support.ptxas_version()
+    if ptxas is None:
+        sys.exit(
+            "nothing is measured: there is no ptxas to compile kernels with: set CUDA_ROOT to CUDA's folder"
+        )
+    return {"device": used, "gpu": record.gpu(), "ptxas": ".".join(map(str, ptxas))}
+
+
+class Times(NamedTuple):
+    """How long calls take."""
+
+    seconds: tuple[float, ...]  # of one call, once for each repeat
+    clock: str  # "trace" of the device, or "host"
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        return max(self.seconds) - min(self.seconds)
+
+
+def times(
+    run: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], repeats: int, kernel: str = ""
+) -> Times:
+    """Call a compiled function of JAX's with each of these arguments in turn, so many times over.
+
+    kernel: part of the name of what is timed; all that a call launches if it is "", or nothing has that name.
+    """
+    jax.block_until_ready(run(*arguments[0]))
+    number, traced = len(arguments), None
+    cupti = _cupti()
+    if cupti is not None:
+        cupti._cupti_init()
+    seconds = []
+    try:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            jax.block_until_ready([run(*one) for one in arguments])
+            seconds.append((time.perf_counter() - start) / number)
+    finally:
+        if cupti is not None:
+            traced = cupti._cupti_get_timings(True)
+    if not traced:
+        return Times(tuple(seconds), "host")
+    return Times(_by_repeat(traced, repeats, number, kernel), "trace")
+
+
+def _by_repeat(
+    traced: Sequence[tuple[str, float]], repeats: int, number: int, kernel: str
+) -> tuple[float, ...]:
+    """Seconds of a call in each repeat, of (kernel's name, milliseconds) in the order in which they ran."""
+    named = [took for name, took in traced if kernel in name] or [took for _, took in traced]
+    if len(named) % repeats:
+        raise RuntimeError(f"{len(named)} kernels were traced in {repeats=}: each must launch as many")
+    each = len(named) // repeats
+    return tuple(sum(named[i * each : (i + 1) * each]) / number / 1e3 for i in range(repeats))
+
+
+def _cupti() -> Any:
+    """JAX's own door to CUPTI, which its Mosaic profiler uses; None without a GPU."""
+    if jax.default_backend() != "gpu" or os.environ.get("JAXPAGED_NO_TRACE"):
+        return None
+    try:
+        from jax._src.lib import mosaic_gpu
+
+        return mosaic_gpu._mosaic_gpu_ext
+    except (ImportError, AttributeError):
+        return None
+
+
+def read_bandwidth(num_bytes: int) -> float:
+    """Bytes a second of summing up random numbers of that size: what reading, alone, can reach here."""
+    numbers = jax.jit(
+        lambda: jax.random.bits(jax.random.key(7), (max(1, num_bytes // 4096), 1024), jnp.uint32)
+    )()
+    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.uint32))
+    return numbers.nbytes / min(times(total, [(numbers,)] * 4, 5).seconds)
+
+
+if __name__ == "__main__":
+    main()
