@@ -488,8 +488,8 @@ import sys
 import jaxpaged
 from jaxpaged.engine import loop
 traced = []
-step = loop.step
-loop.step = lambda *args: traced.append(args) or step(*args)
+advance = loop.advance
+loop.advance = lambda *args: traced.append(args) or advance(*args)
 llm = jaxpaged.LLM(sys.argv[1], **OPTIONS)
 params = jaxpaged.SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 [result] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
