@@ -106,9 +106,8 @@ class StandIn(nnx.Module):
         return jnp.zeros((token_ids.shape[0], 1)), cache
 
     def logits(self, hidden: Float[Array, "num_tokens 1"]) -> Float[Array, "num_tokens vocab"]:
-        next_tokens = jnp.resize(
-            self.next_tokens[...], hidden.shape[0]
-        )  # of a prompt's tile nobody asks them
+        # Of the places of a prompt nobody asks the next token.
+        next_tokens = jnp.resize(self.next_tokens[...], hidden.shape[:1])
         is_next = next_tokens[:, None] == jnp.arange(self.vocab_size)
         return jnp.where(is_next, 0.0, -jnp.inf)
 
