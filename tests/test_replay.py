@@ -433,7 +433,8 @@ def test_who_asks_for_a_report_as_the_engine_stops_is_answered(monkeypatch):
 def test_what_is_wrong_with_a_state_is_said():
     state = jax.device_get(without_kv(SETTING.state()))
     nobody = np.zeros(6, bool)
-    nothing = Decision(Plan(np.zeros(6, int), np.zeros(6, int)), nobody, np.zeros(6, int), nobody, nobody)
+    none = np.zeros(6, int)
+    nothing = Decision(Plan(none, none), nobody, none, nobody, nobody, leader_row=np.arange(6))
     tables = dataclasses.replace(state.tables, seq_lens=state.tables.seq_lens + 1)
     after = dataclasses.replace(state, tables=tables, status=np.int32(Status.DOUBLE_FREE))
     _, error, broken = words.describe(1, replay.Step(state, nothing, after, num_queued=0))

@@ -172,7 +172,7 @@ def test_any_mix_has_the_reference_distribution(data, seed, exact):
     if exact:
         logits = np.round(logits)  # many ties
         logits[::2] = np.minimum(logits[::2], 0) * np.float32(-0.0) if seed % 3 == 0 else logits[::2]
-    requests = [DOOR.admit(prompt, params) for prompt, _, params in mixed]
+    requests = [request for prompt, _, params in mixed for request in DOOR.admit(prompt, params)]
     rows = rows_of(requests, [answer for _, answer, _ in mixed])
     changed, chance, greedy, scores = jax.device_get(distribution(logits, rows))
     for i, (prompt, answer, params) in enumerate(mixed):
@@ -216,7 +216,7 @@ def test_a_row_keeps_its_bits_in_any_company():
     asked = [everything, SamplingParams(temperature=0.8, logprobs=2), SamplingParams(temperature=0)]
     logits = rng.normal(scale=4, size=(NUM_ROWS, ROOM)).astype(np.float32)
     texts = [rng.integers(0, FEW, 40).tolist() for _ in range(NUM_ROWS)]
-    requests = [DOOR.admit(text, asked[i % 3]) for i, text in enumerate(texts)]
+    requests = [request for i, text in enumerate(texts) for request in DOOR.admit(text, asked[i % 3])]
     together = jax.device_get(distribution(logits, rows_of(requests, texts)))
     for i in range(3):
         rows = empty_rows(NUM_ROWS, LENGTH, ROOM)

@@ -8,7 +8,9 @@ from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import machine
 from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.state import MAX_EDITS, MAX_STEPS
 from jaxpaged.memory import kv_cache, sizing
+from jaxpaged.sampling_params import MAX_LOGPROBS
 from reference.v0.cache_engine import CacheEngine
 from tests import tiny
 
@@ -85,8 +87,10 @@ def test_on_a_gpu_the_cache_gets_what_weights_and_activations_leave(monkeypatch)
     state, per_block = machine.state_bytes(config, tiny.CONFIG)
     assert left == 500_000_000 - weights - state - activations
     assert "50% of 1000000000 bytes" in why
-    # In both: tokens, log-probabilities and a table for each place of 8 rows; 56 bytes and 16 tokens a block.
-    assert 8 * (8 * 128 + 4 * 8) < state < 1.2 * 8 * (8 * 128 + 4 * 8) + 4096
+    # In both: of 8 rows the tokens, what changes logits, and scores of the last tokens; 56 bytes and 16 tokens
+    # a block.
+    a_row = 4 * 128 + 12 * MAX_EDITS + MAX_STEPS * 4 * (2 + 2 * MAX_LOGPROBS)
+    assert 8 * a_row < state < 8 * a_row + 4096
     assert per_block == 56 + 4 * 16
 
 
