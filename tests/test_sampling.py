@@ -150,8 +150,14 @@ def letters(tokens: list[int]) -> str:
 def rows_of(requests: list[Request], answers: list[list[int]]) -> Rows:
     rows = empty_rows(len(requests), LENGTH, ROOM)
     for line, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-        DOOR.write(rows, line, request, answer)
+        write(rows, line, request, answer)
     return rows
+
+
+def write(rows: Rows, line: int, request: Request, answer: list[int]) -> None:
+    token_ids = [*request.prompt_token_ids, *answer]
+    DOOR.write(rows, line, request, len(token_ids))
+    np.asarray(rows.token_ids)[line, : len(token_ids)] = token_ids
 
 
 def rules_of(params: SamplingParams) -> dict:
@@ -220,7 +226,7 @@ def test_a_row_keeps_its_bits_in_any_company():
     together = jax.device_get(distribution(logits, rows_of(requests, texts)))
     for i in range(3):
         rows = empty_rows(NUM_ROWS, LENGTH, ROOM)
-        DOOR.write(rows, i, requests[i], texts[i])
+        write(rows, i, requests[i], texts[i])
         alone = jax.device_get(distribution(logits, rows))
         for mine, its in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
             if i == 2 and mine.ndim == 2 and mine.shape[1] == MAX_LOGPROBS:

@@ -87,8 +87,7 @@ def test_on_a_gpu_the_cache_gets_what_weights_and_activations_leave(monkeypatch)
     state, per_block = machine.state_bytes(config, tiny.CONFIG)
     assert left == 500_000_000 - weights - state - activations
     assert "50% of 1000000000 bytes" in why
-    # In both: of 8 rows the tokens, what changes logits, and scores of the last tokens; 56 bytes and 16 tokens
-    # a block.
+    # Of 8 rows the tokens, what changes logits, and the last tokens' scores; 56 bytes and 16 tokens a block.
     a_row = 4 * 128 + 12 * MAX_EDITS + MAX_STEPS * 4 * (2 + 2 * MAX_LOGPROBS)
     assert 8 * a_row < state < 8 * a_row + 4096
     assert per_block == 56 + 4 * 16
