@@ -215,6 +215,7 @@ OPTIONAL = {("barrier_wait", "_see_arrival")}
 DEADLOCK = {("barrier_arrive", "take"), ("barrier_arrive", "_load_queries")}
 
 
+@pytest.mark.slow
 def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     """Leave out each wait, arrival and fence in turn: an error, a race or a wrong result must follow."""
     calls, unnoticed = unnoticed_calls(

@@ -81,6 +81,7 @@ WIDEN_FENCE = ("commit_smem", "widen_tile")
 OPTIONAL = {("barrier_wait", "_see_arrival")}
 
 
+@pytest.mark.slow
 def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     """Leave out each wait and fence in turn; without an arrival, somebody would wait for ever."""
     calls, unnoticed = unnoticed_calls(

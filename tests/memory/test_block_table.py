@@ -370,6 +370,7 @@ def test_scan_and_while_loop_equal_steps() -> None:
     assert_equal_states(looped, tables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [NAIVE, LRU_SPLIT], ids=lambda policy: policy.name)
 def test_vmap_is_a_batch_of_pools(policy: Policy) -> None:
     """Three pools with a life each, and prompts looked up in each, in one call."""

@@ -1176,5 +1176,5 @@ quick = settings(
 )
 TestNaiveHistories = NaiveHistories.TestCase
 TestNaiveHistories.settings = quick
-TestPrefixCachingHistories = PrefixCachingHistories.TestCase
+TestPrefixCachingHistories = pytest.mark.slow(PrefixCachingHistories.TestCase)
 TestPrefixCachingHistories.settings = quick
