@@ -244,7 +244,12 @@ def score(
 
     def top() -> tuple[Int[Array, "rows num_top"], Float[Array, "rows num_top"]]:
         zero_is_zero = jnp.where(logits == 0, 0, logits)  # to `top_k` one with a sign is less
-        values, ids = lax.top_k(zero_is_zero, min(MAX_LOGPROBS, vocab))
+        ids = lax.platform_dependent(
+            zero_is_zero,
+            cpu=lambda logits: lax.top_k(logits, min(MAX_LOGPROBS, vocab))[1],
+            default=lambda logits: first_ranked(logits, min(MAX_LOGPROBS, vocab)),
+        )
+        values = jnp.take_along_axis(logits, ids, axis=1)
         beyond = ((0, 0), (0, MAX_LOGPROBS - ids.shape[1]))
         return jnp.pad(ids, beyond, constant_values=-1), jnp.pad(values - total, beyond)
 
@@ -253,6 +258,23 @@ def score(
         jnp.any(num_top > 0), top, lambda: (nothing.top_ids, nothing.top_logprobs)
     )
     return Scores((chosen - total)[:, 0], rank, top_ids, top_logprobs)
+
+
+def first_ranked(logits: Float[Array, "rows vocab"], num: int) -> Int[Array, "rows num"]:
+    """The `num` tokens with the largest logits, the largest first, and of equal ones the lower id.
+
+    As `lax.top_k` has them, but one after the other: on a GPU that is a call which no CUDA graph can hold.
+    """
+    row = jnp.arange(logits.shape[0])
+    type Found = tuple[Int[Array, "rows vocab"], Int[Array, "rows num"]]
+
+    def find_one(i: Int[Array, ""], found: Found) -> Found:
+        left, ids = found
+        best = jnp.argmax(left, axis=1).astype(jnp.int32)
+        return left.at[row, best].set(jnp.iinfo(jnp.int32).min), ids.at[:, i].set(best)
+
+    start = (_ordered(logits), jnp.zeros((logits.shape[0], num), jnp.int32))
+    return lax.fori_loop(0, num, find_one, start)[1]
 
 
 def no_scores(*shape: int) -> Scores:

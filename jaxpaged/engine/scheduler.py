@@ -11,7 +11,6 @@ A follower, one of several answers of a prompt, waits while the leader's prompt 
 step on in which that is done: it takes over the blocks. Who then finds no room is a request like any other.
 """
 
-import functools
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -239,16 +238,22 @@ def _admit(
     def try_next(so_far: _Admission) -> _Admission:
         state = so_far.state
         row = _first_waiting(state.rows)
-        leader, follows = _leader_in_prompt(state, row)
         free = state.tables.pool.num_free - _reserved(state, last_ids, config)
-        state, ok, num_hits = lax.cond(
-            follows, lambda: _let_fork(state, row, free), lambda: _let_start(state, row, free, config)
-        )
+        leader, follows = _leader_in_prompt(state, row)
+        forks = follows & (_need_of_fork(state)[row] <= free)
+        found = _look_for_room(state, row, free, ~follows, config)
+        # All else without the state: each `cond` that the cache goes through may copy it on a GPU.
+        started = lax.cond(found.fits, lambda: _start(state, row, found.hit, config), lambda: state)
+        phase = started.rows.phase.at[row].set(jnp.where(forks, Phase.FORKING, started.rows.phase[row]))
+        waits = found.is_looked_up & ~found.fits
+        turned_away = jnp.where(waits, jnp.stack([row, found.held]), started.turned_away)
+        state = replace(started, rows=replace(started.rows, phase=phase), turned_away=turned_away)
+        ok = forks | found.fits
         return _Admission(
             state,
             so_far.admitted.at[row].max(ok),
-            so_far.num_hits.at[row].add(num_hits),
-            so_far.leader_row.at[row].set(jnp.where(ok & follows, leader, row)),
+            so_far.num_hits.at[row].add(jnp.where(found.fits, found.hit.chain.num_blocks, 0)),
+            so_far.leader_row.at[row].set(jnp.where(forks, leader, row)),
             goes_on=ok & _may_admit(state, last_ids, plan(state, config), config),
         )
 
@@ -304,36 +309,31 @@ def _need_of_fork(state: EngineState) -> Int[Array, " rows"]:
     return (state.rows.prompt_lens % state.tables.block_size != 0).astype(jnp.int32)
 
 
-type _Result = tuple[EngineState, Bool[Array, ""], Int[Array, ""]]  # whether it runs, and the blocks it hit
+class _Found(NamedTuple):
+    is_looked_up: Bool[Array, ""]
+    fits: Bool[Array, ""]  # and nothing is to be waited for
+    hit: Hit
+    held: Int[Array, ""]  # blocks of the hit that others hold
 
 
-def _let_fork(state: EngineState, row: Int[Array, ""], free: Int[Array, ""]) -> _Result:
-    """Let a follower run if so many free blocks have room for its copy; the leader's prompt will be done in
-    this step.
-    """
-    rows = state.rows
-    ok = _need_of_fork(state)[row] <= free
-    phase = rows.phase.at[row].set(jnp.where(ok, Phase.FORKING, rows.phase[row]))
-    return replace(state, rows=replace(rows, phase=phase)), ok, jnp.int32(0)
-
-
-def _let_start(state: EngineState, row: Int[Array, ""], free: Int[Array, ""], config: StepConfig) -> _Result:
-    """Let a waiting request run if so many free blocks have room for it, and nothing is to be waited for."""
+def _look_for_room(
+    state: EngineState, row: Int[Array, ""], free: Int[Array, ""], may: Bool[Array, ""], config: StepConfig
+) -> _Found:
+    """Whether so many free blocks have room for a waiting request, which is looked up if they might."""
     rows, tables = state.rows, state.tables
     # Blocks that have to be free, or held by others and shared.
     need = config.blocks_of(rows.num_tokens[row], tables.block_size)
     turned_away, most_held = state.turned_away
-    may_fit = (row != turned_away) | (need - most_held <= free)
+    may_fit = may & ((row != turned_away) | (need - most_held <= free))
 
-    def look_up() -> _Result:
+    def look_up() -> _Found:
         hit, defers = _look_up(state, row, config)
         held, shared = _held_by_others(tables, hit, config)
-        ok = (need - shared <= free) & ~defers
-        waits = replace(state, turned_away=jnp.stack([row, held]))
-        after = lax.cond(ok, lambda: _start(state, row, hit, config), lambda: waits)
-        return after, ok, jnp.where(ok, hit.chain.num_blocks, 0)
+        return _Found(jnp.bool_(True), (need - shared <= free) & ~defers, hit, held)
 
-    return lax.cond(may_fit, look_up, lambda: (state, jnp.bool_(False), jnp.int32(0)))
+    shapes = jax.eval_shape(look_up)
+    nothing = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+    return lax.cond(may_fit, look_up, lambda: nothing)
 
 
 def fork_tables(state: EngineState, leader_row: Int[Array, " rows"], config: StepConfig) -> EngineState:
@@ -431,8 +431,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
     is_new = rows.phase[row] == Phase.WAITING
     first_time = rows.num_tokens[row] == rows.prompt_lens[row]
     if state.host is not None:
-        swap_in = functools.partial(_swap_in, state, state.host, this)
-        state = lax.cond(is_new, lambda: state, swap_in)
+        state = _swap_in(state, state.host, this & ~is_new)
     if state.tables.pool.prefix_cache is not None:
         chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
         state = state.on_tables(block_table.adopt, row[None], hit.block_ids[None], chain, is_new[None])
@@ -452,19 +451,16 @@ def _swap_out(
     state: EngineState, host: HostPool, rows: Bool[Array, " rows"]
 ) -> tuple[EngineState, Bool[Array, " rows"]]:
     """Move the masked row to the host if there is room; who was moved."""
+    # Not in a `cond`: on a GPU the cache would be copied on its way through one.
     fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
-
-    def move() -> tuple[EngineState, Bool[Array, " rows"]]:
-        tables, host_tables, info = swap.swap_out(
-            state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
-        )
-        host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
-        moved = replace(
-            state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
-        )
-        return moved, rows & (host_tables.seq_lens > 0)
-
-    return lax.cond(fits, move, lambda: (state, jnp.zeros_like(rows)))
+    tables, host_tables, info = swap.swap_out(
+        state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
+    )
+    host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
+    state = replace(
+        state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
+    )
+    return state, rows & fits & (host_tables.seq_lens > 0)
 
 
 def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:

@@ -186,20 +186,20 @@ def tell(
     """
     wants = (tiles.end > 0) & rows.tells_prompt[tiles.row]
 
-    def tell_of(k: Int[Array, ""], told: PromptScores) -> PromptScores:
+    # As many rounds as want it: of a fixed number XLA would make slices that no CUDA graph can hold.
+    (tellers,) = jnp.nonzero(wants, size=wants.shape[0], fill_value=0)
+
+    def tell_of(i: Int[Array, ""], told: PromptScores) -> PromptScores:
+        k = tellers[i].astype(jnp.int32)
         row, start = tiles.row[k], tiles.start[k]
+        position = start + jnp.arange(tiles.tile_len, dtype=jnp.int32)
+        behind = rows.token_ids.at[row, position + 1].get(mode="clip")
+        num_top = jnp.broadcast_to(rows.num_prompt_logprobs[row], position.shape)
+        new = score(model.logits(out[k]), behind, num_top)
+        scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), told.scores, new)
+        return PromptScores(told.row.at[first + k].set(row), told.start.at[first + k].set(start), scores)
 
-        def note() -> PromptScores:
-            position = start + jnp.arange(tiles.tile_len, dtype=jnp.int32)
-            behind = rows.token_ids.at[row, position + 1].get(mode="clip")
-            num_top = jnp.broadcast_to(rows.num_prompt_logprobs[row], position.shape)
-            new = score(model.logits(out[k]), behind, num_top)
-            scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), told.scores, new)
-            return PromptScores(told.row.at[first + k].set(row), told.start.at[first + k].set(start), scores)
-
-        return lax.cond(wants[k], note, lambda: told)
-
-    return lax.cond(jnp.any(wants), lambda: lax.fori_loop(0, wants.shape[0], tell_of, told), lambda: told)
+    return lax.fori_loop(0, jnp.sum(wants), tell_of, told)
 
 
 def compute(

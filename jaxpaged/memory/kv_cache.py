@@ -7,8 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from pallas_kernels.ops import reshape_and_cache, swap_blocks
+
+# Blocks that `copy_within` holds in between.
+COPIED_AT_ONCE = 8
 
 
 @jax.tree_util.register_dataclass
@@ -92,15 +96,25 @@ def copy_within(
 ) -> KVCache:
     """Copy block `sources[i]` to `destinations[i]`; where it is NULL_BLOCK, none. No block may be both.
 
-    One block after the other, in place; what is not to be copied costs nothing.
+    In place, some blocks at a time; what is not to be copied costs nothing.
     """
-    is_pair = sources != NULL_BLOCK
-    (pairs,) = jnp.nonzero(is_pair, size=sources.shape[0], fill_value=0)
+    num_pairs = jnp.sum(sources != NULL_BLOCK)
+    pad = (0, -sources.shape[0] % COPIED_AT_ONCE)
+    (pairs,) = jnp.nonzero(jnp.pad(sources, pad) != NULL_BLOCK, size=sources.shape[0] + pad[1], fill_value=-1)
 
-    def copy(i: Int[Array, ""], cache: KVCache) -> KVCache:
-        source, destination = sources[pairs[i]], destinations[pairs[i]]
-        return jax.tree.map(
-            lambda x: lax.dynamic_update_index_in_dim(x, x[source], destination, axis=0), cache
+    def copy_some(piece: Int[Array, ""], cache: KVCache) -> KVCache:
+        some = lax.dynamic_slice_in_dim(pairs, piece * COPIED_AT_ONCE, COPIED_AT_ONCE)
+        # They are read before the loop that writes: within one, a GPU's program would copy the whole cache.
+        blocks = jax.tree.map(lambda x: x[sources[some]], cache)
+
+        def write_one(i: Int[Array, ""], cache: KVCache) -> KVCache:
+            to = destinations[some[i]]
+            return jax.tree.map(
+                lambda x, its: lax.dynamic_update_index_in_dim(x, its[i], to, axis=0), cache, blocks
+            )
+
+        return lax.fori_loop(
+            0, jnp.minimum(num_pairs - piece * COPIED_AT_ONCE, COPIED_AT_ONCE), write_one, cache
         )
 
-    return lax.fori_loop(0, jnp.sum(is_pair), copy, cache)
+    return lax.fori_loop(0, cdiv(num_pairs, COPIED_AT_ONCE), copy_some, cache)
