@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile e
 # A case takes 15 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them.
 SMALL, LARGE = Case("mosaic_gpu", 128, 512, 256), Case("mosaic_gpu", 128, 1024, 512)
 LEAN = {str(case) for case in (SMALL, LARGE, Case("xla"), Case("constant", flags=False))}
-STEP_NODES = 60
+STEP_NODES = 66
 EVERY = {str(case): case for case in compile_loop.cases()}
 WANTED = set(EVERY) if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
