@@ -1,6 +1,7 @@
 """The sampler: its distribution against the NumPy one for every option and mix, and what a draw may depend
 on."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from jaxpaged import sampling
 from jaxpaged.engine.request import Door, Request
 from jaxpaged.engine.state import Rows, empty_rows, token_bits, tokens_of
-from jaxpaged.sampling import Context, SamplingState, likeliest, sample
+from jaxpaged.sampling import Context, SamplingState, first_ranked, likeliest, sample
 from jaxpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from reference import sampler as reference
 
@@ -200,6 +201,16 @@ def test_any_mix_has_the_reference_distribution(data, seed, exact):
         if params.logprobs:
             assert scores.top_ids[i].tolist() == ranking[:MAX_LOGPROBS]
             np.testing.assert_allclose(scores.top_logprobs[i], logprobs[ranking[:MAX_LOGPROBS]], atol=1e-5)
+
+
+def test_the_likeliest_one_after_the_other_are_those_of_top_k():
+    """What a GPU's program does in place of `lax.top_k`: with ties, and with rows of few numbers."""
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-3, 3, (4, 50)).astype(np.float32)
+    logits[1, 5:] = -np.inf
+    logits[2] = rng.normal(size=50)
+    got = jax.jit(functools.partial(first_ranked, num=20))(logits)
+    np.testing.assert_array_equal(got, jax.lax.top_k(logits, 20)[1])
 
 
 def test_a_row_keeps_its_bits_in_any_company():
