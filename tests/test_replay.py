@@ -22,6 +22,7 @@ from jaxpaged.engine.state import EngineState, FinishReason, Phase, empty_rows, 
 from jaxpaged.memory.policies import LRU_SPLIT
 from jaxpaged.memory.prefix_cache import hash_block
 from jaxpaged.replay import __main__ as words
+from jaxpaged.sampling import no_scores
 from jaxpaged.status import Status
 from reference.engine import Request
 from tests import tiny
@@ -117,8 +118,8 @@ def assert_equal(got, want) -> None:
             np.testing.assert_array_equal(a, b, err_msg=str(path))
 
 
-def without_logprobs(state: EngineState) -> EngineState:
-    return dataclasses.replace(state, logprobs=state.counters[0])
+def without_scores(state: EngineState) -> EngineState:
+    return dataclasses.replace(state, scores=no_scores(1))
 
 
 @pytest.mark.slow
@@ -133,7 +134,7 @@ def test_a_replay_does_just_what_was_done(tmp_path):
     assert len(steps) == len(was.states)
     for step, decision, state in zip(steps, was.decisions, was.states, strict=True):
         assert_equal(step.decision, decision)
-        assert_equal(without_logprobs(step.after), without_logprobs(state))
+        assert_equal(without_scores(step.after), without_scores(state))
     for step, follower in itertools.pairwise(steps):
         assert follower.before is step.after
     text = "\n".join(line for i, step in enumerate(steps) for line in words.describe(i, step))
