@@ -136,9 +136,7 @@ def measure(program: Any, pool: Pool, setup: Setup, lens: np.ndarray, bandwidth:
 def measured(found: device.Times, num_bytes: int, bandwidth: float) -> dict[str, Any]:
     """The numbers of one measurement."""
     return {
-        "us": round(found.median * 1e6, 2),
-        "spread_us": round(found.spread * 1e6, 2),
-        "clock": found.clock,
+        **found.line,
         "gb_per_s": round(num_bytes / found.median / 1e9, 1),
         "share_of_4.8_tb_per_s": round(num_bytes / found.median / device.PEAK_BYTES, 4),
         "share_of_measured_read": round(num_bytes / found.median / bandwidth, 4),

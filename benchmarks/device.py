@@ -64,6 +64,12 @@ class Times(NamedTuple):
     def spread(self) -> float:
         return max(self.seconds) - min(self.seconds)
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """What a result line says of them."""
+        us, spread = (round(seconds * 1e6, 2) for seconds in (self.median, self.spread))
+        return {"us": us, "spread_us": spread, "clock": self.clock}
+
 
 def times(
     run: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], repeats: int, kernel: str = ""

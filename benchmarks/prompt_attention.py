@@ -111,9 +111,7 @@ def measured(took: device.Times, pool: Pool, prompt: Prompt) -> dict[str, Any]:
     """The numbers of one measurement."""
     flops = prompt.flops(pool.num_q_heads, pool.k.shape[3])
     return {
-        "us": round(took.median * 1e6, 1),
-        "spread_us": round(took.spread * 1e6, 1),
-        "clock": took.clock,
+        **took.line,
         "tflops": round(flops / took.median / 1e12, 2),
         "share_of_790_tflops": round(flops / took.median / device.PEAK_FLOPS, 4),
     }

@@ -178,8 +178,8 @@ def state_bytes(config: EngineConfig, model_config: ModelConfig) -> tuple[int, i
 def activation_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """An upper estimate of what one step needs beside weights and cache.
 
-    In float32: four copies of the widest intermediate of a layer, three of the logits (scores, their sorted
-    copy, the order), and what a GPU's decode kernel keeps of long rows.
+    In float32: four copies of the widest intermediate of a layer, three of the logits (of a step with
+    filters; penalties take a little more), and what a GPU's decode kernel keeps of long rows.
     """
     tokens = max(config.num_prefill_tiles * PREFILL_TILE, config.max_num_seqs)
     c = model_config

@@ -27,13 +27,11 @@ class Texts:
         self._stop = tuple(params.stop or ())
         self._includes = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._overlap = (
-            max(map(len, self._stop), default=1) - 1
-        )  # characters that a stop string may begin with
+        # Characters that a stop string may begin with.
+        self._overlap = max(map(len, self._stop), default=1) - 1
         self._num_tokens = 0
-        self._text = (
-            ""  # the end of what is known: all that may be part of a stop string, or has not been given
-        )
+        # The end of what is known: all that may be part of a stop string, or has not been given.
+        self._text = ""
         self._num_given = 0  # of these characters
 
     def __call__(self, delta: Delta) -> Delta:

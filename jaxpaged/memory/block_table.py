@@ -97,13 +97,10 @@ def append(
     pool = tables.pool
     seq_lens = tables.seq_lens + num_new_tokens
     held = tables.num_blocks
-    needed = cdiv(seq_lens, tables.block_size)
-    table_full = jnp.any(needed > tables.max_blocks_per_seq)
+    table_full = jnp.any(cdiv(seq_lens, tables.block_size) > tables.max_blocks_per_seq)
 
     last_ids = last_blocks(tables)
-    writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
-    copies = _must_copy(pool, last_ids, writes)
-    num_new = needed - held + copies
+    num_new, copies = new_blocks(tables, last_ids, num_new_tokens)
     pool, allocated = block_pool.allocate(
         pool, jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)), max_new_blocks
     )
@@ -113,6 +110,7 @@ def append(
     copies &= ok
     pool = block_pool.hold(pool, last_ids, copies, -1)
     # Content about to be written over, which is rare, cannot be found any more.
+    writes = _writes_into_last(tables, num_new_tokens)
     pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
 
     row, k, used = number_through(num_new, max_new_blocks)
@@ -144,25 +142,27 @@ def last_blocks(tables: BlockTables) -> Int[Array, " max_seqs"]:
     return tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(tables.num_blocks - 1, 0)]
 
 
+def new_blocks(
+    tables: BlockTables, last_ids: Int[Array, " max_seqs"], num_new_tokens: Int[Array, " max_seqs"]
+) -> tuple[Int[Array, " max_seqs"], Bool[Array, " max_seqs"]]:
+    """How many blocks each row takes for so many more tokens; and whether one of them is for a copy.
+
+    The rows' last blocks are given, as `last_blocks` has them: so the tables need not be read.
+    """
+    copies = must_copy(tables, last_ids, num_new_tokens)
+    grown = cdiv(tables.seq_lens + num_new_tokens, tables.block_size) - tables.num_blocks
+    return grown + copies, copies
+
+
 def must_copy(
     tables: BlockTables, last_ids: Int[Array, " max_seqs"], num_new_tokens: Int[Array, " max_seqs"]
 ) -> Bool[Array, " max_seqs"]:
-    """Which rows have their last block copied when so many tokens are appended, because others hold it too.
-
-    Their last blocks are given, as `last_blocks` has them: so the tables need not be read.
-    """
-    writes = (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0) & (last_ids != NULL_BLOCK)
-    return _must_copy(tables.pool, last_ids, writes)
-
-
-def _must_copy(
-    pool: BlockPool, last_ids: Int[Array, " max_seqs"], writes: Bool[Array, " max_seqs"]
-) -> Bool[Array, " max_seqs"]:
-    """Which of the rows that write into their last blocks must not, because others hold those too.
+    """Which rows may not write into their last blocks, given by `last_blocks`, because others hold those too.
 
     Row by row each lets go of its block; when nobody else is left, the last of them may keep it.
     """
-    num_holders = FreeQueue.NOT_QUEUED - pool.free_queue.place[last_ids]
+    writes = _writes_into_last(tables, num_new_tokens) & (last_ids != NULL_BLOCK)
+    num_holders = FreeQueue.NOT_QUEUED - tables.pool.free_queue.place[last_ids]
 
     def count_writers() -> Bool[Array, " max_seqs"]:
         index = jnp.arange(last_ids.shape[0], dtype=jnp.int32)
@@ -173,6 +173,12 @@ def _must_copy(
 
     # Nearly always every row is alone.
     return lax.cond(jnp.any(writes & (num_holders > 1)), count_writers, lambda: jnp.zeros_like(writes))
+
+
+def _writes_into_last(
+    tables: BlockTables, num_new_tokens: Int[Array, " max_seqs"]
+) -> Bool[Array, " max_seqs"]:
+    return (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
 
 
 def fork(

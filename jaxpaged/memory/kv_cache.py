@@ -5,14 +5,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from pallas_kernels.ops import reshape_and_cache, swap_blocks
-
-# Blocks that `copy_within` holds in between.
-COPIED_AT_ONCE = 8
 
 
 @jax.tree_util.register_dataclass
@@ -94,27 +90,19 @@ def copy_blocks(
 def copy_within(
     cache: KVCache, sources: Int[Array, " num_pairs"], destinations: Int[Array, " num_pairs"]
 ) -> KVCache:
-    """Copy block `sources[i]` to `destinations[i]`; where it is NULL_BLOCK, none. No block may be both.
-
-    In place, some blocks at a time; what is not to be copied costs nothing.
+    """Copy block `sources[i]` to `destinations[i]`, in place, one after the other; where it is NULL_BLOCK,
+    none. No block may be both. What is not to be copied costs nothing.
     """
-    num_pairs = jnp.sum(sources != NULL_BLOCK)
-    pad = (0, -sources.shape[0] % COPIED_AT_ONCE)
-    (pairs,) = jnp.nonzero(jnp.pad(sources, pad) != NULL_BLOCK, size=sources.shape[0] + pad[1], fill_value=-1)
+    type Carry = tuple[KVCache, Bool[Array, " num_pairs"]]
 
-    def copy_some(piece: Int[Array, ""], cache: KVCache) -> KVCache:
-        some = lax.dynamic_slice_in_dim(pairs, piece * COPIED_AT_ONCE, COPIED_AT_ONCE)
-        # They are read before the loop that writes: within one, a GPU's program would copy the whole cache.
-        blocks = jax.tree.map(lambda x: x[sources[some]], cache)
+    def copy_one(carry: Carry) -> Carry:
+        cache, left = carry
+        i = jnp.argmax(left)
 
-        def write_one(i: Int[Array, ""], cache: KVCache) -> KVCache:
-            to = destinations[some[i]]
-            return jax.tree.map(
-                lambda x, its: lax.dynamic_update_index_in_dim(x, its[i], to, axis=0), cache, blocks
-            )
+        def copied(x: Num[Array, "num_blocks *block"]) -> Num[Array, "num_blocks *block"]:
+            block = lax.dynamic_index_in_dim(x, sources[i], keepdims=False)
+            return lax.dynamic_update_index_in_dim(x, block, destinations[i], axis=0)
 
-        return lax.fori_loop(
-            0, jnp.minimum(num_pairs - piece * COPIED_AT_ONCE, COPIED_AT_ONCE), write_one, cache
-        )
+        return jax.tree.map(copied, cache), left.at[i].set(False)
 
-    return lax.fori_loop(0, cdiv(num_pairs, COPIED_AT_ONCE), copy_some, cache)
+    return lax.while_loop(lambda carry: jnp.any(carry[1]), copy_one, (cache, sources != NULL_BLOCK))[0]
