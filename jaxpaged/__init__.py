@@ -9,15 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jaxpaged.engine.llm import LLM
-    from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+    from jaxpaged.engine.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        RequestOutput,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
     "InputError",
@@ -28,6 +36,8 @@ __all__ = [
 
 _HOME = {
     "LLM": "jaxpaged.engine.llm",
+    "BeamSearchOutput": "jaxpaged.engine.outputs",
+    "BeamSearchSequence": "jaxpaged.engine.outputs",
     "CompletionOutput": "jaxpaged.engine.outputs",
     "RequestOutput": "jaxpaged.engine.outputs",
 }

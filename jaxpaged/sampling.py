@@ -226,6 +226,12 @@ def has_token(tokens: UInt32[Array, "*n words"], vocab: int) -> Bool[Array, "*n 
     return bits.reshape(*tokens.shape[:-1], -1)[..., :vocab].astype(bool)
 
 
+def is_in(token_ids: Int[Array, " n"], tokens: UInt32[Array, " words"]) -> Bool[Array, " n"]:
+    """Whether each token is in the set; one below 0 is in none."""
+    bits = tokens.at[token_ids // 32].get(mode="clip") >> (token_ids % 32).astype(jnp.uint32)
+    return (token_ids >= 0) & (bits & 1).astype(bool)
+
+
 def is_among(token_ids: Int[Array, " rows"], tokens: UInt32[Array, "rows words"]) -> Bool[Array, " rows"]:
     """Whether each row's token is in its set."""
     word = jnp.take_along_axis(tokens, token_ids[:, None] // 32, axis=1)[:, 0]
@@ -233,11 +239,15 @@ def is_among(token_ids: Int[Array, " rows"], tokens: UInt32[Array, "rows words"]
 
 
 def score(
-    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"], num_top: Int[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    token_ids: Int[Array, " rows"],
+    num_top: Int[Array, " rows"],
+    temperature: Float[Array, " rows"] | None = None,
 ) -> Scores:
-    """What `softmax(logits)` gives these tokens, and the likeliest if any row wants some of them."""
+    """What `softmax(logits / temperature)` gives these tokens, and the likeliest if any row wants some."""
     num_rows, vocab = logits.shape
-    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    divisor = 1 if temperature is None else temperature[:, None]
+    total = jax.nn.logsumexp(logits / divisor, axis=1, keepdims=True)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
     is_before = jnp.arange(vocab) < token_ids[:, None]
     rank = 1 + jnp.sum((logits > chosen) | ((logits == chosen) & is_before), axis=1, dtype=jnp.int32)
@@ -251,13 +261,13 @@ def score(
         )
         values = jnp.take_along_axis(logits, ids, axis=1)
         beyond = ((0, 0), (0, MAX_LOGPROBS - ids.shape[1]))
-        return jnp.pad(ids, beyond, constant_values=-1), jnp.pad(values - total, beyond)
+        return jnp.pad(ids, beyond, constant_values=-1), jnp.pad(values / divisor - total, beyond)
 
     nothing = no_scores(num_rows)
     top_ids, top_logprobs = lax.cond(
         jnp.any(num_top > 0), top, lambda: (nothing.top_ids, nothing.top_logprobs)
     )
-    return Scores((chosen - total)[:, 0], rank, top_ids, top_logprobs)
+    return Scores((chosen / divisor - total)[:, 0], rank, top_ids, top_logprobs)
 
 
 def first_ranked(logits: Float[Array, "rows vocab"], num: int) -> Int[Array, "rows num"]:

@@ -18,8 +18,12 @@ from jaxpaged.checks import (
 
 # The likeliest tokens that a step can tell of beside the chosen one: vLLM's default `max_logprobs`.
 MAX_LOGPROBS = 20
+# Beams of one search at most, for two continuations of each are looked at for each: vLLM's default bound.
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 # Answers to one prompt at most, as in vLLM.
 MAX_ANSWERS = 16_384
+# Of a length to a higher power float32 is at its end.
+MOST_PENALTY = 5
 # What `from_optional` makes of a larger bias, as vLLM does.
 MOST_BIAS = 100.0
 
@@ -64,9 +68,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | None = ()  # end the answer, like the model's end-of-sequence tokens
     stop: str | tuple[str, ...] | None = ()  # texts that end the answer, and are not part of it
     include_stop_str_in_output: bool = False  # let them, and stop tokens, be part of the text
-    logprobs: int | None = (
-        None  # the log-probability of each of the answer's tokens, and of so many likeliest
-    )
+    # The log-probability of each of the answer's tokens, and of so many likeliest.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the prompt
     detokenize: bool = True  # give the answer's text
     skip_special_tokens: bool = True  # leave special tokens out of the text
@@ -157,6 +160,44 @@ class SamplingParams:
     def clone(self) -> Self:
         """A copy. Nothing can be changed in place, but in the copy of `logit_bias`."""
         return dataclasses.replace(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How to look for the likeliest answers to a prompt.
+
+    `beam_width` sequences go on side by side; from each the 2 * beam_width likeliest next tokens are looked
+    at, and of all those the best go on. What ends with the model's end-of-sequence token is set aside. In the
+    end the beam_width best of all are the answers: by the sum of their tokens' log-probabilities divided by
+    the number of tokens, prompt included and the end not, to the power of `length_penalty`.
+    """
+
+    beam_width: int
+    max_tokens: int  # new tokens of each answer at most
+    ignore_eos: bool = False  # take the model's end-of-sequence tokens for tokens like others
+    temperature: float = 0.0  # log-probabilities are of logits divided by it; 0, as 1: the model's own
+    length_penalty: float = 1.0  # above 0 prefers long answers, 0 is the sum itself
+
+    def __post_init__(self) -> None:
+        """Raises `InputError` for a value out of its range; what is kept is Python's own numbers."""
+        rule = f"an int in [1, {MAX_BEAM_WIDTH}]"
+        values = {
+            "beam_width": checked_int("beam_width", self.beam_width, rule, 1, MAX_BEAM_WIDTH),
+            "max_tokens": checked_int("max_tokens", self.max_tokens, "a positive int, at most 2**31 - 1", 1),
+            "ignore_eos": checked_bool("ignore_eos", self.ignore_eos),
+            "temperature": checked_number(
+                "temperature", self.temperature, "a number >= 0, at most 3.4e38", 0
+            ),
+            "length_penalty": checked_number(
+                "length_penalty",
+                self.length_penalty,
+                f"in [-{MOST_PENALTY}, {MOST_PENALTY}]",
+                -MOST_PENALTY,
+                MOST_PENALTY,
+            ),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:

@@ -7,6 +7,11 @@ position is thus always computed in the same shape.
 
 Requests come in the order (priority, arrival), the lower first. The order of work is that of `Engine.step`.
 
+A beam search has 2 x width rows: in `width` of them its beams run, together or not at all, and as many hold
+what has ended. The head computes the prompt, the others follow and take over its blocks when that is done.
+From then on all compute a token a step, and then go on with the best continuations of all: the first from a
+row stays in it, the others take the places of rows from which nothing goes on, and fork.
+
 Several answers of one prompt are several requests, of which the first leads. A follower waits while its
 leader's prompt is computed, and runs from the step on in which that is done: it takes over the blocks, and
 its first token comes from the same position. Who then finds no room is a request like any other.
@@ -15,12 +20,13 @@ its first token comes from the same position. Who then finds no room is a reques
 import collections
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from reference import model
+from reference.beam_search import BeamSearch, Hypothesis, LogProbs
 from reference.v1.block_pool import BlockPool
 from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock
 from reference.v1.kv_cache_utils import Request as V1Request
@@ -54,6 +60,15 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class Search:
+    """What makes a request a beam search: it has the arrivals from its own on, one for each of its rows."""
+
+    width: int
+    length_penalty: float
+    logprobs_of: LogProbs
+
+
+@dataclass(frozen=True)
 class Request:
     """arrival: its name, higher than that of all requests before it.
 
@@ -71,6 +86,11 @@ class Request:
     salt: int = 0
     leader: int | None = None
     next_token: NextToken | None = None
+    search: Search | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return 1 if self.search is None else 2 * self.search.width
 
     @property
     def order(self) -> tuple[int, int]:
@@ -81,6 +101,8 @@ class Phase(enum.Enum):
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"
     SWAPPED = "swapped"  # its blocks are on the host
+    FOLLOWING = "following"  # a beam whose head computes the prompt; holds no blocks
+    HELD = "held"  # for what ends of a beam search
     FINISHED = "finished"  # holds no blocks; its tokens can be read until its row is used again
 
 
@@ -109,6 +131,7 @@ class Row:
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     forks_from: "Row | None" = None
+    group: "Group | None" = None
 
     @property
     def prompt_len(self) -> int:
@@ -117,6 +140,16 @@ class Row:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def width(self) -> int:
+        """How many slots it takes with those that run with it."""
+        return 1 if self.group is None else self.group.search.width
+
+    @property
+    def num_findable(self) -> int:
+        """So many of its tokens, but for the last, are looked for in the prefix cache."""
+        return self.num_tokens if self.group is None else self.prompt_len
 
     @property
     def held(self) -> list[KVCacheBlock]:
@@ -129,6 +162,18 @@ class Row:
         return [
             token if position < self.prompt_len else -1 - token for position, token in enumerate(self.tokens)
         ]
+
+
+@dataclass(eq=False)
+class Group:
+    """A beam search and its rows; the first one is the head."""
+
+    search: BeamSearch
+    logprobs_of: LogProbs
+    rows: list[Row]  # those of beams
+    held: list[Row]  # for what has ended
+    beam_rows: list[Row] = field(default_factory=list)  # of the search's beams, the best first
+    ended_rows: dict[Hypothesis, Row] = field(default_factory=dict)
 
 
 @dataclass
@@ -205,15 +250,16 @@ class Engine:
 
     # What the host may do between steps.
 
-    def submit(self, request: Request, row: int) -> None:
-        """Put a request into a row without one, or with a finished one.
+    def submit(self, request: Request, *rows: int) -> None:
+        """Put a request into a row without one, or with a finished one; a beam search into all of its rows.
 
-        Raises: ValueError when it could never be served, or the row is in use.
+        Raises: ValueError when it could never be served, or a row is in use.
         """
         config = self.config
-        old = self.rows[row]
-        if old is not None and old.phase is not Phase.FINISHED:
-            raise ValueError(f"{row=} must be empty or finished, but is {old.phase.value}")
+        for row in rows:
+            old = self.rows[row]
+            if old is not None and old.phase is not Phase.FINISHED:
+                raise ValueError(f"{row=} must be empty or finished, but is {old.phase.value}")
         if self.last_arrival is not None and request.arrival <= self.last_arrival:
             raise ValueError(f"{request.arrival=} must be higher than {self.last_arrival}, the last one")
         if not 0 < len(request.prompt) < request.max_num_tokens:
@@ -221,19 +267,41 @@ class Engine:
         most = request.max_num_tokens - 1  # the last token is never computed
         if cdiv(most, config.block_size) > config.max_blocks_per_seq:
             raise ValueError(f"{request.max_num_tokens=} needs more than {config.max_blocks_per_seq=}")
-        if self._blocks_of(most) > config.num_blocks - 1:
-            raise ValueError(
-                f"{request.max_num_tokens=} needs {self._blocks_of(most)} blocks, more than the pool has"
+        need = self._blocks_of(most)
+        if request.search is not None:
+            need += (request.search.width - 1) * self._need_of_beam(len(request.prompt), most)
+        if need > config.num_blocks - 1:
+            raise ValueError(f"{request.max_num_tokens=} needs {need} blocks, more than the pool has")
+        made = [
+            Row(row, replace(request, arrival=request.arrival + i), list(request.prompt))
+            for i, row in enumerate(rows)
+        ]
+        for each in made:
+            self.rows[each.index] = each
+        self.last_arrival = made[-1].request.arrival
+        if request.search is not None:
+            width, stops = request.search.width, request.stop_token_ids
+            search = BeamSearch(
+                request.prompt, width, request.max_num_tokens, stops, request.search.length_penalty
             )
-        self.last_arrival = request.arrival
-        self.rows[row] = Row(row, request, list(request.prompt))
+            group = Group(search, request.search.logprobs_of, made[:width], made[width:], made[:1])
+            for each in made:
+                each.group = group
+            for each in group.held:
+                each.phase = Phase.HELD
 
     def abort(self, arrival: int) -> None:
-        """Finish the request, whatever its phase, and free its blocks. Nothing if it has finished already."""
-        for row in self._in_phase(Phase.WAITING, Phase.RUNNING, Phase.SWAPPED):
-            if row.request.arrival == arrival:
-                self._free(row)
-                row.phase, row.finish_reason = Phase.FINISHED, "abort"
+        """Finish the request, whatever its phase, and free its blocks. Nothing if it has finished already.
+
+        Of a beam search all rows.
+        """
+        wanted = [row for row in self._by_row() if row.request.arrival == arrival]
+        for row in wanted:
+            its = [row] if row.group is None else row.group.rows + row.group.held
+            for each in sorted(its, key=lambda each: each.index):
+                if each.phase is not Phase.FINISHED:
+                    self._free(each)
+                    each.phase, each.finish_reason = Phase.FINISHED, "abort"
 
     # One step.
 
@@ -250,6 +318,10 @@ class Engine:
         if not step.preempted:
             while self._admit_next(step, new, tiles_left):
                 new, tiles_left = self._plan()
+        for row in self._in_phase(Phase.FOLLOWING):
+            head = row.group.rows[0] if row.group else row
+            if head.computed < head.prompt_len == head.computed + new[head]:
+                row.phase, row.forks_from, new[row] = Phase.RUNNING, head, 0
 
         # Blocks for the new tokens, then the tokens.
         running = [row for row in self._by_row() if row.phase is Phase.RUNNING]
@@ -263,8 +335,13 @@ class Engine:
         step.num_new_tokens = {row.index: new[row] for row in running if new[row]}
 
         # Who has computed all tokens is due for the next.
+        searches = []
         for row in running:
-            if row.computed == row.num_tokens or row.forks_from is not None:
+            computed = row.computed if row.forks_from is None else row.prompt_len
+            if computed == row.num_tokens and row.group is not None:
+                if row is row.group.rows[0]:
+                    searches.append(row.group)
+            elif computed == row.num_tokens:
                 token = (row.request.next_token or self.next_token)(list(row.tokens))
                 row.tokens.append(token)
                 step.new_tokens[row.index] = token
@@ -279,7 +356,12 @@ class Engine:
             for row in running:
                 self._publish(row)
         for row in running:
-            self._fork(row, step)
+            leader, row.forks_from = row.forks_from, None
+            if leader is not None:
+                self._fork(row, leader)
+                step.forked[row.index] = leader.index
+        for group in searches:
+            self._go_on(group)
         for row in running:
             if row.finish_reason is not None:
                 step.finished[row.index] = row.finish_reason
@@ -334,6 +416,12 @@ class Engine:
             and self.config.num_host_blocks > 0
             and len(row.held) <= self.host_pool.get_num_free_blocks()
         )
+        if row.group is not None:
+            for each in sorted(row.group.rows, key=lambda each: each.index):
+                self._free(each)
+                each.phase = Phase.WAITING
+                step.preempted[each.index] = "recompute"
+            return
         if swaps:
             step.copies_out += self._move(row, self.pool, self.host_pool)
             row.phase = Phase.SWAPPED
@@ -346,8 +434,8 @@ class Engine:
     def _admit_next(self, step: Step, new: dict[Row, int], tiles_left: int) -> bool:
         """Let the first request in line run. False if there is none, or it has to wait."""
         line = self._in_phase(Phase.WAITING, Phase.SWAPPED)
-        running = self._in_phase(Phase.RUNNING)
-        if not line or len(running) == self.config.max_num_seqs:
+        running = self._in_phase(Phase.RUNNING, Phase.FOLLOWING)
+        if not line or len(running) + line[0].width > self.config.max_num_seqs:
             return False
         row = line[0]
 
@@ -373,6 +461,7 @@ class Engine:
         # Room for all tokens that it and the running ones have. Of the hits, those in the window stay.
         hits_held = hits[self._num_skipped(len(hits) * self.config.block_size) :]
         need = self._blocks_of(row.num_tokens) - len(hits_held)
+        need += (row.width - 1) * self._need_of_beam(row.prompt_len, row.num_tokens)
         need += sum(block.ref_cnt == 0 for block in hits_held)
         need += self._reserved(running)
         if need > self.pool.get_num_free_blocks():
@@ -385,6 +474,9 @@ class Engine:
             row.names, row.blocks = names, hits
             row.computed = len(hits) * self.config.block_size
             self._slide(row)
+        if row.group is not None:
+            for other in row.group.rows:
+                other.phase = Phase.FOLLOWING
         row.phase = Phase.RUNNING
         step.admitted[row.index] = len(hits)
         return True
@@ -407,10 +499,20 @@ class Engine:
         if not running:
             return 0
         forking = [row for row in running if row.forks_from is not None]
-        others = [row for row in running if row.forks_from is None]
+        following = [row for row in running if row.phase is Phase.FOLLOWING]
+        others = [row for row in running if row.forks_from is None and row not in following]
         need = sum(map(self._need_of_fork, forking)) + self._num_copies(others)
+        need += sum(self._need_of_beam(row.prompt_len, row.num_tokens) for row in following)
         need += sum(max(self._blocks_of(row.num_tokens) - len(row.held), 0) for row in others)
         return need + self.config.watermark_blocks + len(running)
+
+    def _need_of_beam(self, prompt_len: int, num_tokens: int) -> int:
+        """Blocks for a beam of so many tokens beside its head's: all but those that its prompt fills.
+
+        With a window those may be gone when it forks.
+        """
+        shared = prompt_len // self.config.block_size if self.config.sliding_window is None else 0
+        return self._blocks_of(num_tokens) - shared
 
     def _is_worth_waiting(self, row: Row, num_hits: int) -> bool:
         """Whether a running row's prompt will let this one find at least a tile more than its hits."""
@@ -418,7 +520,7 @@ class Engine:
         for other in self._in_phase(Phase.RUNNING):
             if other.computed < other.prompt_len and other.request.salt == row.request.salt:
                 shared = num_common(row.request.prompt, other.request.prompt)
-                shared = min(shared, row.num_tokens - 1) // block_size * block_size
+                shared = min(shared, row.num_findable - 1) // block_size * block_size
                 if shared - num_hits * block_size >= self.config.tile_len:
                     return True
         return False
@@ -434,14 +536,42 @@ class Engine:
         num_blocks = cdiv(row.computed + num_new, self.config.block_size) - len(row.blocks)
         row.blocks += self.pool.get_new_blocks(num_blocks)
 
-    def _fork(self, row: Row, step: Step) -> None:
-        """Let a follower hold its leader's blocks too, but for those that its own next token does not see."""
-        leader, row.forks_from = row.forks_from, None
-        if leader is not None:
-            self.pool.touch(leader.held)
-            row.blocks, row.names, row.computed = [*leader.blocks], [*leader.names], leader.computed
-            step.forked[row.index] = leader.index
-            self._slide(row)
+    def _fork(self, row: Row, leader: Row) -> None:
+        """Let a row hold another one's blocks too, but for those that its own next token does not see."""
+        self.pool.touch(leader.held)
+        row.blocks, row.names, row.computed = [*leader.blocks], [*leader.names], leader.computed
+        self._slide(row)
+
+    def _go_on(self, group: Group) -> None:
+        """Let a beam search choose its next beams, and its rows hold them."""
+        search, before = group.search, group.beam_rows
+        parents = search.step([group.logprobs_of(beam.tokens) for beam in search.beams])
+        sources = [before[parent] for parent in parents]
+        stay = [source not in sources[:i] for i, source in enumerate(sources)]
+        left = iter([row for row in group.rows if row not in sources])
+        group.beam_rows = [row if stays else next(left) for row, stays in zip(sources, stay, strict=True)]
+        moves = {
+            row: source for row, source in zip(group.beam_rows, sources, strict=True) if row is not source
+        }
+        for row in sorted(moves, key=lambda row: row.index):
+            self._free(row)
+        for row in sorted(moves, key=lambda row: row.index):
+            self._fork(row, moves[row])
+        for row in left:  # without a beam: it goes on as it would alone, and counts for nothing
+            row.tokens.append(int(np.argmax(group.logprobs_of(row.tokens))))
+        for row, beam in zip(group.beam_rows, search.beams, strict=True):
+            row.tokens = list(beam.tokens)
+
+        former = group.ended_rows
+        empty = iter([row for row in group.held if row not in [former.get(h) for h in search.ended]])
+        group.ended_rows = {h: former[h] if h in former else next(empty) for h in search.ended}
+        for hypothesis, row in group.ended_rows.items():
+            row.tokens = list(hypothesis.tokens)
+        if search.is_done or search.is_decided:
+            for row in group.rows:
+                row.phase, row.finish_reason = Phase.FINISHED, "length"
+            for row in group.held:
+                row.phase, row.finish_reason = Phase.FINISHED, "stop"
 
     def _write(self, row: Row, num_new: int) -> None:
         """Put the next tokens' K and V, so to speak, into the cache."""
@@ -528,7 +658,7 @@ class Engine:
         names: list[BlockHash] = []
         blocks: list[KVCacheBlock] = []
         parent: BlockHash | int = row.request.salt
-        for index in range((row.num_tokens - 1) // self.config.block_size):
+        for index in range((row.num_findable - 1) // self.config.block_size):
             found = self._find(parent, self._content(row, index))
             if found is None:
                 break
@@ -558,6 +688,8 @@ class Engine:
                 self.num_names += 1
                 self.names[parent, content] = BlockHash(self.num_names.to_bytes(32, "big"))
             row.names.append(self.names[parent, content])
+        while first < end and row.blocks[first].block_hash is not None:
+            first += 1  # beams of one search share it, and another one was first
         named = V1Request(str(row.request.arrival), row.tokens)
         named.block_hashes = row.names
         self.pool.cache_full_blocks(named, row.blocks, first, end, self.config.block_size, 0)

@@ -165,6 +165,11 @@ def request(
     return dataclasses.replace(request, request_id=request_id)
 
 
+def numbered(requests: list[Request]) -> list[Request]:
+    """The same, with the next numbers."""
+    return [dataclasses.replace(request, request_id=next(_request_ids)) for request in requests]
+
+
 def submit(
     driver: Driver, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[int]:

@@ -6,6 +6,7 @@ The only object that holds a variable: the current `EngineState`, and who is in 
 import dataclasses
 import functools
 import heapq
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, programs
 from jaxpaged.engine.loop import Report
 from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
-from jaxpaged.engine.request import Delta, Door, Request, Score, arrival_of
+from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
 from jaxpaged.engine.state import (
     MAX_STEPS,
     Counter,
@@ -44,6 +45,8 @@ SUBMIT_LINES = 8
 SUBMIT_TOKENS = 2048
 # The share of blocks that stays free, as vLLM's, when a request is admitted beside running ones.
 WATERMARK = 0.01
+# Phases of requests in rows that are not held for others, and do not run.
+WAITS = (Phase.WAITING, Phase.SWAPPED, Phase.FOLLOWING)
 # A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
 SECONDS_PER_RUN = 0.1
 
@@ -74,13 +77,14 @@ class _Place:
     answer: list[int]  # tokens read so far
     is_aborted: bool = False
     prompt_scores: dict[int, list[Score]] = dataclasses.field(default_factory=dict)  # by a tile's first place
+    scores: list[Score] = dataclasses.field(default_factory=list)  # of the answer, in a beam search
 
     @property
     def arrival(self) -> int:
         return arrival_of(self.request.request_id)
 
-    def take_prompt_scores(self) -> list[Score | None] | None:
-        """What was told of the prompt's tokens, where it is wanted, for the answer's first; then None."""
+    def scores_of_prompt(self) -> list[Score | None] | None:
+        """What was told of the prompt's tokens, where it is wanted and the answer has not begun."""
         if self.answer or self.request.params.prompt_logprobs is None:
             return None
         return [None, *(score for _, tile in sorted(self.prompt_scores.items()) for score in tile)]
@@ -144,6 +148,9 @@ class Driver:
         self._places: list[_Place | None] = [None] * config.num_rows
         # Of each place, for NumPy: its arrival (0 if it is free), tokens known, phase when last heard of.
         self._arrivals, self._num_tokens, self._phases = np.zeros((3, config.num_rows), np.int32)
+        # And whether log-probabilities are wanted of its answer, and of its prompt.
+        self._wants_scores, self._wants_prompt_scores = np.zeros((2, config.num_rows), bool)
+        self._is_beam = np.zeros(config.num_rows, bool)  # or holds what has ended of a beam search
         self._unread: Report | None = None
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
@@ -153,6 +160,11 @@ class Driver:
     @property
     def has_work(self) -> bool:
         return bool(self._queue) or self._unread is not None or bool(self._arrivals.any())
+
+    @property
+    def _wants_a_row(self) -> bool:
+        """Whether the next without a row would take one as soon as it is free."""
+        return bool(self._queue) and self._queue[0].request.group_size == 1
 
     def add(self, request: Request, answer: Sequence[int] = ()) -> None:
         """Queue a request that came through the door, with what is known of its answer."""
@@ -258,12 +270,12 @@ class Driver:
         logging.info("compiled in %.1f s", time.perf_counter() - start)
 
     def _run(self, max_steps: int) -> Report:
-        arrays = self._params, self._state, np.int32(max_steps), np.bool_(bool(self._queue))
+        arrays = self._params, self._state, np.int32(max_steps), np.bool_(self._wants_a_row)
         if self._kept_run is not None:
             self._state, report = self._kept_run(*arrays)
         else:
             self._state, report = loop.run(self._graphdef, *arrays, config=self.step_config)
-        if any(place and place.request.params.logprobs is not None for place in self._places):
+        if self._wants_scores.any():
             report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state))
         return report
 
@@ -279,7 +291,7 @@ class Driver:
         waiting = [
             (place.request.order, row)
             for row in np.flatnonzero(waits).tolist()
-            if (place := self._places[row]) and not place.is_aborted
+            if (place := self._places[row]) and not place.is_aborted and place.request.beams is None
         ]
         if not waiting:
             return
@@ -299,18 +311,22 @@ class Driver:
             self.add(place.request, place.answer)
 
     def _fill_rows(self) -> None:
+        """Give rows to the first in the queue; to those of a group all at once, when there are so many."""
         free_rows = np.flatnonzero(self._arrivals == 0).tolist() if self._queue else []
-        while self._queue and free_rows:
-            batch: list[tuple[int, Queued]] = []
-            while self._queue and free_rows and len(batch) < SUBMIT_LINES:
-                batch.append((free_rows.pop(0), heapq.heappop(self._queue)))
+        placed: list[tuple[int, int, Queued]] = []
+        while self._queue and self._queue[0].request.group_size <= len(free_rows):
+            head = free_rows[0]
+            for _ in range(self._queue[0].request.group_size):
+                placed.append((free_rows.pop(0), head, heapq.heappop(self._queue)))
+        for batch in itertools.batched(placed, SUBMIT_LINES):
             self._submit(batch)
 
-    def _submit(self, batch: Sequence[tuple[int, Queued]]) -> None:
+    def _submit(self, batch: Sequence[tuple[int, int, Queued]]) -> None:
+        """Put requests, each with its row and the first one of its group, into the state."""
         requests = empty_rows(SUBMIT_LINES, 0, self.door.model_config.vocab_size)
         rows = np.full(SUBMIT_LINES, self.config.num_rows, np.int32)  # beyond all: none
         tokens = [np.zeros((3, 0), np.int32)]  # each with its row and its position
-        for line, (row, queued) in enumerate(batch):
+        for line, (row, head, queued) in enumerate(batch):
             token_ids = queued.token_ids
             positions = np.arange(len(token_ids), dtype=np.int32)
             tokens.append(np.stack([np.full_like(token_ids, row), positions, token_ids]))
@@ -318,6 +334,11 @@ class Driver:
             place = self._places[row] = _Place(queued.request, queued.answer)
             self._arrivals[row], self._num_tokens[row] = place.arrival, len(token_ids)
             self._phases[row] = Phase.WAITING
+            params = queued.request.params
+            self._wants_scores[row] = params.logprobs is not None
+            self._wants_prompt_scores[row] = params.prompt_logprobs is not None
+            self._is_beam[row] = queued.request.beams is not None
+            np.asarray(requests.beams.head)[line] = head
             self.door.write(requests, line, queued.request, len(token_ids))
         self._write_tokens(np.concatenate(tokens, axis=1))
         self._state = loop.submit(self._state, requests, rows)
@@ -335,18 +356,21 @@ class Driver:
     def _leave(self, row: int) -> None:
         self._places[row] = None
         self._arrivals[row] = 0
+        self._wants_scores[row] = self._wants_prompt_scores[row] = self._is_beam[row] = False
 
     def _read(self, unread: Report) -> list[Delta]:
         report: Report = jax.device_get(dataclasses.replace(unread, prompt_scores=None))
         raise_if_error(int(report.status))
-        if any(place and place.request.params.prompt_logprobs is not None for place in self._places):
+        if self._wants_prompt_scores.any():
             self._note_prompts(report, jax.device_get(unread.prompt_scores))
         # A row filled after this run began is not in its report.
         told = (self._arrivals != 0) & (np.asarray(report.arrival) == self._arrivals)
-        num_new = report.num_tokens - self._num_tokens
-        changed = np.flatnonzero(told & ((num_new != 0) | (report.finish_reason != 0)))
+        num_new = report.num_tokens - self._num_tokens[report.origin]
+        changed = told & ((num_new != 0) | (report.finish_reason != 0))
         self._phases[told], self._num_tokens[told] = report.phase[told], report.num_tokens[told]
-        deltas = self._deltas(report, changed, num_new)
+        deltas = self._deltas(report, np.flatnonzero(changed & ~self._is_beam), num_new)
+        if self._is_beam.any():
+            deltas += self._follow_beams(report, np.flatnonzero(changed & self._is_beam), num_new)
         for row in np.flatnonzero(told & (report.finish_reason != 0)).tolist():
             self._leave(row)
         self._note(report)
@@ -372,11 +396,37 @@ class Driver:
                     num_hit_tokens=num_hits,
                     finish_reason=FinishReason(reason),
                     stop_reason=its_tokens[-1] if its_own else None,
-                    prompt_scores=place.take_prompt_scores() if its_tokens else None,
+                    prompt_scores=place.scores_of_prompt() if its_tokens else None,
                     index=request.index,
                 )
             )
             place.answer += its_tokens
+        return deltas
+
+    def _follow_beams(self, report: Any, rows: np.ndarray, num_new: Any) -> list[Delta]:
+        """What rows of beam searches hold goes on from where it was when the run began; told at the end."""
+        before = {row: (place.answer, place.scores) for row, place in enumerate(self._places) if place}
+        deltas = []
+        for row in rows.tolist():
+            place, end = self._places[row], min(int(report.num_tokens[row]), MAX_STEPS)
+            assert place is not None  # for it has an arrival
+            request, new = place.request, slice(end - int(num_new[row]), end)
+            answer, scores = before[int(report.origin[row])]
+            num_top = request.params.logprobs or 0
+            place.answer = answer + report.new_token_ids[row][new].tolist()
+            place.scores = scores + scores_of(report.new_scores, (row, new), num_top)
+            if reason := FinishReason(int(report.finish_reason[row])):
+                deltas.append(
+                    Delta(
+                        request_id=request.request_id,
+                        token_ids=place.answer,
+                        scores=place.scores,
+                        num_hit_tokens=int(report.num_hit_tokens[row]),
+                        finish_reason=reason,
+                        index=request.index,
+                        beam=Beam(float(report.cum_logprob[row]), int(report.beam_rank[row])),
+                    )
+                )
         return deltas
 
     def _note_prompts(self, report: Report, told: PromptScores) -> None:
@@ -404,7 +454,7 @@ class Driver:
             self.stats,
             **{c.name.lower(): getattr(self.stats, c.name.lower()) + more for c, more in done.items()},
             num_running=num_running,
-            num_waiting=len(self._queue) + int(np.count_nonzero(self._arrivals)) - num_running,
+            num_waiting=len(self._queue) + int(np.isin(self._phases[self._arrivals != 0], WAITS).sum()),
             num_free_blocks=int(report.num_free_blocks),
             num_cached_blocks=int(report.num_cached_blocks),
         )

@@ -18,13 +18,14 @@ from jaxpaged.checks import InputError, check, checked_bool, checked_choice, is_
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise
-from jaxpaged.engine.outputs import RequestOutput, request_output
+from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.models import loading
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from pallas_kernels import native
 
+Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -102,13 +103,16 @@ class LLM:
         params = _one_each("sampling_params", self._params(sampling_params), len(many))
         priorities = [0] * len(many) if priority is None else _one_each("priority", priority, len(many))
         asked = [
-            _naming_prompt(i, len(many), self._read_prompt, *each)
-            for i, each in enumerate(zip(many, params, priorities, strict=True))
+            _naming_prompt(
+                i,
+                len(many),
+                self._read_prompt,
+                prompt,
+                functools.partial(self.engine.door.admit, params=its, priority=urgency),
+            )
+            for i, (prompt, its, urgency) in enumerate(zip(many, params, priorities, strict=True))
         ]
-        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        handles = iter(self.engine.submit_all([r for _, requests in asked for r in requests], items.put))
-        groups = [(text, list(itertools.islice(handles, len(requests)))) for text, requests in asked]
-        outputs = self._gather(groups, items, use_tqdm)
+        outputs = self._gather(*self._submit(asked), use_tqdm, self._output)
         next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
         return outputs
 
@@ -125,6 +129,25 @@ class LLM:
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
         prompts = [self.render_chat(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to each prompt, as far as a search of so many beams finds them.
+
+        `params` is one for all prompts. Nothing runs unless all are valid.
+        """
+        many = self._as_many(prompts)
+        admit = functools.partial(self.engine.door.admit_search, params=params)
+        asked = [
+            _naming_prompt(i, len(many), self._read_prompt, prompt, admit) for i, prompt in enumerate(many)
+        ]
+        outputs = self._gather(*self._submit(asked), use_tqdm, self._beam_search_output)
+        return list(itertools.islice(outputs, 1, None))
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefixes of former requests; False, and nothing happens, while any is unfinished."""
@@ -146,15 +169,22 @@ class LLM:
         # The template writes the special tokens itself: none are added.
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
 
+    def _submit(
+        self, asked: Sequence[tuple[str | None, list[Request]]]
+    ) -> "tuple[list[Group], queue.SimpleQueue[Item]]":
+        """Queue all requests at once: for each prompt a group; and where their answers come."""
+        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        handles = iter(self.engine.submit_all([r for _, requests in asked for r in requests], items.put))
+        return [(text, list(itertools.islice(handles, len(requests)))) for text, requests in asked], items
+
     def _gather(
         self,
-        groups: Sequence[tuple[str | None, list[Handle]]],
+        groups: Sequence[Group],
         items: "queue.SimpleQueue[Item]",
         use_tqdm: bool | Callable[..., Any],
+        output: Callable[[Sequence[Handle], str | None, Sequence[Delta]], Any],
     ) -> Iterator[Any]:
-        """First None, then all results, with a bar that shows both speeds. Of each prompt its text, where it
-        came as text, and a handle for each answer.
-        """
+        """First None, then what `output` makes of each group's answers; with a bar that shows both speeds."""
         handles = [handle for _, group in groups for handle in group]
         deltas: dict[int, list[Delta]] = {handle.request_id: [] for handle in handles}
         progress = _Progress(
@@ -173,7 +203,7 @@ class LLM:
                             if delta.finish_reason:
                                 bar.update()
                     answers = [collect(deltas.pop(handle.request_id)) for handle in group]
-                    yield self._output(group, prompt, answers)
+                    yield output(group, prompt, answers)
         finally:  # the user's Ctrl-C, for one: what is left should not run on unseen
             self.engine.abort([handle for handle in handles if handle.request_id in deltas])
 
@@ -182,6 +212,11 @@ class LLM:
         answers = [a if a.text is not None else texts(self.tokenizer, request.params)(a) for a in answers]
         metrics = [handle.metrics for handle in group]
         return request_output(request, prompt, answers, metrics, self.tokenizer, finished=True)
+
+    def _beam_search_output(
+        self, group: Sequence[Handle], _prompt: str | None, found: Sequence[Delta]
+    ) -> BeamSearchOutput:
+        return beam_search_output(group[0].request, found, self.tokenizer)
 
     def _params(self, params: Any) -> Any:
         if params is None:
@@ -201,8 +236,10 @@ class LLM:
         )
         return [prompts] if is_one else prompts
 
-    def _read_prompt(self, prompt: Any, params: Any, priority: Any) -> tuple[str | None, list[Request]]:
-        """A prompt's text, where it was given as text, and the requests for its answers."""
+    def _read_prompt(
+        self, prompt: Any, admit: Callable[..., list[Request]]
+    ) -> tuple[str | None, list[Request]]:
+        """A prompt's text, where it was given as text, and the requests that the door makes of it."""
         text, token_ids, salt = prompt, None, None
         if isinstance(prompt, Mapping):
             for key in prompt:
@@ -217,7 +254,7 @@ class LLM:
             )
         if token_ids is None:
             token_ids = self._encode(str(text))
-        return text, self.engine.door.admit(token_ids, params, priority=priority, cache_salt=salt)
+        return text, admit(token_ids, cache_salt=salt)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt.

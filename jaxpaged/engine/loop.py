@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
@@ -39,6 +39,9 @@ class Report:
     num_tokens: Int[Array, " rows"]
     finish_reason: Int[Array, " rows"]
     num_hit_tokens: Int[Array, " rows"]
+    origin: Int[Array, " rows"]  # in which row what it holds was when the run began; its own, but of beams
+    cum_logprob: Float[Array, " rows"]  # of beams, and of what has ended of them
+    beam_rank: Int[Array, " rows"]
     new_token_ids: Int[Array, "rows max_steps"]  # the row's last so many tokens, its newest at the end
     new_scores: Scores | None  # the same tokens', from `recent_scores`, where they are wanted
     num_free_blocks: Int[Array, ""]
@@ -110,6 +113,8 @@ def run(
         state, _, told = advance(model, state, config, told)
         return state, num_steps + 1, told
 
+    own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
+    state = replace(state, rows=replace(state.rows, beams=replace(state.rows.beams, origin=own_row)))
     nothing = no_prompt_scores(config, state.tables.max_seqs)
     state, _, told = lax.while_loop(goes_on, one_step, (state, jnp.int32(0), nothing))
     return state, report(state, told)
@@ -128,6 +133,9 @@ def report(state: EngineState, told: PromptScores) -> Report:
         num_tokens=rows.num_tokens,
         finish_reason=rows.finish_reason,
         num_hit_tokens=rows.num_hit_tokens,
+        origin=rows.beams.origin,
+        cum_logprob=rows.beams.cum_logprob,
+        beam_rank=rows.beams.rank,
         new_token_ids=rows.token_ids.at[row, window].get(mode="clip"),
         new_scores=None,
         prompt_scores=told,

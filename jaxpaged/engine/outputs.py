@@ -1,8 +1,11 @@
 """What a user gets back. Names are vLLM's."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.engine.state import FinishReason
@@ -37,6 +40,23 @@ class CompletionOutput:
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchSequence:
+    """An answer that a beam search has found."""
+
+    tokens: list[int]  # the prompt's, and the answer's with the token that ended it
+    logprobs: list[dict[int, Logprob]]  # for each place of the answer, of the candidates for it
+    cum_logprob: float
+    text: str | None  # of all tokens, special ones included; None without a tokenizer
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | None  # the token that ended it
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchOutput:
+    sequences: list[BeamSearchSequence]  # the best first; as many as the search is wide, if there are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +108,37 @@ def request_output(
         metrics=_of_all(metrics),
         num_cached_tokens=max((a.num_hit_tokens for a in answers if a.index == 0), default=0),
     )
+
+
+def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any) -> BeamSearchOutput:
+    """The best of what a search's rows hold in the end; what has ended goes first where scores are equal."""
+    assert request.beams is not None
+    penalty = request.beams.length_penalty
+    prompt: list[int] = request.prompt_token_ids.tolist()
+
+    def order(delta: Delta) -> tuple[float, bool, int]:
+        assert delta.beam is not None
+        goes_on = delta.finish_reason is FinishReason.LENGTH
+        length = np.float32(len(prompt) + len(delta.token_ids) - (not goes_on))
+        score = np.float32(delta.beam.cum_logprob) * length ** np.float32(-penalty)
+        return -float(score), goes_on, delta.beam.rank
+
+    answers = [delta for delta in found if delta.beam is not None and delta.beam.cum_logprob > -math.inf]
+    sequences = []
+    for delta in sorted(answers, key=order)[: request.beams.beam_width]:
+        tokens = prompt + delta.token_ids
+        has_ended = delta.finish_reason is FinishReason.STOP
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                logprobs=_logprobs(delta.token_ids, delta.scores or [], tokenizer),  # type: ignore[arg-type]  # none of these is None
+                cum_logprob=delta.beam.cum_logprob if delta.beam else -math.inf,
+                text=None if tokenizer is None else tokenizer.decode(tokens),
+                finish_reason="stop" if has_ended else "length",
+                stop_reason=tokens[-1] if has_ended else None,
+            )
+        )
+    return BeamSearchOutput(sequences)
 
 
 def _completion(answer: Delta, tokenizer: Any) -> CompletionOutput:

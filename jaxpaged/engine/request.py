@@ -15,7 +15,7 @@ from jaxpaged.engine.state import MAX_EDITS, FinishReason, Phase, Rows, token_bi
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
 INT32_RULE = "an int in [-2**31, 2**31)"
 # A smaller number would count as 0 in a compiled program, and 0 cannot divide: float32's least normal one.
@@ -38,12 +38,18 @@ class Request:
     edits: "tuple[Edit, ...]"  # of `logit_bias` and `bad_words`
     max_num_tokens: int  # prompt and answer together
     index: int = 0  # which of the prompt's answers; the first one leads, and the others fork from it
+    beams: BeamSearchParams | None = None  # of a beam search, of which it has a row: the first ones for beams
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
 
     @property
     def leader_id(self) -> int:
         """The request whose prompt it shares; 0 for none. A prompt's answers are numbered in their order."""
-        return self.request_id - self.index if self.index else 0
+        return self.request_id - self.index if self.index and self.beams is None else 0
+
+    @property
+    def group_size(self) -> int:
+        """How many requests, this one included, have to come into rows with the first one."""
+        return 2 * self.beams.beam_width if self.beams is not None and not self.index else 1
 
     @property
     def order(self) -> tuple[int, int]:
@@ -67,6 +73,13 @@ class Score(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, in order, as many as were asked for
 
 
+class Beam(NamedTuple):
+    """How an answer stands among those of its beam search."""
+
+    cum_logprob: float  # -inf: it is none
+    rank: int  # among those that have ended, or among those that have not
+
+
 @dataclasses.dataclass(frozen=True)
 class Delta:
     """The next tokens of a request's answer, or all of them; the last delta has a reason."""
@@ -84,6 +97,7 @@ class Delta:
     # tokenizer or where it was not wanted, and in the sink of a request without stop strings.
     text: str | None = None
     index: int = 0  # which of the prompt's answers
+    beam: "Beam | None" = None  # of what a beam search has found
 
     @property
     def logprobs(self) -> list[float] | None:
@@ -144,11 +158,41 @@ class Door:
         Raises `InputError`.
         """
         check("sampling_params", params, "a SamplingParams", isinstance(params, SamplingParams))
+        first = self._first(prompt_token_ids, params, priority, cache_salt)
+        self._check_blocks(first)
+        others = range(1, params.n)
+        return [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
+
+    def admit_search(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        params: BeamSearchParams,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[Request]:
+        """The requests of a beam search, a row each, to be queued together. Raises `InputError`."""
+        check("params", params, "a BeamSearchParams", isinstance(params, BeamSearchParams))
+        width, most = params.beam_width, self.config.max_num_seqs
+        check("beam_width", width, f"at most max_num_seqs={most}", width <= most)
+        as_sampled = SamplingParams(
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            temperature=0,
+            logprobs=2 * width,
+            detokenize=False,
+        )
+        first = self._first(prompt_token_ids, as_sampled, 0, cache_salt)
+        first = dataclasses.replace(first, beams=params)
+        self._check_blocks(first)
+        return [dataclasses.replace(first, index=i) for i in range(first.group_size)]
+
+    def _first(
+        self, prompt_token_ids: Any, params: SamplingParams, priority: int, cache_salt: str | None
+    ) -> Request:
         prompt = self._prompt(prompt_token_ids)
         max_num_tokens = self.max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(len(prompt) + params.max_tokens, max_num_tokens)
-        self._check_blocks(len(prompt), max_num_tokens, params)
         self._check_tokens(params)
         for name in ("stop", "bad_words"):
             has_text = self.tokenizer is not None or not getattr(params, name)
@@ -164,7 +208,7 @@ class Door:
             cache_salt is None or (isinstance(cache_salt, str) and cache_salt != ""),
         )
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
-        first = Request(
+        return Request(
             prompt_token_ids=prompt,
             params=params.of_answer(0),
             priority=priority,
@@ -174,8 +218,6 @@ class Door:
             edits=self._edits(params),
             max_num_tokens=max_num_tokens,
         )
-        others = range(1, params.n)
-        return [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
 
     def write(self, rows: Rows, line: int, request: Request, num_tokens: int) -> None:
         """Fill one line of NumPy rows, but for the tokens. Their number may be more than the prompt's, if a
@@ -185,10 +227,11 @@ class Door:
         vocab_size = self.model_config.vocab_size
         options, rules, temperature = rows.sampling, rows.rules, params.temperature
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        beams, width = rows.beams, request.beams.beam_width if request.beams else 0
         is_restricted = params.allowed_token_ids is not None
         has_rules = is_restricted or bool(edits) or params.min_tokens > 0 or penalties != (0, 0, 1)
         for array, value in (
-            (rows.phase, Phase.WAITING),
+            (rows.phase, Phase.HELD if request.index >= width > 0 else Phase.WAITING),
             (rows.arrival, arrival_of(request.request_id)),
             (rows.priority, request.priority),
             (rows.salt, request.salt),
@@ -212,6 +255,11 @@ class Door:
             (rules.is_restricted, is_restricted),
             (rules.allowed, token_bits(params.allowed_token_ids or (), vocab_size)),
             (rules.num_edits, len(edits)),
+            (beams.width, width),
+            (beams.length_penalty, request.beams.length_penalty if request.beams else 0),
+            (beams.temperature, (request.beams.temperature if request.beams else 0) or 1),
+            (beams.cum_logprob, 0 if request.index == 0 else -np.inf),
+            (beams.rank, request.index % width if width else 0),
         ):
             np.asarray(array)[line] = value
         for array, values in zip(
@@ -244,13 +292,18 @@ class Door:
             checked_int("prompt token", token, rule, 0, self.model_config.vocab_size - 1)
         return np.array(token_ids, np.int32)
 
-    def _check_blocks(self, prompt_len: int, max_num_tokens: int, params: SamplingParams) -> None:
+    def _check_blocks(self, request: Request) -> None:
         # An answer's last token is never written to the cache.
-        block_size = self.config.block_size
-        need = self.step_config.blocks_of(max_num_tokens - 1, block_size)
+        block_size, prompt_len = self.config.block_size, len(request.prompt_token_ids)
+        need = self.step_config.blocks_of(request.max_num_tokens - 1, block_size)
+        what = f"max_tokens={request.params.max_tokens}"
+        if request.beams is not None:  # which share the blocks that the prompt fills, if they keep them
+            shared = prompt_len // block_size if self.step_config.sliding_window is None else 0
+            need += (request.beams.beam_width - 1) * (need - shared)
+            what += f" and beam_width={request.beams.beam_width}"
         if need > self.cache_size.num_blocks - 1:
             raise InputError(
-                f"the prompt of {prompt_len} tokens with max_tokens={params.max_tokens} needs {need} blocks "
+                f"the prompt of {prompt_len} tokens with {what} needs {need} blocks "
                 f"of {block_size} tokens, but num_blocks={self.cache_size.num_blocks} leaves "
                 f"{self.cache_size.num_blocks - 1} for use"
             )

@@ -90,12 +90,23 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
     def replan() -> tuple[EngineState, Decision]:
         after, preempted, swapped = _preempt(state, last_ids, config)
         after, admitted, num_hits, leader_row = _admit(after, last_ids, config, may=~jnp.any(preempted))
-        return after, Decision(plan(after, config), admitted, num_hits, preempted, swapped, leader_row)
+        planned = plan(after, config)
+        forks = _beams_fork(after, planned)
+        leader_row = jnp.where(forks, after.rows.beams.head, leader_row)
+        phase = jnp.where(forks, Phase.FORKING, after.rows.phase)
+        after = replace(after, rows=replace(after.rows, phase=phase))
+        return after, Decision(planned, admitted, num_hits, preempted, swapped, leader_row)
 
-    changes = (_blocks_short(state, last_ids, quiet.plan) > 0) | _may_admit(
-        state, last_ids, quiet.plan, config
-    )
+    changes = _blocks_short(state, last_ids, quiet.plan) > 0
+    changes |= _may_admit(state, last_ids, quiet.plan, config) | jnp.any(_beams_fork(state, quiet.plan))
     return lax.cond(changes, replan, lambda: (state, quiet))
+
+
+def _beams_fork(state: EngineState, plan: Plan) -> Bool[Array, " rows"]:
+    """The beams whose group's prompt will be done."""
+    rows, computed = state.rows, state.tables.seq_lens
+    is_done = (computed < rows.prompt_lens) & (computed + plan.num_new_tokens == rows.prompt_lens)
+    return rows.following & is_done[rows.beams.head]
 
 
 def plan(state: EngineState, config: StepConfig) -> Plan:
@@ -170,7 +181,7 @@ def cache_keys(
 def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     """End the unfinished requests with these arrivals; an arrival that is in no row does nothing."""
     rows = state.rows
-    aborted = (rows.running | rows.waiting) & jnp.any(rows.arrival[:, None] == arrivals, axis=1)
+    aborted = (rows.admitted | rows.waiting | rows.held) & jnp.any(rows.arrival[:, None] == arrivals, axis=1)
     rows = replace(
         rows,
         phase=jnp.where(aborted, Phase.FINISHED, rows.phase),
@@ -185,10 +196,8 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
 
 def _blocks_short(state: EngineState, last_ids: Int[Array, " rows"], plan: Plan) -> Int[Array, ""]:
     """Blocks that the plan needs beyond those that are free."""
-    tables, num_new_tokens = state.tables, plan.num_new_tokens
-    needed = cdiv(tables.seq_lens + num_new_tokens, tables.block_size) - tables.num_blocks
-    needed += block_table.must_copy(tables, last_ids, num_new_tokens)
-    return jnp.sum(needed) - tables.pool.num_free
+    needed, _ = block_table.new_blocks(state.tables, last_ids, plan.num_new_tokens)
+    return jnp.sum(needed) - state.tables.pool.num_free
 
 
 def _preempt(
@@ -206,9 +215,9 @@ def _preempt(
         state, preempted, swapped = carry
         order = state.rows.order
         place = jnp.max(jnp.where(state.rows.running[order], jnp.arange(order.shape[0]), 0))
-        last = jnp.arange(order.shape[0]) == order[place]
-        if state.host is not None:
-            state, moved = _swap_out(state, state.host, last)
+        last = state.rows.admitted & _in_group_of(state.rows, order[place])
+        if state.host is not None:  # beams are computed again: swapped out they would not share what they do
+            state, moved = _swap_out(state, state.host, last & (state.rows.beams.width == 0))
             swapped |= moved
         phase = jnp.where(last, jnp.where(swapped, Phase.SWAPPED, Phase.WAITING), state.rows.phase)
         state = replace(state, rows=replace(state.rows, phase=phase))
@@ -216,6 +225,12 @@ def _preempt(
         return state.count({Counter.NUM_PREEMPTIONS: 1}), preempted | last, swapped
 
     return lax.while_loop(short, preempt_last, (state, nobody, nobody))
+
+
+def _in_group_of(rows: Rows, row: Int[Array, ""]) -> Bool[Array, " rows"]:
+    """The row, and all rows that are or were in a beam search with it."""
+    width, head = rows.beams.width, rows.beams.head
+    return ((width * width[row] > 0) & (head == head[row])) | (jnp.arange(head.shape[0]) == row)
 
 
 class _Admission(NamedTuple):
@@ -245,6 +260,8 @@ def _admit(
         # All else without the state: each `cond` that the cache goes through may copy it on a GPU.
         started = lax.cond(found.fits, lambda: _start(state, row, found.hit, config), lambda: state)
         phase = started.rows.phase.at[row].set(jnp.where(forks, Phase.FORKING, started.rows.phase[row]))
+        its_beams = started.rows.waiting & _in_group_of(started.rows, row)
+        phase = jnp.where(its_beams & found.fits, Phase.FOLLOWING, phase)
         waits = found.is_looked_up & ~found.fits
         turned_away = jnp.where(waits, jnp.stack([row, found.held]), started.turned_away)
         state = replace(started, rows=replace(started.rows, phase=phase), turned_away=turned_away)
@@ -270,15 +287,17 @@ def _may_admit(
     follower, the end of its leader's prompt.
     """
     rows, tables = state.rows, state.tables
-    has_slot = jnp.sum(rows.running | rows.forking) < config.max_num_seqs
-    has_block = _reserved(state, last_ids, config) <= tables.pool.num_free
+    num_left = config.max_num_seqs - jnp.sum(rows.admitted)
 
-    def has_work() -> Bool[Array, ""]:
-        leader, follows = _leader_in_prompt(state, _first_waiting(rows))
+    def has_room() -> Bool[Array, ""]:
+        first = _first_waiting(rows)
+        has_block = _reserved(state, last_ids, config) <= tables.pool.num_free
+        leader, follows = _leader_in_prompt(state, first)
         is_done = tables.seq_lens[leader] + plan.num_new_tokens[leader] == rows.prompt_lens[leader]
-        return jnp.where(follows, is_done, jnp.sum(plan.num_tiles) < config.num_tiles)
+        may = jnp.where(follows, is_done, jnp.sum(plan.num_tiles) < config.num_tiles)
+        return has_block & may & (rows.beams.width[first] <= num_left)
 
-    return lax.cond(jnp.any(rows.waiting) & has_slot & has_block, has_work, lambda: jnp.bool_(False))
+    return lax.cond(jnp.any(rows.waiting) & (num_left > 0), has_room, lambda: jnp.bool_(False))
 
 
 def _first_waiting(rows: Rows) -> Int[Array, ""]:
@@ -299,14 +318,25 @@ def _reserved(state: EngineState, last_ids: Int[Array, " rows"], config: StepCon
     rows, tables = state.rows, state.tables
     to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
     to_come += block_table.must_copy(tables, last_ids, rows.running.astype(jnp.int32))
-    to_come = jnp.where(rows.forking, _need_of_fork(state), jnp.where(rows.running, to_come, 0))
-    num_active = jnp.sum(rows.running | rows.forking, dtype=jnp.int32)
+    to_come = jnp.where(rows.following, _need_of_beam(state, config), jnp.where(rows.running, to_come, 0))
+    to_come = jnp.where(rows.forking, _need_of_fork(state), to_come)
+    num_active = jnp.sum(rows.admitted, dtype=jnp.int32)
     return jnp.sum(to_come) + jnp.where(num_active > 0, config.watermark_blocks + num_active, 0)
 
 
 def _need_of_fork(state: EngineState) -> Int[Array, " rows"]:
     """Blocks for the copy of a block that is partly filled with the prompt."""
     return (state.rows.prompt_lens % state.tables.block_size != 0).astype(jnp.int32)
+
+
+def _need_of_beam(state: EngineState, config: StepConfig) -> Int[Array, " rows"]:
+    """Blocks for what is known of a beam beside its head's: all but those that its prompt fills.
+
+    With a window those may be gone when it forks.
+    """
+    rows, block_size = state.rows, state.tables.block_size
+    shared = rows.prompt_lens // block_size if config.sliding_window is None else 0
+    return config.blocks_of(rows.num_tokens, block_size) - shared
 
 
 class _Found(NamedTuple):
@@ -323,6 +353,7 @@ def _look_for_room(
     rows, tables = state.rows, state.tables
     # Blocks that have to be free, or held by others and shared.
     need = config.blocks_of(rows.num_tokens[row], tables.block_size)
+    need += jnp.maximum(rows.beams.width[row] - 1, 0) * _need_of_beam(state, config)[row]
     turned_away, most_held = state.turned_away
     may_fit = may & ((row != turned_away) | (need - most_held <= free))
 
@@ -341,21 +372,25 @@ def fork_tables(state: EngineState, leader_row: Int[Array, " rows"], config: Ste
     token does not see; one after the other.
     """
     index = jnp.arange(leader_row.shape[0], dtype=jnp.int32)
-    (followers,) = jnp.nonzero(leader_row != index, size=index.shape[0], fill_value=0)
+    type Carry = tuple[EngineState, Bool[Array, " rows"]]
 
-    def fork(i: Int[Array, ""], state: EngineState) -> EngineState:
-        follower = followers[i].astype(jnp.int32)[None]
+    def fork(carry: Carry) -> Carry:
+        state, follows = carry
+        follower = jnp.argmax(follows).astype(jnp.int32)[None]
         state = state.on_tables(block_table.fork, leader_row[follower], follower, jnp.ones(1, bool))
-        return state.on_tables(block_table.slide_windows, index == follower, config.sliding_window)
+        state = state.on_tables(block_table.slide_windows, index == follower, config.sliding_window)
+        return state, follows & (index != follower)
 
-    return lax.fori_loop(0, jnp.sum(leader_row != index), fork, state)
+    return lax.while_loop(lambda carry: jnp.any(carry[1]), fork, (state, leader_row != index))[0]
 
 
 def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tuple[Hit, Bool[Array, ""]]:
     """What the prefix cache has for a request; and if it should rather wait for what is being computed."""
     rows, tables = state.rows, state.tables
     cache = tables.pool.prefix_cache
-    salt, num_tokens = rows.salt[row], rows.num_tokens[row]
+    # Of a group only the prompt is looked up: the others fork when it is done.
+    salt, is_alone = rows.salt[row], rows.beams.width[row] == 0
+    num_tokens = jnp.where(is_alone, rows.num_tokens[row], rows.prompt_lens[row])
     if cache is None:
         nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
         return nothing, jnp.bool_(False)

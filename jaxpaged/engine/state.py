@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import block_pool, block_table, prefix_cache
@@ -34,6 +34,8 @@ class Phase(enum.IntEnum):
     SWAPPED = 3  # preempted, its blocks are in the host pool
     FINISHED = 4  # its tokens are ready to be read; holds no block
     FORKING = 5  # within a step: runs from now on, with the blocks of its leader, whose prompt is done in it
+    FOLLOWING = 6  # a beam whose group runs; takes over the head's blocks when its prompt is done
+    HELD = 7  # for what has ended of a group of beams, until the group has
 
 
 class FinishReason(enum.IntEnum):
@@ -41,6 +43,20 @@ class FinishReason(enum.IntEnum):
     STOP = 1  # a stop token, which is the answer's last
     LENGTH = 2  # as many tokens as were asked for
     ABORT = 3  # the host did not want it any more
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Beams:
+    """What each row is in its group, if it is in one; see `engine.beams`."""
+
+    width: Int[Array, " rows"]  # beams of the group; 0: the row is in none
+    head: Int[Array, " rows"]  # the group's first row
+    length_penalty: Float[Array, " rows"]
+    temperature: Float[Array, " rows"]  # of the chances that count; 1: the model's own
+    cum_logprob: Float[Array, " rows"]  # the sum over the answer's tokens; -inf: the row holds no answer
+    rank: Int[Array, " rows"]  # 0 is the best: among beams by `cum_logprob`, among what has ended by score
+    origin: Int[Array, " rows"]  # of every row: where what it holds was when the run began
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +81,7 @@ class Rows:
     num_prompt_logprobs: Int[Array, " rows"]  # of so many likeliest tokens, and the prompt's own; -1: none
     sampling: SamplingState
     rules: LogitRules  # its `stop_tokens` end an answer
+    beams: Beams
 
     @property
     def running(self) -> Bool[Array, " rows"]:
@@ -78,6 +95,19 @@ class Rows:
     def waiting(self) -> Bool[Array, " rows"]:
         """Not running, but to run: new, or preempted."""
         return (self.phase == Phase.WAITING) | (self.phase == Phase.SWAPPED)
+
+    @property
+    def following(self) -> Bool[Array, " rows"]:
+        return self.phase == Phase.FOLLOWING
+
+    @property
+    def held(self) -> Bool[Array, " rows"]:
+        return self.phase == Phase.HELD
+
+    @property
+    def admitted(self) -> Bool[Array, " rows"]:
+        """Those that take a slot: they run, or will when a prompt is done."""
+        return self.running | self.forking | self.following
 
     @property
     def tells_prompt(self) -> Bool[Array, " rows"]:
@@ -183,6 +213,15 @@ def empty_rows(num_rows: int, max_model_len: int, vocab_size: int) -> Rows:
             edit_ids=zeros(MAX_EDITS),
             edit_values=zeros(MAX_EDITS, dtype=np.float32),
             edit_prefix=zeros(MAX_EDITS),
+        ),
+        beams=Beams(
+            width=zeros(),
+            head=zeros(),
+            length_penalty=zeros(dtype=np.float32),
+            temperature=zeros(dtype=np.float32) + 1,
+            cum_logprob=zeros(dtype=np.float32),
+            rank=zeros(),
+            origin=zeros(),
         ),
     )
 

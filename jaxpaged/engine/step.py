@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.engine import scheduler
+from jaxpaged.engine import beams, scheduler
 from jaxpaged.engine.scheduler import Decision, Plan, Slots, Tiles
 from jaxpaged.engine.state import MAX_STEPS, Counter, EngineState, FinishReason, Phase, Rows
 from jaxpaged.engine.step_config import StepConfig
@@ -89,8 +89,9 @@ def advance(
     state, hidden, told = forward(model, state, plan, slots, config, room)
     state, hidden = share(state, hidden, slots, decision.leader_row)
     # A row whose every token is in the cache has its newest token's hidden state, and is due for the next.
-    due = (ran & (state.tables.seq_lens == state.rows.num_tokens)) | forks
-    state = answer(model, state, hidden, slots, due)
+    num_cached = jnp.where(forks, state.rows.prompt_lens, state.tables.seq_lens)
+    due = (ran | forks) & (num_cached == state.rows.num_tokens)
+    state, new = answer(model, state, hidden, slots, due)
 
     in_prompt = plan.num_tiles > 0
     state = state.count(
@@ -103,7 +104,9 @@ def advance(
     )
     state = publish(state, jnp.any(in_prompt), config)
     state = scheduler.loosen(state, scheduled)
-    return clean_up(scheduler.fork_tables(state, decision.leader_row, config), config), decision, told
+    state, source = beams.advance(state, new, slots, due)
+    forks_from = jnp.where(source == jnp.arange(source.shape[0]), decision.leader_row, source)
+    return clean_up(scheduler.fork_tables(state, forks_from, config), config), decision, told
 
 
 def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
@@ -239,8 +242,11 @@ def compute(
 
 def answer(
     model: Model, state: EngineState, hidden: Hidden, slots: Slots, due: Bool[Array, " rows"]
-) -> EngineState:
-    """Sample a token for each row that is due, append it, and finish the rows that end with it."""
+) -> tuple[EngineState, Scores]:
+    """Sample a token for each row that is due, append it, and finish the rows that end with it.
+
+    Of beams nothing is changed. Returns the scores in each slot, where they are wanted.
+    """
     rows, scores = state.rows, state.scores
     index = jnp.arange(rows.phase.shape[0], dtype=jnp.int32)
     row = jnp.minimum(slots.row, index.shape[0] - 1)
@@ -249,21 +255,27 @@ def answer(
     options = rows.sampling.take(row, is_due)
     context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
 
-    def choose() -> tuple[Int[Array, " max_num_seqs"], Scores]:
+    no_news = no_scores(slots.row.shape[0])
+    temperature = rows.beams.temperature[row]
+    type Chosen = tuple[Int[Array, " max_num_seqs"], Scores, Scores]
+
+    def choose() -> Chosen:
         logits = model.logits(hidden)
         token_ids = sample(
             logits, options, position, lambda logits: edited(logits, rows.rules, options.has_rules, context)
         )
         wants = options.num_logprobs >= 0
 
-        def note() -> Scores:
-            new = score(logits, token_ids, options.num_logprobs)
+        def note() -> tuple[Scores, Scores]:
+            new = score(logits, token_ids, options.num_logprobs, temperature)
             at = jnp.where(wants, row, index.shape[0]), position % MAX_STEPS
-            return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new)
+            return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new), new
 
-        return token_ids, lax.cond(jnp.any(wants), note, lambda: scores)
+        return token_ids, *lax.cond(jnp.any(wants), note, lambda: (scores, no_news))
 
-    chosen, scores = lax.cond(jnp.any(due), choose, lambda: (jnp.zeros_like(position), scores))
+    nothing = (jnp.zeros_like(position), scores, no_news)
+    chosen, scores, new = lax.cond(jnp.any(due), choose, lambda: nothing)
+    due = due & (rows.beams.width == 0)
     token_ids = chosen[jnp.minimum(slots.of_row, position.shape[0] - 1)]
     num_tokens = rows.num_tokens + due
     stops = is_among(token_ids, rows.rules.stop_tokens)
@@ -277,7 +289,7 @@ def answer(
         phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
     )
-    return replace(state, rows=rows, scores=scores)
+    return replace(state, rows=rows, scores=scores), new
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:

@@ -33,6 +33,7 @@ from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.models.attention import AttentionBatch, attend
+from jaxpaged.sampling import score
 from jaxpaged.status import Status
 from reference import engine as reference
 from reference import sampler
@@ -47,8 +48,12 @@ MAX_NUM_SEQS = 3
 NUM_ROWS = 6
 
 
+# Behind a sum of tokens, modulo VOCAB, each token's logit: that of the sum itself is the largest.
+LOGITS = np.array([[-((v - total) * 5 % VOCAB) / 4 for v in range(VOCAB)] for total in range(VOCAB)])
+
+
 class SumModel(nnx.Module):
-    """Its next token is the sum of all visible tokens, read from the cache, modulo VOCAB.
+    """Its likeliest next token is the sum of all visible tokens, read from the cache, modulo VOCAB.
 
     So a wrong block, a token not written or a row mixed up with another shows in the answer.
     """
@@ -74,7 +79,7 @@ class SumModel(nnx.Module):
         return jax.nn.one_hot(total % VOCAB, VOCAB), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        return hidden
+        return hidden @ jnp.asarray(LOGITS, jnp.float32)
 
 
 def next_token(
@@ -82,8 +87,22 @@ def next_token(
 ) -> int:
     """The oracle's; `rules`: what `reference.sampler.edited` takes."""
     total = sum(tokens[-sliding_window:] if sliding_window else tokens) % VOCAB
-    logits = sampler.edited(np.eye(VOCAB)[total], tokens[:prompt_len], tokens[prompt_len:], **rules or {})
+    logits = sampler.edited(LOGITS[total], tokens[:prompt_len], tokens[prompt_len:], **rules or {})
     return sampler.first_likeliest(logits)
+
+
+def logprobs_of(sliding_window: int | None, tokens: list[int]) -> np.ndarray:
+    """What the compiled step makes of the logits behind these tokens, to the bit: equal sums stay equal."""
+    total = sum(tokens[-sliding_window:] if sliding_window else tokens) % VOCAB
+    return _logprobs()[total]
+
+
+@functools.cache
+def _logprobs() -> np.ndarray:
+    logits = jnp.asarray(LOGITS, jnp.float32)
+    every = jnp.broadcast_to(jnp.arange(VOCAB), (VOCAB, VOCAB))
+    rows = [quick.jit(score)(logits, token, jnp.full(VOCAB, -1)).logprob for token in every.T]
+    return np.stack([np.asarray(row) for row in rows], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +141,12 @@ class Setting:
         config = self.config
         fits = (n for n in range(MAX_MODEL_LEN) if config.blocks_of(n, self.block_size) < self.num_blocks)
         return max(fits) + 1
+
+    def has_room_for(self, width: int, prompt_len: int, num_tokens: int) -> bool:
+        """Whether a beam search comes through the door."""
+        need = self.config.blocks_of(num_tokens - 1, self.block_size)
+        shared = 0 if self.sliding_window else prompt_len // self.block_size
+        return need + (width - 1) * (need - shared) < self.num_blocks
 
     @property
     def config(self) -> StepConfig:
@@ -220,6 +245,18 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
             first = arrival
             priority = draw(st.integers(0, 2)) if priorities else 0
             salt = draw(st.sampled_from([0, 0, 0, 7]))
+            most = draw(st.integers(prompt_len + 1, setting.longest))
+            width = draw(st.sampled_from([0, 0, 0, 1, 2, 3]))
+            if width and setting.has_room_for(width, prompt_len, most):
+                search = reference.Search(
+                    width,
+                    draw(st.sampled_from([1.0, 0.0, -1.0, 2.0])),
+                    functools.partial(logprobs_of, setting.sliding_window),
+                )
+                stop = draw(st.sampled_from([(), (STOP,), (STOP, 5)]))
+                requests.append(Request(arrival, tuple(prompt), most, stop, priority, salt, search=search))
+                arrival += 2 * width
+                continue
             for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
                 stop = draw(st.sampled_from([(), (), (STOP,)]))
                 rules = draw(st.sampled_from([{}, {}, *RULES]))
@@ -278,21 +315,33 @@ class LockStep:
 
     def happen(self, event: Event) -> None:
         self.queue += event.requests
-        for row, old in enumerate(self.oracle.rows):
-            if self.queue and (old is None or old.finish_reason is not None):
-                self.submit(self.queue.pop(0), row)
+        free = [i for i, old in enumerate(self.oracle.rows) if old is None or old.finish_reason is not None]
+        while self.queue and self.queue[0].num_rows <= len(free):
+            request = self.queue.pop(0)
+            rows, free = free[: request.num_rows], free[request.num_rows :]
+            self.oracle.submit(request, *rows)
+            for i, row in enumerate(rows):
+                self.submit(request, row, i, rows[0])
         if event.abort is not None:
-            self.queue = [request for request in self.queue if request.arrival != event.abort]
-            self.oracle.abort(event.abort)
-            self.state = compiled_abort(self.state, jnp.array([event.abort, -1], jnp.int32))
-            self.compare_rows()
+            self.abort(event.abort)
 
-    def submit(self, request: reference.Request, row: int) -> None:
-        self.oracle.submit(request, row)
+    def abort(self, arrival: int) -> None:
+        """Give up the request with this arrival; of a beam search all."""
+        its = [r for r in self.queue if r.arrival <= arrival < r.arrival + r.num_rows]
+        self.queue = [request for request in self.queue if request not in its]
+        self.oracle.abort(arrival)
+        rows = [row for row in self.oracle.rows if row is not None and row.request.arrival == arrival]
+        groups = [row.group.rows + row.group.held for row in rows if row.group is not None]
+        arrivals = {arrival, *(row.request.arrival for group in groups for row in group)}
+        padded = [*arrivals, *[-1] * (NUM_ROWS - len(arrivals))]
+        self.state = compiled_abort(self.state, jnp.array(padded, jnp.int32))
+        self.compare_rows()
+
+    def submit(self, request: reference.Request, row: int, index: int, head: int) -> None:
         line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM)
         for array, value in (
-            (line.phase, Phase.WAITING),
-            (line.arrival, request.arrival),
+            (line.phase, Phase.HELD if request.search and index >= request.search.width else Phase.WAITING),
+            (line.arrival, request.arrival + index),
             (line.priority, request.priority),
             (line.salt, request.salt),
             (line.leader, request.leader or 0),
@@ -301,6 +350,16 @@ class LockStep:
             (line.max_num_tokens, request.max_num_tokens),
         ):
             np.asarray(array)[0] = value
+        if request.search is not None:
+            for array, value in (
+                (line.beams.width, request.search.width),
+                (line.beams.head, head),
+                (line.beams.length_penalty, request.search.length_penalty),
+                (line.beams.cum_logprob, -np.inf if index else 0),
+                (line.beams.rank, index % request.search.width),
+                (line.sampling.num_logprobs, 2 * request.search.width),
+            ):
+                np.asarray(array)[0] = value
         np.asarray(line.token_ids)[0, : len(request.prompt)] = request.prompt
         rules = request.rules if isinstance(request, Request) else {}
         for name, value in rules.items():

@@ -1,0 +1,207 @@
+"""Beam searches against the plain one over whole sequences, and transformers' answers."""
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxpaged import LLM, BeamSearchParams, InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.outputs import BeamSearchOutput, beam_search_output
+from jaxpaged.engine.state import FinishReason
+from jaxpaged.models import llama
+from reference.beam_search import BeamSearch, Hypothesis, beam_search
+from tests import tiny
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+SEARCHES = json.loads((GOLDENS / "beam_searches.json").read_text())
+# Float32 against float64: the order of sums decides nothing that differs by more.
+TOLERANCE = 1e-4
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
+
+def logprobs_of(tokens: list[int]) -> np.ndarray:
+    return log_softmax(tiny.reference_logits(tuple(tokens))[-1])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    above = logits.astype(np.float64) - logits.max()
+    return (above - np.log(np.exp(above).sum())).astype(np.float32)
+
+
+def searched(driver, asked: list[tuple[list[int], BeamSearchParams]], company=()) -> list[BeamSearchOutput]:
+    """Through the door, into rows and out again; the company are prompts to be answered beside."""
+    groups = []
+    to_the_end = dataclasses.replace(tiny.greedy(20), ignore_eos=True)
+    beside = tiny.submit(driver, list(company), to_the_end)
+    for prompt, params in asked:
+        groups.append(tiny.numbered(driver.door.admit_search(prompt, params)))
+        for request in groups[-1]:
+            driver.add(request)
+    answers = tiny.drain(driver)
+    for request_id, prompt in zip(beside, company, strict=True):
+        assert answers[request_id].token_ids == tiny.reference_answer(tuple(prompt), 20)
+    return [beam_search_output(group[0], [answers[r.request_id] for r in group], None) for group in groups]
+
+
+def assert_same(output: BeamSearchOutput, want: list[Hypothesis]) -> None:
+    assert [sequence.tokens for sequence in output.sequences] == [each.tokens for each in want]
+    sums = [sequence.cum_logprob for sequence in output.sequences]
+    np.testing.assert_allclose(sums, [each.cum_logprob for each in want], atol=TOLERANCE)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_answers_are_those_of_the_plain_search_in_any_company(data):
+    """In a pool that is too small for all at once."""
+    driver = tiny.driver(**tiny.SMALL)
+    ends = (5, 11, 40, 41)
+    driver.door = dataclasses.replace(
+        driver.door, model_config=dataclasses.replace(tiny.CONFIG, eos_token_ids=ends)
+    )
+    asked, want = [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        [prompt] = tiny.prompts([data.draw(st.integers(1, 40))], seed=data.draw(st.integers(0, 9)))
+        params = BeamSearchParams(
+            beam_width=data.draw(st.integers(1, 4)),
+            max_tokens=data.draw(st.integers(1, 12)),
+            length_penalty=data.draw(st.sampled_from([1.0, 0.0, -0.5, 2.0])),
+            ignore_eos=data.draw(st.booleans()),
+        )
+        asked.append((prompt, params))
+        its_ends = () if params.ignore_eos else ends
+        most = len(prompt) + params.max_tokens
+        search = BeamSearch(prompt, params.beam_width, most, its_ends, params.length_penalty)
+        want.append(beam_search(logprobs_of, search))
+    company = tiny.prompts([9, 30], seed=1) if data.draw(st.booleans()) else []
+    for output, its in zip(searched(driver, asked, company), want, strict=True):
+        assert_same(output, its)
+    tiny.assert_nothing_is_held(driver)
+
+
+def test_what_ended_is_told_with_its_end_and_its_scores():
+    driver = tiny.driver()
+    [prompt] = tiny.prompts([12], seed=3)
+    params = BeamSearchParams(beam_width=3, max_tokens=8, length_penalty=0)
+    first = int(np.argmax(logprobs_of(prompt)))
+    driver.door = dataclasses.replace(
+        driver.door, model_config=dataclasses.replace(tiny.CONFIG, eos_token_ids=(first,))
+    )
+    [output] = searched(driver, [(prompt, params)])
+    best = output.sequences[0]
+    assert (best.tokens, best.finish_reason, best.stop_reason) == ([*prompt, first], "stop", first)
+    assert best.cum_logprob == pytest.approx(best.logprobs[0][first].logprob)
+    for sequence in output.sequences:
+        answer = sequence.tokens[len(prompt) :]
+        told = [its[token] for token, its in zip(answer, sequence.logprobs, strict=True)]
+        assert sum(each.logprob for each in told) == pytest.approx(sequence.cum_logprob, abs=TOLERANCE)
+        for i, (each, its) in enumerate(zip(told, sequence.logprobs, strict=True)):
+            want = logprobs_of([*prompt, *answer[:i]])
+            assert each.logprob == pytest.approx(want[answer[i]], abs=TOLERANCE)
+            by_rank = sorted(its, key=lambda token: its[token].rank)
+            assert by_rank == np.argsort(-want)[: 2 * params.beam_width].tolist()
+
+
+def test_a_temperature_divides_the_logits():
+    driver = tiny.driver()
+    [prompt] = tiny.prompts([5], seed=4)
+    params = BeamSearchParams(beam_width=2, max_tokens=3, temperature=2.5)
+    [output] = searched(driver, [(prompt, params)])
+
+    def flatter(tokens):
+        return log_softmax(tiny.reference_logits(tuple(tokens))[-1] / 2.5)
+
+    assert_same(output, beam_search(flatter, BeamSearch(prompt, 2, len(prompt) + 3)))
+
+
+@pytest.mark.parametrize("model", ["gqa_tied", "smollm2"])
+def test_answers_are_transformers(model):
+    path = model if model == "smollm2" else GOLDENS / model
+    llm = LLM(path, dtype="float32", max_num_seqs=10, max_model_len=128, num_blocks=1 + 80)
+    for golden in (golden for golden in SEARCHES if golden["model"] == model):
+        num_new = len(golden["answers"][0])
+        params = BeamSearchParams(
+            beam_width=golden["width"], max_tokens=num_new, length_penalty=0, ignore_eos=True
+        )
+        [output] = llm.beam_search([golden["prompt"]], params)
+        assert [sequence.tokens[-num_new:] for sequence in output.sequences] == golden["answers"]
+        if golden["cum_logprobs"]:
+            sums = [sequence.cum_logprob for sequence in output.sequences]
+            np.testing.assert_allclose(sums, golden["cum_logprobs"], atol=1e-3)
+        texts = [llm.tokenizer and llm.tokenizer.decode(s.tokens) for s in output.sequences]
+        assert [sequence.text for sequence in output.sequences] == texts
+
+
+def test_a_search_that_cannot_run_is_refused():
+    driver = tiny.driver(**tiny.SMALL)
+    cases = [
+        ({"beam_width": 0}, "beam_width=0 must be an int in [1, 10]"),
+        ({"beam_width": 11}, "beam_width=11 must be"),
+        ({"max_tokens": 0}, "max_tokens=0 must be"),
+        ({"length_penalty": 9.5}, "length_penalty=9.5 must be in [-5, 5]"),
+        ({"temperature": -1}, "temperature=-1 must be"),
+        ({"ignore_eos": 3}, "ignore_eos=3 must be"),
+        ({"beam_width": 5}, "beam_width=5 must be at most max_num_seqs=4"),
+        ({"beam_width": 4, "max_tokens": 50}, "with max_tokens=50 and beam_width=4 needs 29 blocks"),
+    ]
+    for options, words in cases:
+        with pytest.raises(InputError, match=re.escape(words)):
+            driver.door.admit_search(
+                [1] * 9, BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | options)
+            )
+    with pytest.raises(InputError, match="params=3 must be a BeamSearchParams"):
+        driver.door.admit_search([1], 3)
+
+
+def test_given_up_it_leaves_nothing_behind():
+    """While its prompt is computed, while it decodes, and in the queue."""
+    driver = tiny.driver()
+    [prompt] = tiny.prompts([100], seed=5)
+    params = BeamSearchParams(beam_width=4, max_tokens=20)
+    for turns in (0, 1, 2, 4):
+        its = [tiny.numbered(driver.door.admit_search(prompt, params)) for _ in range(2)]
+        for request in [*its[0], *its[1]]:
+            driver.add(request)
+        deltas = [delta for _ in range(turns) for delta in driver.turn(max_steps=1)]
+        deltas += driver.abort([request.request_id for group in its for request in group])
+        while driver.has_work:
+            deltas += driver.turn()
+        assert len(deltas) == 16
+        assert {delta.finish_reason for delta in deltas} == {FinishReason.ABORT}
+        tiny.assert_nothing_is_held(driver)
+
+
+@pytest.mark.slow
+def test_beams_hold_hardly_more_blocks_than_they_must():
+    """Eight beams of 256 tokens: the blocks that differ in something, counted after every step."""
+    config = dataclasses.replace(tiny.CONFIG, max_model_len=512)
+    load = functools.partial(llama.Llama, config, tiny.weights())
+    options = tiny.DEFAULTS | {"max_num_seqs": 8, "num_blocks": 1 + 8 * 36}
+    driver = Driver(EngineConfig(**options), config, load)
+    [prompt] = tiny.prompts([27], seed=6)
+    requests = tiny.numbered(driver.door.admit_search(prompt, BeamSearchParams(beam_width=8, max_tokens=256)))
+    for request in requests:
+        driver.add(request)
+    held, least = [], []
+    block_size = driver.config.block_size
+    while driver.has_work:
+        driver.turn(max_steps=1)
+        state = driver._state
+        lens, lines = np.asarray(state.tables.seq_lens), np.asarray(state.rows.token_ids)
+        contents = {
+            tuple(lines[row, : min(end + block_size, lens[row])].tolist())
+            for row in range(len(lens))
+            for end in range(0, int(lens[row]), block_size)
+        }
+        least.append(len(contents))
+        held.append(driver.cache_size.num_blocks - 1 - int(state.tables.pool.num_free))
+    assert max(least) > 40
+    assert sum(held) <= 1.2 * sum(least)
+    assert max(held) <= 1.2 * max(least)
