@@ -27,9 +27,9 @@ class Decoder(nnx.Module):
     def __init__(self, parts: Parts) -> None:
         self.config, self.dtype = parts.config, parts.dtype
         c = self.config
-        self.embedding = nnx.Param(parts.get("embedding.weight"))
+        self.embedding = nnx.Param(jnp.asarray(parts.get("embedding.weight")))
         positions = parts.get("positions.weight")
-        self.positions = None if positions is None else nnx.Param(positions)
+        self.positions = None if positions is None else nnx.Param(jnp.asarray(positions))
         self.embedding_norm = last_norm(parts, "embedding_norm") if c.embedding_norm else None
         self.layers = DecoderLayers(parts)
         self.norm = last_norm(parts, "norm")

@@ -105,20 +105,31 @@ class Fields:
         value = self.get(name)
         return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
-    def rope(self, head_dim: int, *, theta: float = 10000.0, part: float = 1.0) -> Rope:
+    def rope(self, head_dim: int, *, theta: float = 10000.0, part: float | None = None) -> Rope:
         """RoPE of all layers. Transformers 5 gathers its numbers in `rope_parameters`; older configs spread
-        them.
+        them. `part` of each head's coordinates are turned, unless the config says otherwise; None: all.
         """
         name = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
         spread = {"rope_theta": self.get("rope_theta", theta)}
-        spread["partial_rotary_factor"] = self.get("partial_rotary_factor", part)
-        return self.rope_of(name, self.get(name) or {}, spread, head_dim)
+        if part is not None:
+            spread["partial_rotary_factor"] = self.get("partial_rotary_factor", part)
+        return self.rope_of(name, self.get(name) or {}, spread, head_dim, is_partial=part is not None)
 
-    def rope_of(self, name: str, said: object, spread: Mapping[str, Any], head_dim: int) -> Rope:
+    def rope_of(
+        self,
+        name: str,
+        said: object,
+        spread: Mapping[str, Any],
+        head_dim: int,
+        *,
+        is_partial: bool = False,
+    ) -> Rope:
         """RoPE of one JSON object."""
         if not isinstance(said, Mapping):
             raise InputError(f"model config: {name}={shown(said)} must be a JSON object or null")
         given = Fields(said, spread)
+        if not is_partial:
+            given.only("partial_rotary_factor", 1)
         part = given.positive("partial_rotary_factor", 1.0)
         theta = given.positive("rope_theta")
         dim = int(head_dim * part)

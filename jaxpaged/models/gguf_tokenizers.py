@@ -53,9 +53,10 @@ def tokenizer(reader: gguf.GGUFReader, path: Path) -> Any:
 
 def _byte_pairs(reader: gguf.GGUFReader, path: Path, tokens: list[str]) -> Tokenizer:
     split = field(reader, path, "tokenizer.ggml.pre", "default")
+    words = _words(path, split)
     merges = [tuple(merge.split(" ", 1)) for merge in field(reader, path, "tokenizer.ggml.merges")]
     made = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges))
-    made.pre_tokenizer = _words(path, split)
+    made.pre_tokenizer = words
     made.normalizer = normalizers.NFC() if split == "qwen2" else None
     made.decoder = decoders.ByteLevel()
     return made

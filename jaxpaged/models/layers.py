@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from pallas_kernels import native
 
+Values = Array | np.ndarray  # a weight that is being made
 Layer = int | Int[Array, ""]  # a layer's number, counted from 0; an array in a loop over layers
 
 
@@ -30,17 +31,17 @@ def loops_over_layers(dtype: jnp.dtype) -> bool:
 class Each:
     """Arrays of which each is made when it is asked for, in turn."""
 
-    def __init__(self, count: int, make: Callable[[], Iterator[Num[Array, "..."]]]) -> None:
+    def __init__(self, count: int, make: Callable[[], Iterator[Num[Values, "..."]]]) -> None:
         self._count, self._make = count, make
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Num[Array, "..."]]:
+    def __iter__(self) -> Iterator[Num[Values, "..."]]:
         return self._make()
 
 
-def stacked(arrays: Iterable[Num[Array, "..."]], count: int) -> Num[Array, "..."]:
+def stacked(arrays: Iterable[Num[Values, "..."]], count: int) -> Num[Array, "..."]:
     """The arrays side by side in a new one, where each is put before the next is made."""
     together = None
     for i, array in enumerate(arrays):
@@ -48,7 +49,7 @@ def stacked(arrays: Iterable[Num[Array, "..."]], count: int) -> Num[Array, "..."
             return jnp.stack([array, *arrays])
         if together is None:
             together = _aligned((count, *array.shape), array.dtype)
-        together[i] = np.asarray(array)
+        _put(together[i], np.asarray(array))
     return jax.device_put(together)
 
 
@@ -63,14 +64,21 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 _ALIGNMENT = 64
 
 
+def _put(target: np.ndarray, values: np.ndarray) -> None:
+    """Two numbers of two bytes at a time, where they stay neighbours: twice as fast."""
+    if values.itemsize == 2 and values.ndim and values.shape[-1] % 2 == 0 and values.strides[-1] == 2:
+        target, values = target.view(np.uint32), values.view(np.uint32)
+    target[...] = values
+
+
 class Stack(nnx.Module):
     """An array for each layer: side by side in one array for a loop over layers, else one by one."""
 
-    def __init__(self, arrays: Iterable[Num[Array, "..."]], count: int, *, together: bool) -> None:
+    def __init__(self, arrays: Iterable[Num[Values, "..."]], count: int, *, together: bool) -> None:
         if together:
             self.all: Any = nnx.Param(stacked(arrays, count))
         else:
-            self.all = nnx.List(nnx.Param(array) for array in arrays)
+            self.all = nnx.List(nnx.Param(jnp.asarray(array)) for array in arrays)
 
     def __getitem__(self, layer: Layer) -> Num[Array, "..."]:
         if isinstance(self.all, nnx.List):
@@ -86,8 +94,8 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
-        weights: Sequence[Float[Array, "out_features in_features"]] | Each,
-        biases: Sequence[Float[Array, " out_features"]] | Each | None = None,
+        weights: Sequence[Float[Values, "out_features in_features"]] | Each,
+        biases: Sequence[Float[Values, " out_features"]] | Each | None = None,
         *,
         together: bool | None = None,
     ) -> None:

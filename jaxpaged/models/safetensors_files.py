@@ -1,10 +1,11 @@
 """Weights from the .safetensors files of a Hugging Face directory."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy, which safetensors then uses
+import ml_dtypes  # noqa: F401 - registers bfloat16 and its like with NumPy
 import numpy as np
 from safetensors import safe_open
 
@@ -15,11 +16,20 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-MAPPED_BYTES = 2**26  # of a file are read before it is mapped anew: what has been read need not stay resident
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "U8": "uint8",
+}
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The model's tensors by name, in their own dtype, each read when it is asked for.
+    """The model's tensors by name, in their own dtype: each is mapped when it is asked for, not copied.
 
     The index says which file has which tensor; without one it is `model.safetensors`, or the only file there
     is. What else lies in the directory is left alone. Raises `InputError`, before any tensor is read, for
@@ -28,42 +38,54 @@ class Tensors(Mapping[str, np.ndarray]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file_of: dict[str, str] = {}
+        self._places: dict[str, _Place] = {}
         for file, names in _files(path).items():
-            held = set(self._open(file).keys())
-            if names is not None and (missing := sorted(names - held)):
+            held = self._places_in(file)
+            if names is not None and (missing := sorted(names - held.keys())):
                 raise InputError(f"model={str(path)!r}: {file} lacks {missing[0]!r}, which the index names")
-            self._file_of |= dict.fromkeys(sorted(names or held), file)
-        self._opened: tuple[str, Any] | None = None
-        self._num_read = 0  # bytes, since it was opened
+            self._places |= {name: held[name] for name in sorted(names or held)}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        file = self._file_of[name]
-        if self._opened is None or self._opened[0] != file or self._num_read > MAPPED_BYTES:
-            self._opened, self._num_read = None, 0
-            self._opened = file, self._open(file)
-        try:
-            tensor: np.ndarray = self._opened[1].get_tensor(name)
-        except Exception as error:  # of a type that NumPy does not have
-            raise self._unreadable(file, error) from error
-        self._num_read += tensor.nbytes
-        return tensor
+        place = self._places[name]
+        if place.dtype not in DTYPES:
+            raise InputError(
+                f"model={str(self._path)!r}: {place.file} cannot be read: {name!r} has type {place.dtype}"
+            )
+        dtype = np.dtype(DTYPES[place.dtype])
+        if 0 in place.shape:
+            return np.empty(place.shape, dtype)
+        return np.memmap(self._path / place.file, dtype, "r", place.offset, place.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._places)
 
-    def _open(self, file: str) -> Any:
+    def _places_in(self, file: str) -> "dict[str, _Place]":
         try:
-            return safe_open(self._path / file, framework="numpy")
+            with safe_open(self._path / file, framework="numpy") as checked:
+                names = set(checked.keys())
+            with (self._path / file).open("rb") as whole:
+                size = int.from_bytes(whole.read(8), "little")
+                header = json.loads(whole.read(size))
         except Exception as error:  # of a damaged header, a missing file
-            raise self._unreadable(file, error) from error
+            reason = " ".join(str(error).split())
+            raise InputError(f"model={str(self._path)!r}: {file} cannot be read: {reason}") from error
+        return {
+            name: _Place(file, said["dtype"], tuple(said["shape"]), 8 + size + said["data_offsets"][0])
+            for name, said in header.items()
+            if name in names
+        }
 
-    def _unreadable(self, file: str, error: Exception) -> InputError:
-        reason = " ".join(str(error).split())
-        return InputError(f"model={str(self._path)!r}: {file} cannot be read: {reason}")
+
+class _Place(NamedTuple):
+    """Where a tensor lies; `safe_open` has seen to it that it is in the file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes
 
 
 def load(path: Path) -> Mapping[str, np.ndarray]:

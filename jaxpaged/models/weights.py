@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import layers
@@ -174,7 +174,7 @@ class Parts:
         self._tensors = _without_prefix(names, tensors)
         check_names(config, names, self._tensors)
 
-    def get(self, role: str) -> Float[Array, "..."] | None:
+    def get(self, role: str) -> Float[layers.Values, "..."] | None:
         """What the decoder has once; None where it has no such weight."""
         shape = once(self.config).get(role)
         return None if shape is None else self._made(role, shape)
@@ -194,7 +194,7 @@ class Parts:
             return None
         num_experts = self.config.experts.num_experts
 
-        def make() -> Iterator[Float[Array, "..."]]:
+        def make() -> Iterator[Float[layers.Values, "..."]]:
             for layer in numbers:
                 yield from self._experts(role, shape, layer, num_experts)
 
@@ -202,7 +202,7 @@ class Parts:
 
     def _experts(
         self, role: str, shape: Shape, layer: int, num_experts: int
-    ) -> Iterator[Float[Array, "..."]]:
+    ) -> Iterator[Float[layers.Values, "..."]]:
         [first, *_] = self._names.pieces(role)
         if "{expert}" in first:
             yield from (self._made(role, shape, layer=layer, expert=i) for i in range(num_experts))
@@ -214,15 +214,15 @@ class Parts:
         for expert in range(num_experts):
             yield self._joined(role, [piece[expert] for piece in pieces])
 
-    def _made(self, role: str, shape: Shape, **numbers: int) -> Float[Array, "..."]:
+    def _made(self, role: str, shape: Shape, **numbers: int) -> Float[layers.Values, "..."]:
         stored = _stored(self.config, self._names, role, shape, **numbers)
         return self._joined(role, [self._read(name, its) for name, its in stored])
 
-    def _joined(self, role: str, pieces: Pieces) -> Float[Array, "..."]:
+    def _joined(self, role: str, pieces: Pieces) -> Float[layers.Values, "..."]:
         form = self._names.forms.get(role)
         if form is not None:
             pieces = form.restored(self.config, pieces)
-        return jnp.asarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), self.dtype)
+        return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(self.dtype, copy=False)
 
     def _read(self, name: str, shape: Shape) -> np.ndarray:
         weight = np.asarray(self._tensors[name])
@@ -236,12 +236,12 @@ class Abstract(Parts):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.config, self.dtype = config, jnp.dtype(dtype)
 
-    def _made(self, role: str, shape: Shape, **numbers: int) -> Float[Array, "..."]:
-        return jnp.zeros(shape, self.dtype)
+    def _made(self, role: str, shape: Shape, **numbers: int) -> Float[layers.Values, "..."]:
+        return jnp.zeros(shape, self.dtype)  # traced, where it is called in a trace
 
     def _experts(
         self, role: str, shape: Shape, layer: int, num_experts: int
-    ) -> Iterator[Float[Array, "..."]]:
+    ) -> Iterator[Float[layers.Values, "..."]]:
         yield from (self._made(role, shape) for _ in range(num_experts))
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpaged import LLM, SamplingParams
 from jaxpaged.checks import InputError
 from jaxpaged.models import loading, weights
 from jaxpaged.models.attention import AttentionBatch
@@ -16,7 +17,7 @@ from jaxpaged.models.families import BY_TYPE
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import Parts
 from reference import model as reference_model
-from tests import tiny
+from tests import quick, tiny
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 LLAMAS = ["gqa_tied", "mha_biased", "mqa_llama3_rope", "mistral_window"]
@@ -63,8 +64,13 @@ def paged_logits(model, token_ids, block_size, tile_len) -> np.ndarray:
     positions = np.arange(num_tokens, dtype=np.int32)
     padded = jnp.asarray([*token_ids, *[0] * (num_tokens - len(token_ids))], jnp.int32)
     batch = batch_of(table, positions, tile_len, block_size)
-    hidden, _ = model(padded, jnp.asarray(positions), cache, batch)
-    return np.asarray(model.logits(hidden))[: len(token_ids)]
+
+    @quick.jit
+    def run(model, cache):
+        hidden, _ = model(padded, jnp.asarray(positions), cache, batch)
+        return model.logits(hidden)
+
+    return np.asarray(run(model, cache))[: len(token_ids)]
 
 
 def test_the_numpy_model_equals_transformers(golden):
@@ -75,7 +81,7 @@ def test_the_numpy_model_equals_transformers(golden):
     assert reference_model.generate(checkpoint.config, by_role, stored["token_ids"], len(answer)) == answer
 
 
-@pytest.mark.parametrize("uses_native", [True, False])
+@pytest.mark.parametrize("uses_native", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_paged_model_equals_transformers(golden, uses_native, monkeypatch):
     """Layers in a loop, with native products, and one by one; tiles that end inside of blocks and windows."""
     monkeypatch.setenv("JAXPAGED_NATIVE", str(int(uses_native)))
@@ -83,6 +89,20 @@ def test_the_paged_model_equals_transformers(golden, uses_native, monkeypatch):
     block_size, tile_len = (4, 8) if uses_native else (16, 1)
     model = checkpoint.model(jnp.dtype("float32"))
     assert_equal(paged_logits(model, stored["token_ids"], block_size, tile_len), stored)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "bloom", "phi3"))],
+)
+def test_the_engine_answers_as_transformers_does(name, monkeypatch):
+    """With windows of some layers; with sinks and experts; with ALiBi; with RoPE's long factors."""
+    golden = stored(f"families/{name}")
+    llm = LLM(GOLDENS / "families" / name, max_num_seqs=2, block_size=8, num_blocks=40, max_model_len=96)
+    params = SamplingParams(max_tokens=len(golden["answer"]), temperature=0, ignore_eos=True)
+    prompt = golden["token_ids"]
+    results = llm.generate([prompt, prompt[:33]], params, use_tqdm=False)
+    assert results[0].outputs[0].token_ids == golden["answer"]
 
 
 def test_every_family_has_a_golden():

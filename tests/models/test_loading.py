@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import gguf_file, loading, safetensors_files
+from jaxpaged.models import gguf_file, loading
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.layers import rope_frequencies
@@ -194,9 +194,8 @@ def peak_bytes_beside(call):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_takes_little_more_memory_than_the_weights(tmp_path, monkeypatch, dtype):
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path, dtype):
     """Of two shards, read tensor by tensor; one tensor is a third as large as all others together."""
-    monkeypatch.setattr(safetensors_files, "MAPPED_BYTES", 2**20)
     said = json.loads((GOLDENS / "gqa_tied" / "config.json").read_text())
     said |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
     said |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 20000, "tie_word_embeddings": False}
@@ -213,4 +212,4 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path, monkeypatch
     itemsize = jnp.dtype(dtype).itemsize
     peak, model = peak_bytes_beside(lambda: loading.open_checkpoint(tmp_path).model(jnp.dtype(dtype)))
     assert model.hidden_size == 512
-    assert peak < num_bytes * itemsize / 4 + 2 * largest
+    assert peak < num_bytes * itemsize / 4 + 1.1 * largest

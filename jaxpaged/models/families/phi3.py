@@ -17,7 +17,9 @@ NAMES = Names(
 def read_phi3(f: Fields) -> ModelConfig:
     same = llama.common(f)
     window = f.get("sliding_window")
-    layers = uniform(f.size("num_hidden_layers"), rope=f.rope(same["head_dim"]), sliding_window=window)
+    layers = uniform(
+        f.size("num_hidden_layers"), rope=f.rope(same["head_dim"], part=1.0), sliding_window=window
+    )
     return dataclasses.replace(ModelConfig(**same, layers=layers), norm_eps=f.positive("rms_norm_eps", 1e-5))
 
 
