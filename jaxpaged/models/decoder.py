@@ -43,6 +43,7 @@ class Decoder(nnx.Module):
             table = self.embedding[...]
         else:
             return None
+        assert table is not None
         return layers.Linear([table], together=layers.loops_over_layers(self.dtype))
 
     @property

@@ -8,7 +8,7 @@ from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import GROUPED_QKV
 
 GROUPED = {"qkv.weight": GROUPED_QKV, "qkv.bias": GROUPED_QKV}
-ALL_BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
 
 def common(f: Fields, *, heads: str, hidden: str) -> dict[str, Any]:

@@ -50,14 +50,15 @@ def common(f: Fields) -> dict[str, Any]:
     }
 
 
-def biases(f: Fields) -> dict[str, bool]:
+def biases(f: Fields) -> dict[str, Any]:
     """Llama's two flags."""
     in_attention = f.flag("attention_bias")
     return {"qkv_bias": in_attention, "o_bias": in_attention, "mlp_bias": f.flag("mlp_bias")}
 
 
 def read_llama(f: Fields) -> ModelConfig:
-    return _llama(f, _no_window(f))
+    _refuse_window(f)
+    return _llama(f, None)
 
 
 def read_mistral(f: Fields) -> ModelConfig:
@@ -72,7 +73,7 @@ def _llama(f: Fields, sliding_window: int | None, **more: Any) -> ModelConfig:
     return ModelConfig(**same, **biases(f), **more, layers=layers)
 
 
-def _no_window(f: Fields) -> None:
+def _refuse_window(f: Fields) -> None:
     window, is_used = f.get("sliding_window"), f.get("use_sliding_window", True)
     checked_bool("model config: use_sliding_window", is_used)
     if window is not None and is_used:

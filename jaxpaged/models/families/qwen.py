@@ -76,7 +76,7 @@ QWEN3 = Family(
     models="Qwen3 dense",
     read=read_qwen3,
     names=llama.names,
-    defaults=QWEN2.defaults | {"head_dim": 128},
+    defaults={**QWEN2.defaults, "head_dim": 128},
     gguf=Gguf(architecture="qwen3"),
 )
 QWEN3_MOE = Family(
