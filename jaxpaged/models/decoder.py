@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
@@ -224,7 +224,10 @@ class MLP(nnx.Module):
         self.down = linear(parts, "down")
 
     def __call__(
-        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, *unused: Array
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        layer: layers.Layer,
+        is_padding: Bool[Array, " num_tokens"],  # asked of all feed-forward parts; experts use it
     ) -> Float[Array, "num_tokens hidden"]:
         activation = layers.ACTIVATIONS[self.config.activation]
         wide = self.up(x, layer)
