@@ -171,8 +171,8 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.memory import kv_cache
     from jaxpaged.memory.block_table import BlockTables
     from jaxpaged.memory.kv_cache import KVCache
-    from jaxpaged.models import llama
-    from jaxpaged.models.config import ModelConfig
+    from jaxpaged.models import decoder
+    from jaxpaged.models.config import ModelConfig, Rope, uniform
 
     mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))
     on_device = NamedSharding(mesh, PartitionSpec())
@@ -183,12 +183,11 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         vocab_size=512,
         hidden_size=256,
         intermediate_size=512,
-        num_layers=2,
         num_q_heads=8,
         num_kv_heads=2,
         head_dim=case.head_dim,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
+        norm_eps=1e-5,
+        layers=uniform(2, rope=Rope(theta=1e4, dim=case.head_dim)),
         max_model_len=MAX_MODEL_LEN,
         tie_word_embeddings=True,
     )
@@ -222,7 +221,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         host = dataclasses.replace(state.host, kv_cache=place(state.host.kv_cache, on_host))
         state = dataclasses.replace(state, host=host)
     is_constant = case.attention == "constant"
-    model: nnx.Module = nnx.eval_shape(ConstantModel) if is_constant else llama.abstract(config, dtype)
+    model: nnx.Module = nnx.eval_shape(ConstantModel) if is_constant else decoder.abstract(config, dtype)
     graphdef, params = nnx.split(model)
     attention: Any = "xla" if is_constant else case.attention
     step_config = StepConfig(

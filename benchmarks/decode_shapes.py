@@ -34,23 +34,28 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.state import MAX_STEPS
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models import llama
-from jaxpaged.models.config import ModelConfig, RopeScaling
-from jaxpaged.models.llama import Llama
+from jaxpaged.models import decoder
+from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
+from jaxpaged.models.decoder import Decoder
 
 MODELS = {
     "llama-3.1-8b-shaped": ModelConfig(
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
-        num_layers=32,
         num_q_heads=32,
         num_kv_heads=8,
         head_dim=128,
-        rms_norm_eps=1e-5,
-        rope_theta=5e5,
-        rope_scaling=RopeScaling(
-            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192
+        norm_eps=1e-5,
+        layers=uniform(
+            32,
+            rope=Rope(
+                theta=5e5,
+                dim=128,
+                scaling=Llama3Scaling(
+                    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192
+                ),
+            ),
         ),
         max_model_len=131072,
         tie_word_embeddings=False,
@@ -59,12 +64,11 @@ MODELS = {
         vocab_size=49152,
         hidden_size=576,
         intermediate_size=1536,
-        num_layers=30,
         num_q_heads=9,
         num_kv_heads=3,
         head_dim=64,
-        rms_norm_eps=1e-5,
-        rope_theta=1e5,
+        norm_eps=1e-5,
+        layers=uniform(30, rope=Rope(theta=1e5, dim=64)),
         max_model_len=8192,
         tie_word_embeddings=True,
     ),
@@ -72,12 +76,11 @@ MODELS = {
         vocab_size=151936,
         hidden_size=1024,
         intermediate_size=3072,
-        num_layers=28,
         num_q_heads=16,
         num_kv_heads=8,
         head_dim=128,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
+        norm_eps=1e-6,
+        layers=uniform(28, rope=Rope(theta=1e6, dim=128)),
         max_model_len=40960,
         tie_word_embeddings=True,
     ),
@@ -86,12 +89,11 @@ TINY = ModelConfig(
     vocab_size=256,
     hidden_size=64,
     intermediate_size=128,
-    num_layers=2,
     num_q_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
+    norm_eps=1e-5,
+    layers=uniform(2, rope=Rope(theta=1e4, dim=16)),
     max_model_len=512,
     tie_word_embeddings=True,
 )
@@ -133,7 +135,7 @@ def main(argv: list[str]) -> None:
         record.append(line, _OUT.value)
 
 
-def measure(model: Llama, batch: int, context_len: int, repeats: int, bandwidth: float) -> dict[str, Any]:
+def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidth: float) -> dict[str, Any]:
     """The line of one model and batch."""
     start = time.perf_counter()
     c, dtype = model.config, model.dtype
@@ -179,13 +181,13 @@ def measure(model: Llama, batch: int, context_len: int, repeats: int, bandwidth:
     }
 
 
-def random_model(config: ModelConfig) -> Llama:
+def random_model(config: ModelConfig) -> Decoder:
     """A model with normal weights, made on the device."""
-    graphdef, params = nnx.split(llama.abstract(config, machine.resolve_dtype(EngineConfig())))
+    graphdef, params = nnx.split(decoder.abstract(config, machine.resolve_dtype(EngineConfig())))
     return nnx.merge(graphdef, _random_like(params, seed=0))
 
 
-def random_cache(model: Llama, num_blocks: int) -> KVCache:
+def random_cache(model: Decoder, num_blocks: int) -> KVCache:
     """K and V in normal values: zeros would take less power than real ones, and so less time."""
     shapes = jax.eval_shape(lambda: model.create_cache(num_blocks, decode_loop.BLOCK_SIZE))
     return _random_like(shapes, seed=1)
@@ -206,7 +208,7 @@ def _normal(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.
     return WEIGHT_SCALE * jax.random.normal(key, shape, dtype)
 
 
-def read_weight_bytes(model: Llama) -> int:
+def read_weight_bytes(model: Decoder) -> int:
     """Bytes of weights that a step reads: of an embedding table that is not tied, next to nothing."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     return total if model.config.tie_word_embeddings else total - model.embedding[...].nbytes

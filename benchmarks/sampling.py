@@ -28,7 +28,7 @@ from jaxpaged.engine import machine
 from jaxpaged.engine.request import Door
 from jaxpaged.engine.state import Rows, empty_rows
 from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.sampling import Context, edited, sample, score
 from jaxpaged.sampling_params import SamplingParams
 
@@ -142,12 +142,11 @@ def _rows(mix: str, num_rows: int, vocab_size: int) -> Rows:
         vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=64,
-        num_layers=1,
         num_q_heads=1,
         num_kv_heads=1,
         head_dim=64,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
+        norm_eps=1e-5,
+        layers=uniform(1, rope=Rope(theta=1e4, dim=64)),
         max_model_len=2 * LENGTH,
         tie_word_embeddings=True,
     )

@@ -1,4 +1,8 @@
-"""A whole Llama or Mistral in NumPy: no cache, no batch, every token anew. The oracle of the engine."""
+"""A whole decoder in NumPy: no cache, no batch, every token anew. The oracle of engine and families.
+
+Weights come by their role: "embedding.weight", "layers.0.qkv.weight", "layers.0.experts.3.down.bias", ...; a
+product's is [out_features, in_features]. Queries, keys and values are one, and so are gate and up.
+"""
 
 import math
 from collections.abc import Mapping
@@ -7,35 +11,66 @@ from typing import Any, Protocol
 import numpy as np
 
 
-class Config(Protocol):
-    """The numbers the model needs; `jaxpaged.models.config.ModelConfig` has them."""
+class Rope(Protocol):
+    """How positions turn the first `dim` coordinates of a head."""
 
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Any  # None, or Llama 3's: factor, low_freq_factor, high_freq_factor, original_max_len
-    tie_word_embeddings: bool
+    theta: float
+    dim: int
+    scaling: Any  # None, or one of four, told apart by what it has
+
+
+class Layer(Protocol):
+    """In what layers differ."""
+
+    rope: Rope | None
     sliding_window: int | None  # tokens that a token sees, itself among them; None: all before it
 
 
-Weights = Mapping[str, np.ndarray]  # by Hugging Face name; a projection is [out_features, in_features]
+class Config(Protocol):
+    """The description; `jaxpaged.models.config.ModelConfig` says what each field means."""
+
+    layers: tuple[Any, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    tie_word_embeddings: bool
+    embedding_scale: float
+    embedding_norm: bool
+    num_positions: int | None
+    position_offset: int
+    norm: str
+    norm_eps: float
+    norm_offset: float
+    norm_place: str
+    parallel: bool
+    shared_norm: bool
+    residual_scale: float
+    qk_norm: str | None
+    qkv_clip: float | None
+    scale: float
+    attention_soft_cap: float | None
+    alibi_slopes: tuple[float, ...] | None
+    sinks: bool
+    activation: str
+    gated: bool
+    experts: Any
+    logit_divisor: float
+    logit_soft_cap: float | None
+
+
+Weights = Mapping[str, np.ndarray]
 
 
 def logits(config: Config, weights: Weights, token_ids: list[int]) -> np.ndarray:
     """Scores of the token after each of `token_ids`: [num_tokens, vocab_size], in the weights' dtype."""
-    x = weights["model.embed_tokens.weight"][token_ids]
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        normed = rms_norm(x, weights[f"{prefix}.input_layernorm.weight"], config.rms_norm_eps)
-        x = x + attention(config, weights, f"{prefix}.self_attn", normed)
-        normed = rms_norm(x, weights[f"{prefix}.post_attention_layernorm.weight"], config.rms_norm_eps)
-        x = x + mlp(weights, f"{prefix}.mlp", normed)
-    x = rms_norm(x, weights["model.norm.weight"], config.rms_norm_eps)
-    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    return x @ weights[f"{head}.weight"].T
+    x = embed(config, weights, token_ids)
+    for number, kind in enumerate(config.layers):
+        x = layer(config, weights, f"layers.{number}", kind, x)
+    x = norm(config, weights, "norm", x)
+    head = "embedding" if config.tie_word_embeddings else "lm_head"
+    scores = x @ weights[f"{head}.weight"].T / x.dtype.type(config.logit_divisor)
+    return soft_capped(scores, config.logit_soft_cap)
 
 
 def generate(
@@ -54,35 +89,116 @@ def generate(
     return tokens[len(prompt) :]
 
 
-def attention(config: Config, weights: Weights, prefix: str, x: np.ndarray) -> np.ndarray:
+def embed(config: Config, weights: Weights, token_ids: list[int]) -> np.ndarray:
+    x = weights["embedding.weight"][token_ids]
+    x = x * x.dtype.type(config.embedding_scale)
+    if config.num_positions is not None:
+        x = x + weights["positions.weight"][np.arange(len(x)) + config.position_offset]
+    return norm(config, weights, "embedding_norm", x) if config.embedding_norm else x
+
+
+def layer(config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray) -> np.ndarray:
+    """Attention and a feed-forward part, each added to what came in; one after the other, or side by side."""
+    before, after = config.norm_place in ("before", "both"), config.norm_place in ("after", "both")
+
+    def out(part: str, values: np.ndarray) -> np.ndarray:
+        values = norm(config, weights, f"{name}.{part}_out_norm", values) if after else values
+        return values * values.dtype.type(config.residual_scale)
+
+    normed = norm(config, weights, f"{name}.attention_norm", x) if before else x
+    attended = x + out("attention", attention(config, weights, name, kind, normed))
+    given = x if config.parallel else attended
+    if config.shared_norm:
+        given = normed
+    elif before:
+        given = norm(config, weights, f"{name}.mlp_norm", given)
+    feed_forward = experts if config.experts is not None else mlp
+    return attended + out("mlp", feed_forward(config, weights, name, given))
+
+
+def attention(config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray) -> np.ndarray:
     """Causal attention over all of `x`, [num_tokens, hidden_size]; query heads share kv heads in groups.
 
-    Token i sees token j if j <= i and, with a sliding window, i - j < sliding_window.
+    Token i sees token j if j <= i and, with a sliding window, i - j < sliding_window. A sink is one more
+    score, of a token without a value.
     """
-    num_tokens = len(x)
-    q = linear(weights, f"{prefix}.q_proj", x).reshape(num_tokens, config.num_q_heads, config.head_dim)
-    k = linear(weights, f"{prefix}.k_proj", x).reshape(num_tokens, config.num_kv_heads, config.head_dim)
-    v = linear(weights, f"{prefix}.v_proj", x).reshape(num_tokens, config.num_kv_heads, config.head_dim)
-    q, k = rope(q, config), rope(k, config)
-    out = np.empty_like(q)
-    group = config.num_q_heads // config.num_kv_heads
-    seen = np.tri(num_tokens, dtype=bool)
-    if config.sliding_window is not None:
-        seen &= ~np.tri(num_tokens, k=-config.sliding_window, dtype=bool)
-    for head in range(config.num_q_heads):
-        scores = q[:, head] @ k[:, head // group].T / np.sqrt(config.head_dim)
+    c, num_tokens = config, len(x)
+    qkv = linear(weights, f"{name}.qkv", x)
+    if c.qkv_clip is not None:
+        qkv = qkv.clip(-c.qkv_clip, c.qkv_clip)
+    ends = np.cumsum([c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim])
+    q, k, v = np.split(qkv, ends, axis=1)
+    q, k = (qk_normed(c, weights, f"{name}.{part}_norm", y) for part, y in (("q", q), ("k", k)))
+    q, k, v = (y.reshape(num_tokens, -1, c.head_dim) for y in (q, k, v))
+    if kind.rope is not None:
+        q, k = rope(q, kind.rope, c.max_model_len), rope(k, kind.rope, c.max_model_len)
+    out, group = np.empty_like(q), c.num_q_heads // c.num_kv_heads
+    distance = np.subtract.outer(np.arange(num_tokens), np.arange(num_tokens))
+    seen = distance >= 0
+    if kind.sliding_window is not None:
+        seen &= distance < kind.sliding_window
+    for head in range(c.num_q_heads):
+        scores = q[:, head] @ k[:, head // group].T * q.dtype.type(c.scale)
+        scores = soft_capped(scores, c.attention_soft_cap)
+        if c.alibi_slopes is not None:
+            scores = scores - q.dtype.type(c.alibi_slopes[head]) * distance.astype(q.dtype)
         scores = np.where(seen, scores, -np.inf)
-        weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        out[:, head] = weight / weight.sum(axis=-1, keepdims=True) @ v[:, head // group]
-    return linear(weights, f"{prefix}.o_proj", out.reshape(num_tokens, -1))
+        sink = weights[f"{name}.sinks"][head] if c.sinks else -np.inf
+        top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+        weight = np.exp(scores - top)
+        total = weight.sum(axis=-1, keepdims=True) + np.exp(sink - top)
+        out[:, head] = weight / total @ v[:, head // group]
+    return linear(weights, f"{name}.o", out.reshape(num_tokens, -1))
 
 
-def mlp(weights: Weights, prefix: str, x: np.ndarray) -> np.ndarray:
-    """`down(silu(gate(x)) * up(x))`."""
-    gate = linear(weights, f"{prefix}.gate_proj", x)
-    return linear(
-        weights, f"{prefix}.down_proj", gate / (1 + np.exp(-gate)) * linear(weights, f"{prefix}.up_proj", x)
-    )
+def qk_normed(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Queries or keys of all heads, [num_tokens, heads * head_dim]: normed each by itself, or all as one."""
+    if config.qk_norm is None:
+        return x
+    parts = x.reshape(len(x), -1, config.head_dim) if config.qk_norm == "head" else x
+    return norm(config, weights, name, parts).reshape(x.shape)
+
+
+def mlp(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))`."""
+    if not config.gated:
+        return linear(weights, f"{name}.down", activate(config, linear(weights, f"{name}.up", x)))
+    gate, up = np.split(linear(weights, f"{name}.gate_up", x), 2, axis=-1)
+    return linear(weights, f"{name}.down", activate(config, gate) * up)
+
+
+def experts(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Token by token: the outputs of those with the highest scores, weighed by a softmax."""
+    e, out = config.experts, np.zeros_like(x)
+    scores = linear(weights, f"{name}.router", x)
+    for token, its in enumerate(scores):
+        chosen = np.argsort(-its, kind="stable")[: e.num_chosen]
+        total = np.exp(its[chosen] if e.renormalise else its).sum()
+        for expert in chosen:
+            prefix = f"{name}.experts.{expert}"
+            gate, up = np.split(linear(weights, f"{prefix}.gate_up", x[token]), 2)
+            if e.glu_limit is None:
+                wide = activate(config, gate) * up
+            else:
+                gate, up = np.minimum(gate, e.glu_limit), up.clip(-e.glu_limit, e.glu_limit)
+                wide = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+            out[token] += np.exp(its[expert]) / total * linear(weights, f"{prefix}.down", wide)
+    return out
+
+
+def activate(config: Config, x: np.ndarray) -> np.ndarray:
+    if config.activation == "silu":
+        return x / (1 + np.exp(-x))
+    if config.activation == "relu":
+        return np.maximum(x, 0)
+    if config.activation == "gelu_tanh":
+        return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    assert config.activation == "gelu"
+    return x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)).astype(x.dtype))
+
+
+def soft_capped(scores: np.ndarray, cap: float | None) -> np.ndarray:
+    return scores if cap is None else cap * np.tanh(scores / cap)
 
 
 def linear(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
@@ -90,34 +206,67 @@ def linear(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps)) * weight
+def norm(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """By the root of the mean square; a layer norm takes the mean away first."""
+    if config.norm == "layer":
+        x = x - x.mean(axis=-1, keepdims=True)
+    weight = weights[f"{name}.weight"] + x.dtype.type(config.norm_offset)
+    y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(config.norm_eps)) * weight
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
-def rope(x: np.ndarray, config: Config) -> np.ndarray:
-    """Turn each pair (i, i + head_dim / 2) of `x`, [num_tokens, num_heads, head_dim], by its angle."""
-    half = x.shape[-1] // 2
-    angle = np.arange(len(x))[:, None] * np.array([rope_frequency(config, i / half) for i in range(half)])
-    cos, sin = (f(angle).astype(x.dtype)[:, None] for f in (np.cos, np.sin))
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+def rope(x: np.ndarray, rope: Rope, max_len: int) -> np.ndarray:
+    """Turn each pair (i, i + dim / 2) of `x`, [num_tokens, num_heads, head_dim], by its angle."""
+    half = rope.dim // 2
+    angle = np.arange(len(x))[:, None] * np.array([frequency(rope, i, max_len) for i in range(half)])
+    factor = getattr(rope.scaling, "attention_factor", 1.0)
+    cos, sin = ((factor * f(angle)).astype(x.dtype)[:, None] for f in (np.cos, np.sin))
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def rope_frequency(config: Config, place: float) -> float:
-    """Radians a position of the pair that stands at `place` in [0, 1) among the pairs of a head.
-
-    Llama 3 stretches what turns slowly: a wave longer than original / low is slowed by `factor`, one shorter
-    than original / high is kept, and between them the two are mixed.
-    """
-    frequency = config.rope_theta**-place
-    scaling = config.rope_scaling
+def frequency(rope: Rope, pair: int, max_len: int) -> float:
+    """Radians a position of one pair; the scaling says how much slower it is made."""
+    plain, scaling = rope.theta ** (-2 * pair / rope.dim), rope.scaling
     if scaling is None:
-        return frequency
-    wavelength = 2 * math.pi / frequency
+        return plain
+    if hasattr(scaling, "long_factors"):
+        is_long = max_len > scaling.original_max_len
+        return plain / (scaling.long_factors if is_long else scaling.short_factors)[pair]
+    if hasattr(scaling, "low_freq_factor"):
+        return llama3_frequency(plain, scaling)
+    if hasattr(scaling, "beta_fast"):
+        return yarn_frequency(rope, plain, pair)
+    return plain / scaling.factor
+
+
+def llama3_frequency(plain: float, scaling: Any) -> float:
+    """Llama 3 stretches what turns slowly: a wave longer than original / low is slowed by `factor`, one
+    shorter than original / high is kept, and between them the two are mixed.
+    """
+    wavelength = 2 * math.pi / plain
     if wavelength < scaling.original_max_len / scaling.high_freq_factor:
-        return frequency
+        return plain
     if wavelength > scaling.original_max_len / scaling.low_freq_factor:
-        return frequency / scaling.factor
+        return plain / scaling.factor
     smooth = scaling.original_max_len / wavelength - scaling.low_freq_factor
     smooth /= scaling.high_freq_factor - scaling.low_freq_factor
-    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    return (1 - smooth) * plain / scaling.factor + smooth * plain
+
+
+def yarn_frequency(rope: Rope, plain: float, pair: int) -> float:
+    """YaRN goes by the pair's number: kept before the one that turns `beta_fast` times in the original
+    length, slowed by `factor` behind the one that turns `beta_slow` times.
+    """
+    scaling = rope.scaling
+
+    def pair_with(turns: float) -> float:
+        """The place among the pairs of one that turns so often."""
+        return math.log(scaling.original_max_len / (2 * math.pi * turns), rope.theta) * rope.dim / 2
+
+    begin, end = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        begin, end = math.floor(begin), math.ceil(end)
+    begin, end = max(begin, 0), min(end, rope.dim - 1)
+    slow = min(max((pair - begin) / (end - begin or 0.001), 0), 1)
+    return (1 - slow) * plain + slow * plain / scaling.factor

@@ -123,6 +123,15 @@ def test_memory_has_of_the_kernels_only_what_writes_and_copies():
     assert of_kernels == {f"pallas_kernels.ops.{name}" for name in ("reshape_and_cache", "swap_blocks")}
 
 
+def test_the_decoder_knows_no_family():
+    """Families fill in its description; it is built from that and from weights by their role."""
+    knowing = {"families", "loading.py", "gguf_file.py"}
+    for file in files("jaxpaged/models"):
+        if not knowing & {file.name, file.parent.name}:
+            named = {name for name in imported_modules(file) if name.startswith("jaxpaged.models.families")}
+            assert not named, f"{file.relative_to(ROOT)} imports {named}"
+
+
 def test_jit_and_donation_are_only_in_the_loop():
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
         uses = {

@@ -20,6 +20,7 @@ from jaxpaged.engine.async_engine import AsyncEngine
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import EngineDeadError
 from jaxpaged.models import loading
+from jaxpaged.models.weights import by_role
 from reference import model as reference_model
 from tests import tiny
 from tests.tiny_gguf import write_gguf
@@ -71,10 +72,9 @@ def test_a_model_with_a_sliding_window_answers_as_transformers_does(use_native, 
     results = llm.generate([prompt[:5], prompt, prompt[:40]], params, use_tqdm=False)
     assert results[1].outputs[0].token_ids == answer
     checkpoint = loading.open_checkpoint(folder)
+    weights = by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
     for result in results:
-        want = reference_model.generate(
-            checkpoint.config, checkpoint.load_weights(), result.prompt_token_ids, len(answer)
-        )
+        want = reference_model.generate(checkpoint.config, weights, result.prompt_token_ids, len(answer))
         assert result.outputs[0].token_ids == want
 
 

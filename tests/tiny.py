@@ -17,8 +17,10 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine, collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.memory.invariants import check_invariants
-from jaxpaged.models import llama
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import ModelConfig, Rope, uniform
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.weights import Parts, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from reference import model as reference_model
@@ -28,12 +30,11 @@ CONFIG = ModelConfig(
     vocab_size=97,
     hidden_size=32,
     intermediate_size=48,
-    num_layers=2,
     num_q_heads=6,
     num_kv_heads=2,
     head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
+    norm_eps=1e-5,
+    layers=uniform(2, rope=Rope(theta=10000.0, dim=8)),
     max_model_len=128,
     tie_word_embeddings=True,
 )
@@ -52,13 +53,19 @@ _request_ids = itertools.count(1)
 
 @functools.cache
 def weights(config: ModelConfig = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
-    return llama.random_weights(config, seed)
+    return random_weights(config, NAMES, seed)
+
+
+@functools.cache
+def reference_weights() -> dict[str, np.ndarray]:
+    """The same by their roles, as the oracle takes them."""
+    return by_role(CONFIG, NAMES, weights())
 
 
 @functools.cache
 def reference_answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     """The greedy answer of the oracle."""
-    return reference_model.generate(CONFIG, weights(), list(prompt), max_tokens)
+    return reference_model.generate(CONFIG, reference_weights(), list(prompt), max_tokens)
 
 
 def reference_greedy(prompt: list[int], params: SamplingParams) -> list[int]:
@@ -76,7 +83,7 @@ def reference_greedy(prompt: list[int], params: SamplingParams) -> list[int]:
 
 def reference_logits(token_ids: tuple[int, ...]) -> np.ndarray:
     """The oracle's scores after each token: [num_tokens, vocab_size]."""
-    return reference_model.logits(CONFIG, weights(), list(token_ids))
+    return reference_model.logits(CONFIG, reference_weights(), list(token_ids))
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
@@ -87,7 +94,11 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 # A pool in which four rows begin together and cannot all grow: someone must give way.
 SMALL = {"num_blocks": 1 + 16, "block_size": 8}
 SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
-load = functools.partial(llama.Llama, CONFIG, weights())
+
+
+def load(dtype: Any) -> Decoder:
+    """The tiny model in this dtype."""
+    return Decoder(Parts(CONFIG, NAMES, weights(), dtype))
 
 
 def driver(**options: Any) -> Driver:

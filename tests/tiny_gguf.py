@@ -31,8 +31,8 @@ def write_gguf(
     writer.add_head_count(CONFIG.num_q_heads)
     writer.add_head_count_kv(CONFIG.num_kv_heads)
     writer.add_key_length(CONFIG.head_dim)
-    writer.add_layer_norm_rms_eps(CONFIG.rms_norm_eps)
-    writer.add_rope_freq_base(CONFIG.rope_theta)
+    writer.add_layer_norm_rms_eps(CONFIG.norm_eps)
+    writer.add_rope_freq_base(10000.0)
     if sliding_window is not None:
         writer.add_sliding_window(sliding_window)
     writer.add_tokenizer_model("gpt2")
@@ -65,7 +65,7 @@ def write_gguf(
         if tensor != without:
             writer.add_tensor(tensor, weight)
     if extra:
-        writer.add_tensor(extra, np.zeros(4, np.float32))
+        writer.add_tensor(extra, np.full(4, 2, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -36,7 +36,7 @@ from jaxpaged.engine.step import PromptScores, no_prompt_scores
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import policies
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.llama import Llama
+from jaxpaged.models.decoder import Decoder
 from jaxpaged.sampling import Scores
 from jaxpaged.status import raise_if_error
 
@@ -123,7 +123,7 @@ class Driver:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        load_model: Callable[[jnp.dtype], Llama],
+        load_model: Callable[[jnp.dtype], Decoder],
     ) -> None:
         self.config = config
         size = self.cache_size = cache_size(config, model_config)
@@ -232,7 +232,7 @@ class Driver:
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
 
-    def _create_state(self, model: Llama) -> EngineState:
+    def _create_state(self, model: Decoder) -> EngineState:
         config = self.config
 
         def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:

@@ -22,7 +22,7 @@ from jaxpaged.engine.outputs import RequestMetrics
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import Texts, texts
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.llama import Llama
+from jaxpaged.models.decoder import Decoder
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -130,7 +130,7 @@ class Engine:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        load_model: Callable[[jnp.dtype], Llama],
+        load_model: Callable[[jnp.dtype], Decoder],
         tokenizer: Any = None,
     ) -> None:
         self._driver = Driver(config, model_config, load_model)

@@ -1,7 +1,6 @@
 """What the engine will use on this machine: dtype, lengths, and the size of its cache."""
 
 import functools
-import math
 import os
 
 import jax
@@ -14,8 +13,8 @@ from jaxpaged.config import PREFILL_TILE, EngineConfig
 from jaxpaged.engine.state import EngineState, create_state, create_tables
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import CacheSize
-from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.weights import num_weights
 from pallas_kernels import native, ops, support
 from pallas_kernels.compilation_cache import compilation_cache_dir
 from pallas_kernels.ops import TiledImplementation
@@ -75,7 +74,8 @@ def _why_not(
     implementation: TiledImplementation, dtype: jnp.dtype, config: EngineConfig, model_config: ModelConfig
 ) -> str | None:
     if implementation == "native":
-        return native.why_not(dtype)
+        extras = ", ".join(model_config.attention_extras)
+        return native.why_not(dtype) or (f"the native kernel has no {extras}" if extras else None)
     try:
         support.refuse_unserved(
             implementation,
@@ -148,7 +148,7 @@ def available_bytes(config: EngineConfig, model_config: ModelConfig, dtype: jnp.
         left = int(physical * CPU_MEMORY_SHARE) - state - activations
         return left, f"{CPU_MEMORY_SHARE:.0%} of this machine's {physical} bytes less {beside}"
     total = device.memory_stats()["bytes_limit"]
-    weights = sum(math.prod(shape) for _, shape in llama.weight_shapes(model_config)) * dtype.itemsize
+    weights = num_weights(model_config) * dtype.itemsize
     left = int(total * config.gpu_memory_utilization) - weights - state - activations
     return left, f"{config.gpu_memory_utilization:.0%} of {total} bytes less {weights} of weights, {beside}"
 

@@ -29,7 +29,7 @@ Hidden = Float[Array, "max_num_seqs hidden"]
 
 @runtime_checkable
 class Model(Protocol):
-    """What a step needs of a model; `models.llama.Llama` is one."""
+    """What a step needs of a model; `models.decoder.Decoder` is one."""
 
     @property
     def hidden_size(self) -> int: ...

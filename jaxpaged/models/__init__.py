@@ -1,1 +1,1 @@
-"""Models in Flax NNX, one file per family, and where their weights, configs and tokenizers come from."""
+"""One decoder in Flax NNX for all families, and where weights, configs and tokenizers come from."""

@@ -1,8 +1,13 @@
 """Attention over a paged cache: what a layer of any model calls, and what it needs to know of its tokens."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.memory import kv_cache
@@ -37,22 +42,42 @@ def attend(
     batch: AttentionBatch,
     *,
     scale: float,
-    sliding_window: int | None = None,
+    sliding_windows: Sequence[int | None] = (None,),
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, " num_q_heads"] | None = None,
+    sinks: Float[Array, " num_q_heads"] | None = None,
 ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
     """Write the tokens' K and V of one layer, then let each token look at its sequence up to itself.
 
-    With a `sliding_window` it sees only the last so many tokens, itself among them; blocks that lie wholly
-    before the window of a tile's first token may be gone, with anything in their places of the block table.
+    `sliding_windows`: of each layer, or one for all. With one a token sees only the last so many tokens,
+    itself among them; blocks that lie wholly before the window of a tile's first token may be gone, with
+    anything in their places of the block table.
     """
     cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
-    out = ops.tiled_paged_attention(
-        q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
-        *cache.pools,
-        cache.blocks_of(layer, batch.block_tables),
-        batch.query_starts,
-        batch.seq_lens,
-        scale=scale,
-        sliding_window=sliding_window,
-        implementation=batch.implementation,
-    )
-    return out.reshape(q.shape), cache
+
+    def look(
+        window: int | None, q: Float[Array, "num_tokens num_q_heads head_dim"]
+    ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
+        out = ops.tiled_paged_attention(
+            q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
+            *cache.pools,
+            cache.blocks_of(layer, batch.block_tables),
+            batch.query_starts,
+            batch.seq_lens,
+            scale=scale,
+            sliding_window=window,
+            soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            implementation=batch.implementation,
+        )
+        return out.reshape(q.shape)
+
+    kinds = list(dict.fromkeys(sliding_windows))
+    if len(kinds) == 1:
+        return look(kinds[0], q), cache
+    if isinstance(layer, int):
+        return look(sliding_windows[layer], q), cache
+    kind_of = jnp.asarray(np.array([kinds.index(window) for window in sliding_windows], np.int32))
+    branches = [functools.partial(look, window) for window in kinds]
+    return lax.switch(kind_of[layer], branches, q), cache

@@ -1,86 +1,18 @@
-"""The numbers that make one Llama-like model another, read from a Hugging Face config or a GGUF file."""
+"""The description of a decoder: all that makes one model's arithmetic another's. Families fill it in."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import math
+from typing import Literal
 
-from jaxpaged.checks import InputError, check, checked_bool, checked_int, checked_number, shown
+from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
 
-HEAD_DIM_MULTIPLE = 2  # RoPE turns pairs
-# The model types that are Llamas, and what transformers takes for numbers that their configs leave out.
-DEFAULTS: dict[str, dict[str, int]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-}
+ROTARY_MULTIPLE = 2  # RoPE turns pairs
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A decoder of the Llama family."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: "RopeScaling | None" = None
-    max_model_len: int  # positions the model was trained for
-    tie_word_embeddings: bool
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = None  # tokens that a token sees in every layer, itself among them; None: all
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raises `InputError` for what no model can be: numbers come from files, and may be anything."""
-        for name in _SIZES:
-            self._set(name, checked_int(f"model config: {name}", getattr(self, name), "an int >= 1", 1))
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = checked_number(
-                f"model config: {name}", getattr(self, name), "a number > 0", 0, above=True
-            )
-            self._set(name, value)
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-            checked_bool(f"model config: {name}", getattr(self, name))
-        if self.num_q_heads % self.num_kv_heads:
-            raise InputError(
-                f"model config: num_q_heads={self.num_q_heads} must be a multiple of "
-                f"num_kv_heads={self.num_kv_heads}"
-            )
-        window = self.sliding_window
-        if window is not None:
-            window = checked_int("model config: sliding_window", window, "None or an int >= 1", 1)
-        self._set("sliding_window", window)
-        check("model config: head_dim", self.head_dim, "even", self.head_dim % HEAD_DIM_MULTIPLE == 0)
-        rule = f"a token id, an int in [0, {self.vocab_size})"
-        for token in self.eos_token_ids:
-            checked_int("model config: eos_token_id", token, rule, 0, self.vocab_size - 1)
-        ids = tuple(sorted({int(token) for token in self.eos_token_ids}))
-        self._set("eos_token_ids", ids)
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_q_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_model_len",
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's stretch of the slow RoPE frequencies, from `original_max_len` positions to `factor` times."""
+class Llama3Scaling:
+    """Slow frequencies stretched, from `original_max_len` positions to `factor` times as many."""
 
     factor: float
     low_freq_factor: float
@@ -88,161 +20,246 @@ class RopeScaling:
     original_max_len: int
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Read a Hugging Face config (as a dictionary) of `model_type` "llama" or "mistral".
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
 
-    Raises `InputError` for other model types, for values of the wrong type, and for whatever changes the
-    arithmetic in a way that is not supported.
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """Slow frequencies divided by `factor`, fast ones kept, a ramp between; cosines and sines times
+    `attention_factor`.
     """
-    model_type = hf.get("model_type")
-    if not isinstance(model_type, str) or model_type not in DEFAULTS:
-        raise InputError(
-            f"model config: model_type={shown(model_type)} must be 'llama' or 'mistral': no other family is "
-            "supported"
-        )
-    hf = DEFAULTS[model_type] | dict(hf)
-    # Transformers 5 gathers RoPE's numbers in `rope_parameters`; older configs spread them.
-    rope = {"rope_theta": _get(hf, "rope_theta", 10000.0)} | _rope_parameters(hf)
-    _refuse_unsupported(hf | rope)
-    num_q_heads, hidden_size = _size(hf, "num_attention_heads"), _size(hf, "hidden_size")
-    return ModelConfig(
-        vocab_size=_size(hf, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_size(hf, "intermediate_size"),
-        num_layers=_size(hf, "num_hidden_layers"),
-        num_q_heads=num_q_heads,
-        num_kv_heads=_size(hf, "num_key_value_heads", num_q_heads),
-        head_dim=_size(hf, "head_dim", hidden_size // num_q_heads),
-        rms_norm_eps=_get(hf, "rms_norm_eps", 1e-6),
-        rope_theta=rope["rope_theta"],
-        rope_scaling=_rope_scaling(rope),
-        max_model_len=_size(hf, "max_position_embeddings"),
-        tie_word_embeddings=_get(hf, "tie_word_embeddings", False),
-        attention_bias=_get(hf, "attention_bias", False),
-        mlp_bias=_get(hf, "mlp_bias", False),
-        sliding_window=_sliding_window(hf),
-        eos_token_ids=_token_ids(hf.get("eos_token_id")),
-    )
+
+    factor: float
+    original_max_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # whether the ramp begins and ends at whole pairs
+    attention_factor: float = 1.0
 
 
-def _get(hf: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value; the default too where a config says null."""
-    value = hf.get(name)
-    return default if value is None else value
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongScaling:
+    """LongRoPE: each frequency divided by a factor of its own, of `long_factors` where sequences may be
+    longer than `original_max_len`; cosines and sines times `attention_factor`.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_len: int
+    attention_factor: float = 1.0
 
 
-def _required(hf: Mapping[str, Any], name: str) -> Any:
-    if hf.get(name) is None:
-        raise InputError(f"model config: {name} must be given")
-    return hf[name]
+type RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongScaling
 
 
-def _size(hf: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = _required(hf, name) if default is None else _get(hf, name, default)
-    return checked_int(f"model config: {name}", value, "an int >= 1", 1)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How positions turn the first `dim` coordinates of queries and keys, in pairs."""
+
+    theta: float
+    dim: int
+    scaling: RopeScaling | None = None
 
 
-def _token_ids(value: object) -> tuple[Any, ...]:
-    """None, one or several, as a config may say; `ModelConfig` checks each."""
-    return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """In what one layer may differ from the next."""
+
+    rope: Rope | None = None  # None: positions do not turn anything
+    sliding_window: int | None = None  # tokens that a token sees, itself among them; None: all before it
 
 
-# What a config of these families may say only if it means nothing: with anything else the arithmetic is
-# another.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "hidden_act": (None, "silu"),
-    "partial_rotary_factor": (None, 1),
-    "rope_interleave": (None, False),
-    "no_rope_layers": (None, []),
-    "use_qk_norm": (None, False),
-    "qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1),
-    "logits_scaling": (None, 1),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "attention_multiplier": (None,),
-    "query_pre_attn_scalar": (None,),
-    "attention_sinks": (None, False),
-    "alibi": (None, False),
-    "use_parallel_residual": (None, False),
-    "num_local_experts": (None, 0, 1),
-    "num_experts": (None, 0, 1),
-}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A feed-forward part for whom a router chooses, for each token, `num_chosen` of `num_experts`."""
+
+    num_experts: int
+    num_chosen: int
+    renormalise: bool  # whether the weights of those chosen add up to 1
+    router_bias: bool = False
+    bias: bool = False
+    glu_limit: float | None = None  # gate and up clamped to it, and gate * sigmoid(1.702 gate) * (up + 1)
 
 
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    quantization = hf.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise InputError(
-            f"model config: quantization_config with quant_method={shown(method)} must be left out: "
-            "quantised weights of safetensors files are not supported yet"
-        )
-    for name, neutral in _NEUTRAL.items():
-        value = hf.get(name)
-        rule = (
-            f"{shown(neutral[-1])} or left out: anything else is another arithmetic, which is not supported"
-        )
-        check(f"model config: {name}", value, rule, value in neutral)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder. What is not said is as in Llama."""
 
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of an expert, where there are experts
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int  # positions the model was trained for
+    layers: tuple[LayerKind, ...]
+    eos_token_ids: tuple[int, ...] = ()
 
-def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
-    name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    parameters = hf.get(name) or {}
-    check(f"model config: {name}", parameters, "a JSON object or null", isinstance(parameters, Mapping))
-    return {key: value for key, value in parameters.items() if value is not None}
+    # Embeddings.
+    tie_word_embeddings: bool = False
+    embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    num_positions: int | None = None  # rows of a table of learned positions
+    position_offset: int = 0  # the row of position 0
 
+    # Norms: of the input of attention and feed-forward, of their output, or of both.
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # what is added to the weights
+    norm_bias: bool = False
+    norm_place: Literal["before", "after", "both"] = "before"
 
-def _sliding_window(hf: Mapping[str, Any]) -> Any:
-    """A Mistral's window, the same in every layer. A Llama has none; what says otherwise is refused."""
-    window, is_used = hf.get("sliding_window"), _get(hf, "use_sliding_window", True)
-    checked_bool("model config: use_sliding_window", is_used)
-    if hf["model_type"] == "llama":
-        if window is not None and is_used:
+    # The residual: feed-forward after attention, or beside it, on the same norm's output or its own.
+    parallel: bool = False
+    shared_norm: bool = False
+    residual_scale: float = 1.0
+
+    # Attention.
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: Literal["head", "all"] | None = None  # of each head, or of all heads as one
+    qkv_clip: float | None = None
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    attention_soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    sinks: bool = False
+
+    # Feed-forward.
+    activation: str = "silu"
+    gated: bool = True
+    mlp_bias: bool = False
+    experts: Experts | None = None
+
+    # Logits.
+    logit_divisor: float = 1.0
+    logit_soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `InputError` for what no model can be: numbers come from files, and may be anything."""
+        for name in _SIZES:
+            self._set(name, checked_int(f"model config: {name}", getattr(self, name), "an int >= 1", 1))
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None:
+                self._set(name, checked_number(f"model config: {name}", value, "a number > 0", 0, above=True))
+        for name in _FLAGS:
+            checked_bool(f"model config: {name}", getattr(self, name))
+        checked_choice("model config: activation", self.activation, ACTIVATIONS)
+        if self.num_q_heads % self.num_kv_heads:
             raise InputError(
-                f"model config: sliding_window={shown(window)} must be null for model_type 'llama'"
+                f"model config: num_q_heads={self.num_q_heads} must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
             )
-        window = None
-    elif window is not None and not is_used:
-        raise InputError(
-            f"model config: use_sliding_window={is_used} contradicts sliding_window={shown(window)}: remove "
-            "the former, or set the latter to null"
-        )
-    kind = "full_attention" if window is None else "sliding_attention"
-    kinds = hf.get("layer_types") or []
-    if not isinstance(kinds, list) or any(each != kind for each in kinds):
-        raise InputError(
-            f"model config: layer_types must all be {kind!r} with sliding_window={shown(window)}: "
-            "layers of several kinds are not supported"
-        )
-    return window
+        check("model config: layers", self.layers, "at least one", len(self.layers) > 0)
+        for kind in set(self.layers):
+            self._check_kind(kind)
+        rotary = {kind.rope.dim for kind in self.layers if kind.rope is not None}
+        check("model config: rotary dimensions", rotary, "the same in all layers", len(rotary) <= 1)
+        if self.experts is not None:
+            e = self.experts
+            rule = f"an int in [1, {e.num_experts}], the number of experts"
+            checked_int("model config: experts a token", e.num_chosen, rule, 1, e.num_experts)
+        rule = f"a token id, an int in [0, {self.vocab_size})"
+        for token in self.eos_token_ids:
+            checked_int("model config: eos_token_id", token, rule, 0, self.vocab_size - 1)
+        ids = tuple(sorted({int(token) for token in self.eos_token_ids}))
+        self._set("eos_token_ids", ids)
+
+    def _check_kind(self, kind: LayerKind) -> None:
+        if kind.sliding_window is not None:
+            checked_int("model config: sliding_window", kind.sliding_window, "None or an int >= 1", 1)
+        if kind.rope is None:
+            return
+        checked_number("model config: rope_theta", kind.rope.theta, "a number > 0", 0, above=True)
+        dim = kind.rope.dim
+        name = "head_dim" if dim == self.head_dim else "the rotated part of head_dim"
+        rule = f"even and at most {self.head_dim}"
+        check(f"model config: {name}", dim, rule, dim % ROTARY_MULTIPLE == 0 and 0 < dim <= self.head_dim)
+        scaling = kind.rope.scaling
+        if isinstance(scaling, LongScaling):
+            for factors in (scaling.short_factors, scaling.long_factors):
+                rule = f"{dim // 2} numbers, one for each pair"
+                check("model config: a longrope factor list", factors, rule, len(factors) == dim // 2)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The widest window: blocks that have left it are of no use to any layer. None if one sees all."""
+        windows = [kind.sliding_window for kind in self.layers]
+        return max((w for w in windows if w is not None), default=None) if None not in windows else None
+
+    @property
+    def scale(self) -> float:
+        """The factor of attention's dot products."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def attention_extras(self) -> tuple[str, ...]:
+        """What its attention has beside windows: `ops.tiled_paged_attention`'s names."""
+        extras = {
+            "soft_cap": self.attention_soft_cap is not None,
+            "alibi_slopes": self.alibi_slopes is not None,
+            "sinks": self.sinks,
+        }
+        return tuple(name for name, has in extras.items() if has)
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise InputError(f"model config: rope_type={shown(kind)} must be 'default' or 'llama3'")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_model_len",
+)
+_POSITIVE = (
+    "embedding_scale",
+    "norm_eps",
+    "residual_scale",
+    "qkv_clip",
+    "attention_scale",
+    "attention_soft_cap",
+    "logit_divisor",
+    "logit_soft_cap",
+)
+_FLAGS = (
+    "tie_word_embeddings",
+    "embedding_norm",
+    "norm_bias",
+    "parallel",
+    "shared_norm",
+    "qkv_bias",
+    "o_bias",
+    "sinks",
+    "gated",
+    "mlp_bias",
+)
 
-    def number(name: str) -> float:
-        value = _required(rope, name)
-        return checked_number(f"model config: {name}", value, "a number > 0", 0, above=True)
 
-    scaling = RopeScaling(
-        factor=number("factor"),
-        low_freq_factor=number("low_freq_factor"),
-        high_freq_factor=number("high_freq_factor"),
-        original_max_len=_size(rope, "original_max_position_embeddings"),
-    )
-    rule = f"more than low_freq_factor={scaling.low_freq_factor}"
-    check(
-        "model config: high_freq_factor",
-        scaling.high_freq_factor,
-        rule,
-        scaling.high_freq_factor > scaling.low_freq_factor,
-    )
-    return scaling
+def alibi_slopes(num_heads: int, max_bias: float = 8.0, factor: float = 1.0) -> tuple[float, ...]:
+    """`factor * 2 ** (-max_bias * i / n)` for heads i = 1 to n, if their number n is a power of two.
+
+    Of another number, those of the next lower power, then every second one of the next higher.
+    """
+    lower = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-max_bias * i / lower) for i in range(1, lower + 1)]
+    slopes += [2 ** (-max_bias * i / (2 * lower)) for i in range(1, 2 * lower + 1, 2)]
+    return tuple(factor * slope for slope in slopes[:num_heads])
+
+
+def uniform(
+    num_layers: int, *, rope: Rope | None, sliding_window: int | None = None
+) -> tuple[LayerKind, ...]:
+    """Layers that are all of one kind."""
+    return (LayerKind(rope=rope, sliding_window=sliding_window),) * num_layers

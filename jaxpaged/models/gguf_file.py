@@ -1,41 +1,63 @@
-"""Config, weights and tokenizer from one GGUF file, without PyTorch.
+"""Config and weights from one GGUF file, without PyTorch.
 
-The `gguf` package parses the file and dequantises; here its names and orders become Hugging Face's.
+The `gguf` package parses the file and dequantises; here its metadata becomes a Hugging Face config, which the
+family reads as any other. The names of llama.cpp's tensors are the same in all families.
 
-llama.cpp keeps no sliding window for this architecture: a file that it made of a Mistral does not say that
-the model has one, and a token then sees all before it, here as there. A window that a file does name is used.
+llama.cpp keeps no sliding window for the architecture "llama": a file that it made of a Mistral does not say
+that the model has one, and a token then sees all before it, here as there. A window that a file does name is
+used.
 """
 
-import re
+import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-from jaxpaged.checks import InputError
-from jaxpaged.models import hf
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.checks import InputError, check
+from jaxpaged.models.config import LayerKind, LongScaling, ModelConfig
+from jaxpaged.models.families import BY_ARCHITECTURE
+from jaxpaged.models.families.family import Family, Gguf
+from jaxpaged.models.fields import Fields
+from jaxpaged.models.weights import Names
 
-ARCHITECTURE = "llama"
-
-_GLOBAL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
+BLOCK = "blk.{layer}"
+TABLE: dict[str, str | tuple[str, ...]] = {
+    "embedding": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "attention_norm": f"{BLOCK}.attn_norm",
+    "qkv": (f"{BLOCK}.attn_q", f"{BLOCK}.attn_k", f"{BLOCK}.attn_v"),
+    "q_norm": f"{BLOCK}.attn_q_norm",
+    "k_norm": f"{BLOCK}.attn_k_norm",
+    "o": f"{BLOCK}.attn_output",
+    "mlp_norm": f"{BLOCK}.ffn_norm",
+    "gate_up": (f"{BLOCK}.ffn_gate", f"{BLOCK}.ffn_up"),
+    "down": f"{BLOCK}.ffn_down",
 }
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+# Hugging Face's fields, and llama.cpp's metadata that says the same in all architectures.
+FIELDS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+ROPE_FACTORS = "rope_freqs.weight"
+REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
 
 
 class _Reader(gguf.GGUFReader):
@@ -55,147 +77,100 @@ def open_file(path: Path) -> gguf.GGUFReader:
         raise InputError(
             f"model={str(path)!r} must be a whole GGUF file: {type(error).__name__}: {error}"
         ) from error
-    architecture = _field(reader, path, "general.architecture")
-    if architecture != ARCHITECTURE:
-        raise InputError(
-            f"model={str(path)!r}: general.architecture={architecture!r} must be {ARCHITECTURE!r}: "
-            "no other family is supported"
-        )
+    family(reader, path)
     return reader
 
 
+def family(reader: gguf.GGUFReader, path: Path) -> tuple[Family, Gguf]:
+    """The family of the file's architecture. Raises `InputError` if it is unknown."""
+    architecture = field(reader, path, "general.architecture")
+    known = BY_ARCHITECTURE.get(architecture)
+    if known is None or known.gguf is None:
+        names = ", ".join(map(repr, BY_ARCHITECTURE))
+        raise InputError(f"model={str(path)!r}: general.architecture={architecture!r} must be one of {names}")
+    return known, known.gguf
+
+
 def model_config(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
-    def number(name: str, default: float | None = None) -> Any:
-        return _field(reader, path, f"{ARCHITECTURE}.{name}", default)
+    known, its = family(reader, path)
+
+    def read(name: str) -> Any:
+        found = reader.fields.get(f"{its.architecture}.{name}")
+        return None if found is None else found.contents()
 
     tensors = {tensor.name for tensor in reader.tensors}
-    num_q_heads = number("attention.head_count")
-    hidden_size = number("embedding_length")
-    eos = _field(reader, path, "tokenizer.ggml.eos_token_id", -1)
-    eot = _field(reader, path, "tokenizer.ggml.eot_token_id", -1)
-    kind = _field(reader, path, f"{ARCHITECTURE}.rope.scaling.type", "none")
-    if kind != "none":
+    said = {ours: read(theirs) for ours, theirs in FIELDS.items()}
+    for ours in REQUIRED:
+        field(reader, path, f"{its.architecture}.{FIELDS[ours]}")
+    ends = [field(reader, path, f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "eot")]
+    said |= {
+        "vocab_size": len(field(reader, path, "tokenizer.ggml.tokens")),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "sliding_window": read("attention.sliding_window") or None,
+        "eos_token_id": [i for i in ends if i >= 0],
+    }
+    fields = its.fields(read)
+    kind = read("rope.scaling.type") or "none"
+    if kind != "none" and "rope_scaling" not in fields:
         raise InputError(f"model={str(path)!r}: rope.scaling.type={kind!r} must be 'none'")
-    return ModelConfig(
-        vocab_size=len(_field(reader, path, "tokenizer.ggml.tokens")),
-        hidden_size=hidden_size,
-        intermediate_size=number("feed_forward_length"),
-        num_layers=number("block_count"),
-        num_q_heads=num_q_heads,
-        num_kv_heads=number("attention.head_count_kv", num_q_heads),
-        head_dim=number("attention.key_length", hidden_size // num_q_heads),
-        rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
-        rope_theta=number("rope.freq_base", 10000.0),
-        max_model_len=number("context_length"),
-        tie_word_embeddings="output.weight" not in tensors,
-        attention_bias="blk.0.attn_q.bias" in tensors,
-        mlp_bias="blk.0.ffn_up.bias" in tensors,
-        sliding_window=number("attention.sliding_window", 0) or None,
-        eos_token_ids=tuple(sorted({i for i in (eos, eot) if i >= 0})),
-    )
+    # Hugging Face's defaults are not llama.cpp's: what a file does not say is not there.
+    config = (its.read or known.read)(Fields(said | fields))
+    return _with_factors(reader, path, config)
 
 
-def load_weights(reader: gguf.GGUFReader, path: Path) -> dict[str, np.ndarray]:
-    """All tensors dequantised to float32, under their Hugging Face names and in Hugging Face's order."""
-    heads = {
-        "self_attn.q_proj": _field(reader, path, f"{ARCHITECTURE}.attention.head_count"),
-        "self_attn.k_proj": _field(reader, path, f"{ARCHITECTURE}.attention.head_count_kv"),
-    }
-    weights = {}
-    for tensor in reader.tensors:
-        name = _hf_name(tensor.name)
-        if name is None:
-            raise InputError(
-                f"model={str(path)!r}: tensor {tensor.name!r} is not one a {ARCHITECTURE} model has"
-            )
+def _with_factors(reader: gguf.GGUFReader, path: Path, config: ModelConfig) -> ModelConfig:
+    """With what each of RoPE's frequencies is to be divided by, where the file says it: for Llama 3.1."""
+    found = load_weights(reader, path)
+    if ROPE_FACTORS not in found:
+        return config
+    factors = tuple(float(factor) for factor in found[ROPE_FACTORS])
+    rule = "numbers > 0"
+    check(f"model={str(path)!r}: {ROPE_FACTORS}", factors, rule, all(factor > 0 for factor in factors))
+    scaling = LongScaling(short_factors=factors, long_factors=factors, original_max_len=config.max_model_len)
+
+    def scaled(kind: LayerKind) -> LayerKind:
+        rope = kind.rope and dataclasses.replace(kind.rope, scaling=scaling)
+        return dataclasses.replace(kind, rope=rope)
+
+    return dataclasses.replace(config, layers=tuple(map(scaled, config.layers)))
+
+
+def names(reader: gguf.GGUFReader, path: Path) -> Names:
+    """What the file calls the weights, and in which form they lie in it."""
+    its = family(reader, path)[1]
+    return Names(table=TABLE | dict(its.names), forms=its.forms, spare=(ROPE_FACTORS,))
+
+
+def load_weights(reader: gguf.GGUFReader, path: Path) -> Mapping[str, np.ndarray]:
+    """All tensors by name, each dequantised to float32 when it is asked for."""
+    return _Tensors(reader, path)
+
+
+class _Tensors(Mapping[str, np.ndarray]):
+    def __init__(self, reader: gguf.GGUFReader, path: Path) -> None:
+        self._tensors, self._path = {tensor.name: tensor for tensor in reader.tensors}, path
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        tensor = self._tensors[name]
         try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
         except (ValueError, NotImplementedError) as error:
-            raise InputError(
-                f"model={str(path)!r}: tensor {tensor.name!r} cannot be read: {error}"
-            ) from error
-        for projection, num_heads in heads.items():
-            if projection in name:
-                values = _from_interleaved(values, num_heads)
-        weights[name] = values
-    return weights
+            raise InputError(f"model={str(self._path)!r}: tensor {name!r} cannot be read: {error}") from error
+        return np.asarray(values, np.float32)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
-def tokenizer(reader: gguf.GGUFReader, path: Path) -> Any:
-    """A transformers tokenizer made from the file's byte-pair vocabulary, merges and chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    kind = _field(reader, path, "tokenizer.ggml.model")
-    split = _field(reader, path, "tokenizer.ggml.pre", "default")
-    pre = {
-        "smollm": [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ],
-    }
-    if kind != "gpt2" or split not in pre:
-        raise InputError(
-            f"model={str(path)!r}: tokenizer {kind!r} with pre-tokenizer {split!r} must be 'gpt2' with "
-            f"one of {', '.join(map(repr, pre))}"
-        )
-    tokens: list[str] = _field(reader, path, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in _field(reader, path, "tokenizer.ggml.merges")]
-    types = _field(reader, path, "tokenizer.ggml.token_type")
-    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(pre[split])
-    bpe.decoder = decoders.ByteLevel()
-    for special, token_type in ((True, gguf.TokenType.CONTROL), (False, gguf.TokenType.USER_DEFINED)):
-        bpe.add_tokens(
-            [
-                AddedToken(t, special=special, normalized=False)
-                for t, k in zip(tokens, types, strict=True)
-                if k == token_type
-            ]
-        )
-
-    def token(name: str) -> str | None:
-        token_id = _field(reader, path, f"tokenizer.ggml.{name}_token_id", -1)
-        return tokens[token_id] if 0 <= token_id < len(tokens) else None
-
-    add_bos = bool(_field(reader, path, "tokenizer.ggml.add_bos_token", False))
-    bos = token("bos")
-    if add_bos and bos is not None:
-        from tokenizers.processors import TemplateProcessing
-
-        bpe.post_processor = TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
-        )
-    return hf.import_transformers().PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=bos,
-        eos_token=token("eos"),
-        unk_token=token("unknown"),
-        pad_token=token("padding"),
-        chat_template=_field(reader, path, "tokenizer.chat_template", ""),
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _field(reader: gguf.GGUFReader, path: Path, name: str, default: Any = None) -> Any:
-    field = reader.fields.get(name)
-    if field is not None:
-        return field.contents()
+def field(reader: gguf.GGUFReader, path: Path, name: str, default: Any = None) -> Any:
+    found = reader.fields.get(name)
+    if found is not None:
+        return found.contents()
     if default is None:
         raise InputError(f"model={str(path)!r}: the GGUF file lacks {name!r}")
     return default
-
-
-def _hf_name(name: str) -> str | None:
-    match = _LAYER_TENSOR.fullmatch(name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-    stem, _, kind = name.rpartition(".")
-    if stem in _GLOBAL_NAMES:
-        return f"{_GLOBAL_NAMES[stem]}.{kind}"
-    return None
-
-
-def _from_interleaved(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """GGUF keeps RoPE's pairs side by side (0, 1), (2, 3), ...; Hugging Face half a head apart."""
-    shape = values.shape
-    return values.reshape(num_heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)

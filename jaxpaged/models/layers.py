@@ -1,17 +1,21 @@
 """The layers that models share. A model is built from its weights' arrays, not filled later."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from jaxpaged.models.config import RopeScaling
+from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from pallas_kernels import native
 
+Values = Array | np.ndarray  # a weight that is being made
 Layer = int | Int[Array, ""]  # a layer's number, counted from 0; an array in a loop over layers
 
 
@@ -24,14 +28,57 @@ def loops_over_layers(dtype: jnp.dtype) -> bool:
     return native.serves(dtype)
 
 
+class Each:
+    """Arrays of which each is made when it is asked for, in turn."""
+
+    def __init__(self, count: int, make: Callable[[], Iterator[Num[Values, "..."]]]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Num[Values, "..."]]:
+        return self._make()
+
+
+def stacked(arrays: Iterable[Num[Values, "..."]], count: int) -> Num[Array, "..."]:
+    """The arrays side by side in a new one, where each is put before the next is made."""
+    together = None
+    for i, array in enumerate(arrays):
+        if isinstance(array, jax.core.Tracer):
+            return jnp.stack([array, *arrays])
+        if together is None:
+            together = _aligned((count, *array.shape), array.dtype)
+        _put(together[i], np.asarray(array))
+    return jax.device_put(together)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that begins where JAX's on a CPU may: there it becomes one of them without a copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+_ALIGNMENT = 64
+
+
+def _put(target: np.ndarray, values: np.ndarray) -> None:
+    """Two numbers of two bytes at a time, where they stay neighbours: twice as fast."""
+    if values.itemsize == 2 and values.ndim and values.shape[-1] % 2 == 0 and values.strides[-1] == 2:
+        target, values = target.view(np.uint32), values.view(np.uint32)
+    target[...] = values
+
+
 class Stack(nnx.Module):
     """An array for each layer: side by side in one array for a loop over layers, else one by one."""
 
-    def __init__(self, arrays: Sequence[Num[Array, "..."]], dtype: jnp.dtype) -> None:
-        if loops_over_layers(dtype):
-            self.all: Any = nnx.Param(jnp.stack(arrays))
+    def __init__(self, arrays: Iterable[Num[Values, "..."]], count: int, *, together: bool) -> None:
+        if together:
+            self.all: Any = nnx.Param(stacked(arrays, count))
         else:
-            self.all = nnx.List(nnx.Param(array) for array in arrays)
+            self.all = nnx.List(nnx.Param(jnp.asarray(array)) for array in arrays)
 
     def __getitem__(self, layer: Layer) -> Num[Array, "..."]:
         if isinstance(self.all, nnx.List):
@@ -47,13 +94,21 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
-        weights: Sequence[Float[Array, "out_features in_features"]],
-        biases: Sequence[Float[Array, " out_features"]] | None = None,
+        weights: Sequence[Float[Values, "out_features in_features"]] | Each,
+        biases: Sequence[Float[Values, " out_features"]] | Each | None = None,
+        *,
+        together: bool | None = None,
     ) -> None:
-        self.out_features, dtype = weights[0].shape[0], weights[0].dtype
+        rest = iter(weights)
+        first = next(rest)
+        self.out_features, dtype = first.shape[0], first.dtype
         self.is_packed = native.serves(dtype)
-        self.kernel = Stack([native.pack(w) if self.is_packed else w.T for w in weights], dtype)
-        self.bias = None if biases is None else Stack(biases, dtype)
+        together = loops_over_layers(dtype) if together is None else together
+        each = itertools.chain([first], rest)
+        del first  # it need not stay while the others are read
+        kernels = (native.pack(w) if self.is_packed else w.T for w in each)
+        self.kernel = Stack(kernels, len(weights), together=together)
+        self.bias = None if biases is None else Stack(biases, len(biases), together=together)
 
     def __call__(
         self, x: Float[Array, "num_tokens in_features"], layer: Layer = 0
@@ -85,40 +140,115 @@ def _dot(
 
 
 class RMSNorm(nnx.Module):
-    """Each layer's `x / sqrt(mean(x^2) + eps) * weight`, in float32, rounded before the weight as HF does."""
+    """Each layer's `x / sqrt(mean(x^2) + eps) * weight`, in float32, rounded before the weight as HF does.
 
-    def __init__(self, weights: Sequence[Float[Array, " features"]], eps: float) -> None:
-        self.weight = Stack(weights, weights[0].dtype)
-        self.eps = eps
+    With an offset it is `* (offset + weight)`, and rounded behind it.
+    """
+
+    def __init__(self, weights: Stack, eps: float, offset: float = 0.0) -> None:
+        self.weight, self.eps, self.offset = weights, eps, offset
 
     def __call__(
-        self, x: Float[Array, "num_tokens features"], layer: Layer = 0
-    ) -> Float[Array, "num_tokens features"]:
+        self, x: Float[Array, "*num_tokens features"], layer: Layer = 0
+    ) -> Float[Array, "*num_tokens features"]:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        return (wide * lax.rsqrt(mean_square + self.eps)).astype(x.dtype) * self.weight[layer]
+        normed = wide * lax.rsqrt(mean_square + self.eps)
+        if self.offset:
+            return (normed * (self.offset + self.weight[layer].astype(jnp.float32))).astype(x.dtype)
+        return normed.astype(x.dtype) * self.weight[layer]
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float[Array, " half_dim"]:
-    """Radians a position for each pair of coordinates: `theta ** (-2 i / head_dim)`, Llama 3 scaled if asked.
+class LayerNorm(nnx.Module):
+    """Each layer's `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, in float32."""
 
-    Llama 3 leaves fast frequencies alone (more than `high_freq_factor` turns in the original length), divides
-    slow ones by `factor` (fewer than `low_freq_factor` turns), and blends between.
+    def __init__(self, weights: Stack, biases: Stack | None, eps: float) -> None:
+        self.weight, self.bias, self.eps = weights, biases, eps
+
+    def __call__(
+        self, x: Float[Array, "*num_tokens features"], layer: Layer = 0
+    ) -> Float[Array, "*num_tokens features"]:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        y = wide * lax.rsqrt(variance + self.eps) * self.weight[layer].astype(jnp.float32)
+        if self.bias is not None:
+            y = y + self.bias[layer].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jax.nn.gelu(x, approximate=False)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": jax.nn.relu,
+}
+
+
+def rope_frequencies(rope: Rope, max_len: int) -> tuple[Float[Array, " half_dim"], float]:
+    """Radians a position for each pair of coordinates, and a factor of cosines and sines.
+
+    `theta ** (-2 i / dim)`, scaled if asked; `max_len` is how long a sequence may get.
     """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is None:
-        return frequencies
+    frequencies = rope.theta ** (-jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim)
+    match rope.scaling:
+        case None:
+            return frequencies, 1.0
+        case LinearScaling(factor):
+            return frequencies / factor, 1.0
+        case Llama3Scaling():
+            return _llama3(frequencies, rope.scaling), 1.0
+        case YarnScaling():
+            return _yarn(frequencies, rope, rope.scaling), rope.scaling.attention_factor
+        case LongScaling() as scaling:
+            is_long = max_len > scaling.original_max_len
+            factors = scaling.long_factors if is_long else scaling.short_factors
+            return frequencies / jnp.asarray(factors, jnp.float32), scaling.attention_factor
+
+
+def _llama3(frequencies: Float[Array, " half_dim"], scaling: Llama3Scaling) -> Float[Array, " half_dim"]:
+    """Llama 3 leaves fast frequencies alone (more than `high_freq_factor` turns in the original length),
+    divides slow ones by `factor` (fewer than `low_freq_factor` turns), and blends between.
+    """
     turns = scaling.original_max_len * frequencies / (2 * jnp.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = jnp.clip(keep, 0, 1)
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
+def _yarn(
+    frequencies: Float[Array, " half_dim"], rope: Rope, scaling: YarnScaling
+) -> Float[Array, " half_dim"]:
+    """YaRN does so with a ramp over the pairs' numbers, from that of `beta_fast` turns to `beta_slow`."""
+
+    def pair_of(turns: float) -> float:
+        wave = scaling.original_max_len / (turns * 2 * math.pi)
+        return rope.dim * math.log(wave) / (2 * math.log(rope.theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    width = last - first or 0.001
+    slow = jnp.clip((jnp.arange(rope.dim // 2, dtype=jnp.float32) - first) / width, 0, 1)
+    return frequencies * (1 - slow + slow / scaling.factor)
+
+
 def rope_angles(
-    positions: Int[Array, " num_tokens"], frequencies: Float[Array, " half_dim"]
+    positions: Int[Array, " num_tokens"], frequencies: Float[Array, " half_dim"], factor: float = 1.0
 ) -> tuple[Float[Array, "num_tokens 1 half_dim"], Float[Array, "num_tokens 1 half_dim"]]:
     """Cosines and sines of each token's turns, ready to be shared by all layers and heads."""
     angle = positions[:, None, None].astype(jnp.float32) * frequencies
+    if factor != 1.0:
+        return jnp.cos(angle) * factor, jnp.sin(angle) * factor
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -127,6 +257,10 @@ def apply_rope(
     cos: Float[Array, "num_tokens 1 half_dim"],
     sin: Float[Array, "num_tokens 1 half_dim"],
 ) -> Float[Array, "num_tokens num_heads head_dim"]:
-    """Turn the pairs (x[i], x[i + head_dim / 2]) by their angles: Hugging Face's order of coordinates."""
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    """Turn the pairs (x[i], x[i + dim / 2]) of the first `dim` coordinates by their angles: Hugging Face's
+    order of coordinates.
+    """
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    return jnp.concatenate([*turned, rest] if rest.shape[-1] else turned, axis=-1)

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from jaxpaged.checks import InputError, check
 from jaxpaged.models import hf, kept
-from jaxpaged.models.config import ModelConfig, from_hf
-from jaxpaged.models.llama import Llama, abstract, check_weights
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.decoder import Decoder, abstract
+from jaxpaged.models.families import family_of, from_hf
+from jaxpaged.models.weights import Names, Parts
 
 SMOLLM2 = "smollm2"
 
@@ -23,19 +25,18 @@ class Checkpoint:
 
     path: Path
     config: ModelConfig
+    names: Names  # what its files call its weights
     tokenizer: Any  # a transformers tokenizer, or None where the directory has none
     files: tuple[Path, ...]  # all that its weights come from
-    load_weights: Callable[[], dict[str, Any]]  # Hugging Face name -> array
+    load_weights: Callable[[], Mapping[str, Any]]  # by their names in the files, each read when asked for
     # What its makers sample with, as `SamplingParams` names it: from generation_config.json.
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def model(self, dtype: jnp.dtype) -> Llama:
+    def model(self, dtype: jnp.dtype) -> Decoder:
         """The model, with arrays of this dtype. Raises `InputError` if the weights are not the config's."""
 
-        def build() -> Llama:
-            weights = self.load_weights()
-            check_weights(self.config, weights)
-            return Llama(self.config, weights, dtype)
+        def build() -> Decoder:
+            return Decoder(Parts(self.config, self.names, self.load_weights(), dtype))
 
         found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
         return kept.model(
@@ -136,11 +137,13 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
             config_json |= {"eos_token_id": generation["eos_token_id"]}
     try:
         config = from_hf(config_json)
+        names = family_of(config_json).names(config)
     except InputError as error:
         raise InputError(f"model={str(path)!r}: {error}") from error
     return Checkpoint(
         path=path,
         config=config,
+        names=names,
         tokenizer=hf.tokenizer(path) if own_tokenizer else None,
         files=tuple(sorted(path.glob("*.safetensors*"))),
         load_weights=lambda: safetensors_files.load(path),
@@ -156,14 +159,16 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    from jaxpaged.models import gguf_file
+    from jaxpaged.models import gguf_file, gguf_tokenizers
 
     reader = gguf_file.open_file(path)
     try:
-        config, tokenizer = gguf_file.model_config(reader, path), gguf_file.tokenizer(reader, path)
+        config = gguf_file.model_config(reader, path)
+        names = gguf_file.names(reader, path)
+        tokenizer = gguf_tokenizers.tokenizer(reader, path)
     except InputError:
         raise
     except Exception as error:  # what the header says may be of any type
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"model={str(path)!r}: its header cannot be used: {reason}") from error
-    return Checkpoint(path, config, tokenizer, (path,), lambda: gguf_file.load_weights(reader, path))
+    return Checkpoint(path, config, names, tokenizer, (path,), lambda: gguf_file.load_weights(reader, path))

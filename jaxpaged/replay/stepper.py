@@ -21,7 +21,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
 from jaxpaged.models.attention import AttentionBatch
-from jaxpaged.models.llama import Llama
+from jaxpaged.models.decoder import Decoder
 from jaxpaged.replay.dump import Dump, kv_of, put_kv, without_layers
 
 
@@ -35,7 +35,7 @@ class Step:
     num_queued: int  # requests without a row
 
 
-def replay(dump: Dump, model: Llama | None = None) -> Iterator[Step]:
+def replay(dump: Dump, model: Decoder | None = None) -> Iterator[Step]:
     """Step the state until all is done; without a `model` the stand-in answers.
 
     Raises `InputError` for a model where the state has computed tokens: their K and V are not there.
@@ -128,7 +128,7 @@ def _stand_in(dump: Dump, state: EngineState) -> StandIn:
     return StandIn(jnp.asarray(next_tokens), dump.vocab_size)
 
 
-def with_model(name: str, dump: Dump) -> tuple[Dump, Llama]:
+def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     """The dump with the attention that serves the model here, and the model (a name as `LLM` takes it)."""
     _refuse_computed(dump.state)
     checkpoint = loading.open_checkpoint(name)

@@ -1,7 +1,10 @@
 """Products with weights: `product.h`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.native.library import registered
@@ -9,18 +12,20 @@ from pallas_kernels.native.library import registered
 PANEL_WIDTH = 32  # columns that lie side by side in a packed kernel
 
 
-def pack(
-    weight: Float[Array, "out_features in_features"],
-) -> Float[Array, "num_panels num_steps panel_width values"]:
-    """A weight, float32 or bfloat16, in the order in which `product` reads it.
+def pack[A: Array | np.ndarray](weight: A) -> A:
+    """A weight [out_features, in_features], float32 or bfloat16, in the order in which `product` reads it:
+    [num_panels, num_steps, panel_width, values]. One of NumPy's that is whole is not copied, but seen so.
 
     A panel holds 32 outputs, a step of it the next input of each, in bfloat16 the next two; what is missing
     to whole panels and steps is zero.
     """
     values = 4 // weight.dtype.itemsize
     out_features, in_features = weight.shape
-    weight = jnp.pad(weight, ((0, -out_features % PANEL_WIDTH), (0, -in_features % values)))
-    panels = weight.reshape(-1, PANEL_WIDTH, weight.shape[1] // values, values)
+    whole: Any = weight
+    missing = ((0, -out_features % PANEL_WIDTH), (0, -in_features % values))
+    if missing != ((0, 0), (0, 0)):
+        whole = np.pad(weight, missing) if isinstance(weight, np.ndarray) else jnp.pad(weight, missing)
+    panels = whole.reshape(-1, PANEL_WIDTH, whole.shape[1] // values, values)
     return panels.transpose(0, 2, 1, 3)
 
 

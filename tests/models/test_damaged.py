@@ -75,9 +75,12 @@ CASES: dict[str, tuple[Damage, str]] = {
     "config is null": (text("config.json", "null"), "config.json must be a JSON object"),
     "config is no text": (text("config.json", b"\xff\xfe"), "config.json cannot be read as JSON: "),
     "config is deep": (text("config.json", "[" * 100_000), "config.json cannot be read as JSON: "),
-    "no family": (text("config.json", "{}"), "model_type=None must be 'llama' or 'mistral'"),
-    "another family": (config(model_type="bert"), "model_type='bert' must be 'llama' or 'mistral'"),
-    "family is a list": (config(model_type=["llama"]), "model_type=['llama'] must be 'llama' or 'mistral'"),
+    "no family": (text("config.json", "{}"), "model_type=None must be one of 'llama', 'mistral', "),
+    "another family": (config(model_type="bert"), "model_type='bert' must be one of 'llama', 'mistral', "),
+    "family is a list": (
+        config(model_type=["llama"]),
+        "model_type=['llama'] must be one of 'llama', 'mistral', ",
+    ),
     "a size is text": (config(hidden_size="24"), "hidden_size='24' must be an int >= 1"),
     "a size is missing": (config(vocab_size=None), "vocab_size must be given"),
     "a size is broken": (config(num_hidden_layers=1.5), "num_hidden_layers=1.5 must be an int >= 1"),
@@ -89,11 +92,11 @@ CASES: dict[str, tuple[Damage, str]] = {
     ),
     "eps is text": (config(rms_norm_eps="x"), "rms_norm_eps='x' must be a number > 0"),
     "tied is text": (config(tie_word_embeddings="yes"), "tie_word_embeddings='yes' must be True or False"),
-    "activation": (config(hidden_act="gelu"), "hidden_act='gelu' must be 'silu' or left out"),
+    "activation": (config(hidden_act="mish"), "hidden_act='mish' must be one of silu, "),
     "rope is a list": (config(rope_parameters=[1]), "rope_parameters=[1] must be a JSON object or null"),
     "rope's kind": (
-        config(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"}),
-        "rope_type='yarn' must be 'default' or 'llama3'",
+        config(rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic"}),
+        "rope_type='dynamic' must be 'default', 'linear', 'llama3', 'yarn' or 'longrope'",
     ),
     "rope is half": (config(rope_parameters={"rope_type": "llama3"}), "factor must be given"),
     "rope's theta": (config(rope_parameters={"rope_theta": "1e4"}), "rope_theta='1e4' must be a number > 0"),
@@ -231,9 +234,9 @@ def test_what_changes_nothing_is_no_damage(tmp_path):
     in_order(weights(**spare), config(**neutral))(tmp_path)
     before, after = loading.open_checkpoint(GOOD), loading.open_checkpoint(tmp_path)
     assert after.config == before.config
-    from jaxpaged.models.llama import check_weights
+    from jaxpaged.models.weights import check_weights
 
-    check_weights(after.config, after.load_weights())
+    check_weights(after.config, after.names, after.load_weights())
 
 
 def test_the_models_own_sampling_defaults_are_read(tmp_path):

@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 
 from jaxpaged import disk_cache
 from jaxpaged.models import kept, loading, safetensors_files
-from jaxpaged.models.llama import Llama
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.weights import Parts
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "mha_biased"
 
@@ -47,7 +48,7 @@ def load(path, monkeypatch):
 
 def built_from(path, dtype="float32"):
     checkpoint = loading.open_checkpoint(path)
-    return Llama(checkpoint.config, safetensors_files.load(path), jnp.dtype(dtype))
+    return Decoder(Parts(checkpoint.config, checkpoint.names, safetensors_files.load(path), jnp.dtype(dtype)))
 
 
 def assert_equal(model, other):

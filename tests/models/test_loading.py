@@ -1,16 +1,21 @@
 """Models from directories and GGUF files: what is read, and what is refused with which sentence."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import gguf_file, loading
-from jaxpaged.models.config import from_hf
+from jaxpaged.models.families import from_hf
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.layers import rope_frequencies
+from jaxpaged.models.weights import by_role, random_weights
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 
@@ -30,10 +35,10 @@ def test_a_gguf_file_gives_the_config_and_the_weights_it_was_made_of(tmp_path):
         "tie_word_embeddings",
     ):
         assert getattr(checkpoint.config, field) == getattr(CONFIG, field), field
-    weights = checkpoint.load_weights()
-    assert weights.keys() == tiny.weights().keys()
-    for name, weight in tiny.weights().items():
-        np.testing.assert_array_equal(weights[name], weight, err_msg=name)
+    found = by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
+    assert found.keys() == tiny.reference_weights().keys()
+    for role, weight in tiny.reference_weights().items():
+        np.testing.assert_array_equal(found[role], weight, err_msg=role)
 
 
 def test_a_gguf_tokenizer_reads_digits_merges_and_special_tokens(tmp_path):
@@ -134,8 +139,8 @@ def test_a_hub_id_is_loaded_from_its_snapshot(monkeypatch):
 
 
 def test_a_gguf_of_another_architecture_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "gemma.gguf", architecture="gemma")
-    with pytest.raises(InputError, match="general.architecture='gemma' must be 'llama'"):
+    path = write_gguf(tmp_path / "mamba.gguf", architecture="mamba")
+    with pytest.raises(InputError, match="general.architecture='mamba' must be one of 'llama', 'qwen2'"):
         loading.open_checkpoint(path)
 
 
@@ -145,18 +150,25 @@ def test_a_damaged_gguf_file_is_refused(tmp_path, keep):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(whole[: keep if keep == 0 or keep >= 1 else int(keep * len(whole))])
     with pytest.raises(InputError, match=r"damaged.gguf' must be a whole GGUF file|cannot be read"):
-        loading.open_checkpoint(damaged).load_weights()
+        loading.open_checkpoint(damaged).model(jnp.dtype("float32"))
 
 
 def test_a_gguf_file_with_missing_or_strange_tensors_is_refused(tmp_path):
-    from jaxpaged.models.llama import check_weights
-
     checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "a.gguf", without="blk.1.ffn_up.weight"))
-    with pytest.raises(InputError, match="the weights lack 'model.layers.1.mlp.up_proj.weight'"):
-        check_weights(checkpoint.config, checkpoint.load_weights())
-    checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "b.gguf", extra="rope_freqs.weight"))
-    with pytest.raises(InputError, match="tensor 'rope_freqs.weight' is not one a llama model has"):
-        checkpoint.load_weights()
+    with pytest.raises(InputError, match="the weights lack 'blk.1.ffn_up.weight'"):
+        checkpoint.model(jnp.dtype("float32"))
+    checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "b.gguf", extra="blk.0.strange.weight"))
+    with pytest.raises(InputError, match="weight 'blk.0.strange.weight' is none that the model config"):
+        checkpoint.model(jnp.dtype("float32"))
+
+
+def test_a_gguf_file_may_have_a_factor_for_each_frequency(tmp_path):
+    """As those of Llama 3.1 have."""
+    checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "a.gguf", extra="rope_freqs.weight"))
+    rope = checkpoint.config.layers[1].rope
+    plain = rope_frequencies(dataclasses.replace(rope, scaling=None), 64)[0]
+    np.testing.assert_array_equal(rope_frequencies(rope, 64)[0], plain / 2)
+    checkpoint.model(jnp.dtype("float32"))
 
 
 def test_a_gguf_field_that_is_not_there_is_named(tmp_path):
@@ -165,3 +177,39 @@ def test_a_gguf_field_that_is_not_there_is_named(tmp_path):
     del reader.fields["llama.block_count"]
     with pytest.raises(InputError, match="the GGUF file lacks 'llama.block_count'"):
         gguf_file.model_config(reader, path)
+
+
+def peak_bytes_beside(call):
+    """How much more memory than before was resident at some time during the call."""
+
+    def resident(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    kept = call()
+    return resident("VmHWM") - before, kept
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path, dtype):
+    """Of two shards, read tensor by tensor; one tensor is a third as large as all others together."""
+    said = json.loads((GOLDENS / "gqa_tied" / "config.json").read_text())
+    said |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+    said |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 20000, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = from_hf(said)
+    drawn = random_weights(config, NAMES, seed=0)
+    num_bytes, largest = (f(w.nbytes for w in drawn.values()) for f in (sum, max))
+    shards = {"model-1.safetensors": list(drawn)[::2], "model-2.safetensors": list(drawn)[1::2]}
+    for file, names in shards.items():
+        save_file({name: drawn[name] for name in names}, tmp_path / file)
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    del drawn
+    itemsize = jnp.dtype(dtype).itemsize
+    peak, model = peak_bytes_beside(lambda: loading.open_checkpoint(tmp_path).model(jnp.dtype(dtype)))
+    assert model.hidden_size == 512
+    assert peak < num_bytes * itemsize / 4 + 1.1 * largest

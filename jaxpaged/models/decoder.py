@@ -1,0 +1,316 @@
+"""A decoder in Flax NNX, as its description says: each part is made once, and computed in one place."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpaged.memory import kv_cache
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models import layers
+from jaxpaged.models.attention import AttentionBatch, attend
+from jaxpaged.models.config import ModelConfig, Rope
+from jaxpaged.models.experts import ExpertsMLP
+from jaxpaged.models.weights import Abstract, Parts
+from pallas_kernels import native
+
+Norm = layers.RMSNorm | layers.LayerNorm
+type Angles = tuple[Float[Array, "..."], Float[Array, "..."]]  # cosines and sines
+
+
+class Decoder(nnx.Module):
+    """Made of `parts`, whose dtype is that of weights and activations."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.config, self.dtype = parts.config, parts.dtype
+        c = self.config
+        self.embedding = nnx.Param(jnp.asarray(parts.get("embedding.weight")))
+        positions = parts.get("positions.weight")
+        self.positions = None if positions is None else nnx.Param(jnp.asarray(positions))
+        self.embedding_norm = last_norm(parts, "embedding_norm") if c.embedding_norm else None
+        self.layers = DecoderLayers(parts)
+        self.norm = last_norm(parts, "norm")
+        self.lm_head = self._lm_head(parts)
+
+    def _lm_head(self, parts: Parts) -> layers.Linear | None:
+        """None where a tied table serves as it lies: not if products want it packed."""
+        if not self.config.tie_word_embeddings:
+            table = parts.get("lm_head.weight")
+        elif native.serves(self.dtype):
+            table = self.embedding[...]
+        else:
+            return None
+        assert table is not None
+        return layers.Linear([table], together=layers.loops_over_layers(self.dtype))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    def create_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Zeroed K and V of its layers, heads and dtype."""
+        c = self.config
+        return kv_cache.create(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype)
+
+    def __call__(
+        self,
+        token_ids: Int[Array, " num_tokens"],
+        positions: Int[Array, " num_tokens"],
+        cache: KVCache,
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        """Hidden states after the last norm, and the cache with these tokens written."""
+        # Zeros stay zeros in every layer without biases, and products on a CPU skip rows of zeros.
+        x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
+        max_len = batch.block_tables.shape[1] * cache.block_size
+        angles = rope_tables(self.config, positions, max_len)
+        type Carry = tuple[Float[Array, "num_tokens hidden"], KVCache]
+
+        def apply(layer: layers.Layer, carry: Carry) -> Carry:
+            return self.layers(*carry, layer, angles, batch)
+
+        carry = x, cache
+        if layers.loops_over_layers(self.dtype):
+            carry = lax.fori_loop(0, self.config.num_layers, apply, carry)
+        else:
+            carry = functools.reduce(
+                lambda carry, layer: apply(layer, carry), range(self.config.num_layers), carry
+            )
+        x, cache = carry
+        return self.norm(x), cache
+
+    def embed(
+        self, token_ids: Int[Array, " num_tokens"], positions: Int[Array, " num_tokens"]
+    ) -> Float[Array, "num_tokens hidden"]:
+        """The tokens' rows of the table, and those of their positions where there is one."""
+        c, x = self.config, self.embedding[...][token_ids]
+        if c.embedding_scale != 1.0:
+            x = x * jnp.asarray(c.embedding_scale, x.dtype)
+        if self.positions is not None:
+            x = x + self.positions[...][positions + c.position_offset]
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def logits(self, hidden: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens vocab"]:
+        """Scores of the next token, in float32."""
+        c = self.config
+        logits = layers.unembed(hidden, self.embedding[...]) if self.lm_head is None else self.lm_head(hidden)
+        if c.logit_divisor != 1.0:
+            logits = logits / c.logit_divisor
+        if c.logit_soft_cap is not None:
+            logits = c.logit_soft_cap * jnp.tanh(logits / c.logit_soft_cap)
+        return logits
+
+
+class DecoderLayers(nnx.Module):
+    """All layers: attention and a feed-forward part, each normed and added to the residual."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.config = parts.config
+        self.attention_norm = norm(parts, "attention_norm")
+        self.attention = Attention(parts)
+        self.attention_out_norm = norm(parts, "attention_out_norm")
+        self.mlp_norm = norm(parts, "mlp_norm")
+        experts = self.config.experts
+        self.mlp = MLP(parts) if experts is None else ExpertsMLP(parts, experts)
+        self.mlp_out_norm = norm(parts, "mlp_out_norm")
+
+    def __call__(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        cache: KVCache,
+        layer: layers.Layer,
+        angles: Angles | None,
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        normed = self.attention_norm(x, layer) if self.attention_norm else x
+        attended, cache = self.attention(normed, cache, layer, angles, batch)
+        after = self._added(x, attended, self.attention_out_norm, layer)
+
+        given = x if self.config.parallel else after
+        if self.mlp_norm is not None:
+            given = self.mlp_norm(given, layer)
+        elif self.config.shared_norm:
+            given = normed
+        out = self.mlp(given, layer, batch.is_padding)
+        return self._added(after, out, self.mlp_out_norm, layer), cache
+
+    def _added(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        out: Float[Array, "num_tokens hidden"],
+        out_norm: Norm | None,
+        layer: layers.Layer,
+    ) -> Float[Array, "num_tokens hidden"]:
+        """The residual with one part's float32 output more."""
+        out = out.astype(x.dtype)
+        if out_norm is not None:
+            out = out_norm(out, layer)
+        scale = self.config.residual_scale
+        return x + out if scale == 1.0 else x + out * jnp.asarray(scale, x.dtype)
+
+
+class Attention(nnx.Module):
+    """Queries, keys and values of one product, what is done to them, and the output's product."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.config = parts.config
+        self.qkv, self.o = linear(parts, "qkv"), linear(parts, "o")
+        self.q_norm, self.k_norm = norm(parts, "q_norm"), norm(parts, "k_norm")
+        self.sinks = stack(parts, "sinks")
+
+    def __call__(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        cache: KVCache,
+        layer: layers.Layer,
+        angles: Angles | None,
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        c, dtype = self.config, x.dtype
+        q, k, v = self._projected(x, layer, angles)
+        slopes = None if c.alibi_slopes is None else jnp.asarray(c.alibi_slopes, jnp.float32)
+        windows = [kind.sliding_window for kind in c.layers]
+        attended, cache = attend(
+            cache,
+            layer,
+            q.astype(dtype),
+            k.astype(dtype),
+            v.astype(dtype),
+            batch,
+            scale=c.scale,
+            sliding_windows=windows,
+            soft_cap=c.attention_soft_cap,
+            alibi_slopes=slopes,
+            sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),
+        )
+        return self.o(attended.reshape(x.shape[0], -1), layer), cache
+
+    def _projected(
+        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, angles: Angles | None
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+        """Queries, keys and values of all heads, [num_tokens, heads, head_dim], in float32."""
+        c = self.config
+        qkv = self.qkv(x, layer)
+        if c.qkv_clip is not None:
+            qkv = jnp.clip(qkv, -c.qkv_clip, c.qkv_clip)
+        qkv = qkv.reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
+        qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = jnp.split(qk, [c.num_q_heads], axis=1)
+            qk = jnp.concatenate(
+                [self._normed(self.q_norm, q, layer), self._normed(self.k_norm, k, layer)], axis=1
+            )
+        if angles is not None:
+            qk = layers.apply_rope(qk, *of_layer(c, angles, layer))
+        q, k = jnp.split(qk, [c.num_q_heads], axis=1)
+        return q, k, v
+
+    def _normed(
+        self, norm: Norm, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens heads head_dim"]:
+        whole = x if self.config.qk_norm == "head" else x.reshape(x.shape[0], -1)
+        return norm(whole, layer).reshape(x.shape)
+
+
+class MLP(nnx.Module):
+    """`down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.config = parts.config
+        self.up = linear(parts, "gate_up" if self.config.gated else "up")
+        self.down = linear(parts, "down")
+
+    def __call__(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        layer: layers.Layer,
+        is_padding: Bool[Array, " num_tokens"],  # asked of all feed-forward parts; experts use it
+    ) -> Float[Array, "num_tokens hidden"]:
+        activation = layers.ACTIVATIONS[self.config.activation]
+        wide = self.up(x, layer)
+        if self.config.gated:
+            gate, up = jnp.split(wide, 2, axis=-1)
+            wide = activation(gate) * up
+        else:
+            wide = activation(wide)
+        return self.down(wide.astype(x.dtype), layer)
+
+
+def linear(parts: Parts, role: str) -> layers.Linear:
+    """Every layer's product of this role."""
+    weights = parts.each(f"{role}.weight")
+    assert weights is not None
+    return layers.Linear(weights, parts.each(f"{role}.bias"))
+
+
+def stack(parts: Parts, role: str) -> layers.Stack | None:
+    arrays = parts.each(role)
+    if arrays is None:
+        return None
+    return layers.Stack(arrays, len(arrays), together=layers.loops_over_layers(parts.dtype))
+
+
+def norm(parts: Parts, role: str) -> Norm | None:
+    """Every layer's norm of this role; None where layers have none."""
+    weights = stack(parts, f"{role}.weight")
+    return None if weights is None else made_norm(parts.config, weights, stack(parts, f"{role}.bias"))
+
+
+def last_norm(parts: Parts, role: str) -> Norm:
+    """A norm that the decoder has once."""
+    together = layers.loops_over_layers(parts.dtype)
+    weight, bias = parts.get(f"{role}.weight"), parts.get(f"{role}.bias")
+    assert weight is not None
+    biases = None if bias is None else layers.Stack([bias], 1, together=together)
+    return made_norm(parts.config, layers.Stack([weight], 1, together=together), biases)
+
+
+def made_norm(config: ModelConfig, weights: layers.Stack, biases: layers.Stack | None) -> Norm:
+    if config.norm == "layer":
+        return layers.LayerNorm(weights, biases, config.norm_eps)
+    return layers.RMSNorm(weights, config.norm_eps, config.norm_offset)
+
+
+def ropes(config: ModelConfig) -> list[Rope | None]:
+    """The different ones of its layers."""
+    return list(dict.fromkeys(kind.rope for kind in config.layers))
+
+
+def rope_tables(config: ModelConfig, positions: Int[Array, " num_tokens"], max_len: int) -> Angles | None:
+    """Cosines and sines of all tokens; of several RoPEs one after the other. None where there are none."""
+    kinds = ropes(config)
+    if kinds == [None]:
+        return None
+    half = next(rope.dim for rope in kinds if rope is not None) // 2
+
+    def of(rope: Rope | None) -> Angles:
+        if rope is None:  # turns by nothing
+            return jnp.ones((len(positions), 1, half)), jnp.zeros((len(positions), 1, half))
+        frequencies, factor = layers.rope_frequencies(rope, max_len)
+        return layers.rope_angles(positions, frequencies, factor)
+
+    each = [of(rope) for rope in kinds]
+    if len(each) == 1:
+        return each[0]
+    cos, sin = (jnp.stack(tables) for tables in zip(*each, strict=True))
+    return cos, sin
+
+
+def of_layer(config: ModelConfig, angles: Angles, layer: layers.Layer) -> Angles:
+    """A layer's own cosines and sines."""
+    kinds = ropes(config)
+    if len(kinds) == 1:
+        return angles
+    numbers = np.array([kinds.index(kind.rope) for kind in config.layers], np.int32)
+    number = numbers[layer] if isinstance(layer, int) else jnp.asarray(numbers)[layer]
+    cos, sin = angles
+    return cos[number], sin[number]
+
+
+def abstract(config: ModelConfig, dtype: jnp.dtype) -> Decoder:
+    """The model with shapes for arrays."""
+    model: Decoder = nnx.eval_shape(lambda: Decoder(Abstract(config, dtype)))
+    return model

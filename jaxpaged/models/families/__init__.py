@@ -1,0 +1,81 @@
+"""The families of models that are known: a short file each, and here the list of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpaged.checks import InputError, shown
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.families.bloom import BLOOM
+from jaxpaged.models.families.falcon import FALCON
+from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jaxpaged.models.families.gpt2 import GPT2
+from jaxpaged.models.families.gpt_neox import GPT_NEOX
+from jaxpaged.models.families.gpt_oss import GPT_OSS
+from jaxpaged.models.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
+from jaxpaged.models.families.mixtral import MIXTRAL
+from jaxpaged.models.families.mpt import MPT
+from jaxpaged.models.families.olmo2 import OLMO2
+from jaxpaged.models.families.opt import OPT
+from jaxpaged.models.families.phi3 import PHI3
+from jaxpaged.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from jaxpaged.models.families.starcoder2 import STARCODER2
+from jaxpaged.models.fields import Fields, refuse_quantised
+
+FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    GPT_OSS,
+    GRANITE,
+    OLMO2,
+    SMOLLM3,
+    STARCODER2,
+    FALCON,
+    GPT_NEOX,
+    GPT2,
+    OPT,
+    BLOOM,
+    MPT,
+)
+BY_TYPE = {family.model_type: family for family in FAMILIES}
+BY_ARCHITECTURE = {family.gguf.architecture: family for family in FAMILIES if family.gguf is not None}
+
+
+def family_of(said: Mapping[str, Any]) -> Family:
+    """The family of a Hugging Face config. Raises `InputError`, with those that are known, for another."""
+    model_type = said.get("model_type")
+    if not isinstance(model_type, str) or model_type not in BY_TYPE:
+        known = ", ".join(map(repr, BY_TYPE))
+        raise InputError(f"model config: model_type={shown(model_type)} must be one of {known}")
+    return BY_TYPE[model_type]
+
+
+def from_hf(said: Mapping[str, Any]) -> ModelConfig:
+    """The description of a model from its Hugging Face config, as a dictionary.
+
+    Raises `InputError` for unknown model types, for values of the wrong type, and for whatever changes the
+    arithmetic in a way that is not supported.
+    """
+    family = family_of(said)
+    refuse_quantised(said)
+    fields = Fields(said, family.defaults)
+    config = family.read(fields)
+    fields.refuse_rest()
+    return config
+
+
+def markdown_table() -> str:
+    """The families for people: the README's table."""
+    lines = ["| `model_type` | models | GGUF |", "| --- | --- | --- |"]
+    for family in FAMILIES:
+        gguf = f"`{family.gguf.architecture}`" if family.gguf else ""
+        lines.append(f"| `{family.model_type}` | {family.models} | {gguf} |")
+    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""Qwen 2, 2.5 and 3, dense and of experts."""
+
+from typing import Any
+
+from jaxpaged.models.config import Experts, LayerKind, ModelConfig
+from jaxpaged.models.families import llama
+from jaxpaged.models.families.family import Family, Gguf
+from jaxpaged.models.fields import Fields
+from jaxpaged.models.weights import Names
+
+EXPERT = f"{llama.LAYER}.mlp.experts.{{expert}}"
+MOE_NAMES = Names(
+    table=llama.TABLE
+    | {
+        "router": f"{llama.LAYER}.mlp.gate",
+        "experts.gate_up": (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj"),
+        "experts.down": f"{EXPERT}.down_proj",
+    }
+)
+
+
+def read_qwen2(f: Fields) -> ModelConfig:
+    """Llama with biases of queries, keys and values."""
+    same = llama.common(f)
+    return ModelConfig(**same, qkv_bias=True, layers=_layers(f, same["head_dim"]))
+
+
+def read_qwen3(f: Fields) -> ModelConfig:
+    """Llama with norms of each head's queries and keys."""
+    return ModelConfig(**_qwen3(f))
+
+
+def _qwen3(f: Fields) -> dict[str, Any]:
+    same = llama.common(f)
+    bias = f.flag("attention_bias")
+    return same | {
+        "qk_norm": "head",
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "layers": _layers(f, same["head_dim"]),
+    }
+
+
+def read_qwen3_moe(f: Fields) -> ModelConfig:
+    f.only("decoder_sparse_step", 1)
+    f.only("mlp_only_layers", [])
+    experts = Experts(
+        num_experts=f.size("num_experts", f.size("num_local_experts", 128)),
+        num_chosen=f.size("num_experts_per_tok", 8),
+        renormalise=f.flag("norm_topk_prob"),
+    )
+    same = _qwen3(f) | {"intermediate_size": f.size("moe_intermediate_size", 768)}
+    return ModelConfig(**same, experts=experts)
+
+
+def _layers(f: Fields, head_dim: int) -> tuple[LayerKind, ...]:
+    """The first `max_window_layers` see all, the others a window, if one is to be used."""
+    rope, num_layers = f.rope(head_dim), f.size("num_hidden_layers")
+    window = f.get("sliding_window") if f.flag("use_sliding_window") else None
+    first = f.get("max_window_layers", 0) if window is not None else num_layers
+    types = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    full = LayerKind(rope=rope)
+    return f.layer_kinds(types, sliding=LayerKind(rope=rope, sliding_window=window), full=full)
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    models="Qwen2, Qwen2.5 and Qwen2.5-Coder",
+    read=read_qwen2,
+    names=llama.names,
+    defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+    gguf=Gguf(architecture="qwen2"),
+)
+QWEN3 = Family(
+    model_type="qwen3",
+    models="Qwen3 dense",
+    read=read_qwen3,
+    names=llama.names,
+    defaults={**QWEN2.defaults, "head_dim": 128},
+    gguf=Gguf(architecture="qwen3"),
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    models="Qwen3 30B-A3B, 235B-A22B",
+    read=read_qwen3_moe,
+    names=lambda config: MOE_NAMES,
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
+)

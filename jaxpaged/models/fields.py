@@ -1,0 +1,241 @@
+"""A model's config file as families read it: one field at a time, and nothing that matters left unread."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpaged.checks import InputError, check, checked_bool, checked_int, checked_number, shown
+from jaxpaged.models.config import (
+    LayerKind,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
+
+# Hugging Face's names of activations.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# What a config may say only if it means nothing, or if its family reads it: with anything else the arithmetic
+# is another.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "hidden_act": (None, "silu"),
+    "partial_rotary_factor": (None, 1),
+    "rope_interleave": (None, False),
+    "no_rope_layers": (None, []),
+    "use_qk_norm": (None, False),
+    "qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    "attention_sinks": (None, False),
+    "alibi": (None, False),
+    "use_parallel_residual": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "num_local_experts": (None, 0, 1),
+    "num_experts": (None, 0, 1),
+    "clip_qkv": (None,),
+}
+
+
+class Fields:
+    """A config's fields, with a family's defaults for those that are null or missing."""
+
+    def __init__(self, said: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self._said, self._read = dict(defaults or {}), {"model_type"}
+        self._said |= {name: value for name, value in said.items() if value is not None}
+        self._nulls = {name for name, value in said.items() if value is None}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return self._said.get(name, default)
+
+    def is_null(self, name: str) -> bool:
+        """Whether the file says null, where leaving it out would mean something else."""
+        return name in self._nulls
+
+    def required(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise InputError(f"model config: {name} must be given")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self.required(name) if default is None else self.get(name, default)
+        return checked_int(f"model config: {name}", value, "an int >= 1", 1)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.required(name) if default is None else self.get(name, default)
+        return checked_number(f"model config: {name}", value, "a number > 0", 0, above=True)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return checked_bool(f"model config: {name}", self.get(name, default))
+
+    def only(self, name: str, *values: object, default: Any = None) -> None:
+        """Refuse anything but these values: it is another arithmetic, which is not supported."""
+        value = self.get(name, default)
+        rule = " or ".join(shown(each) for each in values)
+        rule += " or left out: anything else is another arithmetic, which is not supported"
+        check(f"model config: {name}", value, rule, value is None or value in values)
+
+    def activation(self, name: str, default: str) -> str:
+        value = self.get(name, default)
+        rule = f"one of {', '.join(ACTIVATIONS)}"
+        check(f"model config: {name}", value, rule, isinstance(value, str) and value in ACTIVATIONS)
+        return ACTIVATIONS[value]
+
+    def token_ids(self, name: str = "eos_token_id") -> tuple[Any, ...]:
+        """None, one or several, as a config may say; `ModelConfig` checks each."""
+        value = self.get(name)
+        return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+
+    def rope(self, head_dim: int, *, theta: float = 10000.0, part: float | None = None) -> Rope:
+        """RoPE of all layers. Transformers 5 gathers its numbers in `rope_parameters`; older configs spread
+        them. `part` of each head's coordinates are turned, unless the config says otherwise; None: all.
+        """
+        name = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        spread = {"rope_theta": self.get("rope_theta", theta)}
+        if part is not None:
+            spread["partial_rotary_factor"] = self.get("partial_rotary_factor", part)
+        return self.rope_of(name, self.get(name) or {}, spread, head_dim, is_partial=part is not None)
+
+    def rope_of(
+        self,
+        name: str,
+        said: object,
+        spread: Mapping[str, Any],
+        head_dim: int,
+        *,
+        is_partial: bool = False,
+    ) -> Rope:
+        """RoPE of one JSON object."""
+        if not isinstance(said, Mapping):
+            raise InputError(f"model config: {name}={shown(said)} must be a JSON object or null")
+        given = Fields(said, spread)
+        if not is_partial:
+            given.only("partial_rotary_factor", 1)
+        part = given.positive("partial_rotary_factor", 1.0)
+        theta = given.positive("rope_theta")
+        dim = int(head_dim * part)
+        return Rope(theta=theta, dim=dim, scaling=self._scaling(given, dim))
+
+    def _scaling(self, given: "Fields", dim: int) -> RopeScaling | None:
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind == "default":
+            return None
+        if kind == "linear":
+            return LinearScaling(given.positive("factor"))
+        if kind == "llama3":
+            return self._llama3(given)
+        if kind == "yarn":
+            return self._yarn(given)
+        if kind in ("longrope", "su"):
+            return self._long(given)
+        known = "'default', 'linear', 'llama3', 'yarn' or 'longrope'"
+        raise InputError(f"model config: rope_type={shown(kind)} must be {known}")
+
+    @staticmethod
+    def _llama3(given: "Fields") -> Llama3Scaling:
+        scaling = Llama3Scaling(
+            factor=given.positive("factor"),
+            low_freq_factor=given.positive("low_freq_factor"),
+            high_freq_factor=given.positive("high_freq_factor"),
+            original_max_len=given.size("original_max_position_embeddings"),
+        )
+        high, low = scaling.high_freq_factor, scaling.low_freq_factor
+        check("model config: high_freq_factor", high, f"more than low_freq_factor={low}", high > low)
+        return scaling
+
+    def _yarn(self, given: "Fields") -> YarnScaling:
+        max_len = self.size("max_position_embeddings")
+        original = given.size("original_max_position_embeddings", max_len)
+        factor = given.positive("factor", max_len / original)
+        scales = [given.get(name) for name in ("mscale", "mscale_all_dim")]
+
+        def attention_factor(scale: float = 1.0) -> float:
+            return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+        default = attention_factor()
+        if all(scales):
+            first, second = (
+                checked_number("model config: mscale", each, "a number > 0", 0, above=True) for each in scales
+            )
+            default = attention_factor(first) / attention_factor(second)
+        return YarnScaling(
+            factor=factor,
+            original_max_len=original,
+            beta_fast=given.positive("beta_fast", 32.0),
+            beta_slow=given.positive("beta_slow", 1.0),
+            truncate=given.flag("truncate", True),
+            attention_factor=given.positive("attention_factor", default),
+        )
+
+    def _long(self, given: "Fields") -> LongScaling:
+        max_len = self.size("max_position_embeddings")
+        named = given.get("original_max_position_embeddings")
+        original = given.size(
+            "original_max_position_embeddings",
+            named or self.size("original_max_position_embeddings", max_len),
+        )
+        factor = given.positive("factor", max_len / original)
+        default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+        def factors(name: str) -> tuple[float, ...]:
+            value = given.required(name)
+            check(f"model config: {name}", value, "a list of numbers", isinstance(value, list | tuple))
+            rule = "a number > 0"
+            return tuple(checked_number(f"model config: {name}", x, rule, 0, above=True) for x in value)
+
+        return LongScaling(
+            short_factors=factors("short_factor"),
+            long_factors=factors("long_factor"),
+            original_max_len=original,
+            attention_factor=given.positive("attention_factor", default),
+        )
+
+    def layer_kinds(self, types: list[str], *, sliding: LayerKind, full: LayerKind) -> tuple[LayerKind, ...]:
+        """A kind for each layer, by `layer_types` or the types that stand for it."""
+        types = self.get("layer_types", types)
+        kinds = {"sliding_attention": sliding, "full_attention": full}
+        rule = f"a list of {' and '.join(map(repr, kinds))}, one for each layer"
+        num_layers = self.size("num_hidden_layers")
+        ok = isinstance(types, list) and len(types) == num_layers
+        ok = ok and all(isinstance(kind, str) and kind in kinds for kind in types)
+        check("model config: layer_types", types, rule, ok)
+        return tuple(kinds[kind] for kind in types)
+
+    def refuse_rest(self) -> None:
+        """Refuse what no one has read, if it changes the arithmetic."""
+        for name, neutral in NEUTRAL.items():
+            value = self._said.get(name)
+            rule = (
+                f"{shown(neutral[-1])} or left out: anything else is another arithmetic, which is not "
+                "supported"
+            )
+            check(f"model config: {name}", value, rule, name in self._read or value in neutral)
+
+
+def refuse_quantised(said: Mapping[str, Any]) -> None:
+    quantization = said.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise InputError(
+            f"model config: quantization_config with quant_method={shown(method)} must be left out: "
+            "quantised weights of safetensors files are not supported yet"
+        )

@@ -1,0 +1,149 @@
+"""Make a tiny model of each family, in families/, and what transformers computes for it.
+
+Run once, with Python 3.11, torch 2.13.0 (CPU) and transformers 5.23.0:
+    python tests/goldens/make_families.py [name ...]
+Each folder gets config.json, model.safetensors (in float16, which all numbers were rounded to beforehand) and
+golden.json: token ids, the logits after every third of them, and the greedy answer, with the smallest gap
+between its two best logits. All is computed in float32.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from make_tiny_llamas import greedy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = Path(__file__).parent / "families"
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": None,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.0, 3.5],
+    "partial_rotary_factor": 0.75,
+}
+WINDOW = {"sliding_window": 12}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "moe_intermediate_size": 16,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+    },
+    "gemma": {"head_dim": 16, "num_key_value_heads": 1},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, **WINDOW},
+    "gemma3_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        },
+        **WINDOW,
+    },
+    "phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 32},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "swiglu_limit": 1.5,
+        **WINDOW,
+    },
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
+    },
+    "olmo2": {},
+    "smollm3": {"num_hidden_layers": 4},
+    "starcoder2": {"use_bias": True, **WINDOW},
+    "falcon": {"multi_query": True, "bias": False},
+    "falcon_grouped": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    "falcon_alibi": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    "gpt_neox": {"rotary_pct": 0.25, "use_parallel_residual": True},
+    "gpt_neox_sequential": {"rotary_pct": 1.0, "use_parallel_residual": False},
+    "gpt2": GPT2,
+    "opt": {"ffn_dim": 48, "init_std": 0.25},
+    "bloom": {"n_layer": 2, "n_head": 6, "hidden_size": 48},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "attn_config": {"clip_qkv": 1.0}},
+}
+MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
+SEEDS = {"mixtral": 100}  # where the answer would hang on a rounding
+IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
+NUM_TOKENS, EVERY = 40, 3
+
+
+def main(names: list[str]) -> None:
+    for seed, (name, variant) in enumerate(VARIANTS.items()):
+        if not names or name in names:
+            make(name, variant, SEEDS.get(name, seed))
+
+
+def make(name: str, variant: dict[str, Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    model_type = MODEL_TYPES.get(name, name)
+    sizes = {} if model_type in ("gpt2", "bloom", "mpt") else SIZES
+    few = {"vocab_size": SIZES["vocab_size"], "initializer_range": 0.25, "eos_token_id": 2}
+    config = AutoConfig.for_model(model_type, **few | sizes | variant)
+    attention = IMPLEMENTATIONS.get(name, "eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            shake(parameter_name, parameter, is_less_one=model_type.startswith("gemma"))
+            parameter.copy_(parameter.half().float())
+        token_ids = torch.randint(0, SIZES["vocab_size"], (1, NUM_TOKENS))
+        logits = model(token_ids, use_cache=False).logits[0]
+        answer, smallest_gap = greedy(model, token_ids)
+    folder = HERE / name
+    model.half().save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    golden = {
+        "token_ids": token_ids[0].tolist(),
+        "every": EVERY,
+        "logits": [[round(v, 5) for v in row] for row in logits[::EVERY].tolist()],
+        "answer": answer,
+        "smallest_gap": round(smallest_gap, 6),
+    }
+    (folder / "golden.json").write_text(json.dumps(golden))
+    print(
+        name, f"{smallest_gap:.4f}", f"{logits.abs().max():.2f}", sorted(dict(model.named_parameters()))[-1]
+    )
+
+
+def shake(name: str, parameter: torch.nn.Parameter, *, is_less_one: bool) -> None:
+    """Give everything a value that matters: norms and biases begin as ones and zeros."""
+    is_norm = parameter.ndim == 1 and "bias" not in name and "sinks" not in name
+    if is_norm:
+        parameter.normal_(mean=0.0 if is_less_one else 1.0, std=0.2)
+    elif parameter.ndim == 1 or name.endswith("_bias"):
+        parameter.normal_(std=0.2)
+    elif parameter.std() < 0.01 or parameter.std() > 0.5:
+        parameter.normal_(std=0.25)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

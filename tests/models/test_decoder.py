@@ -1,0 +1,176 @@
+"""Every family against transformers (stored logits), in NumPy and through a paged cache."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.checks import InputError
+from jaxpaged.models import loading, weights
+from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.families import BY_TYPE
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.weights import Parts
+from reference import model as reference_model
+from tests import quick, tiny
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+LLAMAS = ["gqa_tied", "mha_biased", "mqa_llama3_rope", "mistral_window"]
+FAMILIES = sorted(f"families/{folder.name}" for folder in (GOLDENS / "families").iterdir())
+# Float32 against float32 in another order: sums of up to 64 terms, logits below 16.
+TOLERANCE = 1e-4
+
+
+def stored(name):
+    golden = json.loads((GOLDENS / name / "golden.json").read_text())
+    assert golden["smallest_gap"] > 2 * TOLERANCE  # no rounding decides the answer
+    return golden
+
+
+@pytest.fixture(params=[*LLAMAS, *FAMILIES])
+def golden(request):
+    return loading.open_checkpoint(GOLDENS / request.param), stored(request.param)
+
+
+def assert_equal(logits, stored):
+    np.testing.assert_allclose(
+        logits[:: stored.get("every", 1)], stored["logits"], atol=TOLERANCE, rtol=TOLERANCE
+    )
+
+
+def batch_of(table, positions, tile_len, block_size) -> AttentionBatch:
+    """Tiles of neighbouring tokens of one sequence, its blocks as the table says."""
+    starts = positions[::tile_len]
+    return AttentionBatch(
+        slot_mapping=jnp.asarray(table[positions // block_size] * block_size + positions % block_size),
+        block_tables=jnp.tile(table, (len(starts), 1)),
+        query_starts=jnp.asarray(starts),
+        seq_lens=jnp.asarray(starts + tile_len),
+        implementation="xla",
+    )
+
+
+def paged_logits(model, token_ids, block_size, tile_len) -> np.ndarray:
+    """All tokens in one pass of tiles, over blocks in shuffled order."""
+    num_tokens = -(-len(token_ids) // tile_len) * tile_len
+    num_blocks = -(-num_tokens // block_size)
+    cache = model.create_cache(num_blocks + 1, block_size)
+    table = 1 + np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    positions = np.arange(num_tokens, dtype=np.int32)
+    padded = jnp.asarray([*token_ids, *[0] * (num_tokens - len(token_ids))], jnp.int32)
+    batch = batch_of(table, positions, tile_len, block_size)
+
+    @quick.jit
+    def run(model, cache):
+        hidden, _ = model(padded, jnp.asarray(positions), cache, batch)
+        return model.logits(hidden)
+
+    return np.asarray(run(model, cache))[: len(token_ids)]
+
+
+def test_the_numpy_model_equals_transformers(golden):
+    checkpoint, stored = golden
+    by_role = weights.by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
+    assert_equal(reference_model.logits(checkpoint.config, by_role, stored["token_ids"]), stored)
+    answer = stored["answer"]
+    assert reference_model.generate(checkpoint.config, by_role, stored["token_ids"], len(answer)) == answer
+
+
+@pytest.mark.parametrize("uses_native", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_paged_model_equals_transformers(golden, uses_native, monkeypatch):
+    """Layers in a loop, with native products, and one by one; tiles that end inside of blocks and windows."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", str(int(uses_native)))
+    checkpoint, stored = golden
+    block_size, tile_len = (4, 8) if uses_native else (16, 1)
+    model = checkpoint.model(jnp.dtype("float32"))
+    assert_equal(paged_logits(model, stored["token_ids"], block_size, tile_len), stored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "bloom", "phi3"])
+def test_the_engine_answers_as_transformers_does(name):
+    """With windows of some layers; with sinks and experts; with ALiBi; with RoPE's long factors."""
+    golden = stored(f"families/{name}")
+    llm = LLM(GOLDENS / "families" / name, max_num_seqs=2, block_size=8, num_blocks=40, max_model_len=96)
+    params = SamplingParams(max_tokens=len(golden["answer"]), temperature=0, ignore_eos=True)
+    prompt = golden["token_ids"]
+    results = llm.generate([prompt, prompt[:33]], params, use_tqdm=False)
+    assert results[0].outputs[0].token_ids == golden["answer"]
+
+
+def test_every_family_has_a_golden():
+    found = {
+        json.loads((GOLDENS / name / "config.json").read_text())["model_type"]
+        for name in [*LLAMAS, *FAMILIES]
+    }
+    assert found == BY_TYPE.keys()
+
+
+def test_blocks_before_the_window_may_be_gone():
+    """Tiles one after another; what no later token sees is poisoned, and the null block put in its place."""
+    golden, checkpoint = stored("mistral_window"), loading.open_checkpoint(GOLDENS / "mistral_window")
+    config, num_tokens = checkpoint.config, len(golden["token_ids"])
+    block_size, tile_len = 4, 10
+    num_blocks = -(-num_tokens // block_size)
+    model = checkpoint.model(jnp.dtype("float32"))
+
+    @jax.jit
+    def step(token_ids, positions, cache, batch):
+        hidden, cache = model(token_ids, positions, cache, batch)
+        return model.logits(hidden), cache
+
+    cache = model.create_cache(num_blocks + 1, block_size)
+    table = 1 + np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    for start in range(0, num_tokens, tile_len):
+        num_gone = max(start + 1 - config.sliding_window, 0) // block_size
+        gone = np.array([0, *table[:num_gone]])
+        table[:num_gone] = 0
+        cache = jax.tree.map(lambda side, gone=gone: side.at[gone].set(jnp.nan), cache)
+        positions = np.arange(start, start + tile_len, dtype=np.int32)
+        token_ids = jnp.asarray(golden["token_ids"][start : start + tile_len], jnp.int32)
+        batch = batch_of(table, positions, tile_len, block_size)
+        logits, cache = step(token_ids, jnp.asarray(positions), cache, batch)
+        want = golden["logits"][start : start + tile_len]
+        np.testing.assert_allclose(logits, want, atol=TOLERANCE, rtol=TOLERANCE)
+    assert num_gone > 0
+
+
+def test_bfloat16_stays_near_float32():
+    """Two layers of bfloat16 (8 bits of fraction): logits within a few percent of their spread."""
+    exact = paged_logits(tiny.load(jnp.dtype("float32")), list(range(30)), 8, 10)
+    model = tiny.load(jnp.dtype("bfloat16"))
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
+    near = paged_logits(model, list(range(30)), 8, 10).astype(np.float32)
+    assert np.abs(near - exact).max() < 0.1 * exact.std()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model.norm.weight": None},
+            "the weights lack 'model.norm.weight', which the model config asks for",
+        ),
+        (
+            {"model.layers.1.mlp.up_proj.weight": np.zeros((3, 4))},
+            r"weight 'model.layers.1.mlp.up_proj.weight' has shape \(3, 4\), must be \(48, 32\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change, message):
+    changed = {name: w for name, w in (tiny.weights() | change).items() if w is not None}
+    with pytest.raises(InputError, match=message):
+        weights.check_weights(tiny.CONFIG, NAMES, changed)
+    with pytest.raises(InputError, match=message):
+        Decoder(Parts(tiny.CONFIG, NAMES, changed, jnp.dtype("float32")))
+
+
+def test_random_weights_are_those_of_the_config():
+    drawn = weights.random_weights(tiny.CONFIG, NAMES, seed=1)
+    assert {name: w.shape for name, w in drawn.items()} == dict(weights.stored_shapes(tiny.CONFIG, NAMES))
+    assert weights.num_weights(tiny.CONFIG) == sum(w.size for w in drawn.values())

@@ -1,0 +1,157 @@
+"""Tokenizers of GGUF files beside those they were made from, over texts in several languages."""
+
+import gguf
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import TikTokenConverter
+
+from jaxpaged.checks import InputError
+from jaxpaged.models import gguf_file, gguf_tokenizers
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. It's 12345 miles, isn't it? I'LL see 3.14159!",
+    "  two spaces   three\n\n\nlines\r\nand\ttabs \t mixed ",
+    "Größenwahnsinnige Füße überqueren 1.000 Straßen; die Katze schläft auf dem Dach, die Katze.",
+    "L'été dernier, j'ai mangé des crêpes à l'île d'Oléron -- c'était délicieux, l'été.",
+    "Широкая электрификация южных губерний даст мощный толчок подъёму сельского хозяйства.",
+    "日本語の文章です。東京都は日本の首都です。東京都の人口は多い。",
+    "مرحبا بالعالم، كيف حالك اليوم؟ العالم كبير",
+    "हिन्दी में एक वाक्य, हिन्दी भाषा सुंदर है।",
+    "def f(x_1, y=[0]):\n    return {'a': x_1 ** 2, \"b\": y}  # comment",
+    "emoji 👩‍👩‍👧 🇩🇪 ½ ² ① Ⅷ e\u0301 caf\u00e9",
+    " ",
+    "",
+]
+
+
+def written(path, architecture, model, tokens, types, **more):
+    """A GGUF file of a tokenizer alone."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for name, value in more.items():
+        getattr(writer, f"add_{name}")(value)
+    for write in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{write}_to_file")()
+    writer.close()
+    return gguf_tokenizers.tokenizer(gguf_file.open_file(path), path)
+
+
+def learned(normalizer, pre_tokenizer, special, alphabet):
+    """A byte-pair tokenizer of the texts: its tokens in order, and its merges."""
+    made = Tokenizer(models.BPE())
+    made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(TEXTS[:-4] * 2, trainer)
+    vocab = made.get_vocab()
+    return sorted(vocab, key=vocab.__getitem__)
+
+
+def with_bytes(tokens, merges):
+    return Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+
+
+SPECIAL = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+TYPES = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[gguf.TokenType.BYTE] * 256]
+
+
+def sentencepiece(tmp_path, architecture, **more):
+    """One of Llama's kind: the file has scores in the place of merges."""
+    spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokens = learned(spaces, pre_tokenizers.Split("▁", "merged_with_next"), SPECIAL, [])
+    types = [*TYPES, *[gguf.TokenType.NORMAL] * (len(tokens) - len(TYPES))]
+    scores = [-float(i) for i in range(len(tokens))]
+    options = {"token_scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0} | more
+    return tokens, written(tmp_path / "a.gguf", architecture, "llama", tokens, types, **options)
+
+
+def pieces(tokens, ids, order):
+    return [
+        (token[:cut], token[cut:])
+        for token in order
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in ids and token[cut:] in ids and token not in SPECIAL
+    ]
+
+
+def test_sentencepiece_with_scores_reads_as_its_merges(tmp_path):
+    tokens, made = sentencepiece(tmp_path, "llama")
+    plain = with_bytes(tokens, pieces(tokens, set(tokens), tokens))
+    plain.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    for text in TEXTS:
+        assert made.encode(text) == [1, *plain.encode(text).ids], text
+        assert made.decode(made.encode(text), skip_special_tokens=True) == text
+    assert made.encode("a</s>b")[-2:] != made.encode("ab")[-2:]
+    assert 2 in made.encode("a</s>b")
+
+
+def test_scores_decide_which_merge_is_first(tmp_path):
+    """Of a text that two merges could begin, the one with the higher score does."""
+    tokens = [*SPECIAL, "a", "b", "c", "ab", "bc"]
+    types = [*TYPES, *[gguf.TokenType.NORMAL] * 5]
+    for scores, want in (((-1, -2), ["ab", "c"]), ((-2, -1), ["a", "bc"])):
+        all_scores = [0.0] * len(SPECIAL) + [-10.0] * 3 + [float(score) for score in scores]
+        options = {"token_scores": all_scores, "add_space_prefix": False, "add_bos_token": False}
+        made = written(tmp_path / "a.gguf", "llama", "llama", tokens, types, **options)
+        assert made.tokenize("abc") == want
+
+
+def test_gemma_has_no_space_in_front_and_merges_by_number(tmp_path):
+    tokens = [*SPECIAL, "a", "b", "c", "▁", "ab", "bc", "  ", "▁▁▁"]
+    types = [*TYPES, *[gguf.TokenType.NORMAL] * 8]
+    options = {"token_scores": [0.0] * len(tokens), "bos_token_id": 1}
+    made = written(tmp_path / "a.gguf", "gemma3", "llama", tokens, types, **options)
+    assert made.tokenize("abc  a") == ["ab", "c", "▁▁", "a"]
+    assert made.encode("a   b") == [1, tokens.index("a"), tokens.index("▁▁▁"), tokens.index("b")]
+    assert made.decode(made.encode("a   b é")[1:]) == "a   b é"
+
+
+def test_words_are_cut_as_in_the_tokenizers_the_models_were_trained_with(tmp_path):
+    cut = {
+        "llama-bpe": pre_tokenizers.Split(gguf_tokenizers.Regex(TikTokenConverter().pattern), "isolated"),
+        "qwen2": Qwen2Tokenizer(vocab={}, merges=[])._tokenizer.pre_tokenizer,
+    }
+    for name, theirs in cut.items():
+        ours = pre_tokenizers.Split(gguf_tokenizers.Regex(gguf_tokenizers.WORDS[name]), "isolated")
+        for text in TEXTS:
+            want = [span for _, span in theirs.pre_tokenize_str(text)]
+            assert [span for _, span in ours.pre_tokenize_str(text)] == want, (name, text)
+
+
+@pytest.mark.parametrize("pre", ["default", "smollm", "llama-bpe", "qwen2", "gpt-4o"])
+def test_byte_pairs_read_as_the_tokenizer_they_were_made_of(tmp_path, pre):
+    cut = gguf_tokenizers._words(tmp_path, pre)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokens = learned(None, cut, ["<|end|>"], alphabet)
+    ids = set(tokens)
+    merges = [(t[:i], t[i:]) for t in tokens for i in range(1, len(t)) if t[:i] in ids and t[i:] in ids]
+    types = [gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)]
+    options = {"token_merges": [" ".join(pair) for pair in merges], "tokenizer_pre": pre}
+    made = written(tmp_path / "a.gguf", "qwen2", "gpt2", tokens, types, **options)
+    plain = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    plain.pre_tokenizer, plain.decoder = cut, decoders.ByteLevel()
+    plain.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    for text in TEXTS:
+        assert made.encode(text) == plain.encode(text).ids
+        composed = text.replace("e\u0301", "é") if pre == "qwen2" else text
+        assert made.decode(made.encode(text)) == composed
+    assert made.encode("a<|end|>")[-1] == 0
+
+
+def test_what_is_no_known_tokenizer_is_refused(tmp_path):
+    with pytest.raises(InputError, match="tokenizer 't5' must be 'gpt2' or 'llama'"):
+        written(tmp_path / "a.gguf", "llama", "t5", ["a"], [1])
+    with pytest.raises(InputError, match="pre-tokenizer 'poro' must be 'gpt2' with one of"):
+        written(tmp_path / "b.gguf", "llama", "gpt2", ["a"], [1], tokenizer_pre="poro", token_merges=["a a"])
