@@ -12,12 +12,14 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from jaxpaged.engine.async_llm import AsyncLLM
     from jaxpaged.engine.llm import LLM
     from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "InputError",
@@ -28,6 +30,7 @@ __all__ = [
 
 _HOME = {
     "LLM": "jaxpaged.engine.llm",
+    "AsyncLLM": "jaxpaged.engine.async_llm",
     "CompletionOutput": "jaxpaged.engine.outputs",
     "RequestOutput": "jaxpaged.engine.outputs",
 }
