@@ -111,8 +111,8 @@ def test_every_package_that_is_imported_comes_with_the_wheel():
         for top in {module.split(".")[0] for module in imported_modules(file)} - {*OURS}:
             if top not in sys.stdlib_module_names:
                 lines = [*project["dependencies"], *extras.get(file.relative_to(ROOT).parts[1], ())]
-                dependencies = {re.split(r"[<>=\[]", line)[0] for line in lines}
-                named = dependencies & {*distributions.get(top, ())}
+                dependencies = {re.split(r"[<>=\[]", line)[0].replace("_", "-") for line in lines}
+                named = dependencies & {name.replace("_", "-") for name in distributions.get(top, ())}
                 assert named, f"{file.relative_to(ROOT)} imports {top}, which pyproject.toml does not name"
 
 

@@ -154,7 +154,7 @@ async def _here_or_in_a_thread[T](read: Any, prompt: Any, *args: Any) -> T:
     """What `read` gives; where that takes long, without keeping the event loop."""
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
     is_long = isinstance(text, str) and len(text) > TOKENIZED_HERE
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     is_long |= hasattr(ids, "__len__") and not isinstance(ids, str) and len(ids) > CHECKED_HERE
     result: T = await asyncio.to_thread(read, prompt, *args) if is_long else read(prompt, *args)
     return result

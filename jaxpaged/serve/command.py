@@ -111,7 +111,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             given["chat_template"] = Path(file).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise InputError(f"--chat-template {file!r} cannot be read: {error}") from error
-    made = {
+    made: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
         if value is not None

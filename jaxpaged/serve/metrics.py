@@ -155,7 +155,7 @@ class Metrics:
         its = times.answers.get((prompt, answer.index))
         if its is None:  # given up before its first token
             return
-        began = output.metrics and output.metrics.first_scheduled_time
+        began = None if output.metrics is None else output.metrics.first_scheduled_time
         began = its.first if began is None else min(began, its.first)
         self.e2e.observe(max(its.last - times.arrived, 0.0))
         self._queue.observe(max(began - times.arrived, 0.0))

@@ -165,7 +165,7 @@ class CompletionRequest(Sampled):
         """Each prompt by itself."""
         if isinstance(self.prompt, str) or is_int(self.prompt[0]):
             return [self.prompt]  # type: ignore[list-item]  # a list of ints is one prompt
-        return [*self.prompt]  # type: ignore[list-item]
+        return [*self.prompt]
 
 
 class ChatRequest(Sampled):
