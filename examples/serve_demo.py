@@ -46,7 +46,11 @@ def ask(model: str, url: str) -> None:
     print(json.dumps(json.loads(subprocess.check_output(curl)), indent=2))
     metrics = subprocess.check_output(["curl", "-s", f"{url}/metrics"], text=True)
     print(f"\n>>> curl -s {url}/metrics")
-    print("\n".join(line for line in metrics.splitlines() if re.match(r"vllm:(prompt|gen|prefix).*_total", line)))
+    print(
+        "\n".join(
+            line for line in metrics.splitlines() if re.match(r"vllm:(prompt|gen|prefix).*_total", line)
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -87,11 +87,11 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     from jaxpaged.engine.async_llm import AsyncLLM
     from jaxpaged.serve import server
 
+    bound = server.bind(options)
     logging.use_absl_handler()
     if args.verbose:
         logging.set_verbosity(logging.INFO)
     server.log_to_stderr(options.log_level)
-    bound = server.bind(options)
     if not (options.host in LOOPBACK or options.host.startswith("127.") or options.api_keys):
         _say(f"jaxpaged: anybody who reaches {options.host} may use the model: there is no --api-key")
     with bound:

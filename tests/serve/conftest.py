@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
 
@@ -48,13 +47,9 @@ class Served:
     server: Server
     thread: threading.Thread
 
-    @functools.cached_property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
-
-    @functools.cached_property
-    def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30)
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
 
     def close(self) -> None:
         """The clients; the server goes on."""
