@@ -1,19 +1,32 @@
 """Conversations, with tools, as the model's chat template writes them."""
 
+import asyncio
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpaged.checks import InputError, shown
-from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.async_llm import TOKENIZED_HERE, AsyncLLM
 
 # By what a template must have in it, if its model writes calls in that form.
 SIGNS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>"}
 TEXT_PARTS = ("text", "input_text", "output_text")
 # What only we may say to a template.
 RESERVED = frozenset(
-    {"conversation", "messages", "tokenize", "chat_template", "return_tensors", "return_dict", "padding"}
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "padding",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tools",
+    }
 )
 
 
@@ -54,16 +67,19 @@ class ChatPrompts:
         if continue_final_message and add_generation_prompt:
             raise InputError("continue_final_message must be false with add_generation_prompt")
         conversation = [_message(message, place) for place, message in enumerate(messages)]
+        write = functools.partial(
+            tokenizer.apply_chat_template,
+            conversation,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            chat_template=self._own,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(kwargs or {}),
+        )
+        is_long = sum(len(message["content"]) for message in conversation) > TOKENIZED_HERE
         try:
-            text = tokenizer.apply_chat_template(
-                conversation,
-                tools=[dict(tool) for tool in tools] if tools else None,
-                chat_template=self._own,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(kwargs or {}),
-            )
+            text = await asyncio.to_thread(write) if is_long else write()
         except Exception as error:  # templates raise errors of their own
             raise InputError(f"messages: the chat template refuses them: {error}") from error
         # The template writes the special tokens itself.

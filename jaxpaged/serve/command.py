@@ -52,7 +52,7 @@ def add_serve(
     group.add_argument(
         "--max-queue", type=int, help="answers that may wait; more are refused with 429 (default 1000)"
     )
-    group.add_argument("--max-body-bytes", type=int, help="of a request (default 16 MiB)")
+    group.add_argument("--max-body-bytes", type=int, help="of a request (default 4 MiB)")
     group.add_argument("--max-nesting", type=int, help="levels of a request's JSON (default 64)")
     group.add_argument(
         "--body-timeout", type=float, dest="body_timeout_s", metavar="S", help="to receive one (default 30)"

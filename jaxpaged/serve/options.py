@@ -20,7 +20,7 @@ class ServerOptions:
     chat_template: str | None = None  # its text; None: the model's own
     tool_call_parser: ToolParser = "auto"  # how the model writes calls; auto: as its template shows
     max_queue: int = 1000  # answers that may wait beside those that run: more are refused with 429
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 4 * 2**20
     max_nesting: int = 64  # objects and lists in one another, in a body
     body_timeout_s: float = 30.0  # to receive a body
     request_timeout_s: float = 600.0  # from a request to the end of its answer

@@ -70,9 +70,10 @@ class Service:
             raise dead(self.llm.engine.stopped)
         self._check_room(num_answers, most)
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
-        admitted = [
-            await self.llm.admit(_mapping(each) | salt, params, priority=priority) for each in prompts
-        ]
+        admitted = []
+        for each in prompts:
+            admitted.append(await self.llm.admit(_mapping(each) | salt, params, priority=priority))
+            await asyncio.sleep(0)  # of many prompts, others need not wait for all
         self._check_room(num_answers, most)  # others may have come while this one was read
         response_id = f"{prefix}-{request.state.request_id}"
         run = Run(self, response_id, f"{response_id}-{next(self._numbers)}", admitted, params)

@@ -210,6 +210,13 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, 400, "top_logprobs"),
         (
             "chat/completions",
+            {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}},
+            400,
+            "'tools' must be left out",
+        ),
+        ("chat/completions", {"messages": MESSAGES, "chat_template": "x"}, 400, "--chat-template"),
+        (
+            "chat/completions",
             {"messages": MESSAGES, "response_format": {"type": "json_object"}},
             400,
             "response_format",
