@@ -103,6 +103,7 @@ class Writer:
                 "role": self._role,
                 "content": self._told + content if content is not None else None,
                 "refusal": None,
+                "annotations": None,
             }
             if calls:
                 message["tool_calls"] = calls
