@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | format. Environments are made once, and again when pyproject.toml changes.
+# make demo | serve-demo | test | test-all | lint | format. Environments are made once, and again when pyproject.toml changes.
 
 PYTHON ?= python3
 PIP := bin/pip install --quiet --disable-pip-version-check
@@ -21,10 +21,14 @@ PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
 # The slow ones, too.
 ALL := -m 'slow or not slow'
 
-.PHONY: demo test test-all test-kernels lint format clean
+.PHONY: demo serve-demo test test-all test-kernels lint format clean
 
 demo: $(READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96
+
+# A server, asked once, with its live page; SERVE=... for its options.
+serve-demo: $(READY)
+	$(BIN)/python examples/serve_demo.py $(SERVE)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)

@@ -12,6 +12,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from jaxpaged.engine.async_llm import AsyncLLM
     from jaxpaged.engine.llm import LLM
     from jaxpaged.engine.outputs import (
         BeamSearchOutput,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -38,6 +40,7 @@ _HOME = {
     "LLM": "jaxpaged.engine.llm",
     "BeamSearchOutput": "jaxpaged.engine.outputs",
     "BeamSearchSequence": "jaxpaged.engine.outputs",
+    "AsyncLLM": "jaxpaged.engine.async_llm",
     "CompletionOutput": "jaxpaged.engine.outputs",
     "RequestOutput": "jaxpaged.engine.outputs",
 }

@@ -1,4 +1,4 @@
-"""The command line: `jaxpaged generate` and `jaxpaged info`.
+"""The command line: `jaxpaged generate`, `info`, `serve` and `bench serve`.
 
 Imports at the top are light, so that `--help` answers at once; jax comes in when a command runs.
 """
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jaxpaged
 from jaxpaged import prompt_files
+from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.prompt_files import Asked
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serve import command as serve_command
 
 if TYPE_CHECKING:
     from jaxpaged.engine.llm import LLM
@@ -100,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, devices, implementation, and the cache for a model")
     info.set_defaults(command=_info)
     _add_engine_options(info)
+
+    serve_command.add_serve(commands, _add_engine_options, _engine_options)
+    bench_command.add_bench(commands)
     return parser
 
 

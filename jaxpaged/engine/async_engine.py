@@ -2,14 +2,14 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 import numpy as np
 
 from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import RequestOutput, request_output
-from jaxpaged.engine.request import Delta
+from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -38,7 +38,8 @@ class AsyncEngine:
         does so, too. Raises `InputError` at once for a request that could never run, `EngineDeadError` if the
         engine stops.
         """
-        async with aclosing(self._stream(prompt_token_ids, params, priority, cache_salt)) as stream:
+        requests = await self._admit(prompt_token_ids, params, priority, cache_salt)
+        async with aclosing(self._stream(requests, lambda handles: None)) as stream:
             async for _, delta in stream:
                 yield delta
 
@@ -53,29 +54,54 @@ class AsyncEngine:
         """The same as vLLM's outputs: by `params.output_kind` each has an answer so far, what is new of one,
         or there is but one output, with all answers.
         """
-        kind = params.output_kind if isinstance(params, SamplingParams) else None
-        so_far: dict[int, Delta] = {}
-        async with aclosing(self._stream(prompt_token_ids, params, priority, cache_salt)) as stream:
-            async for handles, delta in stream:
-                before = [so_far[delta.index]] if delta.index in so_far else []
-                so_far[delta.index] = collect([*before, delta])
-                finished = len(so_far) == len(handles) and all(d.finish_reason for d in so_far.values())
-                told = [delta if kind is RequestOutputKind.DELTA else so_far[delta.index]]
-                if kind is RequestOutputKind.FINAL_ONLY:
-                    told = [so_far[index] for index in sorted(so_far)] if finished else []
-                if told:
-                    metrics = [handle.metrics for handle in handles]
-                    yield request_output(
-                        handles[0].request, None, told, metrics, self.engine.tokenizer, finished=finished
-                    )
+        requests = await self._admit(prompt_token_ids, params, priority, cache_salt)
+        async with aclosing(self.outputs_of([requests])) as outputs:
+            async for _, output in outputs:
+                yield output
 
-    async def _stream(
+    async def outputs_of(
+        self,
+        prompts: Sequence[Sequence[Request]],
+        queued: Callable[[list[Handle]], None] = lambda handles: None,
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Outputs as they come, each with the place of its prompt, of which `door.admit` made the requests.
+
+        All are queued at once; then `queued` is called, with their handles.
+        """
+        told = [_Told(requests, self.engine) for requests in prompts]
+        place = {}
+
+        def started(handles: list[Handle]) -> None:
+            left = iter(handles)
+            for i, each in enumerate(told):
+                each.handles = [next(left) for _ in each.requests]
+                place.update({handle.request_id: i for handle in each.handles})
+            queued(handles)
+
+        requests = [request for each in prompts for request in each]
+        async with aclosing(self._stream(requests, started)) as stream:
+            async for handle, delta in stream:
+                i = place[handle.request_id]
+                output = told[i].output(delta)
+                if output is not None:
+                    yield i, output
+
+    async def _admit(
         self,
         prompt_token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
         priority: int,
         cache_salt: str | None,
-    ) -> AsyncGenerator[tuple[list[Handle], Delta]]:
+    ) -> list[Request]:
+        admit = functools.partial(
+            self.engine.door.admit, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
+        )
+        is_long = hasattr(prompt_token_ids, "__len__") and len(prompt_token_ids) > CHECKED_HERE
+        return await asyncio.to_thread(admit) if is_long else admit()
+
+    async def _stream(
+        self, requests: Sequence[Request], started: Callable[[list[Handle]], None]
+    ) -> AsyncGenerator[tuple[Handle, Delta]]:
         event_loop = asyncio.get_running_loop()
         items: asyncio.Queue[Item] = asyncio.Queue()
 
@@ -85,20 +111,53 @@ class AsyncEngine:
             else:
                 event_loop.call_soon_threadsafe(items.put_nowait, item)
 
-        admit = functools.partial(
-            self.engine.door.admit, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
-        )
-        is_long = hasattr(prompt_token_ids, "__len__") and len(prompt_token_ids) > CHECKED_HERE
-        requests = await asyncio.to_thread(admit) if is_long else admit()
         handles = self.engine.submit_all(requests, sink)
-        with_text = [texts(self.engine.tokenizer, request.params) for request in requests]
-        unfinished = dict(enumerate(handles))
+        with_text = {
+            handle.request_id: texts(self.engine.tokenizer, handle.request.params) for handle in handles
+        }
+        unfinished = {handle.request_id: handle for handle in handles}
         try:
+            started(handles)
             while unfinished:
                 item = or_raise(await items.get())
-                delta = with_text[item.index](item)
+                delta, handle = with_text[item.request_id](item), unfinished[item.request_id]
                 if delta.finish_reason:
-                    del unfinished[delta.index]
-                yield handles, delta
+                    del unfinished[item.request_id]
+                yield handle, delta
         finally:
             self.engine.abort([*unfinished.values()])
+
+
+class _Told:
+    """What has been told of the answers to one prompt."""
+
+    def __init__(self, requests: Sequence[Request], engine: Engine) -> None:
+        self.requests, self._tokenizer = requests, engine.tokenizer
+        self.handles: list[Handle] = []
+        self._kind = requests[0].params.output_kind
+        self._prompt_token_ids: list[int] = requests[0].prompt_token_ids.tolist()
+        self._so_far: dict[int, Delta] = {}
+        self._unfinished = len(requests)
+
+    def output(self, delta: Delta) -> RequestOutput | None:
+        """What is to be told after one more delta, by the prompt's `output_kind`."""
+        self._unfinished -= bool(delta.finish_reason)
+        answers = [delta]
+        if self._kind is not RequestOutputKind.DELTA:
+            before = [self._so_far[delta.index]] if delta.index in self._so_far else []
+            self._so_far[delta.index] = collect([*before, delta])
+            answers = [self._so_far[delta.index]]
+        if self._kind is RequestOutputKind.FINAL_ONLY:
+            if self._unfinished:
+                return None
+            answers = [self._so_far[index] for index in sorted(self._so_far)]
+        metrics = [handle.metrics for handle in self.handles]
+        return request_output(
+            self.requests[0],
+            None,
+            answers,
+            metrics,
+            self._tokenizer,
+            finished=not self._unfinished,
+            prompt_token_ids=self._prompt_token_ids,
+        )

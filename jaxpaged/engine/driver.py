@@ -21,6 +21,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, programs
 from jaxpaged.engine.loop import Report
 from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
+from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
 from jaxpaged.engine.state import (
     MAX_STEPS,
@@ -166,6 +167,15 @@ class Driver:
         """Whether the next without a row would take one as soon as it is free."""
         return bool(self._queue) and self._queue[0].request.group_size == 1
 
+    @property
+    def running(self) -> list[int]:
+        """The requests that ran when last heard of."""
+        return [
+            place.request.request_id
+            for row in np.flatnonzero((self._arrivals != 0) & (self._phases == Phase.RUNNING)).tolist()
+            if (place := self._places[row]) is not None
+        ]
+
     def add(self, request: Request, answer: Sequence[int] = ()) -> None:
         """Queue a request that came through the door, with what is known of its answer."""
         heapq.heappush(self._queue, Queued(request, list(answer)))
@@ -222,6 +232,11 @@ class Driver:
         values = jax.device_get(without_kv(self._state))
         queue = tuple(sorted(self._queue))
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
+
+    def occupancy(self) -> Occupancy:
+        """Waits for the run under way, and disturbs nothing."""
+        requests = {row: place.request for row, place in enumerate(self._places) if place is not None}
+        return occupancy(self._state, requests, len(self._queue))
 
     def _abort_rows(self, places: Sequence[_Place]) -> None:
         if places:

@@ -18,6 +18,7 @@ from absl import logging
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver, Snapshot, Stats
+from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.outputs import RequestMetrics
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import Texts, texts
@@ -90,12 +91,20 @@ class Handle:
                 self._sink = None
                 self.abort()
 
+    def note_scheduled(self, run_began: float) -> None:
+        """What the engine's thread calls when the request is first seen to run."""
+        if self.metrics.first_scheduled_time is None:
+            began = max(run_began, self.metrics.arrival_time)
+            self.metrics = dataclasses.replace(self.metrics, first_scheduled_time=began)
+
     def _note_time(self, delta: Delta) -> None:
         metrics, now = self.metrics, time.time()
-        self.metrics = RequestMetrics(
-            metrics.arrival_time,
-            now if metrics.first_token_time is None and delta.token_ids else metrics.first_token_time,
-            now if delta.finish_reason else metrics.finished_time,
+        self.metrics = dataclasses.replace(
+            metrics,
+            first_token_time=now
+            if metrics.first_token_time is None and delta.token_ids
+            else metrics.first_token_time,
+            finished_time=now if delta.finish_reason else metrics.finished_time,
         )
 
 
@@ -145,6 +154,11 @@ class Engine:
     def stats(self) -> Stats:
         return self._driver.stats
 
+    @property
+    def stopped(self) -> EngineDeadError | None:
+        """Why the engine answers nothing more; None while it lives."""
+        return self._worker.stopped
+
     def submit(
         self,
         prompt_token_ids: Sequence[int] | np.ndarray,
@@ -180,6 +194,11 @@ class Engine:
         """How the engine stands after the run under way, or has stopped: see `jaxpaged.replay.report`."""
         self.refuse_here("ask for a snapshot")
         return self._worker.ask(Driver.snapshot)
+
+    def occupancy(self) -> Occupancy:
+        """Who holds which blocks, and how far each request is, after the run under way."""
+        self.refuse_here("ask for the occupancy")
+        return self._worker.ask(Driver.occupancy)
 
     def reset_prefix_cache(self) -> bool:
         """Forget what can be found of former requests; False, and nothing changes, if any is unfinished."""
@@ -220,6 +239,10 @@ class _Worker:
         self._stopped: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._serve, name="jaxpaged-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def stopped(self) -> EngineDeadError | None:
+        return self._stopped
 
     @property
     def is_here(self) -> bool:
@@ -289,10 +312,15 @@ class _Worker:
             )
 
     def _serve(self) -> None:
+        run_began = time.time()  # of the run whose report the next turn reads
         try:
             while self._take_inbox():
                 self._take_questions()
-                self._deliver_all(self._driver.turn())
+                next_began = time.time()
+                deltas = self._driver.turn()
+                self._note_scheduled(deltas, run_began)
+                run_began = next_began
+                self._deliver_all(deltas)
         except BaseException as error:
             logging.exception("the engine stops; jaxpaged.replay.report(engine, path) still writes its state")
             dead = EngineDeadError(f"the engine stopped by {type(error).__name__}: {error}")
@@ -324,6 +352,15 @@ class _Worker:
             questions, self._questions = self._questions, []
         for put in questions:
             put()
+
+    def _note_scheduled(self, deltas: Sequence[Delta], run_began: float) -> None:
+        """Those that run, by the report just read, and those that got tokens in it and have ended."""
+        told = [delta.request_id for delta in deltas if delta.token_ids]
+        with self._lock:
+            running = [self._in_flight.get(i) for i in (*self._driver.running, *told)]
+        for handle in running:
+            if handle is not None:
+                handle.note_scheduled(run_began)
 
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
         with self._lock:

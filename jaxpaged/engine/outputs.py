@@ -66,6 +66,8 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None
     finished_time: float | None
+    # When the run of steps began in which it was first seen to run: a request is told of run by run.
+    first_scheduled_time: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +92,15 @@ def request_output(
     tokenizer: Any,
     *,
     finished: bool,
+    prompt_token_ids: list[int] | None = None,
 ) -> RequestOutput:
     """What is told of answers to a prompt, or of parts of them, that have their text.
 
-    `request` is that for the first answer, `metrics` those of all.
+    `request` is that for the first answer, `metrics` those of all; `prompt_token_ids` the prompt's, where
+    they have been made a list before.
     """
     named = tokenizer if request.params.detokenize else None
-    token_ids: list[int] = request.prompt_token_ids.tolist()
+    token_ids: list[int] = request.prompt_token_ids.tolist() if prompt_token_ids is None else prompt_token_ids
     told = next((answer.prompt_scores for answer in answers if answer.index == 0), None)
     return RequestOutput(
         request_id=str(request.request_id),
@@ -157,11 +161,13 @@ def _completion(answer: Delta, tokenizer: Any) -> CompletionOutput:
 def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
     """When the prompt came, its first token, and its last."""
     first = [each.first_token_time for each in metrics if each.first_token_time is not None]
+    begun = [each.first_scheduled_time for each in metrics if each.first_scheduled_time is not None]
     ends = [each.finished_time for each in metrics]
     return RequestMetrics(
         arrival_time=metrics[0].arrival_time,
         first_token_time=min(first, default=None),
         finished_time=None if None in ends else max(end for end in ends if end is not None),
+        first_scheduled_time=min(begun, default=None),
     )
 
 

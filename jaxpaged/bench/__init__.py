@@ -1,0 +1,1 @@
+"""Load for any OpenAI-compatible server, and what it makes of it: `jaxpaged bench serve`."""

@@ -1,0 +1,160 @@
+"""AsyncLLM: a model to await. Name and signatures are those of vLLM's engine for asyncio."""
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, Self
+
+import numpy as np
+
+from jaxpaged.checks import check
+from jaxpaged.engine.async_engine import CHECKED_HERE, AsyncEngine
+from jaxpaged.engine.engine import EngineDeadError, Handle
+from jaxpaged.engine.llm import LLM, Prompt
+from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.request import Request
+from jaxpaged.models import loading
+from jaxpaged.sampling_params import SamplingParams
+
+# Text is cut into tokens at some two million characters a second: more than this in another thread.
+TOKENIZED_HERE = 4_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Admitted:
+    """A prompt that came through the door: nothing that is done with it can fail."""
+
+    prompt: str | None  # None where it came as token ids
+    requests: Sequence[Request]  # one for each answer
+
+    @property
+    def prompt_token_ids(self) -> np.ndarray:
+        return self.requests[0].prompt_token_ids
+
+
+class AsyncLLM:
+    """Loads a model once, and answers any number of coroutines of one event loop.
+
+    `options` are those of `LLM`. Raises `InputError` for a user's mistake.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = loading.SMOLLM2, **options: Any) -> None:
+        self._take(LLM(model, **options))
+
+    @classmethod
+    def of(cls, llm: LLM) -> Self:
+        """The same of a model that is there already, and that others may go on to use."""
+        made = cls.__new__(cls)
+        made._take(llm)
+        return made
+
+    def _take(self, llm: LLM) -> None:
+        self.llm, self.engine = llm, llm.engine
+        self._async_engine = AsyncEngine(llm.engine)
+        self._handles: dict[str, list[Handle]] = {}
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput]:
+        """The answer's outputs as they come, by `sampling_params.output_kind`; the last is `finished`.
+
+        `prompt`: as `LLM.generate` takes one; `sampling_params`: None for the model's own. `request_id` is
+        the caller's, and must not be that of a request under way. Leaving the iteration, or cancelling the
+        task, aborts the request. Raises `InputError` for what could never run, `EngineDeadError` if the
+        engine stops.
+        """
+        admitted = await self.admit(prompt, sampling_params, priority=priority)
+        async with aclosing(self.stream([admitted], request_id)) as outputs:
+            async for _, output in outputs:
+                yield output
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Give requests up: their streams end with the reason "abort". Others' ids change nothing."""
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            self.abort_now(each)
+
+    def abort_now(self, request_id: str) -> None:
+        """The same for one, from a callback."""
+        self.engine.abort(self._handles.get(request_id, []))
+
+    async def admit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Admitted:
+        """Check a prompt, and cut it into tokens; `InputError` if it could never run."""
+        params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        return Admitted(*await _here_or_in_a_thread(self.llm._read_prompt, prompt, params, priority))
+
+    async def stream(
+        self, prompts: Sequence[Admitted], request_id: str
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """As `generate`, for prompts that were admitted, all under one id: each output with its prompt's
+        place.
+        """
+        rule = "a string that no request under way has"
+        check("request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._handles)
+        self._handles[request_id] = []
+        outputs = self._async_engine.outputs_of(
+            [each.requests for each in prompts], self._handles[request_id].extend
+        )
+        try:
+            async with aclosing(outputs):
+                async for i, output in outputs:
+                    yield i, dataclasses.replace(output, request_id=request_id, prompt=prompts[i].prompt)
+        finally:
+            del self._handles[request_id]
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. Raises `InputError`."""
+        return await _here_or_in_a_thread(
+            lambda text: self.llm._encode(text, add_special_tokens=add_special_tokens), text
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.llm.tokenizer
+
+    async def get_tokenizer(self) -> Any:
+        return self.llm.tokenizer
+
+    async def reset_prefix_cache(self) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return await asyncio.to_thread(self.engine.reset_prefix_cache)
+
+    @property
+    def is_running(self) -> bool:
+        return self.engine.stopped is None
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has stopped by an error."""
+        return self.engine.stopped is not None and self.engine.stopped.__cause__ is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        return self.engine.stopped
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine answers nothing more."""
+        if self.engine.stopped is not None:
+            raise self.engine.stopped
+
+    def shutdown(self) -> None:
+        """Stop, and end what is in flight with `EngineDeadError`."""
+        self.engine.close()
+
+
+async def _here_or_in_a_thread[T](read: Any, prompt: Any, *args: Any) -> T:
+    """What `read` gives; where that takes long, without keeping the event loop."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    is_long = isinstance(text, str) and len(text) > TOKENIZED_HERE
+    ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    is_long |= hasattr(ids, "__len__") and not isinstance(ids, str) and len(ids) > CHECKED_HERE
+    result: T = await asyncio.to_thread(read, prompt, *args) if is_long else read(prompt, *args)
+    return result

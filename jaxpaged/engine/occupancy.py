@@ -1,0 +1,72 @@
+"""Who holds which blocks, and how far each request is: for people to look at."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from jaxpaged.engine.request import Request
+from jaxpaged.engine.state import EngineState, Phase
+from jaxpaged.memory.block_pool import NULL_BLOCK
+from jaxpaged.memory.content_table import PrefixCache
+from jaxpaged.memory.free_queue import FreeQueue
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """A request that has a row."""
+
+    request_id: int
+    phase: Phase
+    prompt_len: int
+    num_computed: int  # tokens that have their places in the cache
+    num_tokens: int  # of prompt and answer
+    max_num_tokens: int
+    block_ids: np.ndarray  # int32, first to last; those that left a window are not among them
+
+
+@dataclasses.dataclass(frozen=True)
+class Occupancy:
+    """The pool's blocks and the rows' requests, at one moment between two runs."""
+
+    holders: np.ndarray  # [num_blocks] int32: how many hold a block; 0 for free ones and the null block
+    has_content: np.ndarray  # [num_blocks] bool: whether the prefix cache finds it
+    requests: tuple[Progress, ...]  # by their numbers
+    num_queued: int  # requests without a row
+
+
+def occupancy(state: EngineState, requests: Mapping[int, Request], num_queued: int) -> Occupancy:
+    """That of a state whose rows have these requests. Reads a few numbers a block and a row."""
+    tables, rows = state.tables, state.rows
+    cache = tables.pool.prefix_cache
+    place, slot, block_tables, seq_lens, phases, num_tokens = jax.device_get(
+        (
+            tables.pool.free_queue.place,
+            None if cache is None else cache.slot,
+            tables.block_tables,
+            tables.seq_lens,
+            rows.phase,
+            rows.num_tokens,
+        )
+    )
+    holders = (FreeQueue.NOT_QUEUED - place).clip(0)
+    holders[NULL_BLOCK] = 0
+    progress = [
+        Progress(
+            request_id=request.request_id,
+            phase=Phase(int(phases[row])),
+            prompt_len=len(request.prompt_token_ids),
+            num_computed=int(seq_lens[row]),
+            num_tokens=int(num_tokens[row]),
+            max_num_tokens=request.max_num_tokens,
+            block_ids=block_tables[row][block_tables[row] != NULL_BLOCK],
+        )
+        for row, request in requests.items()
+    ]
+    return Occupancy(
+        holders=holders,
+        has_content=np.zeros(len(place), bool) if slot is None else slot != PrefixCache.NO_SLOT,
+        requests=tuple(sorted(progress, key=lambda each: each.request_id)),
+        num_queued=num_queued,
+    )

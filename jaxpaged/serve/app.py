@@ -1,0 +1,116 @@
+"""The application: routes behind their guards, and every mistake told in OpenAI's form."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+import jaxpaged
+from jaxpaged.checks import InputError
+from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.engine import EngineDeadError
+from jaxpaged.serve import chat, completions, health, models, page, responses, tokens
+from jaxpaged.serve.guard import Guard, Load
+from jaxpaged.serve.options import ServerOptions
+from jaxpaged.serve.replies import ApiError, GoneError
+from jaxpaged.serve.service import Service, dead
+
+SAMPLE_S = 0.25  # between two looks at the engine's steps
+
+
+def create_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAPI:
+    """The application over a model; one event loop may run it."""
+    app = FastAPI(
+        title="jaxpaged",
+        version=jaxpaged.__version__,
+        summary="An OpenAI-compatible server over paged attention in JAX.",
+        lifespan=_lifespan,
+        docs_url=None,  # these pages load scripts from other hosts
+        redoc_url=None,
+    )
+    app.state.service, app.state.load = Service(llm, model_name, options), 0
+    for routes in (models, completions, chat, responses, tokens, health, page):
+        app.include_router(routes.router)
+    app.add_middleware(Load)
+    app.add_middleware(Guard, options=options)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(options.allowed_origins),
+        allow_methods=list(options.allowed_methods),
+        allow_headers=list(options.allowed_headers),
+        allow_credentials=options.allow_credentials,
+        expose_headers=["x-request-id"],
+    )
+    for kind, handle in (
+        (ApiError, _api_error),
+        (InputError, _input_error),
+        (RequestValidationError, _invalid),
+        (HTTPException, _http_error),
+        (EngineDeadError, _engine_dead),
+        (GoneError, _gone),
+        (Exception, _unexpected),
+    ):
+        app.add_exception_handler(kind, handle)  # type: ignore[arg-type]  # each gets its own kind
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.service
+
+    async def sample() -> None:
+        while True:
+            service.metrics.sample()
+            service.metrics.keep()
+            await asyncio.sleep(SAMPLE_S)
+
+    sampling = asyncio.create_task(sample())
+    try:
+        yield
+    finally:
+        sampling.cancel()
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+async def _input_error(request: Request, error: InputError) -> Response:
+    return ApiError(400, str(error), param=_param(str(error))).response()
+
+
+async def _invalid(request: Request, error: RequestValidationError) -> Response:
+    """The first of what is wrong, with the path to it."""
+    first: dict[str, Any] = next(iter(error.errors()), {})
+    path = ".".join(str(step) for step in first.get("loc", ()) if step != "body")
+    message = f"{path}: {first.get('msg', 'invalid')}" if path else str(first.get("msg", "invalid"))
+    return ApiError(400, message, param=path or None).response()
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+
+
+async def _engine_dead(request: Request, error: EngineDeadError) -> Response:
+    return dead(error).response()
+
+
+async def _gone(request: Request, error: GoneError) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """Starlette logs the error itself."""
+    return ApiError(500, f"{type(error).__name__}: the server's log says more").response()
+
+
+def _param(message: str) -> str | None:
+    """What an `InputError` is about: its messages begin with a name."""
+    name = message.partition("=")[0].partition(":")[0]
+    return name if name.replace(".", "").replace("_", "").isalnum() and " " not in name else None

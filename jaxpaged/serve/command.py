@@ -1,0 +1,137 @@
+"""The command line of `jaxpaged serve` and `jaxpaged bench serve`. Imports nothing heavy at the top."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.serve.options import ServerOptions
+
+# What the extra `serve` brings, and what each of our commands needs of it.
+SERVER_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+KEY_VARIABLE = "JAXPAGED_API_KEY"
+LOOPBACK = ("localhost", "::1")
+
+Commands = Any  # argparse's, of which it has no public type
+
+
+def add_serve(
+    commands: Commands,
+    add_engine_options: Callable[[argparse.ArgumentParser], None],
+    engine_options: Callable[[argparse.Namespace], dict[str, Any]],
+) -> None:
+    serve = commands.add_parser("serve", help="an OpenAI-compatible server, with metrics and a live page")
+    serve.set_defaults(command=lambda args: run(args, engine_options(args)))
+    group = serve.add_argument_group("server")
+    group.add_argument("--host", help="address to listen at (default 127.0.0.1: this machine alone)")
+    group.add_argument("--port", type=int, help="default 8000; 0 for any that is free")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        dest="api_keys",
+        metavar="KEY",
+        help=f"asked for under /v1; may be given repeatedly (default: ${KEY_VARIABLE}, or none)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        dest="served_model_names",
+        metavar="NAME",
+        help="what the model is called, the first one in answers (default: as --model)",
+    )
+    group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own")
+    group.add_argument(
+        "--tool-call-parser",
+        help="how the model writes calls of tools: auto (default), hermes, llama3_json or mistral",
+    )
+    group.add_argument(
+        "--max-queue", type=int, help="answers that may wait; more are refused with 429 (default 1000)"
+    )
+    group.add_argument("--max-body-bytes", type=int, help="of a request (default 4 MiB)")
+    group.add_argument("--max-nesting", type=int, help="levels of a request's JSON (default 64)")
+    group.add_argument(
+        "--body-timeout", type=float, dest="body_timeout_s", metavar="S", help="to receive one (default 30)"
+    )
+    group.add_argument(
+        "--request-timeout", type=float, dest="request_timeout_s", metavar="S", help="to answer (default 600)"
+    )
+    group.add_argument(
+        "--max-unread-bytes", type=int, help="of a stream, before its reader is too slow (default 1 MiB)"
+    )
+    group.add_argument(
+        "--drain-seconds", type=float, metavar="S", help="for what runs, after SIGTERM (default 30)"
+    )
+    for name, what in (("origins", "pages"), ("methods", "methods"), ("headers", "headers")):
+        help_ = f"{what} of other sites that browsers may use (default: all)"
+        group.add_argument(f"--allowed-{name}", nargs="*", metavar=name[:-1].upper(), help=help_)
+    group.add_argument(
+        "--allow-credentials", action="store_true", default=None, help="let browsers send them, too"
+    )
+    group.add_argument("--log-level", help="debug, info (default: a line a request), warning or error")
+    add_engine_options(serve)
+
+
+def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
+    """Serve until a signal ends it. Raises `InputError`, also where the packages are missing."""
+    options = server_options(args)
+    EngineConfig(**engine_options)  # mistakes are told before anything heavy is loaded
+    require(SERVER_NEEDS, "serve")
+
+    from absl import logging
+
+    from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.serve import server
+
+    bound = server.bind(options)
+    logging.use_absl_handler()
+    if args.verbose:
+        logging.set_verbosity(logging.INFO)
+    server.log_to_stderr(options.log_level)
+    if not (options.host in LOOPBACK or options.host.startswith("127.") or options.api_keys):
+        _say(f"jaxpaged: anybody who reaches {options.host} may use the model: there is no --api-key")
+    with bound:
+        llm = AsyncLLM(args.model, **engine_options)
+        name = (options.served_model_names or (args.model,))[0]
+        server.run(llm, str(args.model), options, bound, lambda url: print(_ready(url, name), flush=True))
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """Those given; the others keep their defaults. Raises `InputError`."""
+    given = {name: getattr(args, name, None) for name in ServerOptions.__dataclass_fields__}
+    if given["api_keys"] is None and os.environ.get(KEY_VARIABLE):
+        given["api_keys"] = [os.environ[KEY_VARIABLE]]
+    if given["chat_template"] is not None:
+        file = given["chat_template"]
+        try:
+            given["chat_template"] = Path(file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InputError(f"--chat-template {file!r} cannot be read: {error}") from error
+    made: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if value is not None
+    }
+    return ServerOptions(**made)
+
+
+def require(packages: tuple[str, ...], extra: str) -> None:
+    """Raise `InputError` with what to install, if any of them is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing).replace('_', '-')} is missing: pip install 'jaxpaged[{extra}]'"
+        )
+
+
+def _ready(url: str, model: str) -> str:
+    return f"jaxpaged serves {model} at {url}/v1, and shows itself at {url}"
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)

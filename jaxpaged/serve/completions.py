@@ -1,0 +1,135 @@
+"""/v1/completions."""
+
+import dataclasses
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from jaxpaged.engine.llm import Prompt
+from jaxpaged.serve.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from jaxpaged.serve.replies import DONE, ApiError, event, reply
+from jaxpaged.serve.schemas import CompletionRequest
+from jaxpaged.serve.service import Choice, Run, Service, service_of
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    service = service_of(request)
+    writer = Writer(body, service)
+    prompts: list[Prompt] = [
+        await service.llm.encode(each, add_special_tokens=False)
+        if isinstance(each, str) and not body.add_special_tokens
+        else each
+        for each in body.prompts
+    ]
+    prompt_top = body.prompt_logprobs
+    if body.echo and body.logprobs is not None and prompt_top is None:
+        prompt_top = body.logprobs
+    params = body.params(
+        service.defaults,
+        # Asked for the prompt's echo alone, one token is made, and left out.
+        max_tokens=1 if writer.is_echo_alone else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_top,
+    )
+    run = await service.start(
+        request, "cmpl", prompts, params, priority=body.priority, cache_salt=body.cache_salt
+    )
+    if body.stream:
+        return service.stream(run, writer.events(run))
+    choices = await service.whole(request, run)
+    return reply(writer.whole(run, choices))
+
+
+class Writer:
+    """Writes one request's answers down."""
+
+    def __init__(self, body: CompletionRequest, service: Service) -> None:
+        self._body, self._service = body, service
+        self._model = service.check_model(body.model)
+        self._names = TokenNames(service.llm.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self.is_echo_alone = bool(body.echo) and body.max_tokens == 0
+
+    def whole(self, run: Run, choices: list[Choice]) -> dict[str, Any]:
+        choices = [self._cut(choice) for choice in choices]
+        if self.is_echo_alone:
+            run.num_completion_tokens = 0
+        written = [self._choice(run, choice, CompletionLogprobs(*self._naming), True) for choice in choices]
+        return self._chunk(run, written) | {"usage": run.usage()}
+
+    async def events(self, run: Run) -> AsyncGenerator[bytes]:
+        logprobs = [CompletionLogprobs(*self._naming) for _ in range(run.times.num_answers)]
+        begun: set[int] = set()
+        try:
+            async with aclosing(run.outputs()) as outputs:
+                async for i, output, answer in outputs:
+                    choice = Choice(i * run.params.n + answer.index)
+                    choice.add(output, answer)
+                    if self.is_echo_alone:
+                        choice, run.num_completion_tokens = self._cut(choice), 0
+                    is_first = choice.index not in begun
+                    begun.add(choice.index)
+                    if choice.is_empty and not is_first and not self._body.return_token_ids:
+                        continue
+                    chunk = self._chunk(run, [self._choice(run, choice, logprobs[choice.index], is_first)])
+                    if self._body.continuous_usage:
+                        chunk["usage"] = run.usage()
+                    yield event(chunk)
+            if self._body.includes_usage:
+                yield event(self._chunk(run, []) | {"usage": run.usage()})
+        except ApiError as error:
+            yield event(error.body)
+        yield DONE
+
+    @property
+    def _naming(self) -> tuple[TokenNames, int]:
+        return self._names, self._body.logprobs or 0
+
+    def _cut(self, choice: Choice) -> Choice:
+        """Without the token that nobody asked for."""
+        if not self.is_echo_alone:
+            return choice
+        return dataclasses.replace(choice, texts=[], token_ids=[], logprobs=[], finish_reason="length")
+
+    def _choice(
+        self, run: Run, choice: Choice, logprobs: CompletionLogprobs, is_first: bool
+    ) -> dict[str, Any]:
+        body, prompt = self._body, run.prompts[choice.index // run.params.n]
+        text, ids, each = choice.text, choice.token_ids, choice.logprobs
+        prompt_ids: list[int] = prompt.prompt_token_ids.tolist() if is_first else []
+        if body.echo and is_first:
+            tokenizer = self._service.llm.tokenizer
+            told = prompt.prompt
+            if told is None:
+                told = "" if tokenizer is None else tokenizer.decode(prompt_ids)
+            text, ids = told + text, prompt_ids + ids
+            own = choice.prompt_logprobs
+            each = [*(own if own is not None else [None] * len(prompt_ids)), *each]
+        wants = body.logprobs is not None
+        written: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs.of(ids, each) if wants else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if body.prompt_logprobs is not None and is_first:
+            written["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs)
+        if body.return_token_ids:
+            written["token_ids"] = choice.token_ids
+            written["prompt_token_ids"] = prompt_ids if is_first else None
+        return written
+
+    def _chunk(self, run: Run, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": run.id,
+            "object": "text_completion",
+            "created": run.created,
+            "model": self._model,
+            "choices": choices,
+        }

@@ -1,0 +1,48 @@
+"""What a user may choose of the server, checked once. Imports nothing heavy: the command line reads it."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from jaxpaged.checks import check, checked_bool, checked_choice, checked_int, checked_number
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+ToolParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Raises `InputError` for a value out of its range."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any that is free
+    api_keys: tuple[str, ...] = ()  # () asks for none
+    served_model_names: tuple[str, ...] = ()  # (): the model's
+    chat_template: str | None = None  # its text; None: the model's own
+    tool_call_parser: ToolParser = "auto"  # how the model writes calls; auto: as its template shows
+    max_queue: int = 1000  # answers that may wait beside those that run: more are refused with 429
+    max_body_bytes: int = 4 * 2**20
+    max_nesting: int = 64  # objects and lists in one another, in a body
+    body_timeout_s: float = 30.0  # to receive a body
+    request_timeout_s: float = 600.0  # from a request to the end of its answer
+    drain_seconds: float = 30.0  # after SIGTERM, for what runs
+    max_unread_bytes: int = 2**20  # of a stream that its client does not read
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("api_keys", "served_model_names", "allowed_origins"):
+            values = getattr(self, name)
+            check(name, values, "texts that are not empty", all(isinstance(v, str) and v for v in values))
+        checked_int("port", self.port, "an int in [0, 65535]", 0, 65535)
+        checked_int("max_queue", self.max_queue, "an int >= 0", 0)
+        checked_int("max_body_bytes", self.max_body_bytes, "an int >= 1024", 1024)
+        checked_int("max_nesting", self.max_nesting, "an int in [8, 256]", 8, 256)
+        checked_int("max_unread_bytes", self.max_unread_bytes, "an int >= 1024", 1024)
+        for name in ("body_timeout_s", "request_timeout_s", "drain_seconds"):
+            checked_number(name, getattr(self, name), "a number > 0", 0, above=True)
+        checked_choice("log_level", self.log_level, get_args(LogLevel))
+        checked_choice("tool_call_parser", self.tool_call_parser, get_args(ToolParser))
+        checked_bool("allow_credentials", self.allow_credentials)

@@ -1,0 +1,125 @@
+"""Runs the application: a socket, a signal that ends it in order, and an address told when it is ready."""
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from jaxpaged.checks import InputError
+from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.serve.app import create_app
+from jaxpaged.serve.options import ServerOptions
+from jaxpaged.serve.replies import ApiError
+from jaxpaged.serve.service import Service
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """A socket at the address, not listening yet: who comes before the model is there is refused.
+
+    Raises `InputError`.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"host={options.host!r}, port={options.port} cannot be had: {error}") from error
+    return bound
+
+
+def run(
+    llm: AsyncLLM,
+    model_name: str,
+    options: ServerOptions,
+    bound: socket.socket,
+    ready: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT. `ready` is called with the address."""
+    server = Server(create_app(llm, model_name, options), options, lambda: ready(url(options, bound)))
+    # uvicorn raises the signal that stopped it once more at the end: by then all is done.
+    before = {sign: signal.signal(sign, lambda *_: None) for sign in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.run(sockets=[bound])
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+        llm.shutdown()
+
+
+class Server(uvicorn.Server):
+    """Tells when it is ready, and gives up what still runs when the time to drain is over."""
+
+    def __init__(self, app: FastAPI, options: ServerOptions, ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=int(options.drain_seconds) + 5,  # should the engine not let go
+                server_header=False,
+            )
+        )
+        self._service: Service = app.state.service
+        self._drain_seconds, self._ready = options.drain_seconds, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        stopping = ApiError(503, "the server stops: the answer was not complete in time")
+        self._service.is_stopping.set()
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._service.give_up, stopping)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
+def url(options: ServerOptions, bound: socket.socket) -> str:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"http://{host}:{bound.getsockname()[1]}"
+
+
+class JsonLines(logging.Formatter):
+    """A log record as an object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        fields = getattr(record, "fields", None)
+        line |= {"event": record.getMessage(), **fields} if fields else {"message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr(level: str) -> None:
+    """Let the server's and uvicorn's logs go to standard error, as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for name in ("jaxpaged.serve", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level.upper())
+    if level == "info":  # of uvicorn's own information all is said already
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -1,0 +1,274 @@
+"""What all routes share: the model, who waits for it, and what ends a request before its time."""
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+
+from jaxpaged.checks import shown
+from jaxpaged.engine.async_llm import Admitted, AsyncLLM
+from jaxpaged.engine.engine import EngineDeadError
+from jaxpaged.engine.llm import Prompt
+from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serve.chat_prompts import ChatPrompts
+from jaxpaged.serve.metrics import Metrics, Times
+from jaxpaged.serve.options import ServerOptions
+from jaxpaged.serve.replies import ApiError, EventStream, unless_gone
+
+log = logging.getLogger("jaxpaged.serve")
+
+
+class Service:
+    """For one event loop."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str, options: ServerOptions) -> None:
+        self.llm, self.options = llm, options
+        self.model_names = options.served_model_names or (model_name,)
+        self.root = model_name
+        self.created = int(time.time())
+        self.defaults = llm.llm.get_default_sampling_params()
+        self.max_model_len = llm.engine.door.max_model_len
+        self.chat_prompts = ChatPrompts(llm, options.chat_template, options.tool_call_parser)
+        self.metrics = Metrics(self.model_names[0], llm.engine)
+        self.open_runs: set[Run] = set()
+        self.is_stopping = asyncio.Event()
+        self.num_open = 0  # answers that have been asked for and have not ended
+        self._numbers = itertools.count(1)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises `ApiError` for a model that is not here."""
+        if name and name not in self.model_names:
+            raise ApiError(404, f"the model {shown(name)} does not exist", param="model")
+        return name or self.model_names[0]
+
+    async def start(
+        self,
+        request: Request,
+        prefix: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> "Run":
+        """Check prompts and take them in. Raises `InputError`, or `ApiError` where there is no room."""
+        num_answers = len(prompts) * params.n
+        most = self.llm.engine.config.max_num_seqs + self.options.max_queue
+        if num_answers > most:
+            raise ApiError(
+                400, f"the request asks for {num_answers} answers, must ask for at most {most}", param="n"
+            )
+        if self.llm.engine.stopped is not None:
+            raise dead(self.llm.engine.stopped)
+        self._check_room(num_answers, most)
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+        admitted = []
+        for each in prompts:
+            admitted.append(await self.llm.admit(_mapping(each) | salt, params, priority=priority))
+            await asyncio.sleep(0)  # of many prompts, others need not wait for all
+        self._check_room(num_answers, most)  # others may have come while this one was read
+        response_id = f"{prefix}-{request.state.request_id}"
+        run = Run(self, response_id, f"{response_id}-{next(self._numbers)}", admitted, params)
+        run.route = request.url.path
+        run.times.arrived = request.state.began
+        run.open()
+        return run
+
+    def _check_room(self, num_answers: int, most: int) -> None:
+        if self.num_open + num_answers > most:
+            message = (
+                f"{self.num_open} answers are open, and with {num_answers} more there would be over {most}"
+            )
+            self.metrics.refused.inc()
+            raise ApiError(429, message, headers={"retry-after": "1"})
+
+    def give_up(self, error: ApiError) -> None:
+        """End all that runs with this error."""
+        for run in [*self.open_runs]:
+            run.give_up(error)
+
+    def stream(self, run: "Run", events: AsyncGenerator[bytes]) -> EventStream:
+        slow = ApiError(408, f"over {self.options.max_unread_bytes} bytes of the stream were not read")
+        return EventStream(
+            events,
+            max_unread_bytes=self.options.max_unread_bytes,
+            slow=lambda: run.give_up(slow, "slow_reader"),
+            closed=run.close,
+        )
+
+    async def whole(self, request: Request, run: "Run") -> list["Choice"]:
+        """All answers of a run, in their order; it is given up when the client goes."""
+        try:
+            return await unless_gone(request, _choices(run))
+        finally:
+            run.close()
+
+
+class Run:
+    """One HTTP request's answers, from the queue to the last token; asked for their outputs once."""
+
+    def __init__(
+        self,
+        service: Service,
+        response_id: str,
+        engine_id: str,
+        prompts: Sequence[Admitted],
+        params: SamplingParams,
+    ) -> None:
+        self.id, self._engine_id = response_id, engine_id
+        self.prompts, self.params = prompts, params
+        self.created = int(time.time())
+        self.route = ""
+        self.times = Times(time.time(), len(prompts) * params.n)
+        self.num_cached_tokens = 0
+        self.num_prompt_tokens = sum(len(each.prompt_token_ids) for each in prompts)
+        self.num_completion_tokens = 0
+        self._service = service
+        self._error: ApiError | None = None
+        self._why: str | None = None
+        self._reasons: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Be one of those that run, until `outputs` has ended."""
+        service, limit_s = self._service, self._service.options.request_timeout_s
+        service.open_runs.add(self)
+        service.num_open += len(self.prompts) * self.params.n
+        late = ApiError(504, f"the answer was not complete within {limit_s:g} s")
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self.give_up, late, "timeout")
+
+    def give_up(self, error: ApiError, why: str = "shutdown") -> None:
+        """End with this error as soon as the engine has let go."""
+        if self._error is None:
+            self._error, self._why = error, why
+            self._service.llm.abort_now(self._engine_id)
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput, CompletionOutput]]:
+        """What is new, with the place of its prompt. Raises `ApiError`."""
+        metrics = self._service.metrics
+        try:
+            stream = self._service.llm.stream(self.prompts, self._engine_id)
+            async with aclosing(stream):
+                async for i, output in stream:
+                    [answer] = output.outputs
+                    self.num_completion_tokens += len(answer.token_ids)
+                    self.num_cached_tokens += metrics.note(self.times, i, output, answer)
+                    if answer.finish_reason:
+                        self._reasons[answer.finish_reason] += 1
+                        metrics.note_end(self.times, i, output, answer, self.params)
+                    if self._error is not None:
+                        raise self._error
+                    yield i, output, answer
+        except EngineDeadError as error:
+            self._why = "engine_dead"
+            raise dead(error) from error
+        finally:
+            self.close()
+
+    def usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+    def close(self) -> None:
+        """Make room for others, and log what became of it; may be called again."""
+        service = self._service
+        if self not in service.open_runs:
+            return
+        service.open_runs.remove(self)
+        service.num_open -= len(self.prompts) * self.params.n
+        if self._timer is not None:
+            self._timer.cancel()
+        num_gone = len(self.prompts) * self.params.n - sum(self._reasons.values())
+        if num_gone:
+            service.metrics.note_gone(num_gone)
+            self._reasons["abort"] += num_gone
+        self._log(self._why or ("disconnect" if num_gone else None))
+
+    def _log(self, why: str | None) -> None:
+        """A line about the request: an object, for programs to read."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        times, now = self.times, time.time()
+        line = {
+            "id": self.id,
+            "route": self.route,
+            "answers": self.times.num_answers,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "queue_s": _seconds(times.scheduled, times.arrived),
+            "ttft_s": _seconds(times.first_token, times.arrived),
+            "e2e_s": _seconds(now, times.arrived),
+            "finished": dict(self._reasons),
+            "given_up": why,
+        }
+        log.info("request", extra={"fields": line})
+
+
+def dead(error: EngineDeadError) -> ApiError:
+    return ApiError(500, f"the engine answers nothing more: {error}")
+
+
+def _mapping(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    return dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
+
+
+def _seconds(end: float | None, start: float) -> float | None:
+    return None if end is None else round(end - start, 4)
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+@dataclasses.dataclass
+class Choice:
+    """One answer, put together of what came."""
+
+    index: int
+    texts: list[str] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[Any] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell: its tokens are part of a character that is not whole yet."""
+        return not (self.text or self.logprobs or self.finish_reason)
+
+    def add(self, output: RequestOutput, answer: CompletionOutput) -> None:
+        self.texts.append(answer.text)
+        self.token_ids += answer.token_ids
+        self.logprobs += answer.logprobs or []
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        self.finish_reason, self.stop_reason = answer.finish_reason, answer.stop_reason
+
+
+async def _choices(run: Run) -> list[Choice]:
+    """Of prompt i, answer j is choice i * n + j."""
+    choices = [Choice(i) for i in range(run.times.num_answers)]
+    async with aclosing(run.outputs()) as outputs:
+        async for i, output, answer in outputs:
+            choices[i * run.params.n + answer.index].add(output, answer)
+    return choices
