@@ -121,7 +121,7 @@ def test_a_temperature_divides_the_logits():
     assert_same(output, beam_search(flatter, BeamSearch(prompt, 2, len(prompt) + 3)))
 
 
-@pytest.mark.parametrize("model", ["gqa_tied", "smollm2"])
+@pytest.mark.parametrize("model", ["gqa_tied", pytest.param("smollm2", marks=pytest.mark.slow)])
 def test_answers_are_transformers(model):
     path = model if model == "smollm2" else GOLDENS / model
     llm = LLM(path, dtype="float32", max_num_seqs=10, max_model_len=128, num_blocks=1 + 80)
