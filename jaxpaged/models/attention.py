@@ -47,7 +47,8 @@ def attend(
     cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
     out = ops.tiled_paged_attention(
         q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
-        *cache.pools,
+        cache.pool(layer),
+        None,
         cache.blocks_of(layer, batch.block_tables),
         batch.query_starts,
         batch.seq_lens,

@@ -18,6 +18,7 @@ from jaxpaged.models import layers
 from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import native
+from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
 Weights = Mapping[
     str, np.ndarray | Array
@@ -45,10 +46,12 @@ class Llama(nnx.Module):
     def hidden_size(self) -> int:
         return self.config.hidden_size
 
-    def create_cache(self, num_blocks: int, block_size: int) -> KVCache:
+    def create_cache(self, num_blocks: int, block_size: int, layout: Layout = TOKEN_MAJOR) -> KVCache:
         """Zeroed K and V of its layers, heads and dtype."""
         c = self.config
-        return kv_cache.create(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype)
+        return kv_cache.create(
+            c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, layout
+        )
 
     def __call__(
         self,
