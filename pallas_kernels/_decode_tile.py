@@ -239,7 +239,7 @@ def produce(
             block_id = gmem.block_tables[span.row, jnp.clip(column, first_block, last_block)]
             offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > p.copy_tokens else 0
             tokens = pl.ds(offset, p.copy_tokens)
-            k, v = (its.index(block_id, tokens, span.kv_head) for its in (p.view.k, p.view.v))
+            k, v = (its.at(block_id, tokens, span.kv_head) for its in (p.view.k, p.view.v))
             target = (slot, pl.ds(place, p.copy_tokens))
             plgpu.copy_gmem_to_smem(gmem.k_cache.at[k], scratch.k.at[target], scratch.full.at[slot])
             plgpu.copy_gmem_to_smem(gmem.v_cache.at[v], scratch.v.at[target], scratch.full.at[slot])

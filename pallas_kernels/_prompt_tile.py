@@ -226,7 +226,7 @@ def produce(
                 offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > p.copy_tokens else 0
                 tokens = pl.ds(offset, p.copy_tokens)
                 block_id = gmem.block_tables[row, column]
-                source = its.index(block_id, tokens, kv_head)
+                source = its.at(block_id, tokens, kv_head)
                 target = tiles.at[slot, pl.ds(place, p.copy_tokens)]
                 plgpu.copy_gmem_to_smem(cache.at[source], target, full.at[slot])
 

@@ -108,7 +108,7 @@ def words(layout: Layout) -> dict[str, Any]:
         (*LAYOUTS, outside), CACHE_DTYPES, (False, True)
     ):
         try:
-            options = {"kv_cache_dtype": kv_cache_dtype, "measures_scales": measures}
+            options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "measures_scales": measures}
             if choose(kv_layout, **options) == layout:
                 return {"kv_layout": kv_layout, **options}
         except (ValueError, TypeError):

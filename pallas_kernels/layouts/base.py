@@ -38,7 +38,7 @@ class Place(NamedTuple):
     array: str
     axes: tuple[str | int, ...]
 
-    def index(self, block: Any, token: Any, head: Any) -> tuple[Any, ...]:
+    def at(self, block: Any, token: Any, head: Any) -> tuple[Any, ...]:
         """The index of these tokens of a block, for `ref.at` or an array."""
         values = {"block": block, "token": token, "head": head}
         return tuple(values.get(axis, axis) if isinstance(axis, str) else axis for axis in self.axes)

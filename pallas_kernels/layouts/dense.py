@@ -1,7 +1,7 @@
 """Layouts that keep numbers as they are, in arrays with some order of axes."""
 
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ def _put_one_by_one(
     x = _turned(x, axes)
 
     def put_one(i: jax.Array, array: jax.Array) -> jax.Array:
-        index = {"block": block[i], "token": offset[i], KV: which}
+        index: dict[str, Any] = {"block": block[i], "token": offset[i], KV: which}
         places = [index.get(axis, 0) for axis in axes]
         inner = [i for i, axis in enumerate(axes) if axis in index]
         return lax.dynamic_update_slice(array, jnp.expand_dims(x[i], inner), places)
