@@ -37,7 +37,7 @@ each = pytest.mark.parametrize(
 )
 
 
-def options(layout: Any, chosen: Layout, num_tokens: int = 128) -> dict[str, Any]:
+def options(layout: Any, chosen: Layout, num_tokens: int = 96) -> dict[str, Any]:
     """A pool of so many tokens in all."""
     block_size = cases.block_size_of(chosen, (8, 16, 1), head_dim=tiny.CONFIG.head_dim)
     num_blocks = 1 + num_tokens // block_size
