@@ -34,7 +34,7 @@ from pallas_kernels import native, ops
 from pallas_kernels.layouts import LAYOUTS, Layout
 
 _LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: all.")
-_BLOCK_SIZES = flags.DEFINE_list("block_sizes", [1, 8, 16, 32, 64, 128], "Tokens.")
+_BLOCK_SIZES = flags.DEFINE_list("block_sizes", ["1", "8", "16", "32", "64", "128"], "Tokens.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of the computation; default: bfloat16.")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Of each measurement.", lower_bound=1)
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, two repeats.")
@@ -179,7 +179,7 @@ def attend_step(cache: KVCache, q: jax.Array, batch: AttentionBatch) -> jax.Arra
 
 def draw(lines: list[dict[str, Any]], folder: Path) -> None:
     """A line for each layout over block sizes, a panel for each number."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
     panels: dict[str, Callable[[dict[str, Any]], float]] = {
         "bytes a token": lambda line: line["bytes_per_token"],
