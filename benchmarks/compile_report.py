@@ -66,7 +66,7 @@ class Program:
                 ("block_sparse", self.block_sparse),
                 (f"{self.tile_len} tokens a tile", self.tile_len > 1),
                 (f"{self.num_seqs} rows of {self.capacity}", (self.num_seqs, self.capacity) != (16, 8192)),
-                ("head_major", self.kv_layout == "head_major"),
+                (self.kv_layout, self.kv_layout != "token_major"),
             ]
             if used
         ]
@@ -84,7 +84,7 @@ def programs() -> list[Program]:
     found += [Program(block_size=b) for b in (8, 32, 64, 128, 256)]
     found += [
         Program(dtype="float16"),
-        Program(kv_layout="head_major"),
+        *(Program(kv_layout=name) for name in ("head_major", "fused")),
         Program(cache_dtype="float8_e4m3fn"),
         Program(cache_dtype="float8_e4m3fn", block_size=8, head_dim=256, num_q_heads=128),
         Program(cache_dtype="float8_e5m2"),
@@ -104,6 +104,7 @@ def programs() -> list[Program]:
         dataclasses.replace(prompt, tile_len=16, num_q_heads=64),
         dataclasses.replace(prompt, tile_len=64),
         dataclasses.replace(prompt, dtype="float16"),
+        *(dataclasses.replace(prompt, kv_layout=name) for name in ("head_major", "fused")),
         dataclasses.replace(prompt, sliding_window=4096),
         dataclasses.replace(prompt, head_dim=256, sliding_window=4096),
         dataclasses.replace(prompt, sliding_window=128, sinks=True, head_dim=64, num_q_heads=64),
@@ -201,7 +202,7 @@ def compile_for_h200(program: Program) -> Any:
     import numpy as np
     from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-    from pallas_kernels import layout, ops
+    from pallas_kernels import layouts, ops
     from pallas_kernels.support import BlockSparse
 
     devices = np.array(cuda_compiler.topology().devices)
@@ -209,14 +210,15 @@ def compile_for_h200(program: Program) -> Any:
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
     p, num_seqs, num_blocks = program, program.num_seqs, 1024
-    sizes = layout.Sizes(num_blocks, p.block_size, p.num_kv_heads, p.head_dim)._asdict()
-    shape = tuple(sizes[axis] for axis in layout.AXES[p.kv_layout])
-    cache = jax.ShapeDtypeStruct(shape, jnp.dtype(p.cache_dtype or p.dtype))
+    kv_layout, dtype = layouts.named(p.kv_layout), jnp.dtype(p.cache_dtype or p.dtype)
+    sizes = (num_blocks, p.block_size, p.num_kv_heads, p.head_dim)
+    pool = jax.eval_shape(lambda: layouts.create(kv_layout, *sizes, dtype))
+    # Two arrays with scales as options, or a pool of another kind.
+    caches = (pool.arrays["k"], pool.arrays["v"]) if pool.arrays.keys() == {"k", "v"} else (pool, None)
     rows = (num_seqs,) if p.version != "tiles" else (num_seqs, p.tile_len)
     arrays: dict[str, Any] = {
         "q": jax.ShapeDtypeStruct((*rows, p.num_q_heads, p.head_dim), jnp.dtype(p.dtype)),
-        "k_cache": cache,
-        "v_cache": cache,
+        **dict(zip(("k_cache", "v_cache"), caches, strict=True)),
         "block_tables": jax.ShapeDtypeStruct((num_seqs, p.capacity // p.block_size), jnp.int32),
         "seq_lens": jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
     }

@@ -16,11 +16,8 @@ import functools
 import itertools
 import json
 import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +26,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import record
+from benchmarks.peaks import measure_peaks
 from jaxpaged.models import layers
 from pallas_kernels import native, ops
 from pallas_kernels.native import library
@@ -37,7 +35,6 @@ _TARGETS = flags.DEFINE_list("targets", None, "of library.TARGETS; default: all 
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "through all weights or layers, of each form")
 _OUT = flags.DEFINE_string("out", None, "append the lines to this file as well")
 
-PEAKS = Path(__file__).parent / "native_peaks.cc"
 PRODUCTS = [(576, 1536), (576, 3072)]  # inputs, outputs
 ROWS = [(1, 1), (8, 8), (16, 16), (32, 5), (32, 32), (256, 256)]  # and how many of them are live
 WEIGHT_BYTES = 2**27
@@ -85,19 +82,6 @@ def main(argv: Sequence[str]) -> None:
                     "of_floor": round(floor / times[target]["min"], 2),
                 }
             put({"dtype": dtype, **case.line, "us": times})
-
-
-def measure_peaks(target: str) -> dict[str, float]:
-    """GFLOP/s in float32 and bfloat16, and GB/s, by all cores together."""
-    command = library.compile_command(library.TARGETS[target], library.find_compiler() or "c++")
-    with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/peaks"
-        subprocess.run(
-            [*command, "-pthread", "-I", str(library.SOURCES), str(PEAKS), "-o", program], check=True
-        )
-        threads = str(len(os.sched_getaffinity(0)))
-        printed = subprocess.run([program, threads], check=True, capture_output=True, text=True).stdout
-    return dict(zip(("float32", "bfloat16", "read_gbs"), map(float, printed.split()), strict=True))
 
 
 def measure(case: Case, forms: list[str], rounds: int) -> dict[str, dict[str, float]]:

@@ -119,6 +119,17 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention", help="auto (default), mosaic_gpu, native or xla")
     group.add_argument("--block-size", type=int, help="tokens a block (default 16)")
     group.add_argument("--num-blocks", type=int, help="blocks of the cache (default: what memory allows)")
+    group.add_argument(
+        "--kv-layout", help="how K and V lie in a block: token_major (default), another name, or module:Name"
+    )
+    group.add_argument(
+        "--kv-cache-dtype", help="in what numbers: auto (default), fp8, fp8_e4m3, fp8_e5m2, int8 or int4"
+    )
+    group.add_argument(
+        "--calculate-kv-scales",
+        action=argparse.BooleanOptionalAction,
+        help="scales of an fp8 cache from the first prompt (default: no, they are 1)",
+    )
     group.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default 16)")
     group.add_argument(
         "--max-model-len", type=int, help="tokens of a prompt with its answer (default: the model's)"
@@ -284,6 +295,7 @@ def _info(args: argparse.Namespace) -> None:
         ),
         ("dtype", str(machine.resolve_dtype(config))),
         ("rows", f"{config.max_num_seqs} sequences of up to {machine.max_model_len(config, model)} tokens"),
+        ("layout", str(machine.layout(config, model))),
         (
             "cache",
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {cache.bytes_per_block:,} bytes each: "

@@ -35,6 +35,11 @@ class EngineConfig:
     num_host_blocks: int = 0  # of the pool in host memory that preempted requests are swapped to
     preemption_mode: PreemptionMode = "recompute"  # of who gives way when blocks run out
     scheduling_policy: SchedulingPolicy = "fcfs"
+    # How K and V lie in their blocks, and in what numbers: see `pallas_kernels.layouts`, which checks the
+    # two.
+    kv_layout: Any = "token_major"  # a layout's name, "package.module:Name", or a `Layout`
+    kv_cache_dtype: str = "auto"  # the layout's own; or fp8 (fp8_e4m3), fp8_e5m2, int8 or int4
+    calculate_kv_scales: bool = False  # of an fp8 cache, from the first tokens; otherwise they are 1
     gpu_memory_utilization: float = 0.9  # share of the device memory to use
     attention: Attention = "auto"  # auto: a kernel where the device has one, else xla
     seed: int = 0  # for requests without a seed
@@ -50,7 +55,7 @@ class EngineConfig:
             ("scheduling_policy", SchedulingPolicy),
         ):
             checked_choice(name, getattr(self, name), get_args(choices))
-        for name in ("enable_prefix_caching", "reuse_answers"):
+        for name in ("enable_prefix_caching", "reuse_answers", "calculate_kv_scales"):
             checked_bool(name, getattr(self, name))
         rule = "False without enable_prefix_caching"
         check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)

@@ -51,7 +51,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "hf_config_path": (),
     "hf_overrides": ({},),
     "hf_token": (),
-    "kv_cache_dtype": ("auto",),
     "kv_transfer_config": (),
     "limit_mm_per_prompt": ({},),
     "load_format": ("auto", "safetensors", "gguf"),

@@ -32,8 +32,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import layout, tuning
-from pallas_kernels.support import Arrays, BlockSparse, Options
+from pallas_kernels import tuning
+from pallas_kernels.layouts import View
+from pallas_kernels.support import Arrays, BlockSparse, Options, sizes_of, view_of
 from pallas_kernels.tuning import TuningConfig
 
 LOG2E = math.log2(math.e)
@@ -56,7 +57,7 @@ class Problem:
     block_size: int
     dtype: Any  # of q and the output
     cache_dtype: Any
-    token_major: bool
+    view: View
     scale: float
     soft_cap: float | None
     sliding_window: int | None
@@ -124,7 +125,7 @@ def make_problem(
     arrays: Arrays, options: Options, config: TuningConfig, query_len: int, *, is_interpreted: bool
 ) -> Problem:
     """The problem of arguments that `ops` has checked, with `query_len` lines of q a row."""
-    q, cache = arrays.q, layout.sizes(arrays.k_cache, options.kv_layout)
+    q, cache = arrays.q, sizes_of(arrays, options)
     return Problem(
         num_kv_heads=cache.num_kv_heads,
         group_size=q.shape[1] // cache.num_kv_heads,
@@ -133,7 +134,7 @@ def make_problem(
         block_size=cache.block_size,
         dtype=q.dtype,
         cache_dtype=arrays.k_cache.dtype,
-        token_major=options.kv_layout == "token_major",
+        view=view_of(options),
         scale=options.scale,
         soft_cap=options.soft_cap,
         sliding_window=options.sliding_window,
@@ -238,10 +239,10 @@ def produce(
             block_id = gmem.block_tables[span.row, jnp.clip(column, first_block, last_block)]
             offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > p.copy_tokens else 0
             tokens = pl.ds(offset, p.copy_tokens)
-            source = (block_id, tokens, span.kv_head) if p.token_major else (block_id, span.kv_head, tokens)
+            k, v = (its.at(block_id, tokens, span.kv_head) for its in (p.view.k, p.view.v))
             target = (slot, pl.ds(place, p.copy_tokens))
-            plgpu.copy_gmem_to_smem(gmem.k_cache.at[source], scratch.k.at[target], scratch.full.at[slot])
-            plgpu.copy_gmem_to_smem(gmem.v_cache.at[source], scratch.v.at[target], scratch.full.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.k_cache.at[k], scratch.k.at[target], scratch.full.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.v_cache.at[v], scratch.v.at[target], scratch.full.at[slot])
 
     lax.fori_loop(0, num_tiles, fetch, None)
     return done + num_tiles

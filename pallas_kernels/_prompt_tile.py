@@ -33,6 +33,7 @@ from jax import lax
 
 from pallas_kernels import _decode_tile as decode
 from pallas_kernels._decode_tile import LOG2E, LOWEST, NUM_WARPS, WGMMA, Extras
+from pallas_kernels.layouts import View
 
 PER_ROW = WGMMA.reduce(1)  # one number per row of a wgmma's result
 WARPGROUP_ROWS = 64
@@ -54,7 +55,7 @@ class Problem:
     block_size: int
     dtype: Any  # of what is multiplied, and of the output
     cache_dtype: Any
-    token_major: bool
+    view: View
     scale: float
     has_slopes: bool
     soft_cap: float | None
@@ -211,7 +212,8 @@ def produce(
 
     def fetch(i: jax.Array, _: None) -> None:
         slot = lax.rem(i, jnp.int32(num_stages))
-        for cache, (tiles, full, free) in zip((gmem.k_cache, gmem.v_cache), ring.arrays, strict=True):
+        caches = (gmem.k_cache, p.view.k), (gmem.v_cache, p.view.v)
+        for (cache, its), (tiles, full, free) in zip(caches, ring.arrays, strict=True):
 
             @pl.when(i >= num_stages)
             def _wait(free: Any = free) -> None:
@@ -224,7 +226,7 @@ def produce(
                 offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > p.copy_tokens else 0
                 tokens = pl.ds(offset, p.copy_tokens)
                 block_id = gmem.block_tables[row, column]
-                source = (block_id, tokens, kv_head) if p.token_major else (block_id, kv_head, tokens)
+                source = its.at(block_id, tokens, kv_head)
                 target = tiles.at[slot, pl.ds(place, p.copy_tokens)]
                 plgpu.copy_gmem_to_smem(cache.at[source], target, full.at[slot])
 

@@ -6,15 +6,18 @@ what.
 
 Shared by all operations:
 
-* A block is `block_size` neighbouring token places of a cache. `layout.AXES` has a cache's axes: by default
-  (kv_layout "token_major") they are [num_blocks, block_size, num_kv_heads, head_dim].
+* A block is `block_size` neighbouring token places of a cache. A cache is a `layouts.Pool`, in any layout,
+  with None in the place of v_cache; or two arrays, as a layout of that kind has them: kv_layout
+  "token_major", the default, is [num_blocks, block_size, num_kv_heads, head_dim], "head_major"
+  [num_blocks, num_kv_heads, block_size, head_dim].
 * Block 0 is the null block: nobody owns it, padding may be written into it, its content means nothing.
-* A quantised cache (float8_e4m3fn, float8_e5m2, int8) holds x / scale, with a float32 scale for all heads,
-  shape (), or per kv head, shape [num_kv_heads]. A cache in another type takes no scale.
+* Two arrays of a quantised type (float8_e4m3fn, float8_e5m2, int8) hold x / scale, with a float32 scale for
+  all heads, shape (), or per kv head, shape [num_kv_heads]. Another cache takes no scale; a pool has its own.
 * implementation: "mosaic_gpu" (Hopper GPUs), "xla" (anything), or None: the kernel if the default device is a
   Hopper GPU, XLA otherwise. interpret=True runs the Mosaic kernel in Pallas' GPU interpreter, on the CPU.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -23,14 +26,18 @@ from typing import Any, Literal, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layout, native, ragged, xla, xla_tiles
+from pallas_kernels import layouts, native, ragged, xla, xla_tiles
 from pallas_kernels import paged_attention as mosaic
 from pallas_kernels import prompt_attention as mosaic_prompts
-from pallas_kernels.layout import Layout
-from pallas_kernels.support import QUANTISED_DTYPES, Arrays, BlockSparse, Options, refuse_unserved
+from pallas_kernels.layouts import Dense, Layout, Pool, Sizes
+from pallas_kernels.support import QUANTISED_DTYPES, Arrays, BlockSparse, Options, refuse_unserved, view_of
 
 Implementation = Literal["mosaic_gpu", "xla"]
 TiledImplementation = Literal["mosaic_gpu", "native", "xla"]
+
+
+# The axes of a cache of two arrays, in the order of `Sizes`, as a layout and as a user calls them.
+AXES = {"block": "num_blocks", "token": "block_size", "head": "num_kv_heads", "dim": "head_dim"}
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -44,13 +51,13 @@ class AttentionOptions(TypedDict, total=False):
     k_scale: jax.Array | float | None  # of a quantised cache; see above
     v_scale: jax.Array | float | None
     block_sparse: BlockSparse | None
-    kv_layout: Layout
+    kv_layout: str | Layout  # of two arrays
 
 
 def paged_attention(
     q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    k_cache: jax.Array | Pool,
+    v_cache: jax.Array | None,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
@@ -66,14 +73,14 @@ def paged_attention(
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
     checked = _check_attention(arrays, options)
     if _choose(implementation, interpret, arrays, checked) == "xla":
-        return xla.paged_attention_v1(arrays, checked)
-    return mosaic.paged_attention(arrays, checked, interpret=interpret)
+        return xla.paged_attention_v1(_batch(arrays, checked), checked)
+    return mosaic.paged_attention(*_seen(arrays, checked), interpret=interpret)
 
 
 def paged_attention_v1(
     q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    k_cache: jax.Array | Pool,
+    v_cache: jax.Array | None,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
@@ -92,7 +99,7 @@ def paged_attention_v1(
 
     Args:
         q: [num_seqs, num_q_heads, head_dim] float16, bfloat16 or float32. The query is the row's last token.
-        k_cache, v_cache: the pools, of q's type or quantised.
+        k_cache, v_cache: a `Pool` and None; or two arrays, of q's type or quantised.
         block_tables: [num_seqs, max_blocks_per_seq] int32. Entries past a row's tokens are never read.
         seq_lens: [num_seqs] int32, tokens in the cache, the query's own included; 0 makes a row of zeros.
         options: see `AttentionOptions`.
@@ -104,15 +111,15 @@ def paged_attention_v1(
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
     checked = _check_attention(arrays, options)
     if _choose(implementation, interpret, arrays, checked) == "xla":
-        return xla.paged_attention_v1(arrays, checked)
+        return xla.paged_attention_v1(_batch(arrays, checked), checked)
     whole = mosaic.Cut(_capacity(arrays, checked), most=1)
-    return mosaic.paged_attention(arrays, checked, cut=whole, interpret=interpret)
+    return mosaic.paged_attention(*_seen(arrays, checked), cut=whole, interpret=interpret)
 
 
 def paged_attention_v2(
     q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    k_cache: jax.Array | Pool,
+    v_cache: jax.Array | None,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
@@ -130,19 +137,19 @@ def paged_attention_v2(
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
     checked = _check_attention(arrays, options)
-    block_size = layout.sizes(k_cache, checked.kv_layout).block_size
+    block_size = _pool(checked).sizes.block_size
     if partition_size <= 0 or partition_size % block_size:
         raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
     if _choose(implementation, interpret, arrays, checked) == "xla":
-        return xla.paged_attention_v2(arrays, checked, partition_size)
+        return xla.paged_attention_v2(_batch(arrays, checked), checked, partition_size)
     cut = mosaic.Cut(partition_size, most=-(-_capacity(arrays, checked) // partition_size))
-    return mosaic.paged_attention(arrays, checked, cut=cut, interpret=interpret)
+    return mosaic.paged_attention(*_seen(arrays, checked), cut=cut, interpret=interpret)
 
 
 def tiled_paged_attention(
     q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    k_cache: jax.Array | Pool,
+    v_cache: jax.Array | None,
     block_tables: jax.Array,
     query_starts: jax.Array,
     seq_lens: jax.Array,
@@ -154,6 +161,7 @@ def tiled_paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | float | None = None,
     v_scale: jax.Array | float | None = None,
+    kv_layout: str | Layout = layouts.TOKEN_MAJOR,
     implementation: TiledImplementation | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -164,13 +172,13 @@ def tiled_paged_attention(
 
     Args:
         q: [num_tiles, tile_len, num_q_heads, head_dim] float16, bfloat16 or float32.
-        k_cache, v_cache: the pools, token-major, of q's type or quantised.
+        k_cache, v_cache: a `Pool` and None; or two arrays, of q's type or quantised.
         block_tables: [num_tiles, max_blocks_per_seq] int32. Entries of blocks that no query of the tile sees,
             past its sequence's tokens or before its window, are never read.
         query_starts: [num_tiles] int32. A tile of one token is its sequence's last: seq_lens - 1.
         seq_lens: [num_tiles] int32, tokens in the cache that the tile may see; 0 makes a tile of zeros.
         scale: factor on the dot products.
-        sliding_window, alibi_slopes, soft_cap, sinks, k_scale, v_scale: see `AttentionOptions`.
+        sliding_window, alibi_slopes, soft_cap, sinks, k_scale, v_scale, kv_layout: see `AttentionOptions`.
         implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" takes tiles of up to 64
             tokens, a few (`paged_attention.serves`) with the kernel for decode steps; "native" serves CPUs as
             `native.why_not` says, without slopes, soft cap, sinks and scales; "xla" serves everything.
@@ -192,24 +200,28 @@ def tiled_paged_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        kv_layout=kv_layout,
     )
     options = _check_attention(decode, given)
     _check_int32("query_starts", query_starts, (num_tiles,))
     not_native = ("alibi_slopes", "soft_cap", "sinks", "k_scale", "v_scale")
     biases = [name for name in not_native if getattr(options, name) is not None]
+    pool = _pool(options)
+    not_native_layout = native.why_not_layout(pool.layout, q.dtype)
     if implementation is None and not interpret:
         implementation = default_tiled_implementation(q.dtype, tile_len)
-        if implementation == "native" and biases:
+        if implementation == "native" and (biases or not_native_layout):
             implementation = "xla"
-    arrays = (q, k_cache, v_cache, block_tables, query_starts, seq_lens)
+    arrays = (q, pool, block_tables, query_starts, seq_lens)
     if implementation == "native":
-        why = f"it has no {', '.join(biases)}" if biases else native.why_not(q.dtype)
+        why = f"it has no {', '.join(biases)}" if biases else native.why_not(q.dtype) or not_native_layout
         if why:
             raise NotImplementedError(f"'native' attention does not serve this call: {why}. Use 'xla'.")
         return native.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
     if _choose(implementation, interpret, decode, options) == "xla":
         return xla_tiles.tiled_paged_attention(*arrays, options)
-    if tile_len > 1 and not mosaic.serves(tile_len, q.shape[2] // k_cache.shape[2], q.shape[3]):
+    decode, options = _seen(decode, options)
+    if tile_len > 1 and not mosaic.serves(tile_len, q.shape[2] // pool.sizes.num_kv_heads, q.shape[3]):
         return mosaic_prompts.prompt_attention(
             decode._replace(q=q), query_starts, options, interpret=interpret
         )
@@ -220,8 +232,8 @@ def tiled_paged_attention(
 
 def ragged_paged_attention(
     q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    k_cache: jax.Array | Pool,
+    v_cache: jax.Array | None,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     cu_query_lens: jax.Array,
@@ -233,6 +245,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | float | None = None,
     v_scale: jax.Array | float | None = None,
+    kv_layout: str | Layout = layouts.TOKEN_MAJOR,
     max_query_len: int | None = None,
     implementation: TiledImplementation | None = None,
     interpret: bool = False,
@@ -244,10 +257,10 @@ def ragged_paged_attention(
 
     Args:
         q: [num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32.
-        k_cache, v_cache: the pools, token-major, of q's type or quantised, with the queries' own K and V.
-        block_tables: [num_seqs, max_blocks_per_seq] int32, as for `tiled_paged_attention`.
-        seq_lens: [num_seqs] int32, tokens in the cache, the queries' own included.
-        cu_query_lens: [num_seqs + 1] int32. Sequence s has the queries from cu_query_lens[s] to before
+        k_cache, v_cache: a `Pool` and None; or two arrays, of q's type or quantised. With the queries' own K
+        and V. block_tables: [num_seqs, max_blocks_per_seq] int32, as for `tiled_paged_attention`. seq_lens:
+        [num_seqs] int32, tokens in the cache, the queries' own included. cu_query_lens: [num_seqs + 1] int32.
+        Sequence s has the queries from cu_query_lens[s] to before
             cu_query_lens[s + 1]. It begins with 0, and tokens from its last entry on are padding.
         max_query_len: a promise that no sequence has more queries: the fewer, the less is computed. With
             "mosaic_gpu", few enough take the kernel for decode steps.
@@ -284,6 +297,7 @@ def ragged_paged_attention(
             sinks=sinks,
             k_scale=k_scale,
             v_scale=v_scale,
+            kv_layout=kv_layout,
             implementation=implementation,
             interpret=interpret,
         )
@@ -304,12 +318,9 @@ def reshape_and_cache(
     *,
     k_scale: jax.Array | float | None = None,
     v_scale: jax.Array | float | None = None,
-    kv_layout: Layout = layout.DEFAULT,
+    kv_layout: str | Layout = layouts.TOKEN_MAJOR,
 ) -> tuple[jax.Array, jax.Array]:
-    """Write new tokens to their slots; in place where the caches are donated to the surrounding jit.
-
-    One implementation, XLA's scatter: compiled for a GPU it has no temporary and no copy, so there is
-    nothing for a kernel to save.
+    """`write` to two arrays; in place where they are donated to the surrounding jit.
 
     Args:
         k, v: [num_tokens, num_kv_heads, head_dim], any floating type.
@@ -319,12 +330,25 @@ def reshape_and_cache(
     Returns: the new k_cache and v_cache. A quantised cache stores x / scale, saturated (int8: rounded).
     Raises: ValueError on wrong shapes or types.
     """
-    cache = _check_caches(k_cache, v_cache, kv_layout)
-    _check_shape("k", k, (k.shape[0] if k.ndim else 0, cache.num_kv_heads, cache.head_dim))
-    _check_shape("v", v, k.shape)
-    _check_int32("slot_mapping", slot_mapping, k.shape[:1])
-    k_scale, v_scale = _check_scales(k_scale, v_scale, k_cache.dtype, cache.num_kv_heads)
-    return xla.reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, kv_layout)
+    pool = _pool_of(k_cache, v_cache, kv_layout)
+    k_scale, v_scale = _check_scales(k_scale, v_scale, k_cache.dtype, pool.sizes.num_kv_heads)
+    _check_new(pool, k, v, slot_mapping)
+    k, v = xla.quantise(k, k_scale, k_cache.dtype), xla.quantise(v, v_scale, k_cache.dtype)
+    new = xla.write(pool, k, v, slot_mapping).arrays
+    return new["k"], new["v"]
+
+
+def write(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pool:
+    """Write new tokens to their slots; in place where the pool is donated to the surrounding jit.
+
+    One implementation, XLA's scatter: compiled for a GPU it has no temporary and no copy, so there is
+    nothing for a kernel to save.
+
+    Args: as those of `reshape_and_cache`; tokens of a sequence in their order, next to each other.
+    Returns: the new pool. Raises: ValueError on wrong shapes or types.
+    """
+    _check_new(pool, k, v, slot_mapping)
+    return xla.write(pool, k, v, slot_mapping)
 
 
 def copy_blocks(caches: Sequence[jax.Array], pairs: jax.Array) -> list[jax.Array]:
@@ -345,25 +369,27 @@ def copy_blocks(caches: Sequence[jax.Array], pairs: jax.Array) -> list[jax.Array
     return xla.copy_blocks(caches, pairs) if caches else []
 
 
-def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array) -> jax.Array:
+def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array, axis: int = 0) -> jax.Array:
     """Copy block pairs[i, 0] of one pool onto block pairs[i, 1] of another, between device and host memory.
 
     Each pool may lie in device memory or in the host's (`jax.device_put(pool, jax.memory.Space.Host)`);
     only the named blocks travel. Call it under jit, with the target donated to have it written in place.
 
     Args:
-        source, target: [num_blocks, ...] with equal block shapes and types; num_blocks may differ.
+        source, target: [num_blocks, ...] with equal block shapes and types; num_blocks may differ. Blocks may
+            be counted along another `axis`.
         pairs: [num_pairs, 2] int32, done in order. A pair with a block outside its pool changes nothing.
 
     Returns: the new target, in target's memory.
     Raises: ValueError on wrong shapes or types.
     """
     _check_int32("pairs", pairs, (pairs.shape[0] if pairs.ndim else 0, 2))
-    if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
+    shapes = [(*pool.shape[:axis], *pool.shape[axis + 1 :]) for pool in (source, target)]
+    if shapes[0] != shapes[1] or source.dtype != target.dtype:
         raise ValueError(
             f"source {source.dtype}{source.shape} must hold blocks like target's {target.dtype}{target.shape}"
         )
-    return xla.swap_blocks(source, target, pairs)
+    return xla.swap_blocks(source, target, pairs, axis)
 
 
 @functools.cache
@@ -383,7 +409,25 @@ def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplem
 
 def _capacity(arrays: Arrays, options: Options) -> int:
     """Tokens that a row of the block table can hold."""
-    return arrays.block_tables.shape[1] * layout.sizes(arrays.k_cache, options.kv_layout).block_size
+    return arrays.block_tables.shape[1] * _pool(options).sizes.block_size
+
+
+def _pool(options: Options) -> Pool:
+    """The pool of checked options."""
+    assert options.pool is not None
+    return options.pool
+
+
+def _batch(arrays: Arrays, options: Options) -> xla.Batch:
+    return xla.Batch(arrays.q, _pool(options), arrays.block_tables, arrays.seq_lens)
+
+
+def _seen(arrays: Arrays, options: Options) -> tuple[Arrays, Options]:
+    """What a kernel takes that reads a view: the arrays that it is of, and a pool's scales as options."""
+    pool, view = _pool(options), view_of(options)
+    k_scale, v_scale = pool.scales or (options.k_scale, options.v_scale)
+    arrays = arrays._replace(k_cache=pool.arrays[view.k.array], v_cache=pool.arrays[view.v.array])
+    return arrays, dataclasses.replace(options, k_scale=k_scale, v_scale=v_scale, pool=None)
 
 
 def _choose(
@@ -395,11 +439,12 @@ def _choose(
         raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
     if interpret and implementation != "mosaic_gpu":
         raise ValueError(f"{interpret=} needs implementation='mosaic_gpu', not {implementation!r}")
-    cache = layout.sizes(arrays.k_cache, options.kv_layout)
+    pool = _pool(options)
+    cache, view = pool.sizes, pool.layout.view()
     refuse_unserved(
         implementation,
         dtype=arrays.q.dtype,
-        cache_dtype=arrays.k_cache.dtype,
+        cache_dtype=arrays.q.dtype if view is None else pool.arrays[view.k.array].dtype,
         head_dim=cache.head_dim,
         block_size=cache.block_size,
         group_size=arrays.q.shape[1] // cache.num_kv_heads,
@@ -411,18 +456,19 @@ def _choose(
 def _check_attention(arrays: Arrays, given: AttentionOptions) -> Options:
     """Refuse what is wrong, and pack the options."""
     q, k_cache, v_cache, block_tables, seq_lens = arrays
-    cache = _check_caches(k_cache, v_cache, given.get("kv_layout", layout.DEFAULT))
+    pool = _pool_of(k_cache, v_cache, given.get("kv_layout", layouts.TOKEN_MAJOR))
     if q.ndim != 3:
         raise ValueError(f"{q.shape=} must be [num_seqs, num_q_heads, head_dim]")
     num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads = cache.num_kv_heads
-    if cache.head_dim != head_dim:
-        raise ValueError(f"{k_cache.shape=} must end with q's head_dim={head_dim}")
+    num_kv_heads = pool.sizes.num_kv_heads
+    if pool.sizes.head_dim != head_dim:
+        cache = f"pool.sizes={pool.sizes}" if v_cache is None else f"{k_cache.shape=}"
+        raise ValueError(f"{cache} must end with q's head_dim={head_dim}")
     if num_kv_heads == 0 or num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"{q.dtype=} must be a floating type")
-    if k_cache.dtype != q.dtype and k_cache.dtype.name not in QUANTISED_DTYPES:
+    if v_cache is not None and k_cache.dtype != q.dtype and k_cache.dtype.name not in QUANTISED_DTYPES:
         raise ValueError(f"{k_cache.dtype=} must be q's {q.dtype} or one of {QUANTISED_DTYPES}")
     if block_tables.ndim != 2:
         raise ValueError(f"{block_tables.shape=} must be [num_seqs, max_blocks_per_seq]")
@@ -430,12 +476,16 @@ def _check_attention(arrays: Arrays, given: AttentionOptions) -> Options:
     if block_tables.shape[1] == 0:
         raise ValueError(f"{block_tables.shape=} must have room for at least one block per sequence")
     _check_int32("seq_lens", seq_lens, (num_seqs,))
-    return _pack(given, num_q_heads, k_cache.dtype, cache)
+    return _pack(given, num_q_heads, pool, None if v_cache is None else k_cache.dtype)
 
 
-def _pack(given: AttentionOptions, num_q_heads: int, cache_dtype: jnp.dtype, cache: layout.Sizes) -> Options:
-    """The options as implementations take them: defaults filled in, arrays in full shape and float32."""
-    packed: dict[str, Any] = dict(given)
+def _pack(given: AttentionOptions, num_q_heads: int, pool: Pool, cache_dtype: jnp.dtype | None) -> Options:
+    """The options as implementations take them: defaults filled in, arrays in full shape and float32.
+
+    cache_dtype: of two arrays, which come without scales of their own.
+    """
+    cache = pool.sizes
+    packed: dict[str, Any] = dict(given) | {"kv_layout": pool.layout, "pool": pool}
     packed["scale"] = cache.head_dim**-0.5 if packed.get("scale") is None else float(packed["scale"])
     for name in ("alibi_slopes", "sinks"):
         if packed.get(name) is not None:
@@ -456,32 +506,44 @@ def _pack(given: AttentionOptions, num_q_heads: int, cache_dtype: jnp.dtype, cac
     return options
 
 
-def _check_caches(k_cache: jax.Array, v_cache: jax.Array, kv_layout: str) -> layout.Sizes:
-    """The sizes of two caches, which must be alike."""
-    if kv_layout not in layout.AXES:
-        raise ValueError(f"{kv_layout=} must be {' or '.join(map(repr, layout.AXES))}")
+def _pool_of(k_cache: Any, v_cache: Any, kv_layout: str | Layout) -> Pool:
+    """The cache, however it was given; two arrays must be alike."""
+    if isinstance(k_cache, Pool):
+        if v_cache is not None:
+            raise ValueError("v_cache must be None beside a pool")
+        return k_cache
+    kv_layout = layouts.named(kv_layout)
+    if not isinstance(kv_layout, Dense) or kv_layout.names != ("k", "v"):
+        raise ValueError(f"{kv_layout=} must be one of an array of K and one of V, or the cache a Pool")
     if k_cache.ndim != 4:
-        raise ValueError(f"{k_cache.shape=} must be [{', '.join(layout.AXES[kv_layout])}]")
+        raise ValueError(f"{k_cache.shape=} must be [{', '.join(AXES[axis] for axis in kv_layout.axes)}]")
     _check_shape("v_cache", v_cache, k_cache.shape)
     if v_cache.dtype != k_cache.dtype:
         raise ValueError(f"{v_cache.dtype=} must be k_cache's {k_cache.dtype}")
-    return layout.sizes(k_cache, kv_layout)
+    found = dict(zip(kv_layout.axes, k_cache.shape, strict=True))
+    return Pool({"k": k_cache, "v": v_cache}, kv_layout, Sizes(*(found[axis] for axis in AXES)))
+
+
+def _check_new(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> None:
+    _check_shape("k", k, (k.shape[0] if k.ndim else 0, *pool.sizes[2:]))
+    _check_shape("v", v, k.shape)
+    _check_int32("slot_mapping", slot_mapping, k.shape[:1])
 
 
 def _check_scales(
     k_scale: jax.Array | float | None,
     v_scale: jax.Array | float | None,
-    cache_dtype: jnp.dtype,
+    cache_dtype: jnp.dtype | None,
     num_kv_heads: int,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Both scales as float32 [num_kv_heads], or None for a cache that is not quantised."""
-    is_quantised = cache_dtype.name in QUANTISED_DTYPES
+    """Both scales as float32 [num_kv_heads], or None for a cache that takes none."""
+    is_quantised = cache_dtype is not None and cache_dtype.name in QUANTISED_DTYPES
     scales = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None and is_quantised:
             raise ValueError(f"{name}=None must be a scale for a cache of {cache_dtype}")
         if scale is not None and not is_quantised:
-            raise ValueError(f"{name} must be None for a cache of {cache_dtype}")
+            raise ValueError(f"{name} must be None for a cache of {cache_dtype or 'its own scales'}")
         if scale is not None:
             scale = jnp.asarray(scale, jnp.float32)
             if scale.shape not in ((), (num_kv_heads,)):

@@ -26,9 +26,9 @@ from jax import lax
 
 from pallas_kernels import _decode_tile as decode
 from pallas_kernels import _prompt_tile as tile
-from pallas_kernels import layout, support
+from pallas_kernels import support
 from pallas_kernels._prompt_tile import TILE_LENS, Problem
-from pallas_kernels.support import Arrays, Options
+from pallas_kernels.support import Arrays, Options, sizes_of, view_of
 
 
 def _kernel(
@@ -92,7 +92,7 @@ def prompt_attention(
     if not interpret:
         support.refuse_ptxas(support.ptxas_version())
     tile_len = next(length for length in TILE_LENS if length >= query_len)
-    cache = layout.sizes(arrays.k_cache, options.kv_layout)
+    cache = sizes_of(arrays, options)
     is_quantised = arrays.k_cache.dtype.itemsize == 1
     p = Problem(
         num_kv_heads=cache.num_kv_heads,
@@ -103,7 +103,7 @@ def prompt_attention(
         block_size=cache.block_size,
         dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
         cache_dtype=arrays.k_cache.dtype,
-        token_major=options.kv_layout == "token_major",
+        view=view_of(options),
         scale=options.scale,
         has_slopes=options.alibi_slopes is not None,
         soft_cap=options.soft_cap,

@@ -10,12 +10,13 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layout
+from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout, Pool, Sizes, View
+from pallas_kernels.native import why_not_layout
 
 OPTIONAL = ("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse")  # served by all
 # The first that compiles causal masks wrongly, and the first that does not: CUDA 12.8.0 and 12.9.1. JAX
@@ -44,8 +45,8 @@ class Arrays(NamedTuple):
     """The arrays of one attention call, checked by `ops`."""
 
     q: jax.Array  # [num_seqs, num_q_heads, head_dim]
-    k_cache: jax.Array  # `layout.AXES` has its axes
-    v_cache: jax.Array
+    k_cache: Any  # the array in which the layout's view has K; at the door it may be a `Pool` of any layout
+    v_cache: Any  # that of V; None beside a `Pool`
     block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
     seq_lens: jax.Array  # [num_seqs] int32
 
@@ -62,7 +63,21 @@ class Options:
     k_scale: jax.Array | None = None  # [num_kv_heads] float32
     v_scale: jax.Array | None = None  # [num_kv_heads] float32
     block_sparse: BlockSparse | None = None
-    kv_layout: str = layout.DEFAULT
+    kv_layout: Layout = TOKEN_MAJOR
+    pool: Pool | None = None  # K and V in that layout, however they were given
+
+
+def view_of(options: Options) -> View:
+    """How a kernel that needs one reads the layout. Raises ValueError if it has none."""
+    view = options.kv_layout.view()
+    if view is None:
+        raise ValueError(f"kv_layout={options.kv_layout} must have a view")
+    return view
+
+
+def sizes_of(arrays: Arrays, options: Options) -> Sizes:
+    """The sizes of the pool whose view the arrays are."""
+    return view_of(options).k.sizes(arrays.k_cache.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +90,25 @@ class Served:
     quantised_head_dims: tuple[int, ...] | None  # with a quantised cache
     block_sizes: tuple[int, ...] | None
     max_group_size: int | None
-    kv_layouts: tuple[str, ...] = tuple(layout.AXES)
+    needs_view: bool = False  # whether it reads only what a view shows, without scales of each token
+
+    def serves(self, kv_layout: Layout) -> bool:
+        """Whether it reads a layout."""
+        if not self.needs_view:
+            return True
+        view = kv_layout.view()
+        return view is not None and view.k_scale is None
+
+    @property
+    def kv_layouts(self) -> list[str]:
+        """Those that it reads, by name."""
+        dtype = jnp.dtype("bfloat16")
+        return [
+            name
+            for name, kv_layout in LAYOUTS.items()
+            if self.serves(kv_layout)
+            and any(kv_layout.why_not(size, 64, dtype) is None for size in self.block_sizes or (1, 64))
+        ]
 
 
 SUPPORT: dict[str, Served] = {
@@ -94,6 +127,7 @@ SUPPORT: dict[str, Served] = {
         quantised_head_dims=(64, 128, 192, 256),
         block_sizes=(8, 16, 32, 64, 128, 256),
         max_group_size=16,
+        needs_view=True,
     ),
 }
 
@@ -121,7 +155,8 @@ def refuse_unserved(
     is_quantised = jnp.dtype(cache_dtype).name in QUANTISED_DTYPES
     check("head_dim", head_dim, served.quantised_head_dims if is_quantised else served.head_dims)
     check("block_size", block_size, served.block_sizes)
-    check("kv_layout", options.kv_layout, served.kv_layouts)
+    if not served.serves(options.kv_layout):
+        check("kv_layout", options.kv_layout, served.kv_layouts)
     if served.max_group_size is not None and group_size > served.max_group_size:
         wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {served.max_group_size})")
     if wrong:
@@ -177,4 +212,25 @@ def markdown_table() -> str:
     lines[", ".join(OPTIONAL)] = ["yes"] * len(SUPPORT)
     rows = [["", *(f"`{name}`" for name in SUPPORT)], ["---"] * (len(SUPPORT) + 1)]
     rows += [[name, *cells] for name, cells in lines.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def layouts_table() -> str:
+    """The layouts of the registry for people: what each is, what it takes, and what reads it.
+
+    `native` is in `pallas_kernels/native`; the numbers are those of SmolLM2's heads in bfloat16, 64 tokens a
+    block.
+    """
+    dtype, sizes = jnp.dtype("bfloat16"), (64, 3, 64)
+    rows = [["`kv_layout`", "what it is", "bits a number", "read by"], ["---"] * 4]
+    for name, kv_layout in LAYOUTS.items():
+        block_size = next(size for size in (sizes[0], 1) if kv_layout.why_not(size, sizes[2], dtype) is None)
+        bits = (
+            8 * kv_layout.block_bytes(block_size, *sizes[1:], dtype) / (2 * block_size * sizes[1] * sizes[2])
+        )
+        readers = [reader for reader, served in SUPPORT.items() if name in served.kv_layouts]
+        if why_not_layout(kv_layout, dtype) is None:
+            readers.insert(1, "native")
+        what = (type(kv_layout).__doc__ or "").split("\n\n")[0].strip().rstrip(".")
+        rows.append([f"`{name}`", " ".join(what.split()), f"{bits:g}", ", ".join(readers)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

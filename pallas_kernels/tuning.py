@@ -11,8 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layout
-from pallas_kernels.support import Arrays, Options
+from pallas_kernels.support import Arrays, Options, sizes_of
 
 SHARED_MEMORY_BYTES = 227 * 1024  # what one program of an sm_90 GPU can have
 H200_CORES = 132
@@ -42,7 +41,7 @@ MEASURED: dict[tuple[str, int, int, str, int], TuningConfig] = {}
 
 def config_for(arrays: Arrays, options: Options, query_len: int = 1) -> TuningConfig:
     """The measured configuration of this device and shape, or the default one."""
-    _, block_size, num_kv_heads, head_dim = layout.sizes(arrays.k_cache, options.kv_layout)
+    _, block_size, num_kv_heads, head_dim = sizes_of(arrays, options)
     cache_dtype, num_queries = arrays.k_cache.dtype, arrays.q.shape[1] // num_kv_heads * query_len
     key = (jax.devices()[0].device_kind, head_dim, block_size, cache_dtype.name, num_queries)
     return MEASURED.get(key) or default_config(head_dim, cache_dtype, num_queries)

@@ -8,6 +8,7 @@ on how long the others are: to a row, a chunk outside its tokens multiplies by o
 Arguments have been checked by `ops`, which has the shapes.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import layout
-from pallas_kernels.support import Arrays, Options
+from pallas_kernels.layouts import Pool
+from pallas_kernels.support import Options
 
 CHUNK_TOKENS = 256  # tokens of each row that are gathered at a time
 LOWEST = -1e30  # stands for minus infinity as a maximum: its differences are not NaN
@@ -30,17 +31,25 @@ class Softmax(NamedTuple):
     sum: jax.Array  # [num_seqs, num_kv_heads, group_size] sum of exp(s - max)
 
 
-def paged_attention_v1(arrays: Arrays, options: Options) -> jax.Array:
+class Batch(NamedTuple):
+    """The arrays of one call."""
+
+    q: jax.Array  # [num_seqs, num_q_heads, head_dim]
+    pool: Pool
+    block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
+    seq_lens: jax.Array  # [num_seqs] int32
+
+
+def paged_attention_v1(arrays: Batch, options: Options) -> jax.Array:
     """All tokens of a row in one running softmax."""
     state = _attend(arrays, 0, jnp.max(arrays.seq_lens, initial=0), options)
     return _finish(state, arrays.q, options)
 
 
-def paged_attention_v2(arrays: Arrays, options: Options, partition_size: int) -> jax.Array:
+def paged_attention_v2(arrays: Batch, options: Options, partition_size: int) -> jax.Array:
     """One softmax per partition of a row, then a merge."""
-    q, k_cache, _, block_tables, seq_lens = arrays
-    block_size = layout.sizes(k_cache, options.kv_layout).block_size
-    max_partitions = max(1, -(-block_tables.shape[1] * block_size // partition_size))
+    q, pool, block_tables, seq_lens = arrays
+    max_partitions = max(1, -(-block_tables.shape[1] * pool.sizes.block_size // partition_size))
 
     def one_partition(p: jax.Array, partials: Softmax) -> Softmax:
         part = _attend(arrays, p * partition_size, (p + 1) * partition_size, options)
@@ -49,7 +58,7 @@ def paged_attention_v2(arrays: Arrays, options: Options, partition_size: int) ->
         )
 
     # Partitions past the longest row keep what they start with: nothing.
-    partials = jax.tree.map(lambda x: jnp.repeat(x[None], max_partitions, 0), _nothing(q, k_cache, options))
+    partials = jax.tree.map(lambda x: jnp.repeat(x[None], max_partitions, 0), _nothing(q, pool))
     num_live = -(-jnp.max(seq_lens, initial=0) // partition_size)
     partials = lax.fori_loop(0, num_live, one_partition, partials)
 
@@ -63,18 +72,16 @@ def paged_attention_v2(arrays: Arrays, options: Options, partition_size: int) ->
     return _finish(merged, q, options)
 
 
-def _attend(arrays: Arrays, first_token: jax.Array | int, end_token: jax.Array, options: Options) -> Softmax:
+def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, options: Options) -> Softmax:
     """The softmax over tokens [first_token, end_token) of every row; first_token starts a block."""
-    q, k_cache, v_cache, block_tables, seq_lens = arrays
-    token_major = options.kv_layout == "token_major"
+    q, pool, block_tables, seq_lens = arrays
     num_seqs, num_q_heads, _ = q.shape
-    _, block_size, num_kv_heads, head_dim = layout.sizes(k_cache, options.kv_layout)
+    _, block_size, num_kv_heads, head_dim = pool.sizes
     queries = q.reshape(num_seqs, num_kv_heads, -1, head_dim).astype(jnp.float32) * options.scale
     if options.k_scale is not None:
         queries = queries * options.k_scale[:, None, None]
     chunk_blocks = max(1, CHUNK_TOKENS // block_size)
     chunk_tokens = chunk_blocks * block_size
-    cache_axes = "snbkd" if token_major else "snkbd"
     end_token = jnp.minimum(end_token, jnp.max(seq_lens, initial=0))
 
     def one_chunk(chunk: jax.Array, state: Softmax) -> Softmax:
@@ -85,8 +92,8 @@ def _attend(arrays: Arrays, first_token: jax.Array | int, end_token: jax.Array, 
         is_needed = jnp.any(seen, axis=(1, 2, 4))
         entry = jnp.minimum(column, block_tables.shape[1] - 1)
         block_ids = jnp.where(is_needed, block_tables[:, entry], 0)
-        k = k_cache[block_ids].astype(jnp.float32)
-        s = jnp.einsum(f"skgd,{cache_axes}->skgnb", queries, k, precision=lax.Precision.HIGHEST)
+        k, v = pool.read(block_ids, jnp.dtype("float32"))
+        s = jnp.einsum("skgd,snbkd->skgnb", queries, k, precision=lax.Precision.HIGHEST)
         if options.soft_cap is not None:
             s = options.soft_cap * jnp.tanh(s / options.soft_cap)
         if options.alibi_slopes is not None:
@@ -96,11 +103,9 @@ def _attend(arrays: Arrays, first_token: jax.Array | int, end_token: jax.Array, 
         largest = jnp.maximum(state.max, jnp.max(s, axis=(3, 4)))
         weight = jnp.where(seen, jnp.exp(s - largest[..., None, None]), 0)
         # Zero times NaN is NaN: what nobody sees must be zero, not only weightless.
-        used = jnp.any(seen, axis=(1, 2))
-        used = used[:, :, :, None, None] if token_major else used[:, :, None, :, None]
-        v = jnp.where(used, v_cache[block_ids].astype(jnp.float32), 0)
+        v = jnp.where(jnp.any(seen, axis=(1, 2))[:, :, :, None, None], v, 0)
         rescale = jnp.exp(state.max - largest)
-        out = jnp.einsum(f"skgnb,{cache_axes}->skgd", weight, v, precision=lax.Precision.HIGHEST)
+        out = jnp.einsum("skgnb,snbkd->skgd", weight, v, precision=lax.Precision.HIGHEST)
         return Softmax(
             out=state.out * rescale[..., None] + out,
             max=largest,
@@ -113,7 +118,7 @@ def _attend(arrays: Arrays, first_token: jax.Array | int, end_token: jax.Array, 
         starts = jnp.where(seq_lens > 0, seq_lens - options.sliding_window, end_token)
         first_chunk = jnp.maximum(jnp.min(starts, initial=end_token) - first_token, 0) // chunk_tokens
     num_chunks = -(-(end_token - first_token) // chunk_tokens)
-    return lax.fori_loop(first_chunk, num_chunks, one_chunk, _nothing(q, k_cache, options))
+    return lax.fori_loop(first_chunk, num_chunks, one_chunk, _nothing(q, pool))
 
 
 def _visible(
@@ -139,9 +144,9 @@ def _visible(
     return seen
 
 
-def _nothing(q: jax.Array, k_cache: jax.Array, options: Options) -> Softmax:
+def _nothing(q: jax.Array, pool: Pool) -> Softmax:
     num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads = layout.sizes(k_cache, options.kv_layout).num_kv_heads
+    num_kv_heads = pool.sizes.num_kv_heads
     shape = (num_seqs, num_kv_heads, num_q_heads // num_kv_heads)
     return Softmax(
         out=jnp.zeros((*shape, head_dim), jnp.float32),
@@ -166,32 +171,15 @@ def _finish(state: Softmax, q: jax.Array, options: Options) -> jax.Array:
     return out.reshape(q.shape).astype(q.dtype)
 
 
-def reshape_and_cache(
-    k: jax.Array,
-    v: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    slot_mapping: jax.Array,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
-    kv_layout: str,
-) -> tuple[jax.Array, jax.Array]:
-    """A scatter of the new tokens; in place where the caches are donated."""
-    block_size = layout.sizes(k_cache, kv_layout).block_size
+def write(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pool:
+    """The new tokens in their slots; in place where the pool is donated."""
     if slot_mapping.shape[0] == 1:
         # A scatter of one index becomes an update that XLA does not do in place on a CPU: write it twice.
         k, v, slot_mapping = (jnp.concatenate([x, x]) for x in (k, v, slot_mapping))
-    is_padding = (slot_mapping < 0) | (slot_mapping >= k_cache.shape[0] * block_size)
+    sizes = pool.sizes
+    is_padding = (slot_mapping < 0) | (slot_mapping >= sizes.num_blocks * sizes.block_size)
     slots = jnp.where(is_padding, 0, slot_mapping)
-    block, offset = jnp.divmod(slots, block_size)
-
-    def write(cache: jax.Array, new: jax.Array, scale: jax.Array | None) -> jax.Array:
-        new = quantise(new, scale, cache.dtype)
-        if kv_layout == "head_major":
-            return cache.at[block, :, offset].set(new)
-        return cache.reshape(-1, *cache.shape[2:]).at[slots].set(new).reshape(cache.shape)
-
-    return write(k_cache, k, k_scale), write(v_cache, v, v_scale)
+    return dataclasses.replace(pool, arrays=pool.layout.write(pool.arrays, sizes, k, v, slots))
 
 
 def quantise(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
@@ -229,19 +217,19 @@ def _final_copies(pairs: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Arr
     return source[writer][last], target
 
 
-def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array) -> jax.Array:
+def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array, axis: int) -> jax.Array:
     """One block after the other, so that of a target named twice the last source stays.
 
     Single slices are what XLA moves between two memories in place, and inside a CUDA graph; to scatter into a
     pool in the host's memory it would take the whole pool through the device's.
     """
     target_space = jax.typeof(target).memory_space
-    in_range = jnp.all((pairs >= 0) & (pairs < jnp.array([source.shape[0], target.shape[0]])), axis=1)
+    in_range = jnp.all((pairs >= 0) & (pairs < jnp.array([source.shape[axis], target.shape[axis]])), axis=1)
     (moves,) = jnp.nonzero(in_range, size=len(pairs), fill_value=0)
 
     def move(i: jax.Array, target: jax.Array) -> jax.Array:
         from_block, to_block = pairs[moves[i]]
-        block = lax.dynamic_slice_in_dim(source, from_block, 1)
-        return lax.dynamic_update_slice_in_dim(target, jax.device_put(block, target_space), to_block, 0)
+        block = lax.dynamic_slice_in_dim(source, from_block, 1, axis)
+        return lax.dynamic_update_slice_in_dim(target, jax.device_put(block, target_space), to_block, axis)
 
     return lax.fori_loop(0, jnp.sum(in_range), move, target)

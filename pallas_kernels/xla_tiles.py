@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels.layouts import Pool
 from pallas_kernels.support import Options
 
 # Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
@@ -23,8 +24,7 @@ Softmax = tuple[Array, Array, Array]  # under way: max, sum of exp(s - max), sum
 
 def tiled_paged_attention(
     q: Float[Array, "num_tiles tile_len num_q_heads head_dim"],
-    k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
-    v_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    pool: Pool,
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
     query_starts: Int[Array, " num_tiles"],
     seq_lens: Int[Array, " num_tiles"],
@@ -32,7 +32,7 @@ def tiled_paged_attention(
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
     """As `ops.tiled_paged_attention`: a running softmax over the chunks of blocks that some tile sees."""
     num_tiles, tile_len, num_q_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads = pool.sizes.num_kv_heads
     group = num_q_heads // num_kv_heads
     q = (q * jnp.asarray(options.scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
     # Few queries: reading K and V is all that counts, and products by kv head would transpose them first. All
@@ -42,7 +42,7 @@ def tiled_paged_attention(
     if merges_heads:
         own = jnp.eye(num_kv_heads, dtype=bool)[:, None, :, None]
         q = jnp.where(own, q[..., None, :], 0).reshape(num_tiles, tile_len, 1, num_q_heads, -1)
-    out = _attend_by_kv_head(q, k_cache, v_cache, block_tables, query_starts, seq_lens, options)
+    out = _attend_by_kv_head(q, pool, block_tables, query_starts, seq_lens, options)
     if merges_heads:
         out = out.reshape(num_tiles, tile_len, num_kv_heads, group, num_kv_heads, head_dim)
         out = jnp.stack([out[:, :, head, :, head] for head in range(num_kv_heads)], axis=2)
@@ -51,8 +51,7 @@ def tiled_paged_attention(
 
 def _attend_by_kv_head(
     q: Float[Array, "num_tiles tile_len wide_heads group wide_dim"],
-    k_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
-    v_cache: Num[Array, "num_blocks block_size num_kv_heads head_dim"],
+    pool: Pool,
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
     query_starts: Int[Array, " num_tiles"],
     seq_lens: Int[Array, " num_tiles"],
@@ -60,7 +59,7 @@ def _attend_by_kv_head(
 ) -> Float[Array, "num_tiles tile_len wide_heads group wide_dim"]:
     """Attention of scaled queries, in float32. A token's K and V are cut into heads as q's shape says."""
     num_tiles, tile_len, num_kv_heads, group, head_dim = q.shape
-    block_size = k_cache.shape[1]
+    block_size = pool.sizes.block_size
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
     chunk_len = blocks_per_chunk * block_size
     sliding_window = options.sliding_window
@@ -93,8 +92,10 @@ def _attend_by_kv_head(
 
     def chunk(i: Array, state: Softmax) -> Softmax:
         ids = lax.dynamic_slice_in_dim(blocks, i * blocks_per_chunk, blocks_per_chunk, axis=1)
+        # All heads of a token side by side.
+        k, v = (x.reshape(num_tiles, chunk_len, -1) for x in pool.read(ids, q.dtype))
         # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
-        k, v = lax.optimization_barrier(_gather(k_cache, ids, q.dtype)), _gather(v_cache, ids, q.dtype)
+        k = lax.optimization_barrier(k)
         kv_position = i * chunk_len + jnp.arange(chunk_len)
         seen = kv_position < bound
         tile_sees = kv_position < seq_lens[:, None]
@@ -150,14 +151,6 @@ def _blocks_seen(
     padding = -block_tables.shape[1] % blocks_per_chunk
     blocks = jnp.pad(jnp.where(seen, block_tables, 0), ((0, 0), (0, padding)))
     return blocks, first_chunk, -(-jnp.max(seq_lens) // chunk_len)
-
-
-def _gather(
-    cache: Num[Array, "num_blocks block_size ..."], ids: Int[Array, "num_tiles blocks"], dtype: jnp.dtype
-) -> Num[Array, "num_tiles chunk_len width"]:
-    """The tokens of these blocks, all heads of a token side by side."""
-    blocks = cache.reshape(cache.shape[0], -1).at[ids].get(mode="promise_in_bounds")
-    return blocks.reshape(ids.shape[0], ids.shape[1] * cache.shape[1], -1).astype(dtype)
 
 
 def _by_head(

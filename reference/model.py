@@ -1,4 +1,4 @@
-"""A whole decoder in NumPy: no cache, no batch, every token anew. The oracle of engine and families.
+"""A whole decoder in NumPy: no batch, and no cache unless one is given. The oracle of engine and families.
 
 Weights come by their role: "embedding.weight", "layers.0.qkv.weight", "layers.0.experts.3.down.bias", ...; a
 product's is [out_features, in_features]. Queries, keys and values are one, and so are gate and up.
@@ -62,11 +62,23 @@ class Config(Protocol):
 Weights = Mapping[str, np.ndarray]
 
 
-def logits(config: Config, weights: Weights, token_ids: list[int]) -> np.ndarray:
-    """Scores of the token after each of `token_ids`: [num_tokens, vocab_size], in the weights' dtype."""
-    x = embed(config, weights, token_ids)
+class Cache(Protocol):
+    """What keeps K and V of tokens, and may give them back changed."""
+
+    num_tokens: int  # that it has of each layer before the next ones
+
+    def add(self, layer: str, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Those of the next tokens go in; those of all come back."""
+
+
+def logits(config: Config, weights: Weights, token_ids: list[int], cache: Cache | None = None) -> np.ndarray:
+    """Scores of the token after each of `token_ids`: [num_tokens, vocab_size], in the weights' dtype.
+
+    With a cache only of those that it does not have.
+    """
+    x = embed(config, weights, token_ids, cache.num_tokens if cache else 0)
     for number, kind in enumerate(config.layers):
-        x = layer(config, weights, f"layers.{number}", kind, x)
+        x = layer(config, weights, f"layers.{number}", kind, x, cache)
     x = norm(config, weights, "norm", x)
     head = "embedding" if config.tie_word_embeddings else "lm_head"
     scores = x @ weights[f"{head}.weight"].T / x.dtype.type(config.logit_divisor)
@@ -89,15 +101,18 @@ def generate(
     return tokens[len(prompt) :]
 
 
-def embed(config: Config, weights: Weights, token_ids: list[int]) -> np.ndarray:
-    x = weights["embedding.weight"][token_ids]
+def embed(config: Config, weights: Weights, token_ids: list[int], first: int = 0) -> np.ndarray:
+    """Of the tokens from position `first` on."""
+    x = weights["embedding.weight"][token_ids[first:]]
     x = x * x.dtype.type(config.embedding_scale)
     if config.num_positions is not None:
-        x = x + weights["positions.weight"][np.arange(len(x)) + config.position_offset]
+        x = x + weights["positions.weight"][np.arange(first, len(token_ids)) + config.position_offset]
     return norm(config, weights, "embedding_norm", x) if config.embedding_norm else x
 
 
-def layer(config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray) -> np.ndarray:
+def layer(
+    config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray, cache: Cache | None = None
+) -> np.ndarray:
     """Attention and a feed-forward part, each added to what came in; one after the other, or side by side."""
     before, after = config.norm_place in ("before", "both"), config.norm_place in ("after", "both")
 
@@ -106,7 +121,7 @@ def layer(config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarra
         return values * values.dtype.type(config.residual_scale)
 
     normed = norm(config, weights, f"{name}.attention_norm", x) if before else x
-    attended = x + out("attention", attention(config, weights, name, kind, normed))
+    attended = x + out("attention", attention(config, weights, name, kind, normed, cache))
     given = x if config.parallel else attended
     if config.shared_norm:
         given = normed
@@ -116,13 +131,16 @@ def layer(config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarra
     return attended + out("mlp", feed_forward(config, weights, name, given))
 
 
-def attention(config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray) -> np.ndarray:
-    """Causal attention over all of `x`, [num_tokens, hidden_size]; query heads share kv heads in groups.
+def attention(
+    config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray, cache: Cache | None = None
+) -> np.ndarray:
+    """Causal attention of `x`, [num_tokens, hidden_size], over itself and what the cache has before it; query
+    heads share kv heads in groups.
 
     Token i sees token j if j <= i and, with a sliding window, i - j < sliding_window. A sink is one more
     score, of a token without a value.
     """
-    c, num_tokens = config, len(x)
+    c, num_tokens, first = config, len(x), cache.num_tokens if cache else 0
     qkv = linear(weights, f"{name}.qkv", x)
     if c.qkv_clip is not None:
         qkv = qkv.clip(-c.qkv_clip, c.qkv_clip)
@@ -131,9 +149,11 @@ def attention(config: Config, weights: Weights, name: str, kind: Layer, x: np.nd
     q, k = (qk_normed(c, weights, f"{name}.{part}_norm", y) for part, y in (("q", q), ("k", k)))
     q, k, v = (y.reshape(num_tokens, -1, c.head_dim) for y in (q, k, v))
     if kind.rope is not None:
-        q, k = rope(q, kind.rope, c.max_model_len), rope(k, kind.rope, c.max_model_len)
+        q, k = (rope(y, kind.rope, c.max_model_len, first) for y in (q, k))
+    if cache is not None:
+        k, v = cache.add(name, k, v)
     out, group = np.empty_like(q), c.num_q_heads // c.num_kv_heads
-    distance = np.subtract.outer(np.arange(num_tokens), np.arange(num_tokens))
+    distance = np.subtract.outer(np.arange(first, first + num_tokens), np.arange(first + num_tokens))
     seen = distance >= 0
     if kind.sliding_window is not None:
         seen &= distance < kind.sliding_window
@@ -215,10 +235,15 @@ def norm(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarr
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
-def rope(x: np.ndarray, rope: Rope, max_len: int) -> np.ndarray:
-    """Turn each pair (i, i + dim / 2) of `x`, [num_tokens, num_heads, head_dim], by its angle."""
+def rope(x: np.ndarray, rope: Rope, max_len: int, first: int = 0) -> np.ndarray:
+    """Turn each pair (i, i + dim / 2) of `x`, [num_tokens, num_heads, head_dim], by its angle.
+
+    The first token is at position `first`.
+    """
     half = rope.dim // 2
-    angle = np.arange(len(x))[:, None] * np.array([frequency(rope, i, max_len) for i in range(half)])
+    angle = np.arange(first, first + len(x))[:, None] * np.array(
+        [frequency(rope, i, max_len) for i in range(half)]
+    )
     factor = getattr(rope.scaling, "attention_factor", 1.0)
     cos, sin = ((factor * f(angle)).astype(x.dtype)[:, None] for f in (np.cos, np.sin))
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -48,7 +48,7 @@ ALLOWED = {
         "jaxpaged/vllm_options.py",
         *GROUND,
     },
-    "jaxpaged/replay": {"jaxpaged/__init__.py", *ENGINE, *GROUND},
+    "jaxpaged/replay": {"pallas_kernels", "jaxpaged/__init__.py", *ENGINE, *GROUND},
     "jaxpaged/cli.py": {
         "pallas_kernels",
         "jaxpaged/__init__.py",
@@ -124,9 +124,31 @@ def test_every_file_of_the_packages_belongs_to_a_part():
 
 def test_memory_has_of_the_kernels_only_what_writes_and_copies():
     """What reads K and V is attention, and the models'."""
+    tree = [node for file in files("jaxpaged/memory") for node in ast.walk(ast.parse(file.read_text()))]
     imported = {name for file in files("jaxpaged/memory") for name in imported_modules(file)}
     of_kernels = {name for name in imported if name.startswith("pallas_kernels")}
-    assert of_kernels == {f"pallas_kernels.ops.{name}" for name in ("reshape_and_cache", "swap_blocks")}
+    assert {name.rpartition(".")[0] for name in of_kernels} == {"pallas_kernels", "pallas_kernels.layouts"}
+    used = {
+        node.attr
+        for node in tree
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ops"
+    }
+    assert used == {"write", "swap_blocks"}
+
+
+def test_layouts_are_known_by_name_to_their_registry_alone():
+    """Where there is a list of them, a new one is forgotten."""
+    registry = ROOT / "pallas_kernels/layouts/__init__.py"
+    names = set(re.findall(r'^    "(\w+)": ', registry.read_text(), re.MULTILINE))
+    assert len(names) >= 10
+    for file in [*files("jaxpaged"), *files("pallas_kernels")]:
+        constants = {
+            node.value
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        if file.parent != registry.parent:
+            assert len(constants & (names - {"token", "fp8_e4m3", "fp8_e5m2"})) <= 1, file
 
 
 def test_the_decoder_knows_no_family():

@@ -96,9 +96,14 @@ SMALL = {"num_blocks": 1 + 16, "block_size": 8}
 SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
 
 
-def load(dtype: Any) -> Decoder:
-    """The tiny model in this dtype."""
-    return Decoder(Parts(CONFIG, NAMES, weights(), dtype))
+def load(dtype: Any, config: ModelConfig = CONFIG) -> Decoder:
+    """The tiny model in this dtype; `config` may be one with the same weights."""
+    return Decoder(Parts(config, NAMES, weights(), dtype))
+
+
+def with_window(sliding_window: int | None) -> ModelConfig:
+    layers = [dataclasses.replace(layer, sliding_window=sliding_window) for layer in CONFIG.layers]
+    return dataclasses.replace(CONFIG, layers=tuple(layers))
 
 
 def driver(**options: Any) -> Driver:

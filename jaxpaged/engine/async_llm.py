@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -89,7 +90,8 @@ class AsyncLLM:
     ) -> Admitted:
         """Check a prompt, and cut it into tokens; `InputError` if it could never run."""
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        return Admitted(*await _here_or_in_a_thread(self.llm._read_prompt, prompt, params, priority))
+        admit = functools.partial(self.engine.door.admit, params=params, priority=priority)
+        return Admitted(*await _here_or_in_a_thread(self.llm._read_prompt, prompt, admit))
 
     async def stream(
         self, prompts: Sequence[Admitted], request_id: str

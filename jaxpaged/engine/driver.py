@@ -20,7 +20,14 @@ from flax import nnx
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, programs
 from jaxpaged.engine.loop import Report
-from jaxpaged.engine.machine import attention, cache_size, max_model_len, resolve_dtype, tiles_per_pass
+from jaxpaged.engine.machine import (
+    attention,
+    cache_size,
+    layout,
+    max_model_len,
+    resolve_dtype,
+    tiles_per_pass,
+)
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
 from jaxpaged.engine.state import (
@@ -40,6 +47,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.sampling import Scores
 from jaxpaged.status import raise_if_error
+from pallas_kernels import layouts
 
 # Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8
@@ -249,10 +257,11 @@ class Driver:
 
     def _create_state(self, model: Decoder) -> EngineState:
         config = self.config
+        kv_layout = layout(config, self.door.model_config)
 
         def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
             return loop.create(
-                jax.eval_shape(lambda: model.create_cache(num_blocks, config.block_size)),
+                jax.eval_shape(lambda: model.create_cache(num_blocks, config.block_size, kv_layout)),
                 num_rows=config.num_rows,
                 max_model_len=self.door.max_model_len,
                 vocab_size=self.door.model_config.vocab_size,
@@ -273,12 +282,14 @@ class Driver:
         arrays = self._params, self._state, np.int32(0), np.bool_(False)
         told = no_prompt_scores(self.step_config, self.config.num_rows)
         report = jax.eval_shape(loop.report, self._state, told)
-        self._kept_run: Callable[..., tuple[EngineState, Report]] | None = programs.kept(
-            functools.partial(loop.run.lower, self._graphdef, *arrays, config=self.step_config),
-            made_from=("run", self.door.model_config, resolve_dtype(self.config), self.step_config),
-            arrays=arrays,
-            result=(self._state, report),
-        )
+        self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None
+        if layouts.is_ours(self._state.kv_cache.layout):
+            self._kept_run = programs.kept(
+                functools.partial(loop.run.lower, self._graphdef, *arrays, config=self.step_config),
+                made_from=("run", self.door.model_config, resolve_dtype(self.config), self.step_config),
+                arrays=arrays,
+                result=(self._state, report),
+            )
         self._submit([])
         self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
         jax.block_until_ready((self._run(max_steps=0), loop.recent_scores(self._state)))

@@ -67,7 +67,7 @@ def create(
     """A state without requests, with zeros for K and V of these shapes; in one program, for outside of one
     each shape is compiled by itself.
     """
-    num_blocks, block_size = kv_cache.k.shape[0], kv_cache.block_size
+    num_blocks, block_size = kv_cache.num_blocks, kv_cache.block_size
     tables = create_tables(
         num_blocks,
         num_rows,

@@ -15,8 +15,9 @@ from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.weights import num_weights
-from pallas_kernels import native, ops, support
+from pallas_kernels import layouts, native, ops, support
 from pallas_kernels.compilation_cache import compilation_cache_dir
+from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation
 from pallas_kernels.paged_attention import partial_bytes
 
@@ -28,6 +29,20 @@ def resolve_dtype(config: EngineConfig) -> jnp.dtype:
     if config.dtype == "auto":
         return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     return jnp.dtype(config.dtype)
+
+
+def layout(config: EngineConfig, model_config: ModelConfig) -> Layout:
+    """The layout of the cache. Raises `InputError` for options that mean nothing together or for this
+    model.
+    """
+    try:
+        chosen = layouts.choose(
+            config.kv_layout, config.kv_cache_dtype, measures_scales=config.calculate_kv_scales
+        )
+        layouts.check(chosen, config.block_size, model_config.head_dim, resolve_dtype(config))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return chosen
 
 
 def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
@@ -48,9 +63,9 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImp
 
     Raises `InputError` if the one asked for does not serve the model, or the native target not the processor.
     """
-    dtype = resolve_dtype(config)
+    dtype, kv_layout = resolve_dtype(config), layout(config, model_config)
     try:
-        no_native = native.why_not(dtype)
+        no_native = native.why_not(dtype) or native.why_not_layout(kv_layout, dtype)
     except ValueError as error:
         raise InputError(str(error)) from error
     if config.attention == "auto":
@@ -73,18 +88,24 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImp
 def _why_not(
     implementation: TiledImplementation, dtype: jnp.dtype, config: EngineConfig, model_config: ModelConfig
 ) -> str | None:
+    kv_layout = layout(config, model_config)
     if implementation == "native":
         extras = ", ".join(model_config.attention_extras)
-        return native.why_not(dtype) or (f"the native kernel has no {extras}" if extras else None)
+        why_not = native.why_not(dtype) or native.why_not_layout(kv_layout, dtype)
+        return why_not or (f"the native kernel has no {extras}" if extras else None)
+    view = kv_layout.view()
+    numbers = None if view is None else kv_layout.arrays(1, 1, 1, 1, dtype)[view.k.array].dtype
     try:
         support.refuse_unserved(
             implementation,
             dtype=dtype,
-            cache_dtype=dtype,
+            cache_dtype=jnp.dtype(numbers or dtype),
             head_dim=model_config.head_dim,
             block_size=config.block_size,
             group_size=model_config.num_q_heads // model_config.num_kv_heads,
-            options=support.Options(scale=1.0, sliding_window=model_config.sliding_window),
+            options=support.Options(
+                scale=1.0, sliding_window=model_config.sliding_window, kv_layout=kv_layout
+            ),
         )
     except NotImplementedError as error:
         return str(error)
@@ -113,7 +134,8 @@ def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,
             head_dim=model_config.head_dim,
-            bytes_per_element=dtype.itemsize,
+            dtype=dtype,
+            layout=layout(config, model_config),
         ),
         state_bytes_per_block=state_bytes(config, model_config)[1],
         block_size=config.block_size,

@@ -1,6 +1,8 @@
-"""K and V in arrays: how they are made, written and copied, and one layer seen in those of all."""
+"""K and V of all layers in arrays, in any layout: how they are made, written and copied, and one layer as a
+pool.
+"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -8,56 +10,88 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxpaged.memory.block_pool import NULL_BLOCK
-from pallas_kernels.ops import reshape_and_cache, swap_blocks
+from pallas_kernels import ops
+from pallas_kernels.layouts import TOKEN_MAJOR, Layout, Pool, Sizes
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """One array for K and one for V: a block's layers lie side by side. Block 0 is the null block.
+    """A layout's arrays, each with one more axis, for the layers. Block 0 is the null block.
 
-    So a block moves in one piece, and a loop over layers carries two arrays, which are updated in place. To
-    a kernel each is a pool of `num_blocks * num_layers` blocks, of which a layer's are those that `blocks_of`
-    and `slots_of` name.
+    A block's layers lie side by side, [num_blocks, num_layers, ...]: it moves in one piece an array, and a
+    loop over layers carries arrays that are updated in place. A layout may ask for [num_layers, num_blocks,
+    ...] instead. To a kernel it is a pool of `num_blocks * num_layers` blocks, of which a layer's are those
+    that `blocks_of` and `slots_of` name.
     """
 
-    k: Num[Array, "num_blocks num_layers block_size num_kv_heads head_dim"]
-    v: Num[Array, "num_blocks num_layers block_size num_kv_heads head_dim"]
+    blocks: dict[str, Num[Array, "..."]]
+    shared: dict[str, Num[Array, "num_layers ..."]]  # what belongs to no block: `Layout.shared`
+    layout: Layout = field(metadata={"static": True})
+    num_layers: int = field(metadata={"static": True})
+    block_size: int = field(metadata={"static": True})
+    num_kv_heads: int = field(metadata={"static": True})
+    head_dim: int = field(metadata={"static": True})
+    dtype: jnp.dtype = field(metadata={"static": True})  # of the computation
+
+    def __hash__(self) -> int:
+        """Of a cache of shapes, which a program may be made for."""
+        return hash((*self.blocks.items(), *self.shared.items(), self.layout))
 
     @property
-    def num_layers(self) -> int:
-        return self.k.shape[1]
+    def axis(self) -> int:
+        """The axis that counts blocks."""
+        return 1 if self.layout.layers_apart else 0
 
     @property
-    def block_size(self) -> int:
-        return self.k.shape[2]
+    def num_blocks(self) -> int:
+        return next(iter(self.blocks.values())).shape[self.axis]
 
-    @property
-    def pools(
-        self,
-    ) -> tuple[Num[Array, "blocks block_size heads dim"], Num[Array, "blocks block_size heads dim"]]:
-        """K and V as kernels see them."""
-        k, v = (x.reshape(-1, *x.shape[2:]) for x in (self.k, self.v))
-        return k, v
+    def pool(self, layer: int | Int[Array, ""]) -> Pool:
+        """All layers' blocks as kernels see them, with what the blocks of this one share."""
+        blocks = {name: x.reshape(-1, *x.shape[2:]) for name, x in self.blocks.items()}
+        shared = {name: x[layer] for name, x in self.shared.items()}
+        sizes = Sizes(self.num_blocks * self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
+        return Pool(blocks | shared, self.layout, sizes)
 
     def blocks_of(self, layer: int | Int[Array, ""], block_ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
-        """The numbers in `pools` of a layer's share of these blocks; those of the null block are padding,
+        """The numbers in `pool` of a layer's share of these blocks; those of the null block are padding,
         too.
         """
+        if self.layout.layers_apart:
+            return layer * self.num_blocks + block_ids
         return block_ids * self.num_layers + layer
 
     def slots_of(self, layer: int | Int[Array, ""], slots: Int[Array, "*n"]) -> Int[Array, "*n"]:
-        """The slots in `pools` of a layer's K and V of the tokens in these slots."""
+        """The slots in `pool` of a layer's K and V of the tokens in these slots."""
         blocks = self.blocks_of(layer, slots // self.block_size)
         return blocks * self.block_size + slots % self.block_size
 
 
 def create(
-    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    layout: Layout = TOKEN_MAJOR,
 ) -> KVCache:
     """A cache of zeros (never uninitialised memory: what is masked must still be a number)."""
-    shape = (num_blocks, num_layers, block_size, num_kv_heads, head_dim)
-    return KVCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    dtype = jnp.dtype(dtype)
+    leading = (num_layers, num_blocks) if layout.layers_apart else (num_blocks, num_layers)
+    specs = layout.arrays(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+    shared = layout.shared(num_kv_heads)
+    return KVCache(
+        blocks={name: jnp.zeros((*leading, *s.shape[1:]), s.dtype) for name, s in specs.items()},
+        shared={name: jnp.zeros((num_layers, *s.shape), s.dtype) for name, s in shared.items()},
+        layout=layout,
+        num_layers=num_layers,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
 
 
 def write(
@@ -68,9 +102,15 @@ def write(
     slot_mapping: Int[Array, " num_tokens"],
 ) -> KVCache:
     """Put K and V of one layer into the tokens' slots; in slot 0, the null block's, nobody looks."""
-    pools = reshape_and_cache(k, v, *cache.pools, cache.slots_of(layer, slot_mapping))
-    new_k, new_v = (pool.reshape(cache.k.shape) for pool in pools)
-    return KVCache(k=new_k, v=new_v)
+    if cache.shared:  # of all tokens: what is none must not count
+        is_padding = (slot_mapping < cache.block_size)[:, None, None]
+        k, v = jnp.where(is_padding, 0, k), jnp.where(is_padding, 0, v)
+    new = ops.write(cache.pool(layer), k, v, cache.slots_of(layer, slot_mapping)).arrays
+    return replace(
+        cache,
+        blocks={name: new[name].reshape(old.shape) for name, old in cache.blocks.items()},
+        shared={name: old.at[layer].set(new[name]) for name, old in cache.shared.items()},
+    )
 
 
 def copy_blocks(
@@ -84,7 +124,10 @@ def copy_blocks(
     What is not to be copied costs nothing.
     """
     pairs = jnp.where(sources == NULL_BLOCK, -1, jnp.stack([sources, destinations])).T
-    return jax.tree.map(lambda a, b: swap_blocks(a, b, pairs), source, target)
+    blocks = {
+        name: ops.swap_blocks(source.blocks[name], x, pairs, source.axis) for name, x in target.blocks.items()
+    }
+    return replace(target, blocks=blocks)
 
 
 def copy_within(
@@ -93,16 +136,18 @@ def copy_within(
     """Copy block `sources[i]` to `destinations[i]`, in place, one after the other; where it is NULL_BLOCK,
     none. No block may be both. What is not to be copied costs nothing.
     """
-    type Carry = tuple[KVCache, Bool[Array, " num_pairs"]]
+    axis = cache.axis
+    type Carry = tuple[dict[str, Num[Array, "..."]], Bool[Array, " num_pairs"]]
 
     def copy_one(carry: Carry) -> Carry:
-        cache, left = carry
+        blocks, left = carry
         i = jnp.argmax(left)
 
-        def copied(x: Num[Array, "num_blocks *block"]) -> Num[Array, "num_blocks *block"]:
-            block = lax.dynamic_index_in_dim(x, sources[i], keepdims=False)
-            return lax.dynamic_update_index_in_dim(x, block, destinations[i], axis=0)
+        def copied(x: Num[Array, "..."]) -> Num[Array, "..."]:
+            block = lax.dynamic_index_in_dim(x, sources[i], axis, keepdims=False)
+            return lax.dynamic_update_index_in_dim(x, block, destinations[i], axis)
 
-        return jax.tree.map(copied, cache), left.at[i].set(False)
+        return jax.tree.map(copied, blocks), left.at[i].set(False)
 
-    return lax.while_loop(lambda carry: jnp.any(carry[1]), copy_one, (cache, sources != NULL_BLOCK))[0]
+    start = (cache.blocks, sources != NULL_BLOCK)
+    return replace(cache, blocks=lax.while_loop(lambda carry: jnp.any(carry[1]), copy_one, start)[0])

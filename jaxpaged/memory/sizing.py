@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from jaxpaged.checks import INT32_MAX, InputError, check
+from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
 MOST_BLOCKS = 2**20  # of a small model in a large memory: beyond, more blocks only cost time to make
 
@@ -27,10 +30,16 @@ class CacheSize:
 
 
 def bytes_per_block(
-    *, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_element: int
+    *,
+    block_size: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    layout: Layout = TOKEN_MAJOR,
 ) -> int:
-    """Bytes of K and V of one block over all layers: vLLM's `CacheEngine.get_cache_block_size`."""
-    return block_size * num_layers * 2 * num_kv_heads * head_dim * bytes_per_element
+    """Bytes of one block over all layers; by default vLLM's `CacheEngine.get_cache_block_size`."""
+    return num_layers * layout.block_bytes(block_size, num_kv_heads, head_dim, dtype)
 
 
 def cache_size(

@@ -60,7 +60,8 @@ def attend(
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
         out = ops.tiled_paged_attention(
             q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
-            *cache.pools,
+            cache.pool(layer),
+            None,
             cache.blocks_of(layer, batch.block_tables),
             batch.query_starts,
             batch.seq_lens,

@@ -16,6 +16,7 @@ from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.weights import Abstract, Parts
 from pallas_kernels import native
+from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
 Norm = layers.RMSNorm | layers.LayerNorm
 type Angles = tuple[Float[Array, "..."], Float[Array, "..."]]  # cosines and sines
@@ -50,10 +51,12 @@ class Decoder(nnx.Module):
     def hidden_size(self) -> int:
         return self.config.hidden_size
 
-    def create_cache(self, num_blocks: int, block_size: int) -> KVCache:
+    def create_cache(self, num_blocks: int, block_size: int, layout: Layout = TOKEN_MAJOR) -> KVCache:
         """Zeroed K and V of its layers, heads and dtype."""
         c = self.config
-        return kv_cache.create(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype)
+        return kv_cache.create(
+            c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, layout
+        )
 
     def __call__(
         self,

@@ -19,8 +19,9 @@ from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
+from pallas_kernels import layouts
 
-VERSION = 3  # of the file's format
+VERSION = 4  # of the file's format
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,10 @@ def dump(
         },
         "kv": {
             "num_layers": kv.num_layers,
-            "num_kv_heads": kv.k.shape[3],
-            "head_dim": kv.k.shape[4],
-            "dtype": str(kv.k.dtype),
+            "num_kv_heads": kv.num_kv_heads,
+            "head_dim": kv.head_dim,
+            "dtype": str(kv.dtype),
+            "layout": layouts.words(kv.layout),
         },
         "num_requests": len(requests),
         "events": [
@@ -206,6 +208,7 @@ def _new_state(
         if not kv:
             return no_layers(num_blocks, block_size)
         sizes = kv | {"num_blocks": num_blocks, "block_size": block_size, "dtype": jnp.dtype(kv["dtype"])}
+        sizes["layout"] = layouts.choose(**kv["layout"])
         return kv_cache.create(**sizes)
 
     pool = None if host is None else HostPool(tables(**host), arrays(host["num_blocks"]))

@@ -133,15 +133,15 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     _refuse_computed(dump.state)
     checkpoint = loading.open_checkpoint(name)
     c, kv, window = checkpoint.config, dump.state.kv_cache, dump.step_config.sliding_window
-    shape = (kv.num_layers, *kv.k.shape[3:])
+    shape = (kv.num_layers, kv.num_kv_heads, kv.head_dim)
     rule = "the one that was served, of {} layers, KV heads and head_dim, vocabulary {} and window {}"
     fits = (c.num_layers, c.num_kv_heads, c.head_dim) == shape
     fits &= (c.vocab_size, c.sliding_window) == (dump.vocab_size, window)
     check("model", name, rule.format(shape, dump.vocab_size, window), fits)
-    dtype: Any = str(kv.k.dtype)
-    config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size)
+    dtype: Any = str(kv.dtype)
+    config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)
     step_config = replace(dump.step_config, attention=machine.attention(config, c)[0])
-    model = checkpoint.model(kv.k.dtype)
+    model = checkpoint.model(kv.dtype)
     return replace(dump, step_config=step_config), model
 
 

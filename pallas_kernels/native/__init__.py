@@ -5,8 +5,17 @@ interface. Nothing depends on them: without a C++ compiler, or with `JAXPAGED_NA
 `JAXPAGED_NATIVE=avx2` asks for another target than the processor's fastest.
 """
 
-from pallas_kernels.native.attention import tiled_paged_attention
+from pallas_kernels.native.attention import tiled_paged_attention, why_not_layout
 from pallas_kernels.native.library import instructions, prepare, serves, why_not
 from pallas_kernels.native.product import pack, product
 
-__all__ = ["instructions", "pack", "prepare", "product", "serves", "tiled_paged_attention", "why_not"]
+__all__ = [
+    "instructions",
+    "pack",
+    "prepare",
+    "product",
+    "serves",
+    "tiled_paged_attention",
+    "why_not",
+    "why_not_layout",
+]

@@ -7,32 +7,62 @@ namespace {
 
 using namespace native;
 
-// As `ops.tiled_paged_attention`.
+// f(Float32() or another type of the cache), which may be the queries' or one of a byte.
+template <typename T, typename F>
+ffi::Error WithCacheType(ffi::DataType type, ffi::DataType queries, F f) {
+  if (type == queries) {
+    f(T());
+  } else if (type == ffi::S8) {
+    f(Int8());
+  } else if (type == ffi::F8E4M3FN) {
+    f(Float8<4>());
+  } else if (type == ffi::F8E5M2) {
+    f(Float8<5>());
+  } else {
+    return ffi::Error::InvalidArgument("numbers of a cache must be of the queries' type, int8 or float8");
+  }
+  return ffi::Error::Success();
+}
+
+// As `ops.tiled_paged_attention`. `places` says where K, V and their scales lie, as `attention.py` packs it.
 ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::Buffer<ffi::S32> block_tables, ffi::Buffer<ffi::S32> query_starts,
-                     ffi::Buffer<ffi::S32> seq_lens, ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window) {
-  const auto queries = q.dimensions(), cache = k.dimensions();
-  return WithType(q.element_type(), [&](auto type) {
+                     ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::F32> k_scales, ffi::Buffer<ffi::F32> v_scales,
+                     ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, ffi::Span<const int64_t> places) {
+  const auto queries = q.dimensions();
+  const int64_t* at = places.begin();
+  const bool has_scales = k_scales.element_count() > 0;
+  ffi::Error error;
+  const auto unknown = WithType(q.element_type(), [&](auto type) {
     using T = decltype(type);
-    using Value = typename T::Value;
-    const AttentionCall<T> call{static_cast<const Value*>(q.untyped_data()),
-                                static_cast<const char*>(k.untyped_data()),
-                                static_cast<const char*>(v.untyped_data()),
-                                block_tables.typed_data(),
-                                query_starts.typed_data(),
-                                seq_lens.typed_data(),
-                                static_cast<Value*>(out->untyped_data()),
-                                queries[0],
-                                queries[1],
-                                queries[2],
-                                queries[3],
-                                cache[2],
-                                cache[1],
-                                block_tables.dimensions()[1],
-                                scale,
-                                window};
-    AttendAll(pool, call);
+    error = WithCacheType<T>(k.element_type(), q.element_type(), [&](auto cache_type) {
+      using C = decltype(cache_type);
+      using Value = typename T::Value;
+      const int64_t bytes = sizeof(typename C::Value);
+      const AttentionCall<T, C> call{static_cast<const Value*>(q.untyped_data()),
+                                     static_cast<const char*>(k.untyped_data()) + at[2] * bytes,
+                                     static_cast<const char*>(v.untyped_data()) + at[3] * bytes,
+                                     block_tables.typed_data(),
+                                     query_starts.typed_data(),
+                                     seq_lens.typed_data(),
+                                     has_scales ? k_scales.typed_data() + at[7] : nullptr,
+                                     has_scales ? v_scales.typed_data() + at[8] : nullptr,
+                                     static_cast<Value*>(out->untyped_data()),
+                                     queries[0],
+                                     queries[1],
+                                     queries[2],
+                                     queries[3],
+                                     at[0],
+                                     at[1],
+                                     block_tables.dimensions()[1],
+                                     {at[4] * bytes, at[5] * bytes, at[6] * bytes},
+                                     {at[9], at[10], at[11]},
+                                     scale,
+                                     window};
+      AttendAll(pool, call);
+    });
   });
+  return unknown.failure() ? unknown : error;
 }
 
 }  // namespace
@@ -46,6 +76,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_attention, Attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
-                                  .Attr<int64_t>("window"));
+                                  .Attr<int64_t>("window")
+                                  .Attr<ffi::Span<const int64_t>>("places"));

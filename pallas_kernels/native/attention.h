@@ -21,17 +21,27 @@ constexpr int kSumRows = kNumRegisters == 32 ? 4 : kLanes == 8 ? 6 : 3;
 constexpr int kSumVectors = kSumRows == 6 ? 2 : 4;
 constexpr int64_t kGroup = kSumVectors * kLanes;  // columns
 
-template <typename T>
+// From one block, token and head to the next.
+struct Strides {
+  int64_t block, token, head;
+  int64_t At(int64_t block_id, int64_t offset) const { return block_id * block + offset * token; }
+};
+
+// Queries and outputs are numbers of T, those of K and V of C.
+template <typename T, typename C>
 struct AttentionCall {
   const typename T::Value* q;
-  const char *k, *v;
+  const char *k, *v;  // of block 0, its first token and head
   const int32_t *block_tables, *query_starts, *seq_lens;
+  const float *k_scales, *v_scales;  // what numbers of K and V are to be multiplied by; null: by nothing
   typename T::Value* out;
   int64_t num_tiles, tile_len, num_q_heads, head_dim, num_kv_heads, block_size, max_blocks;
+  Strides strides;        // of K and V, in bytes
+  Strides scale_strides;  // in numbers
   float scale;
   int64_t window;
 
-  int64_t head_bytes() const { return head_dim * sizeof(typename T::Value); }
+  int64_t head_bytes() const { return head_dim * sizeof(typename C::Value); }
 };
 
 // Where a head of K or V lies, for some tokens.
@@ -43,14 +53,15 @@ struct Heads {
 
 // One tile and some of its kv heads: the rows of queries that share each of these, and the tokens that some row sees,
 // counted from the first, in whole chunks. A row is one head of one token.
-template <typename T>
+template <typename T, typename C>
 struct Job {
-  const AttentionCall<T>& call;
+  const AttentionCall<T, C>& call;
   int64_t num_heads, num_rows, num_tokens;
   int64_t width, num_groups;  // of a head: narrow ones are read as if they had a whole group of columns
   int64_t num_factors;        // of a query
   const char *k, *v;          // of the first kv head
   int64_t* offsets;           // [num_tokens + kChunk]: from k and v, in bytes, and behind these from `copy`
+  int64_t* scale_offsets;     // [num_tokens]: from the first scale of a head
   int64_t* ends;              // [num_rows]: how many tokens there are up to a row's own
   int64_t* places;            // [num_heads, num_rows]: in q and out
   uint32_t* factors;          // [num_heads, num_rows, num_factors]
@@ -69,7 +80,7 @@ struct Job {
   // The first column of a group. The last group ends with the head, and begins within the one before.
   int64_t column(int64_t group) const { return std::min(group * kGroup, width - kGroup); }
   Heads At(const char* base, int64_t head, int64_t token) const {
-    return {base + head * call.head_bytes(), offsets + token};
+    return {base + head * call.strides.head, offsets + token};
   }
   // A chunk of tokens, of which whole registers can be read.
   Heads Chunk(const char* base, int64_t head, int64_t token) const {
@@ -81,21 +92,20 @@ struct Job {
 };
 
 // A row of q as `Dot` reads it. Where the last register of K has some words of the one before, factors are zero.
-template <typename T>
+template <typename T, typename C>
 void Spread(const typename T::Value* q, int64_t head_dim, int64_t width, uint32_t* factors) {
-  constexpr int64_t kNumbers = kLanes * T::kValues;  // of a register
+  constexpr int64_t kNumbers = kLanes * C::kValues;  // of a register
   for (int64_t first = 0; first < width; first += kNumbers) {
-    Words words;
-    if (first + kNumbers <= head_dim) {
-      words = Load<Words>(q + first);
+    typename T::Value numbers[kNumbers] = {};
+    const int64_t again = std::max<int64_t>(first + kNumbers - width, 0);
+    std::copy(q + std::min(first, head_dim), q + std::min(first - again + kNumbers, head_dim), numbers + again);
+    if constexpr (std::is_same_v<T, C>) {
+      const Words words = Load<Words>(numbers);
+      for (int i = 0; i < T::kFactors; ++i, factors += kLanes) {
+        Store(factors, T::kFactors == 1 ? (F32)words : T::Number(words, i));
+      }
     } else {
-      const int64_t again = std::max<int64_t>(first + kNumbers - width, 0);
-      typename T::Value numbers[kNumbers] = {};
-      std::copy(q + std::min(first, head_dim), q + head_dim, numbers + again);
-      words = Load<Words>(numbers);
-    }
-    for (int i = 0; i < T::kFactors; ++i, factors += kLanes) {
-      Store(factors, T::kFactors == 1 ? (F32)words : T::Number(words, i));
+      for (int64_t i = 0; i < kNumbers; ++i) Store(factors++, T::ToFloat(numbers[i]));
     }
   }
 }
@@ -126,28 +136,28 @@ inline Registers<kRows> Fold(Registers<kRows> a, Registers<kRows> b) {
 }
 
 // Dot products of kRows rows with kCount tokens from `token` on: side by side, each in kLanes / kCount parts.
-template <typename T, int kRows, int kCount>
+template <typename C, int kRows, int kCount>
 [[gnu::always_inline]] inline Registers<kRows> Dots(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes) {
   if constexpr (kCount > kDotTokens) {
-    return Fold<kCount>(Dots<T, kRows, kCount / 2>(x, k, token, bytes),
-                        Dots<T, kRows, kCount / 2>(x, k, token + kCount / 2, bytes));
+    return Fold<kCount>(Dots<C, kRows, kCount / 2>(x, k, token, bytes),
+                        Dots<C, kRows, kCount / 2>(x, k, token + kCount / 2, bytes));
   } else {
     const char* heads[kCount];
     Registers<kRows> sum[kCount] = {};
     UNROLL
     for (int t = 0; t < kCount; ++t) heads[t] = k[token + t];
-    for (int64_t byte = 0, i = 0; byte < bytes; byte += kVectorBytes) {
-      const int64_t here = std::min(byte, bytes - kVectorBytes);
+    for (int64_t byte = 0, i = 0; byte < bytes; byte += C::kBytes) {
+      const int64_t here = std::min(byte, bytes - C::kBytes);
       Words words[kCount];
       UNROLL
-      for (int t = 0; t < kCount; ++t) words[t] = Load<Words>(heads[t] + here);
+      for (int t = 0; t < kCount; ++t) words[t] = C::Read(heads[t] + here);
       UNROLL
-      for (int j = 0; j < T::kFactors; ++j, i += kLanes) {
+      for (int j = 0; j < C::kFactors; ++j, i += kLanes) {
         UNROLL
         for (int r = 0; r < kRows; ++r) {
           const F32 factor = Load<F32>(x[r] + i);
           UNROLL
-          for (int t = 0; t < kCount; ++t) sum[t].row[r] = T::AddProduct(sum[t].row[r], factor, words[t], j);
+          for (int t = 0; t < kCount; ++t) sum[t].row[r] = C::AddProduct(sum[t].row[r], factor, words[t], j);
         }
       }
     }
@@ -161,15 +171,15 @@ template <typename T, int kRows, int kCount>
 }
 
 // y[row] = dot products of a row, as x[row], with as many tokens of K as a register has lanes.
-template <typename T, int kRows>
+template <typename C, int kRows>
 [[gnu::noinline]] void Dot(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes, float* const* y) {
-  const auto dots = Dots<T, kRows, kLanes>(x, k, token, bytes);
+  const auto dots = Dots<C, kRows, kLanes>(x, k, token, bytes);
   for (int r = 0; r < kRows; ++r) Store(y[r], dots.row[r]);
 }
 
 // weights = q.k for all rows and tokens, some tokens at a time, which meanwhile stay in the first-level cache.
-template <typename T>
-void Score(const Job<T>& job) {
+template <typename T, typename C>
+void Score(const Job<T, C>& job) {
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
     for (int64_t head = 0; head < job.num_heads; ++head) {
       const Heads k = job.Chunk(job.k, head, chunk);
@@ -187,7 +197,7 @@ void Score(const Job<T>& job) {
             y[i] = job.weight(head, row + i) + chunk + token;
           }
           WithConstant<kDotRows>(count, [&](auto rows) {
-            Dot<T, rows>(x, k, token, job.width * sizeof(typename T::Value), y);
+            Dot<C, rows>(x, k, token, job.width * sizeof(typename C::Value), y);
           });
         });
       }
@@ -245,7 +255,7 @@ inline float Soften(float* weights, int64_t num_tokens, int32_t begin, int32_t e
 
 // sums += weights @ V for kRows rows, a group of columns, and the tokens [first, end) of a chunk. Asks for the same of
 // the next chunk, whose offsets follow.
-template <typename T, int kRows>
+template <typename C, int kRows>
 [[gnu::noinline]] void AddValues(const float* weights, int64_t stride, Heads v, int64_t first, int64_t end,
                                  bool has_next, float* sums, int64_t sums_stride) {
   F32 sum[kRows][kSumVectors];
@@ -255,11 +265,11 @@ template <typename T, int kRows>
     for (int i = 0; i < kSumVectors; ++i) sum[row][i] = Load<F32>(sums + row * sums_stride + i * kLanes);
   }
   for (int64_t t = first; t < end; ++t) {
-    if (has_next) Prefetch(v[t + kChunk], kGroup * sizeof(typename T::Value));
+    if (has_next) Prefetch(v[t + kChunk], kGroup * sizeof(typename C::Value));
     F32 columns[kSumVectors];
     UNROLL
     for (int i = 0; i < kSumVectors; ++i) {
-      columns[i] = T::Number(Load<Words>(v[t] + i / T::kValues * kVectorBytes), i % T::kValues);
+      columns[i] = C::Number(C::Read(v[t] + i / C::kValues * C::kBytes), i % C::kValues);
     }
     UNROLL
     for (int row = 0; row < kRows; ++row) {
@@ -275,8 +285,8 @@ template <typename T, int kRows>
 }
 
 // sums = weights @ V, some tokens at a time, which meanwhile stay in the first-level cache.
-template <typename T>
-void Gather(const Job<T>& job) {
+template <typename T, typename C>
+void Gather(const Job<T, C>& job) {
   const int64_t stride = job.num_groups * kGroup;
   std::fill_n(job.sums, job.num_heads * job.num_rows * stride, 0.0f);
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
@@ -288,10 +298,10 @@ void Gather(const Job<T>& job) {
         const int64_t end = std::min(job.ends[row + count - 1] - chunk, kChunk);
         const bool has_next = row == 0 && chunk + kChunk < job.num_tokens && job.width == job.call.head_dim;
         for (int64_t group = 0; group < job.num_groups; ++group) {
-          const Heads columns{v.base + job.column(group) * sizeof(typename T::Value), v.offsets};
+          const Heads columns{v.base + job.column(group) * sizeof(typename C::Value), v.offsets};
           float* sums = job.sums + job.index(head, row) * stride + group * kGroup;
           WithConstant<kSumRows>(count, [&](auto rows) {
-            AddValues<T, rows>(job.weight(head, row) + chunk, job.num_tokens, columns, first, end, has_next, sums,
+            AddValues<C, rows>(job.weight(head, row) + chunk, job.num_tokens, columns, first, end, has_next, sums,
                                stride);
           });
         }
@@ -301,26 +311,43 @@ void Gather(const Job<T>& job) {
 }
 
 // out = sums / totals.
-template <typename T>
-void Finish(const Job<T>& job) {
+template <typename T, typename C>
+void Finish(const Job<T, C>& job) {
   for (int64_t i = 0; i < job.num_heads * job.num_rows; ++i) {
     const float share = 1.0f / job.totals[i];
     for (int64_t group = 0; group < job.num_groups; ++group) {
       const float* sums = job.sums + (i * job.num_groups + group) * kGroup;
       typename T::Value columns[kGroup];
-      for (int v = 0; v < kSumVectors; v += T::kValues) {
-        F32 numbers[T::kValues];
-        for (int j = 0; j < T::kValues; ++j) numbers[j] = Load<F32>(sums + (v + j) * kLanes) * share;
-        Store(columns + v * kLanes, T::Narrow(numbers));
+      if constexpr (std::is_same_v<T, C>) {
+        for (int v = 0; v < kSumVectors; v += T::kValues) {
+          F32 numbers[T::kValues];
+          for (int j = 0; j < T::kValues; ++j) numbers[j] = Load<F32>(sums + (v + j) * kLanes) * share;
+          Store(columns + v * kLanes, T::Narrow(numbers));
+        }
+      } else {
+        for (int64_t column = 0; column < kGroup; ++column) columns[column] = T::FromFloat(sums[column] * share);
       }
       std::copy_n(columns, std::min(kGroup, job.call.head_dim), job.call.out + job.places[i] + job.column(group));
     }
   }
 }
 
+// weights *= the scales of the tokens' K or V, for all rows of a head, of which `scales` has the first.
+template <typename T, typename C>
+void Rescale(const Job<T, C>& job, const float* scales, int64_t head) {
+  for (int64_t token = 0; token < job.num_tokens; token += kLanes) {
+    F32 factors;
+    for (int i = 0; i < kLanes; ++i) factors[i] = scales[job.scale_offsets[token + i]];
+    for (int64_t row = 0; row < job.num_rows; ++row) {
+      float* weights = job.weight(head, row) + token;
+      Store(weights, Load<F32>(weights) * factors);
+    }
+  }
+}
+
 // The queries of one tile, with the kv heads [first_head, first_head + num_heads).
-template <typename T>
-void Attend(const AttentionCall<T>& call, int64_t tile, int64_t first_head, int64_t num_heads) {
+template <typename T, typename C>
+void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, int64_t num_heads) {
   using Value = typename T::Value;
   const int64_t start = call.query_starts[tile], end = std::min<int64_t>(start + call.tile_len, call.seq_lens[tile]);
   // Padding: queries at or beyond the sequence's end, all of them if it has no tokens.
@@ -338,52 +365,61 @@ void Attend(const AttentionCall<T>& call, int64_t tile, int64_t first_head, int6
   const int64_t num_tokens = (end - begin + kChunk - 1) / kChunk * kChunk;
   const int64_t num_rows = num_queries * group, num_places = num_heads * num_rows;
   const int64_t width = std::max(call.head_dim, kGroup), num_groups = (width + kGroup - 1) / kGroup;
-  const int64_t num_factors = (width * sizeof(Value) + kVectorBytes - 1) / kVectorBytes * kLanes * T::kFactors;
-  thread_local Scratch<int64_t> offsets, ends, places;
+  const int64_t width_bytes = width * sizeof(typename C::Value);
+  const int64_t num_factors = (width_bytes + C::kBytes - 1) / C::kBytes * kLanes * C::kFactors;
+  thread_local Scratch<int64_t> offsets, scale_offsets, ends, places;
   thread_local Scratch<uint32_t> factors;
   thread_local Scratch<float> weights, totals, sums;
   thread_local Scratch<char> copy;
-  const Job<T> job{call, num_heads, num_rows, num_tokens, width, num_groups, num_factors,
-                   call.k + first_head * call.head_bytes(), call.v + first_head * call.head_bytes(),
-                   offsets.Get(num_tokens + kChunk), ends.Get(num_rows), places.Get(num_places),
-                   factors.Get(num_places * num_factors), weights.Get(num_places * num_tokens), totals.Get(num_places),
-                   sums.Get(num_places * num_groups * kGroup), copy.Get(kChunk * width * sizeof(Value))};
+  const Job<T, C> job{call, num_heads, num_rows, num_tokens, width, num_groups, num_factors,
+                      call.k + first_head * call.strides.head, call.v + first_head * call.strides.head,
+                      offsets.Get(num_tokens + kChunk), scale_offsets.Get(call.k_scales ? num_tokens : 0),
+                      ends.Get(num_rows), places.Get(num_places), factors.Get(num_places * num_factors),
+                      weights.Get(num_places * num_tokens), totals.Get(num_places),
+                      sums.Get(num_places * num_groups * kGroup), copy.Get(kChunk * width_bytes)};
 
-  const int64_t token_bytes = call.num_kv_heads * call.head_bytes();
   for (int64_t position = begin; position < end;) {
     const int64_t block = position / call.block_size, block_end = std::min((block + 1) * call.block_size, end);
     const int64_t block_id = call.block_tables[tile * call.max_blocks + block];
-    const int64_t slot = block_id * call.block_size + position % call.block_size;
-    for (int64_t offset = slot * token_bytes; position < block_end; ++position, offset += token_bytes) {
-      job.offsets[position - begin] = offset;
+    for (; position < block_end; ++position) {
+      const int64_t offset = position - block * call.block_size;
+      job.offsets[position - begin] = call.strides.At(block_id, offset);
+      if (call.k_scales) job.scale_offsets[position - begin] = call.scale_strides.At(block_id, offset);
     }
   }
   // Up to a whole chunk the last token is read again, with no weight: behind it the cache may end.
   std::fill(job.offsets + (end - begin), job.offsets + num_tokens, job.offsets[end - begin - 1]);
-  for (int64_t i = 0; i < kChunk; ++i) job.offsets[num_tokens + i] = i * width * sizeof(Value);
-  if (width > call.head_dim) std::memset(job.copy, 0, kChunk * width * sizeof(Value));
+  if (call.k_scales) {
+    int64_t* last = job.scale_offsets + (end - begin - 1);
+    std::fill(last + 1, job.scale_offsets + num_tokens, *last);
+  }
+  for (int64_t i = 0; i < kChunk; ++i) job.offsets[num_tokens + i] = i * width_bytes;
+  if (width > call.head_dim) std::memset(job.copy, 0, kChunk * width_bytes);
 
   for (int64_t row = 0; row < num_rows; ++row) job.ends[row] = start + row / group + 1 - begin;
   for (int64_t head = 0; head < num_heads; ++head) {
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t i = job.index(head, row);
       job.places[i] = place(row / group, (first_head + head) * group + row % group);
-      Spread<T>(call.q + job.places[i], call.head_dim, width, job.factors + i * num_factors);
+      Spread<T, C>(call.q + job.places[i], call.head_dim, width, job.factors + i * num_factors);
     }
   }
   Score(job);
   for (int64_t head = 0; head < num_heads; ++head) {
+    const int64_t its = (first_head + head) * call.scale_strides.head;
+    if (call.k_scales) Rescale(job, call.k_scales + its, head);
     for (int64_t row = 0; row < num_rows; ++row) {
       job.totals[job.index(head, row)] =
           Soften(job.weight(head, row), num_tokens, job.begin(row), job.ends[row], call.scale);
     }
+    if (call.v_scales) Rescale(job, call.v_scales + its, head);
   }
   Gather(job);
   Finish(job);
 }
 
-template <typename T, typename Pool>
-void AttendAll(Pool& pool, const AttentionCall<T>& call) {
+template <typename T, typename C, typename Pool>
+void AttendAll(Pool& pool, const AttentionCall<T, C>& call) {
   // All kv heads at once read K and V as they lie in memory; one by one they occupy more threads.
   const int64_t num_heads = call.num_tiles < 2 * pool.num_threads() ? 1 : call.num_kv_heads;
   const int64_t parts = call.num_kv_heads / num_heads;

@@ -6,6 +6,7 @@
 #ifndef PALLAS_KERNELS_NATIVE_VECTOR_H_
 #define PALLAS_KERNELS_NATIVE_VECTOR_H_
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -73,11 +74,14 @@ inline void Prefetch(const char* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(p + line, 0, 2);
 }
 
-// Numbers as they lie in memory: kValues in a word. In a product each word of the right side, as it is, meets kFactors
-// words of the left side that `Widen` has made ready.
+// Numbers as they lie in memory: `Read` makes kBytes of them a register, with kValues in a word. In a product each word
+// of the right side, as it is, meets kFactors words of the left side that `Widen` has made ready.
 struct Float32 {
   using Value = float;
-  static constexpr int kValues = 1, kFactors = 1;
+  static constexpr int kBytes = kVectorBytes, kValues = 1, kFactors = 1;
+  static Words Read(const char* p) { return Load<Words>(p); }
+  static float ToFloat(Value x) { return x; }
+  static Value FromFloat(float x) { return x; }
   static constexpr uint32_t kMagnitude = 0x7fffffff;  // the bits of a word that are not signs
   static F32 Number(Words words, int) { return (F32)words; }
   static Words Narrow(const F32* numbers) { return (Words)numbers[0]; }
@@ -86,7 +90,13 @@ struct Float32 {
 
 struct BFloat16 {
   using Value = uint16_t;
-  static constexpr int kValues = 2;
+  static constexpr int kBytes = kVectorBytes, kValues = 2;
+  static Words Read(const char* p) { return Load<Words>(p); }
+  static float ToFloat(Value x) { return Load<float>(std::array<Value, 2>{0, x}.data()); }
+  static Value FromFloat(float x) {
+    const uint32_t bits = Load<uint32_t>(&x);
+    return (x == x ? bits + (0x7fffu + (bits >> 16 & 1u)) : bits | 0x400000u) >> 16;
+  }
   static constexpr uint32_t kMagnitude = 0x7fff7fff;
   static F32 Number(Words words, int i) { return (F32)(i == 0 ? words << 16 : words & 0xffff0000u); }
   // To the nearest, and of two to the even one.
@@ -108,6 +118,40 @@ struct BFloat16 {
   static constexpr int kFactors = 2;
   static F32 AddProduct(F32 sum, F32 factor, Words words, int i) { return sum + factor * Number(words, i); }
 #endif
+};
+
+// Numbers of a byte, which become float32 in the register that they are read into.
+template <typename Decoded>
+struct Bytes {
+  using Value = uint8_t;
+  static constexpr int kBytes = kLanes, kValues = 1, kFactors = 1;
+  static Words Read(const char* p) { return (Words)Decoded::Decode(p); }
+  static F32 Number(Words words, int) { return (F32)words; }
+  static F32 AddProduct(F32 sum, F32 factor, Words words, int) { return sum + factor * (F32)words; }
+};
+
+template <typename Byte, typename Wide>
+inline Wide Widened(const char* p) {
+  typedef Byte Narrow __attribute__((vector_size(kLanes)));
+  return __builtin_convertvector(Load<Narrow>(p), Wide);
+}
+
+struct Int8 : Bytes<Int8> {
+  static F32 Decode(const char* p) { return __builtin_convertvector((Widened<int8_t, I32>(p)), F32); }
+};
+
+// A sign, kExponent bits of an exponent, and the others of a fraction. Subnormal numbers are made without float32's own,
+// which a processor may have been told to take for zeros; infinities and NaN become large numbers, for none are written.
+template <int kExponent>
+struct Float8 : Bytes<Float8<kExponent>> {
+  static F32 Decode(const char* p) {
+    constexpr uint32_t kShift = 16 + kExponent, kBias = 128 - (1 << (kExponent - 1));
+    const Words bits = Widened<uint8_t, Words>(p), magnitude = bits & 0x7fu;
+    const F32 number = (F32)((magnitude << kShift) + (kBias << 23));
+    const F32 subnormal = number + number - (F32)(Words{} + ((kBias + 1) << 23));
+    const F32 size = magnitude < (0x80u >> kExponent) ? subnormal : number;
+    return (F32)((Words)size | (bits & 0x80u) << 24);
+  }
 };
 
 }  // namespace native

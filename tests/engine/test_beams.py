@@ -16,7 +16,6 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.outputs import BeamSearchOutput, beam_search_output
 from jaxpaged.engine.state import FinishReason
-from jaxpaged.models import llama
 from reference.beam_search import BeamSearch, Hypothesis, beam_search
 from tests import tiny
 
@@ -182,7 +181,7 @@ def test_given_up_it_leaves_nothing_behind():
 def test_beams_hold_hardly_more_blocks_than_they_must():
     """Eight beams of 256 tokens: the blocks that differ in something, counted after every step."""
     config = dataclasses.replace(tiny.CONFIG, max_model_len=512)
-    load = functools.partial(llama.Llama, config, tiny.weights())
+    load = functools.partial(tiny.load, config=config)
     options = tiny.DEFAULTS | {"max_num_seqs": 8, "num_blocks": 1 + 8 * 36}
     driver = Driver(EngineConfig(**options), config, load)
     [prompt] = tiny.prompts([27], seed=6)

@@ -59,30 +59,47 @@ void RunProduct(const std::vector<int64_t>& sizes) {
   Write(y);
 }
 
-// num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks, bytes of a cache, window
-template <typename T>
+// num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks, bytes of a cache, window, then of K and V
+// the first number of V and the strides of blocks, tokens and heads, and of scales their number and these strides
+template <typename T, typename C>
 void RunAttention(const std::vector<int64_t>& sizes) {
   using Value = typename T::Value;
-  const int64_t num_queries = sizes[0] * sizes[1] * sizes[2] * sizes[3];
+  const int64_t num_queries = sizes[0] * sizes[1] * sizes[2] * sizes[3], bytes = sizeof(typename C::Value);
   const auto* q = Read<Value>(num_queries);
-  const auto *k = Read<char>(sizes[7]), *v = Read<char>(sizes[7]);
+  const auto* k = Read<char>(sizes[7]);
+  const auto* v = sizes[9] ? k + sizes[9] * bytes : Read<char>(sizes[7]);
+  const auto *k_scales = Read<float>(sizes[13]), *v_scales = Read<float>(sizes[13]);
+  if (sizes[13] == 0) k_scales = v_scales = nullptr;
   const auto* tables = Read<int32_t>(sizes[0] * sizes[6]);
   const auto *starts = Read<int32_t>(sizes[0]), *lens = Read<int32_t>(sizes[0]);
   const float scale = *Read<float>(1);
   const Array<Value> out(num_queries);
   ThisThread pool;
-  AttendAll(pool, AttentionCall<T>{q, k, v, tables, starts, lens, out.data, sizes[0], sizes[1], sizes[2], sizes[3],
-                                   sizes[4], sizes[5], sizes[6], scale, sizes[8]});
+  AttendAll(pool, AttentionCall<T, C>{q, k, v, tables, starts, lens, k_scales, v_scales, out.data, sizes[0], sizes[1],
+                                      sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+                                      {sizes[10] * bytes, sizes[11] * bytes, sizes[12] * bytes},
+                                      {sizes[14], sizes[15], sizes[16]}, scale, sizes[8]});
   Write(out);
+}
+
+template <typename T>
+void RunAttention(const std::vector<int64_t>& sizes, const std::string& cache) {
+  if (cache == "int8") return RunAttention<T, Int8>(sizes);
+  if (cache == "float8_e4m3fn") return RunAttention<T, Float8<4>>(sizes);
+  if (cache == "float8_e5m2") return RunAttention<T, Float8<5>>(sizes);
+  RunAttention<T, T>(sizes);
 }
 
 }  // namespace
 
+// product or attention, the type of x or q, that of the cache, sizes
 int main(int argc, char** argv) {
   const bool is_product = std::string(argv[1]) == "product", is_wide = std::string(argv[2]) == "float32";
   std::vector<int64_t> sizes;
-  for (int i = 3; i < argc; ++i) sizes.push_back(atoll(argv[i]));
-  const auto run = is_product ? (is_wide ? RunProduct<Float32> : RunProduct<BFloat16>)
-                              : (is_wide ? RunAttention<Float32> : RunAttention<BFloat16>);
-  run(sizes);
+  for (int i = 4; i < argc; ++i) sizes.push_back(atoll(argv[i]));
+  if (is_product) {
+    is_wide ? RunProduct<Float32>(sizes) : RunProduct<BFloat16>(sizes);
+  } else {
+    is_wide ? RunAttention<Float32>(sizes, argv[3]) : RunAttention<BFloat16>(sizes, argv[3]);
+  }
 }

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import native, ops
-from pallas_kernels.native import library
+from pallas_kernels.layouts import TOKEN_MAJOR, Pool, Sizes
+from pallas_kernels.native import attention, library
 
 DRIVER = Path(__file__).parent / "native_driver.cc"
 CACHE = Path(__file__).parents[2] / ".pytest_cache"
@@ -26,6 +27,7 @@ CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 class Kernels(Protocol):
     def product(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray: ...
     def attend(self, *arrays: np.ndarray, scale: float, window: int | None = None) -> np.ndarray: ...
+    def attend_to(self, q: np.ndarray, pool: Pool, *arrays: np.ndarray, scale: float) -> np.ndarray: ...
 
 
 class Called:
@@ -38,6 +40,10 @@ class Called:
         options = {"scale": scale, "sliding_window": window, "implementation": "native"}
         return np.asarray(ops.tiled_paged_attention(*map(jnp.asarray, arrays), **options))
 
+    def attend_to(self, q, pool, *arrays, scale):
+        arrays = (jnp.asarray(q), pool, None, *(jnp.asarray(x, jnp.int32) for x in arrays))
+        return np.asarray(ops.tiled_paged_attention(*arrays, scale=scale, implementation="native"))
+
 
 class Driven:
     """`native_driver.cc`, for some target. It fails if memory behind an array is touched."""
@@ -49,16 +55,30 @@ class Driven:
         packed = np.asarray(native.pack(jnp.asarray(weight)))
         steps, values = packed.shape[1], packed.shape[3]
         x = np.pad(x, ((0, 0), (0, steps * values - x.shape[1])))
-        y = self._run("product", x.dtype, [len(x), steps, len(weight)], [x, packed])
+        y = self._run("product", x.dtype, x.dtype, [len(x), steps, len(weight)], [x, packed])
         return np.frombuffer(y, np.float32).reshape(len(x), len(weight))
 
     def attend(self, q, k, v, tables, starts, lens, *, scale, window=None):
-        sizes = [*q.shape, k.shape[2], k.shape[1], tables.shape[1], k.nbytes, window or 2**31 - 1]
-        arrays = [q, k, v, *(x.astype(np.int32) for x in (tables, starts, lens)), np.float32(scale)]
-        return np.frombuffer(self._run("attention", q.dtype, sizes, arrays), q.dtype).reshape(q.shape)
+        sizes = Sizes(*k.shape)
+        pool = Pool({"k": k, "v": v}, TOKEN_MAJOR, sizes)
+        return self.attend_to(q, pool, tables, starts, lens, scale=scale, window=window)
 
-    def _run(self, function, dtype, sizes, arrays) -> bytes:
-        command = [*self.program, function, dtype.name, *map(str, sizes)]
+    def attend_to(self, q, pool, tables, starts, lens, *, scale, window=None):
+        k, v, k_scales, v_scales, places = attention.operands(pool)
+        k, v, k_scales, v_scales = map(np.asarray, (k, v, k_scales, v_scales))
+        num_heads, block_size, _, v_first, *steps, _, v_scale_first, a, b, c = places
+        if v_scale_first:  # both in one array: the program takes two
+            v_scales = v_scales.reshape(-1)[v_scale_first:]
+            k_scales = k_scales.reshape(-1)[: len(v_scales)]
+        sizes = [*q.shape, num_heads, block_size, tables.shape[1], k.nbytes, window or 2**31 - 1]
+        sizes += [v_first, *steps, k_scales.size, a, b, c]
+        caches = [k] if v_first else [k, v]
+        arrays = [q, *caches, k_scales, v_scales, *(x.astype(np.int32) for x in (tables, starts, lens))]
+        out = self._run("attention", q.dtype, k.dtype, sizes, [*arrays, np.float32(scale)])
+        return np.frombuffer(out, q.dtype).reshape(q.shape)
+
+    def _run(self, function, dtype, cache_dtype, sizes, arrays) -> bytes:
+        command = [*self.program, function, dtype.name, cache_dtype.name, *map(str, sizes)]
         data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
         return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True).stdout
 

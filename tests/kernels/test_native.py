@@ -3,6 +3,7 @@ against its oracle."""
 
 import _ctypes
 import ctypes
+import dataclasses
 import re
 import shutil
 import threading
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 
 from jaxpaged.models import layers
-from pallas_kernels import native
+from pallas_kernels import layouts, native, ops
+from pallas_kernels.layouts import LAYOUTS, Fp8
 from pallas_kernels.native import library
 from reference import attention as reference_attention
 from tests.kernels import native_targets
@@ -114,6 +116,29 @@ def test_attention_of_a_tile(kernels: Kernels, dtype: str, window: int | None) -
     for i in range(5):
         alone = kernels.attend(q[:, i : i + 1], k, v, tables, starts + i, lengths, scale=0.125, window=window)
         np.testing.assert_array_equal(bits(alone[:, 0]), bits(out[:, i]))
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [64, 24])
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.view()])
+def test_attention_reads_layouts_where_they_lie(
+    kernels: Kernels, dtype: str, name: str, head_dim: int
+) -> None:
+    """Strides, and 8 bits a number with scales of all kinds: the same as of what is read of the blocks."""
+    layout, lengths = LAYOUTS[name], np.array([1, 50, 33])
+    if isinstance(layout, Fp8):
+        layout = dataclasses.replace(layout, k_scale=(0.5, 0.25), v_scale=2.0)
+    block_size = 1 if name == "token" else 8
+    num_blocks = 1 + 64 // block_size * 3
+    pool = layouts.create(layout, num_blocks, block_size, 2, head_dim, jnp.dtype(dtype))
+    slots = np.arange(block_size, num_blocks * block_size, dtype=np.int32)
+    k, v = draw(3, dtype, 2, len(slots), 2, head_dim)
+    pool = ops.write(pool, k, v, slots)
+    tables = 1 + np.random.default_rng(4).permutation(num_blocks - 1).reshape(3, -1)
+    q = draw(5, dtype, 3, 1, 6, head_dim)
+    out = kernels.attend_to(q, pool, tables, lengths - 1, lengths, scale=0.125)
+    k, v = (np.asarray(x) for x in pool.read(jnp.arange(num_blocks), jnp.dtype("float32")))
+    check(out, q, k, v, tables, lengths - 1, lengths, window=None)
 
 
 @each_dtype

@@ -52,7 +52,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"alibi_slopes": jnp.ones(2)}, "alibi_slopes.shape=(2,) must be (4,)"),
     ({}, {"sinks": jnp.ones((1, 4))}, "sinks.shape=(1, 4) must be (4,)"),
     ({}, {"block_sparse": BlockSparse(0, 1, 1)}, "must have block_size >= 1, vertical_stride >= 1"),
-    ({}, {"kv_layout": "vllm"}, "kv_layout='vllm' must be 'token_major' or 'head_major'"),
+    ({}, {"kv_layout": "vllm"}, "kv_layout='vllm' must be token_major, head_major, "),
     ({}, {"k_scale": 1.0}, "k_scale must be None for a cache of bfloat16"),
     (FP8, {}, "k_scale=None must be a scale for a cache of float8_e4m3fn"),
     (FP8, {"k_scale": 1.0}, "v_scale=None must be a scale for a cache of float8_e4m3fn"),
@@ -183,5 +183,7 @@ def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
     assert ops.default_implementation() == "xla"
 
 
-def test_the_readme_has_the_table() -> None:
-    assert support.markdown_table() in (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_readme_has_the_tables() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert support.markdown_table() in readme
+    assert support.layouts_table() in readme

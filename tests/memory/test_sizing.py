@@ -18,7 +18,7 @@ SIZES = {"block_size": 4, "num_layers": 4, "num_kv_heads": 8, "head_dim": 128}
 
 
 def test_bytes_per_block_are_those_of_vllm_and_of_the_arrays():
-    bytes_per_block = sizing.bytes_per_block(**SIZES, bytes_per_element=2)
+    bytes_per_block = sizing.bytes_per_block(**SIZES, dtype=jnp.dtype("bfloat16"))
     assert bytes_per_block == 65_536
     assert bytes_per_block == CacheEngine.get_cache_block_size(4, "auto", 4, 8, 128)
     cache = kv_cache.create(4, 10, 4, 8, 128, jnp.dtype("bfloat16"))

@@ -1,0 +1,122 @@
+"""The layouts of a cache: the registry, and how a user's options name one.
+
+To add one, write a file with a frozen value of a class under `Layout` (or `Dense`, if only the order of axes
+is new) and put it into `LAYOUTS`; or leave it outside and name it "package.module:Name". `base.py` says what
+it has to have. The operations, the engine, the tests and the benchmarks take whatever is in the registry.
+"""
+
+import importlib
+import itertools
+from typing import Any
+
+from pallas_kernels.layouts.all_layers import AllLayers
+from pallas_kernels.layouts.base import Arrays, Layout, Place, Pool, Sizes, View, check, create
+from pallas_kernels.layouts.dense import Dense
+from pallas_kernels.layouts.fp8 import TYPES as FP8_TYPES
+from pallas_kernels.layouts.fp8 import Fp8
+from pallas_kernels.layouts.fused import Fused
+from pallas_kernels.layouts.head_major import HeadMajor
+from pallas_kernels.layouts.int4_grouped import Int4Grouped
+from pallas_kernels.layouts.int8_per_token import Int8PerToken
+from pallas_kernels.layouts.split_x import SplitX
+from pallas_kernels.layouts.token import Token
+from pallas_kernels.layouts.token_major import TOKEN_MAJOR
+
+__all__ = [
+    "LAYOUTS",
+    "TOKEN_MAJOR",
+    "Arrays",
+    "Dense",
+    "Fp8",
+    "Layout",
+    "Place",
+    "Pool",
+    "Sizes",
+    "View",
+    "check",
+    "choose",
+    "create",
+    "is_ours",
+    "named",
+    "words",
+]
+
+LAYOUTS: dict[str, Layout] = {
+    "token_major": TOKEN_MAJOR,
+    "head_major": HeadMajor(),
+    "split_x": SplitX(),
+    "fused": Fused(),
+    "all_layers": AllLayers(),
+    "token": Token(),
+    "int8_per_token": Int8PerToken(),
+    "int4_grouped": Int4Grouped(),
+    "fp8_e4m3": Fp8("fp8_e4m3"),
+    "fp8_e5m2": Fp8("fp8_e5m2"),
+}
+CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")  # fp8 is fp8_e4m3, as in vLLM
+
+
+def named(layout: str | Layout) -> Layout:
+    """The layout of that name, "package.module:Name" for one from outside; a layout is itself.
+
+    Raises: ValueError if there is none.
+    """
+    rule = f"must be {', '.join(LAYOUTS)}, a Layout, or 'package.module:Name'"
+    found: Any = layout
+    if isinstance(layout, str):
+        found = LAYOUTS.get(layout)
+        if ":" in layout:
+            module, _, name = layout.partition(":")
+            try:
+                found = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ValueError(f"kv_layout={layout!r} {rule}: {error}") from error
+    if isinstance(found, type) and issubclass(found, Layout):
+        found = found()
+    if not isinstance(found, Layout):
+        raise ValueError(f"kv_layout={layout!r} {rule}")
+    return found
+
+
+def choose(kv_layout: str | Layout, kv_cache_dtype: str = "auto", *, measures_scales: bool = False) -> Layout:
+    """The layout of these options. Raises ValueError for a combination that means nothing."""
+    layout, wanted = named(kv_layout), {"fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype)
+    if wanted not in CACHE_DTYPES:
+        raise ValueError(f"{kv_cache_dtype=} must be one of {', '.join(CACHE_DTYPES)}")
+    if wanted not in ("auto", layout.cache_dtype):
+        if layout.cache_dtype is not None:
+            raise ValueError(f"{kv_cache_dtype=} must be 'auto' or {layout.cache_dtype!r} for {kv_layout=}")
+        if wanted == "int4" and layout == TOKEN_MAJOR:
+            layout = Int4Grouped()
+        elif wanted == "int8" and isinstance(layout, Dense):
+            layout = Int8PerToken(layout)
+        elif wanted in FP8_TYPES and isinstance(layout, Dense):
+            layout = Fp8(wanted, layout)
+        else:
+            raise ValueError(f"{kv_cache_dtype=} must be 'auto' for {kv_layout=}, which has no such form")
+    if measures_scales:
+        if not isinstance(layout, Fp8):
+            raise ValueError("calculate_kv_scales=True must go with a kv_cache_dtype of fp8")
+        layout = Fp8(layout.cache_dtype, layout.base, is_measured=True)
+    return layout
+
+
+def words(layout: Layout) -> dict[str, Any]:
+    """What `choose` makes it of, in words. Raises ValueError if no words do."""
+    outside = f"{type(layout).__module__}:{type(layout).__qualname__}"
+    for kv_layout, kv_cache_dtype, measures in itertools.product(
+        (*LAYOUTS, outside), CACHE_DTYPES, (False, True)
+    ):
+        try:
+            options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "measures_scales": measures}
+            if choose(kv_layout, **options) == layout:
+                return {"kv_layout": kv_layout, **options}
+        except (ValueError, TypeError):
+            continue
+    raise ValueError(f"kv_layout={layout} must be one that words name: without values of its own")
+
+
+def is_ours(layout: Layout) -> bool:
+    """Whether its sources are in this package: what is made of one from outside must not be kept on disk."""
+    parts = layout, getattr(layout, "base", layout)
+    return all(type(part).__module__.startswith(f"{__name__}.") for part in parts)

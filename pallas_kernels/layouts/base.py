@@ -1,0 +1,174 @@
+"""What a layout is: how the K and V of one layer lie in arrays of blocks.
+
+A layout is a frozen value with three methods that say all of it, `arrays`, `write` and `read`. A block is one
+line of each array, so that copying, swapping and counting bytes follow. `view` is for the kernels: where a
+layout can say at which place the numbers of a token's head lie next to each other, they read it themselves;
+of any other XLA reads whole blocks by `read`.
+"""
+
+import abc
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Arrays = Mapping[str, jax.Array]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a pool of blocks."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+
+
+class Place(NamedTuple):
+    """Where something of a token's head lies: an array, and what each of its leading axes counts.
+
+    An axis is "block", "token" (of the block), "head", or a number, the only place along it. An axis behind
+    these has the head's numbers side by side; without one there is a single number.
+    """
+
+    array: str
+    axes: tuple[str | int, ...]
+
+    def at(self, block: Any, token: Any, head: Any) -> tuple[Any, ...]:
+        """The index of these tokens of a block, for `ref.at` or an array."""
+        values = {"block": block, "token": token, "head": head}
+        return tuple(values.get(axis, axis) if isinstance(axis, str) else axis for axis in self.axes)
+
+    def strides(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Elements from one block, token and head to the next, and from the array's begin to the first."""
+        found = {"block": 0, "token": 0, "head": 0, "first": 0}
+        for i, axis in enumerate(self.axes):
+            elements = math.prod(shape[i + 1 :])
+            if isinstance(axis, str):
+                found[axis] = elements
+            else:
+                found["first"] += axis * elements
+        return found
+
+    def sizes(self, shape: tuple[int, ...]) -> Sizes:
+        """The sizes of the pool that the array holds."""
+        found = {axis: size for axis, size in zip(self.axes, shape, strict=False) if isinstance(axis, str)}
+        return Sizes(found["block"], found.get("token", 1), found["head"], shape[-1])
+
+
+class View(NamedTuple):
+    """A layout as kernels read it."""
+
+    k: Place
+    v: Place
+    # Factors of the stored numbers, float32; None: there are none, or a head has one for all
+    # (`Layout.scales`).
+    k_scale: Place | None = None
+    v_scale: Place | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout(abc.ABC):
+    """Base of all layouts. What has fields of its own must be hashable: programs are compiled for a
+    layout.
+    """
+
+    # What `kv_cache_dtype` calls its numbers, if they are not those of the computation.
+    cache_dtype: ClassVar[str | None] = None
+    # Whether an engine keeps a layer's blocks together, [num_layers, num_blocks, ...], in place of a block's
+    # layers.
+    layers_apart: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def arrays(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of one layer, by name: each begins with num_blocks. dtype is that of the computation."""
+
+    @abc.abstractmethod
+    def write(
+        self, arrays: Arrays, sizes: Sizes, k: jax.Array, v: jax.Array, slots: jax.Array
+    ) -> dict[str, jax.Array]:
+        """The arrays with new tokens in their slots: slot = block * block_size + offset.
+
+        k, v: [num_tokens, num_kv_heads, head_dim], at least two tokens; slots: [num_tokens] int32, in range.
+        Tokens of a sequence come in their order, those of one call next to each other. Slots are distinct,
+        but a token may be there twice, and what goes to block 0, where nobody looks, is padding.
+        """
+
+    @abc.abstractmethod
+    def read(
+        self, arrays: Arrays, sizes: Sizes, block_ids: jax.Array, dtype: jnp.dtype
+    ) -> tuple[jax.Array, jax.Array]:
+        """K and V of these blocks [*n], in range, as [*n, block_size, num_kv_heads, head_dim] of that type.
+
+        Of places that nobody has written to, anything.
+        """
+
+    def shared(self, num_kv_heads: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Arrays of a layer that belong to no block. They begin as zeros, and go to `write` and `read`
+        too.
+        """
+        return {}
+
+    def scales(self, arrays: Arrays, sizes: Sizes) -> tuple[jax.Array, jax.Array] | None:
+        """What a view's numbers of K and V are to be multiplied by, float32 [num_kv_heads] each; None: by
+        nothing.
+        """
+        return None
+
+    def view(self) -> View | None:
+        """Where kernels find K and V; None: XLA reads them."""
+        return None
+
+    def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
+        """The rule that such blocks break, "block_size must be 1" for one; None if there is none."""
+        return None
+
+    def block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
+        """Bytes of one layer of a block."""
+        specs = self.arrays(1, block_size, num_kv_heads, head_dim, dtype).values()
+        return sum(spec.size * jnp.dtype(spec.dtype).itemsize for spec in specs)
+
+    def __str__(self) -> str:
+        """Its class's name, in small letters."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """Blocks in some layout: what the operations of `ops` take in place of an array of K and one of V."""
+
+    arrays: dict[str, jax.Array]
+    layout: Layout = dataclasses.field(metadata={"static": True})
+    sizes: Sizes = dataclasses.field(metadata={"static": True})
+
+    def read(self, block_ids: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """See `Layout.read`."""
+        return self.layout.read(self.arrays, self.sizes, block_ids, dtype)
+
+    @property
+    def scales(self) -> tuple[jax.Array, jax.Array] | None:
+        """See `Layout.scales`."""
+        return self.layout.scales(self.arrays, self.sizes)
+
+
+def create(
+    layout: Layout, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+) -> Pool:
+    """A pool of zeros for one layer. Raises ValueError for sizes that the layout has no blocks of."""
+    check(layout, block_size, head_dim, dtype)
+    sizes = Sizes(num_blocks, block_size, num_kv_heads, head_dim)
+    specs = layout.arrays(*sizes, dtype) | layout.shared(num_kv_heads)
+    return Pool({name: jnp.zeros(s.shape, s.dtype) for name, s in specs.items()}, layout, sizes)
+
+
+def check(layout: Layout, block_size: int, head_dim: int, dtype: jnp.dtype) -> None:
+    """Raise ValueError if the layout has no blocks of such sizes."""
+    if rule := layout.why_not(block_size, head_dim, dtype):
+        raise ValueError(f"{rule}, not {block_size=} with {head_dim=}, for kv_layout={layout}")

@@ -1,0 +1,132 @@
+"""Layouts that keep numbers as they are, in arrays with some order of axes."""
+
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layouts.base import Arrays, Layout, Place, Sizes, View
+
+Axes = tuple[str, ...]
+KV = "kv"  # the axis along which K comes before V
+
+
+class Dense(Layout):
+    """An array of K and one of V, or with an axis "kv" both in one; all else is the order of its axes."""
+
+    # "block" first, then "token", "head", "dim" and perhaps "kv" in any order; without "token" a block has
+    # one.
+    axes: ClassVar[Axes]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The arrays of K and of V."""
+        return (KV, KV) if KV in self.axes else ("k", "v")
+
+    def arrays(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        sizes = Sizes(num_blocks, block_size, num_kv_heads, head_dim)
+        return dict.fromkeys(self.names, jax.ShapeDtypeStruct(shape(self.axes, sizes), dtype))
+
+    def write(
+        self, arrays: Arrays, sizes: Sizes, k: jax.Array, v: jax.Array, slots: jax.Array
+    ) -> dict[str, jax.Array]:
+        return dict(arrays) | put(arrays, self.names, self.axes, (k, v), slots, sizes.block_size)
+
+    def read(
+        self, arrays: Arrays, sizes: Sizes, block_ids: jax.Array, dtype: jnp.dtype
+    ) -> tuple[jax.Array, jax.Array]:
+        return take(arrays, self.names, self.axes, block_ids, dtype)
+
+    def view(self) -> View | None:
+        if self.axes[-1] != "dim":
+            return None
+        k, v = (
+            Place(name, tuple(which if axis == KV else axis for axis in self.axes[:-1]))
+            for which, name in enumerate(self.names)
+        )
+        return View(k, v)
+
+
+def shape(axes: Axes, sizes: Sizes) -> tuple[int, ...]:
+    """The shape of an array with these axes."""
+    found = dict(zip(("block", "token", "head", "dim", KV), (*sizes, 2), strict=True))
+    return tuple(found[axis] for axis in axes)
+
+
+def put(
+    arrays: Arrays,
+    names: tuple[str, str],
+    axes: Axes,
+    new: tuple[jax.Array, jax.Array],
+    slots: jax.Array,
+    block_size: int,
+) -> dict[str, jax.Array]:
+    """The arrays of these names with tokens of K and V, [num_tokens, num_kv_heads] and perhaps a dimension
+    more.
+    """
+    found = {name: arrays[name] for name in names}
+    block, offset = jnp.divmod(slots, block_size)
+    for which, (name, x) in enumerate(zip(names, new, strict=True)):
+        array, x = found[name], x.astype(found[name].dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1:
+            # XLA's CPU scatter takes a whole array of float8 to float32 and back.
+            one_by_one = functools.partial(_put_one_by_one, axes=axes, which=which)
+            scatter = functools.partial(_scatter, axes=axes, which=which)
+            found[name] = lax.platform_dependent(array, x, block, offset, cpu=one_by_one, default=scatter)
+        elif axes[:3] == ("block", "token", "head"):
+            found[name] = array.reshape(-1, *array.shape[2:]).at[slots].set(x).reshape(array.shape)
+        else:
+            found[name] = _scatter(array, x, block, offset, axes=axes, which=which)
+    return found
+
+
+def _scatter(
+    array: jax.Array, x: jax.Array, block: jax.Array, offset: jax.Array, *, axes: Axes, which: int
+) -> jax.Array:
+    index = {"block": block, "token": offset, KV: which}
+    return array.at[tuple(index.get(axis, slice(None)) for axis in axes)].set(_turned(x, axes))
+
+
+def _put_one_by_one(
+    array: jax.Array, x: jax.Array, block: jax.Array, offset: jax.Array, *, axes: Axes, which: int
+) -> jax.Array:
+    x = _turned(x, axes)
+
+    def put_one(i: jax.Array, array: jax.Array) -> jax.Array:
+        index: dict[str, Any] = {"block": block[i], "token": offset[i], KV: which}
+        places = [index.get(axis, 0) for axis in axes]
+        inner = [i for i, axis in enumerate(axes) if axis in index]
+        return lax.dynamic_update_slice(array, jnp.expand_dims(x[i], inner), places)
+
+    return lax.fori_loop(0, x.shape[0], put_one, array)
+
+
+def _turned(x: jax.Array, axes: Axes) -> jax.Array:
+    """Tokens' heads with their axes in this order."""
+    is_turned = "dim" in axes and axes.index("dim") < axes.index("head")
+    return x.swapaxes(1, 2) if is_turned else x
+
+
+def take(
+    arrays: Arrays, names: tuple[str, str], axes: Axes, block_ids: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """K and V of these blocks, [*n, block_size, num_kv_heads] and perhaps head_dim, in that type."""
+    lines: dict[str, jax.Array] = {}
+    for name in dict.fromkeys(names):  # both from one array at once
+        array = arrays[name]
+        # As flat lines, for which XLA's CPU gather is a copy.
+        line = array.reshape(array.shape[0], -1).at[block_ids].get(mode="promise_in_bounds")
+        lines[name] = line.reshape(*block_ids.shape, *array.shape[1:])
+    n, (k, v) = block_ids.ndim - 1, (lines[name] for name in names)
+    if KV in axes:
+        k, v = (lax.index_in_dim(k, which, n + axes.index(KV), keepdims=False) for which in (0, 1))
+    if "token" not in axes:
+        k, v = (jnp.expand_dims(x, n + 1) for x in (k, v))
+        axes = (axes[0], "token", *axes[1:])
+    kept = [axis for axis in axes if axis != KV]
+    order = [*range(n + 1), *(n + kept.index(axis) for axis in ("token", "head", "dim") if axis in kept)]
+    return jnp.transpose(k, order).astype(dtype), jnp.transpose(v, order).astype(dtype)

@@ -1,0 +1,121 @@
+"""The layout `int4_grouped`: two numbers a byte, K by channels, V by tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.layouts.base import Arrays, Layout, Sizes
+
+GROUP = (
+    16  # tokens; divides a prompt's tile, so that what a token sees of its group is the same in any company
+)
+SMALLEST = 1e-30  # a scale: that of equal numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4Grouped(Layout):
+    """Two numbers a byte, each code * scale + zero: K by channels of 16 tokens, V by tokens.
+
+    Codes go from 0 to 15, scales and zeros are in bfloat16. A channel's numbers of K are much alike, and so
+    have a scale in common. The newest tokens of K, until 16 are there, stay as they are: a block has room for
+    one such group, so that large blocks take least a token. A byte has the codes of channels d and d +
+    head_dim / 2, the first in its low bits.
+    """
+
+    cache_dtype = "int4"
+
+    def arrays(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        def spec(*shape: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((num_blocks, *shape), dtype)
+
+        codes = spec(block_size, num_kv_heads, head_dim // 2, dtype=jnp.dtype("uint8"))
+        of_channel = spec(block_size // GROUP, num_kv_heads, head_dim, dtype=jnp.dtype("bfloat16"))
+        of_token = spec(block_size, num_kv_heads, dtype=jnp.dtype("bfloat16"))
+        return {
+            "k": codes,
+            "k_scale": of_channel,
+            "k_zero": of_channel,
+            "k_new": spec(
+                GROUP, num_kv_heads, head_dim, dtype=dtype
+            ),  # of the group `new_group`, -1 for none
+            "new_group": spec(dtype=jnp.dtype("int32")),
+            "v": codes,
+            "v_scale": of_token,
+            "v_zero": of_token,
+        }
+
+    def write(
+        self, arrays: Arrays, sizes: Sizes, k: jax.Array, v: jax.Array, slots: jax.Array
+    ) -> dict[str, jax.Array]:
+        new = dict(arrays)
+        codes, scale, zero = _quantised(v.astype(jnp.float32), axis=-1)
+        for name, x in (("v", codes), ("v_scale", scale[..., 0]), ("v_zero", zero[..., 0])):
+            flat = new[name].reshape(-1, *new[name].shape[2:])
+            new[name] = flat.at[slots].set(x).reshape(new[name].shape)
+
+        k = k.astype(new["k_new"].dtype)
+        nowhere = sizes.num_blocks
+        block, offset = jnp.divmod(slots, sizes.block_size)
+        group, place = jnp.divmod(offset, GROUP)
+        token, member = jnp.arange(len(slots)), jnp.arange(GROUP)
+        # A token whose group ends in this call is not kept as it is.
+        last = token + GROUP - 1 - place
+        is_whole = slots.at[last].get(mode="fill", fill_value=-1) == slots + GROUP - 1 - place
+        # Who ends a group has the others before it, or in the block from earlier calls.
+        ends = place == GROUP - 1
+        before = token[:, None] - (GROUP - 1) + member
+        is_here = (before >= 0) & (slots[before] == slots[:, None] - (GROUP - 1) + member)
+        # Read before it is written to: else XLA would copy the array.
+        earlier, new["k_new"] = lax.optimization_barrier((new["k_new"][block], new["k_new"]))
+        members = jnp.where(is_here[..., None, None], k[before], earlier)
+        codes, scale, zero = _quantised(members.astype(jnp.float32), axis=1)
+        at = jnp.where(ends, block, nowhere)
+        places = (at[:, None], group[:, None] * GROUP + member)
+        new["k"] = new["k"].at[places].set(codes, mode="drop")
+        new["k_scale"] = new["k_scale"].at[at, group].set(scale[:, 0], mode="drop")
+        new["k_zero"] = new["k_zero"].at[at, group].set(zero[:, 0], mode="drop")
+        kept = jnp.where(is_whole, nowhere, block)
+        new["k_new"] = new["k_new"].at[kept, place].set(k, mode="drop")
+        none = new["new_group"].at[at].set(-1, mode="drop")
+        new["new_group"] = none.at[kept].set(group, mode="drop")
+        return new
+
+    def read(
+        self, arrays: Arrays, sizes: Sizes, block_ids: jax.Array, dtype: jnp.dtype
+    ) -> tuple[jax.Array, jax.Array]:
+        a = {name: array.at[block_ids].get(mode="promise_in_bounds") for name, array in arrays.items()}
+        v = _numbers(a["v"]) * a["v_scale"][..., None] + a["v_zero"][..., None]
+        shape = block_ids.shape, (sizes.block_size // GROUP, GROUP, sizes.num_kv_heads, sizes.head_dim)
+        codes = _numbers(a["k"]).reshape(*shape[0], *shape[1])
+        k = codes * a["k_scale"][..., None, :, :] + a["k_zero"][..., None, :, :]
+        is_new = jnp.arange(shape[1][0]) == a["new_group"][..., None]
+        kept = jnp.expand_dims(a["k_new"], -4).astype(jnp.float32)
+        k = jnp.where(is_new[..., None, None, None], kept, k)
+        return k.reshape(v.shape).astype(dtype), v.astype(dtype)
+
+    def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
+        if block_size % GROUP:
+            return f"block_size must be a multiple of {GROUP}"
+        return "head_dim must be even" if head_dim % 2 else None
+
+
+def _quantised(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Packed codes, scales and zeros of float32 numbers [..., head_dim] that have them in common along an
+    axis.
+    """
+    low, high = (f(x, axis=axis, keepdims=True) for f in (jnp.min, jnp.max))
+    scale = jnp.maximum((high - low) * np.float32(1 / 15), SMALLEST).astype(jnp.bfloat16)
+    zero = low.astype(jnp.bfloat16)
+    codes = jnp.clip(jnp.rint((x - zero) / scale.astype(jnp.float32)), 0, 15).astype(jnp.uint8)
+    first, second = jnp.split(codes, 2, axis=-1)
+    return first | second << 4, scale, zero
+
+
+def _numbers(codes: jax.Array) -> jax.Array:
+    """Codes [..., head_dim / 2] as numbers [..., head_dim]."""
+    return jnp.concatenate([codes & 15, codes >> 4], axis=-1).astype(jnp.float32)

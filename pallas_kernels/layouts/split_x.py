@@ -1,0 +1,51 @@
+"""The layout `split_x`."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts.base import Arrays, Layout, Sizes
+
+PIECE_BYTES = 16  # what a CUDA thread loads at once
+
+
+class SplitX(Layout):
+    """That of vLLM's CUDA kernels: K in pieces of x = 16 bytes, a piece of all tokens side by side; V by
+    columns.
+
+    K is [num_blocks, num_kv_heads, head_dim / x, block_size, x], V is [num_blocks, num_kv_heads, head_dim,
+    block_size].
+    """
+
+    def arrays(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        x = _numbers(dtype)
+        k = (num_blocks, num_kv_heads, head_dim // x, block_size, x)
+        v = (num_blocks, num_kv_heads, head_dim, block_size)
+        return {"k": jax.ShapeDtypeStruct(k, dtype), "v": jax.ShapeDtypeStruct(v, dtype)}
+
+    def write(
+        self, arrays: Arrays, sizes: Sizes, k: jax.Array, v: jax.Array, slots: jax.Array
+    ) -> dict[str, jax.Array]:
+        block, offset = jnp.divmod(slots, sizes.block_size)
+        old_k, old_v = arrays["k"], arrays["v"]
+        pieces = k.reshape(*k.shape[:2], *old_k.shape[2::2]).astype(old_k.dtype)
+        return {
+            "k": old_k.at[block, :, :, offset].set(pieces),
+            "v": old_v.at[block, :, :, offset].set(v.astype(old_v.dtype)),
+        }
+
+    def read(
+        self, arrays: Arrays, sizes: Sizes, block_ids: jax.Array, dtype: jnp.dtype
+    ) -> tuple[jax.Array, jax.Array]:
+        k, v = arrays["k"][block_ids], arrays["v"][block_ids]
+        k = jnp.moveaxis(k, -2, -4).reshape(*block_ids.shape, *sizes[1:])
+        return k.astype(dtype), jnp.moveaxis(v, -1, -3).astype(dtype)
+
+    def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
+        x = _numbers(dtype)
+        return f"head_dim must be a multiple of {x}" if head_dim % x else None
+
+
+def _numbers(dtype: jnp.dtype) -> int:
+    return PIECE_BYTES // jnp.dtype(dtype).itemsize
