@@ -70,7 +70,7 @@ class SumModel(nnx.Module):
         value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
         zero = jnp.zeros_like(value)
         mean, cache = attend(
-            cache, 0, zero, zero, value, batch, scale=1.0, sliding_window=self.sliding_window
+            cache, 0, zero, zero, value, batch, scale=1.0, sliding_windows=(self.sliding_window,)
         )
         num_seen = positions + 1
         if self.sliding_window is not None:
