@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE, EngineConfig
-from jaxpaged.engine import driver, gpu_flags, loop, scheduler
+from jaxpaged.engine import admission, driver, gpu_flags, loop
 from jaxpaged.engine.state import (
     MAX_STEPS,
     Counter,
@@ -175,6 +175,6 @@ def _fill(
     tables, _ = block_table.append(tables, seq_lens, max_new_blocks=max_blocks)
     if tables.pool.prefix_cache is None:
         return tables
-    keys = functools.partial(scheduler.cache_keys, rows, config=config)
+    keys = functools.partial(admission.cache_keys, rows, config=config)
     tables, _ = block_table.cache_full_blocks(tables, keys, seq_lens, max_blocks=max_blocks)
     return tables

@@ -60,11 +60,11 @@ def unoptimized(few_programs):
 @pytest.fixture(scope="module")
 def small_pieces(few_programs):
     """For modules with small tables: what is taken piece by piece takes many pieces there, too."""
-    from jaxpaged.engine import scheduler
+    from jaxpaged.engine import admission
     from jaxpaged.memory import entries, prefix_cache
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (entries, prefix_cache, scheduler):
+        for module in (entries, prefix_cache, admission):
             patch.setattr(module, "PIECE", 3)
         yield
 

@@ -17,7 +17,8 @@ from jaxpaged import replay
 from jaxpaged.checks import InputError
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import EngineDeadError
-from jaxpaged.engine.scheduler import Decision, Plan
+from jaxpaged.engine.plan import Plan
+from jaxpaged.engine.scheduler import Decision
 from jaxpaged.engine.state import EngineState, FinishReason, Phase, empty_rows, token_bits, without_kv
 from jaxpaged.memory.policies import LRU_SPLIT
 from jaxpaged.memory.prefix_cache import hash_block

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpaged.engine.scheduler import Slots
+from jaxpaged.engine.plan import Slots
 from jaxpaged.engine.state import MAX_STEPS, EngineState, FinishReason, Phase, Rows
 from jaxpaged.memory import block_table
 from jaxpaged.sampling import Scores, is_in

@@ -109,6 +109,11 @@ class Rows:
         """Those that take a slot: they run, or will when a prompt is done."""
         return self.running | self.forking | self.following
 
+    def in_group_of(self, row: Int[Array, ""]) -> Bool[Array, " rows"]:
+        """The row, and all rows that are or were in a beam search with it."""
+        width, head = self.beams.width, self.beams.head
+        return ((width * width[row] > 0) & (head == head[row])) | (jnp.arange(head.shape[0]) == row)
+
     @property
     def tells_prompt(self) -> Bool[Array, " rows"]:
         """Whether log-probabilities of the prompt are wanted still. So all of it is computed, hits or not."""

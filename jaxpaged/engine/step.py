@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.engine import beams, scheduler
-from jaxpaged.engine.scheduler import Decision, Plan, Slots, Tiles
+from jaxpaged.engine import admission, beams, scheduler
+from jaxpaged.engine.plan import Plan, Slots, Tiles, decode_tiles, prompt_tiles, slots_of
+from jaxpaged.engine.scheduler import Decision
 from jaxpaged.engine.state import MAX_STEPS, Counter, EngineState, FinishReason, Phase, Rows
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_table, kv_cache
@@ -84,7 +85,7 @@ def advance(
     max_blocks = config.max_blocks_touched(state.tables.block_size)
     state = append(state, plan, max_blocks)
     forks = state.rows.forking
-    slots = scheduler.slots_of(state.rows.running | forks, config.max_num_seqs)
+    slots = slots_of(state.rows.running | forks, config.max_num_seqs)
 
     state, hidden, told = forward(model, state, plan, slots, config, room)
     state, hidden = share(state, hidden, slots, decision.leader_row)
@@ -103,7 +104,7 @@ def advance(
         }
     )
     state = publish(state, jnp.any(in_prompt), config)
-    state = scheduler.loosen(state, scheduled)
+    state = admission.loosen(state, scheduled)
     state, source = beams.advance(state, new, slots, due)
     forks_from = jnp.where(source == jnp.arange(source.shape[0]), decision.leader_row, source)
     return clean_up(scheduler.fork_tables(state, forks_from, config), config), decision, told
@@ -145,7 +146,7 @@ def forward(
     type Carry = tuple[KVCache, Hidden, PromptScores]
 
     def prefill(carry: Carry) -> Carry:
-        all_tiles = scheduler.prompt_tiles(state, plan, cdiv(config.num_tiles, width) * width)
+        all_tiles = prompt_tiles(state, plan, cdiv(config.num_tiles, width) * width)
 
         def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
@@ -158,7 +159,7 @@ def forward(
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
 
     def decode(carry: Carry) -> Carry:
-        tiles = scheduler.decode_tiles(state, plan, slots)
+        tiles = decode_tiles(state, plan, slots)
         kv_cache, hidden, told = carry
         kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config.attention)
         return kv_cache, hidden, told
@@ -295,7 +296,7 @@ def answer(
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:
     """Make full blocks findable: their K and V are written.
 
-    Those that only decoding has filled can wait. Under their own names (`scheduler.cache_keys`) an answer's
+    Those that only decoding has filled can wait. Under their own names (`admission.cache_keys`) an answer's
     blocks are of use to their own request alone, if it is preempted and computed again; so they are published
     beside a prompt's, or when blocks are so few that the next step may preempt.
     """
@@ -317,7 +318,7 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
     def insert(carry: Carry) -> Carry:
         tables, status = carry
         num_tokens = (tables.chains.num_blocks + dealt(num_full(tables), max_blocks)) * block_size
-        keys = functools.partial(scheduler.cache_keys, rows, config=config)
+        keys = functools.partial(admission.cache_keys, rows, config=config)
         tables, info = block_table.cache_full_blocks(tables, keys, num_tokens, max_blocks=max_blocks)
         return tables, status | info.status
 
