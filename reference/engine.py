@@ -250,12 +250,12 @@ class Engine:
 
     # What the host may do between steps.
 
-    def submit(self, request: Request, *rows: int) -> None:
+    def submit(self, request: Request, row: int, *more: int) -> None:
         """Put a request into a row without one, or with a finished one; a beam search into all of its rows.
 
         Raises: ValueError when it could never be served, or a row is in use.
         """
-        config = self.config
+        config, rows = self.config, (row, *more)
         for row in rows:
             old = self.rows[row]
             if old is not None and old.phase is not Phase.FINISHED:

@@ -18,7 +18,8 @@ CHECKED = [
     "jaxpaged.memory",
     "jaxpaged.models",
     "jaxpaged.sampling",
-    *(f"jaxpaged.engine.{module}" for module in ("loop", "scheduler", "state", "step")),
+    *(f"jaxpaged.engine.{module}" for module in ("admission", "beams", "loop", "plan", "scheduler")),
+    *(f"jaxpaged.engine.{module}" for module in ("state", "step")),
 ]
 install_import_hook(CHECKED, f"{typechecker.__name__}.check")
 
@@ -39,12 +40,16 @@ def pytest_terminal_summary(terminalreporter):
 def few_programs():
     """A module's compiled programs go with it: with some thousands in one process XLA's compiler has crashed.
 
-    Those that the next module needs too are read back from the disk.
+    Those that the next module needs too are read back from the disk. That `LLM` keeps whole programs there
+    ends with the module, too.
     """
     yield
     import jax  # after the environment is set
 
+    from jaxpaged import disk_cache
+
     jax.clear_caches()
+    disk_cache.keep_in(None)
 
 
 @pytest.fixture(scope="module")

@@ -150,6 +150,7 @@ def test_a_replay_does_just_what_was_done(tmp_path):
     assert len(list(replay.replay(unanswered))) > len(steps)  # who stopped goes on
 
 
+@pytest.mark.slow
 def test_without_stop_tokens_it_needs_no_answers(tmp_path):
     was = history(tmp_path / "dump", stops=False)
     assert was.seen_later["preempted"] > 0

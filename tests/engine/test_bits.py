@@ -20,10 +20,10 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
 @pytest.mark.parametrize(
     ("dtype", "options", "use_native"),
     [
-        pytest.param("float32", {}, "0", id="all by XLA, float32"),
+        pytest.param("float32", {}, "0", id="all by XLA, float32", marks=pytest.mark.slow),
         pytest.param("bfloat16", {}, "0", id="all by XLA, bfloat16", marks=pytest.mark.slow),
         pytest.param("float32", tiny.SMALL, "1", id="recompute, float32"),
-        pytest.param("bfloat16", tiny.SWAP, "1", id="swap, bfloat16"),
+        pytest.param("bfloat16", tiny.SWAP, "1", id="swap, bfloat16", marks=pytest.mark.slow),
         *(
             pytest.param(dtype, options, "1", id=f"{name}, {dtype}", marks=pytest.mark.slow)
             for dtype, name, options in [

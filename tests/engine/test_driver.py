@@ -55,7 +55,10 @@ def test_greedy_tokens_equal_the_reference(options):
     tiny.assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize("options", [tiny.SMALL, tiny.SWAP], ids=["recompute", "swap"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(tiny.SMALL, id="recompute"), pytest.param(tiny.SWAP, id="swap", marks=pytest.mark.slow)],
+)
 def test_who_gives_way_answers_as_if_it_had_not(options):
     prompts = tiny.prompts([10, 20, 30, 12, 25])
     driver = tiny.driver(**options)
@@ -249,7 +252,7 @@ def test_the_loop_compiles_once_whatever_comes():
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 65}, id="one"),
+        pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 65}, id="one", marks=pytest.mark.slow),
         pytest.param(tiny.SWAP, id="swap", marks=pytest.mark.slow),
     ],
 )

@@ -28,9 +28,8 @@ pytestmark = pytest.mark.usefixtures("unoptimized")
 PROMPTS = tiny.prompts([20, 40, 17, 20, 70])
 NUM_NEW = 24
 slow = pytest.mark.slow
-# One of each kind in every run: two arrays and one, scales beside the numbers, and groups that are made
-# whole.
-QUICK = ("fused", "int8_per_token", "int4_grouped")
+# In every run one, with one array for K and V and scales beside the numbers.
+QUICK = ("int8_per_token",)
 each = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else slow) for name in LAYOUTS]
 )
@@ -111,6 +110,7 @@ def test_windows_and_recomputed_rows(name: str) -> None:
     tiny.assert_nothing_is_held(driver)
 
 
+@slow
 def test_measured_scales_are_those_of_the_first_prompt() -> None:
     layout = layouts.choose("token_major", "fp8", measures_scales=True)
     its = options("token_major", layout, num_tokens=512) | {
