@@ -38,32 +38,34 @@ class Choice:
 
 def advance(
     state: EngineState, new: Scores, slots: Slots, due: Bool[Array, " rows"]
-) -> tuple[EngineState, Int[Array, " rows"]]:
+) -> tuple[EngineState, Int[Array, " rows"], Int[Array, " rows"]]:
     """Let the groups that are due go on by a token; `new` has, for each slot, the candidates for it.
 
     To be called when what the step has computed is published: for rows exchange what they hold. Returns, too,
-    the rows whose blocks others are to hold from now on, having given back their own; their own for most.
+    for each row the one that had what it holds now, and the one whose blocks it is to hold from now on, its
+    own given back. For most both are the row itself.
     """
     is_due = due & (state.rows.beams.width > 0)
     own_row = jnp.arange(is_due.shape[0], dtype=jnp.int32)
-    type Carry = tuple[EngineState, Int[Array, " rows"]]
+    type Result = tuple[EngineState, Int[Array, " rows"], Int[Array, " rows"]]
 
-    def go_on(state: EngineState) -> Carry:
+    def go_on(state: EngineState) -> Result:
         choice = choose(state.rows, new, slots, is_due)
+        came_from = jnp.where(choice.changes, choice.source, own_row)
         # What has ended needs no blocks.
-        forks = choice.changes & (choice.source != own_row) & state.rows.running
+        forks = (came_from != own_row) & state.rows.running
         state = replace(
             state,
             rows=_continued(state.rows, new, slots, choice),
             scores=_noted(state, new, slots, choice),
         )
         state = state.on_tables(block_table.free_rows, forks)
-        return state, jnp.where(forks, choice.source, own_row)
+        return state, came_from, jnp.where(forks, came_from, own_row)
 
     # Without the cache: on a GPU it might be copied on its way through a `cond`.
     small = replace(state, kv_cache=None, host=None)  # type: ignore[arg-type]
-    small, source = lax.cond(jnp.any(is_due), go_on, lambda state: (state, own_row), small)
-    return replace(small, kv_cache=state.kv_cache, host=state.host), source
+    small, *rows = lax.cond(jnp.any(is_due), go_on, lambda state: (state, own_row, own_row), small)
+    return replace(small, kv_cache=state.kv_cache, host=state.host), *rows
 
 
 def choose(rows: Rows, new: Scores, slots: Slots, due: Bool[Array, " rows"]) -> Choice:
@@ -199,7 +201,6 @@ def _continued(rows: Rows, new: Scores, slots: Slots, choice: Choice) -> Rows:
             beams,
             cum_logprob=choice.cum_logprob,
             rank=choice.rank,
-            origin=jnp.where(changes, beams.origin[source], beams.origin),
         ),
     )
 

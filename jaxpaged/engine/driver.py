@@ -281,7 +281,7 @@ class Driver:
         start = time.perf_counter()
         arrays = self._params, self._state, np.int32(0), np.bool_(False)
         told = no_prompt_scores(self.step_config, self.config.num_rows)
-        report = jax.eval_shape(loop.report, self._state, told)
+        report = jax.eval_shape(loop.report, self._state, told, self._state.rows.order)
         self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None
         if layouts.is_ours(self._state.kv_cache.layout):
             self._kept_run = programs.kept(

@@ -97,10 +97,10 @@ def run(
     donated: use the one returned.
     """
     model = nnx.merge(graphdef, params)
-    type Carry = tuple[EngineState, Int[Array, ""], PromptScores]
+    type Carry = tuple[EngineState, Int[Array, ""], PromptScores, Int[Array, " rows"]]
 
     def goes_on(carry: Carry) -> Bool[Array, ""]:
-        state, num_steps, told = carry
+        state, num_steps, told, _ = carry
         rows = state.rows
         is_free = (rows.phase == Phase.FINISHED) | (rows.phase == Phase.EMPTY)
         starves = host_has_more & jnp.any(is_free) & ~jnp.any(rows.waiting)
@@ -109,18 +109,18 @@ def run(
         return scheduler.any_work(rows) & may
 
     def one_step(carry: Carry) -> Carry:
-        state, num_steps, told = carry
-        state, _, told = advance(model, state, config, told)
-        return state, num_steps + 1, told
+        state, num_steps, told, origin = carry
+        state, _, told, came_from = advance(model, state, config, told)
+        return state, num_steps + 1, told, origin[came_from]
 
-    own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
-    state = replace(state, rows=replace(state.rows, beams=replace(state.rows.beams, origin=own_row)))
     nothing = no_prompt_scores(config, state.tables.max_seqs)
-    state, _, told = lax.while_loop(goes_on, one_step, (state, jnp.int32(0), nothing))
-    return state, report(state, told)
+    own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
+    start = (state, jnp.int32(0), nothing, own_row)
+    state, _, told, origin = lax.while_loop(goes_on, one_step, start)
+    return state, report(state, told, origin)
 
 
-def report(state: EngineState, told: PromptScores) -> Report:
+def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) -> Report:
     rows, pool = state.rows, state.tables.pool
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
     window = first[:, None] + jnp.arange(MAX_STEPS)
@@ -133,7 +133,7 @@ def report(state: EngineState, told: PromptScores) -> Report:
         num_tokens=rows.num_tokens,
         finish_reason=rows.finish_reason,
         num_hit_tokens=rows.num_hit_tokens,
-        origin=rows.beams.origin,
+        origin=origin,
         cum_logprob=rows.beams.cum_logprob,
         beam_rank=rows.beams.rank,
         new_token_ids=rows.token_ids.at[row, window].get(mode="clip"),

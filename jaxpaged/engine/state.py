@@ -56,7 +56,6 @@ class Beams:
     temperature: Float[Array, " rows"]  # of the chances that count; 1: the model's own
     cum_logprob: Float[Array, " rows"]  # the sum over the answer's tokens; -inf: the row holds no answer
     rank: Int[Array, " rows"]  # 0 is the best: among beams by `cum_logprob`, among what has ended by score
-    origin: Int[Array, " rows"]  # of every row: where what it holds was when the run began
 
 
 @jax.tree_util.register_dataclass
@@ -226,7 +225,6 @@ def empty_rows(num_rows: int, max_model_len: int, vocab_size: int) -> Rows:
             temperature=zeros(dtype=np.float32) + 1,
             cum_logprob=zeros(dtype=np.float32),
             rank=zeros(),
-            origin=zeros(),
         ),
     )
 

@@ -73,8 +73,10 @@ def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineSt
 
 def advance(
     model: Model, state: EngineState, config: StepConfig, room: PromptScores
-) -> tuple[EngineState, Decision, PromptScores]:
+) -> tuple[EngineState, Decision, PromptScores, Int[Array, " rows"]]:
     """Advance every running row: some by tiles of their prompt, the others by one token.
+
+    Returns, too, what is told of prompts, and in which row was what each holds: its own, but of beams.
 
     Prompts are computed in passes of one shape, decoding rows in one of another, and logits in a third,
     whatever else is in the step. So a token's bits do not depend on its company.
@@ -105,9 +107,10 @@ def advance(
     )
     state = publish(state, jnp.any(in_prompt), config)
     state = admission.loosen(state, scheduled)
-    state, source = beams.advance(state, new, slots, due)
+    state, came_from, source = beams.advance(state, new, slots, due)
     forks_from = jnp.where(source == jnp.arange(source.shape[0]), decision.leader_row, source)
-    return clean_up(scheduler.fork_tables(state, forks_from, config), config), decision, told
+    state = scheduler.fork_tables(state, forks_from, config)
+    return clean_up(state, config), decision, told, came_from
 
 
 def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("unoptimized")
 PROMPTS = tiny.prompts([20, 40, 17, 20, 70])
 NUM_NEW = 24
 slow = pytest.mark.slow
-# In every run one, with one array for K and V and scales beside the numbers.
+# In every run one, with scales beside its numbers.
 QUICK = ("int8_per_token",)
 each = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else slow) for name in LAYOUTS]
