@@ -34,7 +34,7 @@ QUICK = ("tight", "swap, split")
         for each in SETTINGS
     ],
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_step_is_the_oracles(setting, data):
     priorities = data.draw(st.booleans())
