@@ -36,9 +36,13 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("left out, for make test-all: tests marked slow")
 
 
+# Of the kernel's usual 65,530 mappings of memory a process; a compiled loop takes over a thousand.
+MANY_MAPPINGS = 30_000
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """A module's compiled programs go with it: with some thousands in one process XLA's compiler has crashed.
+    """A module's compiled programs go with it.
 
     Those that the next module needs too are read back from the disk. That `LLM` keeps whole programs there
     ends with the module, too.
@@ -50,6 +54,17 @@ def few_programs():
 
     jax.clear_caches()
     disk_cache.keep_in(None)
+
+
+@pytest.fixture(autouse=True)
+def few_mappings():
+    """And earlier where a module has many of them: XLA's compiler crashes where memory cannot be mapped."""
+    yield
+    import jax
+
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MANY_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
