@@ -56,8 +56,13 @@ def split_x(arrays: Mapping[str, np.ndarray], which: str, block: int, offset: in
     return arrays["v"][block, head, :, offset]
 
 
-def plain(numbers: Numbers, block_size: int, num_heads: int, head_dim: int) -> Oracle:
-    """Numbers as they are, in the arrays' type."""
+def by_heads(
+    sizes: tuple[int, int, int],
+    put: Callable[[Arrays, str, int, int, int, np.ndarray], None],
+    get: Callable[[Mapping[str, np.ndarray], str, int, int, int], np.ndarray],
+) -> Oracle:
+    """Of (block_size, num_heads, head_dim): each token's head by itself, at (which, block, offset, head)."""
+    block_size, num_heads, head_dim = sizes
 
     def write(arrays: Arrays, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Arrays:
         new = {name: array.copy() for name, array in arrays.items()}
@@ -65,8 +70,7 @@ def plain(numbers: Numbers, block_size: int, num_heads: int, head_dim: int) -> O
             block, offset = divmod(int(slot), block_size)
             for which, x in (("k", k), ("v", v)):
                 for head in range(num_heads):
-                    place = numbers(new, which, block, offset, head)
-                    place[...] = x[token, head].reshape(place.shape)
+                    put(new, which, block, offset, head, x[token, head])
         return new
 
     def read(arrays: Mapping[str, np.ndarray], block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -74,10 +78,23 @@ def plain(numbers: Numbers, block_size: int, num_heads: int, head_dim: int) -> O
         for i, which in enumerate("kv"):
             for offset in range(block_size):
                 for head in range(num_heads):
-                    out[i, offset, head] = numbers(arrays, which, block, offset, head).reshape(head_dim)
+                    out[i, offset, head] = get(arrays, which, block, offset, head)
         return out[0], out[1]
 
     return Oracle(block_size, write, read)
+
+
+def plain(numbers: Numbers, block_size: int, num_heads: int, head_dim: int) -> Oracle:
+    """Numbers as they are, in the arrays' type."""
+
+    def put(arrays: Arrays, which: str, block: int, offset: int, head: int, x: np.ndarray) -> None:
+        place = numbers(arrays, which, block, offset, head)
+        place[...] = x.reshape(place.shape)
+
+    def get(arrays: Mapping[str, np.ndarray], which: str, block: int, offset: int, head: int) -> np.ndarray:
+        return numbers(arrays, which, block, offset, head).reshape(head_dim)
+
+    return by_heads((block_size, num_heads, head_dim), put, get)
 
 
 def float8(base: Oracle, dtype: np.dtype, largest: float, k_scale: np.ndarray, v_scale: np.ndarray) -> Oracle:
@@ -115,29 +132,17 @@ def int8_per_token(numbers: Numbers, block_size: int, num_heads: int, head_dim: 
         }
         return numbers(scales, which, block, offset, head)
 
-    def write(arrays: Arrays, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Arrays:
-        new = {name: array.copy() for name, array in arrays.items()}
-        for token, slot in enumerate(slots):
-            block, offset = divmod(int(slot), block_size)
-            for which, x in (("k", k), ("v", v)):
-                for head in range(num_heads):
-                    its = x[token, head].astype(np.float32)
-                    scale = max(np.max(np.abs(its)) * np.float32(1 / 127), np.float32(1e-30))
-                    numbers(new, which, block, offset, head)[...] = np.clip(np.rint(its / scale), -127, 127)
-                    scale_of(new, which, block, offset, head)[...] = scale
-        return new
+    def put(arrays: Arrays, which: str, block: int, offset: int, head: int, x: np.ndarray) -> None:
+        its = x.astype(np.float32)
+        scale = max(np.max(np.abs(its)) * np.float32(1 / 127), np.float32(1e-30))
+        numbers(arrays, which, block, offset, head)[...] = np.clip(np.rint(its / scale), -127, 127)
+        scale_of(arrays, which, block, offset, head)[...] = scale
 
-    def read(arrays: Mapping[str, np.ndarray], block: int) -> tuple[np.ndarray, np.ndarray]:
-        out = np.zeros((2, block_size, num_heads, head_dim), np.float32)
-        for i, which in enumerate("kv"):
-            for offset in range(block_size):
-                for head in range(num_heads):
-                    scale = scale_of(arrays, which, block, offset, head)
-                    its = numbers(arrays, which, block, offset, head)
-                    out[i, offset, head] = its.astype(np.float32) * scale
-        return out[0], out[1]
+    def get(arrays: Mapping[str, np.ndarray], which: str, block: int, offset: int, head: int) -> np.ndarray:
+        its = numbers(arrays, which, block, offset, head).astype(np.float32)
+        return its * scale_of(arrays, which, block, offset, head)
 
-    return Oracle(block_size, write, read)
+    return by_heads((block_size, num_heads, head_dim), put, get)
 
 
 def int4_grouped(block_size: int, num_heads: int, head_dim: int, group: int = 16) -> Oracle:

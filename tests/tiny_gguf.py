@@ -5,6 +5,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from jaxpaged.models.config import ModelConfig
 from tests.tiny import CONFIG, weights
 
 
@@ -12,6 +13,21 @@ def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """As llama.cpp's converter stores q and k: RoPE's pairs side by side."""
     rows, columns = weight.shape
     return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    """What every architecture's header says of a model, its first layer's RoPE among it."""
+    writer.add_context_length(config.max_model_len)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_head_count(config.num_q_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    rope = config.layers[0].rope
+    assert rope is not None
+    writer.add_rope_freq_base(rope.theta)
 
 
 def write_gguf(
@@ -24,15 +40,7 @@ def write_gguf(
 ) -> Path:
     """The tiny model as a GGUF file, with a byte-level vocabulary of as many tokens."""
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(CONFIG.max_model_len)
-    writer.add_embedding_length(CONFIG.hidden_size)
-    writer.add_feed_forward_length(CONFIG.intermediate_size)
-    writer.add_block_count(CONFIG.num_layers)
-    writer.add_head_count(CONFIG.num_q_heads)
-    writer.add_head_count_kv(CONFIG.num_kv_heads)
-    writer.add_key_length(CONFIG.head_dim)
-    writer.add_layer_norm_rms_eps(CONFIG.norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    add_sizes(writer, CONFIG)
     if sliding_window is not None:
         writer.add_sliding_window(sliding_window)
     writer.add_tokenizer_model("gpt2")

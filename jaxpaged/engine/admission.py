@@ -163,9 +163,7 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
     """What the prefix cache has for a request; and if it should rather wait for what is being computed."""
     rows, tables = state.rows, state.tables
     cache = tables.pool.prefix_cache
-    # Of a group only the prompt is looked up: the others fork when it is done.
-    salt, is_alone = rows.salt[row], rows.beams.width[row] == 0
-    num_tokens = jnp.where(is_alone, rows.num_tokens[row], rows.prompt_lens[row])
+    salt, num_tokens = rows.salt[row], rows.num_findable[row]
     if cache is None:
         nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
         return nothing, jnp.bool_(False)
@@ -267,7 +265,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
     state = replace(state, rows=rows, turned_away=none_turned_away())
-    num_lookup_tokens = jnp.where(is_new & ~rows.tells_prompt[row], rows.num_tokens[row], 0)
+    num_lookup_tokens = jnp.where(is_new & ~rows.tells_prompt[row], rows.num_findable[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 
 

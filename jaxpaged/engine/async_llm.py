@@ -91,7 +91,7 @@ class AsyncLLM:
         """Check a prompt, and cut it into tokens; `InputError` if it could never run."""
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         admit = functools.partial(self.engine.door.admit, params=params, priority=priority)
-        return Admitted(*await _here_or_in_a_thread(self.llm._read_prompt, prompt, admit))
+        return Admitted(*await _here_or_in_a_thread(self.llm.read_prompt, prompt, admit))
 
     async def stream(
         self, prompts: Sequence[Admitted], request_id: str
@@ -115,7 +115,7 @@ class AsyncLLM:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Raises `InputError`."""
         return await _here_or_in_a_thread(
-            lambda text: self.llm._encode(text, add_special_tokens=add_special_tokens), text
+            lambda text: self.llm.encode(text, add_special_tokens=add_special_tokens), text
         )
 
     @property

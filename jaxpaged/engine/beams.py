@@ -183,7 +183,7 @@ def _places(
 def _continued(rows: Rows, new: Scores, slots: Slots, choice: Choice) -> Rows:
     """The rows with their next tokens, behind those of the rows from which they go on."""
     index = jnp.arange(choice.source.shape[0], dtype=jnp.int32)
-    changes, source, beams = choice.changes, choice.source, rows.beams
+    changes, source = choice.changes, choice.source
     position = rows.num_tokens[source]
     token = new.top_ids.at[slots.of_row[source], choice.column].get(mode="clip")
     token_ids = _with_answers_of(rows, source, changes & (source != index))
@@ -197,11 +197,7 @@ def _continued(rows: Rows, new: Scores, slots: Slots, choice: Choice) -> Rows:
         num_tokens=jnp.where(changes, position + 1, rows.num_tokens),
         phase=jnp.where(choice.finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(choice.finishes, reason, rows.finish_reason),
-        beams=replace(
-            beams,
-            cum_logprob=choice.cum_logprob,
-            rank=choice.rank,
-        ),
+        beams=replace(rows.beams, cum_logprob=choice.cum_logprob, rank=choice.rank),
     )
 
 

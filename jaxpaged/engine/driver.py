@@ -160,6 +160,8 @@ class Driver:
         # And whether log-probabilities are wanted of its answer, and of its prompt.
         self._wants_scores, self._wants_prompt_scores = np.zeros((2, config.num_rows), bool)
         self._is_beam = np.zeros(config.num_rows, bool)  # or holds what has ended of a beam search
+        self._has_run = np.zeros(config.num_rows, bool)
+        self.first_run: list[int] = []  # requests that the last report was the first to see run
         self._unread: Report | None = None
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
@@ -174,15 +176,6 @@ class Driver:
     def _wants_a_row(self) -> bool:
         """Whether the next without a row would take one as soon as it is free."""
         return bool(self._queue) and self._queue[0].request.group_size == 1
-
-    @property
-    def running(self) -> list[int]:
-        """The requests that ran when last heard of."""
-        return [
-            place.request.request_id
-            for row in np.flatnonzero((self._arrivals != 0) & (self._phases == Phase.RUNNING)).tolist()
-            if (place := self._places[row]) is not None
-        ]
 
     def add(self, request: Request, answer: Sequence[int] = ()) -> None:
         """Queue a request that came through the door, with what is known of its answer."""
@@ -224,6 +217,7 @@ class Driver:
         dispatched = None
         if self._arrivals.any():
             dispatched = self._run(max_steps or self._steps_of_a_short_while())
+        self.first_run = []
         deltas = [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self._arrivals.any() else None
         return deltas
@@ -364,6 +358,7 @@ class Driver:
             self._wants_scores[row] = params.logprobs is not None
             self._wants_prompt_scores[row] = params.prompt_logprobs is not None
             self._is_beam[row] = queued.request.beams is not None
+            self._has_run[row] = False
             np.asarray(requests.beams.head)[line] = head
             self.door.write(requests, line, queued.request, len(token_ids))
         self._write_tokens(np.concatenate(tokens, axis=1))
@@ -394,6 +389,9 @@ class Driver:
         num_new = report.num_tokens - self._num_tokens[report.origin]
         changed = told & ((num_new != 0) | (report.finish_reason != 0))
         self._phases[told], self._num_tokens[told] = report.phase[told], report.num_tokens[told]
+        begins = told & ~self._has_run & ((report.phase == Phase.RUNNING) | (num_new != 0))
+        self._has_run |= begins
+        self.first_run = [p.request.request_id for row in np.flatnonzero(begins) if (p := self._places[row])]
         deltas = self._deltas(report, np.flatnonzero(changed & ~self._is_beam), num_new)
         if self._is_beam.any():
             deltas += self._follow_beams(report, np.flatnonzero(changed & self._is_beam), num_new)

@@ -318,7 +318,7 @@ class _Worker:
                 self._take_questions()
                 next_began = time.time()
                 deltas = self._driver.turn()
-                self._note_scheduled(deltas, run_began)
+                self._note_scheduled(run_began)
                 run_began = next_began
                 self._deliver_all(deltas)
         except BaseException as error:
@@ -353,12 +353,11 @@ class _Worker:
         for put in questions:
             put()
 
-    def _note_scheduled(self, deltas: Sequence[Delta], run_began: float) -> None:
-        """Those that run, by the report just read, and those that got tokens in it and have ended."""
-        told = [delta.request_id for delta in deltas if delta.token_ids]
+    def _note_scheduled(self, run_began: float) -> None:
+        """Those that ran for the first time, by the report just read."""
         with self._lock:
-            running = [self._in_flight.get(i) for i in (*self._driver.running, *told)]
-        for handle in running:
+            began = [self._in_flight.get(request_id) for request_id in self._driver.first_run]
+        for handle in began:
             if handle is not None:
                 handle.note_scheduled(run_began)
 

@@ -106,7 +106,7 @@ class LLM:
             _naming_prompt(
                 i,
                 len(many),
-                self._read_prompt,
+                self.read_prompt,
                 prompt,
                 functools.partial(self.engine.door.admit, params=its, priority=urgency),
             )
@@ -144,7 +144,7 @@ class LLM:
         many = self._as_many(prompts)
         admit = functools.partial(self.engine.door.admit_search, params=params)
         asked = [
-            _naming_prompt(i, len(many), self._read_prompt, prompt, admit) for i, prompt in enumerate(many)
+            _naming_prompt(i, len(many), self.read_prompt, prompt, admit) for i, prompt in enumerate(many)
         ]
         outputs = self._gather(*self._submit(asked), use_tqdm, self._beam_search_output)
         return list(itertools.islice(outputs, 1, None))
@@ -167,7 +167,7 @@ class LLM:
         ) as error:  # templates raise errors of their own, for example about the order of roles
             raise InputError(f"chat: the model's chat template refuses these messages: {error}") from error
         # The template writes the special tokens itself: none are added.
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def _submit(
         self, asked: Sequence[tuple[str | None, list[Request]]]
@@ -236,7 +236,7 @@ class LLM:
         )
         return [prompts] if is_one else prompts
 
-    def _read_prompt(
+    def read_prompt(
         self, prompt: Any, admit: Callable[..., list[Request]]
     ) -> tuple[str | None, list[Request]]:
         """A prompt's text, where it was given as text, and the requests that the door makes of it."""
@@ -253,10 +253,10 @@ class LLM:
                 "or 'prompt_token_ids'"
             )
         if token_ids is None:
-            token_ids = self._encode(str(text))
+            token_ids = self.encode(str(text))
         return text, admit(token_ids, cache_salt=salt)
 
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt.
 
         One too long for any model's context is refused without being read whole.

@@ -114,6 +114,11 @@ class Rows:
         return ((width * width[row] > 0) & (head == head[row])) | (jnp.arange(head.shape[0]) == row)
 
     @property
+    def num_findable(self) -> Int[Array, " rows"]:
+        """So many tokens are looked up when a row is admitted: of beams the prompt, which they share."""
+        return jnp.where(self.beams.width > 0, self.prompt_lens, self.num_tokens)
+
+    @property
     def tells_prompt(self) -> Bool[Array, " rows"]:
         """Whether log-probabilities of the prompt are wanted still. So all of it is computed, hits or not."""
         return (self.num_prompt_logprobs >= 0) & (self.num_tokens == self.prompt_lens)

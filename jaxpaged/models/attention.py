@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.layers import kind_of
 from pallas_kernels import ops
 from pallas_kernels.ops import TiledImplementation
 
@@ -79,6 +78,5 @@ def attend(
         return look(kinds[0], q), cache
     if isinstance(layer, int):
         return look(sliding_windows[layer], q), cache
-    kind_of = jnp.asarray(np.array([kinds.index(window) for window in sliding_windows], np.int32))
     branches = [functools.partial(look, window) for window in kinds]
-    return lax.switch(kind_of[layer], branches, q), cache
+    return lax.switch(kind_of(kinds, sliding_windows, layer), branches, q), cache

@@ -3,7 +3,6 @@
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -307,8 +306,7 @@ def of_layer(config: ModelConfig, angles: Angles, layer: layers.Layer) -> Angles
     kinds = ropes(config)
     if len(kinds) == 1:
         return angles
-    numbers = np.array([kinds.index(kind.rope) for kind in config.layers], np.int32)
-    number = numbers[layer] if isinstance(layer, int) else jnp.asarray(numbers)[layer]
+    number = layers.kind_of(kinds, [kind.rope for kind in config.layers], layer)
     cos, sin = angles
     return cos[number], sin[number]
 

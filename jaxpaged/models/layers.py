@@ -19,6 +19,12 @@ Values = Array | np.ndarray  # a weight that is being made
 Layer = int | Int[Array, ""]  # a layer's number, counted from 0; an array in a loop over layers
 
 
+def kind_of[T](kinds: Sequence[T], each: Sequence[T], layer: Layer) -> Layer:
+    """Which of the kinds a layer is of, if `each` has every layer's."""
+    numbers = np.array([kinds.index(kind) for kind in each], np.int32)
+    return int(numbers[layer]) if isinstance(layer, int) else jnp.asarray(numbers)[layer]
+
+
 def loops_over_layers(dtype: jnp.dtype) -> bool:
     """Whether a program computes layers in a loop, so that it does not grow with their number.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import functools
 import hashlib
 import re
 import time
@@ -33,6 +34,13 @@ FIRST_CHAR = 48  # "0"
 @router.get("/")
 async def page() -> Response:
     """A single page, which loads nothing from other hosts."""
+    text, headers = _page()
+    return Response(text, headers=headers, media_type="text/html; charset=utf-8")
+
+
+@functools.cache
+def _page() -> tuple[str, dict[str, str]]:
+    """Its text, and the headers that allow its own script and style, by their digests, and nothing else."""
     text = (resources.files("jaxpaged.serve") / "page.html").read_text(encoding="utf-8")
     allowed = {
         f"{tag}-src": " ".join(f"'sha256-{_digest(part)}'" for part in re.findall(pattern, text, re.DOTALL))
@@ -46,12 +54,11 @@ async def page() -> Response:
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     } | allowed
-    headers = {
+    return text, {
         "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "x-content-type-options": "nosniff",
         "cache-control": "no-cache",
     }
-    return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
 @router.get("/page/events")

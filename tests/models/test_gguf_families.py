@@ -9,6 +9,7 @@ import pytest
 from jaxpaged.models import gguf_file, loading
 from jaxpaged.models.weights import by_role
 from tests.models.test_decoder import GOLDENS
+from tests.tiny_gguf import add_sizes
 
 ARCHITECTURES = {
     "qwen2": "qwen2",
@@ -33,17 +34,9 @@ def tensors_of(checkpoint):
 
 
 def write(path, checkpoint):
-    c, rope = checkpoint.config, checkpoint.config.layers[0].rope
+    c = checkpoint.config
     writer = gguf.GGUFWriter(path, ARCHITECTURES[checkpoint.path.name])
-    writer.add_context_length(c.max_model_len)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_block_count(c.num_layers)
-    writer.add_head_count(c.num_q_heads)
-    writer.add_head_count_kv(c.num_kv_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_rope_freq_base(rope.theta)
+    add_sizes(writer, c)
     if c.attention_soft_cap is not None:
         writer.add_attn_logit_softcapping(c.attention_soft_cap)
     if c.logit_soft_cap is not None:
