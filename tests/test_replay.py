@@ -25,12 +25,10 @@ from jaxpaged.memory.prefix_cache import hash_block
 from jaxpaged.replay import __main__ as words
 from jaxpaged.sampling import no_scores
 from jaxpaged.status import Status
-from reference.engine import Request
+from reference.engine_state import Request
 from tests import tiny
 from tests.engine.lockstep import MAX_MODEL_LEN, STOP, VOCAB, Event, LockStep, Setting, compiled_step
 from tests.tiny_gguf import write_gguf
-
-pytestmark = pytest.mark.usefixtures("unoptimized")
 
 # Preempts, by swap and, where the host pool is full, to be recomputed. The same as in `test_scheduler.py`.
 SETTING = Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14)

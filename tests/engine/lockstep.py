@@ -35,8 +35,9 @@ from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.sampling import score
 from jaxpaged.status import Status
-from reference import engine as reference
+from reference import engine_state as reference
 from reference import sampler
+from reference.engine import Engine
 from tests import quick
 from tests.memory.oracles import FREE_PROFILES
 
@@ -160,8 +161,8 @@ class Setting:
             reuse_answers=self.reuse_answers,
         )
 
-    def oracle(self) -> reference.Engine:
-        return reference.Engine(
+    def oracle(self) -> Engine:
+        return Engine(
             reference.EngineConfig(
                 max_num_seqs=MAX_NUM_SEQS,
                 num_rows=NUM_ROWS,

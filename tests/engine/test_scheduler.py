@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.memory.policies import LRU_SPLIT
-from reference.engine import Phase, Request
+from reference.engine_state import Phase, Request
 from tests.engine.lockstep import VOCAB, Event, LockStep, Setting, workloads
 
-pytestmark = pytest.mark.usefixtures("unoptimized", "small_pieces")
+pytestmark = pytest.mark.usefixtures("small_pieces")
 
 SETTINGS = [
     Setting("roomy", num_blocks=1 + 90),

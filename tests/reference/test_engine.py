@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import model
-from reference.engine import Engine, EngineConfig, NextToken, Phase, Request, Row, Step, cdiv, greedy, ids
+from reference.engine import Engine, cdiv, greedy, ids
+from reference.engine_state import EngineConfig, NextToken, Phase, Request, Row, Step
 from reference.invariants import check_block_pool
 
 

@@ -1,0 +1,170 @@
+"""What `reference.engine` is made of: requests, the rows in which they run, and what a step did."""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from reference.beam_search import BeamSearch, Hypothesis, LogProbs
+from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock
+
+NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine's fixed sizes; both pools count their null block."""
+
+    max_num_seqs: int  # rows that run together
+    num_rows: int  # rows that requests may wait, run and lie finished in
+    num_tiles: int  # prompt tiles in one step
+    tile_len: int  # positions a tile
+    block_size: int  # positions a block
+    num_blocks: int
+    max_blocks_per_seq: int  # blocks in a row's line
+    num_host_blocks: int = 0  # 0: there is no host pool
+    sliding_window: int | None = None  # positions a token attends to, its own included
+    watermark_blocks: int = 0  # left free when a request joins others
+    prefix_caching: bool = True
+    free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
+    reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What makes a request a beam search: it has the arrivals from its own on, one for each of its rows."""
+
+    width: int
+    length_penalty: float
+    logprobs_of: LogProbs
+
+
+@dataclass(frozen=True)
+class Request:
+    """arrival: its name, higher than that of all requests before it.
+
+    max_num_tokens: prompt and answer end at so many.
+    salt: requests that differ in it share no blocks.
+    leader: the arrival of an earlier request with the same prompt, priority and salt.
+    next_token: its own, where its options change the engine's.
+    """
+
+    arrival: int
+    prompt: Sequence[int]
+    max_num_tokens: int
+    stop_token_ids: Sequence[int] = ()
+    priority: int = 0
+    salt: int = 0
+    leader: int | None = None
+    next_token: NextToken | None = None
+    search: Search | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return 1 if self.search is None else 2 * self.search.width
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.priority, self.arrival
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"
+    SWAPPED = "swapped"  # its blocks are on the host
+    FOLLOWING = "following"  # a beam whose head computes the prompt; holds no blocks
+    HELD = "held"  # for what ends of a beam search
+    FINISHED = "finished"  # holds no blocks; its tokens can be read until its row is used again
+
+
+FinishReason = Literal["stop", "length", "abort"]
+Preemption = Literal["recompute", "swap"]
+
+
+@dataclass(eq=False)
+class Row:
+    """A request and how far it is.
+
+    computed: tokens whose K and V are in the cache, the first ones.
+    blocks: those of the computed tokens, in order; the null block stands for one that left the window.
+        On the host while SWAPPED.
+    names: of the content of the leading blocks, as far as it has been published or found; see `Engine`.
+    forks_from: the row whose blocks it takes over in this step.
+    """
+
+    index: int
+    request: Request
+    tokens: list[int]
+    phase: Phase = Phase.WAITING
+    computed: int = 0
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    names: list[BlockHash] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+    forks_from: "Row | None" = None
+    group: "Group | None" = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def width(self) -> int:
+        """How many slots it takes with those that run with it."""
+        return 1 if self.group is None else self.group.search.width
+
+    @property
+    def num_findable(self) -> int:
+        """So many of its tokens, but for the last, are looked for in the prefix cache."""
+        return self.num_tokens if self.group is None else self.prompt_len
+
+    @property
+    def held(self) -> list[KVCacheBlock]:
+        """The blocks that have not left the window."""
+        return [block for block in self.blocks if not block.is_null]
+
+    @property
+    def marked_tokens(self) -> list[int]:
+        """The tokens, those of the answer as `-1 - token`, for their K and V come from another shape."""
+        return [
+            token if position < self.prompt_len else -1 - token for position, token in enumerate(self.tokens)
+        ]
+
+
+@dataclass(eq=False)
+class Group:
+    """A beam search and its rows; the first one is the head."""
+
+    search: BeamSearch
+    logprobs_of: LogProbs
+    rows: list[Row]  # those of beams
+    held: list[Row]  # for what has ended
+    beam_rows: list[Row] = field(default_factory=list)  # of the search's beams, the best first
+    ended_rows: dict[Hypothesis, Row] = field(default_factory=dict)
+
+
+@dataclass
+class Step:
+    """What one step did, by row; rows and requests of which there is nothing to say are left out."""
+
+    num_new_tokens: dict[int, int] = field(default_factory=dict)  # computed in this step
+    preempted: dict[int, Preemption] = field(default_factory=dict)  # in this order
+    admitted: dict[int, int] = field(default_factory=dict)  # blocks hit; in this order, swapped ones too
+    copies_out: list[tuple[int, int]] = field(default_factory=list)  # device block to host block
+    copies_in: list[tuple[int, int]] = field(default_factory=list)  # host block to device block
+    copies: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # of shared blocks, before they are written to
+    forked: dict[int, int] = field(default_factory=dict)  # from which row
+    new_tokens: dict[int, int] = field(default_factory=dict)
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+    # Afterwards:
+    block_tables: dict[int, list[int]] = field(default_factory=dict)
+    host_block_tables: dict[int, list[int]] = field(default_factory=dict)
+    free_block_ids: list[int] = field(default_factory=list)  # in the order in which they will be taken
+    free_host_block_ids: list[int] = field(default_factory=list)
