@@ -52,6 +52,7 @@ def run(module: str, arguments: list[str], flags: str = "") -> list[dict[str, An
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
         "JAXPAGED_NATIVE": "0",  # a model takes this machine's kernels, if they are there
         "XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder} {flags}",
         "PYTHONPATH": str(record.ROOT),

@@ -12,6 +12,8 @@ from tests import typechecker
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Most of a run's time goes into compiling: it is kept short, but where `optimized` says otherwise.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Not what is there to meet wrong types and say so: the host side, and the public operations.
 CHECKED = [
     "pallas_kernels.xla_tiles",
@@ -40,45 +42,51 @@ def pytest_terminal_summary(terminalreporter):
 MANY_MAPPINGS = 30_000
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_programs():
-    """A module's compiled programs go with it.
+@pytest.fixture(autouse=True)
+def few_mappings():
+    """Where there are many compiled programs they go: XLA crashes where it cannot map memory for one more.
 
-    Those that the next module needs too are read back from the disk. That `LLM` keeps whole programs there
-    ends with the module, too.
+    Those that take long to compile are read back from the disk.
     """
     yield
     import jax  # after the environment is set
-
-    from jaxpaged import disk_cache
-
-    jax.clear_caches()
-    disk_cache.keep_in(None)
-
-
-@pytest.fixture(autouse=True)
-def few_mappings():
-    """And earlier where a module has many of them: XLA's compiler crashes where memory cannot be mapped."""
-    yield
-    import jax
 
     mappings = Path("/proc/self/maps")
     if mappings.exists() and mappings.read_bytes().count(b"\n") > MANY_MAPPINGS:
         jax.clear_caches()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kept_programs():
+    """Engines of the same sizes share a compiled loop, in all modules and processes."""
+    from jaxpaged import disk_cache
+
+    disk_cache.keep_in(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
+
+
 @pytest.fixture(scope="module")
-def unoptimized(few_programs):
-    """For modules whose time goes into compiling, and in which no bits are compared."""
+def own_programs():
+    """For modules that compile otherwise than the others: they share no programs with them."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
-def small_pieces(few_programs):
+def optimized(own_programs):
+    """For modules that need programs as users have them."""
+    import jax
+
+    former = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", former)
+
+
+@pytest.fixture(scope="module")
+def small_pieces(own_programs):
     """For modules with small tables: what is taken piece by piece takes many pieces there, too."""
     from jaxpaged.engine import admission
     from jaxpaged.memory import entries, prefix_cache

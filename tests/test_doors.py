@@ -21,9 +21,7 @@ from jaxpaged.vllm_options import IRRELEVANT, NEUTRAL
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
-OPTIONS = {**tiny.DEFAULTS, "max_num_batched_tokens": 4 + 64}
+OPTIONS = tiny.DEFAULTS
 QUICK = {"temperature": 0, "max_tokens": 2}
 
 

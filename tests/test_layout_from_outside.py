@@ -43,5 +43,6 @@ def test_it_passes_what_ours_pass():
     of_kernels.tiles_of(*of_kernels.filled("columns_of_k"), "xla")
 
 
-def test_the_engine_serves_it_by_its_words(unoptimized):
+@pytest.mark.slow
+def test_the_engine_serves_it_by_its_words():
     of_engine.check_tokens("tests.test_layout_from_outside:ColumnsOfK", ColumnsOfK())

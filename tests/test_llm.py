@@ -25,11 +25,9 @@ from reference import model as reference_model
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 GREEDY = tiny.greedy(6)
 # Few and small shapes, for quick compiling.
-OPTIONS = {**tiny.DEFAULTS, "max_num_batched_tokens": 4 + 64}
+OPTIONS = tiny.DEFAULTS
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,8 @@ def test_results_have_vllms_shape(llm):
     assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 0 else "length")
 
 
-@pytest.mark.parametrize("use_native", ["1", pytest.param("0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("use_native", ["1", "0"])
 def test_a_model_with_a_sliding_window_answers_as_transformers_does(use_native, monkeypatch):
     """Prompts longer and shorter than the window, beside each other and in more than one tile."""
     monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
@@ -350,6 +349,7 @@ def test_results_come_one_by_one_and_leaving_gives_up_the_rest(llm):
     tiny.until(lambda: not llm.engine._worker._in_flight)
 
 
+@pytest.mark.slow
 def test_without_parameters_the_models_own_defaults_are_taken(tmp_path):
     shutil.copytree(Path(__file__).parent / "goldens" / "gqa_tied", tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(
@@ -378,6 +378,7 @@ def test_another_tokenizer_or_none_may_be_asked_for(path, llm, tmp_path, monkeyp
         none.chat([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.slow
 def test_by_default_a_second_call_finds_all_prompts_of_the_first(path):
     """Six prompts through two rows: more than the rows hold at once stays findable."""
     llm = jaxpaged.LLM(path, **OPTIONS | {"num_blocks": None, "max_num_seqs": 2})
@@ -501,30 +502,25 @@ print("the end")
 """
 
 
-@pytest.fixture(scope="module")
-def two_processes(path, tmp_path_factory):
-    """A process that loads a model, asks it, and ends with an engine at work; and the same once more."""
-    program = PROGRAM.replace("OPTIONS", repr(OPTIONS))
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs"))}
-    command = [sys.executable, "-c", program, path]
-    return [
-        subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        for _ in range(2)
-    ]
+def process(path, **environment):
+    """One that loads a model, asks it, and ends with an engine at work."""
+    command = [sys.executable, "-c", PROGRAM.replace("OPTIONS", repr(OPTIONS)), path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    assert done.stdout.endswith("the end\n")
+    assert done.stderr == ""
+    assert done.returncode == 0
+    tokens, traced, *_ = done.stdout.splitlines()
+    assert json.loads(tokens) == tiny.reference_answer((1, 2, 3), 100)
+    return int(traced)
 
 
-def test_the_program_ends_cleanly_with_an_engine_at_work(two_processes):
-    for done in two_processes:
-        assert done.stdout.endswith("the end\n")
-        assert done.stderr == ""
-        assert done.returncode == 0
+def test_the_program_ends_cleanly_with_an_engine_at_work(path):
+    process(path)
 
 
-def test_a_second_start_traces_no_step(two_processes):
-    for done, times_traced in zip(two_processes, ("1", "0"), strict=True):
-        tokens, traced, *_ = done.stdout.splitlines()
-        assert json.loads(tokens) == tiny.reference_answer((1, 2, 3), 100)
-        assert traced == times_traced
+@pytest.mark.slow
+def test_a_second_start_traces_no_step(path, tmp_path):
+    assert [process(path, JAX_COMPILATION_CACHE_DIR=str(tmp_path)) for _ in range(2)] == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 # A pool in which four rows begin together and cannot all grow: someone must give way.
 SMALL = {"num_blocks": 1 + 16, "block_size": 8}
+ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is no multiple of anything
 SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
 
 

@@ -23,7 +23,6 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 SEARCHES = json.loads((GOLDENS / "beam_searches.json").read_text())
 # Float32 against float64: the order of sums decides nothing that differs by more.
 TOLERANCE = 1e-4
-pytestmark = pytest.mark.usefixtures("unoptimized")
 
 
 def logprobs_of(tokens: list[int]) -> np.ndarray:

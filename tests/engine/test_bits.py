@@ -10,6 +10,8 @@ from jaxpaged.engine.request import Delta
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
 
+pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
+
 
 def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Delta]:
     ids = tiny.submit(driver, prompts, params)
@@ -20,19 +22,10 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
 @pytest.mark.parametrize(
     ("dtype", "options", "use_native"),
     [
-        pytest.param("float32", {}, "0", id="all by XLA, float32", marks=pytest.mark.slow),
-        pytest.param("bfloat16", {}, "0", id="all by XLA, bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", {}, "0", id="all by XLA, float32"),
+        pytest.param("bfloat16", {}, "0", id="all by XLA, bfloat16"),
         pytest.param("float32", tiny.SMALL, "1", id="recompute, float32"),
-        pytest.param("bfloat16", tiny.SWAP, "1", id="swap, bfloat16", marks=pytest.mark.slow),
-        *(
-            pytest.param(dtype, options, "1", id=f"{name}, {dtype}", marks=pytest.mark.slow)
-            for dtype, name, options in [
-                ("float32", "room for all", {}),
-                ("bfloat16", "room for all", {}),
-                ("bfloat16", "recompute", tiny.SMALL),
-                ("float32", "swap", tiny.SWAP),
-            ]
-        ),
+        pytest.param("bfloat16", tiny.SWAP, "1", id="swap, bfloat16"),
     ],
 )
 def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_native, monkeypatch):

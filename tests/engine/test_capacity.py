@@ -22,6 +22,8 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 16_384
 NUM_ROWS = EngineConfig(max_num_seqs=MAX_NUM_SEQS).num_rows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def compiled() -> jax.stages.Compiled:

@@ -19,15 +19,12 @@ import jax
 import pytest
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine import loop
 from jaxpaged.engine.async_engine import AsyncEngine
 from jaxpaged.engine.engine import Engine, EngineDeadError, Handle, Item, collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
-
-pytestmark = pytest.mark.usefixtures("unoptimized")
 
 LIMIT_S = 120.0  # far more than any of them takes, for a machine with much else to do
 LONG = 100  # tokens
@@ -333,7 +330,7 @@ def test_a_sink_may_close_the_engine(own, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("what", ["run", "turn", "_read", "abort"])
+@pytest.mark.parametrize("what", ["_kept_run", "turn", "_read", "abort"])
 @limited
 def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
     own, brake, monkeypatch, caplog, what
@@ -348,7 +345,7 @@ def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
     def breaks(*_: Any, **__: Any) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(loop if what == "run" else own._driver, what, breaks)
+    monkeypatch.setattr(own._driver, what, breaks)
     waiting[0].abort()
     hold.off()
     for read in (running.result, waiting[-1].result, waits.result, lambda: own.submit([1], tiny.greedy(1))):
@@ -504,7 +501,8 @@ def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypa
     driver = tiny.driver(**tiny.SMALL)
     events: list[tuple[str, int]] = []
     reports: list[Any] = []
-    run, device_get = loop.run, jax.device_get
+    run, device_get = driver._kept_run, jax.device_get
+    assert run is not None
 
     def recorded_run(*args: Any, **kwargs: Any) -> Any:
         state, report = run(*args, **kwargs)
@@ -516,7 +514,7 @@ def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypa
         events.append(("read", [report.status is value.status for report in reports].index(True)))
         return device_get(value)
 
-    monkeypatch.setattr(loop, "run", recorded_run)
+    monkeypatch.setattr(driver, "_kept_run", recorded_run)
     monkeypatch.setattr(jax, "device_get", recorded_get)
     [request_id] = tiny.submit(driver, [[1, 2, 3]], tiny.greedy(90))
     tokens: list[int] = []

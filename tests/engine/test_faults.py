@@ -17,10 +17,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from tests import tiny
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 # Steps of one tile, so that a long prompt is still being computed after one.
-ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is no multiple of anything
 URGENT = tiny.SMALL | {"scheduling_policy": "priority"}
 
 
@@ -67,7 +64,7 @@ def gave_way(rows: Rows) -> np.ndarray:
 
 STAGES = {
     "waits in a row": (tiny.SMALL, lambda rows, done: rows.phase == Phase.WAITING),
-    "in its prompt": (ONE_TILE, lambda rows, done: (done > 0) & (done < rows.prompt_lens)),
+    "in its prompt": (tiny.ONE_TILE, lambda rows, done: (done > 0) & (done < rows.prompt_lens)),
     "decodes": (
         tiny.SMALL,
         lambda rows, done: (rows.phase == Phase.RUNNING) & has_answer(rows),
@@ -85,7 +82,7 @@ STAGES = {
 def test_an_abort_at_any_stage_frees_all_and_hurts_nobody(stage):
     options, where = STAGES[stage]
     driver = tiny.driver(**options)
-    prompts = tiny.prompts([10, 90 if options is ONE_TILE else 20, 30, 12, 25, 9])
+    prompts = tiny.prompts([10, 90 if options is tiny.ONE_TILE else 20, 30, 12, 25, 9])
     ids = tiny.submit(driver, prompts, tiny.greedy(60))
     deltas: dict[int, list[Delta]] = {i: [] for i in ids}
     turn = driver.turn
@@ -170,7 +167,7 @@ def test_a_request_that_needs_the_whole_pool_gets_it_in_the_end():
 
 
 def test_a_model_length_within_a_block_and_a_tile_is_kept_to_the_token():
-    driver = tiny.driver(**ONE_TILE)
+    driver = tiny.driver(**tiny.ONE_TILE)
     prompts = tiny.prompts([99, 98, 96, 64, 1, 33])
     answers = tiny.generate(driver, prompts, tiny.greedy(127))
     assert answers == [tiny.reference_answer(tuple(p), 100 - len(p)) for p in prompts]

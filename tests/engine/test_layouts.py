@@ -23,8 +23,6 @@ from reference import model as reference_model
 from tests import layouts as cases
 from tests import tiny
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 PROMPTS = tiny.prompts([20, 40, 17, 20, 70])
 NUM_NEW = 24
 slow = pytest.mark.slow
@@ -100,8 +98,9 @@ def sampled(driver: Driver, prompt: list[int], params: SamplingParams) -> list[t
 
 
 @slow
-@each
+@pytest.mark.parametrize("name", ["token", "all_layers", "int4_grouped"])
 def test_windows_and_recomputed_rows(name: str) -> None:
+    """Blocks that leave a window, of a token each, of all layers, with numbers of two kinds."""
     layout, window = LAYOUTS[name], 21
     config = tiny.with_window(window)
     its = options(name, layout, num_tokens=192) | {"preemption_mode": "recompute", "num_host_blocks": 0}

@@ -59,11 +59,8 @@ def shadow_reads() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_interpreter() -> Iterator[None]:
-    """Half of a case's time goes into compiling the interpreter's calls of Python: do that in haste."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
-    jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 

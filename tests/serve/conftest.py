@@ -14,11 +14,11 @@ from jaxpaged.serve.app import create_app
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.server import Server, bind, url
 from jaxpaged.serve.service import Service
+from tests import tiny
 from tests.tiny_gguf import write_gguf
 
 # The same shapes as in test_cli.py and test_llm.py, so that they share a program.
-ENGINE = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "num_blocks": 65}
-ENGINE |= {"max_num_batched_tokens": 68}
+ENGINE = tiny.DEFAULTS
 # Takes tools, and shows how calls are written.
 TEMPLATE = (
     "{% for t in tools or [] %}<tool_call>{{ t.function.name }};{% endfor %}"
