@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Num, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.sampling_params import MAX_LOGPROBS
@@ -14,6 +14,8 @@ from jaxpaged.sampling_params import MAX_LOGPROBS
 # Of a row's tokens, and of its edits, so many are looked at together: time follows what there is.
 TOKENS_AT_ONCE = 256
 EDITS_AT_ONCE = 32
+# A token is drawn in two steps: one of the vocabulary's groups of so many neighbours, then one in it.
+DRAWN_GROUP = 128
 
 
 @jax.tree_util.register_dataclass
@@ -105,12 +107,35 @@ def sample(
             keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
                 options.seed, positions
             )
-            drawn = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
-            return jnp.where(samples & jnp.isfinite(largest), drawn, greedy)
+            return jnp.where(samples & jnp.isfinite(largest), _drawn(kept, keys), greedy)
 
         return lax.cond(jnp.any(samples), draw, lambda: greedy)
 
     return lax.cond(jnp.any(samples | options.has_rules), choose, lambda: likeliest(logits))
+
+
+def _drawn(logits: Float[Array, "rows vocab"], keys: Key[Array, " rows"]) -> Int[Array, " rows"]:
+    """A token a row by `softmax` of logits whose largest is 0, from two random numbers of the row's key.
+
+    By inversion of the distribution, in two steps. Gumbel's trick would need a random number a token.
+    """
+    num_rows, vocab = logits.shape
+    padding = ((0, 0), (0, -vocab % DRAWN_GROUP))
+    weights = jnp.exp(jnp.pad(logits, padding, constant_values=-jnp.inf))
+    weights = weights.reshape(num_rows, -1, DRAWN_GROUP)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+    group = _inverted(jnp.sum(weights, axis=2), uniform[:, 0])
+    in_group = jnp.take_along_axis(weights, group[:, None, None], axis=1)[:, 0]
+    return group * DRAWN_GROUP + _inverted(in_group, uniform[:, 1])
+
+
+def _inverted(weights: Float[Array, "rows n"], uniform: Float[Array, " rows"]) -> Int[Array, " rows"]:
+    """The first place up to which the weights exceed this share of their sum, and which has some."""
+    up_to = jnp.cumsum(weights, axis=1)
+    exceeds = (up_to > (uniform * up_to[:, -1])[:, None]) & (weights > 0)
+    num_places = weights.shape[1]
+    first = jnp.min(jnp.where(exceeds, jnp.arange(num_places, dtype=jnp.int32), num_places), axis=1)
+    return jnp.where(first < num_places, first, likeliest(weights))  # should rounding leave none
 
 
 def filtered(

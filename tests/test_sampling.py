@@ -64,10 +64,24 @@ def test_draws_follow_the_reference_distribution(row, logits):
         options([row] * num_draws, list(range(num_draws))),
         jnp.full(num_draws, 7, jnp.int32),
     )
-    chance = reference.probabilities(logits, **row)
-    counts = np.bincount(draws, minlength=VOCAB)
+    assert_follow(draws, reference.probabilities(logits, **row))
+
+
+def test_draws_from_a_large_vocabulary_follow_softmax():
+    """Several groups of it, of which one is empty, and the last one padding for the most part."""
+    num_draws, size = 30_000, sampling.DRAWN_GROUP
+    logits = np.random.default_rng(5).normal(scale=1.5, size=4 * size + 3).astype(np.float32)
+    logits[size : 2 * size] = -np.inf
+    logits[-3:] += 3
+    rows = options([{"temperature": 1.0}] * num_draws, list(range(num_draws)))
+    draws = jax.jit(sample)(jnp.tile(logits, (num_draws, 1)), rows, jnp.full(num_draws, 3, jnp.int32))
+    assert_follow(draws, reference.probabilities(logits, 1.0))
+
+
+def assert_follow(draws: jax.Array, chance: np.ndarray) -> None:
+    counts = np.bincount(draws, minlength=len(chance))
     assert not counts[chance == 0].any(), "a token was drawn that the options exclude"
-    want = num_draws * chance[chance > 0]
+    want = len(draws) * chance[chance > 0]
     statistic = np.sum((counts[chance > 0] - want) ** 2 / want)
     # Of mean n and variance 2 n, for n degrees of freedom: five standard deviations.
     degrees = len(want) - 1
