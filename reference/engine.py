@@ -25,11 +25,11 @@ from typing import Literal
 
 import numpy as np
 
-from reference import model
-from reference.beam_search import BeamSearch, Hypothesis, LogProbs
-from reference.v1.block_pool import BlockPool
-from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock
-from reference.v1.kv_cache_utils import Request as V1Request
+from . import model
+from .beam_search import BeamSearch, Hypothesis, LogProbs
+from .v1.block_pool import BlockPool
+from .v1.kv_cache_utils import BlockHash, KVCacheBlock
+from .v1.kv_cache_utils import Request as V1Request
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
 

@@ -5,7 +5,7 @@ import json
 import pathlib
 import sys
 
-from tests.memory.lockstep import Lockstep
+from jaxpaged.verify.lockstep import Lockstep
 
 
 def replay(path: pathlib.Path, verbose: bool = False) -> None:

@@ -20,8 +20,8 @@ from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.invariants import InvariantError, check_invariants, free_block_ids
 from jaxpaged.memory.policies import LIFO, LRU, LRU_SPLIT, NAIVE, POLICIES, Policy, Sweep, named, to_tail
 from jaxpaged.status import PagedMemoryError, Status, raise_if_error
+from jaxpaged.verify.lockstep import Disagreement, Lockstep, commit, look_up
 from tests import quick, replay
-from tests.memory.lockstep import Disagreement, Lockstep, commit, look_up
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3
@@ -495,7 +495,7 @@ def test_a_failing_history_is_saved_and_replayed(
     # A history in which the two really disagree: the functional side is told to use another policy.
     path.write_text(json.dumps(trace | {"history": [*trace["history"], ["append", [[0, 1, 0, 0], 1]]]}))
     monkeypatch.setattr(block_pool.free_queue, "push_front", block_pool.free_queue.push_back)
-    monkeypatch.setattr("tests.memory.lockstep.jitted", lambda *args: Lockstep.__new__(Lockstep))
+    monkeypatch.setattr("jaxpaged.verify.lockstep.jitted", lambda *args: Lockstep.__new__(Lockstep))
     monkeypatch.setattr("tests.replay.Lockstep", functools.partial(Lockstep, use_jit=False))
     trace["made_with"].pop("use_jit")
     path.write_text(json.dumps(trace))

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from jaxpaged.memory.policies import POLICIES, named
-from tests.memory.lockstep import MAX_BLOCKS, MAX_EVICTED, MAX_SEQS, NUM_BLOCKS, Lockstep, jitted
+from jaxpaged.verify.lockstep import MAX_BLOCKS, MAX_EVICTED, MAX_SEQS, NUM_BLOCKS, Lockstep, jitted
 
 # Soaking: JAXPAGED_SOAK=20 runs twenty times as many histories.
 SOAK = int(os.environ.get("JAXPAGED_SOAK", "1"))

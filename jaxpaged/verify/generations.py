@@ -8,31 +8,37 @@ import copy
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Ints
+from typing import Any
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory.block_pool import AllocStatus
 from jaxpaged.status import Status
-from reference.v0.block import Device as V0Device
-from reference.v0.block import PhysicalTokenBlock
-from reference.v0.block_manager import BlockSpaceManager
-from reference.v0.sequence import Sequence as V0Sequence
-from reference.v0.sequence import SequenceGroup as V0SequenceGroup
-from reference.v0.sequence import SequenceStatus as V0Status
-from reference.v063.block_manager import SelfAttnBlockSpaceManager
-from reference.v063.interfaces import BlockAllocator
-from reference.v063.interfaces import Device as V063Device
-from reference.v063.sequence import Sequence as V063Sequence
-from reference.v063.sequence import SequenceGroup as V063SequenceGroup
-from reference.v063.sequence import SequenceStatus as V063Status
-from reference.v1.block_pool import BlockPool as V1BlockPool
-from reference.v1.kv_cache_manager import (
+from jaxpaged.verify.oracles.v0.block import Device as V0Device
+from jaxpaged.verify.oracles.v0.block import PhysicalTokenBlock
+from jaxpaged.verify.oracles.v0.block_manager import BlockSpaceManager
+from jaxpaged.verify.oracles.v0.sequence import Sequence as V0Sequence
+from jaxpaged.verify.oracles.v0.sequence import SequenceGroup as V0SequenceGroup
+from jaxpaged.verify.oracles.v0.sequence import SequenceStatus as V0Status
+from jaxpaged.verify.oracles.v063.block_manager import SelfAttnBlockSpaceManager
+from jaxpaged.verify.oracles.v063.interfaces import BlockAllocator
+from jaxpaged.verify.oracles.v063.interfaces import Device as V063Device
+from jaxpaged.verify.oracles.v063.sequence import Sequence as V063Sequence
+from jaxpaged.verify.oracles.v063.sequence import SequenceGroup as V063SequenceGroup
+from jaxpaged.verify.oracles.v063.sequence import SequenceStatus as V063Status
+from jaxpaged.verify.oracles.v1.block_pool import BlockPool as V1BlockPool
+from jaxpaged.verify.oracles.v1.kv_cache_manager import (
     FullAttentionManager,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheManager,
 )
-from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock, Request, make_block_hash_with_group_id
+from jaxpaged.verify.oracles.v1.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    Request,
+    make_block_hash_with_group_id,
+)
 
 Pair = tuple[int, int]
 WATERMARK = 0.2  # of those that have one
@@ -303,7 +309,7 @@ class V063Oracle(Oracle):
         offset = self.num_blocks - 1 if row in self.on_host else 0
         return [block_id - offset for block_id in self.manager.block_tables[row].physical_block_ids]
 
-    def _naive(self, on_host: bool):
+    def _naive(self, on_host: bool) -> Any:
         return self.allocator._allocators[V063Device.CPU if on_host else V063Device.GPU]
 
     def ref_counts(self, on_host: bool) -> list[int]:

@@ -22,8 +22,8 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.policies import Policy
 from jaxpaged.status import Status
-from tests import quick
-from tests.memory.oracles import ORACLES, Oracle, Refused
+from jaxpaged.verify import quick
+from jaxpaged.verify.generations import ORACLES, Refused
 
 MAX_SEQS = 4
 MAX_BLOCKS = 5  # of a row
@@ -59,7 +59,7 @@ def transitions(policy: Policy) -> dict[str, Callable[..., Any]]:
 
         return run
 
-    verbs = {
+    verbs: dict[str, Callable[..., Any]] = {
         "append": functools.partial(block_table.append, max_new_blocks=MAX_SEQS * MAX_BLOCKS),
         "fork": block_table.fork,
         "free": block_table.free_rows,
@@ -192,10 +192,11 @@ class Lockstep:
     def append(self, num_new_tokens: list[int], token: int) -> bool:
         rows = [row for row, num in enumerate(num_new_tokens) if num]
 
-        def do(oracle: Oracle) -> dict[int, list[tuple[int, int]]]:
+        def do(oracle: Any) -> dict[int, list[tuple[int, int]]]:
             return {row: oracle.append(row, [token] * num_new_tokens[row]) for row in rows}
 
         lengths = [len(self.oracle.tokens.get(row, [])) + num_new_tokens[row] for row in rows]
+        pairs: Any
         if any(length > MAX_BLOCKS * self.block_size for length in lengths):
             expected, pairs = Status.TABLE_FULL, None
         else:
@@ -457,9 +458,9 @@ class Lockstep:
         if not np.isclose(usage, num_used / (pool.num_blocks - 1)):
             raise Disagreement(f"usage is {usage}, with {num_used} blocks in use")
         if pool.prefix_cache is not None:
-            found, want = contents(pool.prefix_cache), [] if on_host else self.oracle.contents()
-            if found != want:
-                raise Disagreement(f"blocks of the same content are {found}, the oracle's {want}")
+            rings, theirs = contents(pool.prefix_cache), [] if on_host else self.oracle.contents()
+            if rings != theirs:
+                raise Disagreement(f"blocks of the same content are {rings}, the oracle's {theirs}")
 
 
 def contents(cache: prefix_cache.PrefixCache) -> list[list[int]]:
