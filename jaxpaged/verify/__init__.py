@@ -10,12 +10,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpaged.verify.allocators import AllocatorReport, replay, verify_allocator
     from jaxpaged.verify.kernels import NotServed, Report, Terms, WrongResult, cases_of, check, verify_kernel
 
-__all__ = ["NotServed", "Report", "Terms", "WrongResult", "cases_of", "check", "verify_kernel"]
+__all__ = [
+    "AllocatorReport",
+    "NotServed",
+    "Report",
+    "Terms",
+    "WrongResult",
+    "cases_of",
+    "check",
+    "replay",
+    "verify_allocator",
+    "verify_kernel",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.kernels"), name)
+    of_allocators = name in ("AllocatorReport", "replay", "verify_allocator")
+    home = importlib.import_module(f"{__name__}.{'allocators' if of_allocators else 'kernels'}")
+    return getattr(home, name)

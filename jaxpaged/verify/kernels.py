@@ -374,7 +374,7 @@ def verify_kernel(
         terms: what the function asks for, `Terms()` by default.
         cases: some of `cases_of(op)`, or others; all of them by default.
         name: MODULE:NAME of the function, for the snippet.
-        shrink_seconds: at most so long; 0: not at all. Shrinking needs hypothesis, the extra `verify`.
+        shrink_seconds: at most so long; 0: not at all, and neither without hypothesis, the extra `verify`.
         save: a folder for the failing case's arrays, FUNCTION-OP.npz; None: they are not saved.
         told: called with each outcome as it is there.
     """

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.checks import InputError
 from jaxpaged.verify import kernels
 from jaxpaged.verify.kernels import Case, Terms
 
@@ -18,23 +18,37 @@ from jaxpaged.verify.kernels import Case, Terms
 def smallest_case(case: Case, fails: Callable[[Case], bool], seconds: float) -> Case:
     """The simplest case that fails, of those between `case`, which does, and nothing.
 
-    hypothesis looks for it: each field takes a value of the class's `SIMPLER` or keeps its own, tuples lose
-    entries and their entries become smaller. What fails only by chance is given back as it came.
+    Each field takes a value of the class's `SIMPLER` or keeps its own, tuples lose entries and their entries
+    become smaller. What fails only by chance is given back as it came.
     """
-    if seconds <= 0:
-        return case
-    try:
-        import hypothesis
-        from hypothesis.errors import Flaky, NoSuchExample
-    except ImportError as error:
-        raise InputError("shrinking needs hypothesis: pip install 'jaxpaged[verify]'") from error
+    ways = [lambda each: simplifications(each, timid=each is case)]
+    return smallest(case, lambda each: each.is_sound and fails(each), ways, seconds)
+
+
+def is_possible() -> bool:
+    """Whether there is hypothesis, which does it."""
+    return importlib.util.find_spec("hypothesis") is not None
+
+
+def smallest(
+    value: Any, fails: Callable[[Any], bool], ways: list[Callable[[Any], Any]], seconds: float
+) -> Any:
+    """The simplest value that fails, as hypothesis finds it within so many seconds.
+
+    ways: each makes of a value a strategy of simpler ones, of which most are nearly as complicated, so that
+    what fails is met. They are gone through again as long as they help.
+    """
+    if seconds <= 0 or not is_possible():
+        return value
+    import hypothesis
+    from hypothesis.errors import Flaky, NoSuchExample
 
     until = time.monotonic() + seconds
-    tried: dict[Case, bool] = {}
+    tried: dict[Any, bool] = {}
 
-    def still_fails(candidate: Case) -> bool:
+    def still_fails(candidate: Any) -> bool:
         if candidate not in tried and time.monotonic() < until:
-            tried[candidate] = candidate.is_sound and fails(candidate)
+            tried[candidate] = fails(candidate)
         return tried.get(candidate, False)
 
     settings = hypothesis.settings(
@@ -45,15 +59,13 @@ def smallest_case(case: Case, fails: Callable[[Case], bool], seconds: float) -> 
         phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    smallest, last = case, None
-    while smallest != last:  # what is small in one respect now is simplified in the others
-        last = smallest
-        try:
-            strategy = simplifications(smallest, timid=last is case)
-            smallest = hypothesis.find(strategy, still_fails, settings=settings)
-        except (NoSuchExample, Flaky):
-            break
-    return smallest
+    last = None
+    while value != last:
+        last = value
+        for way in ways:
+            with contextlib.suppress(NoSuchExample, Flaky):
+                value = hypothesis.find(way(value), still_fails, settings=settings)
+    return value
 
 
 def simplifications(case: Case, timid: bool) -> Any:
