@@ -8,6 +8,7 @@ they import, PyTorch too, is a stand-in. Where vLLM is installed beside us, `jax
 do.
 """
 
+import enum
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -36,6 +37,13 @@ REAL = {
     "vllm.core.block.utils",
     "vllm.block",
 }
+# What they use of other modules of vLLM's.
+HELPERS: dict[str, object] = {
+    "Device": enum.Enum("Device", "GPU CPU"),
+    "SequenceStatus": enum.Enum("SequenceStatus", "WAITING RUNNING SWAPPED"),
+    "cdiv": lambda a, b: -(-a // b),
+    "chunk_list": lambda items, size: [items[i : i + size] for i in range(0, len(items), size)],
+}
 
 
 class StandIn(types.ModuleType):
@@ -44,11 +52,10 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "cdiv":
-            return lambda a, b: -(-a // b)
-        if name == "Device":
-            return __import__("enum").Enum("Device", "GPU CPU")
-        found = MagicMock(name=f"{self.__name__}.{name}")
+        if name in HELPERS:
+            found = HELPERS[name]
+        else:
+            found = MagicMock(name=f"{self.__name__}.{name}")
         setattr(self, name, found)
         return found
 

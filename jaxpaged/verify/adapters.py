@@ -48,11 +48,16 @@ def to(framework: str) -> Callable[[Any], Any]:
 def _to_torch(array: np.ndarray) -> Any:
     torch = _torch()
     array = np.asarray(array)
-    if array.dtype.isbuiltin:
+    if is_numpys(array.dtype):
         return torch.from_numpy(array)
     bits = array.view(f"u{array.itemsize}")
     # Sharing memory, as for the other types, so that what is written to in place is seen.
     return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
+
+
+def is_numpys(dtype: np.dtype) -> bool:
+    """Whether it is a type of NumPy's own, which everybody and every file knows; bfloat16 is none."""
+    return dtype.isbuiltin == 1
 
 
 def _torch() -> Any:

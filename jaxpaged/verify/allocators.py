@@ -33,6 +33,7 @@ from jaxpaged.verify.history import History
 
 KINDS = (*class_lockstep.GENERATIONS, "policy")
 DISAGREEMENT = "disagreement: "
+BY_CHANCE = "a history failed, and not when it was repeated: it depends on more than what was asked"
 Make = Callable[[int], History]  # of a block size
 
 
@@ -94,6 +95,8 @@ def verify_allocator(
     checked_int("histories", histories, "at least 1", 1)
     checked_int("steps", steps, "at least 1", 1)
     checked_number("shrink_seconds", shrink_seconds, "at least 0", 0)
+    if not block_sizes:
+        raise InputError("block_sizes=() must be at least one")
     for size in block_sizes:
         checked_int("block_size", size, "from 1 to 64", 1, 64)
     try:
@@ -103,10 +106,9 @@ def verify_allocator(
 
     make = maker(theirs, kind, name or _name_of(theirs), policy)
     start = time.monotonic()
-    for number, size in enumerate(block_sizes):
-        count = histories // len(block_sizes) + (number < histories % len(block_sizes))
+    for number, (size, count) in enumerate(_shares(histories, block_sizes)):
         of_size = functools.partial(make, size)
-        lines = random.failing(of_size, size, max_examples=max(count, 1), steps=steps, seed=seed)
+        lines = random.failing(of_size, size, max_examples=count, steps=steps, seed=seed + number)
         if lines is None:
             continue
         found = time.monotonic()
@@ -117,13 +119,23 @@ def verify_allocator(
             kind,
             histories,
             steps,
-            sentence=str(found_there) if found_there else "one history failed, and did not again",
+            sentence=str(found_there) if found_there else BY_CHANCE,
             shortest=tuple((verb, tuple(args)) for verb, args in lines),
             saved=None if save is None or history is None else history.save(Path(save)),
             seconds=found - start,
             seconds_to_shrink=time.monotonic() - found,
         )
     return AllocatorReport(kind, histories, steps, seconds=time.monotonic() - start)
+
+
+def _shares(histories: int, block_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Which size has how many histories: first a few of each, since many bugs are of one size alone."""
+    few = histories // (10 * len(block_sizes))
+    rest = histories - few * len(block_sizes)
+    yield from ((size, few) for size in block_sizes if few)
+    for number, size in enumerate(block_sizes):
+        if count := rest // len(block_sizes) + (number < rest % len(block_sizes)):
+            yield size, count
 
 
 def maker(theirs: Any, kind: str, path: str, policy: str | None = None) -> Make:

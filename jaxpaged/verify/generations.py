@@ -110,7 +110,20 @@ class ByName:
 
 
 class V0Group(ByName, V0SequenceGroup):
-    pass
+    # Since 0.4.
+
+    def is_encoder_decoder(self) -> bool:
+        return False
+
+    def get_encoder_seq(self) -> None:
+        return None
+
+
+class V0Seq(V0Sequence):
+    @property
+    def n_blocks(self) -> int:
+        """`len(logical_token_blocks)`, as it is called from 0.6 on."""
+        return len(self.logical_token_blocks)
 
 
 class V063Group(ByName, V063SequenceGroup):
@@ -136,7 +149,7 @@ class V0Oracle(Oracle):
         self.null_block.ref_count = 1 << 30
 
     def _sequence(self, row: int, tokens: Ints[int], status: V0Status) -> V0Sequence:
-        seq = V0Sequence(row, None, list(tokens), self.block_size)
+        seq = V0Seq(row, None, list(tokens), self.block_size)
         seq.status = status
         return seq
 
@@ -154,12 +167,19 @@ class V0Oracle(Oracle):
             else:
                 for token in tokens:
                     self.seqs[row].append_token_id(token, {token: 0.0})
-                    pair = self.manager.append_slot(self.seqs[row])
-                    pairs += [(pair[0] + 1, pair[1] + 1)] if pair else []
+                    copies = self._append_slots(self.seqs[row])
+                    pairs += [(a + 1, b + 1) for a, b in copies]
         except ValueError as error:
             raise _refused(error) from None
         self.tokens[row] = self.tokens.get(row, []) + tokens
         return pairs
+
+    def _append_slots(self, seq: V0Sequence) -> list[Pair]:
+        """By the name of 0.3, or that of from 0.4 on."""
+        if not hasattr(self.manager, "append_slot"):
+            return self.manager.append_slots(seq, 0)
+        pair = self.manager.append_slot(seq)
+        return [pair] if pair else []
 
     def fork(self, source: int, destination: int) -> None:
         self.seqs[destination] = self.seqs[source].fork(destination)
@@ -191,7 +211,7 @@ class V0Oracle(Oracle):
 
     def swap_out(self, rows: list[int]) -> list[Pair]:
         try:
-            mapping = self.manager.swap_out(self._group([self.seqs[row] for row in rows]))
+            mapping = dict(self.manager.swap_out(self._group([self.seqs[row] for row in rows])))
         except ValueError as error:
             raise _refused(error) from None
         for row in rows:
@@ -200,11 +220,12 @@ class V0Oracle(Oracle):
         return [(source + 1, target + 1) for source, target in mapping.items()]
 
     def can_swap_in(self, rows: list[int]) -> bool:
-        return self.manager.can_swap_in(self._group([self.seqs[row] for row in rows]))
+        answer = self.manager.can_swap_in(self._group([self.seqs[row] for row in rows]))
+        return getattr(answer, "name", answer) in (True, "OK")  # an AllocStatus since 0.4
 
     def swap_in(self, rows: list[int]) -> list[Pair]:
         try:
-            mapping = self.manager.swap_in(self._group([self.seqs[row] for row in rows]))
+            mapping = dict(self.manager.swap_in(self._group([self.seqs[row] for row in rows])))
         except ValueError as error:
             raise _refused(error) from None
         for row in rows:

@@ -7,10 +7,9 @@ from typing import Any
 
 def pallas_attention(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any,
-    *, scale: float | None = None, soft_cap: float | None = None, k_scale: Any = None, v_scale: Any = None,
-    partition_size: int | None = None,
+    *, soft_cap: float | None = None, k_scale: Any = None, v_scale: Any = None,
 ) -> Any:  # fmt: skip
-    """JAX's, in Pallas' interpreter; with a partition size in as many parts as that makes, or in one."""
+    """JAX's, in Pallas' interpreter."""
     import jax.numpy as jnp
 
     k, v = (x.transpose(2, 0, 1, 3) for x in (k_cache, v_cache))  # heads come first
@@ -18,14 +17,10 @@ def pallas_attention(
         None if s is None else jnp.broadcast_to(jnp.reshape(s, (-1, 1, 1)), k.shape[:3])
         for s in (k_scale, v_scale)
     ]
-    blocks = 1 if partition_size is None else partition_size // k_cache.shape[1]
-    parts = 1 if partition_size is None else -(-block_tables.shape[1] // blocks)
-    missing = parts * blocks - block_tables.shape[1] if partition_size else 0
-    tables = jnp.pad(block_tables, ((0, 0), (0, missing)))
-    q = (q.astype(jnp.float32) * (q.shape[-1] ** -0.5 if scale is None else scale)).astype(q.dtype)
+    q = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     return _pallas()(
-        q, k, v, tables, seq_lens, *scales,
-        k_splits=parts, pages_per_compute_block=1, attn_logits_soft_cap=soft_cap, interpret=True,
+        q, k, v, block_tables, seq_lens, *scales,
+        k_splits=1, pages_per_compute_block=1, attn_logits_soft_cap=soft_cap, interpret=True,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def test_a_bug_is_found_and_its_case_made_small(mutant: Mutant, tmp_path: Path) 
     with np.load(report.saved) as file:
         about = json.loads(str(file["about"]))
         assert about["op"] == mutant.what
+        assert all(file[name].dtype.kind != "V" for name in file), "a file that anybody can read"
         assert kernels._short(smallest) == about["case"]
         if "IndexError" not in report.sentence:
             got, want = (

@@ -8,7 +8,9 @@ from tests.verify.outsiders import pallas_attention, torch_attention
 
 # It multiplies by zero what it must not see, and looks up whole tables.
 PALLAS = Terms(arrays="jax", stale="zero", padding="null")
-QUICK = ("around_a_block", "shared_prefix", "mqa", "float32", "soft_cap", "int8_per_head")
+QUICK = ("float32", "int8_per_head")
+# Where rounding to q's type before dividing is a little too much, and where nothing over nothing is NaN.
+NOT_RIGHT = {"group_16", "float16", "float8_with_float16"}
 
 
 def test_jax_s_own_pallas_kernel_is_right() -> None:
@@ -20,8 +22,8 @@ def test_jax_s_own_pallas_kernel_is_right() -> None:
 @pytest.mark.slow
 def test_jax_s_own_pallas_kernel_over_the_whole_list() -> None:
     report = verify_kernel(pallas_attention, "paged_attention_v1", PALLAS, shrink_seconds=0)
-    print(report)
-    assert report.ok, report
+    assert {str(outcome.case) for outcome in report.wrong} == NOT_RIGHT, report
+    assert len(report.passed) == 36, report
 
 
 def test_plain_pytorch_is_right() -> None:
