@@ -23,10 +23,11 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import device, record
+from jaxpaged.verify import tiles
+from jaxpaged.verify.cases import Case, case
 from pallas_kernels import paged_attention
 from pallas_kernels.support import Arrays
-from tests.kernels import checks, tiles
-from tests.shapes import Case, case
+from tests.kernels import checks
 
 _SMOKE = flags.DEFINE_boolean("smoke", False, "A few cases, in the interpreter.")
 _KERNEL = flags.DEFINE_multi_enum(
@@ -105,7 +106,7 @@ def compare_tiles(c: tiles.Case, interpret: bool) -> dict[str, Any]:
     (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
     arrays = [jnp.asarray(array) for array in (q, k, v, tables, starts, seq_lens)]
     program = functools.partial(
-        tiles.PROGRAM, *arrays, **c.options, implementation="mosaic_gpu", interpret=interpret
+        checks.TILES, *arrays, **c.options, implementation="mosaic_gpu", interpret=interpret
     )
     runs = [np.asarray(program(), np.float64) for _ in range(1 if interpret else NUM_RUNS)]
     error, allowed = tiles.worst(c, runs[0])

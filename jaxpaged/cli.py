@@ -1,4 +1,4 @@
-"""The command line: `jaxpaged generate`, `info`, `serve` and `bench serve`.
+"""The command line: `jaxpaged generate`, `info`, `serve`, `bench serve` and `verify`.
 
 Imports at the top are light, so that `--help` answers at once; jax comes in when a command runs.
 """
@@ -20,6 +20,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.prompt_files import Asked
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import command as serve_command
+from jaxpaged.verify import command as verify_command
 
 if TYPE_CHECKING:
     from jaxpaged.engine.llm import LLM
@@ -35,10 +36,12 @@ class OutputError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Its exit code: 0, or 2 with one line about the user's mistake, or 130 after Ctrl-C."""
+    """Run the command. Its exit code: its own (0, unless it says other), or 2 with one line about the user's
+    mistake, or 130 after Ctrl-C.
+    """
     args = _parser().parse_args(argv)
     try:
-        args.command(args)
+        code = args.command(args)
     except (InputError, OutputError) as error:
         _say(f"jaxpaged: {_one_line(str(error))}")
         return EXIT_USER_ERROR
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         _say(f"jaxpaged: interrupted{interrupt}")
         return EXIT_INTERRUPTED
-    return 0
+    return code or 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
     serve_command.add_serve(commands, _add_engine_options, _engine_options)
     bench_command.add_bench(commands)
+    verify_command.add_verify(commands)
     return parser
 
 

@@ -62,14 +62,18 @@ def paged_attention_v2(arrays: Batch, options: Options, partition_size: int) -> 
     num_live = -(-jnp.max(seq_lens, initial=0) // partition_size)
     partials = lax.fori_loop(0, num_live, one_partition, partials)
 
+    return _finish(merge(partials), q, options)
+
+
+def merge(partials: Softmax) -> Softmax:
+    """One softmax of those of partitions, which lie along a first axis."""
     largest = jnp.max(partials.max, axis=0)
     weight = jnp.exp(partials.max - largest)
-    merged = Softmax(
+    return Softmax(
         out=jnp.sum(weight[..., None] * partials.out, axis=0),
         max=largest,
         sum=jnp.sum(weight * partials.sum, axis=0),
     )
-    return _finish(merged, q, options)
 
 
 def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, options: Options) -> Softmax:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reference.cache_ops import token_of
+from .cache_ops import token_of
 
 
 class BlockSparse(NamedTuple):

@@ -7,8 +7,8 @@ what the blocks give back, up to itself.
 
 import numpy as np
 
-from reference import model
-from reference.layouts import Arrays, Oracle
+from . import model
+from .layouts import Arrays, Oracle
 
 
 class Cache:

@@ -23,12 +23,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from reference import model
-from reference.beam_search import BeamSearch
-from reference.engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step
-from reference.v1.block_pool import BlockPool
-from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock
-from reference.v1.kv_cache_utils import Request as V1Request
+from . import model
+from .beam_search import BeamSearch
+from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step
+from .v1.block_pool import BlockPool
+from .v1.kv_cache_utils import BlockHash, KVCacheBlock
+from .v1.kv_cache_utils import Request as V1Request
 
 
 def greedy(config: model.Config, weights: model.Weights) -> NextToken:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from reference.beam_search import BeamSearch, Hypothesis, LogProbs
-from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock
+from .beam_search import BeamSearch, Hypothesis, LogProbs
+from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
 

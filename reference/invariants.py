@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from reference.v0.block import BlockTable, Device
-from reference.v0.block_manager import BlockSpaceManager
-from reference.v0.sequence import Prefix
-from reference.v1.block_pool import BlockPool
-from reference.v1.kv_cache_utils import KVCacheBlock
+from .v0.block import BlockTable, Device
+from .v0.block_manager import BlockSpaceManager
+from .v0.sequence import Prefix
+from .v1.block_pool import BlockPool
+from .v1.kv_cache_utils import KVCacheBlock
 
 
 def check_block_space_manager(manager: BlockSpaceManager, prefixes: Iterable[Prefix] = ()) -> None:

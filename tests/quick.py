@@ -1,9 +1,5 @@
-"""Programs of small integers that run for microseconds: their time in a test goes into compiling them."""
+"""Programs that take longer to compile than to run: see `jaxpaged.verify.quick`."""
 
-import functools
+from jaxpaged.verify.quick import UNOPTIMIZED, jit
 
-import jax
-
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # takes LLVM 40% less
-
-jit = functools.partial(jax.jit, compiler_options=UNOPTIMIZED)
+__all__ = ["UNOPTIMIZED", "jit"]

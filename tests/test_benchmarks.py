@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import check_kernels, device, record
+from jaxpaged.verify.cases import case
 from pallas_kernels import ops
 from tests.kernels import checks
-from tests.shapes import case
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 

@@ -19,6 +19,15 @@ llm = jaxpaged.LLM(sys.argv[1], max_num_seqs=4, block_size=8, num_blocks=65, max
 [result] = llm.generate([[5, 6]], jaxpaged.SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
 print(result.outputs[0].token_ids)
 """
+ORACLES = """
+import importlib.util
+import numpy as np
+from jaxpaged.verify import verify_kernel
+from jaxpaged.verify.oracles import cache_ops, engine
+assert "site-packages" in cache_ops.__file__, cache_ops.__file__
+assert importlib.util.find_spec("reference") is None
+assert verify_kernel(cache_ops.copy_blocks, "copy_blocks").ok
+"""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -45,4 +54,5 @@ def test_a_wheel_on_its_own_answers(tmp_path):
     arguments = ["generate", "--model", model, "--prompts-file", "prompts", "--max-tokens", "3", "--json"]
     answer = json.loads(run(binaries / "jaxpaged", *arguments, "--num-blocks", "65", cwd=tmp_path))
     assert answer["token_ids"] == want
+    run(binaries / "python", "-c", ORACLES, cwd=tmp_path)
     assert run(binaries / "jaxpaged", "--version", cwd=tmp_path).startswith("jaxpaged ")

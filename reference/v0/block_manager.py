@@ -18,8 +18,8 @@ AssertionErrors are vLLM's own, kept for those who test for them.
 
 import enum
 
-from reference.v0.block import BlockTable, Device, PhysicalTokenBlock
-from reference.v0.sequence import Sequence, SequenceGroup, SequenceStatus
+from .block import BlockTable, Device, PhysicalTokenBlock
+from .sequence import Sequence, SequenceGroup, SequenceStatus
 
 _OUT_OF_MEMORY = "Out of memory! No free blocks are available."
 

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Sequence as Tokens
 from typing import Any
 
-from reference.v0.block import BlockTable, LogicalTokenBlock
+from .block import BlockTable, LogicalTokenBlock
 
 
 class SequenceStatus(enum.Enum):

@@ -1,10 +1,10 @@
 """What the scheduler talks to: may this request have memory, give it, take it back, move it to the host."""
 
-from reference.v063.block_table import BlockTable
-from reference.v063.cpu_gpu_block_allocator import CpuGpuBlockAllocator
-from reference.v063.interfaces import AllocStatus, Block, Device
-from reference.v063.prefix_caching_block import ComputedBlocksTracker, LastAccessBlocksTracker
-from reference.v063.sequence import Sequence, SequenceGroup, SequenceStatus
+from .block_table import BlockTable
+from .cpu_gpu_block_allocator import CpuGpuBlockAllocator
+from .interfaces import AllocStatus, Block, Device
+from .prefix_caching_block import ComputedBlocksTracker, LastAccessBlocksTracker
+from .sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 class SelfAttnBlockSpaceManager:

@@ -1,8 +1,8 @@
 """One sequence's blocks, first to last."""
 
-from reference.v063.common import BlockList, cdiv, chunk_list
-from reference.v063.cpu_gpu_block_allocator import NullBlock
-from reference.v063.interfaces import Block, Device, DeviceAwareBlockAllocator
+from .common import BlockList, cdiv, chunk_list
+from .cpu_gpu_block_allocator import NullBlock
+from .interfaces import Block, Device, DeviceAwareBlockAllocator
 
 
 class BlockTable:

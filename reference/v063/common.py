@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from reference.v063.interfaces import Block, BlockAllocator, BlockId, Device
+from .interfaces import Block, BlockAllocator, BlockId, Device
 
 RefCount = int
 

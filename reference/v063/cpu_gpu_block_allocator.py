@@ -1,8 +1,8 @@
 """Two allocators side by side, one for the device and one for the host, and the swap between them."""
 
-from reference.v063.interfaces import Block, BlockAllocator, BlockId, Device, DeviceAwareBlockAllocator
-from reference.v063.naive_block import NaiveBlock, NaiveBlockAllocator
-from reference.v063.prefix_caching_block import PrefixCachingBlockAllocator
+from .interfaces import Block, BlockAllocator, BlockId, Device, DeviceAwareBlockAllocator
+from .naive_block import NaiveBlock, NaiveBlockAllocator
+from .prefix_caching_block import PrefixCachingBlockAllocator
 
 
 class CpuGpuBlockAllocator(DeviceAwareBlockAllocator):

@@ -7,8 +7,8 @@ goes back to the head: the block freed last is given out next.
 from collections import deque
 from collections.abc import Iterable
 
-from reference.v063.common import BlockPool, CopyOnWriteTracker, PooledBlockAllocator, RefCounter
-from reference.v063.interfaces import Block, BlockAllocator, BlockId, Device
+from .common import BlockPool, CopyOnWriteTracker, PooledBlockAllocator, RefCounter
+from .interfaces import Block, BlockAllocator, BlockId, Device
 
 OBJECTS_PER_BLOCK = 4  # block objects made in advance for each id, since forks share ids
 

@@ -8,10 +8,10 @@ free queue.
 
 from collections.abc import Iterable
 
-from reference.v063.common import BlockPool, CacheMetricData, CopyOnWriteTracker, PooledBlockAllocator
-from reference.v063.evictor import EvictionPolicy, make_evictor
-from reference.v063.interfaces import Block, BlockAllocator, BlockId, Device, DeviceAwareBlockAllocator
-from reference.v063.naive_block import OBJECTS_PER_BLOCK, NaiveBlock, NaiveBlockAllocator
+from .common import BlockPool, CacheMetricData, CopyOnWriteTracker, PooledBlockAllocator
+from .evictor import EvictionPolicy, make_evictor
+from .interfaces import Block, BlockAllocator, BlockId, Device, DeviceAwareBlockAllocator
+from .naive_block import OBJECTS_PER_BLOCK, NaiveBlock, NaiveBlockAllocator
 
 PrefixHash = int
 

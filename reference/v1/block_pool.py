@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reference.v1.kv_cache_utils import (
+from .kv_cache_utils import (
     BlockHash,
     BlockHashListWithBlockSize,
     BlockHashWithGroupId,

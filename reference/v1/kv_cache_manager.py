@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reference.v0.cache_engine import get_dtype_size
-from reference.v1.block_pool import BlockPool, KVCacheEvent
-from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock, Request
+from ..v0.cache_engine import get_dtype_size
+from .block_pool import BlockPool, KVCacheEvent
+from .kv_cache_utils import BlockHash, KVCacheBlock, Request
 
 
 def _cdiv(a: int, b: int) -> int:

@@ -35,11 +35,11 @@ from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.sampling import score
 from jaxpaged.status import Status
+from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
 from reference import sampler
 from reference.engine import Engine
 from tests import quick
-from tests.memory.oracles import FREE_PROFILES
 
 VOCAB = 13
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's

@@ -1,6 +1,5 @@
 """Running a case through an operation, and comparing it with the oracle. Needs no test packages."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.verify.cases import Case, compared, make_inputs, oracle
 from pallas_kernels import ops
 from pallas_kernels.support import Arrays, BlockSparse
-from reference import attention
-from tests.shapes import Case, make_inputs, tolerance
 
 # One jit for all cases, so that those of one shape with the same options share a program.
 STATIC = (
@@ -24,16 +22,10 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "v2": ops.paged_attention_v2,
 }
 PROGRAMS = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
-
-
-@functools.cache
-def oracle(c: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The output in float64, and the same mean of the values' magnitudes."""
-    arrays, options = make_inputs(c)
-    arguments: dict[str, Any] = {**arrays, **options}
-    want = attention.paged_attention(**arguments)
-    arguments["v_cache"] = np.abs(arrays["v_cache"].astype(np.float32))
-    return want, attention.paged_attention(**arguments)
+TILES = jax.jit(
+    ops.tiled_paged_attention,
+    static_argnames=("scale", "sliding_window", "soft_cap", "implementation", "interpret"),
+)
 
 
 def inputs(c: Case, version: str = "v1") -> tuple[dict[str, jax.Array], Any]:
@@ -64,11 +56,8 @@ def weights_dtype(c: Case) -> str:
 
 def worst(c: Case, got: np.ndarray, weights_dtype: str) -> tuple[float, float, tuple[int, ...]]:
     """The error that is largest beside what is allowed there, that, and where; a NaN counts as infinite."""
-    want, mean_abs = oracle(c)
-    allowed = tolerance(c, want, mean_abs, weights_dtype)
-    allowed[np.array(c.seq_lens) == 0] = np.finfo(np.float64).tiny  # zeros, exactly
-    error = np.nan_to_num(abs(got - want), nan=np.inf)
-    at = np.unravel_index(np.argmax(error / allowed), want.shape)
+    error, allowed = compared(c, got, weights_dtype)
+    at = np.unravel_index(np.argmax(error / allowed), got.shape)
     return float(error[at]), float(allowed[at]), tuple(map(int, at))
 
 

@@ -2,39 +2,24 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import ops
-from reference import cache_ops
+from jaxpaged.verify import Terms, cases_of, check
+from jaxpaged.verify.cache_cases import CopyCase, MergeCase, Pairs, WriteCase
+from pallas_kernels import ops, xla
+from pallas_kernels.support import Options
 from tests import quick
-from tests.shapes import DTYPES, QUANTISED
 
+ON_DEVICE = Terms(arrays="jax")
 write = quick.jit(ops.reshape_and_cache, static_argnames="kv_layout")
 swap_blocks = quick.jit(ops.swap_blocks, donate_argnums=1)
 
 
-@pytest.mark.parametrize("layout", ["token_major", "head_major"])
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32", *QUANTISED])
-def test_reshape_and_cache(cache_dtype: str, layout: str) -> None:
-    rng = np.random.default_rng(0)
-    num_blocks, block_size, num_kv_heads, head_dim = 6, 4, 3, 8
-    k, v = (100 * rng.standard_normal((2, 7, num_kv_heads, head_dim))).astype(np.float32)
-    k[0] = 1e6  # beyond every small type
-    slots = np.array([9, 23, -1, 4, 10**6, 22, -(2**31)], np.int32)
-    shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    if layout == "head_major":
-        shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    old = np.full(shape, 3).astype(DTYPES[cache_dtype])
-    scales = {}
-    if cache_dtype in QUANTISED:
-        scales = {"k_scale": np.float32(1.5), "v_scale": np.array([0.5, 1.0, 2.0], np.float32)}
-    want = cache_ops.reshape_and_cache(k, v, old, old, slots, **scales, kv_layout=layout)
-    got = write(k, v, old, old, slots, **scales, kv_layout=layout)
-    for name, g, w in zip("kv", got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(g)[1:], w[1:], err_msg=name)  # block 0 is the null block
+@pytest.mark.parametrize("case", cases_of("reshape_and_cache"), ids=str)
+def test_reshape_and_cache(case: WriteCase) -> None:
+    check(write, "reshape_and_cache", case, ON_DEVICE)
 
 
 def test_reshape_and_cache_is_in_place_under_donation() -> None:
@@ -53,19 +38,14 @@ def test_reshape_and_cache_is_in_place_under_donation() -> None:
 
 
 copy_blocks = quick.jit(ops.copy_blocks)
-PAIRS = st.lists(st.tuples(st.integers(-1, 6), st.integers(-1, 6)), max_size=8)
+PAIRS = st.lists(st.tuples(st.integers(-1, 6), st.integers(-1, 6)), max_size=8).map(tuple)
 
 
 @settings(max_examples=200, deadline=None)
 @given(PAIRS)
-def test_copy_blocks_is_sequential(pairs: list[tuple[int, int]]) -> None:
-    """Chains, repeats, loops and pairs out of range, padded to one length (so one compilation)."""
-    padded = np.array([*pairs, *[(0, 0)] * (8 - len(pairs))], np.int32)
-    caches = [np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6, dtype=np.int32)]
-    want = cache_ops.copy_blocks(caches, padded)
-    got = copy_blocks(caches, padded)
-    for g, w in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(g), w)
+def test_copy_blocks_is_sequential(pairs: Pairs) -> None:
+    """Chains, repeats, loops and pairs out of range."""
+    check(copy_blocks, "copy_blocks", CopyCase("drawn", pairs), ON_DEVICE)
 
 
 def test_copy_blocks_without_caches_or_pairs() -> None:
@@ -77,12 +57,29 @@ def test_copy_blocks_without_caches_or_pairs() -> None:
 @pytest.mark.parametrize("target_space", ["Host", "Device"])
 @pytest.mark.parametrize("source_space", ["Host", "Device"])
 def test_swap_blocks(source_space: str, target_space: str) -> None:
-    source = np.arange(20, dtype=np.float32).reshape(10, 2)
-    target = -np.ones((4, 2), np.float32)
-    pairs = np.array([[9, 1], [3, 2], [8, 1], [7, 4], [-1, 0], [10, 3]], np.int32)
     spaces = jax.memory.Space
-    got = swap_blocks(
-        jax.device_put(source, spaces[source_space]), jax.device_put(target, spaces[target_space]), pairs
-    )
-    assert jax.typeof(got).memory_space == spaces[target_space]
-    np.testing.assert_array_equal(np.asarray(got), cache_ops.swap_blocks(source, target, pairs))
+
+    def swap(source: jax.Array, target: jax.Array, pairs: jax.Array) -> jax.Array:
+        got = swap_blocks(
+            jax.device_put(source, spaces[source_space]), jax.device_put(target, spaces[target_space]), pairs
+        )
+        assert jax.typeof(got).memory_space == spaces[target_space]
+        return got
+
+    for case in cases_of("swap_blocks"):
+        check(swap, "swap_blocks", case, ON_DEVICE)
+
+
+@pytest.mark.parametrize("case", cases_of("merge"), ids=str)
+def test_merge(case: MergeCase) -> None:
+    """That of the XLA path, for which -inf is a large negative number."""
+
+    def merge(
+        out: jax.Array, maxima: jax.Array, sums: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
+        partials = xla.Softmax(out, jnp.maximum(maxima, xla.LOWEST), sums)
+        by_partition = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0)[:, :, :, None], partials)
+        q = jnp.zeros((len(out), *out.shape[1:2], out.shape[3]))
+        return xla._finish(xla.merge(by_partition), q, Options(scale=1.0, sinks=sinks))
+
+    check(merge, "merge", case, ON_DEVICE)

@@ -25,6 +25,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
+from jaxpaged.verify.cases import CASES, Case, case
 from pallas_kernels import _arrival, ops, tuning
 from pallas_kernels import paged_attention as mosaic
 from pallas_kernels.paged_attention import Cut
@@ -39,7 +40,6 @@ from tests.kernels.interpreter import (
     unnoticed_calls,
     without_call,
 )
-from tests.shapes import CASES, Case, case
 
 # A case takes two to five seconds. These cover each feature once or twice; JAXPAGED_EXHAUSTIVE=1 runs all.
 EXHAUSTIVE = bool(os.environ.get("JAXPAGED_EXHAUSTIVE"))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxpaged.verify.tiles import CASES, Case, assert_close, inputs
 from pallas_kernels import ops, prompt_attention
 from pallas_kernels import paged_attention as mosaic
 from pallas_kernels.support import Arrays
@@ -27,7 +28,6 @@ from tests.kernels.interpreter import (
     unnoticed_calls,
     without_call,
 )
-from tests.kernels.tiles import CASES, Case, assert_close, inputs
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
+from jaxpaged.verify.cases import CASES, Case, case
 from tests import quick
 from tests.kernels.checks import OPERATIONS, PROGRAMS, STATIC, assert_close, inputs
-from tests.shapes import CASES, Case, case
 
 QUICK = {version: quick.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpaged.verify import ragged
 from pallas_kernels import ops
 from reference import attention as reference_attention
 from tests import quick
@@ -17,91 +18,48 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 STATIC = ("scale", "sliding_window", "soft_cap", "max_query_len", "implementation", "interpret")
 attend = quick.jit(ops.ragged_paged_attention, static_argnames=STATIC)
 
-QUERY_LENS = (
-    1,
-    40,
-    0,
-    3,
-    1,
-    33,
-)  # decode step, prompt, nobody, chunk, decode step, second chunk
-SEQ_LENS = (25, 40, 17, 50, 1, 90)
-OPTIONS = {
-    "plain": {},
-    "window": {"sliding_window": 20},
-    "all": {
-        "sliding_window": 30,
-        "alibi_slopes": np.array([0.5, 0.3, 0.2, 0.1], np.float32),
-        "soft_cap": 3.0,
-        "sinks": np.array([0.5, -1.0, 0.0, 2.0], np.float32),
-    },
-}
-
-
-@functools.cache
-def make_case(head_dim=16, block_size=8, dtype="float32", num_padding=5):
-    """Sequences over shuffled blocks, with NaN in places that nobody owns, and five tokens of padding."""
-    rng = np.random.default_rng(0)
-    num_seqs, width = len(SEQ_LENS), -(-max(SEQ_LENS) // block_size) + 1
-    num_blocks = 1 + num_seqs * width
-    caches = rng.normal(size=(2, num_blocks, block_size, 2, head_dim))
-    tables = 1 + rng.permutation(num_blocks - 1).reshape(num_seqs, width)
-    live = np.zeros((num_blocks, block_size), bool)
-    for seq, seq_len in enumerate(SEQ_LENS):
-        for position in range(seq_len):
-            live[tables[seq, position // block_size], position % block_size] = True
-        tables[seq, -(-seq_len // block_size) :] = 10**6  # must not be read
-    caches[:, ~live] = np.nan
-    q = rng.normal(size=(sum(QUERY_LENS) + num_padding, 4, head_dim))
-    k, v, q = (np.asarray(jnp.asarray(x, dtype)) for x in (*caches, q))
-    cu_query_lens = np.cumsum([0, *QUERY_LENS], dtype=np.int32)
-    return q, k, v, tables.astype(np.int32), np.array(SEQ_LENS, np.int32), cu_query_lens
-
-
-@functools.cache
-def answer(name, head_dim=16, block_size=8, dtype="float32"):
-    arrays = make_case(head_dim, block_size, dtype)
-    return reference_attention.ragged_paged_attention(*arrays, scale=0.3, **OPTIONS[name])
+CASES = {c.name: c for c in ragged.CASES}
 
 
 def test_the_oracle_gives_decode_steps_their_answers():
     """The same queries, one a row: row r of the table as often as it has queries."""
-    q, k, v, tables, _, _ = make_case()
-    rows = np.repeat(np.arange(len(QUERY_LENS)), QUERY_LENS)
-    upto = np.concatenate([n - np.arange(m)[::-1] for n, m in zip(SEQ_LENS, QUERY_LENS, strict=True)])
+    c = CASES["window"]
+    q, k, v, tables, _, _ = ragged.inputs(c)
+    rows = np.repeat(np.arange(len(c.query_lens)), c.query_lens)
+    upto = np.concatenate([n - np.arange(m)[::-1] for n, m in zip(c.seq_lens, c.query_lens, strict=True)])
     want = reference_attention.paged_attention(
         q[: len(rows)], k, v, tables[rows], upto, scale=0.3, sliding_window=20
     )
-    np.testing.assert_array_equal(answer("window")[: len(rows)], want)
-    assert not answer("window")[len(rows) :].any()
+    got = ragged.oracle(c)[0]
+    np.testing.assert_array_equal(got[: len(rows)], want)
+    assert not got[len(rows) :].any()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
 @pytest.mark.parametrize("max_query_len", [None, 40])
 def test_xla_equals_the_oracle(name, max_query_len):
-    out = attend(*make_case(), scale=0.3, **OPTIONS[name], max_query_len=max_query_len, implementation="xla")
-    np.testing.assert_allclose(out, answer(name), atol=TOLERANCE["float32"], rtol=TOLERANCE["float32"])
+    c = CASES[name]
+    out = attend(*ragged.inputs(c), **c.options, max_query_len=max_query_len, implementation="xla")
+    np.testing.assert_allclose(out, ragged.oracle(c)[0], atol=TOLERANCE["float32"], rtol=TOLERANCE["float32"])
 
 
 def test_only_decode_steps_need_no_tiles():
-    q, k, v, tables, seq_lens, _ = make_case()
-    cu_query_lens = np.array([0, 1, 2, 2, 3, 4, 5], np.int32)
-    arrays = (q[:7], k, v, tables, seq_lens, cu_query_lens)
-    out = attend(*arrays, scale=0.3, max_query_len=1, implementation="xla")
-    want = reference_attention.ragged_paged_attention(*arrays, scale=0.3)
-    np.testing.assert_allclose(out, want, atol=TOLERANCE["float32"], rtol=TOLERANCE["float32"])
+    c = CASES["only decode steps"]
+    out = attend(*ragged.inputs(c), **c.options, max_query_len=1, implementation="xla")
+    np.testing.assert_allclose(out, ragged.oracle(c)[0], atol=TOLERANCE["float32"], rtol=TOLERANCE["float32"])
 
 
 @pytest.mark.usefixtures(fresh_interpreter.__name__)
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16, all"])
 def test_both_kernels_together_equal_the_oracle(name, capsys):
-    arrays = make_case(64, 16, "bfloat16")
+    c = CASES[name]
     with shadow_reads():
-        operation = functools.partial(ops.ragged_paged_attention, scale=0.3, **OPTIONS[name], interpret=True)
-        out = jax.jit(operation)(*arrays)
-    want = answer(name, 64, 16, "bfloat16")
+        operation = functools.partial(ops.ragged_paged_attention, **c.options, interpret=True)
+        out = jax.jit(operation)(*ragged.inputs(c))
     tolerance = TOLERANCE["bfloat16"]
-    np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), ragged.oracle(c)[0], atol=tolerance, rtol=tolerance
+    )
     assert not races_found(capsys)
 
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpaged.verify import tiles
 from pallas_kernels import native, ops
 from reference import attention as reference_attention
 from reference import cache_ops as reference_cache_ops
-from tests.kernels import tiles
-from tests.kernels.tiles import PROGRAM as attend
+from tests.kernels.checks import TILES as attend
 
 # Queries and keys of unit variance in float32: sums of up to 300 terms, outputs below 4.
 TOLERANCE = 1e-5

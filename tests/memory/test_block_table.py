@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpaged import cli
 from jaxpaged.memory import block_pool, block_table, prefix_cache, swap
 from jaxpaged.memory.block_pool import HELD_ONCE, AllocStatus
 from jaxpaged.memory.block_table import BlockTables
@@ -20,8 +21,9 @@ from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.invariants import InvariantError, check_invariants, free_block_ids
 from jaxpaged.memory.policies import LIFO, LRU, LRU_SPLIT, NAIVE, POLICIES, Policy, Sweep, named, to_tail
 from jaxpaged.status import PagedMemoryError, Status, raise_if_error
-from tests import quick, replay
-from tests.memory.lockstep import Disagreement, Lockstep, commit, look_up
+from jaxpaged.verify.history import Disagreement
+from jaxpaged.verify.lockstep import Lockstep, commit, look_up
+from tests import quick
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3
@@ -488,16 +490,18 @@ def test_a_failing_history_is_saved_and_replayed(
     with pytest.raises(Disagreement, match="row 1 has 3 tokens, the oracle's 4") as caught:
         lockstep.run("free", [0])
     [path] = tmp_path.iterdir()
+    replay = ["verify", "allocator", "--replay", str(path)]
     assert str(path) in caught.value.__notes__[0]
-    assert replay.main([str(path), "--verbose"]) == 0, "on sound code the history passes"
+    assert cli.main(replay) == 0, "on sound code the history passes"
+    said = capsys.readouterr().out
+    assert "0: append([6, 3, 0, 0], 1) done\n   [[1, 2, 0, 0, 0], [3, 0, 0, 0, 0]," in said
+    assert said.endswith("the two sides agree\n")
     trace = json.loads(path.read_text())
     assert trace["history"] == [["append", [[6, 3, 0, 0], 1]], ["free", [[0]]]]
     # A history in which the two really disagree: the functional side is told to use another policy.
-    path.write_text(json.dumps(trace | {"history": [*trace["history"], ["append", [[0, 1, 0, 0], 1]]]}))
-    monkeypatch.setattr(block_pool.free_queue, "push_front", block_pool.free_queue.push_back)
-    monkeypatch.setattr("tests.memory.lockstep.jitted", lambda *args: Lockstep.__new__(Lockstep))
-    monkeypatch.setattr("tests.replay.Lockstep", functools.partial(Lockstep, use_jit=False))
-    trace["made_with"].pop("use_jit")
+    trace["history"].append(["append", [[0, 1, 0, 0], 1]])
+    trace["made_with"]["use_jit"] = False
     path.write_text(json.dumps(trace))
-    assert replay.main([str(path)]) == 1
-    assert "free blocks are" in capsys.readouterr().err
+    monkeypatch.setattr(block_pool.free_queue, "push_front", block_pool.free_queue.push_back)
+    assert cli.main(replay) == 1
+    assert "disagreement: free blocks are" in capsys.readouterr().out

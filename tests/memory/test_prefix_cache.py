@@ -14,8 +14,8 @@ from jaxpaged.memory.invariants import InvariantError, check_invariants
 from jaxpaged.memory.policies import LRU, LRU_SPLIT, Policy
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
+from jaxpaged.verify import lockstep
 from tests import quick
-from tests.memory import lockstep
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3

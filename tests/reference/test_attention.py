@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxpaged.verify.cases import CASES, Case, case, make_inputs
 from reference import attention, cache_ops
-from tests.shapes import CASES, Case, case, make_inputs
 
 
 def dense_attention(c: Case, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> np.ndarray:

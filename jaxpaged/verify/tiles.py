@@ -1,23 +1,25 @@
-"""Tiles of several query tokens: cases, their arrays, and the oracle's answer. Needs no test packages."""
+"""Tiles of several query tokens: cases, their arrays, and the oracle's answer."""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
-import jax
 import numpy as np
 
-from pallas_kernels import ops
-from pallas_kernels.support import Arrays
-from reference import attention
-from tests import shapes
+from jaxpaged.verify import cases as shapes
+from jaxpaged.verify.oracles import attention
 
-# One jit for all who run tiles, so that those of one shape with the same options share a program.
-PROGRAM = jax.jit(
-    ops.tiled_paged_attention,
-    static_argnames=("scale", "sliding_window", "soft_cap", "implementation", "interpret"),
-)
 TINY = float(np.finfo(np.float64).tiny)
+
+
+class Arrays(NamedTuple):
+    """What `pallas_kernels` takes, but for where tiles start."""
+
+    q: np.ndarray  # [num_tiles, tile_len, num_q_heads, head_dim]
+    k_cache: np.ndarray
+    v_cache: np.ndarray
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +41,28 @@ class Case:
     alibi: bool = False
     sinks: bool = False
 
+    SIMPLER: ClassVar = shapes.SIMPLER | {"tile_len": (1, 2, 4, 8)}
+
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is a problem at all: of what shrinking puts together, not everything is."""
+        spans = zip(self.starts, self.seq_lens, strict=False)
+        return (
+            len(self.starts) == len(self.seq_lens) > 0
+            and self.num_q_heads % self.num_kv_heads == 0
+            and all(n == start == 0 or 0 < n - start <= self.tile_len for start, n in spans)
+            and (
+                self.tile_len > 1 or all(n - 1 == s for s, n in zip(self.starts, self.seq_lens, strict=True))
+            )
+        )
+
+    @property
+    def features(self) -> set[str]:
+        """What it asks of a function beside sizes and types."""
+        return shapes._features(self) | ({"empty_rows"} if 0 in self.seq_lens else set())
 
     @property
     def options(self) -> dict[str, Any]:
@@ -99,10 +121,10 @@ CASES = [
 
 
 @functools.cache
-def inputs(c: Case) -> tuple[Any, np.ndarray, set[int]]:
+def inputs(c: Case, stale: str = "nan", padding: str = "invalid") -> tuple[Arrays, np.ndarray, set[int]]:
     """`Arrays`, with NaN where nobody looks and tables that name no block there; starts; the blocks seen.
 
-    An int8 cache has its largest number in place of NaN.
+    An int8 cache has its largest number in place of NaN. For stale and padding see `cases.make_inputs`.
     """
     rng = np.random.default_rng(0)
     dtype, num_tiles = shapes.DTYPES[c.dtype], len(c.starts)
@@ -117,9 +139,9 @@ def inputs(c: Case) -> tuple[Any, np.ndarray, set[int]]:
         begin = 0 if c.sliding_window is None else max(start + 1 - c.sliding_window, 0)
         for position in range(begin, seq_len):
             live[tables[tile, position // c.block_size], position % c.block_size] = True
-        tables[tile, : begin // c.block_size] = 2**30
-        tables[tile, -(-seq_len // c.block_size) :] = -7
-    caches[:, ~live] = 127 if c.cache_dtype == "int8" else np.nan
+        tables[tile, : begin // c.block_size] = 0 if padding == "null" else 2**30
+        tables[tile, -(-seq_len // c.block_size) :] = 0 if padding == "null" else -7
+    caches[:, ~live] = 0 if stale == "zero" else 127 if c.cache_dtype == "int8" else np.nan
     q = rng.standard_normal((num_tiles, c.tile_len, c.num_q_heads, c.head_dim)).astype(dtype)
     arrays: list[Any] = [q, *caches, tables.astype(np.int32), np.array(c.seq_lens, np.int32)]
     return (
@@ -129,33 +151,48 @@ def inputs(c: Case) -> tuple[Any, np.ndarray, set[int]]:
     )
 
 
-def worst(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> tuple[float, float]:
-    """The error that is largest beside what is allowed there, and that; NaN counts as infinite.
-
-    A query may be off by `shapes.tolerance` from a decode step at its place, a tile of nobody not at all.
-    With a quantised cache weights are in float16 by default, and so are outputs before they are rounded to
-    q's type.
-    """
+@functools.cache
+def oracle(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The output in float64; the same mean of the values' magnitudes; and which places are a query's."""
     arrays, starts, _ = inputs(c)
-    weights_dtype = weights_dtype or ("float16" if c.cache_dtype else c.dtype)
-    like = shapes.Case(c.name, head_dim=c.head_dim, dtype=c.dtype)
-    error = np.nan_to_num(abs(got), nan=np.inf)
-    allowed = np.full(got.shape, np.where(arrays.seq_lens == 0, TINY, np.inf)[:, None, None, None])
+    shape = arrays.q.shape
+    want, mean_abs, used = np.zeros(shape), np.zeros(shape), np.zeros(shape[:2], bool)
     for i in range(c.tile_len):
         upto = np.where(starts + i < arrays.seq_lens, starts + i + 1, 0)
         decode = arrays._replace(q=arrays.q[:, i], seq_lens=upto)
-        want = attention.paged_attention(*decode, **c.options)
+        want[:, i] = attention.paged_attention(*decode, **c.options)
         magnitude = decode._replace(v_cache=np.abs(arrays.v_cache.astype(np.float32)))
-        mean_abs = attention.paged_attention(*magnitude, **c.options)
-        used = upto > 0
-        error[used, i] = np.nan_to_num(abs(got[:, i] - want), nan=np.inf)[used]
-        bound = shapes.tolerance(like, want, mean_abs, weights_dtype)
-        allowed[used, i] = (bound + abs(want) * (2.0**-11 if c.cache_dtype else 0))[used]
+        mean_abs[:, i] = attention.paged_attention(*magnitude, **c.options)
+        used[:, i] = upto > 0
+    return want, mean_abs, used
+
+
+def compared(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Of each element the error, and what is allowed; NaN counts as infinite.
+
+    A query may be off by `shapes.tolerance` from a decode step at its place, a tile of nobody not at all; a
+    place of padding may hold anything. With a quantised cache weights are in float16 by default, and so are
+    outputs before they are rounded to q's type.
+    """
+    want, mean_abs, used = oracle(c)
+    weights_dtype = weights_dtype or ("float16" if c.cache_dtype else c.dtype)
+    like = shapes.Case(c.name, head_dim=c.head_dim, dtype=c.dtype)
+    bound = shapes.tolerance(like, want, mean_abs, weights_dtype)
+    bound += abs(want) * (2.0**-11 if c.cache_dtype else 0)
+    is_nobody = np.array(c.seq_lens)[:, None] == 0
+    allowed = np.where(used[..., None, None], bound, np.where(is_nobody, TINY, np.inf)[..., None, None])
+    error = np.nan_to_num(abs(got - want), nan=np.inf)
+    return np.where(np.isinf(allowed), 0, error), allowed
+
+
+def worst(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> tuple[float, float]:
+    """The error that is largest beside what is allowed there, and that."""
+    error, allowed = compared(c, got, weights_dtype)
     at = np.unravel_index(np.argmax(error / allowed), got.shape)
     return float(error[at]), float(allowed[at])
 
 
 def assert_close(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> None:
-    """Within `worst`'s bounds."""
+    """Within `compared`'s bounds."""
     error, allowed = worst(c, got, weights_dtype)
     assert error <= allowed, f"{error=:.3g} > {allowed=:.3g}"

@@ -1,17 +1,19 @@
-"""The shapes and options every attention implementation is tested with, and the inputs made from them.
+"""The shapes and options every implementation of decode attention is tested with, and inputs made of them.
 
-One list for the XLA path, the Mosaic GPU kernels in the interpreter, and the benchmarks' check on a chip.
-Each case's pool is hostile: blocks nobody owns, stale slots of live blocks and the null block hold NaN (int8:
-the largest number), and table entries past a row's tokens are not block ids at all.
+One list for others' functions, the XLA path, the Mosaic GPU kernels in the interpreter, and the benchmarks'
+check on a chip. Each case's pool is hostile: blocks nobody owns, stale slots of live blocks and the null
+block hold NaN (int8: the largest number), and table entries past a row's tokens are not block ids at all.
 """
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 
-from reference.attention import BlockSparse
+from jaxpaged.verify.oracles import attention
+from jaxpaged.verify.oracles.attention import BlockSparse
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -22,6 +24,28 @@ DTYPES = {
     "int8": np.dtype(np.int8),
 }
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
+# What stands in stale slots and in blocks of nobody, and in table entries past a row's tokens.
+STALE = ("nan", "zero")
+PADDING = ("invalid", "null")
+# Of each field, values that are simpler than others, simplest first: what `shrinking` tries.
+SIMPLER: dict[str, tuple[Any, ...]] = {
+    "num_q_heads": (1, 2),
+    "num_kv_heads": (1, 2),
+    "head_dim": (8, 16, 64),
+    "block_size": (1, 2, 4, 8, 16),
+    "dtype": ("float32", "bfloat16"),
+    "cache_dtype": (None,),
+    "kv_layout": ("token_major",),
+    "scale": (None,),
+    "alibi": (False,),
+    "sliding_window": (None, 1, 2, 4, 8, 16),
+    "soft_cap": (None,),
+    "sinks": (False,),
+    "scale_per_head": (False,),
+    "block_sparse": (None,),
+    "shared_blocks": (0, 1),
+    "partition_size": (16, 32, 64),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +71,8 @@ class Case:
     shared_blocks: int = 0  # leading blocks that rows 0 and 1 have in common
     partition_size: int = 64  # for v2
 
+    SIMPLER: ClassVar = SIMPLER
+
     @property
     def group_size(self) -> int:
         return self.num_q_heads // self.num_kv_heads
@@ -55,8 +81,41 @@ class Case:
     def is_quantised(self) -> bool:
         return self.cache_dtype in QUANTISED
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is a problem at all: of what shrinking puts together, not everything is."""
+        shared = self.shared_blocks * self.block_size
+        return (
+            self.num_q_heads % self.num_kv_heads == 0
+            and len(self.seq_lens) > (self.shared_blocks > 0)
+            and (not self.shared_blocks or min(self.seq_lens[:2]) >= shared)
+            and self.partition_size % min(self.block_size, self.partition_size) == 0
+            and not (self.scale_per_head and not self.is_quantised)
+        )
+
+    @property
+    def features(self) -> set[str]:
+        """What it asks of a function beside sizes and types."""
+        return _features(self) | ({"empty_rows"} if 0 in self.seq_lens else set())
+
     def __str__(self) -> str:
         return self.name
+
+
+def _features(case: Any) -> set[str]:
+    """The options that a case of attention has, by name."""
+    asked = {
+        name: getattr(case, name, None)
+        for name in ("scale", "sliding_window", "soft_cap", "block_sparse", "alibi", "sinks", "shared_blocks")
+    }
+    found = {name for name, value in asked.items() if value}
+    if case.cache_dtype in QUANTISED:
+        found.add("quantised")
+    if getattr(case, "scale_per_head", False):
+        found.add("scale_per_head")
+    if getattr(case, "kv_layout", "token_major") != "token_major":
+        found.add("head_major")
+    return found
 
 
 def _cases() -> list[Case]:
@@ -131,8 +190,14 @@ def case(name: str) -> Case:
     return next(c for c in CASES if c.name == name)
 
 
-def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays (q, k_cache, v_cache, block_tables, seq_lens) and keyword arguments, all NumPy."""
+def make_inputs(
+    case: Case, seed: int = 0, *, stale: str = "nan", padding: str = "invalid"
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays (q, k_cache, v_cache, block_tables, seq_lens) and keyword arguments, all NumPy.
+
+    stale: "zero" spares who multiplies what it does not see by zero; padding: "null" who looks up more of a
+    table than a row's tokens.
+    """
     rng = np.random.default_rng(seed)
     num_seqs, block_size = len(case.seq_lens), case.block_size
     dtype, cache_dtype = DTYPES[case.dtype], DTYPES[case.cache_dtype or case.dtype]
@@ -144,6 +209,9 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[
     block_tables = np.where(np.arange(max_blocks_per_seq) % 2, 2**30, -7) * np.ones((num_seqs, 1), int)
     for row, count in enumerate(held):
         block_tables[row, :count] = [free.pop() for _ in range(count)]
+    if padding == "null":
+        beyond = np.arange(max_blocks_per_seq) >= np.array(held, int)[:, None]
+        block_tables = np.where(beyond, 0, block_tables)
     if case.shared_blocks:
         block_tables[1, : case.shared_blocks] = block_tables[0, : case.shared_blocks]
 
@@ -155,7 +223,7 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[
         scales["v_scale"] = (unit * rng.uniform(0.8, 1.2, shape)).astype(np.float32)
 
     cache_shape = (num_blocks, block_size, case.num_kv_heads, case.head_dim)
-    poison = 127 if case.cache_dtype == "int8" else np.nan
+    poison = 0 if stale == "zero" else 127 if case.cache_dtype == "int8" else np.nan
     caches: list[np.ndarray] = []
     for _ in range(2):
         cache = np.full(cache_shape, poison).astype(cache_dtype)
@@ -216,3 +284,24 @@ def tolerance(case: Case, want: np.ndarray, mean_abs: np.ndarray, weights_dtype:
     u = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
     logit_error = 32 * case.head_dim * 2.0**-24
     return mean_abs * (u[weights_dtype] + 2 * logit_error) + abs(want) * u[case.dtype] + 1e-6
+
+
+@functools.cache
+def oracle(c: Case) -> tuple[np.ndarray, np.ndarray]:
+    """The output in float64, and the same mean of the values' magnitudes."""
+    arrays, options = make_inputs(c)
+    arguments: dict[str, Any] = {**arrays, **options}
+    want = attention.paged_attention(**arguments)
+    arguments["v_cache"] = np.abs(arrays["v_cache"].astype(np.float32))
+    return want, attention.paged_attention(**arguments)
+
+
+def compared(c: Case, got: np.ndarray, weights_dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of each element the error, a NaN counting as infinite, and what is allowed.
+
+    That is `tolerance`, and for rows without tokens nothing: they are zero, exactly.
+    """
+    want, mean_abs = oracle(c)
+    allowed = tolerance(c, want, mean_abs, weights_dtype)
+    allowed[np.array(c.seq_lens) == 0] = np.finfo(np.float64).tiny
+    return np.nan_to_num(abs(got - want), nan=np.inf), allowed

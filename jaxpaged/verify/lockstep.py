@@ -1,16 +1,9 @@
-"""Functional block tables and their oracle, driven through one history side by side, compared at every step.
-
-A history is JSON: what the two were made with, and a list of [verb, arguments]. `tests.replay` repeats one.
-"""
+"""Functional block tables and their oracle, driven through one history, compared at every step."""
 
 import dataclasses
 import functools
-import json
-import os
-import pathlib
-import tempfile
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +15,11 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.policies import Policy
 from jaxpaged.status import Status
-from tests import quick
-from tests.memory.oracles import ORACLES, Oracle, Refused
+from jaxpaged.verify import quick
+from jaxpaged.verify.generations import ORACLES, Refused
+from jaxpaged.verify.history import MAX_BLOCKS, MAX_EVICTED, MAX_SEQS, NUM_BLOCKS, Disagreement, History
 
-MAX_SEQS = 4
-MAX_BLOCKS = 5  # of a row
-NUM_BLOCKS = 11  # too few for four full rows
 NUM_HOST_BLOCKS = NUM_BLOCKS  # the same shape: nothing is compiled twice
-MAX_EVICTED = 4  # ids named in one call
-
-
-class Disagreement(AssertionError):
-    """The two sides differ. The message names the verb and what differs."""
 
 
 def tokens_of(token_ids: Any) -> Callable[..., jax.Array]:
@@ -59,7 +45,7 @@ def transitions(policy: Policy) -> dict[str, Callable[..., Any]]:
 
         return run
 
-    verbs = {
+    verbs: dict[str, Callable[..., Any]] = {
         "append": functools.partial(block_table.append, max_new_blocks=MAX_SEQS * MAX_BLOCKS),
         "fork": block_table.fork,
         "free": block_table.free_rows,
@@ -96,8 +82,8 @@ class Traced:
 
 
 @functools.cache
-def jitted(policy: str, block_size: int, collide: bool = False) -> Traced:
-    return Traced(policies.named(policy))
+def jitted(policy: str | Policy, block_size: int, collide: bool = False) -> Traced:
+    return Traced(policies.named(policy) if isinstance(policy, str) else policy)
 
 
 def same_hash(token_ids: jax.Array, index: jax.Array) -> jax.Array:
@@ -113,63 +99,179 @@ def _eager(verb: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Lockstep:
+def _values(state: Any) -> list[bytes]:
+    """What a state holds: pytrees, and others' dataclasses, of arrays."""
+    leaves = [vars(leaf) if dataclasses.is_dataclass(leaf) else leaf for leaf in jax.tree.leaves(state)]
+    return [np.asarray(leaf).tobytes() for leaf in jax.device_get(jax.tree.leaves(leaves))]
+
+
+class Seen(NamedTuple):
+    """What can be seen of functional tables; None: of these nothing."""
+
+    block_tables: Any  # [max_seqs, max_blocks_per_seq] block ids
+    seq_lens: Any  # [max_seqs] tokens
+    ref_count: Any = None  # [num_blocks] holders
+    free: list[int] | None = None  # free blocks, in the order in which they will be given out
+    usage: float | None = None  # the share of blocks in use, the null block apart
+    contents: list[list[int]] | None = None  # the blocks of each content that can be found, oldest first
+
+
+class Ours:
+    """Our own tables of a policy, as `Lockstep` drives them."""
+
+    def __init__(self, policy: Policy, block_size: int, use_jit: bool, collide: bool) -> None:
+        self.policy, self.block_size = policy, block_size
+        self.hash_fn = same_hash if collide else prefix_cache.hash_block
+        key = policy.name if policies.POLICIES.get(policy.name) is policy else policy
+        self.verbs = (
+            jitted(key, block_size, collide).verbs
+            if use_jit
+            else {name: _eager(verb) for name, verb in transitions(policy).items()}
+        )
+
+    def create(self, num_blocks: int) -> BlockTables:
+        cache = None
+        if self.policy.keeps_content:
+            cache = prefix_cache.create(num_blocks, self.block_size, self.hash_fn)
+        pool = block_pool.create(num_blocks, self.policy, prefix_cache=cache)
+        return block_table.create(pool, MAX_SEQS, MAX_BLOCKS, self.block_size)
+
+    def observe(self, tables: BlockTables) -> Seen:
+        pool = jax.device_get(tables.pool)
+        return Seen(
+            np.asarray(tables.block_tables),
+            np.asarray(tables.seq_lens),
+            tables.pool.ref_count,
+            free_block_ids(pool),
+            float(tables.pool.usage),
+            None if pool.prefix_cache is None else contents(pool.prefix_cache),
+        )
+
+    def check(self, tables: BlockTables) -> None:
+        check_invariants(tables)
+
+    def can_allocate(self, tables: BlockTables, count: Any, watermark_blocks: int) -> int:
+        return int(block_pool.can_allocate(tables.pool, jnp.int32(count), watermark_blocks))
+
+
+class Theirs:
+    """Somebody's functional allocator: an object with `create`, `observe` and verbs of `Lockstep`'s names.
+
+    `create(num_blocks, max_seqs, max_blocks_per_seq, block_size)` makes a state; block 0 is the null block,
+    with which tables are padded. `observe(state)` gives a mapping or an object with what of `Seen` there is.
+    Verbs take NumPy arrays, and give back the new state and an info with `status` and what `Lockstep` reads
+    besides; a verb that there is not, or `can_allocate(state, count, watermark_blocks)`, is not asked for.
+    """
+
+    def __init__(self, functions: Any, block_size: int) -> None:
+        self.functions, self.block_size = functions, block_size
+        found = {name: getattr(functions, name, None) for name in VERBS}
+        self.verbs = {name: self._caught(name, verb) for name, verb in found.items() if callable(verb)}
+        if hasattr(functions, "can_allocate"):
+            self.can_allocate = functions.can_allocate
+
+    def _caught(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            try:
+                return verb(*args)
+            except Exception as error:  # of somebody's functions
+                raise Disagreement(f"{name} raises {type(error).__name__}: {error}") from error
+
+        return run
+
+    def check(self, state: Any) -> None:
+        """Theirs may have invariants, too: `check(state)`, which raises."""
+        getattr(self.functions, "check", lambda state: None)(state)
+
+    def create(self, num_blocks: int) -> Any:
+        return self.functions.create(num_blocks, MAX_SEQS, MAX_BLOCKS, self.block_size)
+
+    def observe(self, state: Any) -> Seen:
+        seen = self.functions.observe(state)
+        given = seen if isinstance(seen, Mapping) else {n: getattr(seen, n, None) for n in Seen._fields}
+        arrays = {name: np.asarray(given[name]) for name in ("block_tables", "seq_lens")}
+        return Seen(**dict(given) | arrays)
+
+
+VERBS = (
+    "append", "fork", "free", "truncate", "window", "swap_out", "free_blocks", "lookup", "adopt", "commit",
+    "touch", "evict", "reset_cache",
+)  # fmt: skip
+# What of these each verb of a history needs, if not itself.
+NEEDS = {
+    "free_host": ("swap_out", "free"),
+    "free_twice": ("free_blocks",),
+    "swap_in": ("swap_out",),
+    "can_allocate": (),
+    "reset": ("free",),
+    "admit": ("lookup", "adopt", "append"),
+    "touch": ("touch", "free_blocks"),
+}
+
+
+class Lockstep(History):
     """One history under way. Every verb returns whether it was done (False: both refused)."""
 
     def __init__(
-        self, policy: str, block_size: int, use_jit: bool = True, collide: bool = False, save: bool = True
+        self,
+        policy: str | Policy,
+        block_size: int,
+        use_jit: bool = True,
+        collide: bool = False,
+        save: bool = True,
+        theirs: Any = None,
+        path: str | None = None,
+        oracle: str | None = None,
     ) -> None:
-        """`collide`: every hash is the same. `save`: write the history down when it fails."""
-        self.made_with = {"policy": policy, "block_size": block_size, "use_jit": use_jit, "collide": collide}
-        self.save_failures, self.collide = save, collide
-        self.history: list[tuple[str, list[Any]]] = []
-        self.policy, self.block_size, self.use_jit = policies.named(policy), block_size, use_jit
-        hash_fn = same_hash if collide else prefix_cache.hash_block
-        cache = None
-        if self.policy.keeps_content:
-            cache = prefix_cache.create(NUM_BLOCKS, block_size, hash_fn)
-        self.device, self.host = (
-            block_table.create(
-                block_pool.create(num_blocks, self.policy, prefix_cache=cache),
-                MAX_SEQS,
-                MAX_BLOCKS,
-                block_size,
-            )
-            for num_blocks in (NUM_BLOCKS, NUM_HOST_BLOCKS)
+        """`collide`: every hash is the same. `save`: write the history down when it fails.
+
+        `theirs`: a functional allocator to be driven in the place of our own, `path` is its MODULE:NAME.
+        `oracle`: the policy whose oracle it is to equal, if not that of its own name.
+        """
+        self.policy = policies.named(policy) if isinstance(policy, str) else policy
+        made_with = {"policy": self.policy.name, "block_size": block_size}
+        if path is not None:
+            made_with |= {"as": "policy", "path": path, "oracle": oracle or self.policy.name}
+        else:
+            made_with |= {"use_jit": use_jit, "collide": collide}
+        super().__init__(made_with, f"{self.policy.name}-{block_size}", save)
+        self.collide, self.block_size = collide, block_size
+        self.subject: Any = (
+            Ours(self.policy, block_size, use_jit, collide) if theirs is None else Theirs(theirs, block_size)
         )
-        self.oracle: Any = ORACLES[policy](block_size, NUM_BLOCKS, NUM_HOST_BLOCKS, MAX_BLOCKS)
-        verbs = transitions(self.policy)
-        self.verbs = (
-            jitted(policy, block_size, collide).verbs if use_jit else {k: _eager(v) for k, v in verbs.items()}
+        self.verbs = self.subject.verbs
+        self.device, self.host = (self.subject.create(num) for num in (NUM_BLOCKS, NUM_HOST_BLOCKS))
+        self.oracle: Any = ORACLES[oracle or self.policy.name](
+            block_size, NUM_BLOCKS, NUM_HOST_BLOCKS, MAX_BLOCKS
         )
         self.compare()
 
+    def has(self, verb: str) -> bool:
+        if verb == "can_allocate":
+            return hasattr(self.subject, verb)
+        return all(need in self.verbs for need in NEEDS.get(verb, (verb,)))
+
+    @property
+    def keeps_content(self) -> bool:
+        return self.policy.keeps_content
+
     # One step: a history's line.
 
-    def run(self, verb: str, *args: Any) -> bool:
-        """Do one verb on both sides and compare everything; on disagreement, save the history."""
-        self.history.append((verb, list(args)))
-        before = jax.tree.leaves((self.device, self.host))
-        values = [leaf.tobytes() for leaf in jax.device_get(before)]
-        try:
-            done = getattr(self, verb)(*args)
-            self.compare()
-            if values != [leaf.tobytes() for leaf in jax.device_get(before)]:
-                raise Disagreement(f"{verb} changed the value that it was given")
-            after = jax.device_get(jax.tree.leaves((self.device, self.host)))
-            if not done and values != [leaf.tobytes() for leaf in after]:
-                raise Disagreement(f"{verb} was refused, but changed the state")
-        except Exception as error:
-            if self.save_failures:
-                error.add_note(f"after {verb}{tuple(args)}; python -m tests.replay {self.save()}")
-            raise
+    def step(self, verb: str, *args: Any) -> bool:
+        """Do one verb on both sides and compare everything."""
+        before = self.device, self.host
+        values = _values(before)
+        done = getattr(self, verb)(*args)
+        self.compare()
+        if values != _values(before):
+            raise Disagreement(f"{verb} changed the value that it was given")
+        if not done and values != _values((self.device, self.host)):
+            raise Disagreement(f"{verb} was refused, but changed the state")
         return done
 
-    def save(self) -> pathlib.Path:
-        folder = pathlib.Path(os.environ.get("JAXPAGED_TRACES", tempfile.gettempdir()))
-        path = folder / f"history-{self.policy.name}-{self.block_size}-{os.getpid()}.json"
-        path.write_text(json.dumps({"made_with": self.made_with, "history": self.history}))
-        return path
+    def shown(self) -> str:
+        seen = self.subject.observe(self.device)
+        return f"{np.asarray(seen.block_tables).tolist()} {np.asarray(seen.seq_lens).tolist()}"
 
     def _expect(self, status: Any, expected: Status, verb: str) -> bool:
         found = Status(int(status))
@@ -192,10 +294,11 @@ class Lockstep:
     def append(self, num_new_tokens: list[int], token: int) -> bool:
         rows = [row for row, num in enumerate(num_new_tokens) if num]
 
-        def do(oracle: Oracle) -> dict[int, list[tuple[int, int]]]:
+        def do(oracle: Any) -> dict[int, list[tuple[int, int]]]:
             return {row: oracle.append(row, [token] * num_new_tokens[row]) for row in rows}
 
         lengths = [len(self.oracle.tokens.get(row, [])) + num_new_tokens[row] for row in rows]
+        pairs: Any
         if any(length > MAX_BLOCKS * self.block_size for length in lengths):
             expected, pairs = Status.TABLE_FULL, None
         else:
@@ -249,8 +352,8 @@ class Lockstep:
 
     def free_twice(self, row: int) -> bool:
         """Name all blocks of a row once more than they are held."""
-        ids = np.asarray(self.device.block_tables)[row]
-        times = 1 + int(np.max(self.device.pool.ref_count))
+        ids = np.asarray(self.subject.observe(self.device).block_tables)[row]
+        times = 1 + max(self.oracle.ref_counts(on_host=False))
         expected = Status.DOUBLE_FREE if ids.any() else Status.OK
         ids = np.resize(np.tile(ids, times), (MAX_SEQS + 1) * MAX_BLOCKS)
         mask = np.arange(ids.shape[0]) < times * MAX_BLOCKS
@@ -259,9 +362,9 @@ class Lockstep:
 
     def truncate(self, num_tokens: list[int]) -> bool:
         held = {row: len(self.oracle.tokens[row]) for row in self.oracle.device_rows()}
-        skipped = np.asarray(self.device.num_skipped) * self.block_size
+        skipped = {row: self.oracle.table(row).count(0) * self.block_size for row in held}
         too_few = any(
-            num > held.get(row, 0) or 0 < held.get(row, 0) - num < skipped[row]
+            num > held.get(row, 0) or 0 < held.get(row, 0) - num < skipped.get(row, 0)
             for row, num in enumerate(num_tokens)
         )
         self.device, info = self.verbs["truncate"](self.device, np.array(num_tokens, np.int32))
@@ -289,7 +392,7 @@ class Lockstep:
 
     def swap_in(self, rows: list[int]) -> bool:
         rows = [row for row in rows if row in self.oracle.on_host]
-        if rows and hasattr(self.oracle, "can_swap_in"):
+        if rows and hasattr(self.oracle, "can_swap_in") and self.has("can_allocate"):
             self._compare_can_swap_in(rows)
         return self._swap("swap_in", rows)
 
@@ -310,13 +413,13 @@ class Lockstep:
     def _compare_can_swap_in(self, rows: list[int]) -> None:
         """v0 wants room for the blocks of these rows, and one more for each of them."""
         count = len({block for row in rows for block in self.oracle.table(row)}) + len(rows)
-        found = block_pool.can_allocate(self.device.pool, jnp.int32(count), self.oracle.watermark_blocks)
+        found = self.subject.can_allocate(self.device, count, self.oracle.watermark_blocks)
         if (int(found) == block_pool.AllocStatus.OK) != self.oracle.can_swap_in(rows):
             raise Disagreement(f"can_allocate({count}) is {found}, but can_swap_in differs")
 
     def can_allocate(self, num_tokens: int) -> bool:
-        count = jnp.int32(cdiv(num_tokens, self.block_size))
-        found = block_pool.can_allocate(self.device.pool, count, self.oracle.watermark_blocks)
+        count = cdiv(num_tokens, self.block_size)
+        found = self.subject.can_allocate(self.device, count, self.oracle.watermark_blocks)
         if int(found) != self.oracle.can_allocate(num_tokens):
             raise Disagreement(f"can_allocate({num_tokens} tokens) is {found}")
         return True
@@ -397,7 +500,7 @@ class Lockstep:
         if not self._expect(info.status, expected, "touch"):
             return False
         self.oracle.touch(block_ids)
-        self._compare_pool(self.device, on_host=False)
+        self._compare_pool(self.subject.observe(self.device), on_host=False)
         size = (MAX_SEQS + 1) * MAX_BLOCKS
         self.device, info = self.verbs["free_blocks"](
             self.device, np.resize(ids, size), np.arange(size) < len(block_ids)
@@ -431,35 +534,37 @@ class Lockstep:
     def compare(self) -> None:
         for on_host in (False, True):
             tables = self.host if on_host else self.device
-            self._compare_pool(tables, on_host)
-            check_invariants(tables)
-            seq_lens, lines = np.asarray(tables.seq_lens), np.asarray(tables.block_tables)
+            seen = self.subject.observe(tables)
+            self._compare_pool(seen, on_host)
+            self.subject.check(tables)
             for row in range(MAX_SEQS):
                 here = row in self.oracle.tokens and (row in self.oracle.on_host) == on_host
                 num_tokens = len(self.oracle.tokens[row]) if here else 0
-                if seq_lens[row] != num_tokens:
-                    raise Disagreement(f"row {row} has {seq_lens[row]} tokens, the oracle's {num_tokens}")
-                found = lines[row, : cdiv(num_tokens, self.block_size)].tolist()
+                if seen.seq_lens[row] != num_tokens:
+                    raise Disagreement(
+                        f"row {row} has {seen.seq_lens[row]} tokens, the oracle's {num_tokens}"
+                    )
+                found = seen.block_tables[row][: cdiv(num_tokens, self.block_size)].tolist()
                 want = self.oracle.table(row) if here else []
                 if found != want:
                     raise Disagreement(f"row {row} holds blocks {found}, the oracle's {want}")
 
-    def _compare_pool(self, tables: BlockTables, on_host: bool) -> None:
-        pool = jax.device_get(tables.pool)
-        found, want = free_block_ids(pool), self.oracle.free_order(on_host)
-        if found != want:
-            raise Disagreement(f"free blocks are {found}, the oracle's {want}")
-        found, want = tables.pool.ref_count.tolist(), self.oracle.ref_counts(on_host)
-        if found != want:
-            raise Disagreement(f"reference counts are {found}, the oracle's {want}")
-        num_used = pool.num_blocks - 1 - len(self.oracle.free_order(on_host))
-        usage = tables.pool.usage
-        if not np.isclose(usage, num_used / (pool.num_blocks - 1)):
-            raise Disagreement(f"usage is {usage}, with {num_used} blocks in use")
-        if pool.prefix_cache is not None:
-            found, want = contents(pool.prefix_cache), [] if on_host else self.oracle.contents()
+    def _compare_pool(self, seen: Seen, on_host: bool) -> None:
+        num_blocks = NUM_HOST_BLOCKS if on_host else NUM_BLOCKS
+        free = self.oracle.free_order(on_host)
+        if seen.free is not None and list(seen.free) != free:
+            raise Disagreement(f"free blocks are {seen.free}, the oracle's {free}")
+        if seen.ref_count is not None:
+            found, want = np.asarray(seen.ref_count).tolist(), self.oracle.ref_counts(on_host)
             if found != want:
-                raise Disagreement(f"blocks of the same content are {found}, the oracle's {want}")
+                raise Disagreement(f"reference counts are {found}, the oracle's {want}")
+        num_used = num_blocks - 1 - len(free)
+        if seen.usage is not None and not np.isclose(seen.usage, num_used / (num_blocks - 1)):
+            raise Disagreement(f"usage is {seen.usage}, with {num_used} blocks in use")
+        if seen.contents is not None:
+            rings = [] if on_host else self.oracle.contents()
+            if seen.contents != rings:
+                raise Disagreement(f"blocks of the same content are {seen.contents}, the oracle's {rings}")
 
 
 def contents(cache: prefix_cache.PrefixCache) -> list[list[int]]:

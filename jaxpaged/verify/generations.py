@@ -2,37 +2,47 @@
 
 Every verb does what its manager does, row by row, and raises `Refused` with the status that the functional
 side must report. What a manager has no method for (giving back the last tokens) is done with its own parts.
+
+Each takes the class it stands for: with somebody's own in the place of the oracle's, it is that one's face.
+Then only what the generation's classes offer everybody is called.
 """
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable
 from collections.abc import Sequence as Ints
+from typing import Any
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory.block_pool import AllocStatus
 from jaxpaged.status import Status
-from reference.v0.block import Device as V0Device
-from reference.v0.block import PhysicalTokenBlock
-from reference.v0.block_manager import BlockSpaceManager
-from reference.v0.sequence import Sequence as V0Sequence
-from reference.v0.sequence import SequenceGroup as V0SequenceGroup
-from reference.v0.sequence import SequenceStatus as V0Status
-from reference.v063.block_manager import SelfAttnBlockSpaceManager
-from reference.v063.interfaces import BlockAllocator
-from reference.v063.interfaces import Device as V063Device
-from reference.v063.sequence import Sequence as V063Sequence
-from reference.v063.sequence import SequenceGroup as V063SequenceGroup
-from reference.v063.sequence import SequenceStatus as V063Status
-from reference.v1.block_pool import BlockPool as V1BlockPool
-from reference.v1.kv_cache_manager import (
+from jaxpaged.verify.oracles.v0.block import Device as V0Device
+from jaxpaged.verify.oracles.v0.block import PhysicalTokenBlock
+from jaxpaged.verify.oracles.v0.block_manager import BlockSpaceManager
+from jaxpaged.verify.oracles.v0.sequence import Sequence as V0Sequence
+from jaxpaged.verify.oracles.v0.sequence import SequenceGroup as V0SequenceGroup
+from jaxpaged.verify.oracles.v0.sequence import SequenceStatus as V0Status
+from jaxpaged.verify.oracles.v063.block_manager import SelfAttnBlockSpaceManager
+from jaxpaged.verify.oracles.v063.interfaces import BlockAllocator
+from jaxpaged.verify.oracles.v063.interfaces import Device as V063Device
+from jaxpaged.verify.oracles.v063.sequence import Sequence as V063Sequence
+from jaxpaged.verify.oracles.v063.sequence import SequenceGroup as V063SequenceGroup
+from jaxpaged.verify.oracles.v063.sequence import SequenceStatus as V063Status
+from jaxpaged.verify.oracles.v1.block_pool import BlockPool as V1BlockPool
+from jaxpaged.verify.oracles.v1.kv_cache_manager import (
     FullAttentionManager,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheManager,
 )
-from reference.v1.kv_cache_utils import BlockHash, KVCacheBlock, Request, make_block_hash_with_group_id
+from jaxpaged.verify.oracles.v1.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    Request,
+    make_block_hash_with_group_id,
+)
 
 Pair = tuple[int, int]
 WATERMARK = 0.2  # of those that have one
@@ -69,7 +79,10 @@ class Oracle:
 
     def trial(self) -> "Oracle":
         """A copy to try something on: the managers stop half way when they raise, we must not."""
-        return copy.deepcopy(self)
+        try:
+            return pickle.loads(pickle.dumps(self, pickle.HIGHEST_PROTOCOL))  # five times as fast
+        except Exception:  # of somebody's class, which may hold anything
+            return copy.deepcopy(self)
 
     def num_held(self, row: int) -> int:
         return cdiv(len(self.tokens.get(row, [])), self.block_size)
@@ -77,25 +90,71 @@ class Oracle:
     def device_rows(self) -> list[int]:
         return sorted(set(self.tokens) - self.on_host)
 
+    def windowed(self) -> list[int]:
+        """Rows of which blocks have left the window."""
+        return [row for row in self.tokens if 0 in self.table(row)]
+
+    def table(self, row: int) -> list[int]:
+        raise NotImplementedError
+
+
+class ByName:
+    """Mixed into a group of sequences: statuses are equal by name, whoever's they are."""
+
+    def get_seqs(self, status: Any = None) -> list[Any]:
+        seqs = super().get_seqs()  # type: ignore[misc]
+        return [seq for seq in seqs if status is None or seq.status.name == status.name]
+
+    def num_seqs(self, status: Any = None) -> int:
+        return len(self.get_seqs(status))
+
+
+class V0Group(ByName, V0SequenceGroup):
+    # Since 0.4.
+
+    def is_encoder_decoder(self) -> bool:
+        return False
+
+    def get_encoder_seq(self) -> None:
+        return None
+
+
+class V0Seq(V0Sequence):
+    @property
+    def n_blocks(self) -> int:
+        """`len(logical_token_blocks)`, as it is called from 0.6 on."""
+        return len(self.logical_token_blocks)
+
+
+class V063Group(ByName, V063SequenceGroup):
+    pass
+
 
 class V0Oracle(Oracle):
     """`reference.v0`: policy `lifo`."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        max_blocks: int,
+        manager: Callable[..., Any] = BlockSpaceManager,
+    ) -> None:
         super().__init__(block_size, num_blocks, num_host_blocks)
-        self.manager = BlockSpaceManager(block_size, num_blocks - 1, num_host_blocks - 1, WATERMARK)
+        self.manager = manager(block_size, num_blocks - 1, num_host_blocks - 1, WATERMARK)
         self.seqs: dict[int, V0Sequence] = {}
         # v0 has no null block. This one stands in for what has left the window, and is never given out.
         self.null_block = PhysicalTokenBlock(V0Device.GPU, -1, block_size)
         self.null_block.ref_count = 1 << 30
 
     def _sequence(self, row: int, tokens: Ints[int], status: V0Status) -> V0Sequence:
-        seq = V0Sequence(row, None, list(tokens), self.block_size)
+        seq = V0Seq(row, None, list(tokens), self.block_size)
         seq.status = status
         return seq
 
     def _group(self, seqs: list[V0Sequence]) -> V0SequenceGroup:
-        return V0SequenceGroup("group", seqs)
+        return V0Group("group", seqs)
 
     def append(self, row: int, tokens: list[int]) -> list[Pair]:
         pairs = []
@@ -108,12 +167,19 @@ class V0Oracle(Oracle):
             else:
                 for token in tokens:
                     self.seqs[row].append_token_id(token, {token: 0.0})
-                    pair = self.manager.append_slot(self.seqs[row])
-                    pairs += [(pair[0] + 1, pair[1] + 1)] if pair else []
+                    copies = self._append_slots(self.seqs[row])
+                    pairs += [(a + 1, b + 1) for a, b in copies]
         except ValueError as error:
             raise _refused(error) from None
         self.tokens[row] = self.tokens.get(row, []) + tokens
         return pairs
+
+    def _append_slots(self, seq: V0Sequence) -> list[Pair]:
+        """By the name of 0.3, or that of from 0.4 on."""
+        if not hasattr(self.manager, "append_slot"):
+            return self.manager.append_slots(seq, 0)
+        pair = self.manager.append_slot(seq)
+        return [pair] if pair else []
 
     def fork(self, source: int, destination: int) -> None:
         self.seqs[destination] = self.seqs[source].fork(destination)
@@ -145,7 +211,7 @@ class V0Oracle(Oracle):
 
     def swap_out(self, rows: list[int]) -> list[Pair]:
         try:
-            mapping = self.manager.swap_out(self._group([self.seqs[row] for row in rows]))
+            mapping = dict(self.manager.swap_out(self._group([self.seqs[row] for row in rows])))
         except ValueError as error:
             raise _refused(error) from None
         for row in rows:
@@ -154,11 +220,12 @@ class V0Oracle(Oracle):
         return [(source + 1, target + 1) for source, target in mapping.items()]
 
     def can_swap_in(self, rows: list[int]) -> bool:
-        return self.manager.can_swap_in(self._group([self.seqs[row] for row in rows]))
+        answer = self.manager.can_swap_in(self._group([self.seqs[row] for row in rows]))
+        return getattr(answer, "name", answer) in (True, "OK")  # an AllocStatus since 0.4
 
     def swap_in(self, rows: list[int]) -> list[Pair]:
         try:
-            mapping = self.manager.swap_in(self._group([self.seqs[row] for row in rows]))
+            mapping = dict(self.manager.swap_in(self._group([self.seqs[row] for row in rows])))
         except ValueError as error:
             raise _refused(error) from None
         for row in rows:
@@ -184,7 +251,10 @@ class V0Oracle(Oracle):
         return AllocStatus[self.manager.can_allocate(self._group([seq])).name]
 
     def table(self, row: int) -> list[int]:
-        return [block.block_number + 1 for block in self.manager.block_tables[row]]
+        return [number + 1 for number in self.manager.get_block_table(self.seqs[row])]
+
+    def num_free(self) -> tuple[int, int]:
+        return self.manager.get_num_free_gpu_blocks(), self.manager.get_num_free_cpu_blocks()
 
     def ref_counts(self, on_host: bool) -> list[int]:
         counts = [0] * (self.num_host_blocks if on_host else self.num_blocks)
@@ -202,20 +272,33 @@ class V0Oracle(Oracle):
 
 
 class V063Oracle(Oracle):
-    """`reference.v063` with naive allocators: policy `naive`. Its null block, taken first, is block 0."""
+    """`reference.v063` with naive allocators: policy `naive`. Its null block, taken first, is block 0.
+
+    null_block: False where nothing leaves a window, so that none need be taken.
+    """
 
     forks_windowed = False
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        max_blocks: int,
+        manager: Callable[..., Any] = SelfAttnBlockSpaceManager,
+        null_block: bool = True,
+    ) -> None:
         super().__init__(block_size, num_blocks, num_host_blocks)
-        self.manager = SelfAttnBlockSpaceManager(block_size, num_blocks, num_host_blocks - 1, WATERMARK)
-        self.allocator = self.manager.block_allocator
-        assert self.allocator.allocate_or_get_null_block().block_id == 0
-        self.manager.num_total_gpu_blocks -= 1
+        self.first_id = 0 if null_block else 1  # ours of their block 0
+        self.manager = manager(block_size, num_blocks - self.first_id, num_host_blocks - 1, WATERMARK)
+        if null_block:
+            self.allocator = self.manager.block_allocator
+            assert self.allocator.allocate_or_get_null_block().block_id == 0
+            self.manager.num_total_gpu_blocks -= 1
         self.seqs: dict[int, V063Sequence] = {}
 
     def _group(self, rows: list[int]) -> V063SequenceGroup:
-        return V063SequenceGroup("group", [self.seqs[row] for row in rows])
+        return V063Group("group", [self.seqs[row] for row in rows])
 
     def append(self, row: int, tokens: list[int]) -> list[Pair]:
         pairs: list[Pair] = []
@@ -227,7 +310,8 @@ class V063Oracle(Oracle):
             else:
                 for token in tokens:
                     self.seqs[row].append_token_id(token)
-                pairs = self.manager.append_slots(self.seqs[row], 0)
+                copies = self.manager.append_slots(self.seqs[row], 0)
+                pairs = [(a + self.first_id, b + self.first_id) for a, b in copies]
         except BlockAllocator.NoFreeBlocksError:
             raise Refused(Status.OUT_OF_BLOCKS) from None
         self.tokens[row] = self.tokens.get(row, []) + tokens
@@ -275,7 +359,8 @@ class V063Oracle(Oracle):
         for row in rows:
             self.seqs[row].status = V063Status.SWAPPED if out else V063Status.RUNNING
         # Places are counted from 0 on the host, where we have a null block first.
-        return [(a, b + 1) if out else (a + 1, b) for a, b in pairs]
+        first = self.first_id
+        return [(a + first, b + 1) if out else (a + 1, b + first) for a, b in pairs]
 
     def swap_out(self, rows: list[int]) -> list[Pair]:
         pairs = self._swap(rows, out=True)
@@ -296,14 +381,17 @@ class V063Oracle(Oracle):
         return self.manager.watermark_blocks
 
     def can_allocate(self, num_tokens: int) -> AllocStatus:
-        group = V063SequenceGroup("group", [V063Sequence(-1, [0] * num_tokens)])
+        group = V063Group("group", [V063Sequence(-1, [0] * num_tokens)])
         return AllocStatus[self.manager.can_allocate(group).name]
 
     def table(self, row: int) -> list[int]:
-        offset = self.num_blocks - 1 if row in self.on_host else 0
-        return [block_id - offset for block_id in self.manager.block_tables[row].physical_block_ids]
+        offset = self.num_blocks - 1 - self.first_id if row in self.on_host else -self.first_id
+        return [block_id - offset for block_id in self.manager.get_block_table(self.seqs[row])]
 
-    def _naive(self, on_host: bool):
+    def num_free(self) -> tuple[int, int]:
+        return self.manager.get_num_free_gpu_blocks(), self.manager.get_num_free_cpu_blocks()
+
+    def _naive(self, on_host: bool) -> Any:
         return self.allocator._allocators[V063Device.CPU if on_host else V063Device.GPU]
 
     def ref_counts(self, on_host: bool) -> list[int]:
@@ -339,12 +427,9 @@ class Identities:
             self.names[key] = name
         return name
 
-    def forget_dead(self, pool: V1BlockPool) -> None:
-        find = pool.cached_block_hash_to_block.get_one_block
+    def forget_dead(self, pool: Any) -> None:
         self.names = {
-            key: name
-            for key, name in self.names.items()
-            if find(make_block_hash_with_group_id(name, 0)) is not None
+            key: name for key, name in self.names.items() if pool.get_cached_block(name, [0]) is not None
         }
 
 
@@ -367,16 +452,23 @@ class V1Oracle(Oracle):
     swaps_windowed = True
 
     def __init__(
-        self, block_size: int, num_blocks: int, num_host_blocks: int, max_blocks: int, profile: str
+        self,
+        block_size: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        max_blocks: int,
+        profile: str,
+        pool: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(block_size, num_blocks, num_host_blocks)
         spec = FullAttentionSpec(block_size, num_kv_heads=1, head_size=1, dtype="half")
         config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.manager = KVCacheManager(config, max_blocks * block_size, free_profile=profile)
-        self.pool = self.manager.block_pool
+        pool = pool or functools.partial(V1BlockPool, free_profile=profile)
+        self.pool = self.manager.block_pool = pool(num_blocks, True, block_size)
         self.rows = WindowedFullAttention(spec, self.pool, enable_caching=True, kv_cache_group_id=0)
         self.manager.single_type_managers = (self.rows,)
-        self.host_pool = V1BlockPool(num_host_blocks, False, block_size, free_profile=profile)
+        self.host_pool = pool(num_host_blocks, False, block_size)
         self.host_tables: dict[int, list[KVCacheBlock]] = {}
         self.requests: dict[int, Request] = {}
         self.chains: dict[int, list[BlockHash] | None] = {}  # names of cached blocks; None: broken
@@ -464,7 +556,7 @@ class V1Oracle(Oracle):
             before = dict(self.identities.names)
             name = self.identities.name(parent, content, create=True)
             key = make_block_hash_with_group_id(name, 0)
-            found = self.pool.cached_block_hash_to_block.get_one_block(key) is not None
+            found = self.pool.get_cached_block(name, [0]) is not None
             if blocks[i].is_null and found:
                 pass  # somebody else's block: the chain goes on through it
             elif blocks[i].is_null or (blocks[i].block_hash is not None and blocks[i].block_hash != key):
@@ -531,21 +623,23 @@ class V1Oracle(Oracle):
         self.rows.num_skipped_tokens = 0
 
     def _move(
-        self, tables: dict[int, list[KVCacheBlock]], source: V1BlockPool, target: V1BlockPool
+        self, tables: dict[int, list[KVCacheBlock]], source: Any, target: Any
     ) -> tuple[dict[int, list[KVCacheBlock]], list[Pair]]:
-        blocks = list(dict.fromkeys(b for table in tables.values() for b in table if not b.is_null))
+        ids = list(dict.fromkeys(b.block_id for table in tables.values() for b in table if not b.is_null))
         try:
-            new = dict(zip(blocks, target.get_new_blocks(len(blocks)), strict=True))
+            new = dict(zip(ids, target.get_new_blocks(len(ids)), strict=True))
         except ValueError:
             raise Refused(Status.OUT_OF_BLOCKS) from None
         moved = {
-            row: [target.null_block if b.is_null else new[b] for b in table] for row, table in tables.items()
+            row: [target.null_block if b.is_null else new[b.block_id] for b in table]
+            for row, table in tables.items()
         }
+        named = [{b.block_id for b in table} for table in tables.values()]
         for table in tables.values():
             source.free_blocks(reversed(table))
-        for block, twin in new.items():
-            twin.ref_cnt = sum(block in table for table in tables.values())
-        return moved, [(block.block_id, twin.block_id) for block, twin in new.items()]
+        for block_id, twin in new.items():
+            twin.ref_cnt = sum(block_id in ids for ids in named)
+        return moved, [(block_id, twin.block_id) for block_id, twin in new.items()]
 
     def swap_out(self, rows: list[int]) -> list[Pair]:
         tables = {row: self._blocks(row) for row in rows}
@@ -599,6 +693,21 @@ class V1Oracle(Oracle):
     def free_order(self, on_host: bool) -> list[int]:
         pool = self.host_pool if on_host else self.pool
         return [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+
+    def num_free(self) -> tuple[int, int]:
+        return self.pool.get_num_free_blocks(), self.host_pool.get_num_free_blocks()
+
+    def found(self) -> list[tuple[str, list[int]]]:
+        """Of each content that has a name, the block that is found for it.
+
+        A content is told by the number of its parent, or "salt", and its tokens.
+        """
+        found = []
+        for (parent, tokens), name in self.identities.names.items():
+            behind = int.from_bytes(parent, "big") if isinstance(parent, bytes) else f"salt {parent}"
+            blocks = self.pool.get_cached_block(name, [0]) or ()
+            found.append((f"behind {behind}: {tokens}", [block.block_id for block in blocks]))
+        return sorted(found)
 
     def contents(self) -> list[list[int]]:
         """The blocks of each content, oldest first."""

@@ -1,0 +1,98 @@
+"""Others' functions and classes: how they are named, and how arrays go to their frameworks and come back."""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.checks import InputError, checked_choice
+
+FRAMEWORKS = ("numpy", "jax", "torch")
+
+
+def named(path: str) -> Any:
+    """What `MODULE:NAME` names; NAME may have dots. The current directory is searched, too.
+
+    Raises: InputError if there is no such thing, or importing it fails.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise InputError(f"{path!r} must be MODULE:NAME, such as my_kernels:attention")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # whatever importing somebody's module raises
+        raise InputError(f"{path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    return found
+
+
+def to(framework: str) -> Callable[[Any], Any]:
+    """What makes an array, a NumPy one, the framework's. Raises: InputError for an unknown one."""
+    checked_choice("arrays", framework, FRAMEWORKS)
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray
+    if framework == "torch":
+        return _to_torch
+    return lambda array: array
+
+
+def _to_torch(array: np.ndarray) -> Any:
+    torch = _torch()
+    array = np.asarray(array)
+    if is_numpys(array.dtype):
+        return torch.from_numpy(array)
+    bits = array.view(f"u{array.itemsize}")
+    # Sharing memory, as for the other types, so that what is written to in place is seen.
+    return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
+
+
+def is_numpys(dtype: np.dtype) -> bool:
+    """Whether it is a type of NumPy's own, which everybody and every file knows; bfloat16 is none."""
+    return dtype.isbuiltin == 1
+
+
+def _torch() -> Any:
+    """Whose function takes its tensors has it; we do not depend on it."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise InputError(f"arrays='torch' needs PyTorch: {error}") from error
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """An array of any framework, as it is: NumPy's, anything with `__array__`, PyTorch's, or DLPack."""
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "detach"):
+        import ml_dtypes
+
+        torch = _torch()
+        array = array.detach().cpu().contiguous()
+        name = str(array.dtype).removeprefix("torch.")
+        if hasattr(ml_dtypes, name):
+            integers = {1: torch.uint8, 2: torch.int16}[array.element_size()]
+            return array.view(integers).numpy().view(getattr(ml_dtypes, name))
+        return array.numpy()
+    if hasattr(array, "__array__") or not hasattr(array, "__dlpack__"):
+        return np.asarray(array)
+    return np.from_dlpack(array)
+
+
+def keywords_of(function: Callable[..., Any]) -> set[str] | None:
+    """The names a function takes by keyword; None: any, or nobody can say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}

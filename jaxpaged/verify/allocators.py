@@ -1,0 +1,204 @@
+"""Verifying an allocator: random histories beside the oracle of its generation, and the shortest that fails.
+
+    report = verify_allocator(MyBlockPool, "v1")
+    assert report.ok, report
+
+What each kind takes:
+
+* "v0", "v063": a class as vLLM's `BlockSpaceManager` of that version,
+  `(block_size, num_gpu_blocks, num_cpu_blocks, watermark)`, with `can_allocate`, `allocate`, `append_slot`
+  (0.6.3: `append_slots`), `fork`, `swap_out`, `swap_in`, `can_swap_in` (v0), `free`, `get_block_table` and
+  `get_num_free_gpu_blocks`, `_cpu_blocks`.
+* "v1", "v1_split": a class as V1's `BlockPool`, `(num_gpu_blocks, enable_caching, hash_block_size)`, to vLLM
+  0.23 and since 0.24, with `get_new_blocks`, `free_blocks`, `touch`, `evict_blocks`, `cache_full_blocks`,
+  `get_cached_block`, `reset_prefix_cache`, `get_num_free_blocks`, `blocks` and `null_block`.
+* "policy": a `jaxpaged.memory.policies.Policy`; or functions `verb(state, inputs) -> (state, info)`, as
+  `lockstep.Theirs` says, with the name of the policy whose oracle they are to equal.
+
+An operation that the oracle refuses, for want of blocks, must raise, whatever it likes. That is tried on a
+`copy.deepcopy`, so that it may stop half way.
+"""
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.checks import InputError, checked_choice, checked_int, checked_number
+from jaxpaged.verify import adapters, class_lockstep
+from jaxpaged.verify.history import History
+
+KINDS = (*class_lockstep.GENERATIONS, "policy")
+DISAGREEMENT = "disagreement: "
+BY_CHANCE = "a history failed, and not when it was repeated: it depends on more than what was asked"
+Make = Callable[[int], History]  # of a block size
+
+
+@dataclass(frozen=True)
+class AllocatorReport:
+    """What an allocator did in random histories."""
+
+    kind: str
+    num_histories: int
+    steps: int
+    sentence: str | None = None  # where the two sides disagree
+    shortest: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # the history that leads there
+    saved: Path | None = None
+    seconds: float = 0.0
+    seconds_to_shrink: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.sentence is None
+
+    def __str__(self) -> str:
+        if self.sentence is None:
+            return (
+                f"{self.kind}: {self.num_histories} histories of up to {self.steps} steps agree with the "
+                f"oracle ({self.seconds:.1f} s)"
+            )
+        lines = [f"{self.kind}: FAILED {self.sentence}"]
+        lines.append(f"the shortest history that leads there ({self.seconds_to_shrink:.1f} s to find):")
+        lines += [f"  {verb}({', '.join(map(str, args))})" for verb, args in self.shortest]
+        if self.saved is not None:
+            lines.append(f"again: jaxpaged verify allocator --replay {self.saved}")
+        return "\n".join(lines)
+
+
+def verify_allocator(
+    theirs: Any,
+    kind: str,
+    *,
+    policy: str | None = None,
+    name: str | None = None,
+    histories: int = 300,
+    steps: int = 40,
+    block_sizes: Sequence[int] = (1, 4),
+    seed: int = 0,
+    shrink_seconds: float = 60.0,
+    save: Path | str | None = None,
+) -> AllocatorReport:
+    """Drive an allocator and its oracle through random histories, and make the first that fails short.
+
+    Args:
+        kind: one of `KINDS`; see the module.
+        policy: of kind "policy", whose oracle it is to equal: "lifo", "naive", "lru" or "lru_split".
+        name: its MODULE:NAME, for replaying.
+        histories: so many, shared out over the block sizes; each of up to `steps` steps.
+        shrink_seconds: at most so long; 0: not at all.
+        save: a folder for the failing history; None: it is not saved.
+    """
+    checked_choice("kind", kind, KINDS)
+    checked_int("histories", histories, "at least 1", 1)
+    checked_int("steps", steps, "at least 1", 1)
+    checked_number("shrink_seconds", shrink_seconds, "at least 0", 0)
+    if not block_sizes:
+        raise InputError("block_sizes=() must be at least one")
+    for size in block_sizes:
+        checked_int("block_size", size, "from 1 to 64", 1, 64)
+    try:
+        from jaxpaged.verify import histories as random
+    except ImportError as error:
+        raise InputError("histories need hypothesis: pip install 'jaxpaged[verify]'") from error
+
+    make = maker(theirs, kind, name or _name_of(theirs), policy)
+    start = time.monotonic()
+    for number, (size, count) in enumerate(_shares(histories, block_sizes)):
+        of_size = functools.partial(make, size)
+        lines = random.failing(of_size, size, max_examples=count, steps=steps, seed=seed + number)
+        if lines is None:
+            continue
+        found = time.monotonic()
+        lines = random.shortest(of_size, lines, shrink_seconds)
+        found_there = random.failure(of_size, lines)  # none of what happens by chance
+        history = _recorded(of_size, lines)
+        return AllocatorReport(
+            kind,
+            histories,
+            steps,
+            sentence=str(found_there) if found_there else BY_CHANCE,
+            shortest=tuple((verb, tuple(args)) for verb, args in lines),
+            saved=None if save is None or history is None else history.save(Path(save)),
+            seconds=found - start,
+            seconds_to_shrink=time.monotonic() - found,
+        )
+    return AllocatorReport(kind, histories, steps, seconds=time.monotonic() - start)
+
+
+def _shares(histories: int, block_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Which size has how many histories: first a few of each, since many bugs are of one size alone."""
+    few = histories // (10 * len(block_sizes))
+    rest = histories - few * len(block_sizes)
+    yield from ((size, few) for size in block_sizes if few)
+    for number, size in enumerate(block_sizes):
+        if count := rest // len(block_sizes) + (number < rest % len(block_sizes)):
+            yield size, count
+
+
+def maker(theirs: Any, kind: str, path: str, policy: str | None = None) -> Make:
+    """What makes a history of an allocator, given the size of blocks."""
+    if kind != "policy":
+        return lambda size: class_lockstep.ClassLockstep(kind, theirs, size, path)
+    from jaxpaged.memory.policies import POLICIES, Policy
+    from jaxpaged.verify.lockstep import Lockstep
+
+    is_policy = isinstance(theirs, Policy)
+    if policy is None and not (is_policy and theirs.name in POLICIES):
+        raise InputError(f"policy=None must be the one that {path or 'it'} equals, of {', '.join(POLICIES)}")
+    if policy is not None:
+        checked_choice("policy", policy, POLICIES)
+    oracle = policy or theirs.name
+    if is_policy:
+        return lambda size: Lockstep(theirs, size, save=False, path=path, oracle=oracle)
+    return lambda size: Lockstep(oracle, size, save=False, theirs=theirs, path=path)
+
+
+def replay(path: Path | str, theirs: Any = None) -> Iterator[str]:
+    """Go through a saved history: a line a step, and at the end whether the two sides agree.
+
+    theirs: in the place of what the file names.
+    """
+    try:
+        trace = json.loads(Path(path).read_text())
+        made_with, lines = dict(trace["made_with"]), [(verb, args) for verb, args in trace["history"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{str(path)!r} must be a file of a history: {error}") from error
+    try:
+        history = _made(made_with, theirs)
+        for step, (verb, args) in enumerate(lines):
+            done = history.run(verb, *args)
+            yield f"{step}: {verb}({', '.join(map(str, args))}) {'done' if done else 'refused'}"
+            yield f"   {history.shown()}"
+    except AssertionError as error:
+        yield f"{DISAGREEMENT}{error}"
+    else:
+        yield "the two sides agree"
+
+
+def _made(made_with: dict[str, Any], theirs: Any) -> History:
+    kind = made_with.pop("as", None)
+    if kind is None:  # our own functions
+        from jaxpaged.verify.lockstep import Lockstep
+
+        return Lockstep(**made_with, save=False)
+    checked_choice("as", kind, KINDS)
+    theirs = adapters.named(made_with["path"]) if theirs is None else theirs
+    return maker(theirs, kind, made_with["path"], made_with.get("oracle"))(made_with["block_size"])
+
+
+def _recorded(make: Callable[[], History], lines: list[tuple[str, list[Any]]]) -> History | None:
+    """The history with these lines, as one that has been run; None if it cannot even be made."""
+    try:
+        history = make()
+    except AssertionError:
+        return None
+    history.history = lines
+    return history
+
+
+def _name_of(theirs: Any) -> str:
+    module, qualified = getattr(theirs, "__module__", None), getattr(theirs, "__qualname__", "<")
+    return f"{module}:{qualified}" if module and "<" not in qualified else ""

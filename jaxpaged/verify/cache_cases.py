@@ -1,0 +1,242 @@
+"""Writing, copying and swapping blocks, and merging partial results: cases, their arrays, right answers."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxpaged.verify import cases as shapes
+from jaxpaged.verify.oracles import cache_ops
+from jaxpaged.verify.oracles.attention import Partials, merge_partials
+
+NUM_PAIRS = 8  # lists of pairs are padded to so many, or a multiple, with (0, 0)
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """What cases have in common."""
+
+    name: str
+
+    SIMPLER: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is a problem at all."""
+        return True
+
+    @property
+    def features(self) -> set[str]:
+        """What it asks of a function beside sizes and types."""
+        return set()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteCase(Named):
+    """New tokens for these slots; a slot outside the cache is padding."""
+
+    slots: tuple[int, ...] = (9, 23, -1, 4, 10**6, 22, -(2**31))
+    num_blocks: int = 6
+    block_size: int = 4
+    num_kv_heads: int = 3
+    head_dim: int = 8
+    cache_dtype: str = "float32"
+    kv_layout: str = "token_major"
+    magnitude: float = 100.0
+    with_outlier: bool = True  # the first token is larger than every small type can hold
+
+    SIMPLER: ClassVar = {
+        "num_blocks": (2, 3, 4),
+        "block_size": (1, 2),
+        "num_kv_heads": (1, 2),
+        "head_dim": (1, 2),
+        "cache_dtype": ("float32",),
+        "kv_layout": ("token_major",),
+        "magnitude": (1.0,),
+        "with_outlier": (False,),
+    }
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.cache_dtype in shapes.QUANTISED
+
+    @property
+    def is_sound(self) -> bool:
+        """Each slot at most once, and none of the null block's."""
+        inside = [slot for slot in self.slots if 0 <= slot < self.num_blocks * self.block_size]
+        return (
+            len(self.slots) > 0
+            and len(set(inside)) == len(inside)
+            and min(inside, default=99) >= self.block_size
+        )
+
+    @property
+    def features(self) -> set[str]:
+        found = {"quantised"} if self.is_quantised else set()
+        return found | ({"head_major"} if self.kv_layout == "head_major" else set())
+
+    def arguments(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """k, v, k_cache, v_cache, slot_mapping; scales and layout."""
+        rng = np.random.default_rng(0)
+        k, v = rng.standard_normal((2, len(self.slots), self.num_kv_heads, self.head_dim)).astype(np.float32)
+        k, v = k * np.float32(self.magnitude), v * np.float32(self.magnitude)
+        if self.with_outlier:
+            k[0] = 1e6
+        shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        if self.kv_layout == "head_major":
+            shape = (shape[0], shape[2], shape[1], shape[3])
+        old = np.full(shape, 3).astype(shapes.DTYPES[self.cache_dtype])
+        options: dict[str, Any] = {"kv_layout": self.kv_layout}
+        if self.is_quantised:
+            options["k_scale"] = np.float32(1.5)
+            options["v_scale"] = np.float32(0.5) * 2 ** np.arange(self.num_kv_heads, dtype=np.float32)
+        return [k, v, old, old.copy(), np.array(self.slots, np.int32)], options
+
+    def wanted(self) -> tuple[np.ndarray, ...]:
+        """The new caches."""
+        arrays, options = self.arguments()
+        k, v, k_cache, v_cache, slots = arrays
+        return cache_ops.reshape_and_cache(k, v, k_cache, v_cache, slots, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyCase(Named):
+    """Blocks copied in two caches, pair after pair."""
+
+    pairs: Pairs = ()
+    num_blocks: int = 6
+
+    SIMPLER: ClassVar = {"num_blocks": (2, 3, 4)}
+
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """caches, pairs."""
+        caches = [
+            np.arange(2 * self.num_blocks, dtype=np.float32).reshape(-1, 2),
+            np.arange(self.num_blocks, dtype=np.int32),
+        ]
+        return [caches, padded(self.pairs)], {}
+
+    def wanted(self) -> tuple[np.ndarray, ...]:
+        (caches, pairs), _ = self.arguments()
+        return tuple(cache_ops.copy_blocks(caches, pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapCase(Named):
+    """Blocks copied from one pool to another, pair after pair."""
+
+    pairs: Pairs = ()
+    num_source_blocks: int = 10
+    num_target_blocks: int = 4
+
+    SIMPLER: ClassVar = {"num_source_blocks": (1, 2, 4), "num_target_blocks": (1, 2, 3)}
+
+    def arguments(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """source, target, pairs."""
+        source = np.arange(2 * self.num_source_blocks, dtype=np.float32).reshape(-1, 2)
+        target = -1 - np.arange(2 * self.num_target_blocks, dtype=np.float32).reshape(-1, 2)
+        return [source, target, padded(self.pairs, nothing=(-1, 0))], {}
+
+    def wanted(self) -> tuple[np.ndarray, ...]:
+        arrays, _ = self.arguments()
+        return (cache_ops.swap_blocks(*arrays),)
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCase(Named):
+    """Rows cut into so many partitions each; the others of `num_partitions` are empty."""
+
+    num_live: tuple[int, ...] = (2, 0, 1, 3)
+    num_partitions: int = 4
+    num_heads: int = 3
+    head_dim: int = 8
+    spread: float = 3.0  # of the partitions' maxima
+    sinks: bool = False
+
+    SIMPLER: ClassVar = {
+        "num_partitions": (1, 2, 3),
+        "num_heads": (1, 2),
+        "head_dim": (1, 2),
+        "spread": (0.0, 1.0),
+        "sinks": (False,),
+    }
+
+    @property
+    def is_sound(self) -> bool:
+        return len(self.num_live) > 0 and max(self.num_live) <= self.num_partitions
+
+    @property
+    def features(self) -> set[str]:
+        found = {"sinks"} if self.sinks else set()
+        return found | ({"empty_rows"} if 0 in self.num_live else set())
+
+    def arguments(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """`Partials` in float32: out, max, sum; sinks."""
+        rng = np.random.default_rng(0)
+        shape = (len(self.num_live), self.num_heads, self.num_partitions)
+        live = np.arange(self.num_partitions) < np.array(self.num_live)[:, None, None]
+        live = np.broadcast_to(live, shape)
+        sums = np.where(live, rng.uniform(1, 60, shape), 0)
+        out = sums[..., None] * rng.standard_normal((*shape, self.head_dim))
+        maxima = np.where(live, self.spread * rng.standard_normal(shape), -np.inf)
+        options = {}
+        if self.sinks:
+            options["sinks"] = np.linspace(-1, 2, self.num_heads).astype(np.float32)
+        return [x.astype(np.float32) for x in (out, maxima, sums)], options
+
+    def wanted(self) -> tuple[np.ndarray, ...]:
+        arrays, options = self.arguments()
+        return (merge_partials(Partials(*(x.astype(np.float64) for x in arrays)), **options),)
+
+    def allowed(self) -> np.ndarray:
+        """The largest admissible error: an exponential and a product of float32 each, and sums of these.
+
+        Each of `num_partitions` terms is off by some roundoffs of float32, and by that of its maximum's
+        difference; rows without tokens are zero, exactly.
+        """
+        arrays, options = self.arguments()
+        out, maxima, sums = (x.astype(np.float64) for x in arrays)
+        mean_abs = merge_partials(Partials(np.abs(out), maxima, sums), **options)
+        largest = np.max(np.abs(maxima), where=np.isfinite(maxima), initial=1.0)
+        bound = mean_abs * 2.0**-24 * (8 + 2 * self.num_partitions + 4 * largest) + 1e-30
+        bound[np.array(self.num_live) == 0] = np.finfo(np.float64).tiny
+        return bound
+
+
+def padded(pairs: Pairs, nothing: tuple[int, int] = (0, 0)) -> np.ndarray:
+    """The pairs as [num_pairs, 2] int32, brought to a length that many lists have."""
+    missing = -len(pairs) % NUM_PAIRS or (0 if pairs else NUM_PAIRS)
+    return np.array([*pairs, *[nothing] * missing], np.int32)
+
+
+WRITES = [
+    WriteCase(f"{dtype} {layout}", cache_dtype=dtype, kv_layout=layout)
+    for dtype in ("bfloat16", "float32", *shapes.QUANTISED)
+    for layout in ("token_major", "head_major")
+] + [WriteCase("one token", slots=(21,)), WriteCase("the last slot", slots=(23, 4, 8))]
+COPIES = [
+    CopyCase("nothing"),
+    CopyCase("one block", ((1, 2),)),
+    CopyCase("a chain", ((1, 2), (2, 3), (3, 4))),
+    CopyCase("a chain backwards", ((3, 4), (2, 3), (1, 2))),
+    CopyCase("two blocks change places", ((1, 5), (2, 1), (5, 2))),
+    CopyCase("a target twice", ((1, 3), (2, 3))),
+    CopyCase("onto itself, out of range", ((4, 4), (6, 1), (1, 6), (-1, 2), (2, -1))),
+]
+SWAPS = [
+    SwapCase("nothing"),
+    SwapCase("two blocks", ((9, 1), (3, 2))),
+    SwapCase("a target twice", ((9, 1), (3, 2), (8, 1))),
+    SwapCase("out of range", ((9, 1), (7, 4), (-1, 0), (10, 3), (1, -1))),
+]
+MERGES = [
+    MergeCase("one partition", (1,), 1),
+    MergeCase("some partitions"),
+    MergeCase("sinks", sinks=True),
+    MergeCase("far apart", (8, 5), 8, spread=40.0),
+    MergeCase("very far apart", (3, 3), 3, spread=400.0, sinks=True),
+]

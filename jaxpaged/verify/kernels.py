@@ -1,0 +1,432 @@
+"""Verifying a function of any framework: the case list of an operation, the comparison, the report.
+
+    report = verify_kernel(my_attention, "paged_attention_v1", Terms(arrays="torch"))
+    assert report.ok, report
+
+A function takes what `pallas_kernels.ops` says of its operation: the arrays in order, options by keyword, and
+only those a case has. What it does not serve it is not asked: options that it has no parameter for, cases
+that its `Terms` leave out, and those for which it raises NotImplementedError. It gives back the result, or
+None if it has written to its arguments' caches in place. All else it must leave as it was.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.checks import checked_choice
+from jaxpaged.verify import adapters, cache_cases, cases, ragged, tiles
+
+IGNORED = {"partition_size"}  # who has no parameter for it does without
+NEUTRAL: dict[str, Any] = {"kv_layout": "token_major", "sliding_window": None, "soft_cap": None}
+Case = Any  # of one of the modules of cases
+
+
+class WrongResult(AssertionError):
+    """The answer is not right; the message names the case, where, what it is and what it must be."""
+
+
+class NotServed(NotImplementedError):
+    """The function says that it does not serve the case."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a function asks for; the default is what our own kernels do with.
+
+    arrays: whose it takes: "numpy", "jax" or "torch".
+    weights: the type in which it holds the softmax's weights; None: q's.
+    stale: "zero" where it multiplies what it does not see by zero, which NaN survives.
+    padding: "null" where it looks up table entries past a row's tokens, which then name block 0.
+    only: of a case's fields those values that it serves, {"head_dim": (64, 128)}.
+    without: features that it does not serve, such as "alibi", "sinks", "quantised" or "empty_rows".
+    """
+
+    arrays: str = "numpy"
+    weights: str | None = None
+    stale: str = "nan"
+    padding: str = "invalid"
+    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    without: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        checked_choice("arrays", self.arrays, adapters.FRAMEWORKS)
+        checked_choice("stale", self.stale, cases.STALE)
+        checked_choice("padding", self.padding, cases.PADDING)
+        if self.weights is not None:
+            checked_choice("weights", self.weights, ("float32", "float16", "bfloat16"))
+        for feature in self.without:
+            checked_choice("without", feature, sorted(FEATURES))
+        for name in self.only:
+            checked_choice("only", name, sorted(FIELDS))
+
+    def __repr__(self) -> str:
+        return _short(self)
+
+    def leaves_out(self, case: Case) -> str | None:
+        """Why these terms leave a case out, or None."""
+        for name, values in self.only.items():
+            value = getattr(case, name, None)
+            value = getattr(case, "dtype", None) if name == "cache_dtype" and value is None else value
+            if value is not None and value not in values:
+                return f"{name}={value}"
+        return next(iter(sorted(self.without & case.features)), None)
+
+
+FEATURES = {
+    "alibi", "block_sparse", "empty_rows", "head_major", "quantised", "scale", "scale_per_head",
+    "shared_blocks", "sinks", "sliding_window", "soft_cap",
+}  # fmt: skip
+FIELDS = {"group_size"} | {
+    field.name
+    for kind in (cases.Case, tiles.Case, ragged.Case, cache_cases.WriteCase, cache_cases.MergeCase)
+    for field in dataclasses.fields(kind)
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation: its cases, what a function is given of each, and how far from right an answer is.
+
+    `results` are the places of those arguments that an answer has the form of, for who writes in place.
+    """
+
+    cases: list[Case]
+    arguments: Callable[[Case, Terms], tuple[list[Any], dict[str, Any]]]
+    compared: Callable[[Case, tuple[np.ndarray, ...], Terms], Iterator["Compared"]]
+    results: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One array of an answer: what it is, must be, and may be off by, by element."""
+
+    got: np.ndarray
+    want: np.ndarray
+    error: np.ndarray  # NaN counts as infinite
+    allowed: np.ndarray  # positive
+
+    @property
+    def worst(self) -> tuple[float, tuple[int, ...]]:
+        """The largest error in units of what is allowed there, and where."""
+        if not self.error.size:
+            return 0.0, ()
+        ratio = self.error / self.allowed
+        at = np.unravel_index(np.argmax(ratio), ratio.shape)
+        return float(ratio[at]), tuple(map(int, at))
+
+
+def _decode_arguments(case: Any, terms: Terms, with_partitions: bool) -> tuple[list[Any], dict[str, Any]]:
+    arrays, options = cases.make_inputs(case, stale=terms.stale, padding=terms.padding)
+    if with_partitions:
+        options["partition_size"] = max(case.partition_size, case.block_size)
+    return list(arrays.values()), options
+
+
+def _tile_arguments(case: Any, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
+    (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(case, terms.stale, terms.padding)
+    return [q, k, v, tables, starts, seq_lens], case.options
+
+
+def _ragged_arguments(case: Any, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
+    return list(ragged.inputs(case, terms.stale, terms.padding)), case.options
+
+
+def _attention(module: Any, case: Any, got: tuple[np.ndarray, ...], terms: Terms) -> Iterator[Compared]:
+    want = module.oracle(case)[0]
+    out = _shaped(got, want)
+    error, allowed = module.compared(case, out, terms.weights or case.dtype)
+    yield Compared(out, want, error, allowed)
+
+
+def _shaped(got: tuple[np.ndarray, ...], *want: np.ndarray) -> Any:
+    """The answer's arrays in float64, one or a tuple, if they have the right shapes."""
+    if [a.shape for a in got] != [a.shape for a in want]:
+        found, right = (", ".join(str(a.shape) for a in each) for each in (got, want))
+        raise WrongResult(f"the answer has shape {found or 'nothing'} and must have {right}")
+    arrays = tuple(a.astype(np.float64) for a in got)
+    return arrays if len(want) > 1 else arrays[0]
+
+
+def _exact(case: Any, got: tuple[np.ndarray, ...], terms: Terms, skip: int = 0) -> Iterator[Compared]:
+    """Every element the same, from block `skip` on; a NaN is itself."""
+    del terms
+    want = case.wanted()
+    arrays = _shaped(got, *want)
+    for array, right in zip(arrays if len(want) > 1 else (arrays,), want, strict=True):
+        a, b = array[skip:], right[skip:].astype(np.float64)
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        yield Compared(a, b, np.where(same, 0.0, np.inf), np.ones(a.shape))
+
+
+def _merged(case: Any, got: tuple[np.ndarray, ...], terms: Terms) -> Iterator[Compared]:
+    del terms
+    (want,) = case.wanted()
+    out = _shaped(got, want)
+    yield Compared(out, want, np.nan_to_num(abs(out - want), nan=np.inf), case.allowed())
+
+
+def _own(case: Any, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
+    del terms
+    return case.arguments()
+
+
+OPERATIONS = {
+    "paged_attention_v1": Operation(
+        cases.CASES,
+        functools.partial(_decode_arguments, with_partitions=False),
+        functools.partial(_attention, cases),
+    ),
+    "paged_attention_v2": Operation(
+        cases.CASES,
+        functools.partial(_decode_arguments, with_partitions=True),
+        functools.partial(_attention, cases),
+    ),
+    "tiled_paged_attention": Operation(tiles.CASES, _tile_arguments, functools.partial(_attention, tiles)),
+    "ragged_paged_attention": Operation(
+        ragged.CASES, _ragged_arguments, functools.partial(_attention, ragged)
+    ),
+    "reshape_and_cache": Operation(
+        cache_cases.WRITES, _own, functools.partial(_exact, skip=1), results=(2, 3)
+    ),  # block 0 is the null block: what it holds means nothing
+    "copy_blocks": Operation(cache_cases.COPIES, _own, _exact, results=(0,)),
+    "swap_blocks": Operation(cache_cases.SWAPS, _own, _exact, results=(1,)),
+    "merge": Operation(cache_cases.MERGES, _own, _merged),
+}
+
+
+def cases_of(op: str) -> list[Case]:
+    """The cases of an operation, for `pytest.mark.parametrize(..., ids=str)`."""
+    return list(OPERATIONS[checked_choice("op", op, OPERATIONS)].cases)
+
+
+def check(function: Callable[..., Any], op: str, case: Case, terms: Terms | None = None) -> float:
+    """Run one case. Returns: its worst error, in units of what is allowed.
+
+    Raises: WrongResult; NotServed; what the function raises.
+    """
+    found = compare(function, op, case, terms or Terms())
+    for number, each in enumerate(found):
+        ratio, at = each.worst
+        if not ratio <= 1:
+            which = f" of array {number}" if len(found) > 1 else ""
+            within = f" within {each.allowed[at]:.2g}" if np.isfinite(ratio) else ""
+            raise WrongResult(
+                f"{case}: element {list(at)}{which} is {each.got[at]:.6g} and must be "
+                f"{each.want[at]:.6g}{within}"
+            )
+    return max((each.worst[0] for each in found), default=0.0)
+
+
+def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> list[Compared]:
+    """Run one case, and compare each array of the answer, however wrong.
+
+    Raises: WrongResult if it cannot be compared, or an argument has changed that must not; NotServed; what
+    the function raises.
+    """
+    operation = OPERATIONS[checked_choice("op", op, OPERATIONS)]
+    if why := terms.leaves_out(case):
+        raise NotServed(why)
+    arrays, options = operation.arguments(case, terms)
+    options = {name: _as(terms.arrays, v) for name, v in _asked(function, options).items()}
+    given = _mapped(adapters.to(terms.arrays), _mapped(np.copy, arrays))  # the case's own are shared
+    before = _mapped(np.copy, arrays)
+    try:
+        out = function(*given, **options)
+    except NotImplementedError as error:
+        raise NotServed(str(error).partition("\n")[0] or "NotImplementedError") from None
+    if out is None:
+        if not operation.results:
+            raise WrongResult(f"{case}: the function gives nothing back")
+        out = [given[place] for place in operation.results]
+        out = out[0] if len(out) == 1 else out
+    for place, after in enumerate(given):
+        # What is donated, or written to in place, may change.
+        if place not in operation.results and not _same(before[place], after):
+            raise WrongResult(f"{case}: the function has changed its argument {place}")
+    got = tuple(map(adapters.to_numpy, out if isinstance(out, (tuple, list)) else (out,)))
+    try:
+        return list(operation.compared(case, got, terms))
+    except WrongResult as error:
+        raise WrongResult(f"{case}: {error}") from None
+
+
+def _asked(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options without what is neutral and has no parameter. Raises: NotServed for others without one."""
+    accepted = adapters.keywords_of(function)
+    options = {n: v for n, v in options.items() if n not in NEUTRAL or v != NEUTRAL[n]}
+    if accepted is None:
+        return options
+    if unknown := sorted(options.keys() - accepted - IGNORED):
+        raise NotServed(f"no parameter {unknown[0]}")
+    return {name: value for name, value in options.items() if name in accepted}
+
+
+def _as(framework: str, value: Any) -> Any:
+    return adapters.to(framework)(value.copy()) if isinstance(value, np.ndarray) and value.ndim else value
+
+
+def _mapped(do: Callable[[Any], Any], arrays: list[Any]) -> list[Any]:
+    return [[do(a) for a in each] if isinstance(each, list) else do(each) for each in arrays]
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, list):
+        return all(map(_same, before, after))
+    return before.tobytes() == adapters.to_numpy(after).tobytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of one case: its worst error in units of what is allowed; or why it was not served, or is wrong."""
+
+    case: Case
+    worst: float | None = None
+    not_served: str | None = None
+    wrong: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a function did with the cases of an operation."""
+
+    op: str
+    terms: Terms
+    outcomes: tuple[Outcome, ...]
+    smallest: Case | None = None  # that still fails
+    sentence: str | None = None  # what is wrong there
+    snippet: str | None = None  # of Python, that runs it
+    saved: Path | None = None  # its arrays
+    seconds_to_shrink: float = 0.0
+
+    @property
+    def passed(self) -> list[Outcome]:
+        return [o for o in self.outcomes if o.worst is not None]
+
+    @property
+    def wrong(self) -> list[Outcome]:
+        return [o for o in self.outcomes if o.wrong]
+
+    @property
+    def not_served(self) -> list[Outcome]:
+        return [o for o in self.outcomes if o.not_served]
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was verified, and nothing was wrong."""
+        return bool(self.passed) and not self.wrong
+
+    @property
+    def worst(self) -> float:
+        """The largest error of those that passed, in units of what is allowed."""
+        return max((o.worst for o in self.passed if o.worst is not None), default=0.0)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The report for people."""
+        yield (
+            f"{self.op}: {len(self.passed)} cases passed, {len(self.wrong)} failed, "
+            f"{len(self.not_served)} not served"
+        )
+        if self.terms != Terms():
+            yield f"on these terms: {self.terms}"
+        if self.passed:
+            at = max(self.passed, key=lambda o: o.worst or 0)
+            yield f"worst error among those that passed: {self.worst:.2f} of what is allowed ({at.case})"
+        reasons: dict[str, list[str]] = {}
+        for outcome in self.not_served:
+            reasons.setdefault(str(outcome.not_served), []).append(str(outcome.case))
+        for reason, names in reasons.items():
+            yield f"not served ({reason}): {', '.join(names)}"
+        if not self.outcomes or len(self.not_served) == len(self.outcomes):
+            yield "nothing was verified"
+        for outcome in self.wrong:
+            yield f"FAILED {outcome.wrong}"
+        if self.smallest is not None:
+            yield f"\nthe smallest failing case ({self.seconds_to_shrink:.1f} s): {self.sentence}"
+        if self.saved is not None:
+            yield f"its arrays, with the right answer: {self.saved}"
+        if self.snippet is not None:
+            yield f"\n{self.snippet}"
+
+
+def verify_kernel(
+    function: Callable[..., Any],
+    op: str,
+    terms: Terms | None = None,
+    *,
+    cases: Iterable[Case] | None = None,
+    name: str | None = None,
+    shrink_seconds: float = 60.0,
+    save: Path | str | None = None,
+    told: Callable[[Outcome], None] = lambda outcome: None,
+) -> Report:
+    """Run a function over an operation's cases, and make the first that fails as small as may be.
+
+    Args:
+        op: a name in `OPERATIONS`.
+        terms: what the function asks for, `Terms()` by default.
+        cases: some of `cases_of(op)`, or others; all of them by default.
+        name: MODULE:NAME of the function, for the snippet.
+        shrink_seconds: at most so long; 0: not at all, and neither without hypothesis, the extra `verify`.
+        save: a folder for the failing case's arrays, FUNCTION-OP.npz; None: they are not saved.
+        told: called with each outcome as it is there.
+    """
+    from jaxpaged.verify import shrinking
+
+    terms = terms or Terms()
+    outcomes = []
+    for case in cases_of(op) if cases is None else cases:
+        outcomes.append(_outcome(function, op, case, terms))
+        told(outcomes[-1])
+    report = Report(op, terms, tuple(outcomes))
+    if not report.wrong:
+        return report
+    start = time.monotonic()
+    first = report.wrong[0].case
+    smallest = shrinking.smallest_case(
+        first, lambda case: _outcome(function, op, case, terms).wrong is not None, shrink_seconds
+    )
+    path, seconds = shrinking.path_of(function, name), time.monotonic() - start
+    return dataclasses.replace(
+        report,
+        smallest=smallest,
+        sentence=_outcome(function, op, smallest, terms).wrong,
+        snippet=shrinking.snippet(path, op, smallest, terms),
+        saved=None if save is None else shrinking.save(Path(save), path, function, op, smallest, terms),
+        seconds_to_shrink=seconds,
+    )
+
+
+def _outcome(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> Outcome:
+    try:
+        return Outcome(case, worst=check(function, op, case, terms))
+    except NotServed as error:
+        return Outcome(case, not_served=str(error))
+    except WrongResult as error:
+        return Outcome(case, wrong=str(error))
+    except Exception as error:  # an outsider's function may raise anything
+        lines = str(error).strip().splitlines() or [""]
+        return Outcome(case, wrong=f"{case}: {type(error).__name__}: {lines[0][:200]}")
+
+
+def _short(value: Any) -> str:
+    """The constructor's call, of what is not default."""
+    given = [
+        f"{field.name}={getattr(value, field.name)!r}"
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != _default_of(field)
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

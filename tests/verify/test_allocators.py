@@ -1,0 +1,141 @@
+"""Verifying allocators: the oracles agree with themselves, bugs are found, and their histories made short."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpaged import cli
+from jaxpaged.checks import InputError
+from jaxpaged.memory.policies import LIFO, Sweep, to_tail
+from jaxpaged.verify import verify_allocator
+from jaxpaged.verify.oracles.v0.block_manager import BlockSpaceManager
+from jaxpaged.verify.oracles.v063.block_manager import SelfAttnBlockSpaceManager
+from jaxpaged.verify.oracles.v1.block_pool import BlockPool
+from tests.verify.mutants import Mutant, planted
+from tests.verify.mutants.allocators import MUTANTS
+from tests.verify.mutants.sound import pool
+
+POOL = "tests/verify/mutants/sound"
+
+
+class Split(BlockPool):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, free_profile="split")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kind"),
+    [(BlockSpaceManager, "v0"), (SelfAttnBlockSpaceManager, "v063"), (BlockPool, "v1"), (Split, "v1_split")],
+)
+def test_what_is_right_agrees(theirs: Any, kind: str) -> None:
+    report = verify_allocator(theirs, kind, histories=12)
+    assert report.ok, report
+
+
+def test_a_v1_pool_of_another_profile_does_not() -> None:
+    report = verify_allocator(BlockPool, "v1_split", histories=60)
+    assert not report.ok
+    assert len(report.shortest) <= 4, report
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_bug_is_found_and_its_history_made_short(
+    mutant: Mutant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, _, name = mutant.path.partition(":")
+    with planted(mutant, tmp_path) as theirs:
+        report = verify_allocator(theirs, mutant.what, save=tmp_path, shrink_seconds=4)
+        assert not report.ok, report
+        assert 1 <= len(report.shortest) <= 12, report  # of up to 40; given time, at most 8
+        assert cli.main(["verify", "allocator", "--replay", str(report.saved)]) == 1
+    said = capsys.readouterr().out
+    assert f"disagreement: {report.sentence}" in said
+    # In the place of what the file names, what is right.
+    right = f"jaxpaged.verify.oracles.{module}:{name}"
+    assert cli.main(["verify", "allocator", right, "--replay", str(report.saved)]) == 0
+    assert capsys.readouterr().out.endswith("the two sides agree\n")
+
+
+OUT = "return {}, SimpleNamespace(status=OUT_OF_BLOCKS)\n            line"
+COPY = "def free(state, rows):\n    new = state"
+POOLS = [
+    ("fewest in use are freed", "if not new.ref_count[block]:", "if new.ref_count[block] < 2:"),
+    ("refused half way", OUT.format("state"), OUT.format("new")),
+    ("written to in place", f"{COPY}.copy()", COPY),
+]
+
+
+def test_functions_are_driven_like_ours(tmp_path: Path) -> None:
+    report = verify_allocator(pool, "policy", policy="lifo", histories=30)
+    assert report.ok, report
+    for name, right, wrong in POOLS:
+        mutant = Mutant(name, POOL, "pool.py", right, wrong, "pool:create", "policy")
+        with planted(mutant, tmp_path / name) as create:
+            functions = __import__(create.__module__, fromlist=["create"])
+            report = verify_allocator(functions, "policy", policy="lifo", save=tmp_path)
+        assert not report.ok, name
+        assert len(report.shortest) <= 5, report
+
+
+@pytest.mark.slow
+def test_a_policy_is_a_value() -> None:
+    report = verify_allocator(LIFO, "policy", histories=6)
+    assert report.ok, report
+    fifo = dataclasses.replace(LIFO, name="fifo", sweeps=(Sweep(to_tail),))
+    report = verify_allocator(fifo, "policy", policy="lifo", histories=20, block_sizes=[4])
+    assert "free blocks are" in str(report)
+    with pytest.raises(InputError, match="policy=None must be the one that"):
+        verify_allocator(fifo, "policy")
+
+
+def test_a_class_that_raises_is_told_so(tmp_path: Path) -> None:
+    class Broken(BlockPool):
+        def get_new_blocks(self, num_blocks: int) -> Any:
+            if num_blocks == 3:
+                raise RuntimeError("three is too many")
+            return super().get_new_blocks(num_blocks)
+
+    report = verify_allocator(Broken, "v1", histories=40)
+    assert "fails, where the oracle does not: RuntimeError: three is too many" in str(report)
+    assert len(report.shortest) == 1
+
+    report = verify_allocator(lambda *sizes: None, "v0", histories=2, save=tmp_path)
+    assert "made fails, where the oracle does not" in str(report) or "AttributeError" in str(report)
+
+
+def test_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_manager.py").write_text(
+        "from jaxpaged.verify.oracles.v0.block_manager import BlockSpaceManager as Right\n"
+        "class Mine(Right):\n"
+        "    def can_allocate(self, group):\n        return type(super().can_allocate(group)).OK\n"
+    )
+    verify = ["verify", "allocator"]
+    assert cli.main([*verify, "my_manager:Right", "--as", "v0", "--histories", "4"]) == 0
+    assert "v0: 4 histories of up to 40 steps agree" in capsys.readouterr().out
+    assert cli.main([*verify, "my_manager:Mine", "--as", "v0"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED can_allocate gives" in said
+    [trace] = tmp_path.glob("history-*.json")
+    assert str(trace.name) in said
+    saved = json.loads(trace.read_text())
+    assert saved["made_with"]["path"] == "my_manager:Mine"
+    assert len(saved["history"]) == 1
+    assert cli.main([*verify, "--replay", trace.name]) == 1
+    capsys.readouterr()
+    for wrong, message in (
+        ([], "an allocator needs MODULE:NAME and --as, or --replay"),
+        (["my_manager:Mine", "--as", "v0", "--steps", "0"], "steps=0 must be at least 1"),
+        (["my_manager:Mine", "--as", "v0", "--block-size", "0"], "block_size=0 must be from 1 to 64"),
+        (["my_manager:Mine", "--as", "policy"], "policy=None must be the one that my_manager:Mine equals"),
+        (["--replay", "nowhere.json"], "'nowhere.json' must be a file of a history"),
+    ):
+        assert cli.main([*verify, *wrong]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
