@@ -17,6 +17,7 @@ from jaxpaged import prompt_files
 from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
+from jaxpaged.lab import command as lab_command
 from jaxpaged.prompt_files import Asked
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import command as serve_command
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
     serve_command.add_serve(commands, _add_engine_options, _engine_options)
     bench_command.add_bench(commands)
+    lab_command.add_lab(commands)
     return parser
 
 

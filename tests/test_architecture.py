@@ -56,11 +56,13 @@ ALLOWED = {
         "jaxpaged/prompt_files.py",
         "jaxpaged/serve",
         "jaxpaged/bench",
+        "jaxpaged/lab",
         *ENGINE,
         *GROUND,
     },
     "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/engine", *GROUND},
     "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", *GROUND},
+    "jaxpaged/lab": {"jaxpaged/serve", *ENGINE, *GROUND},
     "jaxpaged/__init__.py": {"jaxpaged/engine", *GROUND},
 }
 # Packages beside the standard library; None: any that pyproject.toml names.

@@ -110,8 +110,9 @@ def append(
     copies &= ok
     pool = block_pool.hold(pool, last_ids, copies, -1)
     # Content about to be written over, which is rare, cannot be found any more.
-    writes = _writes_into_last(tables, num_new_tokens)
-    pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
+    if tables.block_size > 1:  # else no block is ever partly filled
+        writes = _writes_into_last(tables, num_new_tokens)
+        pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
 
     row, k, used = number_through(num_new, max_new_blocks)
     if pool.policy.copies_last:

@@ -1,0 +1,84 @@
+"""The laboratory: what it finds is what plain Python finds, request by request."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxpaged import cli
+from jaxpaged.lab import sweep, traces
+from jaxpaged.lab.sweep import Combination
+from reference import eviction
+from tests.lab.tracing import conversations, write
+
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
+ORACLES = {"lru": eviction.Lru}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return traces.read(write(tmp_path_factory.mktemp("lab") / "trace.jsonl", conversations()))
+
+
+def by_hand(trace, combination, partial=False):
+    """Hit tokens of each request, by the oracle."""
+    cut = traces.blocks(trace, combination.block_size, partial=partial)
+    usable = combination.cache_tokens and combination.cache_tokens // combination.block_size
+    usable = usable or cut.num_distinct + int(cut.num_held.max())
+    prompts = eviction.Prompts(ORACLES[combination.policy](usable + 1))
+    hits = []
+    for r in range(trace.num_requests):
+        symbols = cut.symbols[cut.starts[r] : cut.starts[r] + cut.num_findable[r]].tolist()
+        held = min(int(cut.num_held[r]), usable)
+        hits.append(prompts.send(symbols[:held], min(int(cut.num_lookup[r]), held), held))
+    return cut.hit_tokens(np.array(hits), trace.input_lens)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_hits_are_those_of_plain_python(trace, partial):
+    """At sizes where prompts do not fit, where few do, and where nothing is ever evicted."""
+    asked = [Combination("lru", 64, tokens) for tokens in (320, 1600, 6400, None)]
+    results = [*sweep.sweep(trace, asked, warmup=0.25, partial=partial)]
+    assert [each.combination for each in results] == asked
+    for each, result in zip(asked, results, strict=True):
+        np.testing.assert_array_equal(result.hit_tokens, by_hand(trace, each, partial))
+    assert results[0].num_oversized > 0
+    assert results[-1].num_oversized == 0
+    rates = [result.hit_rate for result in results]
+    assert rates == sorted(set(rates))
+
+
+def test_the_command_prints_a_json_line_for_each_combination(tmp_path, capsys):
+    file = write(tmp_path / "trace.jsonl", conversations())
+    command = f"lab {file} --cache-tokens 1600,unbounded --warmup 0.25 --json"
+    assert cli.main(command.split()) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["policy"], line["block_size"], line["cache_tokens"]) for line in lines] == [
+        ("lru", 64, 1600),
+        ("lru", 64, None),
+    ]
+    for line in lines:
+        expected = by_hand(traces.read(file), Combination("lru", line["block_size"], line["cache_tokens"]))
+        assert line["num_requests"] == 150
+        assert line["hit_tokens"] == expected[50:].sum()
+        assert line["hit_rate"] == line["hit_tokens"] / line["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--policies none", "policy='none' must be one of"),
+        ("--policies lifo", "policy='lifo' must keep what freed blocks hold"),
+        ("--block-size x", "block_size='x' must be an int >= 1"),
+        ("--cache-tokens 63", "cache_tokens=63 must be an int >= 64"),
+        ("--warmup 1", r"warmup=1.0 must be in \[0, 1\)"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, options, message):
+    file = write(tmp_path / "trace.jsonl", conversations(4))
+    assert cli.main(["lab", file, *options.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert re.search(message, err)
