@@ -151,8 +151,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--eviction-policy",
-        help="which free blocks are taken first: the longest unused (lru, default), or those without content "
-        "(lru_split)",
+        help="which free blocks are taken first: the longest unused (lru, default); those without content, "
+        "then the longest unused (lru_split), or by fifo, lfu, depth, sieve or s3fifo",
     )
     group.add_argument("--preemption-mode", help="of who gives way: recompute (default) or swap")
     group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")

@@ -46,6 +46,13 @@ def add_lab(commands: Commands) -> None:
         help="a prompt's last, partly filled block can be found, too, as in simulators that know ids only",
     )
     lab.add_argument(
+        "--resident",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the last so many requests hold their blocks at the same time (default 1)",
+    )
+    lab.add_argument(
         "--json", action="store_true", help="a JSON line for each combination on standard output"
     )
 
@@ -53,17 +60,16 @@ def add_lab(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     """Replay, and tell. Raises `InputError`."""
     checked_number("warmup", args.warmup, "in [0, 1)", 0, MOST_WARMUP)
+    checked_int("resident", args.resident, "an int from 1 to 1024", 1, 1024)
 
     from tqdm import tqdm
 
     from jaxpaged.engine import machine
     from jaxpaged.lab import sweep, traces
-    from jaxpaged.memory import policies
+    from jaxpaged.memory import eviction
 
     for name in args.policies:
-        policy = policies.named(name)
-        if not policy.keeps_content:
-            raise InputError(f"policy={name!r} must keep what freed blocks hold: it has no hits")
+        eviction.named(name)
     trace = traces.read(args.trace)
     block_sizes = [_size("block_size", text, 1) for text in args.block_size or [str(trace.block_size)]]
     combinations = [
@@ -78,7 +84,12 @@ def run(args: argparse.Namespace) -> None:
         print(_headline(trace))
     with tqdm(total=total, unit=" requests", disable=None, leave=False) as bar:
         results = sweep.sweep(
-            trace, combinations, warmup=args.warmup, partial=args.partial_blocks, progress=bar.update
+            trace,
+            combinations,
+            warmup=args.warmup,
+            partial=args.partial_blocks,
+            resident=args.resident,
+            progress=bar.update,
         )
         for result in results:
             with tqdm.external_write_mode():

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpaged.checks import INT32_MAX, InputError
 from jaxpaged.lab import loop
 from jaxpaged.lab.traces import Blocks, Trace, blocks
-from jaxpaged.memory import policies
+from jaxpaged.memory import eviction
 from jaxpaged.status import Status, raise_if_error
 
 REQUESTS_A_CALL = 256  # of one compiled call: between two of them progress is told
@@ -68,12 +68,14 @@ def sweep(
     *,
     warmup: float = 0.5,
     partial: bool = False,
+    resident: int = 1,
     progress: Callable[[int], object] = lambda num_requests: None,
 ) -> Iterator[Result]:
     """Send the trace through each cache, several at a time, and give the results in order.
 
     `warmup` is the share of the requests, the first ones, that fill the cache and are not counted; `partial`
-    as in `traces.blocks`; `progress` is told how many requests have gone through, from several threads.
+    as in `traces.blocks`; the last `resident` requests hold their blocks at the same time; `progress` is told
+    how many requests have gone through, from several threads.
     Raises `InputError`.
     """
     num_counted = trace.num_requests - int(trace.num_requests * warmup)
@@ -81,17 +83,17 @@ def sweep(
         raise InputError(f"warmup={warmup} must leave some of the {trace.num_requests} requests to count")
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
         for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
-            cut = _Cut(trace, blocks(trace, block_size, partial=partial), [*group])
+            cut = _Cut(trace, blocks(trace, block_size, partial=partial), [*group], resident)
             yield from threads.map(lambda each, cut=cut: cut.send(each, num_counted, progress), cut.group)
 
 
 class _Cut:
     """A trace cut into blocks of one size, on the device; all caches of these have one program a policy."""
 
-    def __init__(self, trace: Trace, blocks: Blocks, group: Sequence[Combination]) -> None:
-        self.trace, self.blocks, self.group = trace, blocks, group
+    def __init__(self, trace: Trace, blocks: Blocks, group: Sequence[Combination], resident: int) -> None:
+        self.trace, self.blocks, self.group, self.resident = trace, blocks, group, resident
         # No more than this is ever held or findable: as good as without end.
-        self.enough = blocks.num_distinct + int(blocks.num_held.max())
+        self.enough = blocks.num_distinct + resident * int(blocks.num_held.max())
         # Sizes are rounded up, so that few programs serve all traces and block sizes.
         self.num_blocks = _rounded(1 + max(self.usable(each) for each in group))
         self.max_blocks = _rounded(int(blocks.num_held.max()))
@@ -109,9 +111,10 @@ class _Cut:
         usable = self.usable(combination)
         cache = loop.create(
             usable,
-            policy=policies.named(combination.policy),
+            policy=eviction.named(combination.policy),
             num_blocks=self.num_blocks,
             max_blocks=self.max_blocks,
+            num_rows=self.resident,
         )
         hits = []
         for requests, count in self._calls(usable):
