@@ -191,6 +191,17 @@ class S3Fifo(Ranked):
         return self.empty.pop(0)
 
 
+class Belady(Ranked):
+    """Who is asked for last first; of these who has been unused for longest."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.next_use: dict[int, int] = {}
+
+    def rank(self, block: int) -> tuple[int, int]:
+        return -self.next_use[block], self.now
+
+
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "lru": Lru,
     "lru_split": LruSplit,
@@ -199,6 +210,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "depth": Depth,
     "sieve": Sieve,
     "s3fifo": S3Fifo,
+    "belady": Belady,
 }
 
 
@@ -227,9 +239,12 @@ class Prompts:
         self.blocks: dict[int, list[int]] = {}  # of each node, the one cached first first
         self.node_of: dict[int, int] = {}  # of each block with content
 
-    def send(self, symbols: Sequence[int], num_lookup: int, num_held: int) -> int:
+    def send(
+        self, symbols: Sequence[int], num_lookup: int, num_held: int, next_use: Sequence[int] = ()
+    ) -> int:
         """One prompt: how many of its blocks are hit. At most the first `num_lookup` of its symbols may be,
-        and `num_held` blocks are held in all, those beyond the symbols without content.
+        and `num_held` blocks are held in all, those beyond the symbols without content. `next_use`, of each
+        symbol, is for `Belady`.
         """
         self._give_back(self.rows.pop(0))
         held: list[int] = []
@@ -258,6 +273,8 @@ class Prompts:
         for depth in range(num_hits, len(symbols)):
             node = self._cache(held[depth], node, symbols[depth])
             self.policy.publish(held[depth], depth, self.name_of(symbols[: depth + 1]))
+        if isinstance(self.policy, Belady):
+            self.policy.next_use.update(zip(held, next_use, strict=False))
         return num_hits
 
     def _give_back(self, row: list[int]) -> None:

@@ -4,8 +4,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from jaxpaged.checks import InputError, checked_int, checked_number
-from jaxpaged.serve.command import Commands
+from jaxpaged.checks import InputError, checked_choice, checked_int, checked_number
+from jaxpaged.serve.command import Commands, require
 
 if TYPE_CHECKING:
     from jaxpaged.lab.sweep import Result
@@ -52,6 +52,10 @@ def add_lab(commands: Commands) -> None:
         metavar="N",
         help="the last so many requests hold their blocks at the same time (default 1)",
     )
+    lab.add_argument("--out", metavar="DIR", help="write a report with plots, report.html, and report.json")
+    lab.add_argument(
+        "--gpu", default="h100", help="of the report's model of latencies: a100, h100 (default), h200 or b200"
+    )
     lab.add_argument(
         "--json", action="store_true", help="a JSON line for each combination on standard output"
     )
@@ -65,11 +69,13 @@ def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from jaxpaged.engine import machine
-    from jaxpaged.lab import sweep, traces
-    from jaxpaged.memory import eviction
+    from jaxpaged.lab import belady, questions, sweep, traces
 
+    checked_choice("gpu", args.gpu, questions.GPUS)
+    if args.out is not None:
+        require(("matplotlib",), "lab")
     for name in args.policies:
-        eviction.named(name)
+        belady.named(name)
     trace = traces.read(args.trace)
     block_sizes = [_size("block_size", text, 1) for text in args.block_size or [str(trace.block_size)]]
     combinations = [
@@ -82,6 +88,7 @@ def run(args: argparse.Namespace) -> None:
     total = trace.num_requests * len(combinations)
     if not args.json:
         print(_headline(trace))
+    done = []
     with tqdm(total=total, unit=" requests", disable=None, leave=False) as bar:
         results = sweep.sweep(
             trace,
@@ -92,8 +99,15 @@ def run(args: argparse.Namespace) -> None:
             progress=bar.update,
         )
         for result in results:
+            done.append(result)
             with tqdm.external_write_mode():
                 print(json.dumps(result.line()) if args.json else _row(result), flush=True)
+    if args.out is not None:
+        from jaxpaged.lab import report
+
+        written = report.write(args.out, trace, done, args.gpu)
+        if not args.json:
+            print(f"report: {written}")
 
 
 def _names(text: str) -> list[str]:

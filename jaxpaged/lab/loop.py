@@ -16,11 +16,13 @@ from jaxtyping import Array, Bool, Int
 
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.entries import PIECE
+from jaxpaged.memory.entries import PIECE, in_pieces
 from jaxpaged.memory.policies import Policy
+from jaxpaged.memory.ranked_queue import RankedQueue
 from jaxpaged.status import Status
 
 NO_SALT = 0
+LIFETIMES = 32
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +34,7 @@ class Requests:
     num_findable: Int[Array, " n"]
     num_lookup: Int[Array, " n"]
     num_held: Int[Array, " n"]
+    arrival_ms: Int[Array, " n"]
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +44,8 @@ class Cache:
 
     tables: BlockTables
     next_row: Int[Array, ""]
+    since: Int[Array, " num_blocks"]  # ms when each block got its content, and 1; 0: it has none
+    lifetimes: Int[Array, " lifetimes"]  # evicted blocks whose content was there for less than 2**i ms
     status: Int[Array, ""]  # `Status` bits of all that was done: anything but OK is a bug
 
 
@@ -56,21 +61,31 @@ def create(
     pool = block_pool.create(num_blocks, policy)
     pool, info = block_pool.allocate(pool, num_blocks - 1 - num_usable, num_blocks - 1)
     pool = replace(pool, prefix_cache=prefix_cache.create(num_blocks, 1))
-    return Cache(block_table.create(pool, num_rows, max_blocks, 1), jnp.int32(0), info.status)
+    return Cache(
+        block_table.create(pool, num_rows, max_blocks, 1),
+        jnp.int32(0),
+        jnp.zeros(num_blocks, jnp.int32),
+        jnp.zeros(LIFETIMES, jnp.int32),
+        info.status,
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def replay(cache: Cache, symbols: Int[Array, " total"], requests: Requests) -> tuple[Cache, Int[Array, " n"]]:
+def replay(
+    cache: Cache, symbols: Int[Array, " total"], next_use: Int[Array, " total"] | None, requests: Requests
+) -> tuple[Cache, Int[Array, " n"]]:
     """Let the requests go through, and say how many blocks each has hit. The cache is donated.
 
     Each takes the row of the one that has been there for longest; where blocks are short, those after it go
-    early, too.
+    early, too. `next_use`, of each symbol, is for policies that know the future.
     """
 
-    return lax.scan(lambda cache, request: _send(cache, symbols, request), cache, requests)
+    return lax.scan(lambda cache, request: _send(cache, symbols, next_use, request), cache, requests)
 
 
-def _send(cache: Cache, symbols: Int[Array, " total"], request: Requests) -> tuple[Cache, Int[Array, ""]]:
+def _send(
+    cache: Cache, symbols: Int[Array, " total"], next_use: Int[Array, " total"] | None, request: Requests
+) -> tuple[Cache, Int[Array, ""]]:
     tables, row = cache.tables, cache.next_row
     num_rows = tables.max_seqs
     is_row = jnp.arange(num_rows) == row
@@ -129,4 +144,44 @@ def _send(cache: Cache, symbols: Int[Array, " total"], request: Requests) -> tup
 
     tables, status = lax.while_loop(wants_blocks, take, (tables, status))
     tables, status = lax.while_loop(is_unfindable, publish, (tables, status))
-    return Cache(tables, (row + 1) % num_rows, status), num_hits
+    if next_use is not None:
+        tables = _foresee(tables, row, next_use, request)
+    since, lifetimes = _age(cache, tables, row, num_hits, request)
+    return Cache(tables, (row + 1) % num_rows, since, lifetimes, status), num_hits
+
+
+def _age(
+    cache: Cache, tables: BlockTables, row: Int[Array, ""], num_hits: Int[Array, ""], request: Requests
+) -> tuple[Int[Array, " num_blocks"], Int[Array, " lifetimes"]]:
+    """Note how old the content was that the row's new blocks had, and since when they have theirs."""
+    type Ages = tuple[Int[Array, " num_blocks"], Int[Array, " lifetimes"]]
+
+    def note(_: Array, k: Array, used: Array, ages: Ages) -> Ages:
+        since, lifetimes = ages
+        place = num_hits + k
+        block_id = jnp.where(used, tables.block_tables[row, place], 0)
+        old, now = since[block_id], request.arrival_ms + 1
+        bits = sum(((now - old) >> i > 0).astype(jnp.int32) for i in range(LIFETIMES - 1))
+        lifetimes = lifetimes.at[jnp.where(used & (old > 0), bits, LIFETIMES)].add(1, mode="drop")
+        new = jnp.where(place < request.num_findable, now, 0)
+        target = jnp.where(used, block_id, since.shape[0])
+        return since.at[target].set(new, mode="drop"), lifetimes
+
+    counts = (request.num_held - num_hits)[None]
+    return in_pieces(counts, note, (cache.since, cache.lifetimes))
+
+
+def _foresee(
+    tables: BlockTables, row: Int[Array, ""], next_use: Int[Array, " total"], request: Requests
+) -> BlockTables:
+    """Note of the row's blocks with content when that is asked for next."""
+
+    def note(_: Array, k: Array, used: Array, notes: Array) -> Array:
+        block_id = jnp.where(used, tables.block_tables[row, k], tables.pool.num_blocks)
+        value = next_use.at[request.start + k].get(mode="clip")
+        return notes.at[block_id, RankedQueue.NEXT_USE].set(value, mode="drop")
+
+    queue = tables.pool.free_queue
+    assert isinstance(queue, RankedQueue)
+    noted = replace(queue, notes=in_pieces(request.num_findable[None], note, queue.notes))
+    return replace(tables, pool=replace(tables.pool, free_queue=noted))

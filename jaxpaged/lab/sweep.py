@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.checks import INT32_MAX, InputError
-from jaxpaged.lab import loop
+from jaxpaged.lab import belady, loop
 from jaxpaged.lab.traces import Blocks, Trace, blocks
-from jaxpaged.memory import eviction
 from jaxpaged.status import Status, raise_if_error
 
+LIFETIME_EDGES_S = 2.0 ** np.arange(loop.LIFETIMES) / 1000
 REQUESTS_A_CALL = 256  # of one compiled call: between two of them progress is told
 
 
@@ -38,6 +38,7 @@ class Result:
     hit_tokens: np.ndarray  # [requests]
     input_tokens: np.ndarray  # [requests]
     num_counted: int  # requests after the warm-up: the last so many
+    lifetimes: np.ndarray  # evicted blocks whose content was there for less than each of LIFETIME_EDGES_S
     num_oversized: int  # requests whose prompt is larger than the cache: only its beginning is kept
 
     @property
@@ -101,6 +102,9 @@ class _Cut:
             raise InputError(f"block_size={blocks.block_size} must be larger: {self.num_blocks:,} blocks")
         padding = _rounded(len(blocks.symbols)) - len(blocks.symbols)
         self.symbols = jnp.asarray(np.pad(blocks.symbols, (0, padding)))
+        self.next_use = None
+        if any(each.policy == belady.BELADY.name for each in group):
+            self.next_use = jnp.asarray(np.pad(belady.next_use(blocks), (0, padding)))
 
     def usable(self, combination: Combination) -> int:
         if combination.cache_tokens is None:
@@ -111,26 +115,33 @@ class _Cut:
         usable = self.usable(combination)
         cache = loop.create(
             usable,
-            policy=eviction.named(combination.policy),
+            policy=belady.named(combination.policy),
             num_blocks=self.num_blocks,
             max_blocks=self.max_blocks,
             num_rows=self.resident,
         )
+        next_use = self.next_use if combination.policy == belady.BELADY.name else None
         hits = []
         for requests, count in self._calls(usable):
-            cache, hit = loop.replay(cache, self.symbols, requests)
+            cache, hit = loop.replay(cache, self.symbols, next_use, requests)
             hits.append(np.asarray(hit)[:count])
             progress(count)
         raise_if_error(Status(int(cache.status)))
         hit_tokens = self.blocks.hit_tokens(np.concatenate(hits), self.trace.input_lens)
         oversized = int((self.blocks.num_held > usable).sum())
-        return Result(combination, usable, hit_tokens, self.trace.input_lens, num_counted, oversized)
+        lifetimes = np.asarray(cache.lifetimes)
+        return Result(
+            combination, usable, hit_tokens, self.trace.input_lens, num_counted, lifetimes, oversized
+        )
 
     def _calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
         """The requests, so many a call; the last call is filled up with such as hold nothing."""
         held = np.minimum(self.blocks.num_held, usable)  # of a larger prompt its beginning
-        fields = [self.blocks.starts, self.blocks.num_findable, self.blocks.num_lookup, held]
-        lines = np.minimum(fields, np.array([INT32_MAX, usable, usable, usable])[:, None]).astype(np.int32)
+        findable, lookup = (
+            np.minimum(each, held) for each in (self.blocks.num_findable, self.blocks.num_lookup)
+        )
+        arrival = np.minimum(1000 * self.trace.arrival_s, INT32_MAX - 1)
+        lines = np.stack([self.blocks.starts, findable, lookup, held, arrival]).astype(np.int32)
         for first in range(0, self.trace.num_requests, REQUESTS_A_CALL):
             some = lines[:, first : first + REQUESTS_A_CALL]
             padded = np.pad(some, ((0, 0), (0, REQUESTS_A_CALL - some.shape[1])))

@@ -38,7 +38,7 @@ class RankedQueue(FreeQueue):
     winners: Int[
         Array, "num_nodes num_kinds"
     ]  # level after level, from above the leaves to the root; 0: none
-    notes: Int[Array, "num_blocks 4"]  # what is known of a block: the columns below
+    notes: Int[Array, "num_blocks 5"]  # what is known of a block: the columns below
     clock: Int[Array, "2"]  # the floor, the first part of the last rank taken; and blocks given back so far
     num_queued: Int[Array, " num_kinds"]  # free blocks of each kind with content
     marks: Int[Array, " num_blocks"]  # all 0 between two calls
@@ -49,6 +49,7 @@ class RankedQueue(FreeQueue):
     BORN: ClassVar[int] = 1  # when it was first given back since then; 0: not yet
     DEPTH: ClassVar[int] = 2  # blocks of its prompt up to it; 0: since it was taken it had no content
     FINGERPRINT: ClassVar[int] = 3  # of its content
+    NEXT_USE: ClassVar[int] = 4  # when its content is asked for next, where the future is known
 
     @property
     def floor(self) -> Int[Array, ""]:
@@ -101,7 +102,7 @@ def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
         rank=jnp.stack([jnp.full_like(ids, -WITHOUT_CONTENT), ids], axis=1),
         kind=jnp.zeros_like(ids),
         winners=jnp.zeros((sum(_levels(num_blocks)), ranking.num_kinds), jnp.int32),
-        notes=jnp.zeros((num_blocks, 4), jnp.int32),
+        notes=jnp.zeros((num_blocks, 5), jnp.int32),
         clock=jnp.array([0, num_blocks], jnp.int32),
         num_queued=jnp.zeros(ranking.num_kinds, jnp.int32),
         marks=jnp.zeros_like(ids),
@@ -233,7 +234,7 @@ def note_content(
     old = queue.notes[ids]
     target = jnp.where(mask & (old[:, RankedQueue.DEPTH] == 0), ids, queue.num_blocks)
     nothing = jnp.zeros_like(depth)
-    notes = jnp.stack([nothing, nothing, depth + 1, fingerprint], axis=1)
+    notes = jnp.stack([nothing, nothing, depth + 1, fingerprint, nothing], axis=1)
     queue = replace(queue, notes=queue.notes.at[target].set(notes, mode="drop"))
     if not ranking.remembers:
         return queue

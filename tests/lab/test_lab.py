@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import cli
-from jaxpaged.lab import loop, sweep, traces
+from jaxpaged.lab import belady, loop, sweep, traces
 from jaxpaged.lab.sweep import Combination
 from jaxpaged.memory import prefix_cache
 from reference import eviction
@@ -48,11 +48,13 @@ def by_hand(trace, combination, partial=False, resident=1):
     else:
         policy = eviction.POLICIES[combination.policy](usable + 1)
         prompts = eviction.Prompts(policy, usable + 1, resident)
-    hits = []
+    hits, uses = [], belady.next_use(cut)
     for r in range(trace.num_requests):
-        symbols = cut.symbols[cut.starts[r] : cut.starts[r] + cut.num_findable[r]].tolist()
+        own = slice(cut.starts[r], cut.starts[r] + cut.num_findable[r])
+        symbols = cut.symbols[own].tolist()
         held = min(int(cut.num_held[r]), usable)
-        hits.append(prompts.send(symbols[:held], min(int(cut.num_lookup[r]), held), held))
+        lookup = min(int(cut.num_lookup[r]), held)
+        hits.append(prompts.send(symbols[:held], lookup, held, uses[own].tolist()[:held]))
     return cut.hit_tokens(np.array(hits), trace.input_lens)
 
 
@@ -76,10 +78,12 @@ SLOW = pytest.mark.slow  # a program each; those that are left use every part of
 @pytest.mark.parametrize(
     "policy",
     [
-        "lru",
         "lfu",
         "s3fifo",
-        *(pytest.param(name, marks=SLOW) for name in ("lru_split", "fifo", "depth", "sieve")),
+        *(
+            pytest.param(name, marks=SLOW)
+            for name in ("lru", "lru_split", "fifo", "depth", "sieve", "belady")
+        ),
     ],
 )
 def test_each_policy_hits_what_plain_python_does_with_three_prompts_at_a_time(trace, policy):
