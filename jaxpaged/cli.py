@@ -17,6 +17,7 @@ from jaxpaged import prompt_files
 from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
+from jaxpaged.lab import command as lab_command
 from jaxpaged.prompt_files import Asked
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import command as serve_command
@@ -109,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     serve_command.add_serve(commands, _add_engine_options, _engine_options)
     bench_command.add_bench(commands)
     verify_command.add_verify(commands)
+    lab_command.add_lab(commands)
     return parser
 
 
@@ -153,8 +155,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--eviction-policy",
-        help="which free blocks are taken first: the longest unused (lru, default), or those without content "
-        "(lru_split)",
+        help="which free blocks are taken first: the longest unused (lru, default); those without content, "
+        "then the longest unused (lru_split), or by fifo, lfu, depth, sieve or s3fifo",
     )
     group.add_argument("--preemption-mode", help="of who gives way: recompute (default) or swap")
     group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")

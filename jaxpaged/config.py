@@ -8,7 +8,8 @@ from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, chec
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
-EvictionPolicy = Literal["lru", "lru_split"]  # those of `memory/policies.py` that keep content
+# Those of `memory/eviction.py`.
+EvictionPolicy = Literal["lru", "lru_split", "fifo", "lfu", "depth", "sieve", "s3fifo"]
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a

@@ -57,12 +57,14 @@ ALLOWED = {
         "jaxpaged/serve",
         "jaxpaged/bench",
         "jaxpaged/verify",
+        "jaxpaged/lab",
         *ENGINE,
         *GROUND,
     },
     "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/engine", *GROUND},
     "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", *GROUND},
     "jaxpaged/verify": {"jaxpaged/memory", *GROUND},
+    "jaxpaged/lab": {"jaxpaged/serve", *ENGINE, *GROUND},
     "jaxpaged/__init__.py": {"jaxpaged/engine", *GROUND},
 }
 # Packages beside the standard library; None: any that pyproject.toml names.

@@ -8,6 +8,7 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig, EvictionPolicy
+from jaxpaged.memory.eviction import EVICTION_POLICIES
 from jaxpaged.memory.policies import POLICIES
 from jaxpaged.sampling_params import SamplingParams
 
@@ -89,7 +90,7 @@ def test_bad_sampling_params_are_refused(options, message):
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
         ({"reuse_answers": 1}, "reuse_answers=1 must be True or False"),
         ({"reuse_answers": True, "enable_prefix_caching": False}, "reuse_answers=True must be False without"),
-        ({"eviction_policy": "fifo"}, "eviction_policy='fifo' must be one of lru, lru_split"),
+        ({"eviction_policy": "mru"}, "eviction_policy='mru' must be one of lru, lru_split, fifo"),
         ({"preemption_mode": "kill"}, "preemption_mode='kill' must be one of recompute, swap"),
         ({"preemption_mode": ["swap"]}, r"preemption_mode=\['swap'\] must be one of recompute, swap"),
         ({"preemption_mode": "swap"}, "num_host_blocks=0 must be an int >= 2 to swap to"),
@@ -121,8 +122,8 @@ def test_bad_engine_options_are_refused(options, message):
 
 
 def test_the_engine_offers_every_policy_that_keeps_content():
-    keeping = [policy.name for policy in POLICIES.values() if policy.keeps_content]
-    assert [*get_args(EvictionPolicy)] == keeping
+    assert [*get_args(EvictionPolicy)] == [*EVICTION_POLICIES]
+    assert {policy.name for policy in POLICIES.values() if policy.keeps_content} < {*EVICTION_POLICIES}
 
 
 def test_a_mistake_is_a_value_error_and_the_defaults_are_good():

@@ -42,7 +42,7 @@ from jaxpaged.engine.state import (
 )
 from jaxpaged.engine.step import PromptScores, no_prompt_scores
 from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.memory import policies
+from jaxpaged.memory import eviction
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.sampling import Scores
@@ -260,7 +260,7 @@ class Driver:
                 max_model_len=self.door.max_model_len,
                 vocab_size=self.door.model_config.vocab_size,
                 prefix_caching=prefix_caching,
-                policy=policies.named(config.eviction_policy),
+                policy=eviction.named(config.eviction_policy),
             )
 
         created = create(self.cache_size.num_blocks, prefix_caching=config.enable_prefix_caching)

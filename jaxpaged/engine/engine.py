@@ -20,6 +20,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver, Snapshot, Stats
 from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.outputs import RequestMetrics
+from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import Texts, texts
 from jaxpaged.models.config import ModelConfig
@@ -132,7 +133,7 @@ class Engine:
     """Serves a model. `with` closes it; so does forgetting it, and the end of the program.
 
     `load_model` gives the model with arrays of a dtype, once the options are known to be good;
-    `tokenizer`, one of transformers', gives the deltas their text.
+    `tokenizer`, one of transformers', gives the deltas their text; `record_trace` is as in `LLM`.
     """
 
     def __init__(
@@ -141,7 +142,10 @@ class Engine:
         model_config: ModelConfig,
         load_model: Callable[[jnp.dtype], Decoder],
         tokenizer: Any = None,
+        record_trace: str | os.PathLike[str] | None = None,
     ) -> None:
+        # Before anything heavy: the file may be one that cannot be written.
+        self.recorder = None if record_trace is None else Recorder(record_trace, config.block_size)
         self._driver = Driver(config, model_config, load_model)
         self.config, self.cache_size = config, self._driver.cache_size
         self.door = dataclasses.replace(self._driver.door, tokenizer=tokenizer)
@@ -184,7 +188,11 @@ class Engine:
 
         All answers of a prompt come together, in their order.
         """
-        return self._worker.submit(lambda request: Handle(self, request, sink), requests)
+
+        def queue(sink: Sink | None) -> list[Handle]:
+            return self._worker.submit(lambda request: Handle(self, request, sink), requests)
+
+        return queue(sink) if self.recorder is None else self.recorder.record(requests, sink, queue)
 
     def abort(self, handles: Sequence[Handle]) -> None:
         """Give requests up; those that have finished stay as they are."""

@@ -37,8 +37,9 @@ class LLM:
     `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id (of
     which `revision` is one). `tokenizer`: a directory or hub id with another tokenizer than the model's;
     `skip_tokenizer_init`: have none, for token ids only. `generation_config`: "auto" takes the model's own
-    sampling defaults, "vllm" `SamplingParams`'. `options`: the fields of `EngineConfig`, and those of vLLM's
-    options that change nothing. Raises `InputError`, a `ValueError`, for a user's mistake.
+    sampling defaults, "vllm" `SamplingParams`'. `record_trace`: a file to write what is asked to, without any
+    text, as a trace for `jaxpaged lab` (see `engine.recording`). `options`: the fields of `EngineConfig`, and
+    those of vLLM's options that change nothing. Raises `InputError`, a `ValueError`, for a user's mistake.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
         generation_config: str | None = "auto",
+        record_trace: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
@@ -63,7 +65,9 @@ class LLM:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
         machine.keep_on_disk()
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
-        self.engine = Engine(self.config, checkpoint.config, checkpoint.model, self.tokenizer)
+        self.engine = Engine(
+            self.config, checkpoint.config, checkpoint.model, self.tokenizer, record_trace=record_trace
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where no parameters are given."""

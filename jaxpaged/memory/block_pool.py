@@ -112,7 +112,7 @@ def allocate(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[Bl
         count > max_count, Status.TOO_MANY_BLOCKS
     )
     count = jnp.where(status == Status.OK, count, 0)
-    queue, block_ids = free_queue.pop_front(pool.free_queue, count, max_count, place=HELD_ONCE)
+    queue, block_ids = pool.policy.take(pool.free_queue, count, max_count, place=HELD_ONCE)
     pool = forget(replace(pool, free_queue=queue), block_ids, jnp.arange(max_count) < count)
     return pool, AllocateInfo(block_ids=block_ids, status=status)
 
@@ -129,6 +129,18 @@ def has_content(pool: BlockPool, block_ids: Int[Array, " num_ids"]) -> Bool[Arra
     if pool.prefix_cache is None:
         return jnp.zeros(block_ids.shape, bool)
     return prefix_cache.has_content(pool.prefix_cache, block_ids)
+
+
+def note_content(
+    pool: BlockPool, block_ids: Int[Array, " n"], depth: Int[Array, " n"], mask: Bool[Array, " n"]
+) -> BlockPool:
+    """Let the policy know which of the masked blocks have content by now, so many blocks deep in a prompt."""
+    note, cache = pool.policy.note_content, pool.prefix_cache
+    if note is None or cache is None:
+        return pool
+    fingerprint = cache.hash[block_ids, 0].astype(jnp.int32)
+    noted = mask & has_content(pool, block_ids)
+    return replace(pool, free_queue=note(pool.free_queue, block_ids, depth, fingerprint, noted))
 
 
 def free(
@@ -173,7 +185,10 @@ def touch(
     known, unknown = _known(pool, block_ids, mask)
     known &= ~unknown
     is_free = known & (pool.free_queue.place[block_ids] >= 0)
-    pool = replace(pool, free_queue=free_queue.remove(pool.free_queue, block_ids, is_free))
+    queue = pool.policy.remove(pool.free_queue, block_ids, is_free)
+    if pool.policy.note_hits is not None:
+        queue = pool.policy.note_hits(queue, block_ids, known)
+    pool = replace(pool, free_queue=queue)
     return hold(pool, block_ids, known, 1), StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
 
 

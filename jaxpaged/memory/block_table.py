@@ -110,8 +110,9 @@ def append(
     copies &= ok
     pool = block_pool.hold(pool, last_ids, copies, -1)
     # Content about to be written over, which is rare, cannot be found any more.
-    writes = _writes_into_last(tables, num_new_tokens)
-    pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
+    if tables.block_size > 1:  # else no block is ever partly filled
+        writes = _writes_into_last(tables, num_new_tokens)
+        pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
 
     row, k, used = number_through(num_new, max_new_blocks)
     if pool.policy.copies_last:
@@ -277,18 +278,20 @@ def cache_full_blocks(
     too_few = jnp.any(num_tokens > tables.seq_lens)
     too_many = jnp.sum(counts) > max_blocks
     counts = jnp.where(too_few | too_many, 0, counts)
-    row, k, _ = number_through(counts, max_blocks)
+    row, k, used = number_through(counts, max_blocks)
     col = tables.chains.num_blocks[row] + k
     positions = col[:, None] * tables.block_size + jnp.arange(tables.block_size)
+    block_ids = tables.block_tables[row, col]
     cache, chains = prefix_cache.insert(
         tables.pool.prefix_cache,
         tables.chains,
         counts,
         row,
-        tables.block_tables[row, col],
+        block_ids,
         tokens_at(jnp.broadcast_to(row[:, None], positions.shape), positions),
     )
-    tables = replace(tables, pool=replace(tables.pool, prefix_cache=cache), chains=chains)
+    pool = block_pool.note_content(replace(tables.pool, prefix_cache=cache), block_ids, col, used)
+    tables = replace(tables, pool=pool, chains=chains)
     return tables, StatusInfo(flag(too_few, Status.TOO_FEW_TOKENS) | flag(too_many, Status.TOO_MANY_BLOCKS))
 
 

@@ -10,6 +10,7 @@ from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.prefix_cache import PrefixCache
+from jaxpaged.memory.ranked_queue import RankedQueue
 
 
 class InvariantError(AssertionError):
@@ -42,6 +43,9 @@ def _require(condition: object, sentence: str) -> None:
 
 
 def _queued_ids(queue: FreeQueue) -> list[int]:
+    if isinstance(queue, RankedQueue):  # in rank; a policy may spare some of them
+        free, rank = np.flatnonzero(queue.place >= 0), queue.rank - queue.clock
+        return [int(free[i]) for i in np.lexsort(rank[free].T[::-1])]
     head, span, _ = queue.counters
     places = (int(head) + np.arange(int(span))) % queue.capacity
     return [int(block_id) for block_id in queue.ring[places] if block_id >= 0]
@@ -51,8 +55,12 @@ def _check_pool(pool: BlockPool) -> None:
     queue, num_blocks = pool.free_queue, pool.num_blocks
     head, span, num_free = queue.counters
     _require(0 <= span <= queue.capacity, f"the queue spans {span} of {queue.capacity} places")
-    _require(0 <= head < queue.capacity, f"the queue's head is {head}, of {queue.capacity} places")
+    _require(0 <= head < max(1, queue.capacity), f"the queue's head is {head}, of {queue.capacity} places")
     free = _queued_ids(queue)
+    if isinstance(queue, RankedQueue):
+        for kind, winner in enumerate(queue.winners[-1]):
+            first = next((block_id for block_id in free if queue.kind[block_id] == kind), NULL_BLOCK)
+            _require(winner == first, f"of kind {kind} block {first} is the first, but {winner} has won")
     _require(len(free) == num_free, f"the queue holds {free}, num_free is {num_free}")
     _require(len(set(free)) == len(free), f"a block is in the queue twice: {free}")
     _require(NULL_BLOCK not in free, "the null block is in the free queue")
@@ -70,6 +78,8 @@ def _check_pool(pool: BlockPool) -> None:
             )
         else:
             _require(is_free, f"block {block_id} is not free, but its place is {place}")
+            if isinstance(queue, RankedQueue):
+                continue
             found = queue.ring[place]
             _require(found == block_id, f"block {block_id} should be at place {place}, where {found} is")
 

@@ -4,13 +4,14 @@ A policy is a value: whatever differs from one to another is in it. Each of thes
 one generation of vLLM's allocators does. To add one, write it down and name it in `POLICIES`: tests and
 benchmarks then ask for its oracle.
 
-Blocks are always taken from the head of the free queue. A policy that has to remember more of each block
-makes a queue of its own, a `FreeQueue` with more fields, which the functions of `free_queue` leave as they
-are; one that takes blocks elsewhere than at the head will need a third function beside the two.
+Blocks are taken from the head of the free queue. A policy that has to know more of each block has a queue of
+its own, a `FreeQueue` with more fields, and functions of its own to take from it and to note what happens:
+`eviction` has five.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -24,7 +25,7 @@ from jaxpaged.memory.free_queue import FreeQueue
 class Sweep:
     """A walk over the blocks that rows give back, row by row, in which each goes to the same end."""
 
-    push: Callable[[FreeQueue, Int[Array, " n"], Bool[Array, " n"]], FreeQueue]  # those masked, one by one
+    push: Callable[[Any, Int[Array, " n"], Bool[Array, " n"]], Any]  # those masked, one by one
     last_block_first: bool = False  # the way through a row
     content: bool | None = None  # passes over blocks whose content can be found (False), or cannot (True)
 
@@ -37,11 +38,18 @@ class Policy:
     """What a pool, the tables over it and swapping ask."""
 
     name: str
-    new_queue: Callable[[int], FreeQueue]  # of all `num_blocks` blocks but the null block
+    new_queue: Callable[[int], Any]  # of all `num_blocks` blocks but the null block
     sweeps: tuple[Sweep, ...]  # how blocks are given back; each block is taken by one of them
     copies_last: bool = False  # of the blocks that a row takes, the one for its copy-on-write is the last
     unshares_in_swap: bool = False  # a block that several swapped rows share is copied for each of them
     keeps_content: bool = False  # free blocks stay findable as long as may be
+    # How blocks are taken, and how those that were found leave the queue.
+    take: Callable[..., tuple[Any, Int[Array, " max_count"]]] = free_queue.pop_front
+    remove: Callable[..., Any] = free_queue.remove
+    # What to note when blocks are found (queue, ids, mask), and when they have content (queue, ids, blocks
+    # before each in its prompt, fingerprints of the contents, mask).
+    note_hits: Callable[..., Any] | None = None
+    note_content: Callable[..., Any] | None = None
 
 
 def lowest_first(num_blocks: int) -> FreeQueue:

@@ -1,0 +1,116 @@
+"""What an engine was asked, as a trace that `jaxpaged lab` reads: when, how long, and what prompts share.
+
+A JSON line a request, in Mooncake's format with the engine's `block_size`: `timestamp` in ms since the
+recording began, `input_length`, `output_length`, and `hash_ids`, one for each block of the prompt. The ids
+are hashes, under a key that is forgotten, of the prompt up to the block's end and of its salt: equal ids mean
+equal tokens, and nothing of them can be read from an id.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from absl import logging
+
+from jaxpaged.checks import InputError
+from jaxpaged.engine.request import Delta, Request
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.engine import Handle, Item, Sink
+
+ID_BYTES = 7  # so that ids fit into an int64
+
+
+@dataclass
+class _Asked:
+    timestamp: int
+    request: Request
+    output_length: int = 0
+    has_ended: bool = False
+
+
+class Recorder:
+    """Writes the requests of one engine down, in the order in which they came, each when it has ended."""
+
+    def __init__(self, path: str | os.PathLike[str], block_size: int) -> None:
+        """Raises `InputError` if the file cannot be written; what was in it is gone."""
+        self._path: Path | None = Path(path)  # None once it cannot be written any more
+        try:
+            self._path.write_text("", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"record_trace={str(path)!r} cannot be written: {error}") from error
+        self._block_size = block_size
+        self._key = secrets.token_bytes(16)
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._asked: dict[int, _Asked] = {}  # not yet written, by request id, in their order
+
+    def record(
+        self, requests: Sequence[Request], sink: "Sink | None", queue: Callable[["Sink"], "list[Handle]"]
+    ) -> "list[Handle]":
+        """Let requests be queued, with a sink that also notes what becomes of them.
+
+        An answer is a line; beam searches are left out, for their rows are not requests of somebody's.
+        """
+        with self._lock:
+            handles = queue(functools.partial(self._note, sink))
+            now = round(1000 * (time.monotonic() - self._began))
+            for handle in handles:
+                if handle.request.beams is None:
+                    self._asked[handle.request_id] = _Asked(now, handle.request)
+        return handles
+
+    def _note(self, sink: "Sink | None", item: "Item") -> None:
+        with self._lock:
+            if isinstance(item, Delta):
+                asked = self._asked.get(item.request_id)
+                if asked is not None:
+                    asked.output_length += len(item.token_ids)
+                    asked.has_ended |= bool(item.finish_reason)
+            else:  # the engine has stopped: what has not ended never will
+                self._asked = {key: asked for key, asked in self._asked.items() if asked.has_ended}
+            self._write()
+        if sink is not None:
+            sink(item)
+
+    def _write(self) -> None:
+        """Those that have ended, up to the first that has not."""
+        ended = [*itertools.takewhile(lambda item: item[1].has_ended, self._asked.items())]
+        text = ""
+        for request_id, asked in ended:
+            del self._asked[request_id]
+            line = {
+                "timestamp": asked.timestamp,
+                "input_length": len(asked.request.prompt_token_ids),
+                "output_length": asked.output_length,
+                "hash_ids": self._ids(asked.request),
+                "block_size": self._block_size,
+            }
+            text += json.dumps(line) + "\n"
+        if text and self._path is not None:
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(text)
+            except OSError as error:  # a full disk must not stop anybody's answer
+                logging.error("the trace ends here: %s cannot be written: %s", self._path, error)
+                self._path = None
+
+    def _ids(self, request: Request) -> list[int]:
+        so_far = hashlib.blake2b(key=self._key, digest_size=ID_BYTES)
+        so_far.update(np.int64(request.salt).tobytes())
+        tokens = np.ascontiguousarray(request.prompt_token_ids, np.int32)
+        ids = []
+        for start in range(0, len(tokens), self._block_size):
+            so_far.update(tokens[start : start + self._block_size].tobytes())
+            ids.append(int.from_bytes(so_far.digest(), "little"))
+        return ids

@@ -1,0 +1,1 @@
+"""The laboratory: request traces replayed through this package's own allocator and prefix cache."""

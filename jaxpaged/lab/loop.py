@@ -1,0 +1,187 @@
+"""Requests, one after the other, through the package's own block tables and prefix cache, in one compiled
+program: each is looked up, holds what it hits, takes the rest, makes it findable, and gives all back when
+another needs its row.
+
+A block of a prompt is one symbol here (`traces.Blocks`), so the tables are of blocks of one token: what a
+block holds is not looked at, only whether it is the same.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxpaged.memory import block_pool, block_table, prefix_cache
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.entries import PIECE, in_pieces
+from jaxpaged.memory.policies import Policy
+from jaxpaged.memory.ranked_queue import RankedQueue
+from jaxpaged.status import Status
+
+NO_SALT = 0
+LIFETIMES = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Requests:
+    """What `traces.Blocks` says of some requests; one that holds nothing is passed over."""
+
+    start: Int[Array, " n"]
+    num_findable: Int[Array, " n"]
+    num_lookup: Int[Array, " n"]
+    num_held: Int[Array, " n"]
+    arrival_ms: Int[Array, " n"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """One cache that requests go through."""
+
+    tables: BlockTables
+    next_row: Int[Array, ""]
+    since: Int[Array, " num_blocks"]  # ms when each block got its content, and 1; 0: it has none
+    lifetimes: Int[Array, " lifetimes"]  # evicted blocks whose content was there for less than 2**i ms
+    status: Int[Array, ""]  # `Status` bits of all that was done: anything but OK is a bug
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "num_blocks", "max_blocks", "num_rows"))
+def create(
+    num_usable: Int[Array, ""], *, policy: Policy, num_blocks: int, max_blocks: int, num_rows: int
+) -> Cache:
+    """An empty cache of `num_usable` blocks, at most `num_blocks - 1`, for prompts of up to `max_blocks`.
+
+    The arrays are of `num_blocks`, whatever is usable: so caches of all sizes share one program. The last
+    `num_rows` requests hold their blocks at the same time.
+    """
+    pool = block_pool.create(num_blocks, policy)
+    pool, info = block_pool.allocate(pool, num_blocks - 1 - num_usable, num_blocks - 1)
+    pool = replace(pool, prefix_cache=prefix_cache.create(num_blocks, 1))
+    return Cache(
+        block_table.create(pool, num_rows, max_blocks, 1),
+        jnp.int32(0),
+        jnp.zeros(num_blocks, jnp.int32),
+        jnp.zeros(LIFETIMES, jnp.int32),
+        info.status,
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def replay(
+    cache: Cache, symbols: Int[Array, " total"], next_use: Int[Array, " total"] | None, requests: Requests
+) -> tuple[Cache, Int[Array, " n"]]:
+    """Let the requests go through, and say how many blocks each has hit. The cache is donated.
+
+    Each takes the row of the one that has been there for longest; where blocks are short, those after it go
+    early, too. `next_use`, of each symbol, is for policies that know the future.
+    """
+
+    return lax.scan(lambda cache, request: _send(cache, symbols, next_use, request), cache, requests)
+
+
+def _send(
+    cache: Cache, symbols: Int[Array, " total"], next_use: Int[Array, " total"] | None, request: Requests
+) -> tuple[Cache, Int[Array, ""]]:
+    tables, row = cache.tables, cache.next_row
+    num_rows = tables.max_seqs
+    is_row = jnp.arange(num_rows) == row
+    tables, freed = block_table.free_rows(tables, is_row)
+    assert tables.pool.prefix_cache is not None
+
+    def symbols_at(*at: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        return symbols.at[request.start + at[-1]].get(mode="clip")
+
+    hit = prefix_cache.lookup(
+        tables.pool.prefix_cache,
+        symbols_at,
+        request.num_lookup + 1,
+        jnp.int32(NO_SALT),
+        max_tokens=tables.max_blocks_per_seq + 1,
+    )
+    num_hits, chain = hit.chain.num_blocks, jax.tree.map(lambda leaf: leaf[None], hit.chain)
+    tables, adopted = block_table.adopt(tables, row[None], hit.block_ids[None], chain, jnp.ones(1, bool))
+    type Carry = tuple[BlockTables, Int[Array, ""]]
+
+    def is_short(carry: tuple[Int[Array, ""], BlockTables, Int[Array, ""]]) -> Bool[Array, ""]:
+        after, tables, _ = carry
+        return (after < num_rows) & (request.num_held - num_hits > tables.pool.num_free)
+
+    def go_early(
+        carry: tuple[Int[Array, ""], BlockTables, Int[Array, ""]],
+    ) -> tuple[Int[Array, ""], BlockTables, Int[Array, ""]]:
+        after, tables, status = carry
+        tables, freed = block_table.free_rows(tables, jnp.arange(num_rows) == (row + after) % num_rows)
+        return after + 1, tables, status | freed.status
+
+    status = cache.status | freed.status | adopted.status
+    if num_rows > 1:
+        _, tables, status = lax.while_loop(is_short, go_early, (jnp.int32(1), tables, status))
+
+    def wants_blocks(carry: Carry) -> Bool[Array, ""]:
+        tables, status = carry
+        return (tables.seq_lens[row] < request.num_held) & (status == Status.OK)
+
+    def take(carry: Carry) -> Carry:
+        tables, status = carry
+        count = jnp.minimum(request.num_held - tables.seq_lens[row], PIECE)
+        tables, info = block_table.append(tables, jnp.where(is_row, count, 0), max_new_blocks=PIECE)
+        return tables, status | info.status
+
+    def is_unfindable(carry: Carry) -> Bool[Array, ""]:
+        tables, status = carry
+        return (tables.chains.num_blocks[row] < request.num_findable) & (status == Status.OK)
+
+    def publish(carry: Carry) -> Carry:
+        tables, status = carry
+        num_tokens = jnp.minimum(tables.chains.num_blocks[row] + PIECE, request.num_findable)
+        num_tokens = jnp.where(is_row, num_tokens, 0)
+        tables, info = block_table.cache_full_blocks(tables, symbols_at, num_tokens, max_blocks=PIECE)
+        return tables, status | info.status
+
+    tables, status = lax.while_loop(wants_blocks, take, (tables, status))
+    tables, status = lax.while_loop(is_unfindable, publish, (tables, status))
+    if next_use is not None:
+        tables = _foresee(tables, row, next_use, request)
+    since, lifetimes = _age(cache, tables, row, num_hits, request)
+    return Cache(tables, (row + 1) % num_rows, since, lifetimes, status), num_hits
+
+
+def _age(
+    cache: Cache, tables: BlockTables, row: Int[Array, ""], num_hits: Int[Array, ""], request: Requests
+) -> tuple[Int[Array, " num_blocks"], Int[Array, " lifetimes"]]:
+    """Note how old the content was that the row's new blocks had, and since when they have theirs."""
+    type Ages = tuple[Int[Array, " num_blocks"], Int[Array, " lifetimes"]]
+
+    def note(_: Array, k: Array, used: Array, ages: Ages) -> Ages:
+        since, lifetimes = ages
+        place = num_hits + k
+        block_id = jnp.where(used, tables.block_tables[row, place], 0)
+        old, now = since[block_id], request.arrival_ms + 1
+        bits = sum(((now - old) >> i > 0).astype(jnp.int32) for i in range(LIFETIMES - 1))
+        lifetimes = lifetimes.at[jnp.where(used & (old > 0), bits, LIFETIMES)].add(1, mode="drop")
+        new = jnp.where(place < request.num_findable, now, 0)
+        target = jnp.where(used, block_id, since.shape[0])
+        return since.at[target].set(new, mode="drop"), lifetimes
+
+    counts = (request.num_held - num_hits)[None]
+    return in_pieces(counts, note, (cache.since, cache.lifetimes))
+
+
+def _foresee(
+    tables: BlockTables, row: Int[Array, ""], next_use: Int[Array, " total"], request: Requests
+) -> BlockTables:
+    """Note of the row's blocks with content when that is asked for next."""
+
+    def note(_: Array, k: Array, used: Array, notes: Array) -> Array:
+        block_id = jnp.where(used, tables.block_tables[row, k], tables.pool.num_blocks)
+        value = next_use.at[request.start + k].get(mode="clip")
+        return notes.at[block_id, RankedQueue.NEXT_USE].set(value, mode="drop")
+
+    queue = tables.pool.free_queue
+    assert isinstance(queue, RankedQueue)
+    noted = replace(queue, notes=in_pieces(request.num_findable[None], note, queue.notes))
+    return replace(tables, pool=replace(tables.pool, free_queue=noted))

@@ -1,0 +1,231 @@
+"""What the laboratory found, for people: one HTML file with its plots inside, and the numbers beside it."""
+
+import html
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+from jaxpaged.checks import InputError
+from jaxpaged.lab import questions
+from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
+from jaxpaged.lab.traces import Trace
+
+PERCENTILES = (50, 90, 99)
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
+td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
+td:first-child, th:first-child { text-align: left }
+svg { width: 100%; height: auto }
+.model { background: #fff6e0; padding: .5rem 1rem }
+"""
+
+
+def numbers(trace: Trace, results: Sequence[Result], gpu: str) -> dict[str, Any]:
+    """All that the report shows."""
+    reuse = questions.reuse(trace)
+    return {
+        "trace": {
+            "name": trace.name,
+            "format": trace.format,
+            "num_requests": trace.num_requests,
+            "seconds": float(trace.arrival_s[-1]),
+            "input_tokens": int(trace.input_lens.sum()),
+            "output_tokens": int(trace.output_lens.sum()),
+            "block_size": trace.block_size,
+            "knows_content": trace.content is not None,
+        },
+        "hit_rates": [result.line() for result in results],
+        "lifetimes": [
+            {
+                "policy": result.combination.policy,
+                "block_size": result.combination.block_size,
+                "cache_tokens": result.combination.cache_tokens,
+                "edges_s": LIFETIME_EDGES_S.tolist(),
+                "num_evicted": result.lifetimes.tolist(),
+            }
+            for result in results
+            if result.lifetimes is not None
+        ],
+        "waste": [{"block_size": size, "share": share} for size, share in questions.waste(trace).items()],
+        "reuse": None
+        if reuse is None
+        else {
+            "share_asked_again": len(reuse.tokens) / reuse.num_asked,
+            "distance_tokens": _percentiles(reuse.tokens),
+            "seconds": _percentiles(reuse.seconds),
+        },
+        "model": {
+            "is": "a model, not a measurement: prompts alone, one after the other, at the peaks of the GPU",
+            "gpu": gpu,
+            "decoder": "8 billion parameters in bfloat16, with Llama 3.1's attention",
+            "times": [
+                {
+                    "policy": result.combination.policy,
+                    "block_size": result.combination.block_size,
+                    "cache_tokens": result.combination.cache_tokens,
+                    "ttft_s": _percentiles(ttft[-result.num_counted :]),
+                    "tpot_s": _percentiles(tpot[-result.num_counted :]),
+                }
+                for result in results
+                for ttft, tpot in [questions.model_times(trace, result.hit_tokens, gpu)]
+            ],
+        },
+    }
+
+
+def write(folder: str, trace: Trace, results: Sequence[Result], gpu: str) -> Path:
+    """Write `report.html` and `report.json` into the folder, which is made. Raises `InputError`."""
+    found = numbers(trace, results, gpu)
+    page = _page(trace, results, found)
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "report.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (path / "report.html").write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"out={folder!r} cannot be written: {error}") from error
+    return path / "report.html"
+
+
+def _percentiles(values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+
+
+def _page(trace: Trace, results: Sequence[Result], found: dict[str, Any]) -> str:
+    reuse = questions.reuse(trace)
+    about = found["trace"]
+    parts = [
+        f"<p>{about['num_requests']:,} requests in {about['seconds']:,.0f} s, {about['input_tokens']:,} "
+        f"tokens in and {about['output_tokens']:,} out. Replayed one after the other through jaxpaged's own "
+        "block tables and prefix cache; answers are not cached. Hit tokens over input tokens of the requests "
+        "after the warm-up.</p>",
+        "<h2>Hit rate by cache size</h2>",
+        _figure(lambda axis: _draw_hit_rates(axis, results)),
+        _table(
+            ("policy", "block size", "cache tokens", "hit rate"),
+            [
+                (line["policy"], line["block_size"], _tokens(line["cache_tokens"]), f"{line['hit_rate']:.4f}")
+                for line in found["hit_rates"]
+            ],
+        ),
+        "<h2>How long blocks live</h2>",
+        "<p>From when a block has its content to when it is taken for another, of all that were evicted.</p>",
+        _figure(lambda axis: _draw_lifetimes(axis, results)),
+        "<h2>Waste inside blocks</h2>",
+        "<p>Places without a token in the blocks of finished requests, prompt and answer.</p>",
+        _figure(lambda axis: _draw_waste(axis, found["waste"])),
+    ]
+    if reuse is not None and len(reuse.tokens):
+        parts += [
+            "<h2>Reuse distances</h2>",
+            f"<p>{found['reuse']['share_asked_again']:.1%} of the blocks asked for were asked for before. "
+            "How many tokens of distinct blocks were asked for in between, and how much time has passed.</p>",
+            _figure(lambda axis: _draw_shares(axis, reuse.tokens, "tokens of distinct blocks")),
+            _figure(lambda axis: _draw_shares(axis, reuse.seconds, "seconds")),
+        ]
+    parts += [
+        "<h2>What a roofline would make of it</h2>",
+        f'<p class="model"><b>A model, not a measurement.</b> {html.escape(found["model"]["gpu"])}, '
+        f"{found['model']['decoder']}: prompts are computed one after the other at the GPU's peaks, hits "
+        "cost nothing, and each later token reads the weights and its own K and V alone.</p>",
+        _table(
+            ("policy", "block size", "cache tokens", *(f"TTFT p{p}, s" for p in PERCENTILES), "TPOT p50, ms"),
+            [
+                (
+                    line["policy"],
+                    line["block_size"],
+                    _tokens(line["cache_tokens"]),
+                    *(f"{line['ttft_s'][f'p{p}']:.3f}" for p in PERCENTILES),
+                    f"{1000 * line['tpot_s']['p50']:.2f}",
+                )
+                for line in found["model"]["times"]
+            ],
+        ),
+    ]
+    title = html.escape(trace.name)
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f"<style>{STYLE}</style>\n<h1>{title}</h1>\n{body}\n</html>\n"
+    )
+
+
+def _tokens(cache_tokens: int | None) -> str:
+    return "unbounded" if cache_tokens is None else f"{cache_tokens:,}"
+
+
+def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    def line(tag: str, values: Sequence[object]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values) + "</tr>"
+
+    return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
+
+
+def _figure(draw: Callable[[Axes], None]) -> str:
+    """What is drawn, as SVG to put into a page."""
+    with plt.rc_context({"svg.hashsalt": "jaxpaged", "svg.fonttype": "none"}):
+        figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+        try:
+            draw(axis)
+            axis.grid(alpha=0.3)
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None})
+        finally:
+            plt.close(figure)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _draw_hit_rates(axis: Axes, results: Sequence[Result]) -> None:
+    groups: dict[tuple[str, int], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.combination.policy, result.combination.block_size), []).append(result)
+    for (policy, block_size), group in groups.items():
+        sized = sorted((r.combination.cache_tokens, r.hit_rate) for r in group if r.combination.cache_tokens)
+        label = f"{policy}, {block_size}"
+        if sized:
+            axis.plot(*zip(*sized, strict=True), "o-", label=label, markersize=4)
+        for result in group:
+            if result.combination.cache_tokens is None:
+                axis.axhline(result.hit_rate, color="gray", linestyle=":", linewidth=1)
+    axis.set(xlabel="cache, tokens", ylabel="hit rate", ylim=(0, None))
+    if axis.lines:
+        axis.set_xscale("log", base=2)
+    if groups and axis.get_legend_handles_labels()[0]:
+        axis.legend(title="policy, block size", fontsize=8)
+
+
+def _draw_lifetimes(axis: Axes, results: Sequence[Result]) -> None:
+    for result in results:
+        lives = result.lifetimes
+        if lives is not None and lives.sum():
+            name = f"{result.combination.policy}, {_tokens(result.combination.cache_tokens)}"
+            axis.step(LIFETIME_EDGES_S, np.cumsum(lives) / lives.sum(), where="post", label=name)
+    axis.set(xlabel="seconds", ylabel="share of evicted blocks", ylim=(0, 1.02), xscale="log")
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7)
+
+
+def _draw_waste(axis: Axes, waste: Sequence[dict[str, Any]]) -> None:
+    axis.plot([each["block_size"] for each in waste], [each["share"] for each in waste], "o-")
+    axis.set(xlabel="block size, tokens", ylabel="share of places", ylim=(0, None))
+    axis.set_xscale("log", base=2)
+
+
+def _draw_shares(axis: Axes, values: np.ndarray, what: str) -> None:
+    shares = np.linspace(0, 1, 201)
+    axis.step(np.quantile(values, shares), shares, where="post")
+    axis.set(xlabel=what, ylabel="share of reuses", ylim=(0, 1.02))
+    axis.set_xscale("symlog", linthresh=1)

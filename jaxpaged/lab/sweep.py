@@ -1,0 +1,153 @@
+"""Hit rates of caches of several sizes, under several policies, with blocks of several sizes."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.checks import INT32_MAX, InputError
+from jaxpaged.lab import belady, loop
+from jaxpaged.lab.traces import Blocks, Trace, blocks
+from jaxpaged.status import Status, raise_if_error
+
+LIFETIME_EDGES_S = 2.0 ** np.arange(loop.LIFETIMES) / 1000
+REQUESTS_A_CALL = 256  # of one compiled call: between two of them progress is told
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One cache to send a trace through."""
+
+    policy: str
+    block_size: int  # tokens
+    cache_tokens: int | None  # None: nothing is ever evicted
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of it."""
+
+    combination: Combination
+    num_usable: int  # blocks of the cache
+    hit_tokens: np.ndarray  # [requests]
+    input_tokens: np.ndarray  # [requests]
+    num_counted: int  # requests after the warm-up: the last so many
+    lifetimes: np.ndarray  # evicted blocks whose content was there for less than each of LIFETIME_EDGES_S
+    num_oversized: int  # requests whose prompt is larger than the cache: only its beginning is kept
+
+    @property
+    def hit_rate(self) -> float:
+        counted = slice(len(self.hit_tokens) - self.num_counted, None)
+        return float(self.hit_tokens[counted].sum() / self.input_tokens[counted].sum())
+
+    def line(self) -> dict[str, Any]:
+        """It as JSON."""
+        counted = slice(len(self.hit_tokens) - self.num_counted, None)
+        return {
+            "policy": self.combination.policy,
+            "block_size": self.combination.block_size,
+            "cache_tokens": self.combination.cache_tokens,
+            "hit_rate": self.hit_rate,
+            "num_requests": self.num_counted,
+            "num_warmup_requests": len(self.hit_tokens) - self.num_counted,
+            "hit_tokens": int(self.hit_tokens[counted].sum()),
+            "input_tokens": int(self.input_tokens[counted].sum()),
+            "num_blocks": self.num_usable,
+            "num_oversized_requests": self.num_oversized,
+        }
+
+
+def sweep(
+    trace: Trace,
+    combinations: Sequence[Combination],
+    *,
+    warmup: float = 0.5,
+    partial: bool = False,
+    resident: int = 1,
+    progress: Callable[[int], object] = lambda num_requests: None,
+) -> Iterator[Result]:
+    """Send the trace through each cache, several at a time, and give the results in order.
+
+    `warmup` is the share of the requests, the first ones, that fill the cache and are not counted; `partial`
+    as in `traces.blocks`; the last `resident` requests hold their blocks at the same time; `progress` is told
+    how many requests have gone through, from several threads.
+    Raises `InputError`.
+    """
+    num_counted = trace.num_requests - int(trace.num_requests * warmup)
+    if num_counted == 0:
+        raise InputError(f"warmup={warmup} must leave some of the {trace.num_requests} requests to count")
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
+            cut = _Cut(trace, blocks(trace, block_size, partial=partial), [*group], resident)
+            yield from threads.map(lambda each, cut=cut: cut.send(each, num_counted, progress), cut.group)
+
+
+class _Cut:
+    """A trace cut into blocks of one size, on the device; all caches of these have one program a policy."""
+
+    def __init__(self, trace: Trace, blocks: Blocks, group: Sequence[Combination], resident: int) -> None:
+        self.trace, self.blocks, self.group, self.resident = trace, blocks, group, resident
+        # No more than this is ever held or findable: as good as without end.
+        self.enough = blocks.num_distinct + resident * int(blocks.num_held.max())
+        # Sizes are rounded up, so that few programs serve all traces and block sizes.
+        self.num_blocks = _rounded(1 + max(self.usable(each) for each in group))
+        self.max_blocks = _rounded(int(blocks.num_held.max()))
+        if self.num_blocks > INT32_MAX // 4:
+            raise InputError(f"block_size={blocks.block_size} must be larger: {self.num_blocks:,} blocks")
+        padding = _rounded(len(blocks.symbols)) - len(blocks.symbols)
+        self.symbols = jnp.asarray(np.pad(blocks.symbols, (0, padding)))
+        self.next_use = None
+        if any(each.policy == belady.BELADY.name for each in group):
+            self.next_use = jnp.asarray(np.pad(belady.next_use(blocks), (0, padding)))
+
+    def usable(self, combination: Combination) -> int:
+        if combination.cache_tokens is None:
+            return self.enough
+        return min(combination.cache_tokens // self.blocks.block_size, self.enough)
+
+    def send(self, combination: Combination, num_counted: int, progress: Callable[[int], object]) -> Result:
+        usable = self.usable(combination)
+        cache = loop.create(
+            usable,
+            policy=belady.named(combination.policy),
+            num_blocks=self.num_blocks,
+            max_blocks=self.max_blocks,
+            num_rows=self.resident,
+        )
+        next_use = self.next_use if combination.policy == belady.BELADY.name else None
+        hits = []
+        for requests, count in self._calls(usable):
+            cache, hit = loop.replay(cache, self.symbols, next_use, requests)
+            hits.append(np.asarray(hit)[:count])
+            progress(count)
+        raise_if_error(Status(int(cache.status)))
+        hit_tokens = self.blocks.hit_tokens(np.concatenate(hits), self.trace.input_lens)
+        oversized = int((self.blocks.num_held > usable).sum())
+        lifetimes = np.asarray(cache.lifetimes)
+        return Result(
+            combination, usable, hit_tokens, self.trace.input_lens, num_counted, lifetimes, oversized
+        )
+
+    def _calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
+        """The requests, so many a call; the last call is filled up with such as hold nothing."""
+        held = np.minimum(self.blocks.num_held, usable)  # of a larger prompt its beginning
+        findable, lookup = (
+            np.minimum(each, held) for each in (self.blocks.num_findable, self.blocks.num_lookup)
+        )
+        arrival = np.minimum(1000 * self.trace.arrival_s, INT32_MAX - 1)
+        lines = np.stack([self.blocks.starts, findable, lookup, held, arrival]).astype(np.int32)
+        for first in range(0, self.trace.num_requests, REQUESTS_A_CALL):
+            some = lines[:, first : first + REQUESTS_A_CALL]
+            padded = np.pad(some, ((0, 0), (0, REQUESTS_A_CALL - some.shape[1])))
+            yield loop.Requests(*jax.device_put(padded)), some.shape[1]
+
+
+def _rounded(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, size - 1).bit_length()

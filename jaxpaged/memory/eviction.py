@@ -1,0 +1,129 @@
+"""Eviction policies that know more of a block than when it was freed: which free one loses its content first.
+
+Blocks without content always go first, in the order in which they were given back. For the others:
+
+- `fifo`: in the order in which they were first given back, whatever was found since.
+- `lfu`: the least often used first, with ageing: a block's uses are counted from the floor, the count at
+  which the last block was taken (LFU with dynamic ageing). Of equals the longest unused.
+- `depth`: the leaves of the prefix tree first, with the same ageing: to lie half as deep in a prompt is worth
+  one more turn. Of equals the longest unused.
+- `sieve`: in rounds in the order of `fifo`; who was found since the last round is left for the next (SIEVE).
+- `s3fifo`: two such orders, a small one for what is new and a main one; who was found twice in the small one,
+  or comes back soon after it was evicted from there, moves to the main one (S3-FIFO).
+
+`named` knows these and those of `policies`. Their oracles are in `reference/eviction.py`.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxpaged.checks import check
+from jaxpaged.memory import policies, ranked_queue
+from jaxpaged.memory.policies import Policy, Sweep
+from jaxpaged.memory.ranked_queue import RankedQueue, Ranking, Spared
+
+MOST_TURNS = 16  # that a block at depth 0 is worth, under `depth`
+SMALL_SHARE = 10  # the small order of `s3fifo` has one block in so many
+MOST_HITS = 3  # that count under `s3fifo`
+
+type Rank = tuple[Int[Array, " n"], Int[Array, " n"]]
+
+
+def policy(name: str, ranking: Ranking) -> Policy:
+    """The policy of a pool whose free blocks are ranked so."""
+    return Policy(
+        name,
+        functools.partial(ranked_queue.create, ranking=ranking),
+        (
+            Sweep(
+                functools.partial(ranked_queue.push, ranking, content=True),
+                last_block_first=True,
+                content=True,
+            ),
+            Sweep(
+                functools.partial(ranked_queue.push, ranking, content=False),
+                last_block_first=True,
+                content=False,
+            ),
+        ),
+        keeps_content=True,
+        take=functools.partial(ranked_queue.take, ranking),
+        remove=ranked_queue.remove,
+        note_hits=ranked_queue.note_hits,
+        note_content=functools.partial(ranked_queue.note_content, ranking),
+    )
+
+
+def _by_birth(
+    queue: RankedQueue, ids: Int[Array, " n"], is_first: Bool[Array, " n"], now: Int[Array, " n"]
+) -> Rank:
+    return jnp.broadcast_to(queue.floor, now.shape), queue.note(RankedQueue.BORN, ids)
+
+
+def _by_uses(
+    queue: RankedQueue, ids: Int[Array, " n"], is_first: Bool[Array, " n"], now: Int[Array, " n"]
+) -> Rank:
+    return queue.floor + 1 + queue.note(RankedQueue.HITS, ids), now
+
+
+def _by_depth(
+    queue: RankedQueue, ids: Int[Array, " n"], is_first: Bool[Array, " n"], now: Int[Array, " n"]
+) -> Rank:
+    depth = queue.note(RankedQueue.DEPTH, ids) - 1
+    halvings = sum((depth >> i > 0).astype(jnp.int32) for i in range(MOST_TURNS))
+    return queue.floor + MOST_TURNS - halvings, now
+
+
+def _as_it_was(
+    queue: RankedQueue, ids: Int[Array, " n"], is_first: Bool[Array, " n"], now: Int[Array, " n"]
+) -> Rank:
+    """New ones behind all others, and every other one where it was."""
+    major, minor = queue.rank[ids].T
+    return jnp.where(is_first, queue.floor, major), jnp.where(is_first, now, minor)
+
+
+def _passed_over(queue: RankedQueue, block_id: Int[Array, ""]) -> Spared:
+    """Who was found is looked at again in the next round."""
+    hits = queue.note(RankedQueue.HITS, block_id)
+    next_round = queue.rank[block_id] + jnp.array([1, 0], jnp.int32)
+    return hits > 0, next_round, queue.kind[block_id], jnp.zeros_like(hits)
+
+
+SMALL, MAIN = 0, 1
+
+
+def _moved(queue: RankedQueue, block_id: Int[Array, ""]) -> Spared:
+    """From the small order to the main one's end, or from there to its end again, with a hit less."""
+    hits = jnp.minimum(queue.note(RankedQueue.HITS, block_id), MOST_HITS)
+    is_small = queue.kind[block_id] == SMALL
+    at_the_end = jnp.stack([queue.rank[block_id, 0], queue.now + 1])
+    left = jnp.where(is_small, 0, hits - 1)
+    return jnp.where(is_small, hits > 1, hits > 0), at_the_end, jnp.int32(MAIN), left
+
+
+def _small_or_main(queue: RankedQueue, heads: Int[Array, " num_kinds"]) -> Int[Array, ""]:
+    small, main = queue.num_queued
+    is_empty = queue.rank[heads[SMALL], 0] - queue.floor <= -ranked_queue.WITHOUT_CONTENT // 2
+    has_small = heads[SMALL] != 0
+    takes_small = (is_empty & has_small) | (small * SMALL_SHARE > small + main) | (main == 0)
+    return jnp.where(takes_small & has_small, SMALL, MAIN)
+
+
+RANKINGS = {
+    "fifo": Ranking(_by_birth),
+    "lfu": Ranking(_by_uses),
+    "depth": Ranking(_by_depth),
+    "sieve": Ranking(_as_it_was, spare=_passed_over),
+    "s3fifo": Ranking(_as_it_was, spare=_moved, choose=_small_or_main, num_kinds=2, remembers=True),
+}
+EVICTION_POLICIES = {name: each for name, each in policies.POLICIES.items() if each.keeps_content} | {
+    name: policy(name, ranking) for name, ranking in RANKINGS.items()
+}
+
+
+def named(name: str) -> Policy:
+    """The policy of this name. Raises `InputError` for an unknown one."""
+    check("policy", name, f"one of {', '.join(EVICTION_POLICIES)}", name in EVICTION_POLICIES)
+    return EVICTION_POLICIES[name]

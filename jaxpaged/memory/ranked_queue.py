@@ -1,0 +1,288 @@
+"""Free blocks by rank, whatever order they came in: for policies that know more of a block than when it was
+freed.
+
+A tournament: the blocks are the leaves of a tree, and each node above knows the lowest in rank of the free
+blocks below it. A block that comes or goes plays again on its way to the root, so that costs O(log
+num_blocks). Taking goes one block after the other: a policy may spare the first in rank, which then gets
+another rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.memory.free_queue import FreeQueue
+
+FAN_OUT = 16  # children of a node
+WITHOUT_CONTENT = 1 << 29  # so far below all others rank blocks that hold nothing
+INT32_MAX = 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RankedQueue(FreeQueue):
+    """The ring is empty; `place` of a free block is 0. Of the counters only `num_free` has a meaning.
+
+    Ranks are pairs, and lower goes first. They are compared by how far they are from `clock`'s first two, so
+    they may go round.
+    """
+
+    rank: Int[Array, "num_blocks 2"]
+    kind: Int[Array, " num_blocks"]  # blocks of each kind have a tournament of their own
+    winners: Int[
+        Array, "num_nodes num_kinds"
+    ]  # level after level, from above the leaves to the root; 0: none
+    notes: Int[Array, "num_blocks 5"]  # what is known of a block: the columns below
+    clock: Int[Array, "2"]  # the floor, the first part of the last rank taken; and blocks given back so far
+    num_queued: Int[Array, " num_kinds"]  # free blocks of each kind with content
+    marks: Int[Array, " num_blocks"]  # all 0 between two calls
+    ghosts: Int[Array, "num_ghosts 2"]  # content that was evicted: its fingerprint, and when
+    num_ghosts: Int[Array, ""]  # so far
+
+    HITS: ClassVar[int] = 0  # times it was found since it has this content
+    BORN: ClassVar[int] = 1  # when it was first given back since then; 0: not yet
+    DEPTH: ClassVar[int] = 2  # blocks of its prompt up to it; 0: since it was taken it had no content
+    FINGERPRINT: ClassVar[int] = 3  # of its content
+    NEXT_USE: ClassVar[int] = 4  # when its content is asked for next, where the future is known
+
+    @property
+    def floor(self) -> Int[Array, ""]:
+        return self.clock[0]
+
+    @property
+    def now(self) -> Int[Array, ""]:
+        return self.clock[1]
+
+    def note(self, column: int, block_ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        return self.notes[block_ids, column]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What makes one policy of this queue: pure functions of it and of block ids."""
+
+    # The rank of blocks with content that are given back: (queue, ids, is it the first time, now) -> rank.
+    rank: Callable[
+        [RankedQueue, Int[Array, " n"], Bool[Array, " n"], Int[Array, " n"]],
+        tuple[Int[Array, " n"], Int[Array, " n"]],
+    ]
+    # Whether the first in rank is spared: (queue, id) -> (spared, its new rank, kind and hits).
+    spare: Callable[[RankedQueue, Int[Array, ""]], "Spared"] | None = None
+    # Of which kind the next block to be taken is.
+    choose: Callable[[RankedQueue, Int[Array, " num_kinds"]], Int[Array, ""]] | None = None
+    num_kinds: int = 1
+    remembers: bool = False  # evicted content of kind 0; what comes back is of kind 1
+
+
+type Spared = tuple[Bool[Array, ""], Int[Array, "2"], Int[Array, ""], Int[Array, ""]]
+
+
+def _levels(num_blocks: int) -> list[int]:
+    """Nodes of each level, from above the leaves to the root."""
+    sizes = [cdiv(num_blocks, FAN_OUT)]
+    while sizes[-1] > 1:
+        sizes.append(cdiv(sizes[-1], FAN_OUT))
+    return sizes
+
+
+def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
+    """All blocks but the null block, the lowest id first."""
+    ids = jnp.arange(num_blocks, dtype=jnp.int32)
+    num_ghosts = 1 << (num_blocks - 1).bit_length() if ranking.remembers else 0
+    queue = RankedQueue(
+        ring=jnp.zeros(0, jnp.int32),
+        place=jnp.where(ids == 0, FreeQueue.NOT_QUEUED, 0),
+        counters=jnp.array([0, 0, num_blocks - 1], jnp.int32),
+        rank=jnp.stack([jnp.full_like(ids, -WITHOUT_CONTENT), ids], axis=1),
+        kind=jnp.zeros_like(ids),
+        winners=jnp.zeros((sum(_levels(num_blocks)), ranking.num_kinds), jnp.int32),
+        notes=jnp.zeros((num_blocks, 5), jnp.int32),
+        clock=jnp.array([0, num_blocks], jnp.int32),
+        num_queued=jnp.zeros(ranking.num_kinds, jnp.int32),
+        marks=jnp.zeros_like(ids),
+        ghosts=jnp.zeros((num_ghosts, 2), jnp.int32),
+        num_ghosts=jnp.int32(0),
+    )
+    return _play(queue, ids, jnp.ones(num_blocks, bool))
+
+
+def push(
+    ranking: Ranking,
+    queue: RankedQueue,
+    ids: Int[Array, " n"],
+    mask: Bool[Array, " n"],
+    *,
+    content: bool,
+) -> RankedQueue:
+    """Give the masked ids back, one after the other; all of them hold content, or none does."""
+    order = jnp.cumsum(mask, dtype=jnp.int32)
+    now = queue.now + order
+    target = jnp.where(mask, ids, queue.num_blocks)
+    if content:
+        born = queue.note(RankedQueue.BORN, ids)
+        is_first = born == 0
+        notes = queue.notes.at[target, RankedQueue.BORN].set(jnp.where(is_first, now, born), mode="drop")
+        queue = replace(queue, notes=notes)
+        rank = jnp.stack(ranking.rank(queue, ids, is_first, now), axis=1)
+        joins = jnp.where(mask, queue.kind[ids], queue.num_queued.shape[0])
+        queue = replace(queue, num_queued=queue.num_queued.at[joins].add(1, mode="drop"))
+    else:
+        rank = jnp.stack([jnp.broadcast_to(queue.floor - WITHOUT_CONTENT, now.shape), now], axis=1)
+        queue = replace(queue, kind=queue.kind.at[target].set(0, mode="drop"))
+    count = order[-1]
+    queue = replace(
+        queue,
+        place=queue.place.at[target].set(0, mode="drop"),
+        rank=queue.rank.at[target].set(rank, mode="drop"),
+        clock=queue.clock.at[1].add(count),
+        counters=queue.counters.at[2].add(count),
+    )
+    return _play(queue, ids, mask)
+
+
+def remove(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
+    """Take the masked ids, all of them free, out of wherever they are; an id may be named several times."""
+    target = jnp.where(mask, ids, queue.num_blocks)
+    mark = 1 + jnp.arange(ids.shape[0], dtype=jnp.int32)
+    marks = queue.marks.at[target].max(mark, mode="drop")
+    found = marks[ids]
+    leaves = mask & (found == mark)
+    kind = jnp.where(leaves & _has_content(queue, ids), queue.kind[ids], queue.num_queued.shape[0])
+    queue = replace(
+        queue,
+        place=queue.place.at[target].set(FreeQueue.NOT_QUEUED, mode="drop"),
+        marks=marks.at[target].set(jnp.minimum(found, 0), mode="drop"),  # XLA must read before it writes
+        counters=queue.counters.at[2].add(-jnp.sum(leaves, dtype=jnp.int32)),
+        num_queued=queue.num_queued.at[kind].add(-1, mode="drop"),
+    )
+    return _play(queue, ids, mask)
+
+
+def take(
+    ranking: Ranking,
+    queue: RankedQueue,
+    count: Int[Array, ""],
+    max_count: int,
+    *,
+    place: int = FreeQueue.NOT_QUEUED,
+) -> tuple[RankedQueue, Int[Array, " max_count"]]:
+    """As `free_queue.pop_front`: the first `count` ids in rank, but for those spared; those beyond are 0."""
+    type Progress = tuple[RankedQueue, Int[Array, ""], Int[Array, " max_count"]]
+
+    def one(progress: Progress) -> Progress:
+        queue, num_taken, taken_ids = progress
+        # All that is written to below is read up here, once.
+        heads = lax.optimization_barrier(queue.winners[-1])
+        kind = jnp.int32(0) if ranking.choose is None else ranking.choose(queue, heads)
+        block_id = heads[kind]
+        was = queue.rank[block_id], kind, queue.note(RankedQueue.HITS, block_id)
+        may_be, *changed = (jnp.bool_(False), *was)
+        if ranking.spare is not None:
+            may_be, *changed = ranking.spare(queue, block_id)
+        holds, notes = _has_content(queue, block_id), queue.notes[block_id]
+        kind, block_id, was, may_be, changed, holds, notes = lax.optimization_barrier(
+            (kind, block_id, was, may_be, changed, holds, notes)
+        )
+        spared = may_be & holds
+        rank, new_kind, hits = (jnp.where(spared, a, b) for a, b in zip(changed, was, strict=True))
+        evicted = holds & ~spared
+        if ranking.remembers:
+            queue = _remember(queue, notes[RankedQueue.FINGERPRINT], evicted & (kind == 0))
+        moves = jnp.zeros_like(queue.num_queued).at[kind].add(-1)
+        moves = moves.at[new_kind].add(spared)
+        kept = notes.at[RankedQueue.HITS].set(hits)
+        queue = replace(
+            queue,
+            place=queue.place.at[block_id].set(jnp.where(spared, 0, place)),
+            rank=queue.rank.at[block_id].set(rank),
+            kind=queue.kind.at[block_id].set(jnp.where(spared, new_kind, 0)),
+            notes=queue.notes.at[block_id].set(jnp.where(spared, kept, 0)),
+            clock=jnp.stack([jnp.where(evicted, rank[0], queue.floor), queue.now + spared]),
+            counters=queue.counters.at[2].add(jnp.where(spared, 0, -1)),
+            num_queued=queue.num_queued + jnp.where(holds, moves, 0),
+        )
+        queue = _play(queue, block_id[None], jnp.ones(1, bool))
+        at = jnp.where(spared, max_count, num_taken)
+        return queue, num_taken + ~spared, taken_ids.at[at].set(block_id, mode="drop")
+
+    start = (queue, jnp.int32(0), jnp.zeros(max_count, jnp.int32))
+    queue, _, taken_ids = lax.while_loop(lambda progress: progress[1] < count, one, start)
+    return queue, taken_ids
+
+
+def note_hits(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
+    """The masked blocks were found; one named several times, so often."""
+    target = jnp.where(mask, ids, queue.num_blocks)
+    return replace(queue, notes=queue.notes.at[target, RankedQueue.HITS].add(1, mode="drop"))
+
+
+def note_content(
+    ranking: Ranking,
+    queue: RankedQueue,
+    ids: Int[Array, " n"],
+    depth: Int[Array, " n"],
+    fingerprint: Int[Array, " n"],
+    mask: Bool[Array, " n"],
+) -> RankedQueue:
+    """The masked blocks, which are held, have content by now; those that had before are passed over."""
+    old = queue.notes[ids]
+    target = jnp.where(mask & (old[:, RankedQueue.DEPTH] == 0), ids, queue.num_blocks)
+    nothing = jnp.zeros_like(depth)
+    notes = jnp.stack([nothing, nothing, depth + 1, fingerprint, nothing], axis=1)
+    queue = replace(queue, notes=queue.notes.at[target].set(notes, mode="drop"))
+    if not ranking.remembers:
+        return queue
+    ghost = queue.ghosts[fingerprint & (queue.ghosts.shape[0] - 1)]
+    oldest = jnp.maximum(queue.num_ghosts - jnp.sum(queue.num_queued), 0)
+    is_back = (ghost[:, 0] == fingerprint) & (ghost[:, 1] > oldest)
+    return replace(queue, kind=queue.kind.at[target].set(is_back.astype(jnp.int32), mode="drop"))
+
+
+def _remember(queue: RankedQueue, fingerprint: Int[Array, ""], mask: Bool[Array, ""]) -> RankedQueue:
+    num_ghosts = queue.num_ghosts + mask
+    at = jnp.where(mask, fingerprint & (queue.ghosts.shape[0] - 1), queue.ghosts.shape[0])
+    ghosts = queue.ghosts.at[at].set(jnp.stack([fingerprint, num_ghosts]), mode="drop")
+    return replace(queue, ghosts=ghosts, num_ghosts=num_ghosts)
+
+
+def _has_content(queue: RankedQueue, block_id: Int[Array, "*n"]) -> Bool[Array, "*n"]:
+    """Of free blocks."""
+    return queue.rank[block_id, 0] - queue.floor > -WITHOUT_CONTENT // 2
+
+
+def _play(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
+    """Find the winners again of all nodes above the masked blocks."""
+    children, first, below = queue.winners, 0, None
+    for level, size in enumerate(_levels(queue.num_blocks)):
+        node = ids // FAN_OUT ** (level + 1)
+        place = node[:, None] * FAN_OUT + jnp.arange(FAN_OUT, dtype=jnp.int32)
+        target = first + jnp.where(mask, node, children.shape[0])
+        for kind in range(children.shape[1]):
+            if below is None:
+                rivals = jnp.where(place < queue.num_blocks, place, 0)
+                rivals = jnp.where(queue.kind[rivals] == kind, rivals, 0)
+            else:
+                rivals = children.at[below + place, kind].get(mode="clip")
+                rivals = jnp.where(below + place < first, rivals, 0)
+            children = children.at[target, kind].set(_lowest(queue, rivals), mode="drop")
+        below, first = first, first + size
+    # What is written to these next is written when they have been read.
+    place, rank, kind, winners = lax.optimization_barrier((queue.place, queue.rank, queue.kind, children))
+    return replace(queue, place=place, rank=rank, kind=kind, winners=winners)
+
+
+def _lowest(queue: RankedQueue, rivals: Int[Array, "n rivals"]) -> Int[Array, " n"]:
+    """The first in rank of each line; 0 where none is free."""
+    is_free = queue.place[rivals] >= 0
+    major, minor = jnp.moveaxis(queue.rank[rivals] - queue.clock, -1, 0)
+    major = jnp.where(is_free, major, INT32_MAX)
+    is_low = is_free & (major == jnp.min(major, axis=1, keepdims=True))
+    best = jnp.argmin(jnp.where(is_low, minor, INT32_MAX), axis=1)
+    winner = jnp.take_along_axis(rivals, best[:, None], axis=1)[:, 0]
+    return jnp.where(jnp.any(is_free, axis=1), winner, 0)

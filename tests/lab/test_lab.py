@@ -1,0 +1,127 @@
+"""The laboratory: what it finds is what plain Python finds, request by request."""
+
+import functools
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import cli
+from jaxpaged.lab import belady, loop, sweep, traces
+from jaxpaged.lab.sweep import Combination
+from jaxpaged.memory import prefix_cache
+from reference import eviction
+from tests.lab.tracing import conversations, write
+
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return traces.read(write(tmp_path_factory.mktemp("lab") / "trace.jsonl", conversations()))
+
+
+@functools.cache
+def words(symbol):
+    """The first word of the hash of a block of this symbol, at each place of a prompt; of the root before."""
+    place = jnp.arange(-1, 64, dtype=jnp.int32)
+    tokens = jnp.where(place < 0, loop.NO_SALT, symbol)[:, None]
+    return np.asarray(prefix_cache.hash_block(tokens, place))[:, 0]
+
+
+def name_of(symbols):
+    """What a policy remembers of a prompt's beginning."""
+    total = int(words(0)[0]) + sum(int(words(symbol)[1 + i]) for i, symbol in enumerate(symbols))
+    return int(np.uint32(total % 2**32).astype(np.int32))
+
+
+def by_hand(trace, combination, partial=False, resident=1):
+    """Hit tokens of each request, by the oracle."""
+    cut = traces.blocks(trace, combination.block_size, partial=partial)
+    usable = combination.cache_tokens and combination.cache_tokens // combination.block_size
+    usable = usable or cut.num_distinct + resident * int(cut.num_held.max())
+    if combination.policy == "s3fifo":  # the compiled side's table is that of the largest cache
+        policy = eviction.S3Fifo(usable + 1, num_ghosts=64)
+        prompts = eviction.Prompts(policy, usable + 1, resident, name_of)
+    else:
+        policy = eviction.POLICIES[combination.policy](usable + 1)
+        prompts = eviction.Prompts(policy, usable + 1, resident)
+    hits, uses = [], belady.next_use(cut)
+    for r in range(trace.num_requests):
+        own = slice(cut.starts[r], cut.starts[r] + cut.num_findable[r])
+        symbols = cut.symbols[own].tolist()
+        held = min(int(cut.num_held[r]), usable)
+        lookup = min(int(cut.num_lookup[r]), held)
+        hits.append(prompts.send(symbols[:held], lookup, held, uses[own].tolist()[:held]))
+    return cut.hit_tokens(np.array(hits), trace.input_lens)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_hits_are_those_of_plain_python(trace, partial):
+    """At sizes where prompts do not fit, where few do, and where nothing is ever evicted."""
+    asked = [Combination("lru", 64, tokens) for tokens in (320, 1600, 6400, None)]
+    results = [*sweep.sweep(trace, asked, warmup=0.25, partial=partial)]
+    assert [each.combination for each in results] == asked
+    for each, result in zip(asked, results, strict=True):
+        np.testing.assert_array_equal(result.hit_tokens, by_hand(trace, each, partial))
+    assert results[0].num_oversized > 0
+    assert results[-1].num_oversized == 0
+    rates = [result.hit_rate for result in results]
+    assert rates == sorted(set(rates))
+
+
+SLOW = pytest.mark.slow  # a program each; those that are left use every part of the ranked queue
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "lfu",
+        "s3fifo",
+        *(
+            pytest.param(name, marks=SLOW)
+            for name in ("lru", "lru_split", "fifo", "depth", "sieve", "belady")
+        ),
+    ],
+)
+def test_each_policy_hits_what_plain_python_does_with_three_prompts_at_a_time(trace, policy):
+    asked = [Combination(policy, 64, 64 * num_blocks) for num_blocks in (20, 30, 60)]
+    for each, result in zip(asked, sweep.sweep(trace, asked, resident=3), strict=True):
+        np.testing.assert_array_equal(result.hit_tokens, by_hand(trace, each, resident=3))
+
+
+def test_the_command_prints_a_json_line_for_each_combination(tmp_path, capsys):
+    file = write(tmp_path / "trace.jsonl", conversations())
+    command = f"lab {file} --cache-tokens 1600,unbounded --warmup 0.25 --json"
+    assert cli.main(command.split()) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["policy"], line["block_size"], line["cache_tokens"]) for line in lines] == [
+        ("lru", 64, 1600),
+        ("lru", 64, None),
+    ]
+    for line in lines:
+        expected = by_hand(traces.read(file), Combination("lru", line["block_size"], line["cache_tokens"]))
+        assert line["num_requests"] == 150
+        assert line["hit_tokens"] == expected[50:].sum()
+        assert line["hit_rate"] == line["hit_tokens"] / line["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--policies none", "policy='none' must be one of"),
+        ("--policies lifo", "policy='lifo' must be one of"),
+        ("--resident 0", "resident=0 must be an int from 1 to 1024"),
+        ("--block-size x", "block_size='x' must be an int >= 1"),
+        ("--cache-tokens 63", "cache_tokens=63 must be an int >= 64"),
+        ("--warmup 1", r"warmup=1.0 must be in \[0, 1\)"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, options, message):
+    file = write(tmp_path / "trace.jsonl", conversations(4))
+    assert cli.main(["lab", file, *options.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert re.search(message, err)
