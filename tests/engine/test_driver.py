@@ -27,8 +27,8 @@ LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 65, 100, 127]
     [
         pytest.param({}, id="room for all"),
         pytest.param(
-            {"max_num_seqs": 1, "max_num_batched_tokens": 33},
-            id="one row, one tile",
+            {"max_num_seqs": 1, "max_num_batched_tokens": 33, "enable_prefix_caching": False},
+            id="one row, one tile, no caching",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -36,12 +36,6 @@ LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 65, 100, 127]
             id="blocks of 1, few",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"block_size": 16, "num_blocks": 1 + 9, "enable_prefix_caching": False},
-            id="no caching",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"attention": "xla"}, id="attention by XLA", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_equal_the_reference(options):
@@ -253,19 +247,13 @@ def test_the_loop_compiles_once_whatever_comes():
     assert [program._cache_size() for program in programs] == compiled
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 65}, id="one", marks=pytest.mark.slow),
-        pytest.param(tiny.SWAP, id="swap", marks=pytest.mark.slow),
-    ],
-)
-def test_no_step_copies_the_cache(options, monkeypatch):
+@pytest.mark.slow
+def test_no_step_copies_the_cache(monkeypatch):
     """The compiled loop's temporary memory does not grow with the number of blocks."""
     monkeypatch.setattr(Driver, "_compile", lambda self: None)
 
     def temp_bytes(num_blocks: int) -> tuple[int, int]:
-        driver = tiny.driver(**options | {"num_blocks": num_blocks})
+        driver = tiny.driver(**tiny.SWAP | {"num_blocks": num_blocks})
         compiled = loop.run.lower(
             driver._graphdef,
             driver._params,
