@@ -1,6 +1,7 @@
 """Every annotated function that works on arrays checks its shapes and types while the tests run."""
 
 import collections
+import gc
 import os
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def few_mappings():
     mappings = Path("/proc/self/maps")
     if mappings.exists() and mappings.read_bytes().count(b"\n") > MANY_MAPPINGS:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="module")

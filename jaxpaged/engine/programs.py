@@ -19,7 +19,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpaged import disk_cache
 
-_loaded: dict[Path, Callable[..., Any]] = {}  # engines of the same sizes share a program
+# Engines of the same sizes share a program; the ones asked for last are at the end.
+_loaded: dict[Path, Callable[..., Any]] = {}
+MOST_LOADED = 8  # each maps its code in a thousand pieces, of which the system allows a process some 65,000
 MOST_PROGRAMS = 64
 
 
@@ -40,10 +42,13 @@ def kept(
     path = disk_cache.path_of(identity, ".program")
     if path is None:
         return None
-    if path not in _loaded:
-        loaded = _read(path, arrays, result) if path.exists() else None
-        _loaded[path] = loaded or _compile(path, lower)
-    return _loaded[path]
+    program = _loaded.pop(path, None)
+    if program is None and path.exists():
+        program = _read(path, arrays, result)
+    program = _loaded[path] = program or _compile(path, lower)
+    if len(_loaded) > MOST_LOADED:
+        del _loaded[next(iter(_loaded))]
+    return program
 
 
 def _read(path: Path, arrays: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:

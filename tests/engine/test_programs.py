@@ -1,5 +1,6 @@
 """Compiled programs kept on disk: read back by whoever asks for the same, made anew by all others."""
 
+import functools
 import logging
 import os
 
@@ -92,3 +93,18 @@ def test_jax_keeps_its_own_programs_as_before(folder, ask):
     before = jax.config.jax_enable_compilation_cache
     assert ask()
     assert jax.config.jax_enable_compilation_cache == before
+
+
+def test_a_process_holds_the_programs_asked_for_last(folder, monkeypatch):
+    monkeypatch.setattr(programs, "_loaded", {})
+    monkeypatch.setattr(programs, "MOST_LOADED", 2)
+
+    def get(added):
+        lower = functools.partial(jax.jit(lambda x: {"sum": x + added}).lower, X)
+        return programs.kept(lower, made_from=("add", added), arrays=(X,), result={"sum": 0})
+
+    first, second = get(1.0), get(2.0)
+    assert get(1.0) is first
+    get(3.0)
+    assert get(1.0) is first
+    assert get(2.0) is not second
