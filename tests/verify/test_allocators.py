@@ -47,7 +47,7 @@ def test_a_bug_is_found_and_its_history_made_short(
 ) -> None:
     module, _, name = mutant.path.partition(":")
     with planted(mutant, tmp_path) as theirs:
-        report = verify_allocator(theirs, mutant.what, save=tmp_path, shrink_seconds=4)
+        report = verify_allocator(theirs, mutant.what, save=tmp_path, shrink_seconds=2)
         assert not report.ok, report
         assert 1 <= len(report.shortest) <= 12, report  # of up to 40; given time, at most 8
         assert cli.main(["verify", "allocator", "--replay", str(report.saved)]) == 1
@@ -100,7 +100,7 @@ def test_a_class_that_raises_is_told_so(tmp_path: Path) -> None:
 
     report = verify_allocator(Broken, "v1", histories=40)
     assert "fails, where the oracle does not: RuntimeError: three is too many" in str(report)
-    assert len(report.shortest) == 1
+    assert len(report.shortest) <= 4, report
 
     report = verify_allocator(lambda *sizes: None, "v0", histories=2, save=tmp_path)
     assert "made fails, where the oracle does not" in str(report) or "AttributeError" in str(report)
