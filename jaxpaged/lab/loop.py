@@ -161,7 +161,7 @@ def _age(
         place = num_hits + k
         block_id = jnp.where(used, tables.block_tables[row, place], 0)
         old, now = since[block_id], request.arrival_ms + 1
-        bits = sum(((now - old) >> i > 0).astype(jnp.int32) for i in range(LIFETIMES - 1))
+        bits = LIFETIMES - lax.clz(now - old)
         lifetimes = lifetimes.at[jnp.where(used & (old > 0), bits, LIFETIMES)].add(1, mode="drop")
         new = jnp.where(place < request.num_findable, now, 0)
         target = jnp.where(used, block_id, since.shape[0])

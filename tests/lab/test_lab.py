@@ -37,7 +37,27 @@ def name_of(symbols):
     return int(np.uint32(total % 2**32).astype(np.int32))
 
 
-def by_hand(trace, combination, partial=False, resident=1):
+class Aged:
+    """A policy that also notes how long content was there, in ms, when its block is taken."""
+
+    def __init__(self, policy):
+        self.policy, self.since, self.lives, self.now = policy, {}, [], 0
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+
+    def take(self):
+        block = self.policy.take()
+        if block in self.since:
+            self.lives.append(self.now - self.since.pop(block))
+        return block
+
+    def publish(self, block, depth, content):
+        self.since[block] = self.now
+        self.policy.publish(block, depth, content)
+
+
+def by_hand(trace, combination, partial=False, resident=1, lives=None):
     """Hit tokens of each request, by the oracle."""
     cut = traces.blocks(trace, combination.block_size, partial=partial)
     usable = combination.cache_tokens and combination.cache_tokens // combination.block_size
@@ -49,12 +69,18 @@ def by_hand(trace, combination, partial=False, resident=1):
         policy = eviction.POLICIES[combination.policy](usable + 1)
         prompts = eviction.Prompts(policy, usable + 1, resident)
     hits, uses = [], belady.next_use(cut)
+    if lives is not None:
+        prompts.policy = Aged(policy)
     for r in range(trace.num_requests):
+        if lives is not None:
+            prompts.policy.now = round(1000 * trace.arrival_s[r])
         own = slice(cut.starts[r], cut.starts[r] + cut.num_findable[r])
         symbols = cut.symbols[own].tolist()
         held = min(int(cut.num_held[r]), usable)
         lookup = min(int(cut.num_lookup[r]), held)
         hits.append(prompts.send(symbols[:held], lookup, held, uses[own].tolist()[:held]))
+    if lives is not None:
+        lives += prompts.policy.lives
     return cut.hit_tokens(np.array(hits), trace.input_lens)
 
 
@@ -65,7 +91,10 @@ def test_hits_are_those_of_plain_python(trace, partial):
     results = [*sweep.sweep(trace, asked, warmup=0.25, partial=partial)]
     assert [each.combination for each in results] == asked
     for each, result in zip(asked, results, strict=True):
-        np.testing.assert_array_equal(result.hit_tokens, by_hand(trace, each, partial))
+        lives: list[int] = []
+        np.testing.assert_array_equal(result.hit_tokens, by_hand(trace, each, partial, lives=lives))
+        for i, edge in enumerate(sweep.LIFETIME_EDGES_S):
+            assert result.lifetimes[: i + 1].sum() == sum(life < 1000 * edge for life in lives)
     assert results[0].num_oversized > 0
     assert results[-1].num_oversized == 0
     rates = [result.hit_rate for result in results]
