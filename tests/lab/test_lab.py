@@ -15,8 +15,6 @@ from jaxpaged.memory import prefix_cache
 from reference import eviction
 from tests.lab.tracing import conversations, write
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
