@@ -12,9 +12,7 @@ import collections
 import json
 import random
 import re
-import signal
 import string
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,7 @@ from typing import Any
 import httpx
 from absl import app, flags
 
-from benchmarks import record
+from benchmarks import record, servers
 
 FLAGS = flags.FLAGS
 flags.DEFINE_float("seconds", 600, "how long", lower_bound=1)
@@ -40,17 +38,8 @@ KINDS = 1000  # of malformed bodies
 
 def main(argv: Sequence[str]) -> None:
     record.start(argv)
-    command = [sys.executable, "-m", "jaxpaged.cli", "serve", "--model", FLAGS.model, "--port", "0"]
-    command += ["--log-level", "error", "--max-queue", str(FLAGS.clients), *FLAGS.serve]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            found = re.search(r" at (\S+)/v1", server.stdout.readline())
-            if found is None:
-                sys.exit("the server did not start")
-            line = asyncio.run(soak(found[1], server.pid))
-        finally:
-            server.send_signal(signal.SIGTERM)
+    with servers.ours("--max-queue", str(FLAGS.clients), *FLAGS.serve, model=FLAGS.model) as (url, server):
+        line = asyncio.run(soak(url, server.pid))
     line["exit_code"] = server.returncode
     print(json.dumps(line | record.context("benchmarks.soak")))
     if line["grown"] or server.returncode:
