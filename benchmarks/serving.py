@@ -4,11 +4,12 @@
         [--peer vllm=PYTHON=MODEL] [--out FILE]
 
 Ours, each peer, and `LLM.generate` without a server take turns. Each round every server is started anew,
-asked a few requests that are not counted, then the same ragged ones by so many clients, each asking again
-when it is answered. JSON lines: a server's at each number of clients, and what `LLM.generate` makes of the
-same requests at once, with as many rows as the most clients. Medians over the rounds. `ratio` is our output
-tokens per second by the peer's, and our p99 time to the first token by the peer's; for `LLM.generate` the
-server's tokens per second with the most clients by its own: what HTTP leaves.
+asked a few requests that are not counted, then ragged ones by so many clients, each asking again when it is
+answered; the same of every server, others for each number of clients. JSON lines: a server's at each number
+of clients, and what `LLM.generate` makes of the last requests at once, with as many rows as the most clients.
+Medians over the rounds. `ratio` is our output tokens per second by the peer's, and our p99 time to the first
+token by the peer's; for `LLM.generate` the server's tokens per second with the most clients by its own: what
+HTTP leaves.
 """
 
 import argparse
@@ -92,14 +93,15 @@ def asked(url: str, clients: list[int]) -> list[dict[str, Any]]:
     """What the load generator says of a server, at each number of clients."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "runs.jsonl")
-        command = [sys.executable, "-m", "jaxpaged.cli", *_bench(url, clients), "--output", str(out)]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        for num_clients in clients:
+            command = [sys.executable, "-m", "jaxpaged.cli", *_bench(url, num_clients), "--output", str(out)]
+            subprocess.run(command, check=True, stdout=sys.stderr)
         return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def generated(max_num_seqs: int) -> dict[str, Any]:
     """The same requests through `LLM.generate`, in a process of its own as a server is."""
-    asked = bench_workloads.make(_parsed(_bench("http://nobody", [max_num_seqs])))
+    asked = bench_workloads.make(_parsed(_bench("http://nobody", max_num_seqs)))
     workload: workloads.Workload = {
         "name": "ragged",
         "requests": [{"prompt_token_ids": each.prompt, "max_tokens": each.max_tokens} for each in asked],
@@ -121,9 +123,10 @@ def _parsed(command: list[str]) -> argparse.Namespace:
     return parser.parse_args(command)
 
 
-def _bench(url: str, clients: list[int]) -> list[str]:
-    counts = [*map(str, clients), "--num-requests", str(_REQUESTS.value)]
-    return ["bench", "serve", "--base-url", url, "--concurrency", *counts]
+def _bench(url: str, num_clients: int) -> list[str]:
+    """With a seed of its own: who asks the same again finds it in the prefix cache."""
+    options = ["--concurrency", num_clients, "--num-requests", _REQUESTS.value, "--seed", num_clients]
+    return ["bench", "serve", "--base-url", url, *map(str, options)]
 
 
 if __name__ == "__main__":
