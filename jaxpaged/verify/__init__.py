@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpaged.verify.allocators import AllocatorReport, replay, verify_allocator
-    from jaxpaged.verify.kernels import NotServed, Report, Terms, WrongResult, cases_of, check, verify_kernel
+    from jaxpaged.verify.kernels import NotServed, Terms, WrongResult, cases_of, check
+    from jaxpaged.verify.report import Report, verify_kernel
 
 __all__ = [
     "AllocatorReport",
@@ -27,9 +28,12 @@ __all__ = [
 ]
 
 
+HOMES = {"AllocatorReport": "allocators", "replay": "allocators", "verify_allocator": "allocators"}
+HOMES |= {"Report": "report", "verify_kernel": "report"}
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    of_allocators = name in ("AllocatorReport", "replay", "verify_allocator")
-    home = importlib.import_module(f"{__name__}.{'allocators' if of_allocators else 'kernels'}")
+    home = importlib.import_module(f"{__name__}.{HOMES.get(name, 'kernels')}")
     return getattr(home, name)

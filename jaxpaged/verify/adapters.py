@@ -33,6 +33,14 @@ def named(path: str) -> Any:
     return found
 
 
+def path_of(something: Any) -> str:
+    """MODULE:NAME, if it can be imported by that; else nothing."""
+    something = getattr(something, "__wrapped__", something)
+    module = getattr(something, "__module__", None)
+    qualified = getattr(something, "__qualname__", "<unnamed>")
+    return f"{module}:{qualified}" if module and "<" not in qualified else ""
+
+
 def to(framework: str) -> Callable[[Any], Any]:
     """What makes an array, a NumPy one, the framework's. Raises: InputError for an unknown one."""
     checked_choice("arrays", framework, FRAMEWORKS)

@@ -13,7 +13,7 @@ What each kind takes:
   0.23 and since 0.24, with `get_new_blocks`, `free_blocks`, `touch`, `evict_blocks`, `cache_full_blocks`,
   `get_cached_block`, `reset_prefix_cache`, `get_num_free_blocks`, `blocks` and `null_block`.
 * "policy": a `jaxpaged.memory.policies.Policy`; or functions `verb(state, inputs) -> (state, info)`, as
-  `lockstep.Theirs` says, with the name of the policy whose oracle they are to equal.
+  `subjects.Theirs` says, with the name of the policy whose oracle they are to equal.
 
 An operation that the oracle refuses, for want of blocks, must raise, whatever it likes. That is tried on a
 `copy.deepcopy`, so that it may stop half way.
@@ -104,7 +104,7 @@ def verify_allocator(
     except ImportError as error:
         raise InputError("histories need hypothesis: pip install 'jaxpaged[verify]'") from error
 
-    make = maker(theirs, kind, name or _name_of(theirs), policy)
+    make = maker(theirs, kind, name or adapters.path_of(theirs), policy)
     start = time.monotonic()
     for number, (size, count) in enumerate(_shares(histories, block_sizes)):
         of_size = functools.partial(make, size)
@@ -197,8 +197,3 @@ def _recorded(make: Callable[[], History], lines: list[tuple[str, list[Any]]]) -
         return None
     history.history = lines
     return history
-
-
-def _name_of(theirs: Any) -> str:
-    module, qualified = getattr(theirs, "__module__", None), getattr(theirs, "__qualname__", "<")
-    return f"{module}:{qualified}" if module and "<" not in qualified else ""

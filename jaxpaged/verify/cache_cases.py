@@ -6,33 +6,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxpaged.verify import cases as shapes
+from jaxpaged.verify.cases import Named
 from jaxpaged.verify.oracles import cache_ops
 from jaxpaged.verify.oracles.attention import Partials, merge_partials
 
 NUM_PAIRS = 8  # lists of pairs are padded to so many, or a multiple, with (0, 0)
 Pairs = tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """What cases have in common."""
-
-    name: str
-
-    SIMPLER: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether it is a problem at all."""
-        return True
-
-    @property
-    def features(self) -> set[str]:
-        """What it asks of a function beside sizes and types."""
-        return set()
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,10 +49,31 @@ SIMPLER: dict[str, tuple[Any, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One decode-attention problem. Lengths are tokens; a row of length 0 is padding."""
+class Named:
+    """What cases have in common."""
 
     name: str
+
+    SIMPLER: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is a problem at all: of what shrinking puts together, not everything is."""
+        return True
+
+    @property
+    def features(self) -> set[str]:
+        """What it asks of a function beside sizes and types."""
+        return set()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(Named):
+    """One decode-attention problem. Lengths are tokens; a row of length 0 is padding."""
+
     seq_lens: tuple[int, ...] = (37, 0, 64)
     num_q_heads: int = 4
     num_kv_heads: int = 2
@@ -83,7 +104,6 @@ class Case:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is a problem at all: of what shrinking puts together, not everything is."""
         shared = self.shared_blocks * self.block_size
         return (
             self.num_q_heads % self.num_kv_heads == 0
@@ -95,15 +115,11 @@ class Case:
 
     @property
     def features(self) -> set[str]:
-        """What it asks of a function beside sizes and types."""
-        return _features(self) | ({"empty_rows"} if 0 in self.seq_lens else set())
-
-    def __str__(self) -> str:
-        return self.name
+        return features_of(self, self.seq_lens)
 
 
-def _features(case: Any) -> set[str]:
-    """The options that a case of attention has, by name."""
+def features_of(case: Any, lens: tuple[int, ...]) -> set[str]:
+    """The options that a case of attention has, by name; and whether it has rows without tokens."""
     asked = {
         name: getattr(case, name, None)
         for name in ("scale", "sliding_window", "soft_cap", "block_sparse", "alibi", "sinks", "shared_blocks")
@@ -115,6 +131,8 @@ def _features(case: Any) -> set[str]:
         found.add("scale_per_head")
     if getattr(case, "kv_layout", "token_major") != "token_major":
         found.add("head_major")
+    if 0 in lens:
+        found.add("empty_rows")
     return found
 
 
@@ -305,3 +323,19 @@ def compared(c: Case, got: np.ndarray, weights_dtype: str) -> tuple[np.ndarray, 
     allowed = tolerance(c, want, mean_abs, weights_dtype)
     allowed[np.array(c.seq_lens) == 0] = np.finfo(np.float64).tiny
     return np.nan_to_num(abs(got - want), nan=np.inf), allowed
+
+
+def call_of(value: Any) -> str:
+    """The constructor's call, of what is not default."""
+    given = [
+        f"{field.name}={getattr(value, field.name)!r}"
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != _default_of(field)
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from jaxpaged.checks import InputError
 
 if TYPE_CHECKING:
-    from jaxpaged.verify.kernels import Outcome, Terms
+    from jaxpaged.verify.kernels import Terms
+    from jaxpaged.verify.report import Outcome
 
 KINDS = ("v0", "v063", "v1", "v1_split", "policy")
 EXIT_WRONG = 1  # something was found, or nothing was verified
@@ -62,7 +63,7 @@ def _add_kernel(kinds: Commands) -> None:
 
 def verify_kernel(args: argparse.Namespace) -> int:
     """Print the report; the exit code is 0 if something was verified and nothing was wrong."""
-    from jaxpaged.verify import adapters, kernels, shrinking
+    from jaxpaged.verify import adapters, report, shrinking
 
     terms = _terms(args)
     function = adapters.named(args.function)
@@ -73,14 +74,14 @@ def verify_kernel(args: argparse.Namespace) -> int:
         if outcome.wrong and not args.quiet:
             print(f"{outcome.case} fails", file=sys.stderr, flush=True)
 
-    report = kernels.verify_kernel(
+    found = report.verify_kernel(
         function, args.op, terms, name=args.function, shrink_seconds=args.shrink_seconds, save=args.save,
         told=told,
     )  # fmt: skip
-    print(report)
-    if report.wrong and not shrinking.is_possible():
+    print(found)
+    if found.wrong and not shrinking.is_possible():
         print("it would be made smaller with hypothesis: pip install 'jaxpaged[verify]'", file=sys.stderr)
-    return 0 if report.ok else EXIT_WRONG
+    return 0 if found.ok else EXIT_WRONG
 
 
 def _add_allocator(kinds: Commands) -> None:

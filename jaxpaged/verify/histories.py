@@ -45,11 +45,15 @@ def machine(make: Callable[[], History], block_size: int) -> type[RuleBasedState
         def on_device(self) -> list[int]:
             return self.lockstep.oracle.device_rows()
 
-        def lens(self, fractions: list[float]) -> list[int]:
-            """So many of each row's tokens."""
+        def numbers(self, data: st.DataObject, fractions: list[float]) -> list[int]:
+            """Some share of each row's tokens; now and then one more than a row has, perhaps."""
+            drawn = data.draw(st.lists(st.sampled_from(fractions), min_size=MAX_SEQS, max_size=MAX_SEQS))
             tokens = self.lockstep.oracle.tokens
             held = [len(tokens[row]) if row in self.on_device() else 0 for row in range(MAX_SEQS)]
-            return [round(f * n) for f, n in zip(fractions, held, strict=True)]
+            numbers = [round(f * n) for f, n in zip(drawn, held, strict=True)]
+            if data.draw(st.integers(0, 9)) == 0:
+                numbers[data.draw(rows)] += 1
+            return numbers
 
         def append(self, num_new_tokens: list[int], token: int) -> None:
             on_host = self.lockstep.oracle.on_host
@@ -97,25 +101,13 @@ def machine(make: Callable[[], History], block_size: int) -> type[RuleBasedState
         @rule(data=st.data())
         @precondition(lambda self: self.on_device())
         def truncate(self, data: st.DataObject) -> None:
-            fractions = data.draw(
-                st.lists(st.sampled_from([0, 0, 0.2, 0.5, 1]), min_size=MAX_SEQS, max_size=MAX_SEQS)
-            )
-            num_tokens = self.lens(fractions)
-            if data.draw(st.integers(0, 9)) == 0:
-                num_tokens[data.draw(rows)] += 1
-            self.lockstep.run("truncate", num_tokens)
+            self.lockstep.run("truncate", self.numbers(data, [0, 0, 0.2, 0.5, 1]))
 
         @having("window")
         @rule(data=st.data())
         @precondition(lambda self: self.on_device())
         def window(self, data: st.DataObject) -> None:
-            fractions = data.draw(
-                st.lists(st.sampled_from([0, 0, 0.5, 0.8, 1]), min_size=MAX_SEQS, max_size=MAX_SEQS)
-            )
-            num_skipped = self.lens(fractions)
-            if data.draw(st.integers(0, 9)) == 0:
-                num_skipped[data.draw(rows)] += 1
-            self.lockstep.run("window", num_skipped)
+            self.lockstep.run("window", self.numbers(data, [0, 0, 0.5, 0.8, 1]))
 
         @having("swap_out")
         @rule(rows=some_rows)
@@ -175,13 +167,7 @@ def machine(make: Callable[[], History], block_size: int) -> type[RuleBasedState
         @rule(data=st.data())
         @precondition(lambda self: self.on_device())
         def commit(self, data: st.DataObject) -> None:
-            fractions = data.draw(
-                st.lists(st.sampled_from([0, 0.5, 1, 1]), min_size=MAX_SEQS, max_size=MAX_SEQS)
-            )
-            num_tokens = self.lens(fractions)
-            if data.draw(st.integers(0, 9)) == 0:
-                num_tokens[data.draw(rows)] += 1
-            self.lockstep.run("commit", num_tokens)
+            self.lockstep.run("commit", self.numbers(data, [0, 0.5, 1, 1]))
 
         @having("touch")
         @rule(block_ids=st.one_of(ids, odd_ids))

@@ -1,7 +1,4 @@
-"""Verifying a function of any framework: the case list of an operation, the comparison, the report.
-
-    report = verify_kernel(my_attention, "paged_attention_v1", Terms(arrays="torch"))
-    assert report.ok, report
+"""An operation's cases, and whether a function of any framework answers one of them right.
 
 A function takes what `pallas_kernels.ops` says of its operation: the arrays in order, options by keyword, and
 only those a case has. What it does not serve it is not asked: options that it has no parameter for, cases
@@ -11,9 +8,7 @@ None if it has written to its arguments' caches in place. All else it must leave
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,7 +60,7 @@ class Terms:
             checked_choice("only", name, sorted(FIELDS))
 
     def __repr__(self) -> str:
-        return _short(self)
+        return cases.call_of(self)
 
     def leaves_out(self, case: Case) -> str | None:
         """Why these terms leave a case out, or None."""
@@ -278,155 +273,3 @@ def _same(before: Any, after: Any) -> bool:
     if isinstance(before, list):
         return all(map(_same, before, after))
     return before.tobytes() == adapters.to_numpy(after).tobytes()
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """Of one case: its worst error in units of what is allowed; or why it was not served, or is wrong."""
-
-    case: Case
-    worst: float | None = None
-    not_served: str | None = None
-    wrong: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What a function did with the cases of an operation."""
-
-    op: str
-    terms: Terms
-    outcomes: tuple[Outcome, ...]
-    smallest: Case | None = None  # that still fails
-    sentence: str | None = None  # what is wrong there
-    snippet: str | None = None  # of Python, that runs it
-    saved: Path | None = None  # its arrays
-    seconds_to_shrink: float = 0.0
-
-    @property
-    def passed(self) -> list[Outcome]:
-        return [o for o in self.outcomes if o.worst is not None]
-
-    @property
-    def wrong(self) -> list[Outcome]:
-        return [o for o in self.outcomes if o.wrong]
-
-    @property
-    def not_served(self) -> list[Outcome]:
-        return [o for o in self.outcomes if o.not_served]
-
-    @property
-    def ok(self) -> bool:
-        """Whether something was verified, and nothing was wrong."""
-        return bool(self.passed) and not self.wrong
-
-    @property
-    def worst(self) -> float:
-        """The largest error of those that passed, in units of what is allowed."""
-        return max((o.worst for o in self.passed if o.worst is not None), default=0.0)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-    def lines(self) -> Iterator[str]:
-        """The report for people."""
-        yield (
-            f"{self.op}: {len(self.passed)} cases passed, {len(self.wrong)} failed, "
-            f"{len(self.not_served)} not served"
-        )
-        if self.terms != Terms():
-            yield f"on these terms: {self.terms}"
-        if self.passed:
-            at = max(self.passed, key=lambda o: o.worst or 0)
-            yield f"worst error among those that passed: {self.worst:.2f} of what is allowed ({at.case})"
-        reasons: dict[str, list[str]] = {}
-        for outcome in self.not_served:
-            reasons.setdefault(str(outcome.not_served), []).append(str(outcome.case))
-        for reason, names in reasons.items():
-            yield f"not served ({reason}): {', '.join(names)}"
-        if not self.outcomes or len(self.not_served) == len(self.outcomes):
-            yield "nothing was verified"
-        for outcome in self.wrong:
-            yield f"FAILED {outcome.wrong}"
-        if self.smallest is not None:
-            yield f"\nthe smallest failing case ({self.seconds_to_shrink:.1f} s): {self.sentence}"
-        if self.saved is not None:
-            yield f"its arrays, with the right answer: {self.saved}"
-        if self.snippet is not None:
-            yield f"\n{self.snippet}"
-
-
-def verify_kernel(
-    function: Callable[..., Any],
-    op: str,
-    terms: Terms | None = None,
-    *,
-    cases: Iterable[Case] | None = None,
-    name: str | None = None,
-    shrink_seconds: float = 60.0,
-    save: Path | str | None = None,
-    told: Callable[[Outcome], None] = lambda outcome: None,
-) -> Report:
-    """Run a function over an operation's cases, and make the first that fails as small as may be.
-
-    Args:
-        op: a name in `OPERATIONS`.
-        terms: what the function asks for, `Terms()` by default.
-        cases: some of `cases_of(op)`, or others; all of them by default.
-        name: MODULE:NAME of the function, for the snippet.
-        shrink_seconds: at most so long; 0: not at all, and neither without hypothesis, the extra `verify`.
-        save: a folder for the failing case's arrays, FUNCTION-OP.npz; None: they are not saved.
-        told: called with each outcome as it is there.
-    """
-    from jaxpaged.verify import shrinking
-
-    terms = terms or Terms()
-    outcomes = []
-    for case in cases_of(op) if cases is None else cases:
-        outcomes.append(_outcome(function, op, case, terms))
-        told(outcomes[-1])
-    report = Report(op, terms, tuple(outcomes))
-    if not report.wrong:
-        return report
-    start = time.monotonic()
-    first = report.wrong[0].case
-    smallest = shrinking.smallest_case(
-        first, lambda case: _outcome(function, op, case, terms).wrong is not None, shrink_seconds
-    )
-    path, seconds = shrinking.path_of(function, name), time.monotonic() - start
-    return dataclasses.replace(
-        report,
-        smallest=smallest,
-        sentence=_outcome(function, op, smallest, terms).wrong,
-        snippet=shrinking.snippet(path, op, smallest, terms),
-        saved=None if save is None else shrinking.save(Path(save), path, function, op, smallest, terms),
-        seconds_to_shrink=seconds,
-    )
-
-
-def _outcome(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> Outcome:
-    try:
-        return Outcome(case, worst=check(function, op, case, terms))
-    except NotServed as error:
-        return Outcome(case, not_served=str(error))
-    except WrongResult as error:
-        return Outcome(case, wrong=str(error))
-    except Exception as error:  # an outsider's function may raise anything
-        lines = str(error).strip().splitlines() or [""]
-        return Outcome(case, wrong=f"{case}: {type(error).__name__}: {lines[0][:200]}")
-
-
-def _short(value: Any) -> str:
-    """The constructor's call, of what is not default."""
-    given = [
-        f"{field.name}={getattr(value, field.name)!r}"
-        for field in dataclasses.fields(value)
-        if getattr(value, field.name) != _default_of(field)
-    ]
-    return f"{type(value).__name__}({', '.join(given)})"
-
-
-def _default_of(field: "dataclasses.Field[Any]") -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default

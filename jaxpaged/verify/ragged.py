@@ -11,10 +11,9 @@ from jaxpaged.verify.oracles import attention
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(shapes.Named):
     """Sequences of so many tokens, whose last ones are queries; behind all queries `num_padding` tokens."""
 
-    name: str
     # A decode step, a prompt, nobody, a chunk, another decode step, a second chunk.
     query_lens: tuple[int, ...] = (1, 40, 0, 3, 1, 33)
     seq_lens: tuple[int, ...] = (25, 40, 17, 50, 1, 90)
@@ -32,12 +31,8 @@ class Case:
 
     SIMPLER: ClassVar = shapes.SIMPLER | {"num_padding": (0, 1)}
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
     def is_sound(self) -> bool:
-        """Whether it is a problem at all: of what shrinking puts together, not everything is."""
         spans = zip(self.query_lens, self.seq_lens, strict=False)
         return (
             len(self.query_lens) == len(self.seq_lens) > 0
@@ -48,8 +43,7 @@ class Case:
 
     @property
     def features(self) -> set[str]:
-        """What it asks of a function beside sizes and types."""
-        return shapes._features(self) | ({"empty_rows"} if 0 in self.query_lens else set())
+        return shapes.features_of(self, self.query_lens)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.verify import adapters, kernels
+from jaxpaged.verify.cases import call_of
 from jaxpaged.verify.kernels import Case, Terms
 
 
@@ -130,15 +131,6 @@ def _entry(draw: Any, st: Any, entry: Any, timid: bool) -> Any:
     return draw(st.one_of(smaller, st.just(entry), st.just(entry)) if timid else smaller)
 
 
-def path_of(function: Callable[..., Any], name: str | None) -> str:
-    """MODULE:NAME, if it can be imported by that."""
-    if name is not None:
-        return name
-    inner = getattr(function, "__wrapped__", function)
-    module, qualified = getattr(inner, "__module__", None), getattr(inner, "__qualname__", "<function>")
-    return f"{module}:{qualified}" if module and "<" not in qualified else ""
-
-
 def snippet(path: str, op: str, case: Case, terms: Terms) -> str:
     """Python that checks this one case."""
     module, _, name = path.partition(":")
@@ -153,7 +145,7 @@ def snippet(path: str, op: str, case: Case, terms: Terms) -> str:
     call = f"kernels.check({name or 'function'}, {op!r}, case"
     if terms != Terms():
         call += f", kernels.{terms!r}"
-    return "\n".join([*lines, "", f"case = {kernels._short(case)}", f"print({call}))"])
+    return "\n".join([*lines, "", f"case = {call_of(case)}", f"print({call}))"])
 
 
 def save(folder: Path, path: str, function: Callable[..., Any], op: str, case: Case, terms: Terms) -> Path:
@@ -173,7 +165,7 @@ def save(folder: Path, path: str, function: Callable[..., Any], op: str, case: C
     plain = {n: v for n, v in options.items() if n not in entries}
     said = {
         "op": op,
-        "case": kernels._short(case),
+        "case": call_of(case),
         "terms": repr(terms),
         "options": {
             name: value if isinstance(value, (int, float, str)) else repr(value)

@@ -23,10 +23,9 @@ class Arrays(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(shapes.Named):
     """Tiles of `tile_len` tokens, from these positions on of sequences so long; a length of 0 is no tile."""
 
-    name: str
     starts: tuple[int, ...]
     seq_lens: tuple[int, ...]
     tile_len: int = 32
@@ -43,12 +42,8 @@ class Case:
 
     SIMPLER: ClassVar = shapes.SIMPLER | {"tile_len": (1, 2, 4, 8)}
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
     def is_sound(self) -> bool:
-        """Whether it is a problem at all: of what shrinking puts together, not everything is."""
         spans = zip(self.starts, self.seq_lens, strict=False)
         return (
             len(self.starts) == len(self.seq_lens) > 0
@@ -61,8 +56,7 @@ class Case:
 
     @property
     def features(self) -> set[str]:
-        """What it asks of a function beside sizes and types."""
-        return shapes._features(self) | ({"empty_rows"} if 0 in self.seq_lens else set())
+        return shapes.features_of(self, self.seq_lens)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import pytest
 
 from jaxpaged.memory.policies import POLICIES
 from jaxpaged.verify import histories
-from jaxpaged.verify.lockstep import Lockstep, jitted
+from jaxpaged.verify.lockstep import Lockstep
+from jaxpaged.verify.subjects import jitted
 
 # Soaking: JAXPAGED_SOAK=20 runs twenty times as many histories.
 SOAK = int(os.environ.get("JAXPAGED_SOAK", "1"))

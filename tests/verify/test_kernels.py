@@ -12,8 +12,8 @@ import pytest
 
 from jaxpaged import cli
 from jaxpaged.checks import InputError
-from jaxpaged.verify import NotServed, Terms, WrongResult, adapters, cases_of, check, kernels, verify_kernel
-from jaxpaged.verify.cases import Case, case
+from jaxpaged.verify import NotServed, Terms, WrongResult, adapters, cases_of, check, verify_kernel
+from jaxpaged.verify.cases import Case, call_of, case
 from pallas_kernels import ops
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.kernels import MUTANTS
@@ -52,7 +52,7 @@ def test_a_bug_is_found_and_its_case_made_small(mutant: Mutant, tmp_path: Path) 
         about = json.loads(str(file["about"]))
         assert about["op"] == mutant.what
         assert all(file[name].dtype.kind != "V" for name in file), "a file that anybody can read"
-        assert kernels._short(smallest) == about["case"]
+        assert call_of(smallest) == about["case"]
         if "IndexError" not in report.sentence:
             got, want = (
                 [file[f"{side}_{i}"] for i in (0, 1) if f"{side}_{i}" in file] for side in ("got", "want")
@@ -153,7 +153,7 @@ def test_shrinking_stops_in_time_and_gives_back_what_fails_only_by_chance() -> N
     assert report.smallest == given
     assert len(calls) == 2, "the case, and the sentence about it"
     once = Case("once", seq_lens=(3, 70))
-    assert kernels.verify_kernel(lambda *a: a[0] * np.nan, "paged_attention_v1", cases=[once]).smallest == (
+    assert verify_kernel(lambda *a: a[0] * np.nan, "paged_attention_v1", cases=[once]).smallest == (
         dataclasses.replace(
             once, name="smallest", seq_lens=(0,), num_q_heads=1, num_kv_heads=1, head_dim=8, block_size=1,
             dtype="float32", partition_size=16,
