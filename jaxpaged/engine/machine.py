@@ -65,7 +65,7 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImp
     """
     dtype, kv_layout = resolve_dtype(config), layout(config, model_config)
     try:
-        no_native = native.why_not(dtype) or native.why_not_layout(kv_layout, dtype)
+        no_native = native.why_not_cache(kv_layout, dtype)
     except ValueError as error:
         raise InputError(str(error)) from error
     if config.attention == "auto":
@@ -91,7 +91,7 @@ def _why_not(
     kv_layout = layout(config, model_config)
     if implementation == "native":
         extras = ", ".join(model_config.attention_extras)
-        why_not = native.why_not(dtype) or native.why_not_layout(kv_layout, dtype)
+        why_not = native.why_not_cache(kv_layout, dtype)
         return why_not or (f"the native kernel has no {extras}" if extras else None)
     view = kv_layout.view()
     numbers = None if view is None else kv_layout.arrays(1, 1, 1, 1, dtype)[view.k.array].dtype

@@ -5,7 +5,7 @@ interface. Nothing depends on them: without a C++ compiler, or with `JAXPAGED_NA
 `JAXPAGED_NATIVE=avx2` asks for another target than the processor's fastest.
 """
 
-from pallas_kernels.native.attention import tiled_paged_attention, why_not_layout
+from pallas_kernels.native.attention import tiled_paged_attention, why_not_cache, why_not_layout
 from pallas_kernels.native.library import instructions, prepare, serves, why_not
 from pallas_kernels.native.product import pack, product
 
@@ -17,5 +17,6 @@ __all__ = [
     "serves",
     "tiled_paged_attention",
     "why_not",
+    "why_not_cache",
     "why_not_layout",
 ]

@@ -7,20 +7,23 @@ namespace {
 
 using namespace native;
 
-// f(Float32() or another type of the cache), which may be the queries' or one of a byte.
+// f(Float32() or another type of the cache): with CACHE_OF_BYTES one of a byte, else the queries'.
 template <typename T, typename F>
 ffi::Error WithCacheType(ffi::DataType type, ffi::DataType queries, F f) {
-  if (type == queries) {
-    f(T());
-  } else if (type == ffi::S8) {
+#ifdef CACHE_OF_BYTES
+  if (type == ffi::S8) {
     f(Int8());
   } else if (type == ffi::F8E4M3FN) {
     f(Float8<4>());
   } else if (type == ffi::F8E5M2) {
     f(Float8<5>());
   } else {
-    return ffi::Error::InvalidArgument("numbers of a cache must be of the queries' type, int8 or float8");
+    return ffi::Error::InvalidArgument("numbers of a cache must be int8 or float8");
   }
+#else
+  if (type != queries) return ffi::Error::InvalidArgument("numbers of a cache must be of the queries' type");
+  f(T());
+#endif
   return ffi::Error::Success();
 }
 

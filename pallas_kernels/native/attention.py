@@ -6,19 +6,40 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layouts import Layout, Place, Pool
-from pallas_kernels.native.library import registered
+from pallas_kernels.native import library
 
 CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside the queries' own
 
 
+def why_not_cache(layout: Layout, dtype: jnp.dtype) -> str | None:
+    """In words, why attention over caches of a layout is left to XLA; None if it is not.
+
+    What XLA will call is known to it from now on, by a program that was compiled earlier, too.
+    """
+    if why := library.why_not(dtype) or why_not_layout(layout, dtype):
+        return why
+    return library.why_not(dtype, _function(_numbers(layout, dtype), dtype))
+
+
 def why_not_layout(layout: Layout, dtype: jnp.dtype) -> str | None:
     """In words, why caches of a layout are left to XLA; None if they are not."""
-    if (view := layout.view()) is None:
+    if layout.view() is None:
         return f"kv_layout {layout} has no view for kernels"
-    numbers = layout.arrays(1, 1, 1, 1, dtype)[view.k.array].dtype
-    if numbers != dtype and jnp.dtype(numbers).name not in CACHE_DTYPES:
-        return f"kv_layout {layout} has numbers of {jnp.dtype(numbers)}"
+    numbers = _numbers(layout, dtype)
+    if numbers != dtype and numbers.name not in CACHE_DTYPES:
+        return f"kv_layout {layout} has numbers of {numbers}"
     return None
+
+
+def _numbers(layout: Layout, dtype: jnp.dtype) -> jnp.dtype:
+    """Of what type are the numbers of K and V in a layout that has a view."""
+    view = layout.view()
+    assert view is not None
+    return jnp.dtype(layout.arrays(1, 1, 1, 1, dtype)[view.k.array].dtype)
+
+
+def _function(numbers: jnp.dtype, dtype: jnp.dtype) -> str:
+    return "attention" if numbers == dtype else "attention_of_bytes"
 
 
 def tiled_paged_attention(
@@ -36,8 +57,9 @@ def tiled_paged_attention(
     Queries at or beyond seq_lens get zeros.
     """
     window = np.iinfo(np.int32).max if sliding_window is None else sliding_window
-    call = jax.ffi.ffi_call(registered("attention"), jax.ShapeDtypeStruct(q.shape, q.dtype))
     k, v, k_scales, v_scales, places = operands(pool)
+    function = library.registered(_function(k.dtype, q.dtype))
+    call = jax.ffi.ffi_call(function, jax.ShapeDtypeStruct(q.shape, q.dtype))
     return call(
         q,
         k,

@@ -22,8 +22,21 @@ import jax.numpy as jnp
 from pallas_kernels.compilation_cache import compilation_cache_dir
 
 SOURCES = Path(__file__).parent
-FUNCTIONS = ("product", "attention")
 
+
+class Function(NamedTuple):
+    """What XLA's programs call: a source file, which has a handler of its name, and further options."""
+
+    source: str
+    options: tuple[str, ...] = ()
+
+
+FUNCTIONS = {
+    "product": Function("product"),
+    "attention": Function("attention"),
+    "attention_of_bytes": Function("attention", ("-DCACHE_OF_BYTES",)),  # of 8-bit caches
+}
+USUAL = ("product", "attention")  # compiled together at first, the others when they are called for
 
 _LOADING = threading.Lock()  # one compiles, the others wait for it
 
@@ -55,8 +68,10 @@ def serves(dtype: jnp.dtype) -> bool:
     return why_not(dtype) is None
 
 
-def why_not(dtype: jnp.dtype) -> str | None:
+def why_not(dtype: jnp.dtype, *functions: str) -> str | None:
     """In words, why arrays of a dtype are left to XLA; None if they are not.
+
+    The functions that everybody uses, and these of FUNCTIONS, are known to XLA from now on.
 
     Raises: ValueError if JAXPAGED_NATIVE is neither 0, 1 nor a target of this processor.
     """
@@ -68,7 +83,12 @@ def why_not(dtype: jnp.dtype) -> str | None:
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the dtype is {dtype.name}"
     name = target()
-    return f"there are no faster kernels for this {platform.machine()}" if name is None else _load(name)
+    if name is None:
+        return f"there are no faster kernels for this {platform.machine()}"
+    for these in (USUAL, *map(_with, functions)):
+        if problem := _load(name, these):
+            return problem
+    return None
 
 
 def instructions() -> str:
@@ -99,7 +119,7 @@ def targets() -> list[str]:
 def registered(function: str) -> str:
     """The name under which XLA knows one of FUNCTIONS, as it is for the target in use."""
     name = target()
-    if name is None or (why := _load(name)):
+    if name is None or (why := _load(name, _with(function))):
         raise NotImplementedError(f"there is no native {function}: {why}")
     return f"jaxpaged_{function}_{name}"
 
@@ -114,21 +134,26 @@ def _prepare() -> None:
         serves(jnp.dtype("float32"))
 
 
-def _load(name: str) -> str | None:
-    """Compile a target's functions and make them known to JAX; in words, what prevents it."""
+def _with(function: str) -> tuple[str, ...]:
+    """The functions that are made known together with one."""
+    return USUAL if function in USUAL else (function,)
+
+
+def _load(name: str, functions: tuple[str, ...]) -> str | None:
+    """Compile functions for a target and make them known to JAX; in words, what prevents it."""
     with _LOADING:
-        return _loaded(name)
+        return _loaded(name, functions)
 
 
 @functools.cache
-def _loaded(name: str) -> str | None:
+def _loaded(name: str, functions: tuple[str, ...]) -> str | None:
     compiler = find_compiler()
     if compiler is None:
         return _without("there is no C++ compiler", "install one, for example with apt install g++")
     try:
         with ThreadPoolExecutor() as pool:  # the compiler runs for all of them at the same time
-            made = [pool.submit(_handler, function, TARGETS[name], compiler) for function in FUNCTIONS]
-        handlers = dict(zip(FUNCTIONS, (each.result() for each in made), strict=True))
+            made = [pool.submit(_handler, function, TARGETS[name], compiler) for function in functions]
+        handlers = dict(zip(functions, (each.result() for each in made), strict=True))
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()[:1]
         problem = ": ".join([f"failed with exit code {error.returncode}", *said])
@@ -153,28 +178,29 @@ def _handler(function: str, target: Target, compiler: str) -> Any:
     """One of FUNCTIONS, from its library in the user's cache. If there is none, one is made, and kept if it
     can be.
     """
-    command = compile_command(target, compiler)
+    source, options = FUNCTIONS[function]
+    command = [*compile_command(target, compiler), *options]
     sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cc", ".h")]
     key = hashlib.sha256("\0".join([jax.__version__, *command, *sources]).encode()).hexdigest()
     name, folder = f"native-{function}-{key[:16]}.so", compilation_cache_dir()
     if folder and (folder / name).exists():
         with contextlib.suppress(OSError):  # it is damaged: another is made
-            return _open(folder / name, function)
+            return _open(folder / name, source)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / name
         command += ["-I", jax.ffi.include_dir(), "-fPIC", "-shared"]
-        command += [str(SOURCES / f"{function}.cc"), "-o", str(made)]
+        command += [str(SOURCES / f"{source}.cc"), "-o", str(made)]
         subprocess.run(
             command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
         )
-        handler = _open(made, function)
+        handler = _open(made, source)
         if folder:
             os.replace(made, folder / name)  # whole and at once: another process may look at the same moment
     return handler
 
 
-def _open(file: Path, function: str) -> Any:
-    return getattr(ctypes.CDLL(str(file)), f"jaxpaged_{function}")
+def _open(file: Path, source: str) -> Any:
+    return getattr(ctypes.CDLL(str(file)), f"jaxpaged_{source}")
 
 
 def find_compiler() -> str | None:

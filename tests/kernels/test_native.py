@@ -261,11 +261,21 @@ def test_the_target_is_the_fastest_of_the_processor(machine, features, served, w
     assert native.instructions() == words
     if words == "none":
         assert native.why_not(jnp.dtype("float32")) == f"there are no faster kernels for this {machine}"
-    monkeypatch.setattr(library, "_load", lambda target: None)
+    monkeypatch.setattr(library, "_load", lambda target, functions: None)
     for target in set(served.split(", ")) - {"none"}:
         monkeypatch.setenv("JAXPAGED_NATIVE", target)
         assert library.registered("product") == f"jaxpaged_product_{target}"
         assert native.instructions() == library.TARGETS[target].words
+
+
+@pytest.mark.parametrize(("name", "more"), [("fused", []), ("int8_per_token", [("attention_of_bytes",)])])
+def test_what_a_cache_needs_is_made_known_before_its_programs_are_read(name, more, monkeypatch) -> None:
+    """A program that is read from the disk is not traced: nothing else asks for its functions."""
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(library, "target", lambda: "avx2")
+    monkeypatch.setattr(library, "_load", lambda target, functions: asked.append(functions))
+    assert native.why_not_cache(LAYOUTS[name], jnp.dtype("bfloat16")) is None
+    assert list(dict.fromkeys(asked)) == [library.USUAL, *more]
 
 
 @pytest.fixture
