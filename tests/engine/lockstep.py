@@ -39,7 +39,6 @@ from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
 from reference import sampler
 from reference.engine import Engine
-from tests import quick
 
 VOCAB = 13
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
@@ -102,7 +101,7 @@ def logprobs_of(sliding_window: int | None, tokens: list[int]) -> np.ndarray:
 def _logprobs() -> np.ndarray:
     logits = jnp.asarray(LOGITS, jnp.float32)
     every = jnp.broadcast_to(jnp.arange(VOCAB), (VOCAB, VOCAB))
-    rows = [quick.jit(score)(logits, token, jnp.full(VOCAB, -1)).logprob for token in every.T]
+    rows = [jax.jit(score)(logits, token, jnp.full(VOCAB, -1)).logprob for token in every.T]
     return np.stack([np.asarray(row) for row in rows], axis=1)
 
 
@@ -208,11 +207,11 @@ class Setting:
 def compiled_step(setting: Setting):
     """One program a setting."""
     model = SumModel(setting.sliding_window)
-    return quick.jit(lambda state: step(model, state, setting.config))
+    return jax.jit(lambda state: step(model, state, setting.config))
 
 
-compiled_submit = quick.jit(place_requests)
-compiled_abort = quick.jit(scheduler.abort)
+compiled_submit = jax.jit(place_requests)
+compiled_abort = jax.jit(scheduler.abort)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from jaxpaged.engine import loop
 from jaxpaged.engine.state import EngineState, create_state, create_tables
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache
-from tests import quick
 
 MAX_NUM_SEQS = 512
 MAX_MODEL_LEN = 131_072
@@ -39,7 +38,7 @@ def compiled() -> jax.stages.Compiled:
     config = StepConfig(max_num_seqs=MAX_NUM_SEQS, num_tiles=16, tiles_per_pass=8, attention="xla")
     numbers = jax.eval_shape(lambda: (jnp.int32(0), jnp.bool_(False)))
     lowered = loop.run.lower(graphdef, params, jax.eval_shape(state), *numbers, config=config)
-    return lowered.compile(quick.UNOPTIMIZED)
+    return lowered.compile()
 
 
 def test_many_long_rows_take_an_int32_a_token_place_and_little_beside(compiled):

@@ -16,7 +16,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from pallas_kernels import native, ops
 from reference import sampler as reference_sampler
-from tests import quick, tiny
+from tests import tiny
 
 # Lengths around a block, a prefill tile (32), the prompt tokens of one step (128), and single tokens.
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 65, 100, 127]
@@ -261,7 +261,7 @@ def test_no_step_copies_the_cache(monkeypatch):
             np.int32(1),
             np.bool_(False),
             config=driver.step_config,
-        ).compile(quick.UNOPTIMIZED)
+        ).compile()
         cache_bytes = sum(a.nbytes for a in jax.tree.leaves(driver._state.kv_cache))
         return compiled.memory_analysis().temp_size_in_bytes, cache_bytes
 

@@ -10,11 +10,10 @@ from jaxpaged.verify import Terms, cases_of, check
 from jaxpaged.verify.cache_cases import CopyCase, MergeCase, Pairs, WriteCase
 from pallas_kernels import ops, xla
 from pallas_kernels.support import Options
-from tests import quick
 
 ON_DEVICE = Terms(arrays="jax")
-write = quick.jit(ops.reshape_and_cache, static_argnames="kv_layout")
-swap_blocks = quick.jit(ops.swap_blocks, donate_argnums=1)
+write = jax.jit(ops.reshape_and_cache, static_argnames="kv_layout")
+swap_blocks = jax.jit(ops.swap_blocks, donate_argnums=1)
 
 
 @pytest.mark.parametrize("case", cases_of("reshape_and_cache"), ids=str)
@@ -37,7 +36,7 @@ def test_reshape_and_cache_is_in_place_under_donation() -> None:
     assert memory.temp_size_in_bytes < cache_bytes // 100
 
 
-copy_blocks = quick.jit(ops.copy_blocks)
+copy_blocks = jax.jit(ops.copy_blocks)
 PAIRS = st.lists(st.tuples(st.integers(-1, 6), st.integers(-1, 6)), max_size=8).map(tuple)
 
 

@@ -16,12 +16,11 @@ from reference import cache_ops
 from reference import layouts as reference
 from reference.layouts import Oracle
 from tests import layouts as cases
-from tests import quick
 
 NUM_TOKENS = 6  # of a call
-write = quick.jit(ops.write)
-read = quick.jit(Pool.read, static_argnums=2)
-copy = quick.jit(
+write = jax.jit(ops.write)
+read = jax.jit(Pool.read, static_argnums=2)
+copy = jax.jit(
     lambda pool, pairs: dict(zip(pool.arrays, ops.copy_blocks([*pool.arrays.values()], pairs), strict=True))
 )
 attend_tiles = jax.jit(
@@ -170,7 +169,7 @@ def test_decode_attention_reads_every_layout(name: str, operation: str) -> None:
         operation
     ]
     more = {"partition_size": 64} if operation == "v2" else {}
-    out = quick.jit(functools.partial(call, **options, **more, implementation="xla"))(
+    out = jax.jit(functools.partial(call, **options, **more, implementation="xla"))(
         q, pool, None, tables, seq_lens
     )
     want = reference_attention.paged_attention(q, k, v, tables, seq_lens, **options)
@@ -190,7 +189,7 @@ def test_tiles_and_flat_batches_read_every_layout(name: str, implementation: Any
     tables, seq_lens = sequences(pool)
     cu_query_lens = np.array([0, 3, 3, 4], np.int32)
     flat = np.random.default_rng(7).standard_normal((5, 6, cases.HEAD_DIM)).astype(np.float32)
-    out = quick.jit(functools.partial(ops.ragged_paged_attention, scale=0.3, implementation=implementation))(
+    out = jax.jit(functools.partial(ops.ragged_paged_attention, scale=0.3, implementation=implementation))(
         flat, pool, None, tables, seq_lens, cu_query_lens
     )
     want = reference_attention.ragged_paged_attention(flat, k, v, tables, seq_lens, cu_query_lens, scale=0.3)

@@ -9,10 +9,9 @@ import pytest
 from jax.experimental import checkify
 
 from jaxpaged.verify.cases import CASES, Case, case
-from tests import quick
 from tests.kernels.checks import OPERATIONS, PROGRAMS, STATIC, assert_close, inputs
 
-QUICK = {version: quick.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
+QUICK = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
@@ -43,7 +42,7 @@ def test_xla_looks_up_no_table_entry_past_a_row(name: str, version: str) -> None
     """Out-of-range lookups, which a gather would clamp in silence, are errors here."""
     arrays, options = inputs(case(name))
     operation = functools.partial(OPERATIONS[version], implementation="xla", **options)
-    error, _ = quick.jit(checkify.checkify(lambda a: operation(**a), errors=checkify.index_checks))(arrays)
+    error, _ = jax.jit(checkify.checkify(lambda a: operation(**a), errors=checkify.index_checks))(arrays)
     error.throw()
 
 

@@ -22,8 +22,8 @@ from jaxpaged.memory.invariants import InvariantError, check_invariants, free_bl
 from jaxpaged.memory.policies import LIFO, LRU, LRU_SPLIT, NAIVE, POLICIES, Policy, Sweep, named, to_tail
 from jaxpaged.status import PagedMemoryError, Status, raise_if_error
 from jaxpaged.verify.history import Disagreement
-from jaxpaged.verify.lockstep import Lockstep, commit, look_up
-from tests import quick
+from jaxpaged.verify.lockstep import Lockstep
+from jaxpaged.verify.subjects import commit, look_up
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3
@@ -34,7 +34,7 @@ def create(policy: Policy = NAIVE, num_blocks: int = 9) -> BlockTables:
     return block_table.create(block_pool.create(num_blocks, policy), MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
 
 
-@functools.partial(quick.jit, static_argnames="max_new_blocks")
+@functools.partial(jax.jit, static_argnames="max_new_blocks")
 def append(tables: BlockTables, num: Any, max_new_blocks: int = 12) -> Any:
     return block_table.append(tables, num, max_new_blocks=max_new_blocks)
 
@@ -104,7 +104,7 @@ def test_a_policy_of_ones_own_may_remember_more_of_each_block() -> None:
             tables, _ = block_table.free_rows(tables, jnp.array([True, False, True]))
         return tables
 
-    tables = quick.jit(life)(create(Policy("counting", new_queue, (Sweep(push),))))
+    tables = jax.jit(life)(create(Policy("counting", new_queue, (Sweep(push),))))
     assert tables.pool.free_queue.times_freed.tolist() == [0, 2, 2, 0, 0, 1, 1, 1, 1]
     assert free_block_ids(tables.pool) == [5, 6, 7, 8, 1, 2]
     check_invariants(tables)
@@ -353,13 +353,13 @@ def growth(num_steps: int, seed: int = 0) -> jax.Array:
 def test_scan_and_while_loop_equal_steps() -> None:
     nums = growth(40)
     tables = create(LRU, 13)
-    jitted = quick.jit(step)
+    jitted = jax.jit(step)
     for num in nums:
         tables, status = jitted(tables, num)
         assert int(status) == Status.OK
         check_invariants(tables)
     assert jitted._cache_size() == 1
-    scanned, statuses = quick.jit(lambda t: jax.lax.scan(step, t, nums))(create(LRU, 13))
+    scanned, statuses = jax.jit(lambda t: jax.lax.scan(step, t, nums))(create(LRU, 13))
     assert not statuses.any()
     assert_equal_states(scanned, tables)
 
@@ -368,7 +368,7 @@ def test_scan_and_while_loop_equal_steps() -> None:
         return i + 1, step(tables, nums[i])[0]
 
     start = (jnp.int32(0), create(LRU, 13))
-    _, looped = quick.jit(lambda c: jax.lax.while_loop(lambda c: c[0] < len(nums), body, c))(start)
+    _, looped = jax.jit(lambda c: jax.lax.while_loop(lambda c: c[0] < len(nums), body, c))(start)
     assert_equal_states(looped, tables)
 
 
@@ -396,8 +396,8 @@ def test_vmap_is_a_batch_of_pools(policy: Policy) -> None:
 
     nums = jnp.stack([growth(25, seed) for seed in range(3)])
     tokens = jnp.array(np.random.default_rng(3).integers(0, 2, (3, MAX_SEQS, 16)))
-    batch, found = quick.jit(jax.vmap(live))(nums, tokens)
-    alone = quick.jit(live)
+    batch, found = jax.jit(jax.vmap(live))(nums, tokens)
+    alone = jax.jit(live)
     for i in range(3):
         tables, ids = alone(nums[i], tokens[i])
         check_invariants(tables)
@@ -429,7 +429,7 @@ def test_no_transition_copies_or_scans_the_pool() -> None:
     }
     sizes = {str(n) for n in (num_blocks, pool.free_queue.capacity, cache.num_slots)}
     for name, (transition, arg) in transitions.items():
-        donating = quick.jit(transition, donate_argnums=0)
+        donating = jax.jit(transition, donate_argnums=0)
         compiled = donating.lower(tables, arg).compile()
         text = compiled.as_text()
         # The others have a branch that compacts.

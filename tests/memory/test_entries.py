@@ -1,5 +1,6 @@
 """Flat entries, against plain loops."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,12 +8,11 @@ from jax import Array
 
 from jaxpaged.memory import entries
 from jaxpaged.memory.entries import dealt, first_equal, in_pieces
-from tests import quick
 
 
 @pytest.mark.parametrize("num_values", [1, 3, 1000], ids=["all equal", "few values", "many values"])
 def test_first_equal(num_values: int) -> None:
-    find = quick.jit(lambda a, b, mask: first_equal(a, b, mask=mask))
+    find = jax.jit(lambda a, b, mask: first_equal(a, b, mask=mask))
     rng = np.random.default_rng(num_values)
     for _ in range(20):
         a, b = rng.integers(-num_values, num_values, (2, 60))
@@ -43,6 +43,6 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         return seen.at[place].set(jnp.stack([row, k], axis=1), mode="drop"), num + jnp.sum(used)
 
     nothing = jnp.zeros((len(want), 2), jnp.int32), jnp.int32(0)
-    seen, num = quick.jit(lambda counts: in_pieces(counts, note, nothing))(jnp.array(counts))
+    seen, num = jax.jit(lambda counts: in_pieces(counts, note, nothing))(jnp.array(counts))
     assert int(num) == len(want)
     assert [tuple(pair) for pair in seen.tolist()] == want

@@ -7,7 +7,6 @@ import pytest
 
 from jaxpaged.memory import free_queue
 from jaxpaged.memory.free_queue import FreeQueue
-from tests import quick
 
 NUM_BLOCKS = 6
 MAX_COUNT = 4
@@ -26,10 +25,10 @@ def padded(ids: list[int]) -> tuple[jax.Array, jax.Array]:
 def test_equals_a_list(slack: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without slack, a taking that meets holes has to look several times."""
     monkeypatch.setattr(FreeQueue, "HOLE_SLACK", slack)
-    pop_front = quick.jit(lambda queue, count: free_queue.pop_front(queue, count, MAX_COUNT))
-    push_front = quick.jit(lambda *args: free_queue.push_front(*args))
-    push_back = quick.jit(lambda *args: free_queue.push_back(*args))
-    remove = quick.jit(lambda *args: free_queue.remove(*args))
+    pop_front = jax.jit(lambda queue, count: free_queue.pop_front(queue, count, MAX_COUNT))
+    push_front = jax.jit(lambda *args: free_queue.push_front(*args))
+    push_back = jax.jit(lambda *args: free_queue.push_back(*args))
+    remove = jax.jit(lambda *args: free_queue.remove(*args))
     rng = np.random.default_rng(0)
     queue = free_queue.create(jnp.arange(1, NUM_BLOCKS), NUM_BLOCKS)
     model = list(range(1, NUM_BLOCKS))
@@ -74,7 +73,7 @@ def test_last_namings() -> None:
     queue = free_queue.create(jnp.arange(1, NUM_BLOCKS), NUM_BLOCKS)
     queue, _ = free_queue.pop_front(queue, jnp.int32(3), MAX_COUNT)
     ids, mask = jnp.array([3, 1, 3, 1, 2, 2]), jnp.array([True, True, True, False, True, False])
-    after, is_last = quick.jit(free_queue.last_namings)(queue, ids, mask)
+    after, is_last = jax.jit(free_queue.last_namings)(queue, ids, mask)
     assert is_last.tolist() == [False, True, True, False, True, False]
     # When they are pushed, nothing is left of the search.
     after = free_queue.push_front(after, ids, is_last)

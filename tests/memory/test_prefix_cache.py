@@ -14,8 +14,7 @@ from jaxpaged.memory.invariants import InvariantError, check_invariants
 from jaxpaged.memory.policies import LRU, LRU_SPLIT, Policy
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
-from jaxpaged.verify import lockstep
-from tests import quick
+from jaxpaged.verify import subjects
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3
@@ -27,10 +26,10 @@ def constant_hash(token_ids: Int[Array, "*n block_size"], index: Int[Array, "*n"
     return jnp.zeros((*index.shape, 2), jnp.uint32)
 
 
-append = quick.jit(block_table.append, static_argnames="max_new_blocks")
-commit = quick.jit(lockstep.commit, static_argnames="max_blocks")
-find = quick.jit(lockstep.look_up)
-free_rows = quick.jit(block_table.free_rows)
+append = jax.jit(block_table.append, static_argnames="max_new_blocks")
+commit = jax.jit(subjects.commit, static_argnames="max_blocks")
+find = jax.jit(subjects.look_up)
+free_rows = jax.jit(block_table.free_rows)
 
 
 def create(hash_fn: prefix_cache.HashFn = prefix_cache.hash_block, policy: Policy = LRU) -> BlockTables:
@@ -244,7 +243,7 @@ def test_a_pool_full_of_different_content_is_cached_whole() -> None:
     cache = prefix_cache.create(num_blocks, 1)
     root = prefix_cache.root(cache, jnp.arange(num_blocks - 1))
     rows = jnp.arange(num_blocks - 1)
-    cache, chain = quick.jit(prefix_cache.insert)(
+    cache, chain = jax.jit(prefix_cache.insert)(
         cache, root, jnp.ones_like(rows), rows, rows + 1, jnp.zeros((num_blocks - 1, 1), jnp.int32)
     )
     assert not jnp.any(chain.slot == PrefixCache.BROKEN)

@@ -17,7 +17,7 @@ from jaxpaged.models.families import BY_TYPE
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import Parts
 from reference import model as reference_model
-from tests import quick, tiny
+from tests import tiny
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 LLAMAS = ["gqa_tied", "mha_biased", "mqa_llama3_rope", "mistral_window"]
@@ -65,7 +65,7 @@ def paged_logits(model, token_ids, block_size, tile_len) -> np.ndarray:
     padded = jnp.asarray([*token_ids, *[0] * (num_tokens - len(token_ids))], jnp.int32)
     batch = batch_of(table, positions, tile_len, block_size)
 
-    @quick.jit
+    @jax.jit
     def run(model, cache):
         hidden, _ = model(padded, jnp.asarray(positions), cache, batch)
         return model.logits(hidden)
