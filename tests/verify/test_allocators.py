@@ -42,14 +42,14 @@ def test_a_v1_pool_of_another_profile_does_not() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_a_bug_is_found_and_its_history_made_short(
+def test_a_bug_is_found_and_its_history_repeats_it(
     mutant: Mutant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module, _, name = mutant.path.partition(":")
     with planted(mutant, tmp_path) as theirs:
         report = verify_allocator(theirs, mutant.what, save=tmp_path, shrink_seconds=2)
         assert not report.ok, report
-        assert 1 <= len(report.shortest) < 40, report  # given time, at most 8
+        assert report.shortest, report  # how short is for those below, which take the time
         assert cli.main(["verify", "allocator", "--replay", str(report.saved)]) == 1
     said = capsys.readouterr().out
     assert f"disagreement: {report.sentence}" in said
