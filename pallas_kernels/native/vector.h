@@ -11,7 +11,7 @@
 #include <cstring>
 #include <utility>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -130,14 +130,23 @@ struct Bytes {
   static F32 AddProduct(F32 sum, F32 factor, Words words, int) { return sum + factor * (F32)words; }
 };
 
-template <typename Byte, typename Wide>
-inline Wide Widened(const char* p) {
+// kLanes bytes as words. GCC 12 makes of the plain form a move for each byte.
+template <typename Byte>
+inline I32 Widened(const char* p) {
+#if defined(__AVX512F__)
+  const __m128i bytes = Load<__m128i>(p);
+  return (I32)(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_cvtsi64_si128(Load<int64_t>(p));
+  return (I32)(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
   typedef Byte Narrow __attribute__((vector_size(kLanes)));
-  return __builtin_convertvector(Load<Narrow>(p), Wide);
+  return __builtin_convertvector(Load<Narrow>(p), I32);
+#endif
 }
 
 struct Int8 : Bytes<Int8> {
-  static F32 Decode(const char* p) { return __builtin_convertvector((Widened<int8_t, I32>(p)), F32); }
+  static F32 Decode(const char* p) { return __builtin_convertvector(Widened<int8_t>(p), F32); }
 };
 
 // A sign, kExponent bits of an exponent, and the others of a fraction. Subnormal numbers are made without float32's own,
@@ -146,7 +155,7 @@ template <int kExponent>
 struct Float8 : Bytes<Float8<kExponent>> {
   static F32 Decode(const char* p) {
     constexpr uint32_t kShift = 16 + kExponent, kBias = 128 - (1 << (kExponent - 1));
-    const Words bits = Widened<uint8_t, Words>(p), magnitude = bits & 0x7fu;
+    const Words bits = (Words)Widened<uint8_t>(p), magnitude = bits & 0x7fu;
     const F32 number = (F32)((magnitude << kShift) + (kBias << 23));
     const F32 subnormal = number + number - (F32)(Words{} + ((kBias + 1) << 23));
     const F32 size = magnitude < (0x80u >> kExponent) ? subnormal : number;
