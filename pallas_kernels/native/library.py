@@ -23,6 +23,7 @@ from pallas_kernels.compilation_cache import compilation_cache_dir
 
 SOURCES = Path(__file__).parent
 FUNCTIONS = ("product", "attention")
+QUANTISED = ("quantised_product",)  # compiled for those who have such weights only
 
 
 _LOADING = threading.Lock()  # one compiles, the others wait for it
@@ -37,7 +38,7 @@ class Target(NamedTuple):
 
 
 X86, ARM = ("x86_64",), ("aarch64", "arm64")
-AVX2 = ("avx2", "fma", "bmi2")
+AVX2 = ("avx2", "fma", "bmi2", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl")
 SSE2 = "sse2"  # only where it is asked for: XLA's code is as fast there, and faster for many rows
 # The fastest first.
@@ -50,12 +51,14 @@ TARGETS = {
 }
 
 
-def serves(dtype: jnp.dtype) -> bool:
-    """Whether arrays of a dtype may be given to the kernels, on the default device."""
-    return why_not(dtype) is None
+def serves(dtype: jnp.dtype, *, quantised: bool = False) -> bool:
+    """Whether arrays of a dtype may be given to the kernels, on the default device; `quantised`: to products
+    with quantised weights.
+    """
+    return why_not(dtype, quantised=quantised) is None
 
 
-def why_not(dtype: jnp.dtype) -> str | None:
+def why_not(dtype: jnp.dtype, *, quantised: bool = False) -> str | None:
     """In words, why arrays of a dtype are left to XLA; None if they are not.
 
     Raises: ValueError if JAXPAGED_NATIVE is neither 0, 1 nor a target of this processor.
@@ -68,7 +71,9 @@ def why_not(dtype: jnp.dtype) -> str | None:
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"the dtype is {dtype.name}"
     name = target()
-    return f"there are no faster kernels for this {platform.machine()}" if name is None else _load(name)
+    if name is None:
+        return f"there are no faster kernels for this {platform.machine()}"
+    return _load(name) or (_load(name, QUANTISED) if quantised else None)
 
 
 def instructions() -> str:
@@ -97,9 +102,9 @@ def targets() -> list[str]:
 
 
 def registered(function: str) -> str:
-    """The name under which XLA knows one of FUNCTIONS, as it is for the target in use."""
+    """The name under which XLA knows one of FUNCTIONS or QUANTISED, as it is for the target in use."""
     name = target()
-    if name is None or (why := _load(name)):
+    if name is None or (why := _load(name, QUANTISED if function in QUANTISED else FUNCTIONS)):
         raise NotImplementedError(f"there is no native {function}: {why}")
     return f"jaxpaged_{function}_{name}"
 
@@ -114,21 +119,21 @@ def _prepare() -> None:
         serves(jnp.dtype("float32"))
 
 
-def _load(name: str) -> str | None:
-    """Compile a target's functions and make them known to JAX; in words, what prevents it."""
+def _load(name: str, functions: tuple[str, ...] = FUNCTIONS) -> str | None:
+    """Compile functions for a target and make them known to JAX; in words, what prevents it."""
     with _LOADING:
-        return _loaded(name)
+        return _loaded(name, functions)
 
 
 @functools.cache
-def _loaded(name: str) -> str | None:
+def _loaded(name: str, functions: tuple[str, ...]) -> str | None:
     compiler = find_compiler()
     if compiler is None:
         return _without("there is no C++ compiler", "install one, for example with apt install g++")
     try:
         with ThreadPoolExecutor() as pool:  # the compiler runs for all of them at the same time
-            made = [pool.submit(_handler, function, TARGETS[name], compiler) for function in FUNCTIONS]
-        handlers = dict(zip(FUNCTIONS, (each.result() for each in made), strict=True))
+            made = [pool.submit(_handler, function, TARGETS[name], compiler) for function in functions]
+        handlers = dict(zip(functions, (each.result() for each in made), strict=True))
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()[:1]
         problem = ": ".join([f"failed with exit code {error.returncode}", *said])
@@ -150,8 +155,8 @@ def _without(problem: str, remedy: str) -> str:
 
 
 def _handler(function: str, target: Target, compiler: str) -> Any:
-    """One of FUNCTIONS, from its library in the user's cache. If there is none, one is made, and kept if it
-    can be.
+    """One of these functions, from its library in the user's cache. If there is none, one is made, and kept
+    if it can be.
     """
     command = compile_command(target, compiler)
     sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cc", ".h")]
