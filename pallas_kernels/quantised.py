@@ -5,13 +5,14 @@ neighbouring inputs that i is in. Codes of 8 bits are signed; those of 4 bits go
 minima, else from -8 to 7.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Num, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.native.product import PANEL_WIDTH
 
@@ -46,38 +47,31 @@ class Quantised:
     def widened(self) -> Float[Array, "out_features in_features"]:
         """All weights, in float32."""
 
-        def by_row(x: Num[Array, "..."]) -> Num[Array, "..."]:
-            return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1])
+        def by_row(x: Array | np.ndarray) -> Array:
+            return jnp.swapaxes(jnp.asarray(x), 1, 2).reshape(-1, x.shape[1])
 
-        return self._numbers(*(x if x is None else by_row(jnp.asarray(x)) for x in self._arrays))[
-            : self.out_features
-        ]
+        return self._numbers(by_row)[: self.out_features]
 
     def rows(self, outputs: Int[Array, " n"]) -> Float[Array, "n in_features"]:
         """The weights of some outputs, in float32."""
         panel, place = outputs // PANEL_WIDTH, outputs % PANEL_WIDTH
-        return self._numbers(*(x if x is None else jnp.asarray(x)[panel, :, place] for x in self._arrays))
-
-    @property
-    def _arrays(self) -> tuple[Array | np.ndarray, Array | np.ndarray, Array | np.ndarray | None]:
-        return self.codes, self.scales, self.minima
+        return self._numbers(lambda x: jnp.asarray(x)[panel, :, place])
 
     def _numbers(
-        self,
-        codes: UInt32[Array, "rows num_words"],
-        scales: Float[Array, "rows num_groups"],
-        minima: Float[Array, "rows num_groups"] | None,
-    ) -> Float[Array, "rows in_features"]:
+        self, rows_of: Callable[[Array | np.ndarray], Array]
+    ) -> Float[Array, "num_rows in_features"]:
+        """The weights of some rows, of codes and all."""
+        codes, scales = rows_of(self.codes), rows_of(self.scales)
         if self.bits == 8:
             numbers = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
         else:
             shifts = jnp.arange(0, 32, self.bits, dtype=jnp.uint32)
             numbers = (codes[..., None] >> shifts & 15).astype(jnp.float32)
-            if minima is None:
+            if self.minima is None:
                 numbers = numbers - OFFSET
         numbers = numbers.reshape(*scales.shape, -1) * scales.astype(jnp.float32)[..., None]
-        if minima is not None:
-            numbers = numbers + minima.astype(jnp.float32)[..., None]
+        if self.minima is not None:
+            numbers = numbers + rows_of(self.minima).astype(jnp.float32)[..., None]
         return numbers.reshape(scales.shape[0], -1)
 
 

@@ -149,6 +149,10 @@ def test_info_prints_the_caches_size(model, capsys):
         (["--prompt", "a", "--block-size", "0"], "block_size=0 must be a positive int"),
         (["--prompt", "a", "--num-blocks", "1"], "num_blocks=1 must be None or an int >= 2"),
         (
+            ["--prompt", "a", "--quantization", "awq"],
+            "quantization='awq' must be None or one of gguf, int8, int4",
+        ),
+        (
             ["--prompt", "a", "--dtype", "int4"],
             "dtype='int4' must be one of auto, float32, bfloat16, float16",
         ),

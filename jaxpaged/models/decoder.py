@@ -28,7 +28,10 @@ class Decoder(nnx.Module):
     def __init__(self, parts: Parts) -> None:
         self.config, self.dtype = parts.config, parts.dtype
         c = self.config
-        self.embedding = nnx.Param(layers.on_device(parts.get("embedding.weight")))
+        table = parts.get("embedding.weight")
+        assert table is not None
+        self.embedding = nnx.Param(layers.on_device(table))
+        del table
         positions = parts.get("positions.weight")
         self.positions = None if positions is None else nnx.Param(jnp.asarray(positions))
         self.embedding_norm = last_norm(parts, "embedding_norm") if c.embedding_norm else None

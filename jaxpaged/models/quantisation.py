@@ -86,4 +86,5 @@ class FromFile(Quantisation):
 def _taken(rows: Rows, order: np.ndarray) -> Rows:
     if np.array_equal(order, np.arange(len(order))):
         return rows
-    return Rows(*(side if side is None else side[order] for side in rows))
+    minima = None if rows.minima is None else rows.minima[order]
+    return Rows(rows.codes[order], rows.scales[order], minima)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.native.library import registered
@@ -33,5 +34,5 @@ def quantised_product(
     return call(x, codes, scales, minima, jnp.asarray(layer, jnp.int32))
 
 
-def _stack(x: Array) -> Array:
-    return x.reshape(-1, *x.shape[-3:])
+def _stack(x: Array | np.ndarray) -> Array:
+    return jnp.asarray(x).reshape(-1, *x.shape[-3:])
