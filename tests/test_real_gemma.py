@@ -43,9 +43,10 @@ def path(tmp_path_factory):
     return whole
 
 
-@pytest.fixture(scope="module")
-def llm(path):
-    return LLM(path, dtype="float32", max_num_seqs=4, max_model_len=1024)
+@pytest.fixture(scope="module", params=[None, "gguf"])
+def llm(path, request):
+    """Kept quantised it has the same weights, to the last bit; layers are of several kinds."""
+    return LLM(path, dtype="float32", quantization=request.param, max_num_seqs=4, max_model_len=1024)
 
 
 def test_prompts_become_the_same_tokens(llm):

@@ -12,9 +12,10 @@ GOLDENS = json.loads((Path(__file__).parent / "goldens" / "smollm2.json").read_t
 MIN_GAP = 1e-3
 
 
-@pytest.fixture(scope="module")
-def llm():
-    return LLM("smollm2", dtype="float32", max_num_seqs=4, max_model_len=256)
+@pytest.fixture(scope="module", params=[None, pytest.param("gguf", marks=pytest.mark.slow)])
+def llm(request):
+    """Kept quantised it has the same weights, to the last bit."""
+    return LLM("smollm2", dtype="float32", quantization=request.param, max_num_seqs=4, max_model_len=256)
 
 
 def test_prompts_become_the_same_tokens(llm):

@@ -20,6 +20,7 @@ from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.quantisation import OnLoad
 from jaxpaged.models.weights import Parts, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
@@ -97,9 +98,9 @@ ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is 
 SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
 
 
-def load(dtype: Any, config: ModelConfig = CONFIG) -> Decoder:
+def load(dtype: Any, config: ModelConfig = CONFIG, quantization: str | None = None) -> Decoder:
     """The tiny model in this dtype; `config` may be one with the same weights."""
-    return Decoder(Parts(config, NAMES, weights(), dtype))
+    return Decoder(Parts(config, NAMES, weights(), dtype, quantization and OnLoad(quantization)))
 
 
 def with_window(sliding_window: int | None) -> ModelConfig:
@@ -112,7 +113,8 @@ def driver(**options: Any) -> Driver:
 
     Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
-    return Driver(EngineConfig(**DEFAULTS | options), CONFIG, load)
+    model = functools.partial(load, quantization=options.get("quantization"))
+    return Driver(EngineConfig(**DEFAULTS | options), CONFIG, model)
 
 
 def engine(**options: Any) -> Engine:

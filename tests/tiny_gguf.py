@@ -1,5 +1,6 @@
 """The tiny model as a GGUF file with a tokenizer and a chat template: all that the command line needs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -37,8 +38,11 @@ def write_gguf(
     without: str = "",
     extra: str = "",
     sliding_window: int | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> Path:
-    """The tiny model as a GGUF file, with a byte-level vocabulary of as many tokens."""
+    """The tiny model as a GGUF file, with a byte-level vocabulary of as many tokens. `kinds`: by a part of
+    their names, in which kinds of blocks tensors are; the others are float32.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     add_sizes(writer, CONFIG)
     if sliding_window is not None:
@@ -70,8 +74,10 @@ def write_gguf(
             "mlp.down_proj": "ffn_down",
         }.items():
             tensor = tensor.replace(ours, theirs)
+        kind = next((kind for part, kind in (kinds or {}).items() if part in tensor), "F32")
         if tensor != without:
-            writer.add_tensor(tensor, weight)
+            raw = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(tensor, gguf.quantize(weight, raw), raw_dtype=raw)
     if extra:
         writer.add_tensor(extra, np.full(4, 2, np.float32))
     writer.write_header_to_file()

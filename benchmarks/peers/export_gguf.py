@@ -1,4 +1,4 @@
-"""Writes a GGUF file with float32 or bfloat16 weights from a quantised one.
+"""Writes a GGUF file with weights of another type.
 
     python benchmarks/peers/export_gguf.py model.gguf out.gguf --dtype float32
 
@@ -12,7 +12,12 @@ from pathlib import Path
 
 import llama_cpp  # type: ignore[import-not-found]
 
-_FILE_TYPES = {"float32": llama_cpp.LLAMA_FTYPE_ALL_F32, "bfloat16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16}
+_FILE_TYPES = {
+    "float32": llama_cpp.LLAMA_FTYPE_ALL_F32,
+    "bfloat16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
+    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+}
 
 
 def export(source: Path, target: Path, dtype: str) -> None:
@@ -29,7 +34,7 @@ def export(source: Path, target: Path, dtype: str) -> None:
 
 def main() -> None:
     """Read the command line and export."""
-    parser = argparse.ArgumentParser(description="Write a GGUF file with weights that are not quantised.")
+    parser = argparse.ArgumentParser(description="Write a GGUF file with weights of another type.")
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--dtype", choices=list(_FILE_TYPES), required=True)

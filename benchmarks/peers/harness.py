@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TextIO
 
 NUM_THREADS = 2
+# Weights as a GGUF file of that type has them, for llama.cpp and ours; all else as each has it for bfloat16.
+QUANTISED = ["q8_0", "q4_0", "q4_1"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def start(description: str, flags: dict[str, str] | None = None) -> Options:
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory or a GGUF file")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", *QUANTISED], required=True)
     parser.add_argument("--workload", type=Path, required=True, help="a workload as a JSON file")
     parser.add_argument("--repeats", type=int, default=3, help="counted runs, after one that is not")
     for flag, meaning in (flags or {}).items():

@@ -10,9 +10,11 @@ def main() -> None:
 
     import jaxpaged
 
+    is_quantised = options.dtype in harness.QUANTISED
     llm = jaxpaged.LLM(
         options.model,
-        dtype=options.dtype,
+        dtype="bfloat16" if is_quantised else options.dtype,
+        quantization="gguf" if is_quantised else None,
         max_num_seqs=options.max_num_seqs,
         max_model_len=max(1024, options.max_model_len),
         enable_prefix_caching=options.extra.prefix_caching,

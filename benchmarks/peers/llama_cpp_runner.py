@@ -3,7 +3,7 @@
 Every step is one `llama_decode`: the next token of each running request, and the whole prompts of those just
 let in. A request that is done leaves its place to the next one waiting. The best token is found with NumPy.
 The GGUF file must hold weights of the dtype asked for: see export_gguf.py. The cache is float32 for float32,
-and float16, llama.cpp's own choice, for bfloat16.
+and float16, llama.cpp's own choice, for all else.
 """
 
 import ctypes
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import harness  # type: ignore[import-not-found]  # the file beside this one
 import numpy as np
 
-# `general.file_type` of a GGUF file, and ggml's number for the cache's type: F32, and F16 for its speed.
-_FILE_TYPES = {"float32": "0", "bfloat16": "32"}
-_CACHE_TYPES = {"float32": 0, "bfloat16": 1}
+# `general.file_type` of a GGUF file, and ggml's numbers for the cache's types: F32, and F16 for its speed.
+_FILE_TYPES = {"float32": "0", "bfloat16": "32", "q4_0": "2", "q4_1": "3", "q8_0": "7"}
+_FLOAT32, _FLOAT16 = 0, 1
 
 
 @dataclass
@@ -57,7 +57,7 @@ def main() -> None:
     params.n_seq_max = options.max_num_seqs
     params.n_batch = max(512, max_step_tokens)
     params.n_threads = params.n_threads_batch = harness.NUM_THREADS
-    params.type_k = params.type_v = _CACHE_TYPES[options.dtype]
+    params.type_k = params.type_v = _FLOAT32 if options.dtype == "float32" else _FLOAT16
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
         raise SystemExit("llama.cpp made no context: see its message above")

@@ -65,9 +65,8 @@ class LLM:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
         machine.keep_on_disk()
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
-        self.engine = Engine(
-            self.config, checkpoint.config, checkpoint.model, self.tokenizer, record_trace=record_trace
-        )
+        load = functools.partial(checkpoint.model, quantization=self.config.quantization)
+        self.engine = Engine(self.config, checkpoint.config, load, self.tokenizer, record_trace=record_trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where no parameters are given."""

@@ -13,7 +13,8 @@ from jaxpaged.models import layers
 from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
-from jaxpaged.models.weights import Abstract, Parts
+from jaxpaged.models.quantised import Quantisation, QuantisedWeight
+from jaxpaged.models.weights import Abstract, Names, Parts
 from pallas_kernels import native
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
@@ -27,7 +28,10 @@ class Decoder(nnx.Module):
     def __init__(self, parts: Parts) -> None:
         self.config, self.dtype = parts.config, parts.dtype
         c = self.config
-        self.embedding = nnx.Param(jnp.asarray(parts.get("embedding.weight")))
+        table = parts.get("embedding.weight")
+        assert table is not None
+        self.embedding = nnx.Param(layers.on_device(table))
+        del table
         positions = parts.get("positions.weight")
         self.positions = None if positions is None else nnx.Param(jnp.asarray(positions))
         self.embedding_norm = last_norm(parts, "embedding_norm") if c.embedding_norm else None
@@ -36,9 +40,11 @@ class Decoder(nnx.Module):
         self.lm_head = self._lm_head(parts)
 
     def _lm_head(self, parts: Parts) -> layers.Linear | None:
-        """None where a tied table serves as it lies: not if products want it packed."""
+        """None where a tied table serves as it lies: not if products want it packed, and it is not."""
         if not self.config.tie_word_embeddings:
             table = parts.get("lm_head.weight")
+        elif isinstance(self.embedding.get_value(), QuantisedWeight):
+            return None
         elif native.serves(self.dtype):
             table = self.embedding[...]
         else:
@@ -88,7 +94,7 @@ class Decoder(nnx.Module):
         self, token_ids: Int[Array, " num_tokens"], positions: Int[Array, " num_tokens"]
     ) -> Float[Array, "num_tokens hidden"]:
         """The tokens' rows of the table, and those of their positions where there is one."""
-        c, x = self.config, self.embedding[...][token_ids]
+        c, x = self.config, layers.look_up(self.embedding.get_value(), token_ids)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
         if self.positions is not None:
@@ -98,7 +104,10 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens vocab"]:
         """Scores of the next token, in float32."""
         c = self.config
-        logits = layers.unembed(hidden, self.embedding[...]) if self.lm_head is None else self.lm_head(hidden)
+        if self.lm_head is None:
+            logits = layers.unembed(hidden, self.embedding.get_value())
+        else:
+            logits = self.lm_head(hidden)
         if c.logit_divisor != 1.0:
             logits = logits / c.logit_divisor
         if c.logit_soft_cap is not None:
@@ -311,7 +320,12 @@ def of_layer(config: ModelConfig, angles: Angles, layer: layers.Layer) -> Angles
     return cos[number], sin[number]
 
 
-def abstract(config: ModelConfig, dtype: jnp.dtype) -> Decoder:
+def abstract(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    names: Names | None = None,
+    quantisation: Quantisation | None = None,
+) -> Decoder:
     """The model with shapes for arrays."""
-    model: Decoder = nnx.eval_shape(lambda: Decoder(Abstract(config, dtype)))
+    model: Decoder = nnx.eval_shape(lambda: Decoder(Abstract(config, dtype, names, quantisation)))
     return model

@@ -21,6 +21,7 @@ from jaxpaged.models.config import LayerKind, LongScaling, ModelConfig
 from jaxpaged.models.families import BY_ARCHITECTURE
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.quantisation import FromFile
 from jaxpaged.models.weights import Names
 
 BLOCK = "blk.{layer}"
@@ -146,6 +147,13 @@ def names(reader: gguf.GGUFReader, path: Path) -> Names:
 def load_weights(reader: gguf.GGUFReader, path: Path) -> Mapping[str, np.ndarray]:
     """All tensors by name, each dequantised to float32 when it is asked for."""
     return _Tensors(reader, path)
+
+
+def quantisation(reader: gguf.GGUFReader) -> FromFile:
+    """What keeps the file's quantised weights as they are."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    return FromFile(kinds, lambda name: tensors[name].data)
 
 
 class _Tensors(Mapping[str, np.ndarray]):

@@ -13,9 +13,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
+from jaxpaged.models.quantised import QuantisedWeight
 from pallas_kernels import native
 
 Values = Array | np.ndarray  # a weight that is being made
+type Weight = Float[Values, "..."] | QuantisedWeight
 Layer = int | Int[Array, ""]  # a layer's number, counted from 0; an array in a loop over layers
 
 
@@ -35,28 +37,50 @@ def loops_over_layers(dtype: jnp.dtype) -> bool:
 
 
 class Each:
-    """Arrays of which each is made when it is asked for, in turn."""
+    """Weights of which each is made when it is asked for, in turn.
 
-    def __init__(self, count: int, make: Callable[[], Iterator[Num[Values, "..."]]]) -> None:
-        self._count, self._make = count, make
+    `groups`: where they are kept in several ways, for each way the layers' numbers, and their weights.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        make: Callable[[], Iterator[Any]],
+        groups: "Sequence[tuple[Sequence[int], Each]]" = (),
+    ) -> None:
+        self._count, self._make, self.groups = count, make, groups
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Num[Values, "..."]]:
+    def __iter__(self) -> Iterator[Any]:
         return self._make()
 
 
-def stacked(arrays: Iterable[Num[Values, "..."]], count: int) -> Num[Array, "..."]:
-    """The arrays side by side in a new one, where each is put before the next is made."""
-    together = None
-    for i, array in enumerate(arrays):
-        if isinstance(array, jax.core.Tracer):
-            return jnp.stack([array, *arrays])
+def stacked(weights: Iterable[Any], count: int) -> Any:
+    """Arrays, or weights of several, side by side in a new one, where each is put before the next is made."""
+    together: Any = None
+    rest = iter(weights)
+    for i, weight in enumerate(rest):
+        if isinstance(jax.tree.leaves(weight)[0], jax.core.Tracer):
+            return jax.tree.map(lambda *each: jnp.stack(each), weight, *rest)
         if together is None:
-            together = _aligned((count, *array.shape), array.dtype)
-        _put(together[i], np.asarray(array))
+            together = jax.tree.map(lambda array: _aligned((count, *array.shape), array.dtype), weight)
+        jax.tree.map(lambda target, array, i=i: _put(target[i], np.asarray(array)), together, weight)
     return jax.device_put(together)
+
+
+def on_device(weight: Num[Values, "..."] | QuantisedWeight) -> Any:
+    """An array, or a weight of several, as JAX's."""
+    return jax.tree.map(_placed, weight) if isinstance(weight, QuantisedWeight) else jnp.asarray(weight)
+
+
+def _placed(array: Num[Values, "..."]) -> Num[Array, "..."]:
+    if not isinstance(array, np.ndarray):
+        return array
+    target = _aligned(array.shape, array.dtype)
+    _put(target, array)
+    return jax.device_put(target)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -78,19 +102,28 @@ def _put(target: np.ndarray, values: np.ndarray) -> None:
 
 
 class Stack(nnx.Module):
-    """An array for each layer: side by side in one array for a loop over layers, else one by one."""
+    """A weight for each layer: side by side in one array for a loop over layers, else one by one."""
 
-    def __init__(self, arrays: Iterable[Num[Values, "..."]], count: int, *, together: bool) -> None:
+    def __init__(self, weights: Iterable[Any], count: int, *, together: bool) -> None:
         if together:
-            self.all: Any = nnx.Param(stacked(arrays, count))
+            self.all: Any = nnx.Param(stacked(weights, count))
         else:
-            self.all = nnx.List(nnx.Param(jnp.asarray(array)) for array in arrays)
+            self.all = nnx.List(nnx.Param(on_device(weight)) for weight in weights)
 
     def __getitem__(self, layer: Layer) -> Num[Array, "..."]:
         if isinstance(self.all, nnx.List):
             assert isinstance(layer, int)
             return self.all[layer][...]
         return lax.dynamic_index_in_dim(self.all[...], layer, keepdims=False)
+
+    def multiply(
+        self, x: Float[Array, "num_tokens in_features"], layer: Layer
+    ) -> Float[Array, "num_tokens out_features"]:
+        """`x @ weight.T` of a layer's quantised weight."""
+        if isinstance(self.all, nnx.List):
+            assert isinstance(layer, int)
+            return quantised_product(x, self.all[layer].get_value())
+        return quantised_product(x, self.all.get_value(), layer)
 
 
 class Linear(nnx.Module):
@@ -100,7 +133,7 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
-        weights: Sequence[Float[Values, "out_features in_features"]] | Each,
+        weights: Sequence[Float[Values, "out_features in_features"] | QuantisedWeight] | Each,
         biases: Sequence[Float[Values, " out_features"]] | Each | None = None,
         *,
         together: bool | None = None,
@@ -108,29 +141,79 @@ class Linear(nnx.Module):
         rest = iter(weights)
         first = next(rest)
         self.out_features, dtype = first.shape[0], first.dtype
+        self.is_quantised = isinstance(first, QuantisedWeight)
         self.is_packed = native.serves(dtype)
         together = loops_over_layers(dtype) if together is None else together
+        groups = weights.groups if isinstance(weights, Each) and together else ()
         each = itertools.chain([first], rest)
         del first  # it need not stay while the others are read
-        kernels = (native.pack(w) if self.is_packed else w.T for w in each)
-        self.kernel = Stack(kernels, len(weights), together=together)
+        if groups:
+            self.places = nnx.Param(_places(len(weights), [numbers for numbers, _ in groups]))
+            self.kernels = nnx.List(Stack(its, len(its), together=True) for _, its in groups)
+        elif self.is_quantised:
+            self.kernel = Stack(each, len(weights), together=together)
+        else:
+            kernels = (native.pack(w) if self.is_packed else w.T for w in each)
+            self.kernel = Stack(kernels, len(weights), together=together)
         self.bias = None if biases is None else Stack(biases, len(biases), together=together)
 
     def __call__(
         self, x: Float[Array, "num_tokens in_features"], layer: Layer = 0
     ) -> Float[Array, "num_tokens out_features"]:
-        if self.is_packed:
+        if self.is_quantised:
+            y = self._quantised(x, layer)
+        elif self.is_packed:
             y = native.product(x, self.kernel.all[...], self.out_features, layer)
         else:
             y = _dot(x, self.kernel[layer], contract=0)
         return y if self.bias is None else y + self.bias[layer].astype(jnp.float32)
 
+    def _quantised(
+        self, x: Float[Array, "num_tokens in_features"], layer: Layer
+    ) -> Float[Array, "num_tokens out_features"]:
+        if hasattr(self, "kernel"):
+            return self.kernel.multiply(x, layer)
+        kind, place = self.places[...][:, layer]
+        return lax.switch(kind, [kernel.multiply for kernel in self.kernels], x, place)
+
+
+def _places(count: int, groups: Sequence[Sequence[int]]) -> Int[Array, "2 num_layers"]:
+    """In which of the groups each layer is, and which of its layers it is there."""
+    places = np.zeros((2, count), np.int32)
+    for i, numbers in enumerate(groups):
+        places[:, list(numbers)] = [[i] * len(numbers), range(len(numbers))]
+    return jnp.asarray(places)
+
+
+def look_up(
+    table: Float[Array, "vocab hidden"] | QuantisedWeight, token_ids: Int[Array, " num_tokens"]
+) -> Float[Array, "num_tokens hidden"]:
+    """The tokens' rows of an embedding."""
+    return table.rows(token_ids) if isinstance(table, QuantisedWeight) else table[token_ids]
+
 
 def unembed(
-    hidden: Float[Array, "num_tokens hidden"], table: Float[Array, "vocab hidden"]
+    hidden: Float[Array, "num_tokens hidden"], table: Float[Array, "vocab hidden"] | QuantisedWeight
 ) -> Float[Array, "num_tokens vocab"]:
     """`hidden @ table.T` in float32: the table has an embedding's layout, so a tied one serves as it is."""
+    if isinstance(table, QuantisedWeight):
+        return quantised_product(hidden, table)
     return _dot(hidden, table, contract=1)
+
+
+def quantised_product(
+    x: Float[Array, "num_tokens in_features"], weight: QuantisedWeight, layer: Layer | None = None
+) -> Float[Array, "num_tokens out_features"]:
+    """`x @ weight.T` in float32, of a stack that of a layer. Where XLA multiplies it widens the weight first,
+    in the program: in memory it stays as it is.
+    """
+    if native.serves(x.dtype, "quantised_product"):
+        number = 0 if layer is None else layer
+        found = [native.quantised_product(x, segment, number) for segment in weight.segments]
+    else:
+        one = weight if layer is None else weight.of_layer(layer)
+        found = [_dot(x, wide.astype(x.dtype), contract=1) for wide in one.widened()]
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
 
 def _dot(

@@ -14,6 +14,7 @@ from jaxpaged.models import hf, kept
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.families import family_of, from_hf
+from jaxpaged.models.quantised import Quantisation
 from jaxpaged.models.weights import Names, Parts
 
 SMOLLM2 = "smollm2"
@@ -31,19 +32,40 @@ class Checkpoint:
     load_weights: Callable[[], Mapping[str, Any]]  # by their names in the files, each read when asked for
     # What its makers sample with, as `SamplingParams` names it: from generation_config.json.
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Of a GGUF file: what keeps its quantised weights.
+    keep_quantised: Callable[[], Quantisation] | None = None
 
-    def model(self, dtype: jnp.dtype) -> Decoder:
-        """The model, with arrays of this dtype. Raises `InputError` if the weights are not the config's."""
+    def model(self, dtype: jnp.dtype, quantization: str | None = None) -> Decoder:
+        """The model, with arrays of this dtype, and quantised weights as `EngineConfig` says.
+
+        Raises `InputError` if the weights are not the config's, or cannot be quantised so.
+        """
+        quantisation = self.quantisation(quantization)
 
         def build() -> Decoder:
-            return Decoder(Parts(self.config, self.names, self.load_weights(), dtype))
+            return Decoder(Parts(self.config, self.names, self.load_weights(), dtype, quantisation))
 
         found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
         return kept.model(
             build,
-            lambda: abstract(self.config, dtype),
-            (str(self.path.resolve()), found, self.config, str(dtype)),
+            lambda: abstract(self.config, dtype, self.names, quantisation),
+            (str(self.path.resolve()), found, self.config, str(dtype), quantization),
         )
+
+    def quantisation(self, quantization: str | None) -> Quantisation | None:
+        """What `EngineConfig.quantization` means for this model. Raises `InputError` where it means
+        nothing.
+        """
+        if quantization is None:
+            return None
+        if quantization != "gguf":
+            from jaxpaged.models.quantisation import OnLoad
+
+            return OnLoad(quantization)
+        rule = f"None, int8 or int4 for a model that is no .gguf file: {str(self.path)!r} is none"
+        check("quantization", quantization, rule, self.keep_quantised is not None)
+        assert self.keep_quantised is not None
+        return self.keep_quantised()
 
 
 def open_checkpoint(
@@ -171,4 +193,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     except Exception as error:  # what the header says may be of any type
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"model={str(path)!r}: its header cannot be used: {reason}") from error
-    return Checkpoint(path, config, names, tokenizer, (path,), lambda: gguf_file.load_weights(reader, path))
+    return Checkpoint(
+        path=path,
+        config=config,
+        names=names,
+        tokenizer=tokenizer,
+        files=(path,),
+        load_weights=lambda: gguf_file.load_weights(reader, path),
+        keep_quantised=lambda: gguf_file.quantisation(reader),
+    )

@@ -5,17 +5,19 @@ there.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.quantised import Quantisation, Segment, zeros
+from pallas_kernels import native
 
 type Shape = tuple[int, ...]
 type Tensors = Mapping[str, Any]  # by the name in the file, read when asked for
@@ -163,29 +165,58 @@ def _piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> l
 
 
 class Parts:
-    """A decoder's weights as it asks for them: of its dtype, by role.
+    """A decoder's weights as it asks for them: of its dtype, by role; quantised where `quantisation` says so.
 
     Raises `InputError` for weights that are not the config's: at once if one is missing or too many, and when
     it is read if it is of another shape or type, or not finite.
     """
 
-    def __init__(self, config: ModelConfig, names: Names, tensors: Tensors, dtype: jnp.dtype) -> None:
-        self.config, self.dtype, self._names = config, jnp.dtype(dtype), names
+    def __init__(
+        self,
+        config: ModelConfig,
+        names: Names,
+        tensors: Tensors,
+        dtype: jnp.dtype,
+        quantisation: Quantisation | None = None,
+    ) -> None:
+        self._describe(config, names, dtype, quantisation)
         self._tensors = _without_prefix(names, tensors)
         check_names(config, names, self._tensors)
 
-    def get(self, role: str) -> Float[layers.Values, "..."] | None:
+    def _describe(
+        self, config: ModelConfig, names: Names | None, dtype: jnp.dtype, quantisation: Quantisation | None
+    ) -> None:
+        self.config, self.dtype, self._quantisation = config, jnp.dtype(dtype), quantisation
+        if names is not None:
+            self._names = names
+        if quantisation is not None:
+            native.serves(
+                self.dtype, "quantised_product"
+            )  # makes it known to JAX, for a program kept whole, too
+
+    def get(self, role: str) -> layers.Weight | None:
         """What the decoder has once; None where it has no such weight."""
         shape = once(self.config).get(role)
-        return None if shape is None else self._made(role, shape)
+        return None if shape is None else self._made(role, shape, self._segments(role, shape))
 
     def each(self, role: str) -> layers.Each | None:
         """Every layer's; None where layers have no such weight."""
         shape = in_layer(self.config).get(role)
         if shape is None:
             return None
-        numbers = range(self.config.num_layers)
-        return layers.Each(len(numbers), lambda: (self._made(role, shape, layer=i) for i in numbers))
+        segments = [self._segments(role, shape, layer=i) for i in range(self.config.num_layers)]
+        if None in segments:  # one of them is not quantised: so are all
+            segments = [None] * len(segments)
+
+        def of(numbers: Sequence[int], groups: Any = ()) -> layers.Each:
+            def make() -> Iterator[layers.Weight]:
+                return (self._made(role, shape, segments[i], layer=i) for i in numbers)
+
+            return layers.Each(len(numbers), make, groups)
+
+        ways = list(dict.fromkeys(segments))
+        numbers = [[i for i, its in enumerate(segments) if its == way] for way in ways]
+        return of(range(len(segments)), [(its, of(its)) for its in numbers] if len(ways) > 1 else ())
 
     def of_experts(self, role: str, numbers: Sequence[int]) -> layers.Each | None:
         """Every expert's of these layers, a layer's side by side."""
@@ -194,18 +225,17 @@ class Parts:
             return None
         num_experts = self.config.experts.num_experts
 
-        def make() -> Iterator[Float[layers.Values, "..."]]:
+        def make() -> Iterator[layers.Weight]:
             for layer in numbers:
                 yield from self._experts(role, shape, layer, num_experts)
 
         return layers.Each(len(numbers) * num_experts, make)
 
-    def _experts(
-        self, role: str, shape: Shape, layer: int, num_experts: int
-    ) -> Iterator[Float[layers.Values, "..."]]:
+    def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
         [first, *_] = self._names.pieces(role)
         if "{expert}" in first:
-            yield from (self._made(role, shape, layer=layer, expert=i) for i in range(num_experts))
+            for i in range(num_experts):
+                yield self._made(role, shape, None, layer=layer, expert=i)
             return
         pieces = [
             self._read(name, (num_experts, *its))
@@ -214,15 +244,33 @@ class Parts:
         for expert in range(num_experts):
             yield self._joined(role, [piece[expert] for piece in pieces])
 
-    def _made(self, role: str, shape: Shape, **numbers: int) -> Float[layers.Values, "..."]:
+    def _segments(self, role: str, shape: Shape, **numbers: int) -> tuple[Segment, ...] | None:
+        """How a role's outputs are kept; None where they are not quantised."""
+        if self._quantisation is None:
+            return None
         stored = _stored(self.config, self._names, role, shape, **numbers)
+        return self._quantisation.segments(role, shape, stored)
+
+    def _made(
+        self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
+    ) -> layers.Weight:
+        stored = list(_stored(self.config, self._names, role, shape, **numbers))
+        if segments is not None and self._quantisation is not None:
+            restored = functools.partial(self._restored, role)
+            kept = self._quantisation.of_blocks(stored, restored, self.dtype)
+            if kept is not None:
+                return kept
         return self._joined(role, [self._read(name, its) for name, its in stored])
 
-    def _joined(self, role: str, pieces: Pieces) -> Float[layers.Values, "..."]:
+    def _joined(self, role: str, pieces: Pieces) -> layers.Weight:
+        pieces = self._restored(role, pieces)
+        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        quantised = self._quantisation and self._quantisation.of_numbers(role, whole, self.dtype)
+        return quantised or whole.astype(self.dtype, copy=False)
+
+    def _restored(self, role: str, pieces: Pieces) -> Pieces:
         form = self._names.forms.get(role)
-        if form is not None:
-            pieces = form.restored(self.config, pieces)
-        return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(self.dtype, copy=False)
+        return pieces if form is None else form.restored(self.config, pieces)
 
     def _read(self, name: str, shape: Shape) -> np.ndarray:
         weight = np.asarray(self._tensors[name])
@@ -231,18 +279,29 @@ class Parts:
 
 
 class Abstract(Parts):
-    """Zeros in place of the weights: for shapes, and for tracing."""
+    """Zeros in place of the weights: for shapes, and for tracing. `names` are needed where some are
+    quantised.
+    """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        self.config, self.dtype = config, jnp.dtype(dtype)
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        names: Names | None = None,
+        quantisation: Quantisation | None = None,
+    ) -> None:
+        self._describe(config, names, dtype, quantisation)
 
-    def _made(self, role: str, shape: Shape, **numbers: int) -> Float[layers.Values, "..."]:
+    def _made(
+        self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
+    ) -> layers.Weight:
+        if segments is not None:
+            return zeros(segments, shape[1], self.dtype)
         return jnp.zeros(shape, self.dtype)  # traced, where it is called in a trace
 
-    def _experts(
-        self, role: str, shape: Shape, layer: int, num_experts: int
-    ) -> Iterator[Float[layers.Values, "..."]]:
-        yield from (self._made(role, shape) for _ in range(num_experts))
+    def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
+        segments = self._segments(role, shape, layer=layer)
+        yield from (self._made(role, shape, segments) for _ in range(num_experts))
 
 
 def _without_prefix(names: Names, tensors: Tensors) -> Tensors:

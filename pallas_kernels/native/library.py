@@ -35,6 +35,7 @@ FUNCTIONS = {
     "product": Function("product"),
     "attention": Function("attention"),
     "attention_of_bytes": Function("attention", ("-DCACHE_OF_BYTES",)),  # of 8-bit caches
+    "quantised_product": Function("quantised_product"),
 }
 USUAL = ("product", "attention")  # compiled together at first, the others when they are called for
 
@@ -50,7 +51,7 @@ class Target(NamedTuple):
 
 
 X86, ARM = ("x86_64",), ("aarch64", "arm64")
-AVX2 = ("avx2", "fma", "bmi2")
+AVX2 = ("avx2", "fma", "bmi2", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl")
 SSE2 = "sse2"  # only where it is asked for: XLA's code is as fast there, and faster for many rows
 # The fastest first.
@@ -63,9 +64,11 @@ TARGETS = {
 }
 
 
-def serves(dtype: jnp.dtype) -> bool:
-    """Whether arrays of a dtype may be given to the kernels, on the default device."""
-    return why_not(dtype) is None
+def serves(dtype: jnp.dtype, *functions: str) -> bool:
+    """Whether arrays of a dtype may be given to the kernels that everybody uses, and to these of FUNCTIONS, on
+    the default device.
+    """
+    return why_not(dtype, *functions) is None
 
 
 def why_not(dtype: jnp.dtype, *functions: str) -> str | None:
@@ -175,8 +178,8 @@ def _without(problem: str, remedy: str) -> str:
 
 
 def _handler(function: str, target: Target, compiler: str) -> Any:
-    """One of FUNCTIONS, from its library in the user's cache. If there is none, one is made, and kept if it
-    can be.
+    """One of these functions, from its library in the user's cache. If there is none, one is made, and kept
+    if it can be.
     """
     source, options = FUNCTIONS[function]
     command = [*compile_command(target, compiler), *options]

@@ -18,21 +18,6 @@ namespace native {
 
 constexpr int64_t kPanelColumns = 32, kStepBytes = 4 * kPanelColumns;
 
-// A tile is some rows times a strip of a panel. Its sums stay in registers: enough of them to hide an addition's
-// latency, and few enough to leave room for the words, a factor, and what is widened: with one more compilers spill.
-template <typename T>
-constexpr int kTileRows = kLanes == 16          ? 8
-                          : kLanes == 8         ? 7 - T::kFactors
-                          : kNumRegisters == 32 ? 6 - T::kFactors
-                                                : 3;
-
-// Columns of a strip: of the whole panel for few rows, which then read it in order.
-template <typename T>
-constexpr int64_t StripColumns(int64_t num_rows) {
-  constexpr int64_t kColumns = kLanes == 16 ? 32 : 16;
-  return num_rows * kPanelColumns < kTileRows<T> * kColumns ? kPanelColumns : kColumns;
-}
-
 // What one product is about; `steps` long are a row of x and a column of the kernel.
 struct ProductShape {
   int64_t rows, steps, columns;
@@ -41,37 +26,81 @@ struct ProductShape {
   int64_t kernel_bytes() const { return num_panels() * panel_bytes(); }
 };
 
-// y[row] = the factors x[row] times a strip, for kRows rows. Meanwhile asks for a share, in parts of 65,536, of another
-// panel: with each step for the same part of it again until the next one's turn comes, which costs less than a branch.
-template <typename T, int kRows>
-[[gnu::noinline]] void Tile(const uint32_t* const* x, const char* strip, int64_t steps, float* const* y,
-                            const char* next, int64_t share) {
-  constexpr int kVectors = StripColumns<T>(kRows) / kLanes;
-  const uint32_t* factors[kRows];
-  F32 sum[kRows][kVectors] = {};
-  UNROLL
-  for (int row = 0; row < kRows; ++row) factors[row] = x[row];
-  for (int64_t step = 0; step < steps; ++step) {
-    Prefetch(next + (step * share >> 16) * kStepBytes, kStepBytes);
-    Words words[kVectors];
+// Columns of a strip: of the whole panel for few rows, which then read it in order. K is how the kernel lies in memory.
+template <typename K>
+constexpr int64_t StripColumns(int64_t num_rows) {
+  constexpr int64_t kColumns = kLanes == 16 ? 32 : 16;
+  return num_rows * kPanelColumns < K::kTileRows * kColumns ? kPanelColumns : kColumns;
+}
+
+// Which part of the panel that comes next a tile fetches: the `tile`th of `num_tiles`. With each step it asks for the
+// same part of it again until the next one's turn comes, which costs less than a branch.
+struct Ahead {
+  int64_t panel, tile, num_tiles;
+  int64_t first(int64_t steps) const { return tile * steps / num_tiles; }
+  int64_t share() const { return 65536 / num_tiles; }  // steps for each of the tile's own, in parts of 65,536
+};
+
+// A kernel in float32 or bfloat16.
+template <typename T>
+struct DenseKernel {
+  using X = T;
+  // A tile is some rows times a strip of a panel. Its sums stay in registers: enough of them to hide an addition's
+  // latency, and few enough to leave room for the words, a factor, and what is widened: with one more compilers spill.
+  static constexpr int kTileRows = kLanes == 16          ? 8
+                                   : kLanes == 8         ? 7 - T::kFactors
+                                   : kNumRegisters == 32 ? 6 - T::kFactors
+                                                         : 3;
+
+  const char* panels;
+  int64_t steps;
+
+  int64_t x_words() const { return steps; }
+  // Factors that a row is widened to; 0 where it serves as it is.
+  int64_t num_factors() const { return T::kFactors > 1 ? steps * T::kFactors : 0; }
+  void Widen(const char* row, uint32_t* factors) const {
+    for (int64_t i = 0; i < num_factors(); ++i) factors[i] = Load<uint16_t>(row + 2 * i) << 16;
+  }
+
+  // y[row] = the factors x[row] times the strip of a panel that begins with `column`, for kRows rows.
+  template <int kRows>
+  void Tile(const uint32_t* const* x, int64_t panel, int64_t column, float* const* y, const Ahead& ahead) const {
+    const int64_t panel_bytes = steps * kStepBytes;
+    const char* next = panels + ahead.panel * panel_bytes + ahead.first(steps) * kStepBytes;
+    Sum<kRows>(x, panels + panel * panel_bytes + 4 * column, steps, y, next, ahead.share());
+  }
+
+ private:
+  template <int kRows>
+  [[gnu::noinline]] static void Sum(const uint32_t* const* x, const char* strip, int64_t steps, float* const* y,
+                                    const char* next, int64_t share) {
+    constexpr int kVectors = StripColumns<DenseKernel>(kRows) / kLanes;
+    const uint32_t* factors[kRows];
+    F32 sum[kRows][kVectors] = {};
     UNROLL
-    for (int v = 0; v < kVectors; ++v) words[v] = Load<Words>(strip + step * kStepBytes + v * kVectorBytes);
-    UNROLL
-    for (int i = 0; i < T::kFactors; ++i) {
+    for (int row = 0; row < kRows; ++row) factors[row] = x[row];
+    for (int64_t step = 0; step < steps; ++step) {
+      Prefetch(next + (step * share >> 16) * kStepBytes, kStepBytes);
+      Words words[kVectors];
       UNROLL
-      for (int row = 0; row < kRows; ++row) {
-        const F32 factor = Splat(factors[row][step * T::kFactors + i]);
+      for (int v = 0; v < kVectors; ++v) words[v] = Load<Words>(strip + step * kStepBytes + v * kVectorBytes);
+      UNROLL
+      for (int i = 0; i < T::kFactors; ++i) {
         UNROLL
-        for (int v = 0; v < kVectors; ++v) sum[row][v] = T::AddProduct(sum[row][v], factor, words[v], i);
+        for (int row = 0; row < kRows; ++row) {
+          const F32 factor = Splat(factors[row][step * T::kFactors + i]);
+          UNROLL
+          for (int v = 0; v < kVectors; ++v) sum[row][v] = T::AddProduct(sum[row][v], factor, words[v], i);
+        }
       }
     }
-  }
-  UNROLL
-  for (int row = 0; row < kRows; ++row) {
     UNROLL
-    for (int v = 0; v < kVectors; ++v) Store(y[row] + v * kLanes, sum[row][v]);
+    for (int row = 0; row < kRows; ++row) {
+      UNROLL
+      for (int v = 0; v < kVectors; ++v) Store(y[row] + v * kLanes, sum[row][v]);
+    }
   }
-}
+};
 
 // The rows of x that are not all zeros: their numbers, and their factors, `stride` words from one to the next.
 struct LiveRows {
@@ -82,31 +111,26 @@ struct LiveRows {
 };
 
 // All live rows times one panel; meanwhile the panel that this thread takes next comes into its cache.
-template <typename T>
-void Panel(const LiveRows& live, const char* kernel, float* y, const ProductShape& shape, int64_t panel,
-           int64_t next_panel) {
-  const char* here = kernel + panel * shape.panel_bytes();
-  const char* next = kernel + next_panel * shape.panel_bytes();
-  int64_t num_tiles = 0, tile = 0;
-  InBlocks(live.count, kTileRows<T>,
-           [&](int64_t, int64_t count) { num_tiles += kPanelColumns / StripColumns<T>(count); });
-  InBlocks(live.count, kTileRows<T>, [&](int64_t first, int64_t count) {
-    const int64_t width = StripColumns<T>(count);
-    for (int64_t strip = 0; strip < kPanelColumns; strip += width, ++tile) {
-      const int64_t column = panel * kPanelColumns + strip, existing = shape.columns - column;
+template <typename K>
+void Panel(const LiveRows& live, const K& kernel, float* y, int64_t columns, int64_t panel, int64_t next_panel) {
+  Ahead ahead{next_panel, 0, 0};
+  InBlocks(live.count, K::kTileRows,
+           [&](int64_t, int64_t count) { ahead.num_tiles += kPanelColumns / StripColumns<K>(count); });
+  InBlocks(live.count, K::kTileRows, [&](int64_t first, int64_t count) {
+    const int64_t width = StripColumns<K>(count);
+    for (int64_t strip = 0; strip < kPanelColumns; strip += width, ++ahead.tile) {
+      const int64_t column = panel * kPanelColumns + strip, existing = columns - column;
       if (existing <= 0) break;
-      const uint32_t* x[kTileRows<T>];
-      float *results[kTileRows<T>], whole[kTileRows<T>][kPanelColumns];
+      const uint32_t* x[K::kTileRows];
+      float *results[K::kTileRows], whole[K::kTileRows][kPanelColumns];
       for (int64_t i = 0; i < count; ++i) {
         x[i] = live.factors + live.rows[first + i] * live.stride;
-        results[i] = existing < width ? whole[i] : y + live.rows[first + i] * shape.columns + column;
+        results[i] = existing < width ? whole[i] : y + live.rows[first + i] * columns + column;
       }
-      WithConstant<kTileRows<T>>(count, [&](auto rows) {
-        const char* share = next + tile * shape.steps / num_tiles * kStepBytes;
-        Tile<T, rows>(x, here + 4 * strip, shape.steps, results, share, 65536 / num_tiles);
-      });
+      WithConstant<K::kTileRows>(
+          count, [&](auto rows) { kernel.template Tile<decltype(rows)::value>(x, panel, strip, results, ahead); });
       for (int64_t i = 0; existing < width && i < count; ++i) {
-        std::copy_n(whole[i], existing, y + live.rows[first + i] * shape.columns + column);
+        std::copy_n(whole[i], existing, y + live.rows[first + i] * columns + column);
       }
     }
   });
@@ -124,37 +148,43 @@ bool IsZero(const char* row, int64_t steps) {
   return true;
 }
 
-// x [rows, steps * 1 or 2], kernel [panels, steps, 32, 1 or 2] -> y [rows, columns] float32.
-template <typename T, typename Pool>
-void Multiply(Pool& pool, const void* x, const void* kernel, float* y, const ProductShape& shape) {
-  constexpr bool kWidens = T::kFactors > 1;
+// x [rows, of words], a kernel -> y [rows, columns] float32.
+template <typename K, typename Pool>
+void MultiplyBy(Pool& pool, const void* x, const K& kernel, float* y, int64_t num_rows, int64_t columns) {
   constexpr int64_t kSome = 32;  // rows, fewer of which are not worth a thread
   thread_local Scratch<uint32_t> widened;
   thread_local Scratch<int64_t> live;
   thread_local Scratch<char> zero;
-  const int64_t stride = shape.steps * T::kFactors;
-  uint32_t* factors = widened.Get(kWidens ? shape.rows * stride : 0);
-  char* is_zero = zero.Get(shape.rows);
-  Share(pool, (shape.rows + kSome - 1) / kSome, [=](int64_t item, int64_t) {
-    for (int64_t row = item * kSome; row < std::min((item + 1) * kSome, shape.rows); ++row) {
-      const char* words = static_cast<const char*>(x) + row * shape.steps * 4;
-      is_zero[row] = IsZero<T>(words, shape.steps);
+  const int64_t x_words = kernel.x_words(), num_factors = kernel.num_factors();
+  uint32_t* factors = widened.Get(num_rows * num_factors);
+  char* is_zero = zero.Get(num_rows);
+  Share(pool, (num_rows + kSome - 1) / kSome, [=](int64_t item, int64_t) {
+    for (int64_t row = item * kSome; row < std::min((item + 1) * kSome, num_rows); ++row) {
+      const char* words = static_cast<const char*>(x) + row * x_words * 4;
+      is_zero[row] = IsZero<typename K::X>(words, x_words);
       if (is_zero[row]) {
-        std::fill_n(y + row * shape.columns, shape.columns, 0.0f);
-      } else if constexpr (kWidens) {
-        for (int64_t i = 0; i < stride; ++i) factors[row * stride + i] = Load<uint16_t>(words + 2 * i) << 16;
+        std::fill_n(y + row * columns, columns, 0.0f);
+      } else if (num_factors > 0) {
+        kernel.Widen(words, factors + row * num_factors);
       }
     }
   });
-  int64_t *rows = live.Get(shape.rows), count = 0;
-  for (int64_t row = 0; row < shape.rows; ++row) {
+  int64_t *rows = live.Get(num_rows), count = 0;
+  for (int64_t row = 0; row < num_rows; ++row) {
     if (!is_zero[row]) rows[count++] = row;
   }
   if (count == 0) return;
-  const LiveRows live_rows{rows, count, kWidens ? factors : static_cast<const uint32_t*>(x), stride};
-  Share(pool, shape.num_panels(), [=](int64_t panel, int64_t next) {
-    Panel<T>(live_rows, static_cast<const char*>(kernel), y, shape, panel, next);
-  });
+  const LiveRows live_rows = num_factors > 0 ? LiveRows{rows, count, factors, num_factors}
+                                             : LiveRows{rows, count, static_cast<const uint32_t*>(x), x_words};
+  const int64_t num_panels = (columns + kPanelColumns - 1) / kPanelColumns;
+  Share(pool, num_panels,
+        [=](int64_t panel, int64_t next) { Panel(live_rows, kernel, y, columns, panel, next); });
+}
+
+// x [rows, steps * 1 or 2], kernel [panels, steps, 32, 1 or 2] -> y [rows, columns] float32.
+template <typename T, typename Pool>
+void Multiply(Pool& pool, const void* x, const void* kernel, float* y, const ProductShape& shape) {
+  MultiplyBy(pool, x, DenseKernel<T>{static_cast<const char*>(kernel), shape.steps}, y, shape.rows, shape.columns);
 }
 
 }  // namespace native

@@ -145,22 +145,38 @@ inline I32 Widened(const char* p) {
 #endif
 }
 
+// Numbers of kBits: a sign, kExponent bits of an exponent, and the others of a fraction. Subnormal numbers are made
+// without float32's own, which a processor may have been told to take for zeros; infinities and NaN become large numbers,
+// for none are written.
+template <int kBits, int kExponent>
+inline F32 Widened(Words bits) {
+  constexpr uint32_t kSign = 1u << (kBits - 1), kShift = 24 - kBits + kExponent, kBias = 128 - (1 << (kExponent - 1));
+  const Words magnitude = bits & (kSign - 1);
+  const F32 number = (F32)((magnitude << kShift) + (kBias << 23));
+  const F32 subnormal = number + number - (F32)(Words{} + ((kBias + 1) << 23));
+  const F32 size = magnitude < (kSign >> kExponent) ? subnormal : number;
+  return (F32)((Words)size | (bits & kSign) << (32 - kBits));
+}
+
+// float16 numbers as they lie in memory.
+inline F32 ReadFloat16(const char* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(Load<__m256i>(p));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return _mm256_cvtph_ps(Load<__m128i>(p));
+#else
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  return Widened<16, 5>(__builtin_convertvector(Load<Halves>(p), Words));
+#endif
+}
+
 struct Int8 : Bytes<Int8> {
   static F32 Decode(const char* p) { return __builtin_convertvector(Widened<int8_t>(p), F32); }
 };
 
-// A sign, kExponent bits of an exponent, and the others of a fraction. Subnormal numbers are made without float32's own,
-// which a processor may have been told to take for zeros; infinities and NaN become large numbers, for none are written.
 template <int kExponent>
 struct Float8 : Bytes<Float8<kExponent>> {
-  static F32 Decode(const char* p) {
-    constexpr uint32_t kShift = 16 + kExponent, kBias = 128 - (1 << (kExponent - 1));
-    const Words bits = (Words)Widened<uint8_t>(p), magnitude = bits & 0x7fu;
-    const F32 number = (F32)((magnitude << kShift) + (kBias << 23));
-    const F32 subnormal = number + number - (F32)(Words{} + ((kBias + 1) << 23));
-    const F32 size = magnitude < (0x80u >> kExponent) ? subnormal : number;
-    return (F32)((Words)size | (bits & 0x80u) << 24);
-  }
+  static F32 Decode(const char* p) { return Widened<8, kExponent>((Words)Widened<uint8_t>(p)); }
 };
 
 }  // namespace native

@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "product.h"
+#include "quantised_product.h"
 
 namespace {
 
@@ -59,6 +60,22 @@ void RunProduct(const std::vector<int64_t>& sizes) {
   Write(y);
 }
 
+// rows words groups columns, bits of a code, whether there are minima
+template <typename T>
+void RunQuantisedProduct(const std::vector<int64_t>& sizes, bool is_half) {
+  const int64_t rows = sizes[0], words = sizes[1], groups = sizes[2], columns = sizes[3], bits = sizes[4];
+  const int64_t panels = (columns + kPanelColumns - 1) / kPanelColumns;
+  const auto* x = Read<char>(rows * words * (32 / bits) * sizeof(typename T::Value));
+  const auto* codes = Read<char>(panels * words * kStepBytes);
+  const int64_t number_bytes = panels * groups * kPanelColumns * (is_half ? 2 : 4);
+  const auto* scales = Read<char>(number_bytes);
+  const auto* minima = sizes[5] ? Read<char>(number_bytes) : nullptr;
+  const Array<float> y(rows * columns);
+  ThisThread pool;
+  MultiplyQuantised<T>(pool, x, bits, codes, {scales, is_half}, {minima, is_half}, y.data, words, groups, rows, columns);
+  Write(y);
+}
+
 // num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks, bytes of a cache, window, then of K and V
 // the first number of V and the strides of blocks, tokens and heads, and of scales their number and these strides
 template <typename T, typename C>
@@ -92,13 +109,16 @@ void RunAttention(const std::vector<int64_t>& sizes, const std::string& cache) {
 
 }  // namespace
 
-// product or attention, the type of x or q, that of the cache, sizes
+// The function, the type of x or q, that of the cache or the scales, sizes
 int main(int argc, char** argv) {
-  const bool is_product = std::string(argv[1]) == "product", is_wide = std::string(argv[2]) == "float32";
+  const std::string function = argv[1];
+  const bool is_wide = std::string(argv[2]) == "float32", is_half = std::string(argv[3]) == "float16";
   std::vector<int64_t> sizes;
   for (int i = 4; i < argc; ++i) sizes.push_back(atoll(argv[i]));
-  if (is_product) {
+  if (function == "product") {
     is_wide ? RunProduct<Float32>(sizes) : RunProduct<BFloat16>(sizes);
+  } else if (function == "quantised_product") {
+    is_wide ? RunQuantisedProduct<Float32>(sizes, is_half) : RunQuantisedProduct<BFloat16>(sizes, is_half);
   } else {
     is_wide ? RunAttention<Float32>(sizes, argv[3]) : RunAttention<BFloat16>(sizes, argv[3]);
   }

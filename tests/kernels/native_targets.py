@@ -18,6 +18,7 @@ import pytest
 from pallas_kernels import native, ops
 from pallas_kernels.layouts import TOKEN_MAJOR, Pool, Sizes
 from pallas_kernels.native import attention, library
+from pallas_kernels.quantised import Quantised
 
 DRIVER = Path(__file__).parent / "native_driver.cc"
 CACHE = Path(__file__).parents[2] / ".pytest_cache"
@@ -26,6 +27,7 @@ CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 class Kernels(Protocol):
     def product(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray: ...
+    def quantised_product(self, x: np.ndarray, weight: Quantised) -> np.ndarray: ...
     def attend(self, *arrays: np.ndarray, scale: float, window: int | None = None) -> np.ndarray: ...
     def attend_to(self, q: np.ndarray, pool: Pool, *arrays: np.ndarray, scale: float) -> np.ndarray: ...
 
@@ -35,6 +37,9 @@ class Called:
 
     def product(self, x, weight):
         return np.asarray(native.product(jnp.asarray(x), native.pack(jnp.asarray(weight)), len(weight)))
+
+    def quantised_product(self, x, weight):
+        return np.asarray(native.quantised_product(jnp.asarray(x), weight))
 
     def attend(self, *arrays, scale, window=None):
         options = {"scale": scale, "sliding_window": window, "implementation": "native"}
@@ -57,6 +62,21 @@ class Driven:
         x = np.pad(x, ((0, 0), (0, steps * values - x.shape[1])))
         y = self._run("product", x.dtype, x.dtype, [len(x), steps, len(weight)], [x, packed])
         return np.frombuffer(y, np.float32).reshape(len(x), len(weight))
+
+    def quantised_product(self, x, weight):
+        scales = weight.scales
+        minima = np.zeros(0, scales.dtype) if weight.minima is None else weight.minima
+        sizes = [
+            len(x),
+            weight.codes.shape[1],
+            scales.shape[1],
+            weight.out_features,
+            weight.bits,
+            minima.size > 0,
+        ]
+        arrays = [x, weight.codes, scales, minima]
+        y = self._run("quantised_product", x.dtype, scales.dtype, map(int, sizes), arrays)
+        return np.frombuffer(y, np.float32).reshape(len(x), weight.out_features)
 
     def attend(self, q, k, v, tables, starts, lens, *, scale, window=None):
         sizes = Sizes(*k.shape)

@@ -36,19 +36,20 @@ def load(path, monkeypatch):
     """Opens the model as a new process would, and says whether its weights were read."""
     read = safetensors_files.load
 
-    def loaded(dtype="float32"):
+    def loaded(dtype="float32", quantization=None):
         reads = []
         monkeypatch.setattr(safetensors_files, "load", lambda path: reads.append(path) or read(path))
-        model = loading.open_checkpoint(path).model(jnp.dtype(dtype))
+        model = loading.open_checkpoint(path).model(jnp.dtype(dtype), quantization)
         kept.wait()
         return model, bool(reads)
 
     return loaded
 
 
-def built_from(path, dtype="float32"):
+def built_from(path, dtype="float32", quantization=None):
     checkpoint = loading.open_checkpoint(path)
-    return Decoder(Parts(checkpoint.config, checkpoint.names, safetensors_files.load(path), jnp.dtype(dtype)))
+    tensors, quantisation = safetensors_files.load(path), checkpoint.quantisation(quantization)
+    return Decoder(Parts(checkpoint.config, checkpoint.names, tensors, jnp.dtype(dtype), quantisation))
 
 
 def assert_equal(model, other):
@@ -58,13 +59,13 @@ def assert_equal(model, other):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_second_to_ask_gets_the_same_arrays_from_disk(folder, load, path, dtype):
-    built, was_read = load(dtype)
-    mapped, was_read_again = load(dtype)
+@pytest.mark.parametrize("how", [("float32",), ("bfloat16",), ("bfloat16", "int4")])
+def test_the_second_to_ask_gets_the_same_arrays_from_disk(folder, load, path, how):
+    built, was_read = load(*how)
+    mapped, was_read_again = load(*how)
     assert (was_read, was_read_again) == (True, False)
     assert_equal(mapped, built)
-    assert_equal(mapped, built_from(path, dtype))
+    assert_equal(mapped, built_from(path, *how))
     assert [path.suffix for path in folder.iterdir()] == [".model"]
 
 
@@ -76,6 +77,7 @@ def test_other_weights_are_another_model(folder, load, path):
     assert was_read
     assert_equal(model, built_from(path))
     assert load("bfloat16")[1]
+    assert load("bfloat16", "int8")[1]
 
 
 def test_a_damaged_copy_is_made_anew(folder, load, caplog):

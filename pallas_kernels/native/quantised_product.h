@@ -1,0 +1,146 @@
+// `quantised_product`: x @ kernel for kernels of 8 or 4 bits.
+//
+// The codes lie as a kernel's numbers do (see product.h): a word holds the next 4 or 8 inputs of a column, the first in
+// its lowest bits. Beside them lie the scales, one for each column and group of inputs, and minima where there are some.
+// Codes of 8 bits are signed; those of 4 bits are counted from the minimum, and where there is none from -8 scales.
+//
+// Codes become float32 in registers. A group's sum of x times codes is taken there; with its scale, and the minimum
+// times the sum of x in that group, it is added to the result. So a row's sums have one order, whatever the other rows.
+
+#ifndef PALLAS_KERNELS_NATIVE_QUANTISED_PRODUCT_H_
+#define PALLAS_KERNELS_NATIVE_QUANTISED_PRODUCT_H_
+
+#include "product.h"
+
+namespace native {
+
+// Numbers of each column and group [panels, groups, 32], float16 or float32.
+struct GroupNumbers {
+  const char* numbers;  // null if there are none
+  bool is_half;
+
+  // Those of a group, counted through all panels, from a column of the panel on.
+  F32 Read(int64_t group, int64_t column) const {
+    const int64_t first = group * kPanelColumns + column;
+    return is_half ? ReadFloat16(numbers + 2 * first) : Load<F32>(numbers + 4 * first);
+  }
+  void PrefetchAll(int64_t group) const {
+    const int64_t bytes = (is_half ? 2 : 4) * kPanelColumns;
+    if (numbers != nullptr) Prefetch(numbers + group * bytes, bytes);
+  }
+};
+
+// A kernel of codes of kBits.
+template <int kBits>
+struct QuantisedKernel {
+  static constexpr int kValues = 32 / kBits;  // codes of a word
+  // Less than a product of wide numbers has on AVX2, for the codes of a word take a register more.
+  static constexpr int kTileRows = kLanes == 16 ? 8 : kLanes == 8 ? 5 : kNumRegisters == 32 ? 4 : 2;
+
+  const char* codes;
+  int64_t num_words, num_groups;
+  GroupNumbers scales, minima;
+
+  int64_t num_inputs() const { return num_words * kValues; }
+  bool has_minima() const { return minima.numbers != nullptr; }
+  // Behind a row's factors come its sums in each group.
+  int64_t num_factors() const { return num_inputs() + num_groups; }
+
+  static F32 Code(Words words, int i) {
+    if constexpr (kBits == 8) return __builtin_convertvector((I32)(words << (24 - 8 * i)) >> 24, F32);
+    return __builtin_convertvector((I32)(words >> (4 * i) & 15u), F32);
+  }
+
+  template <int kRows>
+  [[gnu::noinline]] void Tile(const uint32_t* const* x, int64_t panel, int64_t column, float* const* y,
+                              const Ahead& ahead) const {
+    constexpr int kVectors = StripColumns<QuantisedKernel>(kRows) / kLanes;
+    const char* strip = codes + panel * num_words * kStepBytes + 4 * column;
+    const char* next = codes + (ahead.panel * num_words + ahead.first(num_words)) * kStepBytes;
+    const int64_t share = ahead.share(), group_words = num_words / num_groups;
+    for (int row = 0; row < kRows; ++row) std::fill_n(y[row], kVectors * kLanes, 0.0f);
+    for (int64_t group = 0, word = 0; group < num_groups; ++group) {
+      scales.PrefetchAll(ahead.panel * num_groups + group);
+      minima.PrefetchAll(ahead.panel * num_groups + group);
+      F32 sum[kRows][kVectors] = {};
+      for (const int64_t end = word + group_words; word < end; ++word) {
+        Prefetch(next + (word * share >> 16) * kStepBytes, kStepBytes);
+        Words words[kVectors];
+        UNROLL
+        for (int v = 0; v < kVectors; ++v) words[v] = Load<Words>(strip + word * kStepBytes + v * kVectorBytes);
+        UNROLL
+        for (int i = 0; i < kValues; ++i) {
+          F32 code[kVectors];
+          UNROLL
+          for (int v = 0; v < kVectors; ++v) code[v] = Code(words[v], i);
+          UNROLL
+          for (int row = 0; row < kRows; ++row) {
+            const F32 factor = Splat(x[row][word * kValues + i]);
+            UNROLL
+            for (int v = 0; v < kVectors; ++v) sum[row][v] = sum[row][v] + factor * code[v];
+          }
+        }
+      }
+      Add<kRows, kVectors>(x, panel * num_groups + group, group, column, sum, y);
+    }
+  }
+
+ private:
+  // A group's sums, times its scales and with its minima, added to the results. Between products and additions there is
+  // no branch: compilers make one operation of the two, or they do not, and so they do for any number of rows.
+  template <int kRows, int kVectors>
+  void Add(const uint32_t* const* x, int64_t scale_row, int64_t group, int64_t column, const F32 (&sum)[kRows][kVectors],
+           float* const* y) const {
+    F32 scale[kVectors], minimum[kVectors];
+    UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      scale[v] = scales.Read(scale_row, column + v * kLanes);
+      minimum[v] = has_minima() ? minima.Read(scale_row, column + v * kLanes) : scale[v] * (kBits == 4 ? -8.0f : 0.0f);
+    }
+    UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      const F32 total = Splat(x[row][num_inputs() + group]);
+      UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        float* result = y[row] + v * kLanes;
+        Store(result, Load<F32>(result) + total * minimum[v] + sum[row][v] * scale[v]);
+      }
+    }
+  }
+};
+
+// The same for rows x of type T, which are widened to float32.
+template <typename T, int kBits>
+struct QuantisedKernelFor : QuantisedKernel<kBits> {
+  using X = T;
+
+  int64_t x_words() const { return this->num_inputs() / T::kValues; }
+  void Widen(const char* row, uint32_t* factors) const {
+    using Value = typename T::Value;
+    const int64_t num_inputs = this->num_inputs(), group_size = num_inputs / this->num_groups;
+    for (int64_t i = 0; i < num_inputs; ++i) {
+      Store(factors + i, T::ToFloat(Load<Value>(row + i * sizeof(Value))));
+    }
+    for (int64_t group = 0; group < this->num_groups; ++group) {
+      float sum = 0;
+      for (int64_t i = 0; i < group_size; ++i) sum += Load<float>(factors + group * group_size + i);
+      Store(factors + num_inputs + group, sum);
+    }
+  }
+};
+
+// x [rows, inputs], codes [panels, words, 32], scales and minima [panels, groups, 32] -> y [rows, columns] float32.
+template <typename T, typename Pool>
+void MultiplyQuantised(Pool& pool, const void* x, int bits, const char* codes, const GroupNumbers& scales,
+                       const GroupNumbers& minima, float* y, int64_t num_words, int64_t num_groups, int64_t num_rows,
+                       int64_t columns) {
+  if (bits == 8) {
+    MultiplyBy(pool, x, QuantisedKernelFor<T, 8>{{codes, num_words, num_groups, scales, minima}}, y, num_rows, columns);
+  } else {
+    MultiplyBy(pool, x, QuantisedKernelFor<T, 4>{{codes, num_words, num_groups, scales, minima}}, y, num_rows, columns);
+  }
+}
+
+}  // namespace native
+
+#endif  // PALLAS_KERNELS_NATIVE_QUANTISED_PRODUCT_H_

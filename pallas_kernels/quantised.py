@@ -1,0 +1,105 @@
+"""Weights of 8 or 4 bits that stay so in memory, and become numbers where a product reads them.
+
+Output o has for its input i the weight `scale[o, g] * code[o, i] + minimum[o, g]`, of the group g of
+neighbouring inputs that i is in. Codes of 8 bits are signed; those of 4 bits go from 0 to 15 where there are
+minima, else from -8 to 7.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels.native.product import PANEL_WIDTH
+
+CODE_BITS = (8, 4)
+OFFSET = 8  # that is added to codes of 4 bits which are signed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantised:
+    """A weight [out_features, in_features], or a stack of one a layer, in the order of the CPU's product.
+
+    A panel holds 32 outputs; a word the next 4 or 8 codes of one of them, the first in its lowest bits.
+    `in_features` may be more than those of the rows that it meets: of the rest, codes stand for zeros.
+    """
+
+    codes: UInt32[Array | np.ndarray, "*num_layers num_panels num_words panel_width"]
+    scales: Float[Array | np.ndarray, "*num_layers num_panels num_groups panel_width"]  # float16 or float32
+    minima: Float[Array | np.ndarray, "*num_layers num_panels num_groups panel_width"] | None
+    bits: int = field(metadata={"static": True})
+    out_features: int = field(metadata={"static": True})
+
+    @property
+    def in_features(self) -> int:
+        return int(self.codes.shape[-2]) * 32 // self.bits
+
+    def of_layer(self, layer: int | Int[Array, ""]) -> "Quantised":
+        """One of a stack."""
+        one: Quantised = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), self)
+        return one
+
+    def widened(self) -> Float[Array, "out_features in_features"]:
+        """All weights, in float32."""
+
+        def by_row(x: Array | np.ndarray) -> Array:
+            return jnp.swapaxes(jnp.asarray(x), 1, 2).reshape(-1, x.shape[1])
+
+        return self._numbers(by_row)[: self.out_features]
+
+    def rows(self, outputs: Int[Array, " n"]) -> Float[Array, "n in_features"]:
+        """The weights of some outputs, in float32."""
+        panel, place = outputs // PANEL_WIDTH, outputs % PANEL_WIDTH
+        return self._numbers(lambda x: jnp.asarray(x)[panel, :, place])
+
+    def _numbers(
+        self, rows_of: Callable[[Array | np.ndarray], Array]
+    ) -> Float[Array, "num_rows in_features"]:
+        """The weights of some rows, of codes and all."""
+        codes, scales = rows_of(self.codes), rows_of(self.scales)
+        if self.bits == 8:
+            numbers = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
+        else:
+            shifts = jnp.arange(0, 32, self.bits, dtype=jnp.uint32)
+            numbers = (codes[..., None] >> shifts & 15).astype(jnp.float32)
+            if self.minima is None:
+                numbers = numbers - OFFSET
+        numbers = numbers.reshape(*scales.shape, -1) * scales.astype(jnp.float32)[..., None]
+        if self.minima is not None:
+            numbers = numbers + rows_of(self.minima).astype(jnp.float32)[..., None]
+        return numbers.reshape(scales.shape[0], -1)
+
+
+def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None, *, bits: int) -> Quantised:
+    """A weight of NumPy's: a byte a code [out_features, in_features], scales and minima [out_features,
+    num_groups]. Codes of 4 bits go from 0 to 15: those that are signed have 8 added.
+
+    Outputs that are missing to whole panels are zeros. A group has whole words: a multiple of 4 codes, or 8.
+    Raises: ValueError if it has not, or for other bits.
+    """
+    if bits not in CODE_BITS:
+        raise ValueError(f"{bits=} must be 8 or 4")
+    out_features, in_features = codes.shape
+    group, rest = divmod(in_features, scales.shape[1])
+    if rest or group % (32 // bits):
+        raise ValueError(
+            f"{in_features=} must be {scales.shape[1]} groups of whole words, which have {32 // bits} codes"
+        )
+    codes = codes.view(np.uint8)
+    if bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    words = np.ascontiguousarray(codes).view("<u4")
+    sides = (_panels(words), _panels(scales), None if minima is None else _panels(minima))
+    return Quantised(*sides, bits=bits, out_features=out_features)
+
+
+def _panels(rows: np.ndarray) -> np.ndarray:
+    """[out_features, n] as [num_panels, n, panel_width]."""
+    missing = -rows.shape[0] % PANEL_WIDTH
+    whole = np.pad(rows, ((0, missing), (0, 0))) if missing else rows
+    return whole.reshape(-1, PANEL_WIDTH, rows.shape[1]).transpose(0, 2, 1)
