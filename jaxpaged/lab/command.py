@@ -5,13 +5,13 @@ import json
 from typing import TYPE_CHECKING
 
 from jaxpaged.checks import InputError, checked_choice, checked_int, checked_number
+from jaxpaged.lab.combination import UNBOUNDED, Combination
 from jaxpaged.serve.command import Commands, require
 
 if TYPE_CHECKING:
     from jaxpaged.lab.sweep import Result
     from jaxpaged.lab.traces import Trace
 
-UNBOUNDED = "unbounded"
 MOST_WARMUP = 1 - 1e-9
 
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     trace = traces.read(args.trace)
     block_sizes = [_size("block_size", text, 1) for text in args.block_size or [str(trace.block_size)]]
     combinations = [
-        sweep.Combination(policy, block_size, tokens)
+        Combination(policy, block_size, tokens)
         for block_size in block_sizes
         for policy in args.policies
         for tokens in _cache_tokens(args.cache_tokens, trace.input_lens.sum(), block_size)
@@ -146,6 +146,5 @@ def _headline(trace: "Trace") -> str:
 
 
 def _row(result: "Result") -> str:
-    line = result.line()
-    tokens = UNBOUNDED if line["cache_tokens"] is None else f"{line['cache_tokens']:,}"
-    return f"{line['policy']:<12} {line['block_size']:>10} {tokens:>14} {line['hit_rate']:>9.4f}"
+    each = result.combination
+    return f"{each.policy:<12} {each.block_size:>10} {each.size:>14} {result.hit_rate:>9.4f}"

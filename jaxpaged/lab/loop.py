@@ -105,14 +105,13 @@ def _send(
     num_hits, chain = hit.chain.num_blocks, jax.tree.map(lambda leaf: leaf[None], hit.chain)
     tables, adopted = block_table.adopt(tables, row[None], hit.block_ids[None], chain, jnp.ones(1, bool))
     type Carry = tuple[BlockTables, Int[Array, ""]]
+    type Leaving = tuple[Int[Array, ""], BlockTables, Int[Array, ""]]
 
-    def is_short(carry: tuple[Int[Array, ""], BlockTables, Int[Array, ""]]) -> Bool[Array, ""]:
+    def is_short(carry: Leaving) -> Bool[Array, ""]:
         after, tables, _ = carry
         return (after < num_rows) & (request.num_held - num_hits > tables.pool.num_free)
 
-    def go_early(
-        carry: tuple[Int[Array, ""], BlockTables, Int[Array, ""]],
-    ) -> tuple[Int[Array, ""], BlockTables, Int[Array, ""]]:
+    def go_early(carry: Leaving) -> Leaving:
         after, tables, status = carry
         tables, freed = block_table.free_rows(tables, jnp.arange(num_rows) == (row + after) % num_rows)
         return after + 1, tables, status | freed.status

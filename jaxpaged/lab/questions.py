@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpaged.arithmetic import cdiv, next_power_of_two
 from jaxpaged.checks import checked_choice
 from jaxpaged.lab.traces import Trace, blocks
 
@@ -13,7 +14,7 @@ WASTE_SIZES = tuple(2**i for i in range(11))  # tokens a block
 def waste(trace: Trace) -> dict[int, float]:
     """By block size: the share of places in the blocks of finished requests that hold no token."""
     lens = trace.input_lens + trace.output_lens
-    places = {size: int((-(-lens // size) * size).sum()) for size in WASTE_SIZES}
+    places = {size: int((cdiv(lens, size) * size).sum()) for size in WASTE_SIZES}
     return {size: 1 - int(lens.sum()) / total for size, total in places.items()}
 
 
@@ -46,7 +47,7 @@ def reuse(trace: Trace) -> Reuse | None:
 
 def num_larger_before(values: np.ndarray) -> np.ndarray:
     """Of each value, how many of those before it are larger: by halves, all pairs of a size at once."""
-    size = 1 << max(0, len(values) - 1).bit_length()
+    size = next_power_of_two(len(values))
     bound = len(values) + 1
     padded = np.pad(values.astype(np.int64), (0, size - len(values)), constant_values=bound)
     counts = np.zeros(size, np.int64)

@@ -4,6 +4,7 @@ import html
 import io
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from matplotlib.axes import Axes
 
 from jaxpaged.checks import InputError
 from jaxpaged.lab import questions
+from jaxpaged.lab.combination import Combination
+from jaxpaged.lab.questions import Reuse
 from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
 from jaxpaged.lab.traces import Trace
 
@@ -31,9 +34,8 @@ svg { width: 100%; height: auto }
 """
 
 
-def numbers(trace: Trace, results: Sequence[Result], gpu: str) -> dict[str, Any]:
+def numbers(trace: Trace, results: Sequence[Result], reuse: Reuse | None, gpu: str) -> dict[str, Any]:
     """All that the report shows."""
-    reuse = questions.reuse(trace)
     return {
         "trace": {
             "name": trace.name,
@@ -47,15 +49,9 @@ def numbers(trace: Trace, results: Sequence[Result], gpu: str) -> dict[str, Any]
         },
         "hit_rates": [result.line() for result in results],
         "lifetimes": [
-            {
-                "policy": result.combination.policy,
-                "block_size": result.combination.block_size,
-                "cache_tokens": result.combination.cache_tokens,
-                "edges_s": LIFETIME_EDGES_S.tolist(),
-                "num_evicted": result.lifetimes.tolist(),
-            }
+            asdict(result.combination)
+            | {"edges_s": LIFETIME_EDGES_S.tolist(), "num_evicted": result.lifetimes.tolist()}
             for result in results
-            if result.lifetimes is not None
         ],
         "waste": [{"block_size": size, "share": share} for size, share in questions.waste(trace).items()],
         "reuse": None
@@ -70,10 +66,8 @@ def numbers(trace: Trace, results: Sequence[Result], gpu: str) -> dict[str, Any]
             "gpu": gpu,
             "decoder": "8 billion parameters in bfloat16, with Llama 3.1's attention",
             "times": [
-                {
-                    "policy": result.combination.policy,
-                    "block_size": result.combination.block_size,
-                    "cache_tokens": result.combination.cache_tokens,
+                asdict(result.combination)
+                | {
                     "ttft_s": _percentiles(ttft[-result.num_counted :]),
                     "tpot_s": _percentiles(tpot[-result.num_counted :]),
                 }
@@ -86,8 +80,9 @@ def numbers(trace: Trace, results: Sequence[Result], gpu: str) -> dict[str, Any]
 
 def write(folder: str, trace: Trace, results: Sequence[Result], gpu: str) -> Path:
     """Write `report.html` and `report.json` into the folder, which is made. Raises `InputError`."""
-    found = numbers(trace, results, gpu)
-    page = _page(trace, results, found)
+    reuse = questions.reuse(trace)
+    found = numbers(trace, results, reuse, gpu)
+    page = _page(trace, results, reuse, found)
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -104,8 +99,7 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
     return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
 
 
-def _page(trace: Trace, results: Sequence[Result], found: dict[str, Any]) -> str:
-    reuse = questions.reuse(trace)
+def _page(trace: Trace, results: Sequence[Result], reuse: Reuse | None, found: dict[str, Any]) -> str:
     about = found["trace"]
     parts = [
         f"<p>{about['num_requests']:,} requests in {about['seconds']:,.0f} s, {about['input_tokens']:,} "
@@ -116,10 +110,7 @@ def _page(trace: Trace, results: Sequence[Result], found: dict[str, Any]) -> str
         _figure(lambda axis: _draw_hit_rates(axis, results)),
         _table(
             ("policy", "block size", "cache tokens", "hit rate"),
-            [
-                (line["policy"], line["block_size"], _tokens(line["cache_tokens"]), f"{line['hit_rate']:.4f}")
-                for line in found["hit_rates"]
-            ],
+            [(*_names(result.combination), f"{result.hit_rate:.4f}") for result in results],
         ),
         "<h2>How long blocks live</h2>",
         "<p>From when a block has its content to when it is taken for another, of all that were evicted.</p>",
@@ -145,13 +136,11 @@ def _page(trace: Trace, results: Sequence[Result], found: dict[str, Any]) -> str
             ("policy", "block size", "cache tokens", *(f"TTFT p{p}, s" for p in PERCENTILES), "TPOT p50, ms"),
             [
                 (
-                    line["policy"],
-                    line["block_size"],
-                    _tokens(line["cache_tokens"]),
+                    *_names(result.combination),
                     *(f"{line['ttft_s'][f'p{p}']:.3f}" for p in PERCENTILES),
                     f"{1000 * line['tpot_s']['p50']:.2f}",
                 )
-                for line in found["model"]["times"]
+                for result, line in zip(results, found["model"]["times"], strict=True)
             ],
         ),
     ]
@@ -163,8 +152,9 @@ def _page(trace: Trace, results: Sequence[Result], found: dict[str, Any]) -> str
     )
 
 
-def _tokens(cache_tokens: int | None) -> str:
-    return "unbounded" if cache_tokens is None else f"{cache_tokens:,}"
+def _names(combination: Combination) -> tuple[object, ...]:
+    """The first columns of a table."""
+    return combination.policy, combination.block_size, combination.size
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -209,9 +199,9 @@ def _draw_hit_rates(axis: Axes, results: Sequence[Result]) -> None:
 
 def _draw_lifetimes(axis: Axes, results: Sequence[Result]) -> None:
     for result in results:
-        lives = result.lifetimes
-        if lives is not None and lives.sum():
-            name = f"{result.combination.policy}, {_tokens(result.combination.cache_tokens)}"
+        lives, each = result.lifetimes, result.combination
+        if lives.sum():
+            name = f"{each.policy}, {each.block_size}, {each.size}"
             axis.step(LIFETIME_EDGES_S, np.cumsum(lives) / lives.sum(), where="post", label=name)
     axis.set(xlabel="seconds", ylabel="share of evicted blocks", ylim=(0, 1.02), xscale="log")
     if axis.get_legend_handles_labels()[0]:

@@ -4,29 +4,22 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.arithmetic import next_power_of_two
 from jaxpaged.checks import INT32_MAX, InputError
 from jaxpaged.lab import belady, loop
+from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.traces import Blocks, Trace, blocks
 from jaxpaged.status import Status, raise_if_error
 
 LIFETIME_EDGES_S = 2.0 ** np.arange(loop.LIFETIMES) / 1000
 REQUESTS_A_CALL = 256  # of one compiled call: between two of them progress is told
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One cache to send a trace through."""
-
-    policy: str
-    block_size: int  # tokens
-    cache_tokens: int | None  # None: nothing is ever evicted
 
 
 @dataclass(frozen=True)
@@ -42,22 +35,26 @@ class Result:
     num_oversized: int  # requests whose prompt is larger than the cache: only its beginning is kept
 
     @property
+    def counted(self) -> tuple[int, int]:
+        """Hit tokens and input tokens of the requests after the warm-up."""
+        first = len(self.hit_tokens) - self.num_counted
+        return int(self.hit_tokens[first:].sum()), int(self.input_tokens[first:].sum())
+
+    @property
     def hit_rate(self) -> float:
-        counted = slice(len(self.hit_tokens) - self.num_counted, None)
-        return float(self.hit_tokens[counted].sum() / self.input_tokens[counted].sum())
+        hit_tokens, input_tokens = self.counted
+        return hit_tokens / input_tokens
 
     def line(self) -> dict[str, Any]:
         """It as JSON."""
-        counted = slice(len(self.hit_tokens) - self.num_counted, None)
+        hit_tokens, input_tokens = self.counted
         return {
-            "policy": self.combination.policy,
-            "block_size": self.combination.block_size,
-            "cache_tokens": self.combination.cache_tokens,
+            **asdict(self.combination),
             "hit_rate": self.hit_rate,
             "num_requests": self.num_counted,
             "num_warmup_requests": len(self.hit_tokens) - self.num_counted,
-            "hit_tokens": int(self.hit_tokens[counted].sum()),
-            "input_tokens": int(self.input_tokens[counted].sum()),
+            "hit_tokens": hit_tokens,
+            "input_tokens": input_tokens,
             "num_blocks": self.num_usable,
             "num_oversized_requests": self.num_oversized,
         }
@@ -96,11 +93,11 @@ class _Cut:
         # No more than this is ever held or findable: as good as without end.
         self.enough = blocks.num_distinct + resident * int(blocks.num_held.max())
         # Sizes are rounded up, so that few programs serve all traces and block sizes.
-        self.num_blocks = _rounded(1 + max(self.usable(each) for each in group))
-        self.max_blocks = _rounded(int(blocks.num_held.max()))
+        self.num_blocks = next_power_of_two(1 + max(self.usable(each) for each in group))
+        self.max_blocks = next_power_of_two(int(blocks.num_held.max()))
         if self.num_blocks > INT32_MAX // 4:
             raise InputError(f"block_size={blocks.block_size} must be larger: {self.num_blocks:,} blocks")
-        padding = _rounded(len(blocks.symbols)) - len(blocks.symbols)
+        padding = next_power_of_two(len(blocks.symbols)) - len(blocks.symbols)
         self.symbols = jnp.asarray(np.pad(blocks.symbols, (0, padding)))
         self.next_use = None
         if any(each.policy == belady.BELADY.name for each in group):
@@ -146,8 +143,3 @@ class _Cut:
             some = lines[:, first : first + REQUESTS_A_CALL]
             padded = np.pad(some, ((0, 0), (0, REQUESTS_A_CALL - some.shape[1])))
             yield loop.Requests(*jax.device_put(padded)), some.shape[1]
-
-
-def _rounded(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, size - 1).bit_length()
