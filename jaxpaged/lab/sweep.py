@@ -1,9 +1,7 @@
 """Hit rates of caches of several sizes, under several policies, with blocks of several sizes."""
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ from jaxpaged.arithmetic import next_power_of_two
 from jaxpaged.checks import INT32_MAX, InputError
 from jaxpaged.lab import belady, loop
 from jaxpaged.lab.combination import Combination
+from jaxpaged.lab.threads import Programs, side_by_side
 from jaxpaged.lab.traces import Blocks, Trace, blocks
 from jaxpaged.status import Status, raise_if_error
 
@@ -79,17 +78,17 @@ def sweep(
     num_counted = trace.num_requests - int(trace.num_requests * warmup)
     if num_counted == 0:
         raise InputError(f"warmup={warmup} must leave some of the {trace.num_requests} requests to count")
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-        for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
-            cut = _Cut(trace, blocks(trace, block_size, partial=partial), [*group], resident)
-            yield from threads.map(lambda each, cut=cut: cut.send(each, num_counted, progress), cut.group)
+    for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
+        cut = Cut(trace, blocks(trace, block_size, partial=partial), [*group], resident)
+        yield from side_by_side(lambda each, cut=cut: cut.send(each, num_counted, progress), cut.group)
 
 
-class _Cut:
+class Cut:
     """A trace cut into blocks of one size, on the device; all caches of these have one program a policy."""
 
     def __init__(self, trace: Trace, blocks: Blocks, group: Sequence[Combination], resident: int) -> None:
         self.trace, self.blocks, self.group, self.resident = trace, blocks, group, resident
+        self.programs = Programs()
         # No more than this is ever held or findable: as good as without end.
         self.enough = blocks.num_distinct + resident * int(blocks.num_held.max())
         # Sizes are rounded up, so that few programs serve all traces and block sizes.
@@ -108,19 +107,23 @@ class _Cut:
             return self.enough
         return min(combination.cache_tokens // self.blocks.block_size, self.enough)
 
-    def send(self, combination: Combination, num_counted: int, progress: Callable[[int], object]) -> Result:
-        usable = self.usable(combination)
-        cache = loop.create(
-            usable,
+    def create(self, combination: Combination) -> loop.Cache:
+        """It, empty."""
+        return loop.create(
+            self.usable(combination),
             policy=belady.named(combination.policy),
             num_blocks=self.num_blocks,
             max_blocks=self.max_blocks,
             num_rows=self.resident,
         )
+
+    def send(self, combination: Combination, num_counted: int, progress: Callable[[int], object]) -> Result:
+        usable, cache = self.usable(combination), self.create(combination)
         next_use = self.next_use if combination.policy == belady.BELADY.name else None
         hits = []
-        for requests, count in self._calls(usable):
-            cache, hit = loop.replay(cache, self.symbols, next_use, requests)
+        for requests, count in self.calls(usable):
+            arguments = cache, self.symbols, next_use, requests
+            cache, hit = self.programs.call(combination.policy, loop.replay, *arguments)
             hits.append(np.asarray(hit)[:count])
             progress(count)
         raise_if_error(Status(int(cache.status)))
@@ -131,7 +134,7 @@ class _Cut:
             combination, usable, hit_tokens, self.trace.input_lens, num_counted, lifetimes, oversized
         )
 
-    def _calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
+    def calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
         """The requests, so many a call; the last call is filled up with such as hold nothing."""
         held = np.minimum(self.blocks.num_held, usable)  # of a larger prompt its beginning
         findable, lookup = (

@@ -13,7 +13,7 @@ import csv
 import datetime
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,18 @@ class Trace:
     @property
     def num_requests(self) -> int:
         return len(self.input_lens)
+
+    def first(self, num_requests: int) -> "Trace":
+        """Its first requests, so many or all."""
+        own = slice(min(num_requests, self.num_requests))
+        content = None if self.content is None else self.content[: self.content_starts[own.stop]]
+        return replace(
+            self,
+            arrival_s=self.arrival_s[own],
+            input_lens=self.input_lens[own],
+            output_lens=self.output_lens[own],
+            content=content,
+        )
 
     @property
     def content_starts(self) -> np.ndarray:
