@@ -1,5 +1,6 @@
 """Hit rates of caches of several sizes, under several policies, with blocks of several sizes."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -80,7 +81,8 @@ def sweep(
         raise InputError(f"warmup={warmup} must leave some of the {trace.num_requests} requests to count")
     for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
         cut = Cut(trace, blocks(trace, block_size, partial=partial), [*group], resident)
-        yield from side_by_side(lambda each, cut=cut: cut.send(each, num_counted, progress), cut.group)
+        send = functools.partial(cut.send, num_counted=num_counted, progress=progress)
+        yield from side_by_side(send, cut.group)
 
 
 class Cut:

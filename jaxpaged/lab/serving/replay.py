@@ -1,5 +1,6 @@
 """Requests that come when their time has come, to engines with several caches; and how long they wait."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -141,7 +142,8 @@ def serve(
     """
     num_counted = trace.num_requests - int(trace.num_requests * warmup)
     server = _Server(trace, combinations, peak, config, decoder)
-    yield from side_by_side(lambda each: server.serve(each, num_counted, progress), combinations)
+    serve_one = functools.partial(server.serve, num_counted=num_counted, progress=progress)
+    yield from side_by_side(serve_one, combinations)
 
 
 class _Server:
@@ -208,7 +210,7 @@ class _Server:
         log = _Log(usable, arrival_s[fits], self.trace.num_requests, self.num_rows)
         coming = np.flatnonzero(fits)[::-1].tolist()  # the next one last
         while True:
-            for row in np.flatnonzero(log.in_row == NOBODY):
+            for row in np.flatnonzero(log.in_row == NOBODY).tolist():
                 if coming and arrival_s[coming[-1]] <= log.clock_s:
                     log.in_row[row] = coming[-1]
                     state = self._submit(state, coming.pop(), row)
