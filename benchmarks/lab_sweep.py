@@ -2,8 +2,8 @@
 
     python -m benchmarks.lab_sweep --trace trace.jsonl [--requests 1024] [--cache_tokens 65536,262144,...]
 
-A JSON line. Each form is compiled first; then the requests go through all caches once with each form. All forms must hit
-the same.
+A JSON line. Each form is compiled first; then the requests go through all caches once with each form. All
+forms must hit the same.
 """
 
 import functools

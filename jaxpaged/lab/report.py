@@ -22,6 +22,7 @@ from jaxpaged.lab import questions
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.questions import Reuse
 from jaxpaged.lab.serving.replay import PERCENTILES, Served, Serving, percentiles
+from jaxpaged.lab.serving.roofline import GPUS, cache_tokens
 from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
 from jaxpaged.lab.traces import Trace
 
@@ -72,6 +73,7 @@ def numbers(
             "is": "a model, not a measurement",
             "gpu": serving.gpu,
             "decoder": serving.decoder.name,
+            "room_for_tokens": cache_tokens(GPUS[serving.gpu], serving.decoder),
             "max_num_seqs": serving.config.max_num_seqs,
             "max_num_batched_tokens": serving.config.max_num_batched_tokens,
             "num_requests": serving.num_requests,
@@ -153,7 +155,9 @@ def _serving(serving: Serving) -> list[str]:
         "its arithmetic or its reading of weights, K and V, whichever is longer, and nothing else takes any "
         f"time. At most {config.max_num_seqs} requests run together, and {config.max_num_batched_tokens:,} "
         "tokens are computed in one step. Refused is who would not fit alone. Times are of the requests "
-        "after the warm-up, counts of all.</p>",
+        f"after the warm-up, counts of all. {html.escape(serving.gpu)} itself has room for the K and V of "
+        f"{cache_tokens(GPUS[serving.gpu], serving.decoder):,} tokens beside the weights; to read a larger "
+        "cache, wherever it is, costs nothing more here.</p>",
         _table(
             (
                 *("policy", "block size", "cache tokens", "refused", "preemptions", "most held"),

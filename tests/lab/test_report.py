@@ -82,6 +82,7 @@ def test_the_report_is_one_page_with_its_plots_and_numbers_beside_it(trace, tmp_
     assert found["hit_rates"][0]["hit_rate"] == pytest.approx(64 * 40 / trace.input_lens[40:].sum())
     assert found["lifetimes"][0]["num_evicted"][12] == 3
     assert (found["served"]["gpu"], found["served"]["max_num_batched_tokens"]) == ("h200", 2112)
+    assert found["served"]["room_for_tokens"] == int((0.9 * 141e9 - 2 * 8.03e9) / 131_072)
     [cache] = found["served"]["caches"]
     assert (cache["cache_tokens"], cache["num_preemptions"], cache["num_refused_requests"]) == (1600, 17, 1)
     assert [cache[name]["p50"] for name in ("queue_s", "ttft_s", "tpot_s")] == pytest.approx([1, 3, 0.05])

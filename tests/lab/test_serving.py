@@ -19,7 +19,7 @@ from reference.engine import Engine, cdiv
 from reference.engine_state import EngineConfig, Phase, Request
 from tests.lab.tracing import BLOCK, conversations, write
 
-SLOW_GPU = Roofline(2e13, 4e11)  # on which requests have to wait for each other
+SLOW_GPU = Roofline(2e13, 4e11, 80e9)  # on which requests have to wait for each other
 CONFIG = config.EngineConfig(max_num_seqs=4, max_num_batched_tokens=4 + 2 * PREFILL_TILE)
 NUM_REQUESTS = 40
 
@@ -132,7 +132,7 @@ def test_requests_wait_give_way_and_end_when_the_oracle_says(file):
 
 
 def test_a_step_takes_what_its_arithmetic_or_its_reading_takes():
-    peak = Roofline(989e12, 3.35e12)
+    peak = Roofline(989e12, 3.35e12, 80e9)
     for lengths in ([(0, 4096)], [(4095, 4096), (99, 100)], [(131_071, 131_072), (64, 2112)]):
         start, end = np.array(lengths).T
         found = seconds_of_step(jnp.asarray(end - start), jnp.asarray(end), peak, LLAMA_8B)

@@ -12,18 +12,20 @@ from jaxpaged.checks import checked_choice
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Roofline:
-    """A GPU's peaks, as its maker gives them: dense bfloat16, and its memory's bandwidth."""
+    """A GPU's peaks, as its maker gives them: dense bfloat16, and its memory's bandwidth and size."""
 
     flops: float  # a second
     bytes: float  # a second
+    memory: float  # bytes
 
 
 GPUS = {
-    "a100": Roofline(312e12, 2.04e12),
-    "h100": Roofline(989e12, 3.35e12),
-    "h200": Roofline(989e12, 4.8e12),
-    "b200": Roofline(2250e12, 8.0e12),
+    "a100": Roofline(312e12, 2.04e12, 80e9),
+    "h100": Roofline(989e12, 3.35e12, 80e9),
+    "h200": Roofline(989e12, 4.8e12, 141e9),
+    "b200": Roofline(2250e12, 8.0e12, 180e9),
 }
+USED = 0.9  # the share of its memory that weights and cache take
 
 
 def named(gpu: str) -> Roofline:
@@ -46,6 +48,11 @@ class Decoder:
     def kv_bytes(self) -> int:
         """Of a token's K and V."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def cache_tokens(gpu: Roofline, decoder: Decoder) -> int:
+    """Tokens for whose K and V there is room beside the weights."""
+    return max(0, int((USED * gpu.memory - 2 * decoder.num_params) / decoder.kv_bytes))
 
 
 LLAMA_8B = Decoder("Llama 3.1 8B", 8.03e9, 32, 32, 8, 128)
