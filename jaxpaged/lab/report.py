@@ -21,12 +21,13 @@ from jaxpaged.engine.state import Counter
 from jaxpaged.lab import questions
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.questions import Reuse
-from jaxpaged.lab.serving.replay import PERCENTILES, Served, Serving, percentiles
+from jaxpaged.lab.serving.replay import Served, Serving, percentiles
 from jaxpaged.lab.serving.roofline import GPUS, cache_tokens
 from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
 from jaxpaged.lab.traces import Trace
 
 MOMENTS = 200  # of memory over time
+MIDDLE_AND_WORST = (50, 99)  # percentiles
 MEMORY_COLORS = ("#4477aa", "#ccbb44", "#eeeeee")
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -161,9 +162,9 @@ def _serving(serving: Serving) -> list[str]:
         _table(
             (
                 *("policy", "block size", "cache tokens", "refused", "preemptions", "most held"),
-                *(f"queue p{p}, s" for p in PERCENTILES),
-                *(f"TTFT p{p}, s" for p in PERCENTILES),
-                *(f"TPOT p{p}, ms" for p in PERCENTILES),
+                *(f"queue p{p}, s" for p in MIDDLE_AND_WORST),
+                *(f"TTFT p{p}, s" for p in MIDDLE_AND_WORST),
+                *(f"TPOT p{p}, ms" for p in MIDDLE_AND_WORST),
             ),
             [_served_row(served) for served in serving.caches],
         ),
@@ -189,9 +190,9 @@ def _served_row(served: Served) -> tuple[object, ...]:
         line["num_preemptions"],
         f"{line['most_held']:.0%}",
         *(
-            f"{scale * line[name][f'p{p}']:.3f}" if line[name] else ""
+            f"{scale * line[name][f'p{p}']:.2f}" if line[name] else ""
             for name, scale in (("queue_s", 1), ("ttft_s", 1), ("tpot_s", 1000))
-            for p in PERCENTILES
+            for p in MIDDLE_AND_WORST
         ),
     )
 
@@ -253,7 +254,7 @@ def _by_policy(caches: Sequence[Served]) -> dict[tuple[str, int], list[Served]]:
 
 def _draw_waits(axis: Axes, caches: Sequence[Served]) -> None:
     for (policy, block_size), group in _by_policy(caches).items():
-        for p, style in ((50, "o-"), (99, "o:")):
+        for p, style in zip(MIDDLE_AND_WORST, ("o-", "o:"), strict=True):
             sized = [
                 (served.combination.cache_tokens, np.percentile(served.queue_s, p))
                 for served in group
@@ -321,3 +322,4 @@ def _draw_shares(axis: Axes, values: np.ndarray, what: str) -> None:
     axis.step(np.quantile(values, shares), shares, where="post")
     axis.set(xlabel=what, ylabel="share of reuses", ylim=(0, 1.02))
     axis.set_xscale("symlog", linthresh=1)
+    axis.set_xlim(left=0)
