@@ -164,7 +164,6 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from flax import nnx
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from benchmarks.constant_model import VOCAB_SIZE, ConstantModel
     from jaxpaged.engine import loop
     from jaxpaged.engine.state import EngineState, HostPool, create_state, create_tables
     from jaxpaged.engine.step_config import StepConfig
@@ -173,6 +172,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.memory.kv_cache import KVCache
     from jaxpaged.models import decoder
     from jaxpaged.models.config import ModelConfig, Rope, uniform
+    from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
 
     mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))
     on_device = NamedSharding(mesh, PartitionSpec())

@@ -62,7 +62,7 @@ ALLOWED = {
         *GROUND,
     },
     "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/engine", *GROUND},
-    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", *GROUND},
+    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", "jaxpaged/lab", *GROUND},
     "jaxpaged/verify": {"jaxpaged/memory", *GROUND},
     "jaxpaged/lab": {"jaxpaged/serve", *ENGINE, *GROUND},
     "jaxpaged/__init__.py": {"jaxpaged/engine", *GROUND},

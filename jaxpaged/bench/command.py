@@ -42,7 +42,7 @@ def add_bench(commands: Commands) -> None:
     load.add_argument("--seed", type=int, default=0)
     work = serve.add_argument_group("workload")
     work.add_argument("--workload", choices=WORKLOADS, default="ragged")
-    work.add_argument("--trace", metavar="FILE", help="of --workload trace: JSON lines in Mooncake's format")
+    work.add_argument("--trace", metavar="FILE", help="of --workload trace: as `jaxpaged lab` takes it")
     work.add_argument(
         "--length-scale", type=float, default=1.0, help="of a trace's lengths, for smaller models (default 1)"
     )

@@ -2,14 +2,11 @@
 
 import argparse
 import dataclasses
-import json
-from pathlib import Path
+import itertools
 
 import numpy as np
 
-from jaxpaged.checks import InputError
-
-TRACE_BLOCK = 512  # tokens that one of a trace's hash_ids stands for
+from jaxpaged.lab import traces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,26 +40,17 @@ def make(
 
 
 def _trace(args: argparse.Namespace, count: int) -> list[Asked]:
-    """The first requests of a trace in Mooncake's format: equal `hash_ids` become equal tokens."""
-    asked, block = [], max(1, round(TRACE_BLOCK * args.length_scale))
-    try:
-        with Path(args.trace).open(encoding="utf-8") as lines:
-            for number, line in zip(range(1, count + 1), lines, strict=False):
-                value = json.loads(line)
-                length = max(1, round(value["input_length"] * args.length_scale))
-                tokens: list[int] = []
-                for hash_id in value["hash_ids"]:
-                    tokens += _tokens(np.random.default_rng((args.seed, hash_id)), args, block)
-                tokens += _tokens(np.random.default_rng((args.seed, number, 1)), args, length)
-                output = max(1, round(value["output_length"] * args.length_scale))
-                asked.append(Asked(tokens[:length], output, value["timestamp"] / 1000))
-    except OSError as error:
-        raise InputError(f"--trace {args.trace!r} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"--trace {args.trace!r}, line {len(asked) + 1}: must have timestamp, input_length, "
-            f"output_length and hash_ids ({error})"
-        ) from error
+    """The first requests of a trace, in any of `lab.traces`' formats: equal content becomes equal tokens."""
+    trace = traces.read(args.trace)
+    asked, block = [], max(1, round(trace.block_size * args.length_scale))
+    for r, (first, end) in enumerate(itertools.pairwise(trace.content_starts[: count + 1])):
+        length = max(1, round(trace.input_lens[r] * args.length_scale))
+        tokens: list[int] = []
+        for content in () if trace.content is None else trace.content[first:end].tolist():
+            tokens += _tokens(np.random.default_rng((args.seed, content)), args, block)
+        tokens += _tokens(np.random.default_rng((args.seed, 1 + r, 1)), args, length)
+        output = max(1, round(trace.output_lens[r] * args.length_scale))
+        asked.append(Asked(tokens[:length], output, float(trace.arrival_s[r])))
     return asked
 
 

@@ -125,8 +125,6 @@ def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) 
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
     window = first[:, None] + jnp.arange(MAX_STEPS)
     row = jnp.arange(rows.phase.shape[0])[:, None]
-    is_free = (pool.ref_count == 0).at[block_pool.NULL_BLOCK].set(False)
-    has_content = block_pool.has_content(pool, jnp.arange(pool.num_blocks))
     return Report(
         phase=rows.phase,
         arrival=rows.arrival,
@@ -140,7 +138,7 @@ def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) 
         new_scores=None,
         prompt_scores=told,
         num_free_blocks=pool.num_free,
-        num_cached_blocks=jnp.sum(is_free & has_content, dtype=jnp.int32),
+        num_cached_blocks=block_pool.num_cached(pool),
         counters=state.counters,
         status=state.status,
     )

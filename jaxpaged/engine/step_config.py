@@ -18,7 +18,7 @@ class StepConfig:
     num_tiles: int  # prompt tiles computed in one step
     tiles_per_pass: int  # of these in one forward pass; a step may make several passes
     attention: TiledImplementation
-    watermark_blocks: int = 0  # stay free when a request is admitted beside running ones
+    watermark_blocks: int | Array = 0  # stay free when a request is admitted beside running ones
     sliding_window: int | None = None  # tokens
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
 

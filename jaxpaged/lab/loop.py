@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.memory import block_pool, block_table, prefix_cache
+from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import PIECE, in_pieces
 from jaxpaged.memory.policies import Policy
@@ -58,16 +59,23 @@ def create(
     The arrays are of `num_blocks`, whatever is usable: so caches of all sizes share one program. The last
     `num_rows` requests hold their blocks at the same time.
     """
-    pool = block_pool.create(num_blocks, policy)
-    pool, info = block_pool.allocate(pool, num_blocks - 1 - num_usable, num_blocks - 1)
-    pool = replace(pool, prefix_cache=prefix_cache.create(num_blocks, 1))
+    pool, status = limited_pool(num_usable, policy, num_blocks, 1)
     return Cache(
         block_table.create(pool, num_rows, max_blocks, 1),
         jnp.int32(0),
         jnp.zeros(num_blocks, jnp.int32),
         jnp.zeros(LIFETIMES, jnp.int32),
-        info.status,
+        status,
     )
+
+
+def limited_pool(
+    num_usable: Int[Array, ""], policy: Policy, num_blocks: int, block_size: int
+) -> tuple[BlockPool, Int[Array, ""]]:
+    """A pool with a prefix cache, all of it held for ever but for `num_usable` blocks; and its status."""
+    pool = block_pool.create(num_blocks, policy)
+    pool, info = block_pool.allocate(pool, num_blocks - 1 - num_usable, num_blocks - 1)
+    return replace(pool, prefix_cache=prefix_cache.create(num_blocks, block_size)), info.status
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -105,14 +113,13 @@ def _send(
     num_hits, chain = hit.chain.num_blocks, jax.tree.map(lambda leaf: leaf[None], hit.chain)
     tables, adopted = block_table.adopt(tables, row[None], hit.block_ids[None], chain, jnp.ones(1, bool))
     type Carry = tuple[BlockTables, Int[Array, ""]]
+    type Leaving = tuple[Int[Array, ""], BlockTables, Int[Array, ""]]
 
-    def is_short(carry: tuple[Int[Array, ""], BlockTables, Int[Array, ""]]) -> Bool[Array, ""]:
+    def is_short(carry: Leaving) -> Bool[Array, ""]:
         after, tables, _ = carry
         return (after < num_rows) & (request.num_held - num_hits > tables.pool.num_free)
 
-    def go_early(
-        carry: tuple[Int[Array, ""], BlockTables, Int[Array, ""]],
-    ) -> tuple[Int[Array, ""], BlockTables, Int[Array, ""]]:
+    def go_early(carry: Leaving) -> Leaving:
         after, tables, status = carry
         tables, freed = block_table.free_rows(tables, jnp.arange(num_rows) == (row + after) % num_rows)
         return after + 1, tables, status | freed.status

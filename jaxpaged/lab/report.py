@@ -4,6 +4,7 @@ import html
 import io
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,18 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from jaxpaged.checks import InputError
+from jaxpaged.engine.state import Counter
 from jaxpaged.lab import questions
+from jaxpaged.lab.combination import Combination
+from jaxpaged.lab.questions import Reuse
+from jaxpaged.lab.serving.replay import Served, Serving, percentiles
+from jaxpaged.lab.serving.roofline import GPUS, cache_tokens
 from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
 from jaxpaged.lab.traces import Trace
 
-PERCENTILES = (50, 90, 99)
+MOMENTS = 200  # of memory over time
+MIDDLE_AND_WORST = (50, 99)  # percentiles
+MEMORY_COLORS = ("#4477aa", "#ccbb44", "#eeeeee")
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
@@ -31,9 +39,10 @@ svg { width: 100%; height: auto }
 """
 
 
-def numbers(trace: Trace, results: Sequence[Result], gpu: str) -> dict[str, Any]:
+def numbers(
+    trace: Trace, results: Sequence[Result], reuse: Reuse | None, serving: Serving | None
+) -> dict[str, Any]:
     """All that the report shows."""
-    reuse = questions.reuse(trace)
     return {
         "trace": {
             "name": trace.name,
@@ -47,47 +56,41 @@ def numbers(trace: Trace, results: Sequence[Result], gpu: str) -> dict[str, Any]
         },
         "hit_rates": [result.line() for result in results],
         "lifetimes": [
-            {
-                "policy": result.combination.policy,
-                "block_size": result.combination.block_size,
-                "cache_tokens": result.combination.cache_tokens,
-                "edges_s": LIFETIME_EDGES_S.tolist(),
-                "num_evicted": result.lifetimes.tolist(),
-            }
+            asdict(result.combination)
+            | {"edges_s": LIFETIME_EDGES_S.tolist(), "num_evicted": result.lifetimes.tolist()}
             for result in results
-            if result.lifetimes is not None
         ],
         "waste": [{"block_size": size, "share": share} for size, share in questions.waste(trace).items()],
         "reuse": None
         if reuse is None
         else {
             "share_asked_again": len(reuse.tokens) / reuse.num_asked,
-            "distance_tokens": _percentiles(reuse.tokens),
-            "seconds": _percentiles(reuse.seconds),
+            "distance_tokens": percentiles(reuse.tokens),
+            "seconds": percentiles(reuse.seconds),
         },
-        "model": {
-            "is": "a model, not a measurement: prompts alone, one after the other, at the peaks of the GPU",
-            "gpu": gpu,
-            "decoder": "8 billion parameters in bfloat16, with Llama 3.1's attention",
-            "times": [
-                {
-                    "policy": result.combination.policy,
-                    "block_size": result.combination.block_size,
-                    "cache_tokens": result.combination.cache_tokens,
-                    "ttft_s": _percentiles(ttft[-result.num_counted :]),
-                    "tpot_s": _percentiles(tpot[-result.num_counted :]),
-                }
-                for result in results
-                for ttft, tpot in [questions.model_times(trace, result.hit_tokens, gpu)]
+        "served": None
+        if serving is None
+        else {
+            "is": "a model, not a measurement",
+            "gpu": serving.gpu,
+            "decoder": serving.decoder.name,
+            "room_for_tokens": cache_tokens(GPUS[serving.gpu], serving.decoder),
+            "max_num_seqs": serving.config.max_num_seqs,
+            "max_num_batched_tokens": serving.config.max_num_batched_tokens,
+            "num_requests": serving.num_requests,
+            "caches": [
+                served.line() | {"memory": [asdict(each) for each in served.over_time(MOMENTS)]}
+                for served in serving.caches
             ],
         },
     }
 
 
-def write(folder: str, trace: Trace, results: Sequence[Result], gpu: str) -> Path:
+def write(folder: str, trace: Trace, results: Sequence[Result], serving: Serving | None) -> Path:
     """Write `report.html` and `report.json` into the folder, which is made. Raises `InputError`."""
-    found = numbers(trace, results, gpu)
-    page = _page(trace, results, found)
+    reuse = questions.reuse(trace)
+    found = numbers(trace, results, reuse, serving)
+    page = _page(trace, results, reuse, serving, found)
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -98,14 +101,13 @@ def write(folder: str, trace: Trace, results: Sequence[Result], gpu: str) -> Pat
     return path / "report.html"
 
 
-def _percentiles(values: np.ndarray) -> dict[str, float]:
-    if not len(values):
-        return {}
-    return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
-
-
-def _page(trace: Trace, results: Sequence[Result], found: dict[str, Any]) -> str:
-    reuse = questions.reuse(trace)
+def _page(
+    trace: Trace,
+    results: Sequence[Result],
+    reuse: Reuse | None,
+    serving: Serving | None,
+    found: dict[str, Any],
+) -> str:
     about = found["trace"]
     parts = [
         f"<p>{about['num_requests']:,} requests in {about['seconds']:,.0f} s, {about['input_tokens']:,} "
@@ -116,10 +118,7 @@ def _page(trace: Trace, results: Sequence[Result], found: dict[str, Any]) -> str
         _figure(lambda axis: _draw_hit_rates(axis, results)),
         _table(
             ("policy", "block size", "cache tokens", "hit rate"),
-            [
-                (line["policy"], line["block_size"], _tokens(line["cache_tokens"]), f"{line['hit_rate']:.4f}")
-                for line in found["hit_rates"]
-            ],
+            [(*_names(result.combination), f"{result.hit_rate:.4f}") for result in results],
         ),
         "<h2>How long blocks live</h2>",
         "<p>From when a block has its content to when it is taken for another, of all that were evicted.</p>",
@@ -136,25 +135,8 @@ def _page(trace: Trace, results: Sequence[Result], found: dict[str, Any]) -> str
             _figure(lambda axis: _draw_shares(axis, reuse.tokens, "tokens of distinct blocks")),
             _figure(lambda axis: _draw_shares(axis, reuse.seconds, "seconds")),
         ]
-    parts += [
-        "<h2>What a roofline would make of it</h2>",
-        f'<p class="model"><b>A model, not a measurement.</b> {html.escape(found["model"]["gpu"])}, '
-        f"{found['model']['decoder']}: prompts are computed one after the other at the GPU's peaks, hits "
-        "cost nothing, and each later token reads the weights and its own K and V alone.</p>",
-        _table(
-            ("policy", "block size", "cache tokens", *(f"TTFT p{p}, s" for p in PERCENTILES), "TPOT p50, ms"),
-            [
-                (
-                    line["policy"],
-                    line["block_size"],
-                    _tokens(line["cache_tokens"]),
-                    *(f"{line['ttft_s'][f'p{p}']:.3f}" for p in PERCENTILES),
-                    f"{1000 * line['tpot_s']['p50']:.2f}",
-                )
-                for line in found["model"]["times"]
-            ],
-        ),
-    ]
+    if serving is not None:
+        parts += _serving(serving)
     title = html.escape(trace.name)
     body = "\n".join(parts)
     return (
@@ -163,8 +145,61 @@ def _page(trace: Trace, results: Sequence[Result], found: dict[str, Any]) -> str
     )
 
 
-def _tokens(cache_tokens: int | None) -> str:
-    return "unbounded" if cache_tokens is None else f"{cache_tokens:,}"
+def _serving(serving: Serving) -> list[str]:
+    config = serving.config
+    return [
+        "<h2>Served in the time of a GPU</h2>",
+        '<p class="model"><b>A model, not a measurement.</b> '
+        f"The first {serving.num_requests:,} requests, each when it came, through jaxpaged's own scheduler, "
+        "allocator and prefix cache, with a model that computes nothing. A step takes what "
+        f"{html.escape(serving.decoder.name)} in bfloat16 takes at the peaks of {html.escape(serving.gpu)}: "
+        "its arithmetic or its reading of weights, K and V, whichever is longer, and nothing else takes any "
+        f"time. At most {config.max_num_seqs} requests run together, and {config.max_num_batched_tokens:,} "
+        "tokens are computed in one step. Refused is who would not fit alone. Times are of the requests "
+        f"after the warm-up, counts of all. {html.escape(serving.gpu)} itself has room for the K and V of "
+        f"{cache_tokens(GPUS[serving.gpu], serving.decoder):,} tokens beside the weights; to read a larger "
+        "cache, wherever it is, costs nothing more here.</p>",
+        _table(
+            (
+                *("policy", "block size", "cache tokens", "refused", "preemptions", "most held"),
+                *(f"queue p{p}, s" for p in MIDDLE_AND_WORST),
+                *(f"TTFT p{p}, s" for p in MIDDLE_AND_WORST),
+                *(f"TPOT p{p}, ms" for p in MIDDLE_AND_WORST),
+            ),
+            [_served_row(served) for served in serving.caches],
+        ),
+        "<h3>Queueing and preemptions by cache size</h3>",
+        _figure(lambda axis: _draw_waits(axis, serving.caches)),
+        _figure(lambda axis: _draw_preemptions(axis, serving.caches)),
+        "<h3>Memory over time</h3>",
+        "<p>Blocks that requests hold, free ones whose content can still be found, and free ones without; "
+        "and how many requests wait.</p>",
+        *(
+            _figure(lambda axis, served=served: _draw_memory(axis, served))  # type: ignore[misc]
+            for served in serving.caches
+            if served.memory
+        ),
+    ]
+
+
+def _served_row(served: Served) -> tuple[object, ...]:
+    line = served.line()
+    return (
+        *_names(served.combination),
+        line["num_refused_requests"],
+        line["num_preemptions"],
+        f"{line['most_held']:.0%}",
+        *(
+            f"{scale * line[name][f'p{p}']:.2f}" if line[name] else ""
+            for name, scale in (("queue_s", 1), ("ttft_s", 1), ("tpot_s", 1000))
+            for p in MIDDLE_AND_WORST
+        ),
+    )
+
+
+def _names(combination: Combination) -> tuple[object, ...]:
+    """The first columns of a table."""
+    return combination.policy, combination.block_size, combination.size
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -207,11 +242,69 @@ def _draw_hit_rates(axis: Axes, results: Sequence[Result]) -> None:
         axis.legend(title="policy, block size", fontsize=8)
 
 
+def _by_policy(caches: Sequence[Served]) -> dict[tuple[str, int], list[Served]]:
+    """Those of some tokens, the smallest first, by policy and block size."""
+    groups: dict[tuple[str, int], list[Served]] = {}
+    for served in sorted(caches, key=lambda served: served.combination.cache_tokens or 0):
+        if served.combination.cache_tokens is not None:
+            each = served.combination
+            groups.setdefault((each.policy, each.block_size), []).append(served)
+    return groups
+
+
+def _draw_waits(axis: Axes, caches: Sequence[Served]) -> None:
+    for (policy, block_size), group in _by_policy(caches).items():
+        for p, style in zip(MIDDLE_AND_WORST, ("o-", "o:"), strict=True):
+            sized = [
+                (served.combination.cache_tokens, np.percentile(served.queue_s, p))
+                for served in group
+                if len(served.queue_s)
+            ]
+            if sized:
+                label = f"{policy}, {block_size}, p{p}"
+                axis.plot(*zip(*sized, strict=True), style, label=label, markersize=4)
+    _by_size(axis, "seconds from arrival to start")
+
+
+def _draw_preemptions(axis: Axes, caches: Sequence[Served]) -> None:
+    for (policy, block_size), group in _by_policy(caches).items():
+        sized = [
+            (served.combination.cache_tokens, served.counters[Counter.NUM_PREEMPTIONS]) for served in group
+        ]
+        axis.plot(*zip(*sized, strict=True), "o-", label=f"{policy}, {block_size}", markersize=4)
+    _by_size(axis, "preemptions")
+
+
+def _by_size(axis: Axes, what: str) -> None:
+    axis.set(xlabel="cache, tokens", ylabel=what)
+    axis.set_yscale("symlog", linthresh=0.01 if "seconds" in what else 1)
+    if axis.lines:
+        axis.set_xscale("log", base=2)
+        axis.legend(title="policy, block size", fontsize=7)
+
+
+def _draw_memory(axis: Axes, served: Served) -> None:
+    moments = served.over_time(MOMENTS)
+    times = [each.time_s for each in moments]
+    shares = [
+        [getattr(each, name) / served.num_usable for each in moments]
+        for name in ("num_held", "num_cached", "num_empty")
+    ]
+    axis.stackplot(times, *shares, labels=("held", "free, with content", "free"), colors=MEMORY_COLORS)
+    each = served.combination
+    title = f"{each.policy}, blocks of {each.block_size}, {each.size} tokens"
+    axis.set(title=title, xlabel="seconds", ylabel="share of blocks", ylim=(0, 1.0))
+    waiting = axis.twinx()
+    waiting.plot(times, [each.num_waiting for each in moments], "k-", linewidth=0.8, label="waiting")
+    waiting.set(ylabel="requests that wait", ylim=(0, None))
+    axis.legend(fontsize=7, loc="upper left")
+
+
 def _draw_lifetimes(axis: Axes, results: Sequence[Result]) -> None:
     for result in results:
-        lives = result.lifetimes
-        if lives is not None and lives.sum():
-            name = f"{result.combination.policy}, {_tokens(result.combination.cache_tokens)}"
+        lives, each = result.lifetimes, result.combination
+        if lives.sum():
+            name = f"{each.policy}, {each.block_size}, {each.size}"
             axis.step(LIFETIME_EDGES_S, np.cumsum(lives) / lives.sum(), where="post", label=name)
     axis.set(xlabel="seconds", ylabel="share of evicted blocks", ylim=(0, 1.02), xscale="log")
     if axis.get_legend_handles_labels()[0]:
@@ -229,3 +322,4 @@ def _draw_shares(axis: Axes, values: np.ndarray, what: str) -> None:
     axis.step(np.quantile(values, shares), shares, where="post")
     axis.set(xlabel=what, ylabel="share of reuses", ylim=(0, 1.02))
     axis.set_xscale("symlog", linthresh=1)
+    axis.set_xlim(left=0)

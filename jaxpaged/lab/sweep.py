@@ -1,32 +1,25 @@
 """Hit rates of caches of several sizes, under several policies, with blocks of several sizes."""
 
+import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.arithmetic import next_power_of_two
 from jaxpaged.checks import INT32_MAX, InputError
 from jaxpaged.lab import belady, loop
+from jaxpaged.lab.combination import Combination
+from jaxpaged.lab.threads import Programs, side_by_side
 from jaxpaged.lab.traces import Blocks, Trace, blocks
 from jaxpaged.status import Status, raise_if_error
 
 LIFETIME_EDGES_S = 2.0 ** np.arange(loop.LIFETIMES) / 1000
 REQUESTS_A_CALL = 256  # of one compiled call: between two of them progress is told
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One cache to send a trace through."""
-
-    policy: str
-    block_size: int  # tokens
-    cache_tokens: int | None  # None: nothing is ever evicted
 
 
 @dataclass(frozen=True)
@@ -42,22 +35,26 @@ class Result:
     num_oversized: int  # requests whose prompt is larger than the cache: only its beginning is kept
 
     @property
+    def counted(self) -> tuple[int, int]:
+        """Hit tokens and input tokens of the requests after the warm-up."""
+        first = len(self.hit_tokens) - self.num_counted
+        return int(self.hit_tokens[first:].sum()), int(self.input_tokens[first:].sum())
+
+    @property
     def hit_rate(self) -> float:
-        counted = slice(len(self.hit_tokens) - self.num_counted, None)
-        return float(self.hit_tokens[counted].sum() / self.input_tokens[counted].sum())
+        hit_tokens, input_tokens = self.counted
+        return hit_tokens / input_tokens
 
     def line(self) -> dict[str, Any]:
         """It as JSON."""
-        counted = slice(len(self.hit_tokens) - self.num_counted, None)
+        hit_tokens, input_tokens = self.counted
         return {
-            "policy": self.combination.policy,
-            "block_size": self.combination.block_size,
-            "cache_tokens": self.combination.cache_tokens,
+            **asdict(self.combination),
             "hit_rate": self.hit_rate,
             "num_requests": self.num_counted,
             "num_warmup_requests": len(self.hit_tokens) - self.num_counted,
-            "hit_tokens": int(self.hit_tokens[counted].sum()),
-            "input_tokens": int(self.input_tokens[counted].sum()),
+            "hit_tokens": hit_tokens,
+            "input_tokens": input_tokens,
             "num_blocks": self.num_usable,
             "num_oversized_requests": self.num_oversized,
         }
@@ -82,25 +79,26 @@ def sweep(
     num_counted = trace.num_requests - int(trace.num_requests * warmup)
     if num_counted == 0:
         raise InputError(f"warmup={warmup} must leave some of the {trace.num_requests} requests to count")
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-        for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
-            cut = _Cut(trace, blocks(trace, block_size, partial=partial), [*group], resident)
-            yield from threads.map(lambda each, cut=cut: cut.send(each, num_counted, progress), cut.group)
+    for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
+        cut = Cut(trace, blocks(trace, block_size, partial=partial), [*group], resident)
+        send = functools.partial(cut.send, num_counted=num_counted, progress=progress)
+        yield from side_by_side(send, cut.group)
 
 
-class _Cut:
+class Cut:
     """A trace cut into blocks of one size, on the device; all caches of these have one program a policy."""
 
     def __init__(self, trace: Trace, blocks: Blocks, group: Sequence[Combination], resident: int) -> None:
         self.trace, self.blocks, self.group, self.resident = trace, blocks, group, resident
+        self.programs = Programs()
         # No more than this is ever held or findable: as good as without end.
         self.enough = blocks.num_distinct + resident * int(blocks.num_held.max())
         # Sizes are rounded up, so that few programs serve all traces and block sizes.
-        self.num_blocks = _rounded(1 + max(self.usable(each) for each in group))
-        self.max_blocks = _rounded(int(blocks.num_held.max()))
+        self.num_blocks = next_power_of_two(1 + max(self.usable(each) for each in group))
+        self.max_blocks = next_power_of_two(int(blocks.num_held.max()))
         if self.num_blocks > INT32_MAX // 4:
             raise InputError(f"block_size={blocks.block_size} must be larger: {self.num_blocks:,} blocks")
-        padding = _rounded(len(blocks.symbols)) - len(blocks.symbols)
+        padding = next_power_of_two(len(blocks.symbols)) - len(blocks.symbols)
         self.symbols = jnp.asarray(np.pad(blocks.symbols, (0, padding)))
         self.next_use = None
         if any(each.policy == belady.BELADY.name for each in group):
@@ -111,19 +109,23 @@ class _Cut:
             return self.enough
         return min(combination.cache_tokens // self.blocks.block_size, self.enough)
 
-    def send(self, combination: Combination, num_counted: int, progress: Callable[[int], object]) -> Result:
-        usable = self.usable(combination)
-        cache = loop.create(
-            usable,
+    def create(self, combination: Combination) -> loop.Cache:
+        """It, empty."""
+        return loop.create(
+            self.usable(combination),
             policy=belady.named(combination.policy),
             num_blocks=self.num_blocks,
             max_blocks=self.max_blocks,
             num_rows=self.resident,
         )
+
+    def send(self, combination: Combination, num_counted: int, progress: Callable[[int], object]) -> Result:
+        usable, cache = self.usable(combination), self.create(combination)
         next_use = self.next_use if combination.policy == belady.BELADY.name else None
         hits = []
-        for requests, count in self._calls(usable):
-            cache, hit = loop.replay(cache, self.symbols, next_use, requests)
+        for requests, count in self.calls(usable):
+            arguments = cache, self.symbols, next_use, requests
+            cache, hit = self.programs.call(combination.policy, loop.replay, *arguments)
             hits.append(np.asarray(hit)[:count])
             progress(count)
         raise_if_error(Status(int(cache.status)))
@@ -134,7 +136,7 @@ class _Cut:
             combination, usable, hit_tokens, self.trace.input_lens, num_counted, lifetimes, oversized
         )
 
-    def _calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
+    def calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
         """The requests, so many a call; the last call is filled up with such as hold nothing."""
         held = np.minimum(self.blocks.num_held, usable)  # of a larger prompt its beginning
         findable, lookup = (
@@ -146,8 +148,3 @@ class _Cut:
             some = lines[:, first : first + REQUESTS_A_CALL]
             padded = np.pad(some, ((0, 0), (0, REQUESTS_A_CALL - some.shape[1])))
             yield loop.Requests(*jax.device_put(padded)), some.shape[1]
-
-
-def _rounded(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, size - 1).bit_length()

@@ -13,7 +13,7 @@ import csv
 import datetime
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,23 @@ class Trace:
     @property
     def num_requests(self) -> int:
         return len(self.input_lens)
+
+    def first(self, num_requests: int) -> "Trace":
+        """Its first requests, so many or all."""
+        own = slice(min(num_requests, self.num_requests))
+        content = None if self.content is None else self.content[: self.content_starts[own.stop]]
+        return replace(
+            self,
+            arrival_s=self.arrival_s[own],
+            input_lens=self.input_lens[own],
+            output_lens=self.output_lens[own],
+            content=content,
+        )
+
+    @property
+    def content_starts(self) -> np.ndarray:
+        """[requests + 1] where each request's content blocks begin in `content`, and the last one's end."""
+        return np.concatenate([[0], np.cumsum(cdiv(self.input_lens, self.block_size))])
 
 
 @dataclass(frozen=True)
@@ -204,7 +221,7 @@ def blocks(trace: Trace, block_size: int, *, partial: bool = False) -> Blocks:
             f"block_size={block_size} must divide the trace's own {own} tokens, or be a multiple of them"
         )
     lens = trace.input_lens
-    num_held = -(-lens // block_size)
+    num_held = cdiv(lens, block_size)
     num_findable = num_held if partial else lens // block_size
     num_lookup = num_held if partial else (lens - 1) // block_size
     starts = np.cumsum(num_findable) - num_findable
@@ -217,8 +234,7 @@ def blocks(trace: Trace, block_size: int, *, partial: bool = False) -> Blocks:
         place = np.arange(total) - np.repeat(starts, num_findable)
         # The block's last token names it: in which content block it is, and where in that.
         end = np.minimum((place + 1) * block_size, np.repeat(lens, num_findable)) - 1
-        num_ids = -(-lens // own)
-        ids = trace.content[np.repeat(np.cumsum(num_ids) - num_ids, num_findable) + end // own]
+        ids = trace.content[np.repeat(trace.content_starts[:-1], num_findable) + end // own]
         per_id = max(1, own // block_size)
         symbols = ids * per_id + end % own // block_size if per_id > 1 else ids
         symbols = _dense(symbols, int(trace.content.max()) * per_id + per_id)

@@ -131,6 +131,12 @@ def has_content(pool: BlockPool, block_ids: Int[Array, " num_ids"]) -> Bool[Arra
     return prefix_cache.has_content(pool.prefix_cache, block_ids)
 
 
+def num_cached(pool: BlockPool) -> Int[Array, ""]:
+    """Free blocks whose content can still be found; counts through the whole pool."""
+    is_free = (pool.ref_count == 0).at[NULL_BLOCK].set(False)
+    return jnp.sum(is_free & has_content(pool, jnp.arange(pool.num_blocks)), dtype=jnp.int32)
+
+
 def note_content(
     pool: BlockPool, block_ids: Int[Array, " n"], depth: Int[Array, " n"], mask: Bool[Array, " n"]
 ) -> BlockPool:

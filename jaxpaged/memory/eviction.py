@@ -105,8 +105,8 @@ def _moved(queue: RankedQueue, block_id: Int[Array, ""]) -> Spared:
 
 def _small_or_main(queue: RankedQueue, heads: Int[Array, " num_kinds"]) -> Int[Array, ""]:
     small, main = queue.num_queued
-    is_empty = queue.rank[heads[SMALL], 0] - queue.floor <= -ranked_queue.WITHOUT_CONTENT // 2
     has_small = heads[SMALL] != 0
+    is_empty = ~ranked_queue.has_content(queue, heads[SMALL])
     takes_small = (is_empty & has_small) | (small * SMALL_SHARE > small + main) | (main == 0)
     return jnp.where(takes_small & has_small, SMALL, MAIN)
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.arithmetic import cdiv
+from jaxpaged.arithmetic import cdiv, next_power_of_two
+from jaxpaged.checks import INT32_MAX
 from jaxpaged.memory.free_queue import FreeQueue
 
 FAN_OUT = 16  # children of a node
 WITHOUT_CONTENT = 1 << 29  # so far below all others rank blocks that hold nothing
-INT32_MAX = 2**31 - 1
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +94,7 @@ def _levels(num_blocks: int) -> list[int]:
 def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
     """All blocks but the null block, the lowest id first."""
     ids = jnp.arange(num_blocks, dtype=jnp.int32)
-    num_ghosts = 1 << (num_blocks - 1).bit_length() if ranking.remembers else 0
+    num_ghosts = next_power_of_two(num_blocks) if ranking.remembers else 0
     queue = RankedQueue(
         ring=jnp.zeros(0, jnp.int32),
         place=jnp.where(ids == 0, FreeQueue.NOT_QUEUED, 0),
@@ -153,7 +153,7 @@ def remove(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -
     marks = queue.marks.at[target].max(mark, mode="drop")
     found = marks[ids]
     leaves = mask & (found == mark)
-    kind = jnp.where(leaves & _has_content(queue, ids), queue.kind[ids], queue.num_queued.shape[0])
+    kind = jnp.where(leaves & has_content(queue, ids), queue.kind[ids], queue.num_queued.shape[0])
     queue = replace(
         queue,
         place=queue.place.at[target].set(FreeQueue.NOT_QUEUED, mode="drop"),
@@ -185,7 +185,7 @@ def take(
         may_be, *changed = (jnp.bool_(False), *was)
         if ranking.spare is not None:
             may_be, *changed = ranking.spare(queue, block_id)
-        holds, notes = _has_content(queue, block_id), queue.notes[block_id]
+        holds, notes = has_content(queue, block_id), queue.notes[block_id]
         kind, block_id, was, may_be, changed, holds, notes = lax.optimization_barrier(
             (kind, block_id, was, may_be, changed, holds, notes)
         )
@@ -251,7 +251,7 @@ def _remember(queue: RankedQueue, fingerprint: Int[Array, ""], mask: Bool[Array,
     return replace(queue, ghosts=ghosts, num_ghosts=num_ghosts)
 
 
-def _has_content(queue: RankedQueue, block_id: Int[Array, "*n"]) -> Bool[Array, "*n"]:
+def has_content(queue: RankedQueue, block_id: Int[Array, "*n"]) -> Bool[Array, "*n"]:
     """Of free blocks."""
     return queue.rank[block_id, 0] - queue.floor > -WITHOUT_CONTENT // 2
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from benchmarks.constant_model import VOCAB_SIZE, ConstantModel
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop
 from jaxpaged.engine.state import EngineState, create_state, create_tables
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache
+from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
 
 MAX_NUM_SEQS = 512
 MAX_MODEL_LEN = 131_072

@@ -3,14 +3,16 @@
 import functools
 import json
 import re
+import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpaged import cli
 from jaxpaged.lab import belady, loop, sweep, traces
-from jaxpaged.lab.sweep import Combination
+from jaxpaged.lab.combination import Combination
 from jaxpaged.memory import prefix_cache
 from reference import eviction
 from tests.lab.tracing import conversations, write
@@ -55,8 +57,8 @@ class Aged:
         self.policy.publish(block, depth, content)
 
 
-def by_hand(trace, combination, partial=False, resident=1, lives=None):
-    """Hit tokens of each request, by the oracle."""
+def by_hand(trace, combination, partial=False, resident=1, lives=None, held=None):
+    """Hit tokens of each request, by the oracle; into `held` what `watched` sees."""
     cut = traces.blocks(trace, combination.block_size, partial=partial)
     usable = combination.cache_tokens and combination.cache_tokens // combination.block_size
     usable = usable or cut.num_distinct + resident * int(cut.num_held.max())
@@ -74,9 +76,11 @@ def by_hand(trace, combination, partial=False, resident=1, lives=None):
             prompts.policy.now = round(1000 * trace.arrival_s[r])
         own = slice(cut.starts[r], cut.starts[r] + cut.num_findable[r])
         symbols = cut.symbols[own].tolist()
-        held = min(int(cut.num_held[r]), usable)
-        lookup = min(int(cut.num_lookup[r]), held)
-        hits.append(prompts.send(symbols[:held], lookup, held, uses[own].tolist()[:held]))
+        most = min(int(cut.num_held[r]), usable)
+        lookup = min(int(cut.num_lookup[r]), most)
+        hits.append(prompts.send(symbols[:most], lookup, most, uses[own].tolist()[:most]))
+        if held is not None:
+            held.append(([[*row] for row in prompts.rows], sorted(prompts.node_of)))
     if lives is not None:
         lives += prompts.policy.lives
     return cut.hit_tokens(np.array(hits), trace.input_lens)
@@ -99,6 +103,36 @@ def test_hits_are_those_of_plain_python(trace, partial):
     assert rates == sorted(set(rates))
 
 
+@pytest.fixture
+def watched(monkeypatch):
+    """Of each cache, after each request: which blocks each resident prompt holds, the oldest prompt first,
+    and which have content. Blocks are numbered as if the cache had no others.
+    """
+    seen: dict[Combination, list[tuple[list[list[int]], list[int]]]] = {}
+    current, send, replay = threading.local(), sweep.Cut.send, loop.replay
+
+    def noting_send(self, combination, **rest):
+        current.seen, current.first = (
+            seen.setdefault(combination, []),
+            self.num_blocks - self.usable(combination),
+        )
+        return send(self, combination, **rest)
+
+    def noting_replay(*args):
+        cache, hits = replay(*args)
+        tables, num_rows = jax.device_get(cache.tables), cache.tables.max_seqs
+        rows = np.roll(np.arange(num_rows), -int(cache.next_row))
+        ids = [tables.block_tables[row, : tables.seq_lens[row]] - current.first + 1 for row in rows]
+        with_content = np.flatnonzero(tables.pool.prefix_cache.slot >= 0) - current.first + 1
+        current.seen.append(([each.tolist() for each in ids], with_content.tolist()))
+        return cache, hits
+
+    monkeypatch.setattr(sweep.Cut, "send", noting_send)
+    monkeypatch.setattr(loop, "replay", noting_replay)
+    monkeypatch.setattr(sweep, "REQUESTS_A_CALL", 1)
+    return seen
+
+
 SLOW = pytest.mark.slow  # a program each; those that are left use every part of the ranked queue
 
 
@@ -113,10 +147,15 @@ SLOW = pytest.mark.slow  # a program each; those that are left use every part of
         ),
     ],
 )
-def test_each_policy_hits_what_plain_python_does_with_three_prompts_at_a_time(trace, policy):
+def test_each_policy_takes_the_blocks_that_plain_python_does_with_three_prompts_at_a_time(
+    trace, policy, watched
+):
+    """After each request: so each block that lost its content for another's is known by its number."""
     asked = [Combination(policy, 64, 64 * num_blocks) for num_blocks in (20, 30, 60)]
     for each, result in zip(asked, sweep.sweep(trace, asked, resident=3), strict=True):
-        np.testing.assert_array_equal(result.hit_tokens, by_hand(trace, each, resident=3))
+        held: list[tuple[list[list[int]], list[int]]] = []
+        np.testing.assert_array_equal(result.hit_tokens, by_hand(trace, each, resident=3, held=held))
+        assert watched[each] == held
 
 
 def test_the_command_prints_a_json_line_for_each_combination(tmp_path, capsys):

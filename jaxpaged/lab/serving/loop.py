@@ -1,0 +1,132 @@
+"""The engine's steps in one compiled program, with a model that computes nothing, and a clock that the
+roofline moves on.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.engine import scheduler
+from jaxpaged.engine.state import EngineState, Phase, Rows, create_state, place_requests
+from jaxpaged.engine.step import step
+from jaxpaged.engine.step_config import StepConfig
+from jaxpaged.lab.loop import limited_pool
+from jaxpaged.lab.serving.roofline import Decoder, Roofline, seconds_of_step
+from jaxpaged.memory import block_pool, block_table, kv_cache
+from jaxpaged.memory.policies import Policy
+from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
+
+MOST_STEPS = 32  # of one call: between two of them the host looks at the blocks
+STARTED, FIRST_TOKEN, FINISHED = range(3)
+NEVER = jnp.inf
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Report:
+    """What became of a call's steps."""
+
+    seconds: Float[Array, ""]  # that passed in the model
+    moments: Float[
+        Array, "3 rows"
+    ]  # since the call began: when each row's request STARTED and so on, or NEVER
+    phase: Int[Array, " rows"]
+    num_hit_tokens: Int[Array, " rows"]
+    num_free: Int[Array, ""]  # blocks
+    num_cached: Int[Array, ""]  # of these, those whose content can be found
+    counters: Int[Array, " counters"]  # by `engine.state.Counter`
+    status: Int[Array, ""]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("policy", "num_blocks", "block_size", "num_rows", "max_model_len")
+)
+def create(
+    num_usable: Int[Array, ""],
+    *,
+    policy: Policy,
+    num_blocks: int,
+    block_size: int,
+    num_rows: int,
+    max_model_len: int,
+) -> EngineState:
+    """An engine's state without requests, with `num_usable` blocks; the arrays are of `num_blocks`."""
+    pool, status = limited_pool(num_usable, policy, num_blocks, block_size)
+    tables = block_table.create(pool, num_rows, cdiv(max_model_len, block_size), block_size)
+    nothing = kv_cache.create(0, num_blocks, block_size, 1, 1, ConstantModel.dtype)  # of no layer
+    return replace(create_state(tables, nothing, max_model_len, VOCAB_SIZE), status=status)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def submit(
+    state: EngineState,
+    request: Rows,
+    row: Int[Array, " 1"],
+    content: Int[Array, " ids"],
+    first: Int[Array, ""],
+    block_size: Int[Array, ""],
+) -> EngineState:
+    """Put a request, one line of NumPy rows, into a free row; the state is donated.
+
+    Its token ids are those of its content, from `content[first]` on, each for `block_size` tokens: equal
+    content is equal tokens. Nobody looks at them but the prefix cache.
+    """
+    place = jnp.arange(state.rows.token_ids.shape[1], dtype=jnp.int32)
+    token_ids = content.at[first + place // block_size].get(mode="clip")
+    return place_requests(state, replace(request, token_ids=token_ids[None]), row)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "decoder"), donate_argnames="state")
+def run(
+    state: EngineState,
+    until: Float[Array, ""],
+    watermark_blocks: Int[Array, ""],
+    peak: Roofline,
+    *,
+    config: StepConfig,
+    decoder: Decoder,
+) -> tuple[EngineState, Report]:
+    """Step until all rows are done, at most MOST_STEPS times; or until so many seconds have passed, and a row
+    is free for the request that comes then. The state is donated.
+    """
+    model, config = ConstantModel(), replace(config, watermark_blocks=watermark_blocks)
+    type Carry = tuple[EngineState, Float[Array, ""], Float[Array, "3 rows"], Int[Array, ""]]
+
+    def goes_on(carry: Carry) -> Bool[Array, ""]:
+        state, clock, _, num_steps = carry
+        has_free_row = jnp.any((state.rows.phase == Phase.EMPTY) | (state.rows.phase == Phase.FINISHED))
+        is_due = (clock >= until) & has_free_row
+        return scheduler.any_work(state.rows) & ~is_due & (num_steps < MOST_STEPS)
+
+    def one_step(carry: Carry) -> Carry:
+        before, clock, moments, num_steps = carry
+        state, decision = step(model, before, config)
+        rows, former = state.rows, before.rows
+        finishes = (rows.phase == Phase.FINISHED) & (former.phase != Phase.FINISHED)
+        # Who has finished holds nothing any more: all of its tokens but the last were computed.
+        seq_lens = jnp.where(finishes, rows.num_tokens - 1, state.tables.seq_lens)
+        end = clock + seconds_of_step(decision.plan.num_new_tokens, seq_lens, peak, decoder)
+        begins = (former.num_tokens == rows.prompt_lens) & (rows.num_tokens > rows.prompt_lens)
+        happens = jnp.stack([decision.admitted, begins, finishes])
+        when = jnp.where(happens, jnp.stack([clock, end, end])[:, None], NEVER)
+        return state, end, jnp.minimum(moments, when), num_steps + 1
+
+    never = jnp.full((3, state.tables.max_seqs), NEVER, jnp.float32)
+    start = (state, jnp.float32(0), never, jnp.int32(0))
+    state, seconds, moments, _ = lax.while_loop(goes_on, one_step, start)
+    pool = state.tables.pool
+    return state, Report(
+        seconds=seconds,
+        moments=moments,
+        phase=state.rows.phase,
+        num_hit_tokens=state.rows.num_hit_tokens,
+        num_free=pool.num_free,
+        num_cached=block_pool.num_cached(pool),
+        counters=state.counters,
+        status=state.status,
+    )

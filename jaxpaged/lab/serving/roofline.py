@@ -1,0 +1,77 @@
+"""A MODEL, not a measurement: how long a step of a decoder takes if nothing keeps the GPU from its peaks."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpaged.checks import checked_choice
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Roofline:
+    """A GPU's peaks, as its maker gives them: dense bfloat16, and its memory's bandwidth and size."""
+
+    flops: float  # a second
+    bytes: float  # a second
+    memory: float  # bytes
+
+
+GPUS = {
+    "a100": Roofline(312e12, 2.04e12, 80e9),
+    "h100": Roofline(989e12, 3.35e12, 80e9),
+    "h200": Roofline(989e12, 4.8e12, 141e9),
+    "b200": Roofline(2250e12, 8.0e12, 180e9),
+}
+USED = 0.9  # the share of its memory that weights and cache take
+
+
+def named(gpu: str) -> Roofline:
+    """The peaks of the GPU of this name. Raises `InputError` for an unknown one."""
+    return GPUS[checked_choice("gpu", gpu, GPUS)]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder's size, in bfloat16."""
+
+    name: str
+    num_params: float
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token's K and V."""
+        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def cache_tokens(gpu: Roofline, decoder: Decoder) -> int:
+    """Tokens for whose K and V there is room beside the weights."""
+    return max(0, int((USED * gpu.memory - 2 * decoder.num_params) / decoder.kv_bytes))
+
+
+LLAMA_8B = Decoder("Llama 3.1 8B", 8.03e9, 32, 32, 8, 128)
+
+
+def seconds_of_step(
+    num_new: Int[Array, " rows"], seq_lens: Int[Array, " rows"], peak: Roofline, decoder: Decoder
+) -> Float[Array, ""]:
+    """Seconds of one step, in which each row computes its last `num_new` of `seq_lens` tokens.
+
+    Each new token costs two operations a parameter, and attention over itself and all before it. Weights are
+    read once, and so are K and V of each row that computes something. Whichever of the two takes longer hides
+    the other; nothing else costs anything.
+    """
+    new, end = num_new.astype(jnp.float32), seq_lens.astype(jnp.float32)
+    num_pairs = jnp.sum(new * (2 * end - new + 1) / 2)  # of a new token and one that it sees
+    attention = 4 * decoder.num_layers * decoder.num_q_heads * decoder.head_dim * num_pairs
+    flops = 2 * decoder.num_params * jnp.sum(new) + attention
+    num_read = jnp.sum(jnp.where(num_new > 0, end, 0))
+    return jnp.maximum(
+        flops / peak.flops, (2 * decoder.num_params + decoder.kv_bytes * num_read) / peak.bytes
+    )

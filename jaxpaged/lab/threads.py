@@ -1,0 +1,31 @@
+"""Several caches at a time, a thread each, which share compiled programs."""
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+
+def side_by_side[Item, Found](function: Callable[[Item], Found], items: Iterable[Item]) -> Iterator[Found]:
+    """The results in order, as many at a time as there are cores."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        yield from threads.map(function, items)
+
+
+class Programs:
+    """Calls programs so that of several threads that want the same one only one compiles it."""
+
+    def __init__(self) -> None:
+        self._compiling = threading.Lock()
+        self._compiled: set[Hashable] = set()
+
+    def call[**P, Result](
+        self, name: Hashable, program: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Result:
+        """Of one name, calls have arguments of the same shapes, and the same static ones."""
+        if name in self._compiled:
+            return program(*args, **kwargs)
+        with self._compiling:
+            result = program(*args, **kwargs)
+        self._compiled.add(name)
+        return result
