@@ -12,23 +12,26 @@ from tests.tiny import CONFIG, weights
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """As llama.cpp's converter stores q and k: RoPE's pairs side by side."""
-    rows, columns = weight.shape
-    return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def add_sizes(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    """What every architecture's header says of a model, its first layer's RoPE among it."""
+    """What every architecture's header says of a model; of several RoPEs it is the slowest."""
     writer.add_context_length(config.max_model_len)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_layers)
     writer.add_head_count(config.num_q_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    rope = config.layers[0].rope
-    assert rope is not None
-    writer.add_rope_freq_base(rope.theta)
+    if config.head_dim * config.num_q_heads != config.hidden_size:
+        writer.add_key_length(config.head_dim)
+    if config.norm == "rms":
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.norm_eps)
+    thetas = [kind.rope.theta for kind in config.layers if kind.rope is not None]
+    if thetas:
+        writer.add_rope_freq_base(max(thetas))
 
 
 def write_gguf(

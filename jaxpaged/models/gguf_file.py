@@ -1,11 +1,11 @@
 """Config and weights from one GGUF file, without PyTorch.
 
 The `gguf` package parses the file and dequantises; here its metadata becomes a Hugging Face config, which the
-family reads as any other. The names of llama.cpp's tensors are the same in all families.
+family reads as any other. The names of llama.cpp's tensors are the same in most families.
 
-llama.cpp keeps no sliding window for the architecture "llama": a file that it made of a Mistral does not say
-that the model has one, and a token then sees all before it, here as there. A window that a file does name is
-used.
+llama.cpp keeps no sliding window for the architectures "llama", "qwen2" and "starcoder2": a file that it made
+of a Mistral does not say that the model has one, and a token then sees all before it, here as there. A window
+that a file does name is used.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxpaged.checks import InputError, check
 from jaxpaged.models.config import LayerKind, LongScaling, ModelConfig
-from jaxpaged.models.families import BY_ARCHITECTURE
-from jaxpaged.models.families.family import Family, Gguf
+from jaxpaged.models.families import ARCHITECTURES, of_architecture
+from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.quantisation import FromFile
 from jaxpaged.models.weights import Names
@@ -27,21 +27,33 @@ from jaxpaged.models.weights import Names
 BLOCK = "blk.{layer}"
 TABLE: dict[str, str | tuple[str, ...]] = {
     "embedding": "token_embd",
+    "positions": "position_embd",
+    "embedding_norm": "token_embd_norm",
     "norm": "output_norm",
     "lm_head": "output",
     "attention_norm": f"{BLOCK}.attn_norm",
     "qkv": (f"{BLOCK}.attn_q", f"{BLOCK}.attn_k", f"{BLOCK}.attn_v"),
     "q_norm": f"{BLOCK}.attn_q_norm",
     "k_norm": f"{BLOCK}.attn_k_norm",
+    "sinks": f"{BLOCK}.attn_sinks.weight",
     "o": f"{BLOCK}.attn_output",
+    "attention_out_norm": f"{BLOCK}.post_attention_norm",
     "mlp_norm": f"{BLOCK}.ffn_norm",
     "gate_up": (f"{BLOCK}.ffn_gate", f"{BLOCK}.ffn_up"),
+    "up": f"{BLOCK}.ffn_up",
     "down": f"{BLOCK}.ffn_down",
+    "router": f"{BLOCK}.ffn_gate_inp",
+    "experts.gate_up": (f"{BLOCK}.ffn_gate_exps", f"{BLOCK}.ffn_up_exps"),
+    "experts.down": f"{BLOCK}.ffn_down_exps",
+    "mlp_out_norm": f"{BLOCK}.post_ffw_norm",
 }
 # Hugging Face's fields, and llama.cpp's metadata that says the same in all architectures.
 FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
@@ -50,13 +62,15 @@ FIELDS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
+# Tensors of what RoPE's frequencies are to be divided by: in all sequences, in short and in long ones.
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+LAYER_NORM = "attention.layer_norm_epsilon"
 REQUIRED = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "rms_norm_eps",
     "max_position_embeddings",
 )
 
@@ -85,11 +99,11 @@ def open_file(path: Path) -> gguf.GGUFReader:
 def family(reader: gguf.GGUFReader, path: Path) -> tuple[Family, Gguf]:
     """The family of the file's architecture. Raises `InputError` if it is unknown."""
     architecture = field(reader, path, "general.architecture")
-    known = BY_ARCHITECTURE.get(architecture)
-    if known is None or known.gguf is None:
-        names = ", ".join(map(repr, BY_ARCHITECTURE))
+    known = of_architecture(architecture, {tensor.name for tensor in reader.tensors})
+    if known is None:
+        names = ", ".join(map(repr, ARCHITECTURES))
         raise InputError(f"model={str(path)!r}: general.architecture={architecture!r} must be one of {names}")
-    return known, known.gguf
+    return known
 
 
 def model_config(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
@@ -100,36 +114,55 @@ def model_config(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
         return None if found is None else found.contents()
 
     tensors = {tensor.name for tensor in reader.tensors}
-    said = {ours: read(theirs) for ours, theirs in FIELDS.items()}
-    for ours in REQUIRED:
-        field(reader, path, f"{its.architecture}.{FIELDS[ours]}")
+    said = {ours: read(theirs) for ours, theirs in (FIELDS | dict(its.metadata)).items()}
+    epsilon = LAYER_NORM if LAYER_NORM in its.metadata.values() else FIELDS["rms_norm_eps"]
+    for theirs in (*(FIELDS[ours] for ours in REQUIRED), epsilon):
+        field(reader, path, f"{its.architecture}.{theirs}")
+    has_bias = not tensors.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))
     ends = [field(reader, path, f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "eot")]
     said |= {
         "vocab_size": len(field(reader, path, "tokenizer.ggml.tokens")),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        **dict.fromkeys(("attention_bias", "bias", "use_bias"), has_bias),
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "sliding_window": read("attention.sliding_window") or None,
         "eos_token_id": [i for i in ends if i >= 0],
     }
-    fields = its.fields(read)
     kind = read("rope.scaling.type") or "none"
-    if kind != "none" and "rope_scaling" not in fields:
-        raise InputError(f"model={str(path)!r}: rope.scaling.type={kind!r} must be 'none'")
+    scalings = {"none": None, "linear": rope_scaling(read), "yarn": rope_scaling(read)}
+    if LONG_FACTORS in tensors:  # they are all that there is of it
+        scalings["longrope"] = None
+    rule = f"one of {', '.join(map(repr, scalings))}"
+    check(f"model={str(path)!r}: rope.scaling.type", kind, rule, kind in scalings)
+    said["rope_scaling"] = scalings[kind]
     # Hugging Face's defaults are not llama.cpp's: what a file does not say is not there.
-    config = (its.read or known.read)(Fields(said | fields))
-    return _with_factors(reader, path, config)
+    config = (its.read or known.read)(Fields(said | its.fields(read)))
+    return _with_factors(reader, path, config, read)
 
 
-def _with_factors(reader: gguf.GGUFReader, path: Path, config: ModelConfig) -> ModelConfig:
-    """With what each of RoPE's frequencies is to be divided by, where the file says it: for Llama 3.1."""
+def _with_factors(reader: gguf.GGUFReader, path: Path, config: ModelConfig, read: Metadata) -> ModelConfig:
+    """With what each of RoPE's frequencies is to be divided by, where the file says it: for Llama 3.1, and
+    for Phi-3 with its long contexts.
+    """
     found = load_weights(reader, path)
-    if ROPE_FACTORS not in found:
+
+    def factors(name: str) -> tuple[float, ...]:
+        values = tuple(float(factor) for factor in found[name])
+        check(f"model={str(path)!r}: {name}", values, "numbers > 0", all(value > 0 for value in values))
+        return values
+
+    if ROPE_FACTORS in found:
+        same = factors(ROPE_FACTORS)
+        scaling = LongScaling(short_factors=same, long_factors=same, original_max_len=config.max_model_len)
+    elif LONG_FACTORS in found and SHORT_FACTORS in found:
+        scaling = LongScaling(
+            short_factors=factors(SHORT_FACTORS),
+            long_factors=factors(LONG_FACTORS),
+            original_max_len=read("rope.scaling.original_context_length") or config.max_model_len,
+            attention_factor=read("rope.scaling.attn_factor") or 1.0,
+        )
+    else:
         return config
-    factors = tuple(float(factor) for factor in found[ROPE_FACTORS])
-    rule = "numbers > 0"
-    check(f"model={str(path)!r}: {ROPE_FACTORS}", factors, rule, all(factor > 0 for factor in factors))
-    scaling = LongScaling(short_factors=factors, long_factors=factors, original_max_len=config.max_model_len)
 
     def scaled(kind: LayerKind) -> LayerKind:
         rope = kind.rope and dataclasses.replace(kind.rope, scaling=scaling)
@@ -141,7 +174,9 @@ def _with_factors(reader: gguf.GGUFReader, path: Path, config: ModelConfig) -> M
 def names(reader: gguf.GGUFReader, path: Path) -> Names:
     """What the file calls the weights, and in which form they lie in it."""
     its = family(reader, path)[1]
-    return Names(table=TABLE | dict(its.names), forms=its.forms, spare=(ROPE_FACTORS,))
+    return Names(
+        table=TABLE | dict(its.names), forms=its.forms, spare=(ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+    )
 
 
 def load_weights(reader: gguf.GGUFReader, path: Path) -> Mapping[str, np.ndarray]:

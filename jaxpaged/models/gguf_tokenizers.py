@@ -22,18 +22,21 @@ SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_GPT4O_WORDS = "|".join(
-    rf"[^\r\n\p{{L}}\p{{N}}]?{word}{_ENDINGS}?"
-    for word in (f"[{_UPPER}]*[{_LOWER}]+", f"[{_UPPER}]+[{_LOWER}]*")
-)
+_CASED = [rf"[^\r\n\p{{L}}\p{{N}}]?{word}" for word in (f"[{_UPPER}]*[{_LOWER}]+", f"[{_UPPER}]+[{_LOWER}]*")]
+_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = {
     "llama-bpe": rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",
-    "gpt-4o": rf"{_GPT4O_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "gpt-4o": "|".join([*(f"{word}{_ENDINGS}?" for word in _CASED), r"\p{N}{1,3}", _CASED_REST]),
+    "tekken": "|".join([*_CASED, r"\p{N}", _CASED_REST]),
+    "bloom": r" ?[^(\s|.,!?…。\x{ff0c}、।\x{06d4}،)]+",
 }
-SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "dbrx": "llama-bpe", "smaug-bpe": "llama-bpe"}
+SAME = dict.fromkeys(("llama3", "llama-v3", "dbrx", "smaug-bpe"), "llama-bpe")
+WHOLE = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token needs no merges
+COMPOSED = ("qwen2", "olmo", "mpt")  # accents are joined with their letters first
 DIGITS = ("smollm", "starcoder", "refact")  # each digit is a word; all else as in GPT-2
-PLAIN = ("gpt-2", "default", "olmo")
+PLAIN = ("gpt-2", "default", "olmo", "mpt")
+FALCON = "falcon"
 
 
 def tokenizer(reader: gguf.GGUFReader, path: Path) -> Any:
@@ -55,9 +58,10 @@ def _byte_pairs(reader: gguf.GGUFReader, path: Path, tokens: list[str]) -> Token
     split = field(reader, path, "tokenizer.ggml.pre", "default")
     words = _words(path, split)
     merges = [tuple(merge.split(" ", 1)) for merge in field(reader, path, "tokenizer.ggml.merges")]
-    made = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges))
+    made = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=split in WHOLE))
     made.pre_tokenizer = words
-    made.normalizer = normalizers.NFC() if split == "qwen2" else None
+    is_neox = field(reader, path, "general.architecture") == "gptneox"
+    made.normalizer = normalizers.NFC() if is_neox or split in COMPOSED else None
     made.decoder = decoders.ByteLevel()
     return made
 
@@ -69,9 +73,13 @@ def _words(path: Path, split: str) -> Any:
         return as_in_gpt2
     if split in DIGITS:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), as_in_gpt2])
+    if split == FALCON:
+        threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), behavior="isolated")
+        marks, digits = pre_tokenizers.Punctuation("contiguous"), pre_tokenizers.Digits()
+        return pre_tokenizers.Sequence([marks, as_in_gpt2, digits, threes])
     words = WORDS.get(SAME.get(split, split))
     if words is None:
-        known = ", ".join(map(repr, (*PLAIN, *DIGITS, *WORDS, *SAME)))
+        known = ", ".join(map(repr, (*PLAIN, *DIGITS, FALCON, *WORDS, *SAME)))
         raise InputError(
             f"model={str(path)!r}: tokenizer 'gpt2' with pre-tokenizer {split!r} must be 'gpt2' with one of "
             f"{known}"

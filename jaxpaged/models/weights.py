@@ -190,9 +190,7 @@ class Parts:
         if names is not None:
             self._names = names
         if quantisation is not None:
-            native.serves(
-                self.dtype, "quantised_product"
-            )  # makes it known to JAX, for a program kept whole, too
+            native.serves(self.dtype, "quantised_product")  # now XLA knows it, in programs kept whole, too
 
     def get(self, role: str) -> layers.Weight | None:
         """What the decoder has once; None where it has no such weight."""

@@ -65,7 +65,7 @@ TARGETS = {
 
 
 def serves(dtype: jnp.dtype, *functions: str) -> bool:
-    """Whether arrays of a dtype may be given to the kernels that everybody uses, and to these of FUNCTIONS."""
+    """Whether arrays of a dtype may be given to the kernels that everybody uses, and to these FUNCTIONS."""
     return why_not(dtype, *functions) is None
 
 

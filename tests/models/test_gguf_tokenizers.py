@@ -3,7 +3,7 @@
 import gguf
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer
+from transformers import GPTNeoXTokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from jaxpaged.checks import InputError
@@ -130,7 +130,47 @@ def test_words_are_cut_as_in_the_tokenizers_the_models_were_trained_with(tmp_pat
             assert [span for _, span in ours.pre_tokenize_str(text)] == want, (name, text)
 
 
-@pytest.mark.parametrize("pre", ["default", "smollm", "llama-bpe", "qwen2", "gpt-4o"])
+# As the models' own tokenizers cut them.
+CUT = {
+    "falcon": ("It's 12345, (ok)...", ["It", "'", "s", "Ġ", "123", "45", ",", "Ġ", "(", "ok", ")..."]),
+    "bloom": ("It's 12345, (ok)... no", ["It's", "Ġ12345", ",Ġ(", "ok", ")...", "Ġno"]),
+    "tekken": ("It's aPlan 12, ok/\n", ["It", "'s", "Ġa", "Plan", "Ġ", "1", "2", ",", "Ġok", "/Ċ"]),
+    "gpt-4o": ("It's aPlan 12, ok/\n", ["It's", "Ġa", "Plan", "Ġ", "12", ",", "Ġok", "/Ċ"]),
+    "refact": ("It's 12345,  ok", ["It", "'s", "Ġ", "1", "2", "3", "4", "5", ",", "Ġ", "Ġok"]),
+}
+
+
+@pytest.mark.parametrize("pre", CUT)
+def test_words_of_other_models(tmp_path, pre):
+    text, words = CUT[pre]
+    assert [word for word, _ in gguf_tokenizers._words(tmp_path, pre).pre_tokenize_str(text)] == words
+
+
+@pytest.mark.parametrize(
+    ("pre", "want"), [("llama-bpe", ["abc"]), ("tekken", ["abc"]), ("gpt-2", ["ab", "c"])]
+)
+def test_a_word_that_is_a_token_needs_no_merges(tmp_path, pre, want):
+    options = {"token_merges": ["a b"], "tokenizer_pre": pre}
+    made = written(tmp_path / "a.gguf", "llama", "gpt2", ["a", "b", "c", "ab", "abc"], [1] * 5, **options)
+    assert made.tokenize("abc") == want
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pre"), [("gptneox", "default"), ("mpt", "mpt"), ("llama", "olmo"), ("gpt2", "gpt-2")]
+)
+def test_accents_are_joined_as_in_gpt_neox(tmp_path, architecture, pre):
+    tokens = [*pre_tokenizers.ByteLevel.alphabet(), "ab"]
+    options = {"token_merges": ["a b"], "tokenizer_pre": pre}
+    made = written(tmp_path / "a.gguf", architecture, "gpt2", tokens, [1] * len(tokens), **options)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    theirs = GPTNeoXTokenizer(vocab=vocab, merges=[("a", "b")])
+    for text in TEXTS:
+        assert (made.encode(text) == theirs.encode(text)) == (pre != "gpt-2" or "\u0301" not in text)
+
+
+@pytest.mark.parametrize(
+    "pre", ["default", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken", "falcon", "bloom", "mpt"]
+)
 def test_byte_pairs_read_as_the_tokenizer_they_were_made_of(tmp_path, pre):
     cut = gguf_tokenizers._words(tmp_path, pre)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -142,10 +182,11 @@ def test_byte_pairs_read_as_the_tokenizer_they_were_made_of(tmp_path, pre):
     made = written(tmp_path / "a.gguf", "qwen2", "gpt2", tokens, types, **options)
     plain = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     plain.pre_tokenizer, plain.decoder = cut, decoders.ByteLevel()
-    plain.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    is_composed = pre in ("qwen2", "mpt")
+    plain.normalizer = normalizers.NFC() if is_composed else None
     for text in TEXTS:
         assert made.encode(text) == plain.encode(text).ids
-        composed = text.replace("e\u0301", "é") if pre == "qwen2" else text
+        composed = text.replace("e\u0301", "é") if is_composed else text
         assert made.decode(made.encode(text)) == composed
     assert made.encode("a<|end|>")[-1] == 0
 
@@ -153,5 +194,7 @@ def test_byte_pairs_read_as_the_tokenizer_they_were_made_of(tmp_path, pre):
 def test_what_is_no_known_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match="tokenizer 't5' must be 'gpt2' or 'llama'"):
         written(tmp_path / "a.gguf", "llama", "t5", ["a"], [1])
-    with pytest.raises(InputError, match="pre-tokenizer 'poro' must be 'gpt2' with one of"):
-        written(tmp_path / "b.gguf", "llama", "gpt2", ["a"], [1], tokenizer_pre="poro", token_merges=["a a"])
+    with pytest.raises(InputError, match="pre-tokenizer 'poro-chat' must be 'gpt2' with one of"):
+        written(
+            tmp_path / "b.gguf", "llama", "gpt2", ["a"], [1], tokenizer_pre="poro-chat", token_merges=["a a"]
+        )

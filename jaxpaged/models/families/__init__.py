@@ -1,13 +1,13 @@
 """The families of models that are known: a short file each, and here the list of them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxpaged.checks import InputError, shown
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.families.bloom import BLOOM
 from jaxpaged.models.families.falcon import FALCON
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jaxpaged.models.families.gpt2 import GPT2
 from jaxpaged.models.families.gpt_neox import GPT_NEOX
@@ -46,7 +46,7 @@ FAMILIES = (
     MPT,
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}
-BY_ARCHITECTURE = {family.gguf.architecture: family for family in FAMILIES if family.gguf is not None}
+ARCHITECTURES = tuple(dict.fromkeys(gguf.architecture for family in FAMILIES for gguf in family.gguf))
 
 
 def family_of(said: Mapping[str, Any]) -> Family:
@@ -56,6 +56,14 @@ def family_of(said: Mapping[str, Any]) -> Family:
         known = ", ".join(map(repr, BY_TYPE))
         raise InputError(f"model config: model_type={shown(model_type)} must be one of {known}")
     return BY_TYPE[model_type]
+
+
+def of_architecture(architecture: str, tensors: Collection[str]) -> tuple[Family, Gguf] | None:
+    """The family of a GGUF file with these tensors; None of an unknown architecture."""
+    pairs = [(family, gguf) for family in FAMILIES for gguf in family.gguf]
+    known = [(family, gguf) for family, gguf in pairs if gguf.architecture == architecture]
+    marked = [pair for pair in known if pair[1].marker in tensors]
+    return next(iter([*marked, *(pair for pair in known if pair[1].marker is None)]), None)
 
 
 def from_hf(said: Mapping[str, Any]) -> ModelConfig:
@@ -76,6 +84,6 @@ def markdown_table() -> str:
     """The families for people: the README's table."""
     lines = ["| `model_type` | models | GGUF |", "| --- | --- | --- |"]
     for family in FAMILIES:
-        gguf = f"`{family.gguf.architecture}`" if family.gguf else ""
+        gguf = f"`{family.gguf[0].architecture}`" if family.gguf else ""
         lines.append(f"| `{family.model_type}` | {family.models} | {gguf} |")
     return "\n".join(lines)

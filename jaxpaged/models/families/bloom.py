@@ -2,7 +2,7 @@
 
 from jaxpaged.models.config import ModelConfig, alibi_slopes, uniform
 from jaxpaged.models.families.early import ALL_BIASES, GROUPED, common
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import FUSED, Family, Gguf
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Names
 
@@ -42,4 +42,12 @@ def read_bloom(f: Fields) -> ModelConfig:
     )
 
 
-BLOOM = Family(model_type="bloom", models="BLOOM, BLOOMZ", read=read_bloom, names=lambda config: NAMES)
+_METADATA = {"seq_length": "context_length", "layer_norm_epsilon": "attention.layer_norm_epsilon"}
+
+BLOOM = Family(
+    model_type="bloom",
+    models="BLOOM, BLOOMZ",
+    read=read_bloom,
+    names=lambda config: NAMES,
+    gguf=(Gguf(architecture="bloom", metadata=_METADATA, names=FUSED),),
+)

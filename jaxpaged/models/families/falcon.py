@@ -1,9 +1,11 @@
 """Falcon: one or few kv heads, feed-forward beside attention."""
 
+from typing import Any
+
 from jaxpaged.models.config import ModelConfig, alibi_slopes, uniform
 from jaxpaged.models.families.bloom import LAYERS, TABLE
 from jaxpaged.models.families.early import GROUPED, common
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import FUSED, Family, Gguf, Metadata
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Names
 
@@ -44,4 +46,29 @@ def names(config: ModelConfig) -> Names:
     return Names(prefix="transformer.", table=table, forms=GROUPED)
 
 
-FALCON = Family(model_type="falcon", models="Falcon 1B to 180B", read=read_falcon, names=names)
+_METADATA = {
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "num_kv_heads": "attention.head_count_kv",
+    "ffn_hidden_size": "feed_forward_length",
+}
+# llama.cpp's first norm is that of the feed-forward part, where there are two.
+_TWO_NORMS = FUSED | {"attention_norm": "blk.{layer}.attn_norm_2", "mlp_norm": "blk.{layer}.attn_norm"}
+
+
+def _gguf(num_norms: int, **more: Any) -> Gguf:
+    def fields(read: Metadata) -> dict[str, Any]:
+        return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": num_norms}
+
+    return Gguf(architecture="falcon", metadata=_METADATA, fields=fields, **more)
+
+
+FALCON = Family(
+    model_type="falcon",
+    models="Falcon 1B to 180B",
+    read=read_falcon,
+    names=names,
+    gguf=(
+        _gguf(2, names=_TWO_NORMS, marker="blk.0.attn_norm_2.weight"),
+        _gguf(1, names=FUSED),
+    ),
+)

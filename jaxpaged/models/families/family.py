@@ -1,6 +1,7 @@
 """What a family of models says of itself."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,21 +9,46 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Form, Names
 
+type Metadata = Callable[[str], Any]  # a value by its name, less the architecture's in front; None without it
+FUSED: dict[str, str | tuple[str, ...]] = {"qkv": "blk.{layer}.attn_qkv"}  # queries, keys and values in one
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gguf:
-    """How GGUF files have a family: llama.cpp's names are the same in all, its forms are not.
+    """How GGUF files have a family: llama.cpp's names are the same in most, its forms are not.
 
-    `read`: where a file is not read as the family's configs are. `fields` makes a Hugging Face config of the
-    metadata that only this family has, from a function that gives a value by its name without the
-    architecture's, or None.
+    `read`: where a file is not read as the family's configs are. `metadata`: by the config's field, the name
+    of what says it, where that is not so in all families. `fields` makes the rest of a Hugging Face config.
+    `marker`: a tensor by which its files are told from others of the same architecture.
     """
 
     architecture: str
     read: Callable[[Fields], ModelConfig] | None = None
-    fields: Callable[[Callable[[str], Any]], dict[str, Any]] = lambda read: {}
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fields: Callable[[Metadata], dict[str, Any]] = lambda read: {}
     forms: Mapping[str, Form] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    marker: str | None = None
+
+
+def rotated_part(read: Metadata) -> dict[str, Any]:
+    """Of a family whose RoPE may turn a part of each head."""
+    head_dim = read("attention.key_length") or read("embedding_length") / read("attention.head_count")
+    dim = read("rope.dimension_count") or head_dim
+    # The next larger number: times the head's width it is not rounded to one less.
+    return {"partial_rotary_factor": math.nextafter(dim / head_dim, math.inf)}
+
+
+def rope_scaling(read: Metadata) -> dict[str, Any]:
+    """As Hugging Face's configs have it."""
+    return {
+        "rope_type": read("rope.scaling.type"),
+        "factor": read("rope.scaling.factor"),
+        "original_max_position_embeddings": read("rope.scaling.original_context_length"),
+        "beta_fast": read("rope.scaling.yarn_beta_fast"),
+        "beta_slow": read("rope.scaling.yarn_beta_slow"),
+        "attention_factor": read("rope.scaling.yarn_attn_factor"),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,4 +60,4 @@ class Family:
     read: Callable[[Fields], ModelConfig]
     names: Callable[[ModelConfig], Names]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what transformers takes
-    gguf: Gguf | None = None
+    gguf: tuple[Gguf, ...] = ()

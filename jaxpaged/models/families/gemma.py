@@ -6,7 +6,7 @@ from typing import Any
 from jaxpaged.checks import InputError, shown
 from jaxpaged.models.config import LayerKind, ModelConfig, uniform
 from jaxpaged.models.families import llama
-from jaxpaged.models.families.family import Family, Gguf
+from jaxpaged.models.families.family import Family, Gguf, Metadata
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Form, Names
 
@@ -89,7 +89,7 @@ def _every(f: Fields, pattern: int) -> list[str]:
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
 
 
-def _gguf_fields(read: Callable[[str], Any]) -> dict[str, Any]:
+def _gguf_fields(read: Metadata) -> dict[str, Any]:
     """What llama.cpp knows of its own about them, and what it stores."""
     scalar = read("attention.key_length")
     if read("block_count") in LARGEST:
@@ -103,25 +103,17 @@ def _gguf_fields(read: Callable[[str], Any]) -> dict[str, Any]:
     }
 
 
-def _gguf_fields3(read: Callable[[str], Any]) -> dict[str, Any]:
-    fields = _gguf_fields(read)
-    scaling, factor = read("rope.scaling.type"), read("rope.scaling.factor")
-    if scaling == "linear":
-        fields["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    return fields | {"rope_theta": read("rope.freq_base") or GLOBAL_THETA}
+def _gguf_fields3(read: Metadata) -> dict[str, Any]:
+    return _gguf_fields(read) | {"rope_theta": read("rope.freq_base") or GLOBAL_THETA}
 
 
 LESS_ONE = Form(lambda config, shape: shape, lambda config, pieces: [piece - 1 for piece in pieces])
 _NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm", "norm")
 GGUF_FORMS = {f"{name}.weight": LESS_ONE for name in _NORMS}
-GGUF_NAMES: dict[str, str | tuple[str, ...]] = {
-    "attention_out_norm": "blk.{layer}.post_attention_norm",
-    "mlp_out_norm": "blk.{layer}.post_ffw_norm",
-}
 
 
-def _gguf(architecture: str, fields: Callable[[Callable[[str], Any]], dict[str, Any]]) -> Gguf:
-    return Gguf(architecture=architecture, fields=fields, forms=GGUF_FORMS, names=GGUF_NAMES)
+def _gguf(architecture: str, fields: Callable[[Metadata], dict[str, Any]]) -> tuple[Gguf]:
+    return (Gguf(architecture=architecture, fields=fields, forms=GGUF_FORMS),)
 
 
 _TIED = {"tie_word_embeddings": True, "head_dim": 256}

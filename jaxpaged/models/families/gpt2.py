@@ -2,7 +2,7 @@
 
 from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families.early import ALL_BIASES, common
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import FUSED, Family, Gguf
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import TRANSPOSED, Names
 
@@ -44,4 +44,19 @@ def read_gpt2(f: Fields) -> ModelConfig:
     )
 
 
-GPT2 = Family(model_type="gpt2", models="GPT-2", read=read_gpt2, names=lambda config: NAMES)
+_METADATA = {
+    "n_embd": "embedding_length",
+    "n_head": "attention.head_count",
+    "n_inner": "feed_forward_length",
+    "n_layer": "block_count",
+    "n_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}
+
+GPT2 = Family(
+    model_type="gpt2",
+    models="GPT-2",
+    read=read_gpt2,
+    names=lambda config: NAMES,
+    gguf=(Gguf(architecture="gpt2", metadata=_METADATA, names=FUSED),),
+)

@@ -2,7 +2,7 @@
 
 from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families.early import GROUPED, common
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import FUSED, Family, Gguf, rotated_part
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Names
 
@@ -53,4 +53,15 @@ GPT_NEOX = Family(
     models="Pythia, GPT-NeoX 20B",
     read=read_gpt_neox,
     names=lambda config: NAMES,
+    gguf=(
+        Gguf(
+            architecture="gptneox",
+            metadata={
+                "layer_norm_eps": "attention.layer_norm_epsilon",
+                "use_parallel_residual": "use_parallel_residual",
+            },
+            fields=rotated_part,
+            names=FUSED,
+        ),
+    ),
 )

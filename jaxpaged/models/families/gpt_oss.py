@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxpaged.models.config import Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Form, Names, Pieces, Shape
 
@@ -83,9 +83,13 @@ def read_gpt_oss(f: Fields) -> ModelConfig:
     )
 
 
+def _gguf_fields(read: Metadata) -> dict[str, Any]:
+    return {"rope_scaling": rope_scaling(read) | {"truncate": YARN["truncate"]}}
+
+
 GPT_OSS = Family(
     model_type="gpt_oss",
-    models="gpt-oss with weights in bfloat16",
+    models="gpt-oss: of safetensors those in bfloat16",
     read=read_gpt_oss,
     names=lambda config: NAMES,
     defaults={
@@ -96,4 +100,12 @@ GPT_OSS = Family(
         "rope_theta": 150000.0,
         "rope_parameters": YARN,
     },
+    gguf=(
+        Gguf(
+            architecture="gpt-oss",
+            metadata={"num_local_experts": "expert_count"},
+            fields=_gguf_fields,
+            names={"mlp_norm": "blk.{layer}.post_attention_norm"},
+        ),
+    ),
 )

@@ -152,13 +152,22 @@ def _same_shape(config: ModelConfig, shape: Shape) -> Shape:
 _PAIRS = Form(_same_shape, half_apart)
 PAIRS = {"qkv.weight": _PAIRS, "qkv.bias": _PAIRS}
 
+# llama.cpp has one architecture for both.
+_GGUF = (Gguf(architecture="llama", read=read_mistral, forms=PAIRS),)
+_FACTORS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+
 LLAMA = Family(
     model_type="llama",
     models="Llama 2, 3 and 3.1 to 3.3, SmolLM2, TinyLlama, Yi, ...",
     read=read_llama,
     names=names,
     defaults={"max_position_embeddings": 2048},
-    gguf=Gguf(architecture="llama", read=read_mistral, forms=PAIRS),
+    gguf=_GGUF,
 )
 MISTRAL = Family(
     model_type="mistral",
@@ -166,6 +175,7 @@ MISTRAL = Family(
     read=read_mistral,
     names=names,
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    gguf=_GGUF,
 )
 GRANITE = Family(
     model_type="granite",
@@ -173,6 +183,7 @@ GRANITE = Family(
     read=read_granite,
     names=names,
     defaults={"max_position_embeddings": 2048},
+    gguf=(Gguf(architecture="granite", metadata=_FACTORS, forms=PAIRS),),
 )
 SMOLLM3 = Family(
     model_type="smollm3",
@@ -185,4 +196,5 @@ SMOLLM3 = Family(
         "rope_theta": 2000000.0,
         "tie_word_embeddings": True,
     },
+    gguf=(Gguf(architecture="smollm3", forms=PAIRS),),
 )

@@ -2,7 +2,7 @@
 
 from jaxpaged.models.config import Experts, ModelConfig, uniform
 from jaxpaged.models.families import llama
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Names
 
@@ -41,4 +41,5 @@ MIXTRAL = Family(
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
     },
+    gguf=(Gguf(architecture="llama", forms=llama.PAIRS, marker="blk.0.ffn_gate_exps.weight"),),
 )

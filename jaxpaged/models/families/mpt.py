@@ -1,9 +1,11 @@
 """MPT: ALiBi, and no biases at all."""
 
+from typing import Any
+
 from jaxpaged.checks import InputError, shown
 from jaxpaged.models.config import ModelConfig, alibi_slopes, uniform
 from jaxpaged.models.families.early import common
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import FUSED, Family, Gguf, Metadata
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Names
 
@@ -50,4 +52,28 @@ def read_mpt(f: Fields) -> ModelConfig:
     )
 
 
-MPT = Family(model_type="mpt", models="MPT 7B, 30B", read=read_mpt, names=lambda config: NAMES)
+def _gguf_fields(read: Metadata) -> dict[str, Any]:
+    max_bias = read("attention.max_alibi_bias") or 0.0
+    attention = {
+        "alibi": max_bias > 0,
+        "alibi_bias_max": max_bias,
+        "clip_qkv": read("attention.clamp_kqv"),
+    }
+    return {"attn_config": attention}
+
+
+_METADATA = {
+    "d_model": "embedding_length",
+    "n_heads": "attention.head_count",
+    "n_layers": "block_count",
+    "max_seq_len": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}
+
+MPT = Family(
+    model_type="mpt",
+    models="MPT 7B, 30B",
+    read=read_mpt,
+    names=lambda config: NAMES,
+    gguf=(Gguf(architecture="mpt", metadata=_METADATA, fields=_gguf_fields, names=FUSED),),
+)

@@ -2,7 +2,7 @@
 
 from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families import llama
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Names
 
@@ -18,6 +18,7 @@ NAMES = Names(
 def read_olmo2(f: Fields) -> ModelConfig:
     same = llama.common(f)
     bias = f.flag("attention_bias")
+    f.only("sliding_window", None)  # that of OLMo 3, of which GGUF files have the same architecture
     layers = uniform(f.size("num_hidden_layers"), rope=f.rope(same["head_dim"]))
     return ModelConfig(**same, norm_place="after", qk_norm="all", qkv_bias=bias, o_bias=bias, layers=layers)
 
@@ -28,4 +29,5 @@ OLMO2 = Family(
     read=read_olmo2,
     names=lambda config: NAMES,
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    gguf=(Gguf(architecture="olmo2"),),
 )

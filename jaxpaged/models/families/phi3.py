@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families import llama
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import FUSED, Family, Gguf, rotated_part
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Names
 
@@ -29,4 +29,5 @@ PHI3 = Family(
     read=read_phi3,
     names=lambda config: NAMES,
     defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    gguf=(Gguf(architecture="phi3", fields=rotated_part, names=FUSED | {"gate_up": "blk.{layer}.ffn_up"}),),
 )

@@ -69,7 +69,7 @@ QWEN2 = Family(
     read=read_qwen2,
     names=llama.names,
     defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
-    gguf=Gguf(architecture="qwen2"),
+    gguf=(Gguf(architecture="qwen2"),),
 )
 QWEN3 = Family(
     model_type="qwen3",
@@ -77,7 +77,7 @@ QWEN3 = Family(
     read=read_qwen3,
     names=llama.names,
     defaults={**QWEN2.defaults, "head_dim": 128},
-    gguf=Gguf(architecture="qwen3"),
+    gguf=(Gguf(architecture="qwen3"),),
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -85,4 +85,6 @@ QWEN3_MOE = Family(
     read=read_qwen3_moe,
     names=lambda config: MOE_NAMES,
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
+    # That weights add up to 1 the files do not say; it is so in all of these models.
+    gguf=(Gguf(architecture="qwen3moe", fields=lambda read: {"norm_topk_prob": True}),),
 )

@@ -2,7 +2,7 @@
 
 from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families import llama
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.weights import Names
 
@@ -25,6 +25,8 @@ def read_starcoder2(f: Fields) -> ModelConfig:
     )
 
 
+ACTIVATION = {"hidden_act": "gelu_pytorch_tanh"}
+
 STARCODER2 = Family(
     model_type="starcoder2",
     models="StarCoder2",
@@ -33,7 +35,14 @@ STARCODER2 = Family(
     defaults={
         "max_position_embeddings": 4096,
         "num_key_value_heads": 2,
-        "hidden_act": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
+        **ACTIVATION,
     },
+    gguf=(
+        Gguf(
+            architecture="starcoder2",
+            metadata={"norm_epsilon": "attention.layer_norm_epsilon"},
+            fields=lambda read: ACTIVATION,
+        ),
+    ),
 )
