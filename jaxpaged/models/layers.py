@@ -49,7 +49,7 @@ class Each:
 
 def stacked(arrays: Iterable[Num[Values, "..."]], count: int) -> Num[Array, "..."]:
     """The arrays side by side in a new one, where each is put before the next is made."""
-    together = None
+    together, arrays = None, iter(arrays)
     for i, array in enumerate(arrays):
         if isinstance(array, jax.core.Tracer):
             return jnp.stack([array, *arrays])
