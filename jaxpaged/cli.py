@@ -277,19 +277,20 @@ def _info(args: argparse.Namespace) -> None:
 
     import jax
 
-    from jaxpaged.engine import gpu_flags, machine
+    from jaxpaged.engine import gpu_flags, machine, startup
     from jaxpaged.models import loading
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
 
-    gpu_flags.set_defaults()
+    gpu_flags.set_defaults(config.gpu_memory_utilization)
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
     model = loading.open_checkpoint(args.model).config
     implementation, why = machine.attention(config, model)
     no_native = native.why_not(machine.resolve_dtype(config))
-    cache, folder = machine.cache_size(config, model), compilation_cache_dir()
+    machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
+    cache, folder = startup.cache_size(config, model), compilation_cache_dir()
     lines += [
         ("attention", f"{implementation}: {why}"),
         ("products", f"xla: {no_native}" if no_native else f"native: {native.instructions()}"),
@@ -307,7 +308,8 @@ def _info(args: argparse.Namespace) -> None:
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {cache.bytes_per_block:,} bytes each: "
             f"{cache.num_tokens:,} tokens in {cache.num_bytes / 2**20:,.1f} MiB",
         ),
-        ("", cache.reason),
+        ("", cache.why),
+        *(("", line) for line in (cache.budget.lines() if cache.budget else ())),
     ]
     for name, value in lines:
         _write(f"{name:<14}{value}")

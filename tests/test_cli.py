@@ -130,6 +130,11 @@ def test_info_prints_the_caches_size(model, capsys):
     # 8 tokens x 2 layers x (K and V) x 2 heads x 8 x 4 bytes
     assert "33 blocks of 8 tokens, 2,048 bytes each: 256 tokens" in out
     assert "num_blocks was given" in out
+    assert cli.main(["info", "--model", model, *FAST[:-2]]) == 0
+    of_memory = capsys.readouterr().out.partition("as many as ")[2].splitlines()[1:]
+    *numbers, left = [int(line.split("  ")[-2].split()[-1].replace(",", "")) for line in of_memory]
+    assert left == numbers[0] - sum(numbers[1:])
+    assert ["of this machine's" in of_memory[0], "of state" in of_memory[1]] == [True, True]
     no_native = native.why_not("float32")
     for part in ("attention", "products"):
         chosen = f"xla: {no_native}" if no_native else f"native: {native.instructions()}"
