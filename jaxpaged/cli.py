@@ -162,6 +162,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")
     group.add_argument("--scheduling-policy", help="fcfs (default) or priority")
     group.add_argument(
+        "--loop",
+        help="who turns the serving loop: device, host, or auto (default): the device, and the host where a "
+        "GPU fails to run the loop as one program",
+    )
+    group.add_argument(
         "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
     )
 
@@ -282,7 +287,7 @@ def _info(args: argparse.Namespace) -> None:
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
 
-    gpu_flags.set_defaults(config.gpu_memory_utilization)
+    gpu_flags.set_defaults(config)
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]

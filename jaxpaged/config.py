@@ -10,6 +10,7 @@ Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
 # Those of `memory/eviction.py`.
 EvictionPolicy = Literal["lru", "lru_split", "fifo", "lfu", "depth", "sieve", "s3fifo"]
+Loop = Literal["auto", "device", "host"]
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
@@ -43,6 +44,8 @@ class EngineConfig:
     calculate_kv_scales: bool = False  # of an fp8 cache, from the first tokens; otherwise they are 1
     gpu_memory_utilization: float = 0.9  # share of the device memory to use
     attention: Attention = "auto"  # auto: a kernel where the device has one, else xla
+    # Who turns the serving loop. auto: the device, or the host where a GPU fails to run it as one program.
+    loop: Loop = "auto"
     seed: int = 0  # for requests without a seed
 
     def __post_init__(self) -> None:
@@ -52,6 +55,7 @@ class EngineConfig:
             ("dtype", DType),
             ("attention", Attention),
             ("eviction_policy", EvictionPolicy),
+            ("loop", Loop),
             ("preemption_mode", PreemptionMode),
             ("scheduling_policy", SchedulingPolicy),
         ):

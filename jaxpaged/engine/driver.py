@@ -232,16 +232,35 @@ class Driver:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
 
     def _compile(self) -> None:
-        """Compile the loop, or read it from disk; then run none of its steps, so that all is ready."""
+        """Compile the loop, or read it from disk; then run none of its steps, so that all is ready.
+
+        Where a GPU fails to run the loop as one program the host turns it, unless it is not to.
+        """
         start = time.perf_counter()
+        loaded = self.config, self.door.model_config, self._graphdef, self._params
+        by_host = self.config.loop == "host"
         if self._kept_run is None:
-            model_config = self.door.model_config
-            loaded = self._graphdef, self._params, self._state
-            _, self._kept_run = startup.run_program(self.config, model_config, *loaded)
+            self._kept_run = startup.run_of(*loaded, self._state, by_host=by_host)
+        try:
+            self._run_nothing()
+        except jax.errors.JaxRuntimeError as error:
+            if self.config.loop != "auto" or not machine.may_fail_to_launch(error):
+                raise
+            logging.warning("this device does not run the serving loop as one program: %s", error)
+            by_host = True
+            del self._state  # it was donated, and two would not fit
+            model = nnx.merge(self._graphdef, self._params)
+            size = self.cache_size.num_blocks
+            self._state = startup.create_state(self.config, self.door.model_config, model, size)
+            self._kept_run = startup.run_of(*loaded, self._state, by_host=True)
+            self._run_nothing()
+        who = "the host, a step at a time" if by_host else "the device"
+        logging.info("compiled in %.1f s; the loop is turned by %s", time.perf_counter() - start, who)
+
+    def _run_nothing(self) -> None:
         self._submit([])
         self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
         jax.block_until_ready((self._run(max_steps=0), loop.recent_scores(self._state)))
-        logging.info("compiled in %.1f s", time.perf_counter() - start)
 
     def _run(self, max_steps: int) -> Report:
         arrays = self._params, self._state, np.int32(max_steps), np.bool_(self._wants_a_row)

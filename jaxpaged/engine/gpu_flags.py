@@ -6,9 +6,15 @@ import os
 import jax
 from absl import logging
 
+from jaxpaged.config import EngineConfig
+
 # By default XLA makes CUDA graphs of kernels and branches, but not of loops. With this the serving loop is
 # one graph, launched once a run: `tests/engine/test_compile_h200.py` reads it from the compiled program.
 FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE"}
+# Of a program that the host turns: graphs of what lies between loops and branches, whatever XLA_FLAGS says.
+STEP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+}
 
 
 # The share of a GPU's memory that JAX takes when it starts; by the second, deprecated name, too.
@@ -16,21 +22,21 @@ MEMORY_SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION
 DEFAULT_MEMORY_SHARE = 0.75
 
 
-def set_defaults(memory_share: float | None = None) -> None:
-    """Add to XLA_FLAGS those of `FLAGS` that it does not name, and let JAX have `memory_share` of the GPU's
-    memory; call it before JAX's first computation.
+def set_defaults(config: EngineConfig | None = None) -> None:
+    """Add to XLA_FLAGS those of `FLAGS` that it does not name, and let JAX have the config's share of the
+    GPU's memory. Call it before JAX's first computation.
 
-    Does nothing where JAX will not use a GPU of NVIDIA's, and where it is too late: then it logs. Of the
-    memory too late is said where the cache is sized.
+    Does nothing where JAX will not use a GPU of NVIDIA's, and where it is too late: then it logs. That it is
+    too late for the memory is said where the cache is sized.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [f"--{name}={value}" for name, value in FLAGS.items() if name not in _names(flags)]
-    has_share = memory_share is None or any(os.environ.get(name) for name in MEMORY_SHARE_NAMES)
+    has_share = config is None or any(os.environ.get(name) for name in MEMORY_SHARE_NAMES)
     if (has_share and not missing) or not _may_use_cuda():
         return
     has_started = jax_has_started()
-    if not (has_share or has_started):
-        os.environ[MEMORY_SHARE_NAMES[0]] = str(memory_share)
+    if config is not None and not (has_share or has_started):
+        os.environ[MEMORY_SHARE_NAMES[0]] = str(config.gpu_memory_utilization)
     if not missing:
         return
     if flags and not flags.lstrip().startswith("-"):

@@ -213,6 +213,11 @@ def memory_stats() -> Mapping[str, int] | None:
     return None if device.platform == "cpu" else device.memory_stats() or {}
 
 
+def may_fail_to_launch(error: Exception) -> bool:
+    """Whether a device that raised this may still run a step, if not the loop: a GPU, and it has memory."""
+    return jax.default_backend() == "gpu" and "RESOURCE_EXHAUSTED" not in str(error)
+
+
 def gpu_budget(config: EngineConfig, stats: Mapping[str, int]) -> Budget:
     """The memory that `gpu_memory_utilization` gives to JAX on its GPU, as far as there is so much, less what
     it has in use.

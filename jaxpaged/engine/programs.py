@@ -42,10 +42,14 @@ MOST_PROGRAMS = 64
 
 
 def kept(
-    lower: Callable[[], jax.stages.Lowered], made_from: object, arrays: tuple[Any, ...], result: Any
+    lower: Callable[[], jax.stages.Lowered],
+    made_from: object,
+    arrays: tuple[Any, ...],
+    result: Any,
+    options: dict[str, str] | None = None,
 ) -> Program | None:
     """The program that `lower` lowers, as a function of arrays of the sizes of `arrays`; None where none is
-    kept.
+    kept. `options` are XLA's.
 
     `made_from`, with a `repr` of its own, is all that the program depends on beside them and the sources;
     `arrays` may be shapes with shardings, and `result` is anything of the result's structure.
@@ -61,15 +65,15 @@ def kept(
     program = _loaded.pop(path, None)
     if program is None and path.exists():
         program = _read(path, arrays, result)
-    program = _loaded[path] = program or _compile(path, lower)
+    program = _loaded[path] = program or _compile(path, lower, options)
     if len(_loaded) > MOST_LOADED:
         del _loaded[next(iter(_loaded))]
     return program
 
 
-def compiled(lower: Callable[[], jax.stages.Lowered]) -> Program:
+def compiled(lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None = None) -> Program:
     """The program that `lower` lowers, compiled and kept nowhere."""
-    program = lower().compile()
+    program = lower().compile(options)
     memory = program.memory_analysis()
     assert memory is not None  # XLA has one for CPUs and GPUs
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -88,9 +92,9 @@ def _read(path: Path, arrays: tuple[Any, ...], result: Any) -> Program | None:
         return None
 
 
-def _compile(path: Path, lower: Callable[[], jax.stages.Lowered]) -> Program:
+def _compile(path: Path, lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None) -> Program:
     with _without_cache():
-        program = compiled(lower)
+        program = compiled(lower, options)
     try:
         payload, *_ = serialize_executable.serialize(program.call)
         sizes = SIZES.pack(program.temporary_bytes, program.result_bytes)

@@ -13,15 +13,20 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, loop, machine, programs
+from jaxpaged.engine.loop import Report
 from jaxpaged.engine.programs import Program
 from jaxpaged.engine.state import EngineState, HostPool
 from jaxpaged.engine.step import no_prompt_scores
+from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import eviction, sizing
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.memory.sizing import CacheSize
+from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from pallas_kernels import layouts
+
+# `loop.run` of one model and config.
+type Run = Callable[[nnx.State, EngineState, np.int32, np.bool_], tuple[EngineState, Report]]
 
 
 def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
@@ -48,8 +53,8 @@ def known_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize | N
     return None
 
 
-def fitted(config: EngineConfig, model_config: ModelConfig, model: Decoder) -> tuple[CacheSize, Program]:
-    """How many blocks the device has room for beside the loop compiled for them, and that program.
+def fitted(config: EngineConfig, model_config: ModelConfig, model: Decoder) -> tuple[CacheSize, Run]:
+    """How many blocks a GPU has room for beside the loop compiled for them, and that loop.
 
     The memory is what is free now, so the model should be loaded; of one with shapes for arrays the weights
     are counted beside. Nothing has to be run: the state is measured by its shapes, and XLA knows what the
@@ -57,62 +62,118 @@ def fitted(config: EngineConfig, model_config: ModelConfig, model: Decoder) -> t
     guess, is the last. Raises `InputError` if not even one sequence of one block would fit.
     """
     graphdef, params = nnx.split(model)
-    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-    weight_bytes = _num_bytes(params) if is_abstract else 0
-    if is_abstract:
+    bytes_to_load = 0
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        bytes_to_load = _num_bytes(params)
         params = _placed(params, _on_device())
     per_block = machine.bytes_per_block(config, model_config)
-    memory = machine.gpu_budget(config, machine.memory_stats() or {}).less(("of weights", weight_bytes))
+    memory = machine.gpu_budget(config, machine.memory_stats() or {}).less(("of weights", bytes_to_load))
     if config.gpu_memory_utilization > gpu_flags.memory_share():
         logging.warning("the cache gets what is left of %s", memory.what)
-    made: dict[int, tuple[sizing.Budget, Program]] = {}
+    made: dict[int, tuple[Budget, Run]] = {}
 
     def fit_beside(num_blocks: int) -> int:
         state = state_shapes(config, model_config, model, num_blocks)
-        lower, program = run_program(config, model_config, graphdef, params, state)
-        program = program or programs.compiled(lower)
+        source = Source(config, model_config, graphdef, params, state, by_host=config.loop == "host")
+        program = source.kept() or source.compiled()
         of_state = _num_bytes(dataclasses.replace(state, host=None)) - num_blocks * per_block
-        of_host = 0 if state.host is None else _num_bytes(state.host.tables)
+        if state.host is not None:
+            of_state += _num_bytes(state.host.tables)
         # Of results two are there at a time: that of a run, and that of the one before, which is being read.
         of_loop = program.temporary_bytes + 2 * program.result_bytes
-        left = memory.less(("of state", of_state + of_host), ("of the compiled loop", of_loop))
-        made[num_blocks] = left, program
-        logging.info("beside the loop compiled for %d blocks fit %s", num_blocks, left)
+        left = memory.less(("of state", of_state), ("of the compiled loop", of_loop))
+        made[num_blocks] = left, source.run(program)
+        logging.info("beside the loop compiled for %d blocks: %s", num_blocks, left)
         return left.left // per_block
 
     most = min(sizing.MOST_BLOCKS, sizing.most_blocks(model_config.num_layers, config.block_size))
-    reckoned = machine.budget(config, model_config, weight_bytes).left
+    reckoned = machine.budget(config, model_config, bytes_to_load).left
     guess = max(reckoned // (per_block + machine.state_bytes(config, model_config)[1]), 2)
     num_blocks = sizing.fitted(guess, most, fit_beside)
     if num_blocks < 2:
         raise sizing.no_room(per_block, min((left for left, _ in made.values()), key=lambda left: left.left))
-    left, program = made[num_blocks]
+    left, run = made[num_blocks]
     why = sizing.CAPPED if num_blocks == sizing.coarse(most) else sizing.FITTED
-    return CacheSize(num_blocks, per_block, config.block_size, why, left), program
+    return CacheSize(num_blocks, per_block, config.block_size, why, left), run
 
 
-def run_program(
+def run_of(
     config: EngineConfig,
     model_config: ModelConfig,
     graphdef: nnx.GraphDef,
     params: nnx.State,
     state: EngineState,
-) -> tuple[Callable[[], jax.stages.Lowered], Program | None]:
-    """What lowers `loop.run` for such arrays, or shapes; and the program, where it is kept on disk."""
-    step_config = machine.step_config(config, model_config, state.tables.pool.num_blocks)
-    arrays = params, state, np.int32(0), np.bool_(False)
-    lower = functools.partial(loop.run.lower, graphdef, *arrays, config=step_config)
-    if not layouts.is_ours(state.kv_cache.layout):
-        return lower, None
-    told = no_prompt_scores(step_config, config.num_rows)
-    report = jax.eval_shape(loop.report, state, told, state.rows.order)
-    program = programs.kept(
-        lower,
-        made_from=("run", model_config, machine.resolve_dtype(config), step_config),
-        arrays=arrays,
-        result=(state, report),
-    )
-    return lower, program
+    *,
+    by_host: bool,
+) -> Run | None:
+    """The loop over such a state, turned by the host or not.
+
+    None where no program is kept on disk: then `loop.run` has its own, with JAX's ways of keeping it.
+    """
+    source = Source(config, model_config, graphdef, params, state, by_host=by_host)
+    program = source.kept()
+    if program is None and not by_host:
+        return None
+    return source.run(program or source.compiled())
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a loop is compiled from: `loop.run`, or, if the host turns it, its step."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    graphdef: nnx.GraphDef
+    params: nnx.State  # of this and of the state shapes with shardings are enough
+    state: EngineState
+    _: dataclasses.KW_ONLY
+    by_host: bool
+
+    @functools.cached_property
+    def step_config(self) -> StepConfig:
+        return machine.step_config(self.config, self.model_config, self.state.tables.pool.num_blocks)
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """What the program is called with."""
+        numbers = np.int32(0), np.bool_(False)
+        if not self.by_host:
+            return self.params, self.state, *numbers
+        before = functools.partial(loop.before_run, config=self.step_config)
+        more, _ = jax.eval_shape(before, self.state, *numbers)
+        return self.params, (self.state, *more), *numbers
+
+    @property
+    def options(self) -> dict[str, str] | None:
+        return gpu_flags.STEP_OPTIONS if self.by_host else None
+
+    def lower(self) -> jax.stages.Lowered:
+        function = loop.run_step if self.by_host else loop.run
+        return function.lower(self.graphdef, *self.arrays, config=self.step_config)
+
+    def kept(self) -> Program | None:
+        """The program, kept on disk from now on; None where none is."""
+        if not layouts.is_ours(self.state.kv_cache.layout):
+            return None
+        told = no_prompt_scores(self.step_config, self.config.num_rows)
+        report = jax.eval_shape(loop.report, self.state, told, self.state.rows.order)
+        what = "run by host" if self.by_host else "run"
+        return programs.kept(
+            self.lower,
+            made_from=(what, self.model_config, machine.resolve_dtype(self.config), self.step_config),
+            arrays=self.arrays,
+            result=(self.arrays[1], np.bool_(False)) if self.by_host else (self.state, report),
+            options=self.options,
+        )
+
+    def compiled(self) -> Program:
+        return programs.compiled(self.lower, self.options)
+
+    def run(self, program: Program) -> Run:
+        """The loop by its program."""
+        if not self.by_host:
+            return program
+        return functools.partial(loop.run_by_host, program, config=self.step_config)
 
 
 def create_state(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags
 
 WANTED = "--xla_gpu_enable_command_buffer=+WHILE"
@@ -67,7 +68,7 @@ def test_jax_gets_a_share_of_the_memory_unless_the_user_gave_it_one(
         machine.setenv(name, value)
     gpu_flags.set_defaults()
     assert gpu_flags.memory_share() == (after if before else 0.75)
-    gpu_flags.set_defaults(0.9)
+    gpu_flags.set_defaults(EngineConfig())
     assert gpu_flags.memory_share() == after
     assert sum(name in os.environ for name in gpu_flags.MEMORY_SHARE_NAMES) == 1
 
@@ -90,14 +91,14 @@ def test_only_where_jax_may_use_cuda(
     found = [SimpleNamespace(name=name) for name in plugins]
     machine.setattr(importlib.metadata, "entry_points", lambda group: found)
     gpu_flags.jax.config.jax_platforms = platforms
-    gpu_flags.set_defaults(0.9)
+    gpu_flags.set_defaults(EngineConfig())
     assert ("XLA_FLAGS" in os.environ) == ("XLA_CLIENT_MEM_FRACTION" in os.environ) == sets
 
 
 def test_too_late_is_logged(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     machine.setattr(gpu_flags, "jax_has_started", lambda: True)
     with caplog.at_level(logging.WARNING, "jaxpaged"):
-        gpu_flags.set_defaults(0.9)
+        gpu_flags.set_defaults(EngineConfig())
     assert "XLA_FLAGS" not in os.environ
     assert "XLA_CLIENT_MEM_FRACTION" not in os.environ  # where the cache is sized it is said to be too late
     assert WANTED in caplog.text
@@ -106,7 +107,7 @@ def test_too_late_is_logged(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptu
 def test_a_file_of_flags_is_left_alone(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     machine.setenv("XLA_FLAGS", "flags.txt")
     with caplog.at_level(logging.WARNING, "jaxpaged"):
-        gpu_flags.set_defaults(0.9)
+        gpu_flags.set_defaults(EngineConfig())
     assert os.environ["XLA_FLAGS"] == "flags.txt"
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.9"
     assert WANTED in caplog.text
