@@ -162,6 +162,14 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")
     group.add_argument("--scheduling-policy", help="fcfs (default) or priority")
     group.add_argument(
+        "--decode-widths",
+        type=int,
+        nargs="+",
+        metavar="ROWS",
+        help="rows of narrower decode passes: a step takes the narrowest that holds all that run. A "
+        "token's last bits may then depend on how many run together (default: none)",
+    )
+    group.add_argument(
         "--loop",
         help="who turns the serving loop: device, host, or auto (default): the device, and the host where a "
         "GPU fails to run the loop as one program",

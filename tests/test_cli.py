@@ -115,7 +115,7 @@ def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, ca
         ("--eviction-policy lru_split", {"eviction_policy": "lru_split"}),
         ("--scheduling-policy priority --num-blocks 33", {"scheduling_policy": "priority", "num_blocks": 33}),
         ("--max-model-len 64 --attention xla", {"max_model_len": 64, "attention": "xla"}),
-        ("--loop host", {"loop": "host"}),
+        ("--loop host --decode-widths 1 3", {"loop": "host", "decode_widths": [1, 3]}),
     ],
 )
 def test_engine_options_reach_the_engine(arguments, options):

@@ -141,6 +141,7 @@ def step_config(config: EngineConfig, model_config: ModelConfig, num_blocks: int
         watermark_blocks=int(WATERMARK * num_blocks),
         sliding_window=model_config.sliding_window,
         reuse_answers=config.reuse_answers,
+        decode_widths=config.decode_widths,
     )
 
 

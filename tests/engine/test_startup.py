@@ -1,20 +1,26 @@
-"""Who turns the serving loop: the answers are the same."""
+"""Who turns the serving loop, and how wide its decode passes are: the answers are the same."""
 
 import dataclasses
 import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.engine import machine, startup
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import machine, startup, step
 from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.plan import plan, slots_of
 from jaxpaged.engine.request import Delta
+from jaxpaged.engine.state import EngineState, Phase
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
-from tests import tiny
+from tests import quick, tiny
 
-BY_HOST = tiny.SMALL | {"loop": "host"}
+# One program for both: a step for the host to turn, with decode passes of 1, 3 and 4 rows.
+BY_HOST = tiny.SMALL | {"loop": "host", "decode_widths": (1, 3)}
 PARAMS = [
     SamplingParams(max_tokens=20, temperature=0.0),
     SamplingParams(max_tokens=9, seed=3, logprobs=2),
@@ -37,7 +43,7 @@ def submit(driver: Driver) -> None:
 
 
 def assert_same(of_device: Any, of_host: Any) -> None:
-    """Arrays, and what holds them, but for rounding."""
+    """Arrays, and what holds them: numbers that were computed in passes of other widths but for rounding."""
 
     def compare(a: Any, b: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
@@ -69,6 +75,42 @@ def test_turned_by_the_host_the_loop_makes_the_same_states_and_reports():
     assert device.stats.num_preemptions == host.stats.num_preemptions > 0
     assert device.stats == host.stats
     tiny.assert_nothing_is_held(host)
+
+
+class WidthModel:
+    """Says how many rows its pass has."""
+
+    hidden_size = 1
+    dtype = jnp.dtype("float32")
+
+    def __call__(self, token_ids, positions, cache, batch):
+        return jnp.full((token_ids.shape[0], 1), token_ids.shape[0], jnp.float32), cache
+
+    def logits(self, hidden):
+        return hidden
+
+
+def test_a_step_takes_the_narrowest_pass_that_holds_all_that_run():
+    driver = tiny.driver(**tiny.SMALL)
+    config = dataclasses.replace(driver.step_config, decode_widths=(1, 3))
+
+    def widths_of(state: EngineState) -> jax.Array:
+        """Of each slot, the rows of the pass that has computed it."""
+        its_plan = plan(state, config)
+        state = step.append(state, its_plan, config.max_blocks_touched(state.tables.block_size))
+        slots = slots_of(state.rows.running, config.max_num_seqs)
+        room = step.no_prompt_scores(config, state.tables.max_seqs)
+        return step.forward(WidthModel(), state, its_plan, slots, config, room)[1][:, 0]
+
+    compiled = quick.jit(widths_of)
+    found = []
+    for prompt in tiny.prompts([9, 5, 12, 3]):
+        tiny.submit(driver, [prompt], tiny.greedy(20))
+        driver.turn(max_steps=2)
+        driver.turn(max_steps=1)
+        found.append(compiled(driver._state).astype(int).tolist())
+    assert np.count_nonzero(np.asarray(driver._state.rows.phase) == Phase.RUNNING) == 4
+    assert found == [[1, 0, 0, 0], [3, 3, 0, 0], [3, 3, 3, 0], [4, 4, 4, 4]]
 
 
 def test_the_host_turns_the_loop_where_the_device_fails_to(monkeypatch, caplog):
@@ -104,3 +146,12 @@ def test_a_gpu_without_memory_is_not_one_that_fails_to_launch(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert machine.may_fail_to_launch(failed)
     assert not machine.may_fail_to_launch(full)
+
+
+@pytest.mark.parametrize("widths", [(0,), (4,), (2, 1), (1, 1), 2, "1", (1, 1.5), (1, 2, 3, 4, 5)])
+def test_decode_widths_that_mean_nothing_are_refused(widths):
+    with pytest.raises(
+        InputError, match=r"decode_widths=.* must be ints that rise from 1 to less than max_nu"
+    ):
+        EngineConfig(max_num_seqs=9 if len(str(widths)) > 12 else 4, decode_widths=widths)
+    assert EngineConfig(max_num_seqs=4, decode_widths=[1, 3]).decode_widths == (1, 3)
