@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE, EngineConfig
-from jaxpaged.engine import admission, driver, gpu_flags, loop
+from jaxpaged.engine import admission, gpu_flags, loop, machine
 from jaxpaged.engine.state import (
     MAX_STEPS,
     Counter,
@@ -160,7 +160,7 @@ def create(
         num_tiles=num_tiles,
         tiles_per_pass=num_tiles,
         attention=attention,
-        watermark_blocks=int(driver.WATERMARK * num_blocks),
+        watermark_blocks=int(machine.WATERMARK * num_blocks),
     )
     max_blocks = sum(cdiv(n, BLOCK_SIZE) for n in seq_lens)
     tables = _fill(state.tables, state.rows, lens, config=config, max_blocks=max_blocks)

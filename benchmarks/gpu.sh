@@ -7,6 +7,13 @@
 #                                               decoding in the shapes of well-known models
 #   sh benchmarks/gpu.sh [FOLDER] --smoke       all three, tiny, on a CPU
 #
+# What --engine shows of three choices that were made without a chip. step_overhead fails, and decode_shapes with it,
+# where a GPU does not launch a graph of loops: the engine would log that and let the host turn its loop
+# (EngineConfig.loop), and step_overhead's second run, without such graphs, says what that costs at least. The ms_per_step
+# of one model at 1, 32, 128 and 256 rows are what EngineConfig.decode_widths can win: a step of 256 rows takes as long for
+# one that runs. seconds_to_start is one compile; a cache that is not given a size may take a second one, which
+# "jaxpaged generate --verbose" logs, with the sum that "jaxpaged info" prints.
+#
 # Results go to FOLDER, or $OUT, or out: a JSON line each, as soon as it is there, so a run that is stopped keeps
 # what it has. A step that fails does not keep the next from running, but the command fails in the end; without
 # --smoke it fails at once where JAX does not use a Hopper GPU.

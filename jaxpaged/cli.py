@@ -166,6 +166,19 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")
     group.add_argument("--scheduling-policy", help="fcfs (default) or priority")
     group.add_argument(
+        "--decode-widths",
+        type=int,
+        nargs="+",
+        metavar="ROWS",
+        help="rows of narrower decode passes: a step takes the narrowest that holds all that run. A "
+        "token's last bits may then depend on how many run together (default: none)",
+    )
+    group.add_argument(
+        "--loop",
+        help="who turns the serving loop: device, host, or auto (default): the device, and the host where a "
+        "GPU fails to run the loop as one program",
+    )
+    group.add_argument(
         "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
     )
 
@@ -281,19 +294,20 @@ def _info(args: argparse.Namespace) -> None:
 
     import jax
 
-    from jaxpaged.engine import gpu_flags, machine
+    from jaxpaged.engine import gpu_flags, machine, startup
     from jaxpaged.models import loading
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
 
-    gpu_flags.set_defaults()
+    gpu_flags.set_defaults(config)
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
     model = loading.open_checkpoint(args.model).config
     implementation, why = machine.attention(config, model)
     no_native = native.why_not(machine.resolve_dtype(config))
-    cache, folder = machine.cache_size(config, model), compilation_cache_dir()
+    machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
+    cache, folder = startup.cache_size(config, model), compilation_cache_dir()
     lines += [
         ("attention", f"{implementation}: {why}"),
         ("products", f"xla: {no_native}" if no_native else f"native: {native.instructions()}"),
@@ -312,7 +326,8 @@ def _info(args: argparse.Namespace) -> None:
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {cache.bytes_per_block:,} bytes each: "
             f"{cache.num_tokens:,} tokens in {cache.num_bytes / 2**20:,.1f} MiB",
         ),
-        ("", cache.reason),
+        ("", cache.why),
+        *(("", line) for line in (cache.budget.lines() if cache.budget else ())),
     ]
     for name, value in lines:
         _write(f"{name:<14}{value}")

@@ -11,6 +11,7 @@ Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
 # Those of `memory/eviction.py`.
 EvictionPolicy = Literal["lru", "lru_split", "fifo", "lfu", "depth", "sieve", "s3fifo"]
+Loop = Literal["auto", "device", "host"]
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
@@ -18,6 +19,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lo
 PREFILL_TILE = 32
 DEFAULT_PREFILL_TOKENS = 512
 MOST_BATCHED_TOKENS = 2**20
+MOST_WIDTHS = 4  # each is a pass through all layers to compile
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 
 
@@ -46,6 +48,11 @@ class EngineConfig:
     calculate_kv_scales: bool = False  # of an fp8 cache, from the first tokens; otherwise they are 1
     gpu_memory_utilization: float = 0.9  # share of the device memory to use
     attention: Attention = "auto"  # auto: a kernel where the device has one, else xla
+    # Who turns the serving loop. auto: the device, or the host where a GPU fails to run it as one program.
+    loop: Loop = "auto"
+    # Rows of narrower decode passes, rising, each below max_num_seqs: a step takes the narrowest that holds
+    # all that run. A token's last bits may then depend on how many run beside it, and each is compiled.
+    decode_widths: tuple[int, ...] = ()
     seed: int = 0  # for requests without a seed
 
     def __post_init__(self) -> None:
@@ -55,6 +62,7 @@ class EngineConfig:
             ("dtype", DType),
             ("attention", Attention),
             ("eviction_policy", EvictionPolicy),
+            ("loop", Loop),
             ("preemption_mode", PreemptionMode),
             ("scheduling_policy", SchedulingPolicy),
         ):
@@ -83,6 +91,14 @@ class EngineConfig:
             self._set_int("num_host_blocks", f"an int >= 2 to swap to, at most {most_blocks}", 2, most_blocks)
         else:
             self._set_int("num_host_blocks", "0 unless preemption_mode is 'swap'", 0, 0)
+        rule = f"ints that rise from 1 to less than max_num_seqs={self.max_num_seqs}, at most {MOST_WIDTHS}"
+        widths = self.decode_widths
+        check("decode_widths", widths, rule, isinstance(widths, (tuple, list)) and len(widths) <= MOST_WIDTHS)
+        widths = tuple(
+            checked_int("decode_widths", width, rule, 1, self.max_num_seqs - 1) for width in widths
+        )
+        check("decode_widths", widths, rule, list(widths) == sorted(set(widths)))
+        self._set("decode_widths", widths)
         share = checked_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]", 0, 1, above=True
         )

@@ -116,6 +116,7 @@ def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, ca
         ("--scheduling-policy priority --num-blocks 33", {"scheduling_policy": "priority", "num_blocks": 33}),
         ("--max-model-len 64 --attention xla", {"max_model_len": 64, "attention": "xla"}),
         ("--quantization int8", {"quantization": "int8"}),
+        ("--loop host --decode-widths 1 3", {"loop": "host", "decode_widths": [1, 3]}),
     ],
 )
 def test_engine_options_reach_the_engine(arguments, options):
@@ -131,6 +132,11 @@ def test_info_prints_the_caches_size(model, capsys):
     # 8 tokens x 2 layers x (K and V) x 2 heads x 8 x 4 bytes
     assert "33 blocks of 8 tokens, 2,048 bytes each: 256 tokens" in out
     assert "num_blocks was given" in out
+    assert cli.main(["info", "--model", model, *FAST[:-2]]) == 0
+    of_memory = capsys.readouterr().out.partition("as many as ")[2].splitlines()[1:]
+    *numbers, left = [int(line.split("  ")[-2].split()[-1].replace(",", "")) for line in of_memory]
+    assert left == numbers[0] - sum(numbers[1:])
+    assert ["of this machine's" in of_memory[0], "of state" in of_memory[1]] == [True, True]
     no_native = native.why_not("float32")
     for part in ("attention", "products"):
         chosen = f"xla: {no_native}" if no_native else f"native: {native.instructions()}"

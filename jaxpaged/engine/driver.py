@@ -4,7 +4,6 @@ The only object that holds a variable: the current `EngineState`, and who is in 
 """
 
 import dataclasses
-import functools
 import heapq
 import itertools
 import time
@@ -18,16 +17,8 @@ from absl import logging
 from flax import nnx
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import loop, programs
+from jaxpaged.engine import loop, machine, startup
 from jaxpaged.engine.loop import Report
-from jaxpaged.engine.machine import (
-    attention,
-    cache_size,
-    layout,
-    max_model_len,
-    resolve_dtype,
-    tiles_per_pass,
-)
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
 from jaxpaged.engine.state import (
@@ -35,25 +26,20 @@ from jaxpaged.engine.state import (
     Counter,
     EngineState,
     FinishReason,
-    HostPool,
     Phase,
     empty_rows,
     without_kv,
 )
-from jaxpaged.engine.step import PromptScores, no_prompt_scores
+from jaxpaged.engine.step import PromptScores
 from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.memory import eviction
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.sampling import Scores
 from jaxpaged.status import raise_if_error
-from pallas_kernels import layouts
 
 # Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8
 SUBMIT_TOKENS = 2048
-# The share of blocks that stays free, as vLLM's, when a request is admitted beside running ones.
-WATERMARK = 0.01
 # Phases of requests in rows that are not held for others, and do not run.
 WAITS = (Phase.WAITING, Phase.SWAPPED, Phase.FOLLOWING)
 # A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
@@ -135,23 +121,20 @@ class Driver:
         load_model: Callable[[jnp.dtype], Decoder],
     ) -> None:
         self.config = config
-        size = self.cache_size = cache_size(config, model_config)
-        implementation, why = attention(config, model_config)
-        logging.info("attention: %s (%s)", implementation, why)
-        self.step_config = StepConfig(
-            max_num_seqs=config.max_num_seqs,
-            num_tiles=config.num_prefill_tiles,
-            tiles_per_pass=tiles_per_pass(config),
-            attention=implementation,
-            watermark_blocks=int(WATERMARK * size.num_blocks),
-            sliding_window=model_config.sliding_window,
-            reuse_answers=config.reuse_answers,
-        )
-        self.door = Door(config, model_config, max_model_len(config, model_config), size, self.step_config)
-        self.stats = Stats(num_blocks=size.num_blocks - 1, num_free_blocks=size.num_blocks - 1)
-        model = load_model(resolve_dtype(config))
+        size = startup.known_size(config, model_config)
+        logging.info("attention: %s (%s)", *machine.attention(config, model_config))
+        model = load_model(machine.resolve_dtype(config))
         self._graphdef, self._params = nnx.split(model)
-        self._state = self._create_state(model)
+        self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None
+        if size is None:
+            size, self._kept_run = startup.fitted(config, model_config, model)
+        logging.info("cache: %s", size)
+        self.cache_size = size
+        self.step_config = machine.step_config(config, model_config, size.num_blocks)
+        max_len = machine.max_model_len(config, model_config)
+        self.door = Door(config, model_config, max_len, size, self.step_config)
+        self.stats = Stats(num_blocks=size.num_blocks - 1, num_free_blocks=size.num_blocks - 1)
+        self._state = startup.create_state(config, model_config, model, size.num_blocks)
         self._counters: Any = np.zeros(len(Counter), np.int32)
         self._queue: list[Queued] = []  # a heap of those without a row
         self._places: list[_Place | None] = [None] * config.num_rows
@@ -165,7 +148,6 @@ class Driver:
         self._unread: Report | None = None
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
-        logging.info("cache: %s", size)
         self._compile()
 
     @property
@@ -249,45 +231,36 @@ class Driver:
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
 
-    def _create_state(self, model: Decoder) -> EngineState:
-        config = self.config
-        kv_layout = layout(config, self.door.model_config)
-
-        def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
-            return loop.create(
-                jax.eval_shape(lambda: model.create_cache(num_blocks, config.block_size, kv_layout)),
-                num_rows=config.num_rows,
-                max_model_len=self.door.max_model_len,
-                vocab_size=self.door.model_config.vocab_size,
-                prefix_caching=prefix_caching,
-                policy=eviction.named(config.eviction_policy),
-            )
-
-        created = create(self.cache_size.num_blocks, prefix_caching=config.enable_prefix_caching)
-        if config.preemption_mode != "swap":
-            return created
-        swapped = create(config.num_host_blocks, prefix_caching=False)
-        on_host = jax.device_put(swapped.kv_cache, jax.memory.Space.Host)
-        return dataclasses.replace(created, host=HostPool(swapped.tables, on_host))
-
     def _compile(self) -> None:
-        """Compile the loop, or read it from disk; then run none of its steps, so that all is ready."""
+        """Compile the loop, or read it from disk; then run none of its steps, so that all is ready.
+
+        Where a GPU fails to run the loop as one program the host turns it, unless it is not to.
+        """
         start = time.perf_counter()
-        arrays = self._params, self._state, np.int32(0), np.bool_(False)
-        told = no_prompt_scores(self.step_config, self.config.num_rows)
-        report = jax.eval_shape(loop.report, self._state, told, self._state.rows.order)
-        self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None
-        if layouts.is_ours(self._state.kv_cache.layout):
-            self._kept_run = programs.kept(
-                functools.partial(loop.run.lower, self._graphdef, *arrays, config=self.step_config),
-                made_from=("run", self.door.model_config, resolve_dtype(self.config), self.step_config),
-                arrays=arrays,
-                result=(self._state, report),
-            )
+        loaded = self.config, self.door.model_config, self._graphdef, self._params
+        by_host = self.config.loop == "host"
+        if self._kept_run is None:
+            self._kept_run = startup.run_of(*loaded, self._state, by_host=by_host)
+        try:
+            self._run_nothing()
+        except jax.errors.JaxRuntimeError as error:
+            if self.config.loop != "auto" or not machine.may_fail_to_launch(error):
+                raise
+            logging.warning("this device does not run the serving loop as one program: %s", error)
+            by_host = True
+            del self._state  # it was donated, and two would not fit
+            model = nnx.merge(self._graphdef, self._params)
+            size = self.cache_size.num_blocks
+            self._state = startup.create_state(self.config, self.door.model_config, model, size)
+            self._kept_run = startup.run_of(*loaded, self._state, by_host=True)
+            self._run_nothing()
+        who = "the host, a step at a time" if by_host else "the device"
+        logging.info("compiled in %.1f s; the loop is turned by %s", time.perf_counter() - start, who)
+
+    def _run_nothing(self) -> None:
         self._submit([])
         self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
         jax.block_until_ready((self._run(max_steps=0), loop.recent_scores(self._state)))
-        logging.info("compiled in %.1f s", time.perf_counter() - start)
 
     def _run(self, max_steps: int) -> Report:
         arrays = self._params, self._state, np.int32(max_steps), np.bool_(self._wants_a_row)

@@ -1,4 +1,4 @@
-"""The XLA flags that the serving loop wants on a GPU, set unless the user has set them."""
+"""What the serving loop wants of XLA on a GPU, set before JAX starts unless the user has set it."""
 
 import importlib.metadata
 import os
@@ -6,26 +6,56 @@ import os
 import jax
 from absl import logging
 
+from jaxpaged.config import EngineConfig
+
 # By default XLA makes CUDA graphs of kernels and branches, but not of loops. With this the serving loop is
 # one graph, launched once a run: `tests/engine/test_compile_h200.py` reads it from the compiled program.
 FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE"}
+# Of a program that the host turns: graphs of what lies between loops and branches, whatever XLA_FLAGS says.
+STEP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+}
 
 
-def set_defaults() -> None:
-    """Add to XLA_FLAGS those of `FLAGS` that it does not name; call it before JAX's first computation.
+# The share of a GPU's memory that JAX takes when it starts; by the second, deprecated name, too.
+MEMORY_SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+DEFAULT_MEMORY_SHARE = 0.75
 
-    Does nothing where JAX will not use a GPU of NVIDIA's, and where it is too late: then it logs.
+
+def set_defaults(config: EngineConfig | None = None) -> None:
+    """Add to XLA_FLAGS those of `FLAGS` that it does not name, and let JAX have the config's share of the
+    GPU's memory. Call it before JAX's first computation.
+
+    Does nothing where JAX will not use a GPU of NVIDIA's, and where it is too late: then it logs. That it is
+    too late for the memory is said where the cache is sized.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [f"--{name}={value}" for name, value in FLAGS.items() if name not in _names(flags)]
-    if not missing or not _may_use_cuda():
+    has_share = config is None or any(os.environ.get(name) for name in MEMORY_SHARE_NAMES)
+    if (has_share and not missing) or not _may_use_cuda():
+        return
+    has_started = jax_has_started()
+    if config is not None and not (has_share or has_started):
+        os.environ[MEMORY_SHARE_NAMES[0]] = str(config.gpu_memory_utilization)
+    if not missing:
         return
     if flags and not flags.lstrip().startswith("-"):
         logging.warning("XLA_FLAGS is the file %s: %s should be in it", flags, " ".join(missing))
-    elif jax_has_started():
+    elif has_started:
         logging.warning("JAX has started already, without XLA_FLAGS %s: steps are slower", " ".join(missing))
     else:
         os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *missing])
+
+
+def memory_share() -> float:
+    """The share of a GPU's memory that JAX may have, as the environment says: what XLA's own code reads."""
+    given = [os.environ[name] for name in MEMORY_SHARE_NAMES if os.environ.get(name)]
+    return float(given[0]) if given else DEFAULT_MEMORY_SHARE
+
+
+def preallocates() -> bool:
+    """Whether JAX takes its memory when it starts, and what it has is what there is."""
+    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
 
 
 def jax_has_started() -> bool:

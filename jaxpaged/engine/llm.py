@@ -56,7 +56,7 @@ class LLM:
         self.config = engine_config(options)
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
-        gpu_flags.set_defaults()
+        gpu_flags.set_defaults(self.config)
         native.prepare()
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
         try:

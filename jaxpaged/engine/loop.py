@@ -1,7 +1,9 @@
 """The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jaxpaged.engine.state import (
     create_tables,
     place_requests,
 )
-from jaxpaged.engine.step import PromptScores, advance, no_prompt_scores, step
+from jaxpaged.engine.step import Model, PromptScores, advance, no_prompt_scores, step
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_pool
 from jaxpaged.memory.kv_cache import KVCache
@@ -97,27 +99,93 @@ def run(
     donated: use the one returned.
     """
     model = nnx.merge(graphdef, params)
-    type Carry = tuple[EngineState, Int[Array, ""], PromptScores, Int[Array, " rows"]]
+
+    def one_more(carry: Carry) -> Carry:
+        return _one_step(model, carry, config)
 
     def goes_on(carry: Carry) -> Bool[Array, ""]:
-        state, num_steps, told, _ = carry
-        rows = state.rows
-        is_free = (rows.phase == Phase.FINISHED) | (rows.phase == Phase.EMPTY)
-        starves = host_has_more & jnp.any(is_free) & ~jnp.any(rows.waiting)
-        tells = jnp.any(told.row < rows.phase.shape[0])
-        may = (num_steps < jnp.minimum(max_steps, MAX_STEPS)) & ~starves & ~tells
-        return scheduler.any_work(rows) & may
+        return _goes_on(carry, max_steps, host_has_more)
 
-    def one_step(carry: Carry) -> Carry:
-        state, num_steps, told, origin = carry
-        state, _, told, came_from = advance(model, state, config, told)
-        return state, num_steps + 1, told, origin[came_from]
+    state, _, told, origin = lax.while_loop(goes_on, one_more, _before(state, config))
+    return state, report(state, told, origin)
 
+
+# A run between two steps: the state, steps made, what the last one told of prompts, and `Report.origin`.
+type Carry = tuple[EngineState, Int[Array, ""], PromptScores, Int[Array, " rows"]]
+
+
+def _before(state: EngineState, config: StepConfig) -> Carry:
     nothing = no_prompt_scores(config, state.tables.max_seqs)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
-    start = (state, jnp.int32(0), nothing, own_row)
-    state, _, told, origin = lax.while_loop(goes_on, one_step, start)
-    return state, report(state, told, origin)
+    return state, jnp.int32(0), nothing, own_row
+
+
+def _goes_on(carry: Carry, max_steps: Int[Array, ""], host_has_more: Bool[Array, ""]) -> Bool[Array, ""]:
+    state, num_steps, told, _ = carry
+    rows = state.rows
+    is_free = (rows.phase == Phase.FINISHED) | (rows.phase == Phase.EMPTY)
+    starves = host_has_more & jnp.any(is_free) & ~jnp.any(rows.waiting)
+    tells = jnp.any(told.row < rows.phase.shape[0])
+    may = (num_steps < jnp.minimum(max_steps, MAX_STEPS)) & ~starves & ~tells
+    return scheduler.any_work(rows) & may
+
+
+def _one_step(model: Model, carry: Carry, config: StepConfig) -> Carry:
+    state, num_steps, told, origin = carry
+    state, _, told, came_from = advance(model, state, config, told)
+    return state, num_steps + 1, told, origin[came_from]
+
+
+def run_by_host(
+    one_step: Callable[..., tuple[Any, Bool[Array, ""]]],
+    params: nnx.State,
+    state: EngineState,
+    max_steps: Any,
+    host_has_more: Any,
+    *,
+    config: StepConfig,
+) -> tuple[EngineState, Report]:
+    """`run` with its `while` on the host, which asks after each step whether there is another.
+
+    For devices that cannot run the loop as one program; the answers are the same. `one_step` is `run_step`
+    without its graphdef and config. The state is donated: use the one returned.
+    """
+    more, goes_on = before_run(state, max_steps, host_has_more, config=config)
+    carry = state, *more
+    while goes_on:
+        carry, goes_on = one_step(params, carry, max_steps, host_has_more)
+    state, _, told, origin = carry
+    return state, report_of(state, told, origin)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def before_run(
+    state: EngineState, max_steps: Int[Array, ""], host_has_more: Bool[Array, ""], *, config: StepConfig
+) -> tuple[tuple[Int[Array, ""], PromptScores, Int[Array, " rows"]], Bool[Array, ""]]:
+    """What a run by the host carries beside the state, before its first step, and whether it makes one."""
+    carry = _before(state, config)
+    return carry[1:], _goes_on(carry, max_steps, host_has_more)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="carry")
+def run_step(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    carry: Carry,
+    max_steps: Int[Array, ""],
+    host_has_more: Bool[Array, ""],
+    *,
+    config: StepConfig,
+) -> tuple[Carry, Bool[Array, ""]]:
+    """One step of a run by the host, and whether it makes another. What was carried is donated."""
+    carry = _one_step(nnx.merge(graphdef, params), carry, config)
+    return carry, _goes_on(carry, max_steps, host_has_more)
+
+
+@jax.jit
+def report_of(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) -> Report:
+    """The report of a run by the host."""
+    return report(state, told, origin)
 
 
 def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) -> Report:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,11 @@ from jaxpaged import disk_cache
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import PREFILL_TILE, EngineConfig
+from jaxpaged.engine import gpu_flags
 from jaxpaged.engine.state import EngineState, create_state, create_tables
+from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache, sizing
-from jaxpaged.memory.sizing import CacheSize
+from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.weights import num_weights
 from pallas_kernels import layouts, native, ops, support
@@ -23,6 +26,11 @@ from pallas_kernels.paged_attention import partial_bytes
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
 CPU_MEMORY_SHARE = 0.05
+# Bytes of JAX's memory on a GPU for what runs beside the loop: requests written into rows, reports read, and
+# what is lost between arrays.
+GPU_BYTES_FREE = 256 * 2**20
+# The share of blocks that stays free, as vLLM's, when a request is admitted beside running ones.
+WATERMARK = 0.01
 
 
 def resolve_dtype(config: EngineConfig) -> jnp.dtype:
@@ -123,25 +131,45 @@ def tiles_per_pass(config: EngineConfig) -> int:
     return min(tokens // PREFILL_TILE, config.num_prefill_tiles)
 
 
+def step_config(config: EngineConfig, model_config: ModelConfig, num_blocks: int) -> StepConfig:
+    """What the loop is compiled for, over so many blocks."""
+    return StepConfig(
+        max_num_seqs=config.max_num_seqs,
+        num_tiles=config.num_prefill_tiles,
+        tiles_per_pass=tiles_per_pass(config),
+        attention=attention(config, model_config)[0],
+        watermark_blocks=int(WATERMARK * num_blocks),
+        sliding_window=model_config.sliding_window,
+        reuse_answers=config.reuse_answers,
+        decode_widths=config.decode_widths,
+    )
+
+
+def bytes_per_block(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Of K and V in all layers."""
+    return sizing.bytes_per_block(
+        block_size=config.block_size,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=resolve_dtype(config),
+        layout=layout(config, model_config),
+    )
+
+
 def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
-    """How many blocks the cache gets on this machine."""
-    dtype = resolve_dtype(config)
-    available, why = available_bytes(config, model_config, dtype)
+    """How many blocks the cache gets on this machine, reckoned from shapes alone.
+
+    Of a GPU that is a guess, which `startup` puts right: there the cache gets all that is left.
+    """
+    weights = weight_bytes(config, model_config)
     return sizing.cache_size(
         num_blocks=config.num_blocks,
-        bytes_per_block=sizing.bytes_per_block(
-            block_size=config.block_size,
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            dtype=dtype,
-            layout=layout(config, model_config),
-        ),
+        bytes_per_block=bytes_per_block(config, model_config),
         state_bytes_per_block=state_bytes(config, model_config)[1],
         block_size=config.block_size,
         num_layers=model_config.num_layers,
-        available_bytes=available,
-        available_why=why,
+        budget=budget(config, model_config, weights) if config.num_blocks is None else None,
     )
 
 
@@ -155,24 +183,63 @@ def keep_on_disk() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def available_bytes(config: EngineConfig, model_config: ModelConfig, dtype: jnp.dtype) -> tuple[int, str]:
-    """Bytes the cache may take, and in words what they are.
+def weight_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Of all weights."""
+    return num_weights(model_config) * resolve_dtype(config).itemsize
 
-    A share of a CPU's physical memory, or what `gpu_memory_utilization` leaves beside the weights on a GPU;
-    less the engine's state and the activations of the widest step, all reckoned from shapes: nothing has to
-    be run.
+
+def budget(config: EngineConfig, model_config: ModelConfig, bytes_to_load: int) -> Budget:
+    """Bytes the cache may take: a share of a CPU's physical memory, or what `gpu_memory_utilization` leaves
+    on a GPU beside weights that are still to be loaded; less the engine's state and the activations of the
+    widest step, both reckoned from shapes.
     """
-    device = jax.local_devices()[0]
-    state, activations = state_bytes(config, model_config)[0], activation_bytes(config, model_config)
-    beside = f"{state} of state and {activations} of activations"
-    if device.platform == "cpu":
+    beside = (
+        (f"of {what}", num_bytes)
+        for what, num_bytes in (
+            ("state", state_bytes(config, model_config)[0]),
+            ("activations", activation_bytes(config, model_config)),
+        )
+    )
+    stats = memory_stats()
+    if stats is None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        left = int(physical * CPU_MEMORY_SHARE) - state - activations
-        return left, f"{CPU_MEMORY_SHARE:.0%} of this machine's {physical} bytes less {beside}"
-    total = device.memory_stats()["bytes_limit"]
-    weights = num_weights(model_config) * dtype.itemsize
-    left = int(total * config.gpu_memory_utilization) - weights - state - activations
-    return left, f"{config.gpu_memory_utilization:.0%} of {total} bytes less {weights} of weights, {beside}"
+        what = f"{CPU_MEMORY_SHARE:.0%} of this machine's {physical} bytes"
+        return Budget(int(physical * CPU_MEMORY_SHARE), what, tuple(beside))
+    return gpu_budget(config, stats).less(("of weights", bytes_to_load), *beside)
+
+
+def memory_stats() -> Mapping[str, int] | None:
+    """What JAX says of its GPU's memory, in bytes; None on a CPU, where other programs live beside us."""
+    device = jax.local_devices()[0]
+    return None if device.platform == "cpu" else device.memory_stats() or {}
+
+
+def may_fail_to_launch(error: Exception) -> bool:
+    """Whether a device that raised this may still run a step, if not the loop: a GPU, and it has memory."""
+    return jax.default_backend() == "gpu" and "RESOURCE_EXHAUSTED" not in str(error)
+
+
+def gpu_budget(config: EngineConfig, stats: Mapping[str, int]) -> Budget:
+    """The memory that `gpu_memory_utilization` gives to JAX on its GPU, as far as there is so much, less what
+    it has in use.
+    """
+    if "bytes_limit" not in stats:
+        raise InputError(
+            "num_blocks=None must be an int where JAX does not say how much memory its device has "
+            "(XLA_PYTHON_CLIENT_ALLOCATOR is other than 'default', perhaps)"
+        )
+    limit, share = stats["bytes_limit"], gpu_flags.memory_share()
+    total = round(limit / share)
+    most = min(limit, int(total * config.gpu_memory_utilization))
+    what = f"{most / total:.0%} of the GPU's {total} bytes"
+    if config.gpu_memory_utilization > share:
+        name = gpu_flags.MEMORY_SHARE_NAMES[0]
+        what += f" (JAX has no more: set {name}={config.gpu_memory_utilization} before it starts)"
+    pool = stats.get("pool_bytes", 0)
+    if gpu_flags.preallocates() and 0 < pool < most:  # somebody else has the rest
+        most, what = pool, f"the {pool} bytes of the GPU that were free when JAX started"
+    in_use = stats.get("bytes_in_use", 0)
+    return Budget(most, what).less(("in use", in_use), ("kept free", GPU_BYTES_FREE))
 
 
 @functools.cache  # it is asked for twice, and traces what makes the state

@@ -8,7 +8,9 @@ it is made from.
 import contextlib
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,38 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpaged import disk_cache
 
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled function of arrays, and the memory of the device that it takes beside them."""
+
+    call: jax.stages.Compiled
+    temporary_bytes: int  # while it runs, by XLA's own analysis
+    result_bytes: int  # of what it returns and does not write in place
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self.call(*arrays)
+
+
 # Engines of the same sizes share a program; the ones asked for last are at the end.
-_loaded: dict[Path, Callable[..., Any]] = {}
+_loaded: dict[Path, Program] = {}
+SIZES = struct.Struct("<qq")  # at the beginning of a file: what is read back does not say on every device
 MOST_LOADED = 8  # each maps its code in a thousand pieces, of which the system allows a process some 65,000
 MOST_PROGRAMS = 64
 
 
 def kept(
-    lower: Callable[[], jax.stages.Lowered], made_from: object, arrays: tuple[Any, ...], result: Any
-) -> Callable[..., Any] | None:
+    lower: Callable[[], jax.stages.Lowered],
+    made_from: object,
+    arrays: tuple[Any, ...],
+    result: Any,
+    options: dict[str, str] | None = None,
+) -> Program | None:
     """The program that `lower` lowers, as a function of arrays of the sizes of `arrays`; None where none is
-    kept.
+    kept. `options` are XLA's.
 
     `made_from`, with a `repr` of its own, is all that the program depends on beside them and the sources;
-    `result` is anything of the result's structure.
+    `arrays` may be shapes with shardings, and `result` is anything of the result's structure.
     """
     leaves, structure = jax.tree.flatten(arrays)
     sizes = [(x.shape, str(x.dtype), str(getattr(x, "sharding", None))) for x in leaves]
@@ -45,31 +65,40 @@ def kept(
     program = _loaded.pop(path, None)
     if program is None and path.exists():
         program = _read(path, arrays, result)
-    program = _loaded[path] = program or _compile(path, lower)
+    program = _loaded[path] = program or _compile(path, lower, options)
     if len(_loaded) > MOST_LOADED:
         del _loaded[next(iter(_loaded))]
     return program
 
 
-def _read(path: Path, arrays: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
+def compiled(lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None = None) -> Program:
+    """The program that `lower` lowers, compiled and kept nowhere."""
+    program = lower().compile(options)
+    memory = program.memory_analysis()
+    assert memory is not None  # XLA has one for CPUs and GPUs
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Program(program, memory.temp_size_in_bytes, results)
+
+
+def _read(path: Path, arrays: tuple[Any, ...], result: Any) -> Program | None:
     try:
         structures = jax.tree.structure((arrays, {})), jax.tree.structure(result)
-        program: Callable[..., Any] = serialize_executable.deserialize_and_load(
-            path.read_bytes(), *structures
-        )
+        content = memoryview(path.read_bytes())
+        call = serialize_executable.deserialize_and_load(bytes(content[SIZES.size :]), *structures)
         os.utime(path)
+        return Program(call, *SIZES.unpack_from(content))
     except Exception as error:  # a damaged file, or one that this machine cannot run: it is made anew
         logging.warning("the program in %s cannot be used: %s", path, error)
         return None
-    return program
 
 
-def _compile(path: Path, lower: Callable[[], jax.stages.Lowered]) -> Callable[..., Any]:
+def _compile(path: Path, lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None) -> Program:
     with _without_cache():
-        program = lower().compile()
+        program = compiled(lower, options)
     try:
-        payload, *_ = serialize_executable.serialize(program)
-        disk_cache.write_file(path, payload)
+        payload, *_ = serialize_executable.serialize(program.call)
+        sizes = SIZES.pack(program.temporary_bytes, program.result_bytes)
+        disk_cache.write_file(path, sizes + payload)
         disk_cache.prune(path, MOST_PROGRAMS)
     except Exception as error:  # a disk that is full, a kind of program that cannot be written down
         logging.warning("the program cannot be kept in %s: %s", path, error)

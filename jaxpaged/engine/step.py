@@ -1,6 +1,7 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -161,8 +162,10 @@ def forward(
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
 
-    def decode(carry: Carry) -> Carry:
+    def decode(carry: Carry, width: int = config.max_num_seqs) -> Carry:
         tiles = decode_tiles(state, plan, slots)
+        if width < config.max_num_seqs:
+            tiles = jax.tree.map(lambda x: x[:width], tiles)
         kv_cache, hidden, told = carry
         kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config.attention)
         return kv_cache, hidden, told
@@ -174,8 +177,17 @@ def forward(
     nobody = jnp.full_like(room.row, rows.phase.shape[0])
     carry = state.kv_cache, nothing, replace(room, row=nobody)
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
-    decodes = jnp.any((plan.num_tiles == 0) & (plan.num_new_tokens > 0))
-    kv_cache, hidden, told = lax.cond(decodes, decode, skip, carry)
+    decodes = (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
+    if config.decode_widths:
+        # Slots are dealt from the first on, so a pass of so many rows has all of them.
+        num_slots = jnp.max(jnp.where(decodes, slots.of_row + 1, 0))
+        widths = (0, *config.decode_widths, config.max_num_seqs)
+        passes: list[Callable[[Carry], Carry]] = [skip]
+        passes += [functools.partial(decode, width=width) for width in widths[1:]]
+        narrowest = jnp.sum(num_slots > jnp.array(widths), dtype=jnp.int32)
+        kv_cache, hidden, told = lax.switch(narrowest, passes, carry)
+    else:
+        kv_cache, hidden, told = lax.cond(jnp.any(decodes), decode, skip, carry)
     return replace(state, kv_cache=kv_cache), hidden, told
 
 

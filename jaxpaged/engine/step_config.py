@@ -21,6 +21,11 @@ class StepConfig:
     watermark_blocks: int | Array = 0  # stay free when a request is admitted beside running ones
     sliding_window: int | None = None  # tokens
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
+    decode_widths: tuple[int, ...] = ()  # of narrower decode passes, rising; the widest has max_num_seqs rows
+
+    def __post_init__(self) -> None:
+        """A list, which JSON makes of it, is as good."""
+        object.__setattr__(self, "decode_widths", tuple(self.decode_widths))
 
     def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
         """Blocks that a row of so many tokens holds at most at any time."""

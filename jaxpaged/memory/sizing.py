@@ -1,6 +1,7 @@
 """How many bytes a block takes, and how many blocks fit."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -8,6 +9,36 @@ from jaxpaged.checks import INT32_MAX, InputError, check
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
 MOST_BLOCKS = 2**20  # of a small model in a large memory: beyond, more blocks only cost time to make
+FITTED, CAPPED = "as many as fit into", "as many as are made without being asked for, in"
+SPARED = 64  # one block in so many is given up where that saves compiling a program once more
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A memory, and what takes how much of it before the cache does. In bytes."""
+
+    total: int
+    what: str  # the total is
+    taken: tuple[tuple[str, int], ...] = ()  # by what
+
+    @property
+    def left(self) -> int:
+        return self.total - sum(num_bytes for _, num_bytes in self.taken)
+
+    def less(self, *taken: tuple[str, int]) -> "Budget":
+        """What is left when these are taken, too; nothing is said of what is none."""
+        return replace(self, taken=(*self.taken, *(each for each in taken if each[1])))
+
+    def lines(self) -> list[str]:
+        """The sum as one writes it on paper."""
+        numbers = [("", self.total, self.what), *(("-", taken, by) for by, taken in self.taken)]
+        return [f"{sign:>1} {n:>19,}  {what}" for sign, n, what in [*numbers, ("=", self.left, "left")]]
+
+    def __str__(self) -> str:
+        """The sum in words."""
+        *more, last = [f"{num_bytes} {by}" for by, num_bytes in self.taken] or [""]
+        parts = f"{', '.join(more)} and {last}" if more else last
+        return f"{self.what} less {parts}" if parts else self.what
 
 
 @dataclass(frozen=True)
@@ -17,7 +48,12 @@ class CacheSize:
     num_blocks: int  # the null block included
     bytes_per_block: int
     block_size: int  # tokens
-    reason: str
+    why: str  # it has so many: in words, to which the budget belongs if there is one
+    budget: Budget | None = None  # what they were reckoned from
+
+    @property
+    def reason(self) -> str:
+        return self.why if self.budget is None else f"{self.why} {self.budget}"
 
     @property
     def num_bytes(self) -> int:
@@ -42,6 +78,11 @@ def bytes_per_block(
     return num_layers * layout.block_bytes(block_size, num_kv_heads, head_dim, dtype)
 
 
+def most_blocks(num_layers: int, block_size: int) -> int:
+    """So many that a slot's number, all layers counted, is an int32."""
+    return INT32_MAX // (num_layers * block_size)
+
+
 def cache_size(
     *,
     num_blocks: int | None,
@@ -49,29 +90,55 @@ def cache_size(
     state_bytes_per_block: int,
     block_size: int,
     num_layers: int,
-    available_bytes: int,
-    available_why: str,
+    budget: Budget | None,
 ) -> CacheSize:
-    """Size the cache: `num_blocks` if given, else what `available_bytes` hold, with what is kept of each
-    block.
+    """Size the cache: `num_blocks` if given, else what the budget leaves, with what is kept of each block.
 
     Not only what the rows can use: what they leave is where finished requests' prefixes stay findable.
     Raises `InputError` if not even one sequence of one block would fit, or if a slot's number, all layers
     counted, would be no int32.
     """
-    most = INT32_MAX // (num_layers * block_size)
+    most = most_blocks(num_layers, block_size)
     if num_blocks is not None:
         rule = f"at most {most}, for {num_layers} layers of {block_size} tokens a block"
         check("num_blocks", num_blocks, rule, num_blocks <= most)
         return CacheSize(num_blocks, bytes_per_block, block_size, "num_blocks was given")
-    fit = available_bytes // (bytes_per_block + state_bytes_per_block)
+    assert budget is not None
+    fit = budget.left // (bytes_per_block + state_bytes_per_block)
     if fit < 2:
-        raise InputError(
-            f"the cache needs at least 2 blocks of {bytes_per_block} bytes, "
-            f"but only {max(available_bytes, 0)} bytes are available ({available_why})"
-        )
+        raise no_room(bytes_per_block, budget)
     most = min(MOST_BLOCKS, most)
     if fit > most:
-        reason = f"as many as are made without being asked for, in {available_why}"
-        return CacheSize(most, bytes_per_block, block_size, reason)
-    return CacheSize(fit, bytes_per_block, block_size, f"as many as fit into {available_why}")
+        return CacheSize(most, bytes_per_block, block_size, CAPPED, budget)
+    return CacheSize(fit, bytes_per_block, block_size, FITTED, budget)
+
+
+def no_room(bytes_per_block: int, budget: Budget) -> InputError:
+    return InputError(
+        f"the cache needs at least 2 blocks of {bytes_per_block} bytes, "
+        f"but only {max(budget.left, 0)} bytes are available ({budget})"
+    )
+
+
+def fitted(guess: int, most: int, fit_beside: Callable[[int], int]) -> int:
+    """A number of blocks, at most `most`, that fits beside the program made for it; less than 2 if none does.
+
+    `fit_beside` makes the program for so many blocks and says how many fit beside it, which hardly depends on
+    their number. One program is made where the guess fits and gives up at most one block in `SPARED`, else
+    two. All numbers are `coarse`: who finds a little less memory next time finds the program again.
+    """
+    guess = coarse(min(guess, most))
+    fit = min(fit_beside(guess), most)
+    if guess <= fit <= guess + guess // SPARED:
+        return guess
+    while (guess := coarse(fit)) >= 2:
+        fit = min(fit_beside(guess), most)
+        if fit >= guess:
+            break
+    return guess
+
+
+def coarse(number: int) -> int:
+    """The number rounded down to eight binary digits: by less than one part in 128."""
+    zeros = max(number.bit_length() - 8, 0)
+    return number >> zeros << zeros

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags
 
 WANTED = "--xla_gpu_enable_command_buffer=+WHILE"
@@ -17,7 +18,9 @@ WANTED = "--xla_gpu_enable_command_buffer=+WHILE"
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """One with the CUDA plugin, no flags, and JAX not started; to be changed."""
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    for name in ("XLA_FLAGS", *gpu_flags.MEMORY_SHARE_NAMES):
+        monkeypatch.setenv(name, "")  # for it to be gone again after the test
+        monkeypatch.delenv(name)
     monkeypatch.setattr(gpu_flags, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms=None)))
     plugin = SimpleNamespace(name="xla_cuda12")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [plugin])
@@ -54,6 +57,23 @@ def test_flags_are_added_unless_the_user_set_them(
 
 
 @pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, 0.9), ({"XLA_CLIENT_MEM_FRACTION": ".5"}, 0.5), ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".25"}, 0.25)],
+)
+def test_jax_gets_a_share_of_the_memory_unless_the_user_gave_it_one(
+    machine: pytest.MonkeyPatch, before: dict[str, str], after: float
+) -> None:
+    """JAX refuses both names at once."""
+    for name, value in before.items():
+        machine.setenv(name, value)
+    gpu_flags.set_defaults()
+    assert gpu_flags.memory_share() == (after if before else 0.75)
+    gpu_flags.set_defaults(EngineConfig())
+    assert gpu_flags.memory_share() == after
+    assert sum(name in os.environ for name in gpu_flags.MEMORY_SHARE_NAMES) == 1
+
+
+@pytest.mark.parametrize(
     ("plugins", "platforms", "sets"),
     [
         ([], None, False),
@@ -71,23 +91,25 @@ def test_only_where_jax_may_use_cuda(
     found = [SimpleNamespace(name=name) for name in plugins]
     machine.setattr(importlib.metadata, "entry_points", lambda group: found)
     gpu_flags.jax.config.jax_platforms = platforms
-    gpu_flags.set_defaults()
-    assert ("XLA_FLAGS" in os.environ) == sets
+    gpu_flags.set_defaults(EngineConfig())
+    assert ("XLA_FLAGS" in os.environ) == ("XLA_CLIENT_MEM_FRACTION" in os.environ) == sets
 
 
 def test_too_late_is_logged(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     machine.setattr(gpu_flags, "jax_has_started", lambda: True)
     with caplog.at_level(logging.WARNING, "jaxpaged"):
-        gpu_flags.set_defaults()
+        gpu_flags.set_defaults(EngineConfig())
     assert "XLA_FLAGS" not in os.environ
+    assert "XLA_CLIENT_MEM_FRACTION" not in os.environ  # where the cache is sized it is said to be too late
     assert WANTED in caplog.text
 
 
 def test_a_file_of_flags_is_left_alone(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     machine.setenv("XLA_FLAGS", "flags.txt")
     with caplog.at_level(logging.WARNING, "jaxpaged"):
-        gpu_flags.set_defaults()
+        gpu_flags.set_defaults(EngineConfig())
     assert os.environ["XLA_FLAGS"] == "flags.txt"
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.9"
     assert WANTED in caplog.text
 
 

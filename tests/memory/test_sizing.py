@@ -1,15 +1,18 @@
 """How many bytes a block takes and how many blocks fit."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import machine
+from jaxpaged.engine import machine, programs, startup
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.state import MAX_EDITS, MAX_STEPS
 from jaxpaged.memory import kv_cache, sizing
+from jaxpaged.memory.sizing import Budget
 from jaxpaged.sampling_params import MAX_LOGPROBS
 from reference.v0.cache_engine import CacheEngine
 from tests import tiny
@@ -25,15 +28,14 @@ def test_bytes_per_block_are_those_of_vllm_and_of_the_arrays():
     assert sum(array.nbytes for array in jax.tree.leaves(cache)) == 10 * bytes_per_block
 
 
-def sized(**changes):
+def sized(available_bytes=10**6, **changes):
     options = {
         "num_blocks": None,
         "bytes_per_block": 100,
         "state_bytes_per_block": 14,
         "block_size": 4,
         "num_layers": 3,
-        "available_bytes": 10**6,
-        "available_why": "a test",
+        "budget": Budget(available_bytes, "a test"),
     }
     return sizing.cache_size(**options | changes)
 
@@ -68,25 +70,131 @@ def test_a_cache_without_room_for_a_block_is_refused(available):
         sized(available_bytes=available)
 
 
-class FakeGpu:
-    """Only what sizing asks of a device."""
+@pytest.mark.parametrize(
+    ("guess", "fit_beside", "numbers"),
+    [
+        (1000, lambda n: 1000, [1000]),
+        (1001, lambda n: 1015, [1000]),  # gives up 15, one in 66
+        (1000, lambda n: 1016, [1000, 1016]),
+        (1000, lambda n: 999, [1000, 996]),
+        (1000, lambda n: 2500, [1000, 2496]),
+        (1000, lambda n: 2000 - n // 2, [1000, 1496, 1248]),  # a program that grows
+        (1000, lambda n: 10**9, [1000, 5120]),
+        (2, lambda n: 2, [2]),
+        (1000, lambda n: -7, [1000]),
+    ],
+)
+def test_programs_are_made_until_one_fits(guess, fit_beside, numbers):
+    """Most often one. `numbers` of blocks, each of few bits, for which they are made."""
+    made = []
 
-    platform = "gpu"
+    def make(num_blocks):
+        made.append(num_blocks)
+        return fit_beside(num_blocks)
 
-    def memory_stats(self):
-        return {"bytes_limit": 10**9}
+    num_blocks = sizing.fitted(guess, 5130, make)
+    assert made == numbers
+    fits = min(fit_beside(made[-1]), 5130)
+    assert num_blocks == made[-1] <= fits if fits > 1 else num_blocks < 2
+    assert all(n == sizing.coarse(n) and n.bit_length() - 8 <= (n & -n).bit_length() - 1 for n in made)
 
 
-def test_on_a_gpu_the_cache_gets_what_weights_and_activations_leave(monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu()])
-    config = EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=4, max_num_batched_tokens=36)
-    left, why = machine.available_bytes(config, tiny.CONFIG, jnp.dtype("float32"))
+def test_a_sum_is_told_in_words_and_on_paper():
+    budget = Budget(1000, "half of 2000 bytes", (("in use", 300),)).less(("of weights", 0), ("of state", 1))
+    assert str(budget) == "half of 2000 bytes less 300 in use and 1 of state"
+    lines = [line.split() for line in budget.lines()]
+    assert [line[:2] for line in lines[1:]] == [["-", "300"], ["-", "1"], ["=", "699"]]
+    assert budget.left == 699
+
+
+@pytest.mark.parametrize(
+    ("utilization", "environment", "stats", "most", "what"),
+    [
+        (0.5, {}, {}, 500, "50% of the GPU's 1000 bytes"),
+        (0.9, {}, {}, 750, "75% of the GPU's 1000 bytes .JAX has no more: set XLA_CLIENT_MEM_FRACTION=0.9"),
+        (0.9, {"XLA_CLIENT_MEM_FRACTION": "0.9"}, {"bytes_limit": 900}, 900, "90% of the GPU's 1000 bytes$"),
+        (0.5, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.25"}, {"bytes_limit": 250}, 250, "25% of .* no more"),
+        (0.5, {}, {"pool_bytes": 600}, 500, "50% of"),
+        (0.7, {}, {"pool_bytes": 600}, 600, "the 600 bytes of the GPU that were free when JAX started"),
+        (0.7, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, {"pool_bytes": 600}, 700, "70% of"),
+    ],
+)
+def test_the_memory_of_a_gpu_is_what_jax_has_of_it(utilization, environment, stats, most, what, monkeypatch):
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = EngineConfig(gpu_memory_utilization=utilization)
+    budget = machine.gpu_budget(config, {"bytes_limit": 750, "bytes_in_use": 40} | stats)
+    assert budget.total == most
+    assert re.match(what, budget.what)
+    assert budget.left == most - 40 - machine.GPU_BYTES_FREE
+
+
+def test_where_jax_does_not_say_how_much_memory_there_is_the_cache_must_be_given(monkeypatch):
+    monkeypatch.setattr(machine, "memory_stats", dict)
+    with pytest.raises(InputError, match="num_blocks=None must be an int where JAX does not say how much"):
+        startup.known_size(EngineConfig(), tiny.CONFIG)
+    assert startup.known_size(EngineConfig(num_blocks=9), tiny.CONFIG).num_blocks == 9
+
+
+def test_what_is_too_large_beside_the_weights_is_refused_before_they_are_loaded(monkeypatch):
     weights = sum(w.nbytes for w in tiny.weights().values())
+    most = machine.GPU_BYTES_FREE + weights + 2 * 2048
+    config = EngineConfig(**tiny.DEFAULTS | {"num_blocks": None, "gpu_memory_utilization": 0.5})
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": most})
+    assert startup.known_size(config, tiny.CONFIG) is None
+    monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": most - 1})
+    message = (
+        rf"at least 2 blocks of 2048 bytes, but only 4095 bytes .* less .* free and {weights} of weights"
+    )
+    with pytest.raises(InputError, match=message):
+        startup.known_size(config, tiny.CONFIG)
+
+
+def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
+    """All that sizing asks of a GPU is its memory, so this CPU plays one. The program is the other tests'."""
+    given = tiny.driver()
+    program = given._kept_run
+    of_loop = program.temporary_bytes + 2 * program.result_bytes
+    assert min(program.temporary_bytes, program.result_bytes) > 10_000
+    num_blocks = given.cache_size.num_blocks
+    of_state = sum(x.nbytes for x in jax.tree.leaves(given._state)) - given.cache_size.num_bytes
+    in_use = 10**6
+    taken = in_use + machine.GPU_BYTES_FREE + of_state + of_loop
+    limit = taken + num_blocks * 2048 + 2047
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": limit, "bytes_in_use": in_use})
+    monkeypatch.setattr(
+        machine, "activation_bytes", lambda *_: of_loop
+    )  # a good guess: 65 blocks, or one less
+    monkeypatch.setattr(programs, "compiled", lambda *_: pytest.fail("there is one"))
+    driver = tiny.driver(num_blocks=None, gpu_memory_utilization=0.5)
+    assert driver.cache_size.num_blocks == num_blocks
+    assert driver.cache_size.budget.left == limit - taken
+    assert ("of the compiled loop", of_loop) in driver.cache_size.budget.taken
+    assert driver._kept_run is program
+    [prompt] = tiny.prompts([20])
+    assert tiny.generate(driver, [prompt], tiny.greedy(5)) == [tiny.reference_answer(tuple(prompt), 5)]
+
+    # Before it is loaded, its weights count beside; and the program is the same.
+    weights = sum(x.nbytes for x in jax.tree.leaves(driver._params))
+    stats = {"bytes_limit": limit + weights, "bytes_in_use": in_use}
+    monkeypatch.setattr(machine, "memory_stats", lambda: stats)
+    size = startup.cache_size(driver.config, tiny.CONFIG)
+    assert (size.num_blocks, size.budget.left) == (num_blocks, limit - taken)
+
+
+def test_what_a_cpu_has_for_the_cache_is_reckoned_from_shapes():
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=36)
+    budget = machine.budget(config, tiny.CONFIG, bytes_to_load=10**6)
     # 32 tokens x the 96 columns of gate and up, four times, and 4 rows x 97 logits, three times
     activations = 4 * (4 * 32 * 96 + 3 * 4 * 97)
     state, per_block = machine.state_bytes(config, tiny.CONFIG)
-    assert left == 500_000_000 - weights - state - activations
-    assert "50% of 1000000000 bytes" in why
+    assert budget.taken == (("of state", state), ("of activations", activations))
+    assert "5% of this machine's" in budget.what
     # Of 8 rows the tokens, what changes logits, and the last tokens' scores; 56 bytes and 16 tokens a block.
     a_row = 4 * 128 + 12 * MAX_EDITS + MAX_STEPS * 4 * (2 + 2 * MAX_LOGPROBS)
     assert 8 * a_row < state < 8 * a_row + 4096

@@ -1,0 +1,242 @@
+"""What an engine starts with: its state, the loop compiled for it, and how many blocks fit beside both."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from flax import nnx
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import gpu_flags, loop, machine, programs
+from jaxpaged.engine.loop import Report
+from jaxpaged.engine.programs import Program
+from jaxpaged.engine.state import EngineState, HostPool
+from jaxpaged.engine.step import no_prompt_scores
+from jaxpaged.engine.step_config import StepConfig
+from jaxpaged.memory import eviction, sizing
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory.sizing import Budget, CacheSize
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.decoder import Decoder, abstract
+from pallas_kernels import layouts
+
+# `loop.run` of one model and config.
+type Run = Callable[[nnx.State, EngineState, np.int32, np.bool_], tuple[EngineState, Report]]
+
+
+def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
+    """How many blocks the cache gets on this machine; on a GPU the loop is compiled to know it."""
+    known = known_size(config, model_config)
+    return known or fitted(config, model_config, abstract(model_config, machine.resolve_dtype(config)))[0]
+
+
+def known_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize | None:
+    """The cache's size, where it is known before anything is loaded: not on a GPU, unless it is given.
+
+    Raises `InputError` if not even one sequence of one block would fit; on a GPU if that is so beside the
+    weights alone.
+    """
+    stats = machine.memory_stats()
+    if config.num_blocks is not None or stats is None:
+        return machine.cache_size(config, model_config)
+    memory = machine.gpu_budget(config, stats).less(
+        ("of weights", machine.weight_bytes(config, model_config))
+    )
+    per_block = machine.bytes_per_block(config, model_config)
+    if memory.left < 2 * per_block:
+        raise sizing.no_room(per_block, memory)
+    return None
+
+
+def fitted(config: EngineConfig, model_config: ModelConfig, model: Decoder) -> tuple[CacheSize, Run]:
+    """How many blocks a GPU has room for beside the loop compiled for them, and that loop.
+
+    The memory is what is free now, so the model should be loaded; of one with shapes for arrays the weights
+    are counted beside. Nothing has to be run: the state is measured by its shapes, and XLA knows what the
+    program takes. That hardly depends on the number of blocks, so most often the first program, made for a
+    guess, is the last. Raises `InputError` if not even one sequence of one block would fit.
+    """
+    graphdef, params = nnx.split(model)
+    bytes_to_load = 0
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        bytes_to_load = _num_bytes(params)
+        params = _placed(params, _on_device())
+    per_block = machine.bytes_per_block(config, model_config)
+    memory = machine.gpu_budget(config, machine.memory_stats() or {}).less(("of weights", bytes_to_load))
+    if config.gpu_memory_utilization > gpu_flags.memory_share():
+        logging.warning("the cache gets what is left of %s", memory.what)
+    made: dict[int, tuple[Budget, Run]] = {}
+
+    def fit_beside(num_blocks: int) -> int:
+        state = state_shapes(config, model_config, model, num_blocks)
+        source = Source(config, model_config, graphdef, params, state, by_host=config.loop == "host")
+        program = source.kept() or source.compiled()
+        of_state = _num_bytes(dataclasses.replace(state, host=None)) - num_blocks * per_block
+        if state.host is not None:
+            of_state += _num_bytes(state.host.tables)
+        # Of results two are there at a time: that of a run, and that of the one before, which is being read.
+        of_loop = program.temporary_bytes + 2 * program.result_bytes
+        left = memory.less(("of state", of_state), ("of the compiled loop", of_loop))
+        made[num_blocks] = left, source.run(program)
+        logging.info("beside the loop compiled for %d blocks: %s", num_blocks, left)
+        return left.left // per_block
+
+    most = min(sizing.MOST_BLOCKS, sizing.most_blocks(model_config.num_layers, config.block_size))
+    reckoned = machine.budget(config, model_config, bytes_to_load).left
+    guess = max(reckoned // (per_block + machine.state_bytes(config, model_config)[1]), 2)
+    num_blocks = sizing.fitted(guess, most, fit_beside)
+    if num_blocks < 2:
+        raise sizing.no_room(per_block, min((left for left, _ in made.values()), key=lambda left: left.left))
+    left, run = made[num_blocks]
+    why = sizing.CAPPED if num_blocks == sizing.coarse(most) else sizing.FITTED
+    return CacheSize(num_blocks, per_block, config.block_size, why, left), run
+
+
+def run_of(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    state: EngineState,
+    *,
+    by_host: bool,
+) -> Run | None:
+    """The loop over such a state, turned by the host or not.
+
+    None where no program is kept on disk: then `loop.run` has its own, with JAX's ways of keeping it.
+    """
+    source = Source(config, model_config, graphdef, params, state, by_host=by_host)
+    program = source.kept()
+    if program is None and not by_host:
+        return None
+    return source.run(program or source.compiled())
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a loop is compiled from: `loop.run`, or, if the host turns it, its step."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    graphdef: nnx.GraphDef
+    params: nnx.State  # of this and of the state shapes with shardings are enough
+    state: EngineState
+    _: dataclasses.KW_ONLY
+    by_host: bool
+
+    @functools.cached_property
+    def step_config(self) -> StepConfig:
+        return machine.step_config(self.config, self.model_config, self.state.tables.pool.num_blocks)
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """What the program is called with."""
+        numbers = np.int32(0), np.bool_(False)
+        if not self.by_host:
+            return self.params, self.state, *numbers
+        before = functools.partial(loop.before_run, config=self.step_config)
+        more, _ = jax.eval_shape(before, self.state, *numbers)
+        return self.params, (self.state, *more), *numbers
+
+    @property
+    def options(self) -> dict[str, str] | None:
+        return gpu_flags.STEP_OPTIONS if self.by_host else None
+
+    def lower(self) -> jax.stages.Lowered:
+        function = loop.run_step if self.by_host else loop.run
+        return function.lower(self.graphdef, *self.arrays, config=self.step_config)
+
+    def kept(self) -> Program | None:
+        """The program, kept on disk from now on; None where none is."""
+        if not layouts.is_ours(self.state.kv_cache.layout):
+            return None
+        told = no_prompt_scores(self.step_config, self.config.num_rows)
+        report = jax.eval_shape(loop.report, self.state, told, self.state.rows.order)
+        what = "run by host" if self.by_host else "run"
+        return programs.kept(
+            self.lower,
+            made_from=(what, self.model_config, machine.resolve_dtype(self.config), self.step_config),
+            arrays=self.arrays,
+            result=(self.arrays[1], np.bool_(False)) if self.by_host else (self.state, report),
+            options=self.options,
+        )
+
+    def compiled(self) -> Program:
+        return programs.compiled(self.lower, self.options)
+
+    def run(self, program: Program) -> Run:
+        """The loop by its program."""
+        if not self.by_host:
+            return program
+        return functools.partial(loop.run_by_host, program, config=self.step_config)
+
+
+def create_state(
+    config: EngineConfig, model_config: ModelConfig, model: Decoder, num_blocks: int
+) -> EngineState:
+    """A state without requests, with a pool in the host's memory if requests are swapped to it."""
+
+    def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
+        return _created(config, model_config, model, num_blocks, prefix_caching=prefix_caching)
+
+    return _with_host(config, num_blocks, create, lambda cache: jax.device_put(cache, jax.memory.Space.Host))
+
+
+def state_shapes(
+    config: EngineConfig, model_config: ModelConfig, model: Decoder, num_blocks: int
+) -> EngineState:
+    """The same with shapes for arrays, each with the place where the array would be."""
+
+    def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
+        made = functools.partial(_created, config, model_config, model, num_blocks)
+        return _placed(jax.eval_shape(functools.partial(made, prefix_caching=prefix_caching)), _on_device())
+
+    def to_host(cache: KVCache) -> KVCache:
+        return _placed(cache, jax.device_put(np.int32(0), jax.memory.Space.Host).sharding)
+
+    return _with_host(config, num_blocks, create, to_host)
+
+
+def _with_host(
+    config: EngineConfig,
+    num_blocks: int,
+    create: Callable[..., EngineState],
+    to_host: Callable[[KVCache], KVCache],
+) -> EngineState:
+    created = create(num_blocks, prefix_caching=config.enable_prefix_caching)
+    if config.preemption_mode != "swap":
+        return created
+    swapped = create(config.num_host_blocks, prefix_caching=False)
+    return dataclasses.replace(created, host=HostPool(swapped.tables, to_host(swapped.kv_cache)))
+
+
+def _created(
+    config: EngineConfig, model_config: ModelConfig, model: Decoder, num_blocks: int, *, prefix_caching: bool
+) -> EngineState:
+    kv_layout = machine.layout(config, model_config)
+    return loop.create(
+        jax.eval_shape(lambda: model.create_cache(num_blocks, config.block_size, kv_layout)),
+        num_rows=config.num_rows,
+        max_model_len=machine.max_model_len(config, model_config),
+        vocab_size=model_config.vocab_size,
+        prefix_caching=prefix_caching,
+        policy=eviction.named(config.eviction_policy),
+    )
+
+
+def _on_device() -> Sharding:
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _placed[T](tree: T, sharding: Sharding) -> T:
+    placed: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+    return placed
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
