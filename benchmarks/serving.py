@@ -69,7 +69,7 @@ def lines(found: dict[str, list[list[dict[str, Any]]]], clients: list[int]) -> I
         for place, num_clients in enumerate(clients if name != GENERATE else [max(clients)]):
             runs = [each[place] for each in rounds]
             per_s = record.spread([run["output_tokens_per_s"] for run in runs])
-            line = {"engine": name, "clients": num_clients, "output_tokens_per_s": per_s}
+            line: dict[str, Any] = {"engine": name, "clients": num_clients, "output_tokens_per_s": per_s}
             if name != GENERATE:
                 times = ("ttft", "tpot", "e2e")
                 line |= {

@@ -12,7 +12,7 @@ import numpy as np
 from jaxpaged.arithmetic import cdiv, next_power_of_two
 from jaxpaged.checks import INT32_MAX, InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.driver import WATERMARK
+from jaxpaged.engine.machine import WATERMARK
 from jaxpaged.engine.state import Counter, EngineState, Phase, empty_rows
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.lab.combination import Combination

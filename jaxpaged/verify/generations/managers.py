@@ -269,7 +269,7 @@ class V063Oracle(ManagerOracle):
             self.manager.num_total_gpu_blocks -= 1
 
     def _sequence(self, row: int, tokens: Ints[int]) -> V063Sequence:
-        return V063Sequence(row, tokens)
+        return V063Sequence(row, list(tokens))
 
     def _extend(self, seq: V063Sequence, tokens: list[int]) -> list[Pair]:
         for token in tokens:
