@@ -8,9 +8,10 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import gguf_blocks, loading
+from jaxpaged.models import gguf_blocks, layers, loading
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.quantisation import OnLoad
+from jaxpaged.models.quantised import packed
 from jaxpaged.models.weights import Parts, by_role
 from reference import model as reference_model
 from reference import quantisation
@@ -49,6 +50,27 @@ def test_a_gguf_file_s_weights_are_kept_as_they_are(checkpoint, use_native, monk
     # Of native products a segment of several layers is one array.
     assert dtypes.count("uint32") == (1 + 2 * 2 + 2 if use_native == "1" else 1 + 2 * (2 + 2))
     assert kept.lm_head is None
+
+
+@each_form
+def test_layers_of_several_kinds_are_found_in_their_groups(use_native, monkeypatch):
+    monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
+    rng = np.random.default_rng(0)
+    weights = [
+        packed(
+            [(gguf_blocks.KINDS[kind], gguf_blocks.quantised(rng.random((40, 64)), kind, "a"))], 64, FLOAT32
+        )
+        for kind in ("Q8_0", "Q4_0", "Q4_0", "Q8_0")
+    ]
+
+    def each(*numbers, groups=()):
+        return layers.Each(len(numbers), lambda: iter([weights[i] for i in numbers]), groups)
+
+    groups = [([0, 3], each(0, 3)), ([1, 2], each(1, 2))]
+    linear = layers.Linear(each(0, 1, 2, 3, groups=groups), together=True)
+    x = jnp.asarray(rng.random((3, 64), np.float32))
+    for i, weight in enumerate(weights):
+        np.testing.assert_array_equal(linear(x, jnp.int32(i)), layers.quantised_product(x, weight))
 
 
 @each_form
