@@ -7,6 +7,7 @@ forms must hit the same.
 """
 
 import functools
+import inspect
 import json
 import os
 import time
@@ -35,7 +36,8 @@ _POLICY = flags.DEFINE_string("policy", "lru", "Of all caches.")
 def _together(
     caches: loop.Cache, symbols: jax.Array, requests: loop.Requests
 ) -> tuple[loop.Cache, jax.Array]:
-    return jax.vmap(loop.replay, in_axes=(0, None, None, 0))(caches, symbols, None, requests)
+    replay = inspect.unwrap(loop.replay)
+    return jax.vmap(replay, in_axes=(0, None, None, 0))(caches, symbols, None, requests)
 
 
 def main(argv: list[str]) -> None:

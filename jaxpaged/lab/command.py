@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST_WARMUP = 1 - 1e-9
 SERVED = 1000  # requests, with --out
+DECODER = "Llama 3.1 8B"
 PROMPT_TOKENS = 2048  # of prompts in one step
 
 
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     from jaxpaged.lab.serving import replay, roofline
     from jaxpaged.memory import eviction
 
-    peak = roofline.named(args.gpu)
+    peak, decoder = roofline.named(args.gpu), roofline.DECODERS[DECODER]
     num_tokens = args.max_num_batched_tokens
     if num_tokens is None:
         num_tokens = args.max_num_seqs + PROMPT_TOKENS
@@ -134,7 +135,9 @@ def run(args: argparse.Namespace) -> None:
             resident=args.resident,
             progress=bar.update,
         )
-        serving = replay.serve(served, in_engine, peak, config, warmup=args.warmup, progress=bar.update)
+        serving = replay.serve(
+            served, in_engine, peak, config, decoder, warmup=args.warmup, progress=bar.update
+        )
         for result in sent:
             results.append(result)
             is_served = result.combination in in_engine
@@ -145,7 +148,7 @@ def run(args: argparse.Namespace) -> None:
     if args.out is not None:
         from jaxpaged.lab import report
 
-        of_gpu = replay.Serving(args.gpu, roofline.LLAMA_8B, config, served.num_requests, caches)
+        of_gpu = replay.Serving(args.gpu, DECODER, config, served.num_requests, caches)
         written = report.write(args.out, trace, results, of_gpu if caches else None)
         if not args.json:
             print(f"report: {written}")

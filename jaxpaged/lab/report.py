@@ -22,7 +22,7 @@ from jaxpaged.lab import questions
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.questions import Reuse
 from jaxpaged.lab.serving.replay import Served, Serving, percentiles
-from jaxpaged.lab.serving.roofline import GPUS, cache_tokens
+from jaxpaged.lab.serving.roofline import DECODERS, GPUS, cache_tokens
 from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
 from jaxpaged.lab.traces import Trace
 
@@ -73,8 +73,8 @@ def numbers(
         else {
             "is": "a model, not a measurement",
             "gpu": serving.gpu,
-            "decoder": serving.decoder.name,
-            "room_for_tokens": cache_tokens(GPUS[serving.gpu], serving.decoder),
+            "decoder": serving.decoder,
+            "room_for_tokens": cache_tokens(GPUS[serving.gpu], DECODERS[serving.decoder]),
             "max_num_seqs": serving.config.max_num_seqs,
             "max_num_batched_tokens": serving.config.max_num_batched_tokens,
             "num_requests": serving.num_requests,
@@ -147,18 +147,19 @@ def _page(
 
 def _serving(serving: Serving) -> list[str]:
     config = serving.config
+    room = cache_tokens(GPUS[serving.gpu], DECODERS[serving.decoder])
     return [
         "<h2>Served in the time of a GPU</h2>",
         '<p class="model"><b>A model, not a measurement.</b> '
         f"The first {serving.num_requests:,} requests, each when it came, through jaxpaged's own scheduler, "
         "allocator and prefix cache, with a model that computes nothing. A step takes what "
-        f"{html.escape(serving.decoder.name)} in bfloat16 takes at the peaks of {html.escape(serving.gpu)}: "
+        f"{html.escape(serving.decoder)} in bfloat16 takes at the peaks of {html.escape(serving.gpu)}: "
         "its arithmetic or its reading of weights, K and V, whichever is longer, and nothing else takes any "
         f"time. At most {config.max_num_seqs} requests run together, and {config.max_num_batched_tokens:,} "
         "tokens are computed in one step. Refused is who would not fit alone. Times are of the requests "
         f"after the warm-up, counts of all. {html.escape(serving.gpu)} itself has room for the K and V of "
-        f"{cache_tokens(GPUS[serving.gpu], serving.decoder):,} tokens beside the weights; to read a larger "
-        "cache, wherever it is, costs nothing more here.</p>",
+        f"{room:,} tokens beside the weights; to read a larger cache, wherever it is, costs nothing more "
+        "here.</p>",
         _table(
             (
                 *("policy", "block size", "cache tokens", "refused", "preemptions", "most held"),

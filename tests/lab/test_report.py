@@ -12,7 +12,6 @@ from jaxpaged.lab import questions, report, traces
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.loop import LIFETIMES
 from jaxpaged.lab.serving.replay import Memory, Served, Serving
-from jaxpaged.lab.serving.roofline import LLAMA_8B
 from jaxpaged.lab.sweep import Result
 from tests.lab.tracing import BLOCK, conversations, write
 
@@ -71,7 +70,7 @@ def test_the_report_is_one_page_with_its_plots_and_numbers_beside_it(trace, tmp_
         memory,
     )
     config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2112)
-    serving = Serving("h200", LLAMA_8B, config, 80, [served])
+    serving = Serving("h200", "Llama 3.1 8B", config, 80, [served])
     path = report.write(str(tmp_path / "out"), trace, results, serving)
     page = path.read_text()
     assert page.count("<svg") == 8

@@ -14,12 +14,14 @@ from jaxpaged.lab import traces
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.serving import replay
 from jaxpaged.lab.serving.loop import FINISHED, FIRST_TOKEN, STARTED
-from jaxpaged.lab.serving.roofline import LLAMA_8B, Roofline, seconds_of_step
+from jaxpaged.lab.serving.roofline import LLAMA_8B, Decoder, Roofline, seconds_of_step
 from reference.engine import Engine, cdiv
 from reference.engine_state import EngineConfig, Phase, Request
 from tests.lab.tracing import BLOCK, conversations, write
 
-SLOW_GPU = Roofline(2e13, 4e11, 80e9)  # on which requests have to wait for each other
+# On which requests have to wait for each other, and a token more or less can be seen.
+SLOW_GPU, SMALL_MODEL = Roofline(2e11, 5e9, 80e9), Decoder(1e6, 32, 32, 32, 128)
+BLOCK_SIZE = 16
 CONFIG = config.EngineConfig(max_num_seqs=4, max_num_batched_tokens=4 + 2 * PREFILL_TILE)
 NUM_REQUESTS = 40
 
@@ -39,15 +41,17 @@ class Scheduler(Engine):
         pass
 
 
-def seconds_by_hand(lengths, peak):
+def seconds_by_hand(lengths, peak, model):
     """Of a step in which these tokens are computed: pairs of the first one's place, and the last one's."""
     pairs = sum(place + 1 for start, end in lengths for place in range(start, end))
-    flops = 2 * 8.03e9 * sum(end - start for start, end in lengths) + 4 * 32 * 32 * 128 * pairs
-    read = 2 * 8.03e9 + 2 * 2 * 32 * 8 * 128 * sum(end for _, end in lengths)
+    flops = 2 * model.num_params * sum(end - start for start, end in lengths)
+    flops += 4 * model.num_layers * model.num_q_heads * model.head_dim * pairs
+    read = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim * sum(end for _, end in lengths)
+    read += 2 * model.num_params
     return max(flops / peak.flops, read / peak.bytes)
 
 
-def by_hand(trace, usable, block_size, peak):
+def by_hand(trace, usable):
     """Moments, hit tokens, preemptions; and by the end of each step how many blocks are held, and cached."""
     total_lens = (trace.input_lens + trace.output_lens).tolist()
     its_config = EngineConfig(
@@ -55,13 +59,13 @@ def by_hand(trace, usable, block_size, peak):
         num_rows=2 * CONFIG.max_num_seqs,
         num_tiles=2,
         tile_len=PREFILL_TILE,
-        block_size=block_size,
+        block_size=BLOCK_SIZE,
         num_blocks=usable + 1,
         max_blocks_per_seq=usable,
         watermark_blocks=int(0.01 * (usable + 1)),
     )
     engine = Scheduler(its_config, lambda tokens: 0)
-    coming = [r for r, length in enumerate(total_lens) if cdiv(length - 1, block_size) <= usable]
+    coming = [r for r, length in enumerate(total_lens) if cdiv(length - 1, BLOCK_SIZE) <= usable]
     moments = np.full((3, trace.num_requests), np.nan)
     hits = np.zeros(trace.num_requests, int)
     blocks, clock, num_preemptions = {}, 0.0, 0
@@ -84,14 +88,14 @@ def by_hand(trace, usable, block_size, peak):
         ends = [row.num_tokens - 1 if row.phase is Phase.FINISHED else row.computed for row in rows]
         new = [step.num_new_tokens.get(row.index, 0) for row in rows]
         lengths = [(end - n, end) for end, n in zip(ends, new, strict=True) if n]
-        begin, clock = clock, clock + seconds_by_hand(lengths, peak)
+        begin, clock = clock, clock + seconds_by_hand(lengths, SLOW_GPU, SMALL_MODEL)
         num_preemptions += len(step.preempted)
         for row, before in zip(rows, num_tokens, strict=True):
             r = row.request.arrival
             if row.index in step.admitted:
                 moments[STARTED, r] = np.fmin(moments[STARTED, r], begin)
                 if before == row.prompt_len:
-                    hits[r] = step.admitted[row.index] * block_size
+                    hits[r] = step.admitted[row.index] * BLOCK_SIZE
             if before == row.prompt_len < row.num_tokens:
                 moments[FIRST_TOKEN, r] = clock
             if row.phase is Phase.FINISHED:
@@ -104,11 +108,11 @@ def by_hand(trace, usable, block_size, peak):
 def test_requests_wait_give_way_and_end_when_the_oracle_says(file):
     """With caches that refuse some, in which some give way, and in which nobody does."""
     trace = traces.read(file)
-    asked = [Combination("lru", BLOCK, tokens) for tokens in (320, 1280, None)]
-    results = [*replay.serve(trace, asked, SLOW_GPU, CONFIG, warmup=0.25)]
+    asked = [Combination("lru", BLOCK_SIZE, tokens) for tokens in (320, 1760, None)]
+    results = [*replay.serve(trace, asked, SLOW_GPU, CONFIG, SMALL_MODEL, warmup=0.25)]
     assert [each.combination for each in results] == asked
     for served in results:
-        moments, hits, num_preemptions, blocks = by_hand(trace, served.num_usable, BLOCK, SLOW_GPU)
+        moments, hits, num_preemptions, blocks = by_hand(trace, served.num_usable)
         np.testing.assert_allclose(served.moments_s, moments, rtol=1e-5)
         np.testing.assert_array_equal(served.hit_tokens, hits)
         assert served.counters[Counter.NUM_PREEMPTIONS] == num_preemptions
@@ -136,18 +140,18 @@ def test_a_step_takes_what_its_arithmetic_or_its_reading_takes():
     for lengths in ([(0, 4096)], [(4095, 4096), (99, 100)], [(131_071, 131_072), (64, 2112)]):
         start, end = np.array(lengths).T
         found = seconds_of_step(jnp.asarray(end - start), jnp.asarray(end), peak, LLAMA_8B)
-        assert float(found) == pytest.approx(seconds_by_hand(lengths, peak), rel=1e-5)
+        assert float(found) == pytest.approx(seconds_by_hand(lengths, peak, LLAMA_8B), rel=1e-5)
     assert float(seconds_of_step(jnp.array([1, 0]), jnp.array([10, 10**6]), peak, LLAMA_8B)) < 0.005
 
 
 @pytest.mark.slow  # with the program of the one above
 def test_the_command_adds_what_is_served_to_each_line(file, capsys):
-    command = f"lab {file} --cache-tokens 1280,unbounded --json --serve 40 --gpu a100"
+    command = f"lab {file} --block-size 16 --cache-tokens 1760,unbounded --json --serve 40 --gpu a100"
     command += f" --max-num-seqs 4 --max-num-batched-tokens {CONFIG.max_num_batched_tokens}"
     assert cli.main(command.split()) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     served = [line["served"] for line in lines]
-    assert [each["cache_tokens"] for each in served] == [1280, None]
+    assert [each["cache_tokens"] for each in served] == [1760, None]
     for each in served:
         assert each["num_requests"] == each["num_warmup_requests"] == NUM_REQUESTS // 2
         assert 0 < each["tpot_s"]["p50"] < each["ttft_s"]["p99"] < math.inf

@@ -81,15 +81,15 @@ def submit(
     return place_requests(state, replace(request, token_ids=token_ids[None]), row)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "decoder"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def run(
     state: EngineState,
     until: Float[Array, ""],
     watermark_blocks: Int[Array, ""],
     peak: Roofline,
+    decoder: Decoder,
     *,
     config: StepConfig,
-    decoder: Decoder,
 ) -> tuple[EngineState, Report]:
     """Step until all rows are done, at most MOST_STEPS times; or until so many seconds have passed, and a row
     is free for the request that comes then. The state is donated.

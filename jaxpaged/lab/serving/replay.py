@@ -18,7 +18,7 @@ from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.serving import loop
 from jaxpaged.lab.serving.loop import FINISHED, FIRST_TOKEN, STARTED
-from jaxpaged.lab.serving.roofline import LLAMA_8B, Decoder, Roofline
+from jaxpaged.lab.serving.roofline import Decoder, Roofline
 from jaxpaged.lab.threads import Programs, side_by_side
 from jaxpaged.lab.traces import Trace
 from jaxpaged.memory import eviction
@@ -116,8 +116,8 @@ def percentiles(values: np.ndarray) -> dict[str, float]:
 class Serving:
     """A trace served with several caches."""
 
-    gpu: str
-    decoder: Decoder
+    gpu: str  # of `roofline.GPUS`
+    decoder: str  # of `roofline.DECODERS`
     config: EngineConfig  # how many requests run together, how many tokens are computed in one step
     num_requests: int
     caches: Sequence[Served]
@@ -128,8 +128,8 @@ def serve(
     combinations: Sequence[Combination],
     peak: Roofline,
     config: EngineConfig,
+    decoder: Decoder,
     *,
-    decoder: Decoder = LLAMA_8B,
     warmup: float = 0.5,
     progress: Callable[[int], object] = lambda num_requests: None,
 ) -> Iterator[Served]:
@@ -223,8 +223,8 @@ class _Server:
                     np.float32(until),
                     watermark,
                     self.peak,
+                    self.decoder,
                     config=self.step_config,
-                    decoder=self.decoder,
                 )
                 progress(log.note(jax.device_get(report)))
             elif coming:

@@ -33,11 +33,11 @@ def named(gpu: str) -> Roofline:
     return GPUS[checked_choice("gpu", gpu, GPUS)]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoder:
     """A decoder's size, in bfloat16."""
 
-    name: str
     num_params: float
     num_layers: int
     num_q_heads: int
@@ -55,7 +55,8 @@ def cache_tokens(gpu: Roofline, decoder: Decoder) -> int:
     return max(0, int((USED * gpu.memory - 2 * decoder.num_params) / decoder.kv_bytes))
 
 
-LLAMA_8B = Decoder("Llama 3.1 8B", 8.03e9, 32, 32, 8, 128)
+LLAMA_8B = Decoder(8.03e9, 32, 32, 8, 128)
+DECODERS = {"Llama 3.1 8B": LLAMA_8B}
 
 
 def seconds_of_step(
