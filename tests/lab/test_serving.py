@@ -108,7 +108,7 @@ def by_hand(trace, usable):
 def test_requests_wait_give_way_and_end_when_the_oracle_says(file):
     """With caches that refuse some, in which some give way, and in which nobody does."""
     trace = traces.read(file)
-    asked = [Combination("lru", BLOCK_SIZE, tokens) for tokens in (320, 1760, None)]
+    asked = [Combination("lru", BLOCK_SIZE, tokens) for tokens in (320, 1952, None)]
     results = [*replay.serve(trace, asked, SLOW_GPU, CONFIG, SMALL_MODEL, warmup=0.25)]
     assert [each.combination for each in results] == asked
     for served in results:
@@ -146,12 +146,12 @@ def test_a_step_takes_what_its_arithmetic_or_its_reading_takes():
 
 @pytest.mark.slow  # with the program of the one above
 def test_the_command_adds_what_is_served_to_each_line(file, capsys):
-    command = f"lab {file} --block-size 16 --cache-tokens 1760,unbounded --json --serve 40 --gpu a100"
+    command = f"lab {file} --block-size 16 --cache-tokens 1952,unbounded --json --serve 40 --gpu a100"
     command += f" --max-num-seqs 4 --max-num-batched-tokens {CONFIG.max_num_batched_tokens}"
     assert cli.main(command.split()) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     served = [line["served"] for line in lines]
-    assert [each["cache_tokens"] for each in served] == [1760, None]
+    assert [each["cache_tokens"] for each in served] == [1952, None]
     for each in served:
         assert each["num_requests"] == each["num_warmup_requests"] == NUM_REQUESTS // 2
         assert 0 < each["tpot_s"]["p50"] < each["ttft_s"]["p99"] < math.inf
