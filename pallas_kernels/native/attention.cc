@@ -2,6 +2,9 @@
 
 #include "attention.h"
 #include "call.h"
+#ifdef CACHE_OF_BYTES
+#include "bytes.h"
+#endif
 
 namespace {
 

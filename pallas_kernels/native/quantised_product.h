@@ -10,6 +10,7 @@
 #ifndef PALLAS_KERNELS_NATIVE_QUANTISED_PRODUCT_H_
 #define PALLAS_KERNELS_NATIVE_QUANTISED_PRODUCT_H_
 
+#include "bytes.h"
 #include "product.h"
 
 namespace native {

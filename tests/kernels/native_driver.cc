@@ -9,6 +9,7 @@
 #include <string>
 
 #include "attention.h"
+#include "bytes.h"
 #include "product.h"
 #include "quantised_product.h"
 

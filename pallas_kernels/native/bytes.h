@@ -1,0 +1,78 @@
+// Numbers of fewer bits, of which vectors are made by instructions of their own: in a file of its own, for the
+// instructions' header takes the compiler a second.
+
+#ifndef PALLAS_KERNELS_NATIVE_BYTES_H_
+#define PALLAS_KERNELS_NATIVE_BYTES_H_
+
+#include <type_traits>
+
+#include "vector.h"
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace native {
+
+// Numbers of a byte, which become float32 in the register that they are read into.
+template <typename Decoded>
+struct Bytes {
+  using Value = uint8_t;
+  static constexpr int kBytes = kLanes, kValues = 1, kFactors = 1;
+  static Words Read(const char* p) { return (Words)Decoded::Decode(p); }
+  static F32 Number(Words words, int) { return (F32)words; }
+  static F32 AddProduct(F32 sum, F32 factor, Words words, int) { return sum + factor * (F32)words; }
+};
+
+// kLanes bytes as words. GCC 12 makes of the plain form a move for each byte.
+template <typename Byte>
+inline I32 Widened(const char* p) {
+#if defined(__AVX512F__)
+  const __m128i bytes = Load<__m128i>(p);
+  return (I32)(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_cvtsi64_si128(Load<int64_t>(p));
+  return (I32)(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  typedef Byte Narrow __attribute__((vector_size(kLanes)));
+  return __builtin_convertvector(Load<Narrow>(p), I32);
+#endif
+}
+
+// Numbers of kBits: a sign, kExponent bits of an exponent, and the others of a fraction. Subnormal numbers are made
+// without float32's own, which a processor may have been told to take for zeros; infinities and NaN become large numbers,
+// for none are written.
+template <int kBits, int kExponent>
+inline F32 Widened(Words bits) {
+  constexpr uint32_t kSign = 1u << (kBits - 1), kShift = 24 - kBits + kExponent, kBias = 128 - (1 << (kExponent - 1));
+  const Words magnitude = bits & (kSign - 1);
+  const F32 number = (F32)((magnitude << kShift) + (kBias << 23));
+  const F32 subnormal = number + number - (F32)(Words{} + ((kBias + 1) << 23));
+  const F32 size = magnitude < (kSign >> kExponent) ? subnormal : number;
+  return (F32)((Words)size | (bits & kSign) << (32 - kBits));
+}
+
+// float16 numbers as they lie in memory.
+inline F32 ReadFloat16(const char* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(Load<__m256i>(p));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return _mm256_cvtph_ps(Load<__m128i>(p));
+#else
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  return Widened<16, 5>(__builtin_convertvector(Load<Halves>(p), Words));
+#endif
+}
+
+struct Int8 : Bytes<Int8> {
+  static F32 Decode(const char* p) { return __builtin_convertvector(Widened<int8_t>(p), F32); }
+};
+
+template <int kExponent>
+struct Float8 : Bytes<Float8<kExponent>> {
+  static F32 Decode(const char* p) { return Widened<8, kExponent>((Words)Widened<uint8_t>(p)); }
+};
+
+}  // namespace native
+
+#endif  // PALLAS_KERNELS_NATIVE_BYTES_H_
