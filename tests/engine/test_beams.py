@@ -59,11 +59,8 @@ def assert_same(output: BeamSearchOutput, want: list[Hypothesis]) -> None:
 @given(data=st.data())
 def test_answers_are_those_of_the_plain_search_in_any_company(data):
     """In a pool that is too small for all at once."""
-    driver = tiny.driver(**tiny.SMALL)
     ends = (5, 11, 40, 41)
-    driver.door = dataclasses.replace(
-        driver.door, model_config=dataclasses.replace(tiny.CONFIG, eos_token_ids=ends)
-    )
+    driver = with_ends(tiny.driver(**tiny.SMALL), *ends)
     asked, want = [], []
     for _ in range(data.draw(st.integers(1, 3))):
         [prompt] = tiny.prompts([data.draw(st.integers(1, 40))], seed=data.draw(st.integers(0, 9)))
@@ -84,15 +81,53 @@ def test_answers_are_those_of_the_plain_search_in_any_company(data):
     tiny.assert_nothing_is_held(driver)
 
 
+def with_ends(driver: Driver, *ends: int) -> Driver:
+    model_config = dataclasses.replace(tiny.CONFIG, eos_token_ids=ends)
+    driver.door = dataclasses.replace(driver.door, model_config=model_config)
+    return driver
+
+
+def likeliest(tokens: list[int], count: int) -> list[int]:
+    return np.argsort(-logprobs_of(tokens))[:count].tolist()
+
+
+def test_what_ends_is_compared_by_its_length_without_the_end():
+    """One ends in the first step, the other in the second: with lengths of one and two that is the better, with
+    lengths of two and two it would not be.
+    """
+    [prompt] = tiny.prompts([1], seed=5)
+    first, second = likeliest(prompt, 2)
+    ends = (second, *likeliest([*prompt, first], 2))
+    [want] = beam_search(logprobs_of, BeamSearch(prompt, 1, 1 + 4, ends, length_penalty=2.0))
+    assert (want.tokens[:2], want.has_ended) == ([*prompt, first], True)
+    assert logprobs_of(prompt)[second] > want.cum_logprob
+    params = BeamSearchParams(beam_width=1, max_tokens=4, length_penalty=2.0)
+    [output] = searched(with_ends(tiny.driver(), *ends), [(prompt, params)])
+    assert_same(output, [want])
+
+
+def test_a_search_goes_on_while_a_longer_answer_may_be_better():
+    """For a while what has ended is better than what runs; with a penalty of 2 the longest is the best."""
+    [prompt] = tiny.prompts([6], seed=0)
+    end = likeliest(prompt, 2)[1]
+    search = BeamSearch(prompt, 1, 6 + 36, (end,), length_penalty=2.0)
+    was_behind = False
+    while not search.is_done:
+        search.step([logprobs_of(beam.tokens) for beam in search.beams])
+        was_behind |= search.ended[0].score(2.0) > search.beams[0].score(2.0)
+    [want] = search.answers
+    assert was_behind
+    assert not want.has_ended
+    params = BeamSearchParams(beam_width=1, max_tokens=36, length_penalty=2.0)
+    [output] = searched(with_ends(tiny.driver(), end), [(prompt, params)])
+    assert_same(output, [want])
+
+
 def test_what_ended_is_told_with_its_end_and_its_scores():
-    driver = tiny.driver()
     [prompt] = tiny.prompts([12], seed=3)
     params = BeamSearchParams(beam_width=3, max_tokens=8, length_penalty=0)
-    first = int(np.argmax(logprobs_of(prompt)))
-    driver.door = dataclasses.replace(
-        driver.door, model_config=dataclasses.replace(tiny.CONFIG, eos_token_ids=(first,))
-    )
-    [output] = searched(driver, [(prompt, params)])
+    [first] = likeliest(prompt, 1)
+    [output] = searched(with_ends(tiny.driver(), first), [(prompt, params)])
     best = output.sequences[0]
     assert (best.tokens, best.finish_reason, best.stop_reason) == ([*prompt, first], "stop", first)
     assert best.cum_logprob == pytest.approx(best.logprobs[0][first].logprob)
