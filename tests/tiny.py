@@ -209,11 +209,13 @@ def generate(
     return [answers[i].token_ids for i in ids]
 
 
-def drain(driver: Driver) -> dict[int, Delta]:
-    """Run until there is nothing left to do; the answers that have ended since, by request."""
+def drain(driver: Driver, max_steps: int | None = None) -> dict[int, Delta]:
+    """Run until there is nothing left to do, so many steps at a time; the answers that have ended since, by
+    request.
+    """
     deltas: dict[int, list[Delta]] = {}
     while driver.has_work:
-        for delta in driver.turn():
+        for delta in driver.turn(max_steps):
             deltas.setdefault(delta.request_id, []).append(delta)
     return {request_id: collect(its) for request_id, its in deltas.items()}
 
