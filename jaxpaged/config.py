@@ -68,8 +68,9 @@ class EngineConfig:
         ):
             checked_choice(name, getattr(self, name), get_args(choices))
         if self.quantization is not None:
-            rule = f"None or one of {', '.join(get_args(Quantization))}"
-            check("quantization", self.quantization, rule, self.quantization in get_args(Quantization))
+            kinds = get_args(Quantization)
+            is_one = isinstance(self.quantization, str) and self.quantization in kinds
+            check("quantization", self.quantization, f"None or one of {', '.join(kinds)}", is_one)
         for name in ("enable_prefix_caching", "reuse_answers", "calculate_kv_scales"):
             checked_bool(name, getattr(self, name))
         rule = "False without enable_prefix_caching"

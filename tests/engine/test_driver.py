@@ -318,9 +318,8 @@ def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_token
 )
 def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, chosen, why, monkeypatch):
     monkeypatch.setattr(ops, "default_tiled_implementation", lambda dtype, tile_len: default)
-    monkeypatch.setattr(
-        native, "why_not", lambda dtype: None if default == "native" else "JAXPAGED_NATIVE is 0"
-    )
+    why_not = None if default == "native" else "JAXPAGED_NATIVE is 0"
+    monkeypatch.setattr(native, "why_not_cache", lambda layout, dtype: why_not)
     monkeypatch.setattr(native, "instructions", lambda: "AVX2 with FMA")
     model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
     implementation, reason = machine.attention(EngineConfig(**options), model)

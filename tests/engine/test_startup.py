@@ -17,7 +17,7 @@ from jaxpaged.engine.plan import plan, slots_of
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import EngineState, Phase
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
-from tests import quick, tiny
+from tests import tiny
 
 # One program for both: a step for the host to turn, with decode passes of 1, 3 and 4 rows.
 BY_HOST = tiny.SMALL | {"loop": "host", "decode_widths": (1, 3)}
@@ -102,7 +102,7 @@ def test_a_step_takes_the_narrowest_pass_that_holds_all_that_run():
         room = step.no_prompt_scores(config, state.tables.max_seqs)
         return step.forward(WidthModel(), state, its_plan, slots, config, room)[1][:, 0]
 
-    compiled = quick.jit(widths_of)
+    compiled = jax.jit(widths_of)
     found = []
     for prompt in tiny.prompts([9, 5, 12, 3]):
         tiny.submit(driver, [prompt], tiny.greedy(20))
