@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.entries import PIECE, in_pieces
+from jaxpaged.memory.entries import PIECE, after_reading, in_pieces
 from jaxpaged.memory.policies import Policy
 from jaxpaged.memory.ranked_queue import RankedQueue
 from jaxpaged.status import Status
@@ -170,7 +170,7 @@ def _age(
         old, now = since[block_id], request.arrival_ms + 1
         bits = LIFETIMES - lax.clz(now - old)
         lifetimes = lifetimes.at[jnp.where(used & (old > 0), bits, LIFETIMES)].add(1, mode="drop")
-        new = jnp.where(place < request.num_findable, now, 0)
+        new = after_reading(jnp.minimum(old, 0), jnp.where(place < request.num_findable, now, 0))
         target = jnp.where(used, block_id, since.shape[0])
         return since.at[target].set(new, mode="drop"), lifetimes
 

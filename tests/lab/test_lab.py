@@ -158,6 +158,22 @@ def test_each_policy_takes_the_blocks_that_plain_python_does_with_three_prompts_
         assert watched[each] == held
 
 
+def test_no_request_copies_what_is_of_the_pools_size():
+    """Else a request costs what the pool is, and not what its prompt is."""
+    num_blocks = 5003  # unlike every other size
+    cache = jax.eval_shape(
+        functools.partial(
+            loop.create, policy=belady.named("sieve"), num_blocks=num_blocks, max_blocks=64, num_rows=1
+        ),
+        jnp.int32(9),
+    )
+    some = jax.ShapeDtypeStruct((16,), jnp.int32)
+    compiled = loop.replay.lower(cache, some, None, loop.Requests(*[some] * 5)).compile()
+    sizes = {each.shape[0] for each in jax.tree.leaves(cache) if each.ndim}
+    copied = {int(size) for size in re.findall(r"= \w+\[(\d+)[\],]\S* copy\(", compiled.as_text())}
+    assert not {size for size in sizes & copied if size >= num_blocks}
+
+
 def test_the_command_prints_a_json_line_for_each_combination(tmp_path, capsys):
     file = write(tmp_path / "trace.jsonl", conversations())
     command = f"lab {file} --cache-tokens 1600,unbounded --warmup 0.25 --json"
