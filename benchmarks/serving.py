@@ -5,11 +5,12 @@
 
 Ours, each peer, and `LLM.generate` without a server take turns. Each round every server is started anew,
 asked a few requests that are not counted, then ragged ones by so many clients, each asking again when it is
-answered; the same of every server, others for each number of clients. JSON lines: a server's at each number
-of clients, and what `LLM.generate` makes of the last requests at once, with as many rows as the most clients.
-Medians over the rounds. `ratio` is our output tokens per second by the peer's, and our p99 time to the first
-token by the peer's; for `LLM.generate` the server's tokens per second with the most clients by its own: what
-HTTP leaves.
+answered; the same of every server, others for each number of clients. At last all requests are asked at once.
+JSON lines: a server's at each number of clients, and what `LLM.generate` makes of the last requests, with as
+many rows as the servers: the most of --concurrency. Medians over the rounds. `ratio` is our output tokens per
+second by the peer's, and our p99 time to the first token by the peer's; for `LLM.generate` our tokens per second
+of the requests asked at once by its own: what HTTP leaves. (With fewer clients than requests a row that is done
+waits for the next one to be asked, which is no cost of HTTP's.)
 """
 
 import argparse
@@ -44,7 +45,9 @@ def main(argv: Sequence[str]) -> None:
     """Run as a module."""
     record.start(argv)
     clients = [int(n) for n in _CONCURRENCY.value]
-    sizes = ["--max-num-seqs", str(max(clients)), "--max-model-len", str(MAX_MODEL_LEN)]
+    num_rows = max(clients)
+    clients.append(_REQUESTS.value)
+    sizes = ["--max-num-seqs", str(num_rows), "--max-model-len", str(MAX_MODEL_LEN)]
     engines = {"jaxpaged": functools.partial(servers.ours, "--dtype", _DTYPE.value, *sizes)}
     for text in _PEER.value:
         name, python, model = text.split("=")
@@ -54,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
         for name, start in engines.items():
             with start() as (url, _):
                 found[name].append(asked(url, clients))
-        found[GENERATE].append([generated(max(clients))])
+        found[GENERATE].append([generated(num_rows)])
     for line in lines(found, clients):
         line = record.context("benchmarks.serving") | {"dtype": _DTYPE.value} | line
         print(json.dumps(line), flush=True)
@@ -63,10 +66,9 @@ def main(argv: Sequence[str]) -> None:
 
 def lines(found: dict[str, list[list[dict[str, Any]]]], clients: list[int]) -> Iterator[dict[str, Any]]:
     """Result lines of all rounds' runs: by engine, by round, by number of clients."""
-    ours_per_s = {}
-    ours_ttft = {}
+    ours = {}
     for name, rounds in found.items():
-        for place, num_clients in enumerate(clients if name != GENERATE else [max(clients)]):
+        for place, num_clients in enumerate(clients if name != GENERATE else clients[-1:]):
             runs = [each[place] for each in rounds]
             per_s = record.spread([run["output_tokens_per_s"] for run in runs])
             line: dict[str, Any] = {"engine": name, "clients": num_clients, "output_tokens_per_s": per_s}
@@ -79,13 +81,13 @@ def lines(found: dict[str, list[list[dict[str, Any]]]], clients: list[int]) -> I
                 }
                 line |= {"failed": sum(run["failed"] for run in runs), "requests": runs[0]["requests"]}
             if name == "jaxpaged":
-                ours_per_s[num_clients] = per_s["median"]
-                ours_ttft[num_clients] = line["ttft_p99_ms"]["median"]
+                ours[num_clients] = line
             else:
-                line["ratio"] = {"output_tokens_per_s": round(ours_per_s[num_clients] / per_s["median"], 3)}
-            if "ttft_p99_ms" in line and name != "jaxpaged":
-                ttft = ours_ttft[num_clients] / line["ttft_p99_ms"]["median"]
-                line["ratio"]["ttft_p99"] = round(ttft, 3)
+                compared = [each for each in ("output_tokens_per_s", "ttft_p99_ms") if each in line]
+                line["ratio"] = {
+                    each: round(ours[num_clients][each]["median"] / line[each]["median"], 3)
+                    for each in compared
+                }
             yield line
 
 
@@ -101,7 +103,7 @@ def asked(url: str, clients: list[int]) -> list[dict[str, Any]]:
 
 def generated(max_num_seqs: int) -> dict[str, Any]:
     """The same requests through `LLM.generate`, in a process of its own as a server is."""
-    asked = bench_workloads.make(_parsed(_bench("http://nobody", max_num_seqs)))
+    asked = bench_workloads.make(_parsed(_bench("http://nobody", _REQUESTS.value)))
     workload: workloads.Workload = {
         "name": "ragged",
         "requests": [{"prompt_token_ids": each.prompt, "max_tokens": each.max_tokens} for each in asked],

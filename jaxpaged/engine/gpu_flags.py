@@ -16,7 +16,6 @@ STEP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
 }
 
-
 # The share of a GPU's memory that JAX takes when it starts; by the second, deprecated name, too.
 MEMORY_SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 DEFAULT_MEMORY_SHARE = 0.75

@@ -17,7 +17,6 @@ from jaxpaged.engine.scheduler import Decision
 from jaxpaged.engine.state import (
     MAX_STEPS,
     EngineState,
-    Phase,
     Rows,
     create_state,
     create_tables,
@@ -123,8 +122,7 @@ def _before(state: EngineState, config: StepConfig) -> Carry:
 def _goes_on(carry: Carry, max_steps: Int[Array, ""], host_has_more: Bool[Array, ""]) -> Bool[Array, ""]:
     state, num_steps, told, _ = carry
     rows = state.rows
-    is_free = (rows.phase == Phase.FINISHED) | (rows.phase == Phase.EMPTY)
-    starves = host_has_more & jnp.any(is_free) & ~jnp.any(rows.waiting)
+    starves = host_has_more & jnp.any(rows.free) & ~jnp.any(rows.waiting)
     tells = jnp.any(told.row < rows.phase.shape[0])
     may = (num_steps < jnp.minimum(max_steps, MAX_STEPS)) & ~starves & ~tells
     return scheduler.any_work(rows) & may
@@ -155,7 +153,7 @@ def run_by_host(
     while goes_on:
         carry, goes_on = one_step(params, carry, max_steps, host_has_more)
     state, _, told, origin = carry
-    return state, report_of(state, told, origin)
+    return state, report(state, told, origin)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -183,11 +181,6 @@ def run_step(
 
 
 @jax.jit
-def report_of(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) -> Report:
-    """The report of a run by the host."""
-    return report(state, told, origin)
-
-
 def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) -> Report:
     rows, pool = state.rows, state.tables.pool
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)

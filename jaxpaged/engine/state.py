@@ -83,6 +83,11 @@ class Rows:
     beams: Beams
 
     @property
+    def free(self) -> Bool[Array, " rows"]:
+        """Those that a new request may take."""
+        return (self.phase == Phase.EMPTY) | (self.phase == Phase.FINISHED)
+
+    @property
     def running(self) -> Bool[Array, " rows"]:
         return self.phase == Phase.RUNNING
 

@@ -49,7 +49,7 @@ def replay(dump: Dump, model: Decoder | None = None) -> Iterator[Step]:
     before, queue = dump.state, list[Rows]()
     events = sorted(dump.events, key=lambda event: event.num_steps)
     for num_steps in itertools.count():
-        phases = np.asarray(state.rows.phase)  # a row whose request is given up now is free later
+        free_rows = np.flatnonzero(state.rows.free)  # a row whose request is given up now is free later
         while events and events[0].num_steps <= num_steps:
             event = events.pop(0)
             if event.request is not None:
@@ -58,7 +58,7 @@ def replay(dump: Dump, model: Decoder | None = None) -> Iterator[Step]:
                 queue = [line for line in queue if line.arrival[0] != event.abort]
                 state = loop.abort(state, np.array([event.abort], np.int32))
         queue = _in_order(queue)
-        for row in np.flatnonzero((phases == Phase.EMPTY) | (phases == Phase.FINISHED))[: len(queue)]:
+        for row in free_rows[: len(queue)]:
             line = _as_long_as(queue.pop(0), dump.state.rows.token_ids.shape[1])
             state = loop.submit(state, line, np.array([row], np.int32))
         if not (events or queue or scheduler.any_work(state.rows)):

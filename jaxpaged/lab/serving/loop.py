@@ -32,9 +32,7 @@ class Report:
     """What became of a call's steps."""
 
     seconds: Float[Array, ""]  # that passed in the model
-    moments: Float[
-        Array, "3 rows"
-    ]  # since the call began: when each row's request STARTED and so on, or NEVER
+    moments: Float[Array, "3 rows"]  # of STARTED and so on, since the call began; or NEVER
     phase: Int[Array, " rows"]
     num_hit_tokens: Int[Array, " rows"]
     num_free: Int[Array, ""]  # blocks
@@ -99,8 +97,7 @@ def run(
 
     def goes_on(carry: Carry) -> Bool[Array, ""]:
         state, clock, _, num_steps = carry
-        has_free_row = jnp.any((state.rows.phase == Phase.EMPTY) | (state.rows.phase == Phase.FINISHED))
-        is_due = (clock >= until) & has_free_row
+        is_due = (clock >= until) & jnp.any(state.rows.free)
         return scheduler.any_work(state.rows) & ~is_due & (num_steps < MOST_STEPS)
 
     def one_step(carry: Carry) -> Carry:

@@ -50,3 +50,10 @@ class Oracle:
 
     def table(self, row: int) -> list[int]:
         raise NotImplementedError
+
+    def free(self, row: int) -> None:
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        for row in sorted(self.on_host) + self.device_rows():
+            self.free(row)

@@ -145,10 +145,6 @@ class ManagerOracle(Oracle):
             self.seqs[row].status = status
         return list(pairs.items() if isinstance(pairs, Mapping) else pairs)
 
-    def reset(self) -> None:
-        for row in sorted(self.on_host) + self.device_rows():
-            self.free(row)
-
     @property
     def watermark_blocks(self) -> int:
         return self.manager.watermark_blocks

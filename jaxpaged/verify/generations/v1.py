@@ -294,10 +294,6 @@ class V1Oracle(Oracle):
             raise Refused(Status.BLOCKS_IN_USE)
         self.identities.forget_dead(self.pool)
 
-    def reset(self) -> None:
-        for row in sorted(self.on_host) + self.device_rows():
-            self.free(row)
-
     def table(self, row: int) -> list[int]:
         return [
             block.block_id for block in (self.host_tables if row in self.on_host else self._tables())[row]
