@@ -8,9 +8,9 @@ asked a few requests that are not counted, then ragged ones by so many clients, 
 answered; the same of every server, others for each number of clients. At last all requests are asked at once.
 JSON lines: a server's at each number of clients, and what `LLM.generate` makes of the last requests, with as
 many rows as the servers: the most of --concurrency. Medians over the rounds. `ratio` is our output tokens per
-second by the peer's, and our p99 time to the first token by the peer's; for `LLM.generate` our tokens per second
-of the requests asked at once by its own: what HTTP leaves. (With fewer clients than requests a row that is done
-waits for the next one to be asked, which is no cost of HTTP's.)
+second by the peer's, and our p99 time to the first token by the peer's; for `LLM.generate` our tokens per
+second of the requests asked at once by its own: what HTTP leaves. (With fewer clients than requests a row
+that is done waits for the next one to be asked, which is no cost of HTTP's.)
 """
 
 import argparse

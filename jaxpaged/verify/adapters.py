@@ -14,19 +14,22 @@ from jaxpaged.checks import InputError, checked_choice
 FRAMEWORKS = ("numpy", "jax", "torch")
 
 
-def named(path: str) -> Any:
+def named(path: str, *, may_be_module: bool = False) -> Any:
     """What `MODULE:NAME` names; NAME may have dots. The current directory is searched, too.
+
+    With `may_be_module`, `MODULE` alone names the module, for all of its functions together.
 
     Raises: InputError if there is no such thing, or importing it fails.
     """
     module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
+    is_module = may_be_module and not colon
+    if not (module_name and (name or is_module)):
         raise InputError(f"{path!r} must be MODULE:NAME, such as my_kernels:attention")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module_name)
-        for part in name.split("."):
+        for part in filter(None, name.split(".")):
             found = getattr(found, part)
     except Exception as error:  # whatever importing somebody's module raises
         raise InputError(f"{path!r} cannot be imported: {type(error).__name__}: {error}") from error

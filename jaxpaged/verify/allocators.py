@@ -185,7 +185,7 @@ def _made(made_with: dict[str, Any], theirs: Any) -> History:
 
         return Lockstep(**made_with, save=False)
     checked_choice("as", kind, KINDS)
-    theirs = adapters.named(made_with["path"]) if theirs is None else theirs
+    theirs = adapters.named(made_with["path"], may_be_module=True) if theirs is None else theirs
     return maker(theirs, kind, made_with["path"], made_with.get("oracle"))(made_with["block_size"])
 
 

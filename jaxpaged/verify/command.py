@@ -91,7 +91,7 @@ def _add_allocator(kinds: Commands) -> None:
         "allocator",
         metavar="MODULE:NAME",
         nargs="?",
-        help="with --replay it may be left out",
+        help="or MODULE alone, of pure functions; with --replay it may be left out",
     )
     allocator.add_argument(
         "--as", dest="kind", choices=KINDS, help="whose it is to equal; policy: of pure functions"
@@ -117,7 +117,10 @@ def verify_allocator(args: argparse.Namespace) -> int:
     """Print the report, or a replay; the exit code is 0 if the two sides agree."""
     from jaxpaged.verify import adapters, allocators
 
-    theirs = None if args.allocator is None else adapters.named(args.allocator)
+    may_be_module = args.kind in (None, "policy")
+    theirs = None
+    if args.allocator is not None:
+        theirs = adapters.named(args.allocator, may_be_module=may_be_module)
     if args.replay is not None:
         failed = False
         for line in allocators.replay(args.replay, theirs):

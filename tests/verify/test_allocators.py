@@ -118,6 +118,9 @@ def test_the_command_line(
     verify = ["verify", "allocator"]
     assert cli.main([*verify, "my_manager:Right", "--as", "v0", "--histories", "4"]) == 0
     assert "v0: 4 histories of up to 40 steps agree" in capsys.readouterr().out
+    functions = "tests.verify.mutants.sound.pool"  # all of a module
+    assert cli.main([*verify, functions, "--as", "policy", "--policy", "lifo", "--histories", "2"]) == 0
+    assert "policy: 2 histories of up to 40 steps agree" in capsys.readouterr().out
     assert cli.main([*verify, "my_manager:Mine", "--as", "v0"]) == 1
     said = capsys.readouterr().out
     assert "FAILED can_allocate gives" in said
