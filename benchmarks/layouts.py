@@ -30,7 +30,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import AttentionBatch
-from pallas_kernels import native, ops
+from pallas_kernels import native, ops, support
 from pallas_kernels.layouts import LAYOUTS, Layout
 
 _LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: all.")
@@ -79,7 +79,10 @@ def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float)
     implementation = ops.default_tiled_implementation(dtype, 1)
     if implementation == "native" and native.why_not_layout(layout, dtype):
         implementation = "xla"
-    if implementation == "mosaic_gpu" and layout.view() is None:
+    served = support.SUPPORT["mosaic_gpu"]
+    if implementation == "mosaic_gpu" and not (
+        served.serves(layout) and block_size in (served.block_sizes_of(layout) or ())
+    ):
         implementation = "xla"
 
     cache = jax.jit(functools.partial(fill, block_size=block_size), donate_argnums=0)(cache, tables)
