@@ -242,12 +242,9 @@ def produce(
                 place = warp * num_tokens
                 block_id, tokens = source(place, num_tokens)
                 target = (slot, pl.ds(place, num_tokens))
-                for its, scales, ring in zip(
-                    (p.view.k_scale, p.view.v_scale),
-                    extras.token_scales,
-                    (scratch.k_scales, scratch.v_scales),
-                    strict=True,
-                ):
+                places = [its for its in (p.view.k_scale, p.view.v_scale) if its is not None]
+                rings = scratch.k_scales, scratch.v_scales
+                for its, scales, ring in zip(places, extras.token_scales, rings, strict=True):
                     found = scales.at[its.at(block_id, tokens, span.kv_head)]
                     plgpu.copy_gmem_to_smem(found, ring.at[target], scratch.full.at[slot])
 
