@@ -89,6 +89,8 @@ def programs() -> list[Program]:
         Program(cache_dtype="float8_e4m3fn", block_size=8, head_dim=256, num_q_heads=128),
         Program(cache_dtype="float8_e5m2"),
         Program(cache_dtype="int8"),
+        *(Program(kv_layout="int8_per_token", block_size=b) for b in (32, 128)),
+        Program(kv_layout="int8_per_token", block_size=32, head_dim=256),
         Program(block_sparse=True),
         Program(alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
     ]
@@ -116,6 +118,10 @@ def programs() -> list[Program]:
         dataclasses.replace(eight_bits, cache_dtype="float8_e5m2"),
         dataclasses.replace(eight_bits, cache_dtype="int8"),
         dataclasses.replace(eight_bits, cache_dtype="int8", head_dim=256, block_size=8),
+        *(
+            dataclasses.replace(prompt, kv_layout="int8_per_token", block_size=b, head_dim=d)
+            for b, d in ((32, 64), (32, 128), (128, 128), (32, 256))
+        ),
         dataclasses.replace(eight_bits, sliding_window=4096),
         dataclasses.replace(eight_bits, head_dim=256, sliding_window=4096),
         dataclasses.replace(eight_bits, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),

@@ -1,7 +1,8 @@
 """What each layout of the registry costs, by block size: `python -m benchmarks.layouts`.
 
-    python -m benchmarks.layouts [--layouts fused,int8_per_token] [--block_sizes 16,64] [--draw FOLDER] [--out
-    FILE] python -m benchmarks.layouts --smoke                         tiny sizes, once
+    python -m benchmarks.layouts [--layouts fused,int8_per_token] [--block_sizes 16,64] [--draw FOLDER]
+                                 [--out FILE]
+    python -m benchmarks.layouts --smoke                         tiny sizes, once
 
 K and V of SmolLM2's shape, 16 sequences of 2,048 tokens. A JSON line for each layout and block size that it
 has: bytes a token, the share of places that the ragged workload leaves empty in partly filled blocks,
@@ -30,10 +31,10 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import AttentionBatch
-from pallas_kernels import native, ops
-from pallas_kernels.layouts import LAYOUTS, Layout
+from pallas_kernels import native, ops, support
+from pallas_kernels.layouts import LAYOUTS, Fp8, Layout
 
-_LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: all.")
+_LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: all, on a CPU without float8.")
 _BLOCK_SIZES = flags.DEFINE_list("block_sizes", ["1", "8", "16", "32", "64", "128"], "Tokens.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of the computation; default: bfloat16.")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Of each measurement.", lower_bound=1)
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> None:
     context = record.context("benchmarks.layouts") | {"device": jax.devices()[0].device_kind}
     dtype = jnp.dtype(_DTYPE.value or "bfloat16")
     lines = []
-    for name in _LAYOUTS.value or LAYOUTS:
+    for name in _LAYOUTS.value or default_layouts():
         for block_size in map(int, _BLOCK_SIZES.value):
             if LAYOUTS[name].why_not(block_size, HEAD_DIM, dtype) is not None:
                 continue
@@ -64,6 +65,12 @@ def main(argv: list[str]) -> None:
             record.append(context | line, _OUT.value)
     if _DRAW.value:
         draw(lines, Path(_DRAW.value))
+
+
+def default_layouts() -> list[str]:
+    """All of the registry, on a CPU without those of float8, which XLA writes there in minutes a token."""
+    on_cpu = jax.default_backend() == "cpu"
+    return [name for name, layout in LAYOUTS.items() if not (on_cpu and isinstance(layout, Fp8))]
 
 
 def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float) -> dict[str, Any]:
@@ -79,7 +86,10 @@ def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float)
     implementation = ops.default_tiled_implementation(dtype, 1)
     if implementation == "native" and native.why_not_layout(layout, dtype):
         implementation = "xla"
-    if implementation == "mosaic_gpu" and layout.view() is None:
+    served = support.SUPPORT["mosaic_gpu"]
+    if implementation == "mosaic_gpu" and not (
+        served.serves(layout) and block_size in (served.block_sizes_of(layout) or ())
+    ):
         implementation = "xla"
 
     cache = jax.jit(functools.partial(fill, block_size=block_size), donate_argnums=0)(cache, tables)

@@ -18,12 +18,12 @@ difference of two maxima is NaN. Logits are kept times log2(e): exp2 is the GPU'
 
 A quantised cache comes into the ring as it is and is widened to float16, a tile at a time: V on its way to
 another place in shared memory, K likewise or, where there are registers for it, on its way into its product.
-(Pallas' interpreter knows no product of registers: there K goes the way of V.) The scales are factors of the
-logits and of the output.
+(Pallas' interpreter knows no product of registers: there K goes the way of V.) The scales of a head are
+factors of the logits and of the output; those of each token come into the ring beside its numbers, and are
+factors of what is widened.
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -32,18 +32,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tuning
+from pallas_kernels import _gpu, tuning
+from pallas_kernels._gpu import FLOAT16_MAX, LOG2E, LOWEST, NUM_WARPS, WGMMA, Extras
 from pallas_kernels.layouts import View
 from pallas_kernels.support import Arrays, BlockSparse, Options, sizes_of, view_of
 from pallas_kernels.tuning import TuningConfig
 
-LOG2E = math.log2(math.e)
-LOWEST = -1e30
-FLOAT16_MAX = 65504.0
-NUM_WARPS = 4  # of the producer
 NUM_QUERY_SLOTS = 2  # units of work whose queries are there or under way
-WGMMA = plgpu.Layout.WGMMA
-PER_HEAD = plgpu.Layout.WGMMA.reduce(0)  # one number per column of a wgmma's result
+PER_HEAD = WGMMA.reduce(0)  # one number per column of a wgmma's result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,26 +95,19 @@ class Problem:
 
     @property
     def copy_tokens(self) -> int:
-        return copy_tokens(self.block_size, self.tile_kv)
+        return _gpu.copy_tokens(self.block_size, self.tile_kv)
 
     @property
     def copies_per_tile(self) -> int:
         """Of K, and of V."""
         return self.tile_kv // self.copy_tokens
 
-
-def copy_tokens(block_size: int, tile_kv: int) -> int:
-    """Tokens of one copy: a block's, or so many that each warp of the producer has a part of a tile."""
-    return min(block_size, tile_kv // NUM_WARPS)
-
-
-def tiled(width: int) -> Any:
-    """The transforms of rows in shared memory as wgmma reads them: small tiles, of as many columns as divide
-    the width.
-    """
-    transforms: Any = plgpu  # mypy takes the two for abstract
-    columns = next(columns for columns in (64, 32, 16) if width % columns == 0)
-    return transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns)
+    @property
+    def scale_copies(self) -> int:
+        """Of the scales that each token's K has, and of those of V; 0 if there are none."""
+        if self.view.k_scale is None:
+            return 0
+        return self.tile_kv // _gpu.scale_tokens(self.block_size, self.tile_kv)
 
 
 def make_problem(
@@ -146,20 +135,6 @@ def make_problem(
     )
 
 
-class Extras(NamedTuple):
-    """The optional arrays of a call; None where absent."""
-
-    alibi_slopes: Any  # [num_q_heads] float32
-    sinks: Any  # [num_q_heads] float32
-    k_scale: Any  # [num_kv_heads] float32
-    v_scale: Any  # [num_kv_heads] float32
-
-
-def extras_of(options: Options) -> Extras:
-    """The arrays among the options."""
-    return Extras(options.alibi_slopes, options.sinks, options.k_scale, options.v_scale)
-
-
 class Scratch(NamedTuple):
     """Shared memory and barriers of one program; all live as long as it."""
 
@@ -167,6 +142,8 @@ class Scratch(NamedTuple):
     q: Any  # [num_columns, head_dim] as a wgmma wants it
     k: Any  # [num_stages, tile_kv, head_dim] the ring
     v: Any  # [num_stages, tile_kv, head_dim]
+    k_scales: Any  # [num_stages, tile_kv] of each token, else None
+    v_scales: Any  # [num_stages, tile_kv] likewise
     k16: Any  # [tile_kv, head_dim] the widened tile, else None
     v16: Any  # [tile_kv, head_dim] likewise
     p: Any  # [num_columns, tile_kv] the weights of one tile
@@ -178,21 +155,24 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
-    as_operand = tiled(p.head_dim)
+    as_operand = _gpu.tiled(p.head_dim)
     in_ring = () if p.is_quantised else as_operand
     tile = (p.tile_kv, p.head_dim)
     widened = plgpu.SMEM(tile, p.operand_dtype, transforms=as_operand) if p.is_quantised else None
+    scales = plgpu.SMEM((p.num_stages, p.tile_kv), jnp.float32) if p.scale_copies else None
     return Scratch(
         q_rows=plgpu.SMEM((NUM_QUERY_SLOTS, len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
         q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=as_operand),
         k=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=in_ring),
         v=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=in_ring),
+        k_scales=scales,
+        v_scales=scales,
         k16=None if p.widens_in_registers else widened,
         v16=widened,
         p=plgpu.SMEM((p.num_columns, p.tile_kv), p.operand_dtype, transforms=as_operand),
         q_full=plgpu.Barrier(num_arrivals=len(p.pieces) * p.query_len, num_barriers=NUM_QUERY_SLOTS),
         q_empty=plgpu.Barrier(num_barriers=NUM_QUERY_SLOTS),
-        full=plgpu.Barrier(num_arrivals=2 * p.copies_per_tile, num_barriers=p.num_stages),
+        full=plgpu.Barrier(num_arrivals=2 * (p.copies_per_tile + p.scale_copies), num_barriers=p.num_stages),
         empty=plgpu.Barrier(num_barriers=p.num_stages),
     )
 
@@ -213,7 +193,14 @@ class Span(NamedTuple):
 
 
 def produce(
-    p: Problem, span: Span, unit: jax.Array, gmem: Any, scratch: Scratch, done: jax.Array, warp: jax.Array
+    p: Problem,
+    span: Span,
+    unit: jax.Array,
+    gmem: Any,
+    extras: Extras,
+    scratch: Scratch,
+    done: jax.Array,
+    warp: jax.Array,
 ) -> jax.Array:
     """Fetch what this warp has of the program's unit of that number; `done` tiles went before.
 
@@ -232,17 +219,34 @@ def produce(
         def _wait() -> None:
             plgpu.barrier_wait(scratch.empty.at[slot])
 
-        for copy in range(p.copies_per_tile // NUM_WARPS):
-            place = (copy * NUM_WARPS + warp) * p.copy_tokens  # in the tile
+        def source(place: jax.Array, num_tokens: int) -> tuple[jax.Array, Any]:
+            """The block of the tile's tokens from a place on, and where in it they are."""
             token = (first_tile + i) * p.tile_kv + place
             column = lax.div(token, jnp.int32(p.block_size))
             block_id = gmem.block_tables[span.row, jnp.clip(column, first_block, last_block)]
-            offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > p.copy_tokens else 0
-            tokens = pl.ds(offset, p.copy_tokens)
+            offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
+            return block_id, pl.ds(offset, num_tokens)
+
+        for copy in range(p.copies_per_tile // NUM_WARPS):
+            place = (copy * NUM_WARPS + warp) * p.copy_tokens  # in the tile
+            block_id, tokens = source(place, p.copy_tokens)
             k, v = (its.at(block_id, tokens, span.kv_head) for its in (p.view.k, p.view.v))
             target = (slot, pl.ds(place, p.copy_tokens))
             plgpu.copy_gmem_to_smem(gmem.k_cache.at[k], scratch.k.at[target], scratch.full.at[slot])
             plgpu.copy_gmem_to_smem(gmem.v_cache.at[v], scratch.v.at[target], scratch.full.at[slot])
+        if p.scale_copies:
+
+            @pl.when(warp < p.scale_copies)
+            def _fetch_scales() -> None:
+                num_tokens = _gpu.scale_tokens(p.block_size, p.tile_kv)
+                place = warp * num_tokens
+                block_id, tokens = source(place, num_tokens)
+                target = (slot, pl.ds(place, num_tokens))
+                places = [its for its in (p.view.k_scale, p.view.v_scale) if its is not None]
+                rings = scratch.k_scales, scratch.v_scales
+                for its, scales, ring in zip(places, extras.token_scales, rings, strict=True):
+                    found = scales.at[its.at(block_id, tokens, span.kv_head)]
+                    plgpu.copy_gmem_to_smem(found, ring.at[target], scratch.full.at[slot])
 
     lax.fori_loop(0, num_tiles, fetch, None)
     return done + num_tiles
@@ -260,15 +264,6 @@ def _fetch_queries(p: Problem, span: Span, unit: jax.Array, q_gmem: Any, scratch
         for i, (first, size) in enumerate(p.pieces):
             source = q_gmem.at[span.row * p.query_len + token, heads, pl.ds(first, size)]
             plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[slot, i, columns], scratch.q_full.at[slot])
-
-
-def drain(empty: Any, num_slots: int, done: jax.Array) -> None:
-    """Take the last arrivals at a ring's slots. The GPU would not mind; jax's interpreter wants each seen."""
-    for k in range(num_slots):
-
-        @pl.when(done > k)
-        def _see_arrival(k: int = k) -> None:
-            plgpu.barrier_wait(empty.at[lax.rem(done - 1 - k, jnp.int32(num_slots))])
 
 
 class Softmax(NamedTuple):
@@ -343,12 +338,14 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
     plgpu.barrier_wait(scratch.full.at[slot])
     if not p.is_quantised:
         return scratch.k.at[slot], scratch.v.at[slot]
-    k = scratch.k16
+    k, k_scales, v_scales = scratch.k16, None, None
+    if p.scale_copies:
+        k_scales, v_scales = scratch.k_scales.at[slot], scratch.v_scales.at[slot]
     if p.widens_in_registers:
-        k = plgpu.layout_cast(_load_8_bits(scratch.k.at[slot]).astype(p.operand_dtype), WGMMA)
+        k = plgpu.layout_cast(_gpu.load_8_bits(scratch.k.at[slot]).astype(p.operand_dtype), WGMMA)
     else:
-        widen(scratch.k.at[slot], scratch.k16)
-    widen(scratch.v.at[slot], scratch.v16)
+        _gpu.widen(scratch.k.at[slot], scratch.k16, k_scales)
+    _gpu.widen(scratch.v.at[slot], scratch.v16, v_scales)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.empty.at[slot])
     return k, scratch.v16
@@ -386,7 +383,7 @@ def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -
     @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
     def _zero() -> None:
         place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-        for column in columns_of(p.head_dim):  # in parts, to need no more registers than the rest
+        for column in _gpu.columns_of(p.head_dim):  # in parts, to need no more registers than the rest
             piece = v.at[:, pl.ds(column, 64)]
             old = piece[...]
             piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
@@ -408,11 +405,6 @@ def _add_weighted(
     return tuple(new)
 
 
-def columns_of(head_dim: int) -> list[int]:
-    """Where pieces of 64 columns begin that cover head_dim; the last two may overlap."""
-    return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
-
-
 def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> jax.Array:
     """Whether the block-sparse pattern keeps a token [tile_kv, num_columns] for the head of its column."""
     heads = p.group_size * p.num_kv_heads
@@ -426,18 +418,6 @@ def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> j
     own_block = lax.div(span.position, jnp.int32(sparse.block_size))
     is_vertical = lax.rem(block + offset, jnp.full_like(token, sparse.vertical_stride)) == 0
     return is_vertical | (block > own_block - sparse.local_blocks)
-
-
-def widen(source: Any, target: Any) -> None:
-    """A tile of 8-bit numbers into float16, in parts."""
-    for column in columns_of(source.shape[1]):
-        piece = (slice(None), pl.ds(column, 64))
-        target[piece] = _load_8_bits(source.at[piece]).astype(target.dtype)
-
-
-def _load_8_bits(ref: Any) -> jax.Array:
-    """So that, widened, each number is where a wgmma wants it."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
 
 
 def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -> list[jax.Array]:
@@ -485,7 +465,7 @@ def store_outputs(
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
         # The unit before has left the buffer; pieces overlap and are written in turn.
         plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
-        store(out_smem.at[i].T, piece.astype(p.dtype))
+        _gpu.store(out_smem.at[i].T, piece.astype(p.dtype))
         plgpu.commit_smem()
         for token in range(p.query_len):
             heads, columns = group_heads(p, span.kv_head, token)
@@ -496,21 +476,3 @@ def store_outputs(
 def group_heads(p: Problem, kv_head: jax.Array, token: int) -> tuple[Any, Any]:
     """The places of a group's heads: among all query heads, and among the columns, for that new token."""
     return pl.ds(kv_head * p.group_size, p.group_size), pl.ds(token * p.group_size, p.group_size)
-
-
-def store(target: Any, value: jax.Array) -> None:
-    """Registers into memory as they lie, whatever the bank conflicts and broken cache lines."""
-    if hasattr(plgpu, "store"):  # jax 0.12 wants to be told that they are accepted
-        plgpu.store(target, value, optimized=False)
-    else:
-        target[...] = value
-
-
-def interpret_params(interpret: Any) -> Any:
-    """True stands for the GPU interpreter with race detection.
-
-    It takes copies that share a simulated TMA thread as ordered: 64 threads are enough for no two to.
-    """
-    if interpret is True:
-        return plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
-    return interpret

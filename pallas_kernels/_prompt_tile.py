@@ -18,7 +18,7 @@ first does it, before it gives the second its turn.
 A quantised cache comes into a ring of its own as it is. One more warpgroup widens it from there into the ring
 that the consumers read, in float16, which holds every 8-bit number exactly: both are the second operand of a
 product, which must lie in shared memory. The scale of K is a factor of the logits; that of V, and of the
-output, is the caller's.
+output, is the caller's. Scales of each token come into the former ring, too: factors of what is widened.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import _decode_tile as decode
-from pallas_kernels._decode_tile import LOG2E, LOWEST, NUM_WARPS, WGMMA, Extras
-from pallas_kernels.layouts import View
+from pallas_kernels import _gpu
+from pallas_kernels._gpu import LOG2E, LOWEST, NUM_WARPS, WGMMA, Extras
+from pallas_kernels.layouts import Place, View
 
 PER_ROW = WGMMA.reduce(1)  # one number per row of a wgmma's result
 WARPGROUP_ROWS = 64
@@ -92,7 +92,7 @@ class Problem:
     @property
     def num_raw_stages(self) -> int:
         """Of the ring that a quantised cache comes into: as many as fit."""
-        return 1 if self.head_dim == 256 else 2
+        return 1 if self.head_dim == 256 or (self.scale_copies and self.head_dim == 128) else 2
 
     @property
     def num_threads(self) -> int:
@@ -113,11 +113,18 @@ class Problem:
 
     @property
     def copy_tokens(self) -> int:
-        return decode.copy_tokens(self.block_size, self.tile_kv)
+        return _gpu.copy_tokens(self.block_size, self.tile_kv)
 
     @property
     def copies_per_tile(self) -> int:
         return self.tile_kv // self.copy_tokens
+
+    @property
+    def scale_copies(self) -> int:
+        """Of the scales that each token has; 0 if there are none."""
+        if self.view.k_scale is None:
+            return 0
+        return self.tile_kv // _gpu.scale_tokens(self.block_size, self.tile_kv)
 
 
 class Ring(NamedTuple):
@@ -129,6 +136,7 @@ class Ring(NamedTuple):
     v_full: Any
     k_free: Any  # [num_stages], an arrival per reader
     v_free: Any
+    scales: Any = (None, None)  # of each token's K and V, [num_stages, tile_kv] each
 
     @property
     def arrays(self) -> tuple[tuple[Any, Any, Any], ...]:
@@ -151,17 +159,18 @@ def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
 
     def rows(count: int, size: int, width: int) -> Any:
-        return plgpu.SMEM((count, size, width), p.dtype, transforms=decode.tiled(width))
+        return plgpu.SMEM((count, size, width), p.dtype, transforms=_gpu.tiled(width))
 
-    def ring(tiles: Any, num_stages: int, num_writers: int, num_readers: int) -> Ring:
+    def ring(tiles: Any, num_stages: int, num_writers: int, num_readers: int, scales: Any = None) -> Ring:
         full = plgpu.Barrier(num_arrivals=num_writers, num_barriers=num_stages)
         free = plgpu.Barrier(num_arrivals=num_readers, num_barriers=num_stages)
-        return Ring(tiles, tiles, full, full, free, free)
+        return Ring(tiles, tiles, full, full, free, free, (scales, scales))
 
     num_writers, raw = p.copies_per_tile, None
     if p.is_quantised:
         tiles = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.head_dim), p.cache_dtype)
-        num_writers, raw = 1, ring(tiles, p.num_raw_stages, p.copies_per_tile, 1)
+        scales = plgpu.SMEM((p.num_raw_stages, p.tile_kv), jnp.float32) if p.scale_copies else None
+        num_writers, raw = 1, ring(tiles, p.num_raw_stages, p.copies_per_tile + p.scale_copies, 1, scales)
     return Scratch(
         q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim),
         ring=ring(rows(p.num_stages, p.tile_kv, p.head_dim), p.num_stages, num_writers, p.num_warpgroups),
@@ -199,7 +208,14 @@ def span_of(p: Problem, position: jax.Array, seq_len: jax.Array) -> Span:
 
 
 def produce(
-    p: Problem, span: Span, gmem: Any, row: jax.Array, kv_head: jax.Array, scratch: Scratch, warp: jax.Array
+    p: Problem,
+    span: Span,
+    gmem: Any,
+    extras: Extras,
+    row: jax.Array,
+    kv_head: jax.Array,
+    scratch: Scratch,
+    warp: jax.Array,
 ) -> None:
     """Fetch what this warp has of the tiles of K and V."""
     # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
@@ -212,8 +228,18 @@ def produce(
 
     def fetch(i: jax.Array, _: None) -> None:
         slot = lax.rem(i, jnp.int32(num_stages))
-        caches = (gmem.k_cache, p.view.k), (gmem.v_cache, p.view.v)
-        for (cache, its), (tiles, full, free) in zip(caches, ring.arrays, strict=True):
+
+        def source(its: Place, place: jax.Array, num_tokens: int) -> Any:
+            """Where the tile's tokens from a place on are in memory."""
+            token = (span.first + i) * p.tile_kv + place
+            column = jnp.clip(lax.div(token, jnp.int32(p.block_size)), first_block, last_block)
+            offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
+            return its.at(gmem.block_tables[row, column], pl.ds(offset, num_tokens), kv_head)
+
+        caches = (gmem.k_cache, p.view.k, p.view.k_scale), (gmem.v_cache, p.view.v, p.view.v_scale)
+        for which, ((cache, its, scale), (tiles, full, free)) in enumerate(
+            zip(caches, ring.arrays, strict=True)
+        ):
 
             @pl.when(i >= num_stages)
             def _wait(free: Any = free) -> None:
@@ -221,18 +247,21 @@ def produce(
 
             for copy in range(p.copies_per_tile // NUM_WARPS):
                 place = (copy * NUM_WARPS + warp) * p.copy_tokens  # in the tile
-                token = (span.first + i) * p.tile_kv + place
-                column = jnp.clip(lax.div(token, jnp.int32(p.block_size)), first_block, last_block)
-                offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > p.copy_tokens else 0
-                tokens = pl.ds(offset, p.copy_tokens)
-                block_id = gmem.block_tables[row, column]
-                source = its.at(block_id, tokens, kv_head)
                 target = tiles.at[slot, pl.ds(place, p.copy_tokens)]
-                plgpu.copy_gmem_to_smem(cache.at[source], target, full.at[slot])
+                plgpu.copy_gmem_to_smem(cache.at[source(its, place, p.copy_tokens)], target, full.at[slot])
+            if scale is not None:
+
+                @pl.when(warp < p.scale_copies)
+                def _fetch_scales(which: int = which, scale: Place = scale, full: Any = full) -> None:
+                    num_tokens = _gpu.scale_tokens(p.block_size, p.tile_kv)
+                    place = warp * num_tokens
+                    found = extras.token_scales[which].at[source(scale, place, num_tokens)]
+                    target = ring.scales[which].at[slot, pl.ds(place, num_tokens)]
+                    plgpu.copy_gmem_to_smem(found, target, full.at[slot])
 
     lax.fori_loop(0, span.num_tiles, fetch, None)
     for _, _, free in ring.arrays:
-        decode.drain(free, num_stages, span.num_tiles)
+        _gpu.drain(free, num_stages, span.num_tiles)
 
 
 def widen(p: Problem, span: Span, raw: Ring, ring: Ring) -> None:
@@ -240,8 +269,8 @@ def widen(p: Problem, span: Span, raw: Ring, ring: Ring) -> None:
 
     def widen_tile(i: jax.Array, _: None) -> None:
         slot, raw_slot = lax.rem(i, jnp.int32(p.num_stages)), lax.rem(i, jnp.int32(p.num_raw_stages))
-        for (source, source_full, source_free), (target, full, free) in zip(
-            raw.arrays, ring.arrays, strict=True
+        for (source, source_full, source_free), scales, (target, full, free) in zip(
+            raw.arrays, raw.scales, ring.arrays, strict=True
         ):
 
             @pl.when(i >= p.num_stages)
@@ -249,14 +278,15 @@ def widen(p: Problem, span: Span, raw: Ring, ring: Ring) -> None:
                 plgpu.barrier_wait(free.at[slot])
 
             plgpu.barrier_wait(source_full.at[raw_slot])
-            decode.widen(source.at[raw_slot], target.at[slot])
+            its = None if scales is None else scales.at[raw_slot]
+            _gpu.widen(source.at[raw_slot], target.at[slot], its)
             plgpu.commit_smem()
             plgpu.barrier_arrive(full.at[slot])
             plgpu.barrier_arrive(source_free.at[raw_slot])
 
     lax.fori_loop(0, span.num_tiles, widen_tile, None)
     for _, _, free in ring.arrays:
-        decode.drain(free, p.num_stages, span.num_tiles)
+        _gpu.drain(free, p.num_stages, span.num_tiles)
 
 
 def load_queries(
@@ -397,7 +427,7 @@ def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -
     """Zero a tile's V outside the span."""
     for row in range(0, p.tile_kv, WARPGROUP_ROWS):
         place = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS, 64), 0, layout=WGMMA) + (first_token + row)
-        for column in decode.columns_of(p.head_dim):
+        for column in _gpu.columns_of(p.head_dim):
             piece = v.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, 64)]
             old = piece[...]
             piece[...] = jnp.where((place >= span.begin) & (place < span.end), old, jnp.zeros_like(old))

@@ -427,7 +427,11 @@ def _seen(arrays: Arrays, options: Options) -> tuple[Arrays, Options]:
     pool, view = _pool(options), view_of(options)
     k_scale, v_scale = pool.scales or (options.k_scale, options.v_scale)
     arrays = arrays._replace(k_cache=pool.arrays[view.k.array], v_cache=pool.arrays[view.v.array])
-    return arrays, dataclasses.replace(options, k_scale=k_scale, v_scale=v_scale, pool=None)
+    token_scales = None
+    if view.k_scale is not None and view.v_scale is not None:
+        token_scales = pool.arrays[view.k_scale.array], pool.arrays[view.v_scale.array]
+    options = dataclasses.replace(options, k_scale=k_scale, v_scale=v_scale, token_scales=token_scales)
+    return arrays, dataclasses.replace(options, pool=None)
 
 
 def _choose(

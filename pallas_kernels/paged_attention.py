@@ -30,7 +30,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import _arrival, tuning
+from pallas_kernels import _arrival, _gpu, tuning
 from pallas_kernels import _decode_tile as tile
 from pallas_kernels.support import Arrays, Options
 
@@ -124,7 +124,7 @@ class Partials(NamedTuple):
 def _kernel(
     gmem: Any,  # `Arrays`, as refs, q as [num_rows * query_len, num_q_heads, head_dim]
     plan: Plan,
-    extras: tile.Extras,
+    extras: _gpu.Extras,
     counters: Any,  # [num_rows * num_kv_heads, 1] int32, zeros; None without partials
     out_gmem: Any,  # like q
     partials: Partials | None,
@@ -153,11 +153,11 @@ def _kernel(
         @plgpu.warp_map
         def _fetch(warp: jax.Array) -> None:
             def produce(i: jax.Array, done: jax.Array) -> jax.Array:
-                return tile.produce(p, unit(i)[1], i, gmem, scratch, done, warp)
+                return tile.produce(p, unit(i)[1], i, gmem, extras, scratch, done, warp)
 
             done = lax.fori_loop(0, num_mine, produce, jnp.int32(0))
-            tile.drain(scratch.empty, p.num_stages, done)
-            pl.when(warp == 0)(lambda: tile.drain(scratch.q_empty, tile.NUM_QUERY_SLOTS, num_mine))
+            _gpu.drain(scratch.empty, p.num_stages, done)
+            pl.when(warp == 0)(lambda: _gpu.drain(scratch.q_empty, tile.NUM_QUERY_SLOTS, num_mine))
 
     @pl.when(thread == 0)
     def _consumer() -> None:
@@ -196,9 +196,9 @@ def _store(
 ) -> None:
     """Keep a partition's result, straight from the registers."""
     for i, piece in enumerate(state.out):
-        tile.store(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], piece)
-    tile.store(partials.stats.at[item, kv_head, 0], state.max)
-    tile.store(partials.stats.at[item, kv_head, 1], state.sum)
+        _gpu.store(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], piece)
+    _gpu.store(partials.stats.at[item, kv_head, 0], state.max)
+    _gpu.store(partials.stats.at[item, kv_head, 1], state.sum)
 
 
 def _merged(
@@ -219,10 +219,10 @@ def _merged(
             item = first + jnp.minimum(number, count - 1)  # past the end: the last one again, with no weight
             largest, total = (load(partials.stats.at[item, kv_head, k], tile.PER_HEAD) for k in range(2))
             out = tuple(
-                load(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], tile.WGMMA)
+                load(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], _gpu.WGMMA)
                 for i in range(len(p.pieces))
             )
-            parts.append(tile.Softmax(out, largest + jnp.where(number < count, 0.0, tile.LOWEST), total))
+            parts.append(tile.Softmax(out, largest + jnp.where(number < count, 0.0, _gpu.LOWEST), total))
         new_max = state.max
         for part in parts:
             new_max = jnp.maximum(new_max, part.max)
@@ -275,7 +275,7 @@ def paged_attention(
     num_programs = min(num_programs or tuning.num_cores() * config.ctas_per_core, max_items * p.num_kv_heads)
     sizes = num_rows, max_items, num_programs
     run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
-    return run(arrays, work, tile.extras_of(options))
+    return run(arrays, work, _gpu.extras_of(options))
 
 
 @functools.cache
@@ -314,10 +314,10 @@ def _kernel_of(p: tile.Problem, sizes: tuple[int, int, int], interpret: Any) -> 
             tile.scratch_types(p),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=tile.interpret_params(interpret),
+        interpret=_gpu.interpret_params(interpret),
     )
 
-    def run(arrays: Arrays, work: Plan, extras: tile.Extras) -> jax.Array:
+    def run(arrays: Arrays, work: Plan, extras: _gpu.Extras) -> jax.Array:
         counters = None
         if partials is not None:
             counters = jax.new_ref(jnp.zeros((num_rows * p.num_kv_heads, 1), jnp.int32))

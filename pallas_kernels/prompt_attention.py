@@ -24,9 +24,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import _decode_tile as decode
+from pallas_kernels import _gpu, support
 from pallas_kernels import _prompt_tile as tile
-from pallas_kernels import support
 from pallas_kernels._prompt_tile import TILE_LENS, Problem
 from pallas_kernels.support import Arrays, Options, sizes_of, view_of
 
@@ -34,7 +33,7 @@ from pallas_kernels.support import Arrays, Options, sizes_of, view_of
 def _kernel(
     gmem: Any,  # `Arrays`, as refs, q as [num_tiles, tile_len, num_q_heads, head_dim]
     positions_gmem: Any,  # [num_tiles] of the tiles' first queries
-    extras: decode.Extras,
+    extras: _gpu.Extras,
     out_gmem: Any,  # like q
     scratch: tile.Scratch,
     *,
@@ -50,7 +49,7 @@ def _kernel(
     def _producer() -> None:
         if p.shares_registers:
             plgpu.set_max_registers(tile.PRODUCER_REGISTERS, action="decrease")
-        plgpu.warp_map(lambda warp: tile.produce(p, span, gmem, row, kv_head, scratch, warp))
+        plgpu.warp_map(lambda warp: tile.produce(p, span, gmem, extras, row, kv_head, scratch, warp))
 
     if (raw := scratch.raw) is not None:
 
@@ -112,13 +111,13 @@ def prompt_attention(
     )
     q = jnp.pad(arrays.q, [(0, 0), (0, tile_len - query_len), (0, 0), (0, 0)])
     if q.dtype != p.dtype:  # bfloat16's numbers go further
-        q = jnp.clip(q, -decode.FLOAT16_MAX, decode.FLOAT16_MAX).astype(p.dtype)
+        q = jnp.clip(q, -_gpu.FLOAT16_MAX, _gpu.FLOAT16_MAX).astype(p.dtype)
 
     run = _kernel_of(p, num_tiles, interpret) if interpret else _shared_kernel_of(p, num_tiles)
-    out = run(arrays._replace(q=q), query_starts, decode.extras_of(options))
+    out = run(arrays._replace(q=q), query_starts, _gpu.extras_of(options))
     out = out[:, :query_len]
     if options.v_scale is None:
-        return out
+        return out.astype(arrays.q.dtype)
     per_head = jnp.repeat(options.v_scale, p.group_size)
     return (out * per_head[:, None]).astype(arrays.q.dtype)
 
@@ -145,5 +144,5 @@ def _kernel_of(p: Problem, num_tiles: int, interpret: Any) -> Callable[..., jax.
         thread_name="warpgroup",
         scratch_types=[tile.scratch_types(p)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=decode.interpret_params(interpret),
+        interpret=_gpu.interpret_params(interpret),
     )

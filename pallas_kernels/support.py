@@ -63,6 +63,8 @@ class Options:
     k_scale: jax.Array | None = None  # [num_kv_heads] float32
     v_scale: jax.Array | None = None  # [num_kv_heads] float32
     block_sparse: BlockSparse | None = None
+    # Of each token, where the layout's view has such: the arrays of K's scales and of V's.
+    token_scales: tuple[jax.Array, jax.Array] | None = None
     kv_layout: Layout = TOKEN_MAJOR
     pool: Pool | None = None  # K and V in that layout, however they were given
 
@@ -90,14 +92,17 @@ class Served:
     quantised_head_dims: tuple[int, ...] | None  # with a quantised cache
     block_sizes: tuple[int, ...] | None
     max_group_size: int | None
-    needs_view: bool = False  # whether it reads only what a view shows, without scales of each token
+    scaled_block_sizes: tuple[int, ...] | None = None  # with a scale for each token
+    needs_view: bool = False  # whether it reads only what a view shows
 
     def serves(self, kv_layout: Layout) -> bool:
         """Whether it reads a layout."""
-        if not self.needs_view:
-            return True
+        return not self.needs_view or kv_layout.view() is not None
+
+    def block_sizes_of(self, kv_layout: Layout) -> tuple[int, ...] | None:
+        """Those that it reads of a layout."""
         view = kv_layout.view()
-        return view is not None and view.k_scale is None
+        return self.block_sizes if view is None or view.k_scale is None else self.scaled_block_sizes
 
     @property
     def kv_layouts(self) -> list[str]:
@@ -126,6 +131,7 @@ SUPPORT: dict[str, Served] = {
         head_dims=(64, 80, 96, 112, 128, 192, 256),
         quantised_head_dims=(64, 128, 192, 256),
         block_sizes=(8, 16, 32, 64, 128, 256),
+        scaled_block_sizes=(32, 64, 128, 256),
         max_group_size=16,
         needs_view=True,
     ),
@@ -154,7 +160,7 @@ def refuse_unserved(
     check("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
     is_quantised = jnp.dtype(cache_dtype).name in QUANTISED_DTYPES
     check("head_dim", head_dim, served.quantised_head_dims if is_quantised else served.head_dims)
-    check("block_size", block_size, served.block_sizes)
+    check("block_size", block_size, served.block_sizes_of(options.kv_layout))
     if not served.serves(options.kv_layout):
         check("kv_layout", options.kv_layout, served.kv_layouts)
     if served.max_group_size is not None and group_size > served.max_group_size:
@@ -204,6 +210,7 @@ def markdown_table() -> str:
         "head_dim": [join(s.head_dims) for s in SUPPORT.values()],
         "head_dim with an 8-bit cache": [join(s.quantised_head_dims) for s in SUPPORT.values()],
         "block_size": [join(s.block_sizes) for s in SUPPORT.values()],
+        "block_size with a scale a token": [join(s.scaled_block_sizes) for s in SUPPORT.values()],
         "query heads per kv head": [
             "any" if s.max_group_size is None else f"1 to {s.max_group_size}" for s in SUPPORT.values()
         ],

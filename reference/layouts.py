@@ -120,17 +120,16 @@ def measured_scale(x: np.ndarray, largest: float) -> np.float32:
 
 
 def int8_per_token(numbers: Numbers, block_size: int, num_heads: int, head_dim: int) -> Oracle:
-    """round(x / scale), with scale = max |x| / 127 of a token's head; scales lie as numbers of one channel
-    do.
+    """round(x / scale), with scale = max |x| / 127 of a token's head. Scales are [num_blocks, num_heads,
+    block_size], those of K and V in one array where the numbers are.
     """
 
     def scale_of(
         arrays: Mapping[str, np.ndarray], which: str, block: int, offset: int, head: int
     ) -> np.ndarray:
-        scales = {
-            name.removesuffix("_scale"): x[..., None] for name, x in arrays.items() if name.endswith("_scale")
-        }
-        return numbers(scales, which, block, offset, head)
+        both = arrays.get("kv_scale")
+        scales = arrays[f"{which}_scale"] if both is None else both[:, "kv".index(which)]
+        return scales[block, head, offset : offset + 1]
 
     def put(arrays: Arrays, which: str, block: int, offset: int, head: int, x: np.ndarray) -> None:
         its = x.astype(np.float32)

@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 from pallas_kernels.layouts.all_layers import AllLayers
-from pallas_kernels.layouts.base import Arrays, Layout, Place, Pool, Sizes, View, check, create
+from pallas_kernels.layouts.base import Arrays, Layout, PackedView, Place, Pool, Sizes, View, check, create
 from pallas_kernels.layouts.dense import Dense
 from pallas_kernels.layouts.fp8 import TYPES as FP8_TYPES
 from pallas_kernels.layouts.fp8 import Fp8
@@ -29,6 +29,7 @@ __all__ = [
     "Dense",
     "Fp8",
     "Layout",
+    "PackedView",
     "Place",
     "Pool",
     "Sizes",

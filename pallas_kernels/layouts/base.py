@@ -71,6 +71,26 @@ class View(NamedTuple):
     v_scale: Place | None = None
 
 
+class PackedView(NamedTuple):
+    """A layout of 4 bits a number as kernels read it: each is code * scale + zero, in bfloat16.
+
+    Those of K are for a channel of `group` tokens, those of V for a token; axis "token" counts groups in the
+    places of the former. A byte of a head has the codes of channels d and d + head_dim / 2, the first in its
+    low bits. Of a block's group `new_group` (int32, -1 for none) K is in `k_new`, in the type of the
+    computation.
+    """
+
+    group: int  # tokens; block_size is a multiple
+    k: Place
+    k_scale: Place
+    k_zero: Place
+    k_new: Place
+    new_group: Place
+    v: Place
+    v_scale: Place
+    v_zero: Place
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout(abc.ABC):
     """Base of all layouts. What has fields of its own must be hashable: programs are compiled for a
@@ -123,6 +143,10 @@ class Layout(abc.ABC):
 
     def view(self) -> View | None:
         """Where kernels find K and V; None: XLA reads them."""
+        return None
+
+    def packed_view(self) -> PackedView | None:
+        """Where kernels find K and V in 4 bits; None: they are not so."""
         return None
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.layouts.base import Arrays, Layout, Sizes
+from pallas_kernels.layouts.base import Arrays, Layout, PackedView, Place, Sizes
 
 GROUP = (
     16  # tokens; divides a prompt's tile, so that what a token sees of its group is the same in any company
@@ -97,6 +97,11 @@ class Int4Grouped(Layout):
         kept = jnp.expand_dims(a["k_new"], -4).astype(jnp.float32)
         k = jnp.where(is_new[..., None, None, None], kept, k)
         return k.reshape(v.shape).astype(dtype), v.astype(dtype)
+
+    def packed_view(self) -> PackedView:
+        names = (name for name in PackedView._fields if name != "group")
+        view = PackedView(GROUP, **{name: Place(name, ("block", "token", "head")) for name in names})
+        return view._replace(new_group=Place("new_group", ("block",)))
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
         if block_size % GROUP:

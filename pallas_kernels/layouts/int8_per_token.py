@@ -1,6 +1,7 @@
 """The layout `int8_per_token`: 8 bits a number, with a scale for each token and head in the block."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ SMALLEST = 1e-30  # a scale: that of zeros
 class Int8PerToken(Layout):
     """The numbers of a dense layout as round(x / scale), where a scale makes a token's head reach 127.
 
-    The scales lie as the numbers do, one for a token's head, in float32.
+    The scales are float32 and lie as the numbers do, but those of a head's tokens side by side: a program
+    that computes one head fetches a block's at once.
     """
 
     cache_dtype = "int8"
@@ -55,7 +57,7 @@ class Int8PerToken(Layout):
         view = self.base.view()
         if view is None:
             return None
-        k_scale, v_scale = (Place(f"{place.array}_scale", place.axes) for place in (view.k, view.v))
+        k_scale, v_scale = (Place(f"{place.array}_scale", _turned(place.axes)) for place in (view.k, view.v))
         return View(view.k, view.v, k_scale, v_scale)
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
@@ -69,10 +71,15 @@ class Int8PerToken(Layout):
 
     @property
     def _axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.base.axes if axis != "dim")
+        return _turned(axis for axis in self.base.axes if axis != "dim")
 
     def __str__(self) -> str:
         return f"int8_per_token of {self.base}"
+
+
+def _turned[T](axes: Iterable[T]) -> tuple[T, ...]:
+    """The same axes, that of tokens at the end."""
+    return tuple(sorted(axes, key=lambda axis: axis == "token"))
 
 
 def _quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:

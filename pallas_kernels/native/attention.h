@@ -27,6 +27,15 @@ struct Strides {
   int64_t At(int64_t block_id, int64_t offset) const { return block_id * block + offset * token; }
 };
 
+// What packed numbers of K and V need to be unpacked (`nibbles.h`); others are read where they lie.
+template <typename C>
+struct Packing {
+  static constexpr bool kIsPacked = false;
+  static int64_t HeadBytes(int64_t head_dim) { return head_dim * sizeof(typename C::Value); }
+  // Tokens are looked at from a multiple of so many on.
+  static constexpr int64_t kAlignment = 1;
+};
+
 // Queries and outputs are numbers of T, those of K and V of C.
 template <typename T, typename C>
 struct AttentionCall {
@@ -40,8 +49,9 @@ struct AttentionCall {
   Strides scale_strides;  // in numbers
   float scale;
   int64_t window;
+  Packing<C> packing;
 
-  int64_t head_bytes() const { return head_dim * sizeof(typename C::Value); }
+  int64_t head_bytes() const { return Packing<C>::HeadBytes(head_dim); }
 };
 
 // Where a head of K or V lies, for some tokens.
@@ -56,19 +66,19 @@ struct Heads {
 template <typename T, typename C>
 struct Job {
   const AttentionCall<T, C>& call;
-  int64_t num_heads, num_rows, num_tokens;
+  int64_t first_head, num_heads, num_rows, num_tokens;
   int64_t width, num_groups;  // of a head: narrow ones are read as if they had a whole group of columns
   int64_t num_factors;        // of a query
   const char *k, *v;          // of the first kv head
   int64_t* offsets;           // [num_tokens + kChunk]: from k and v, in bytes, and behind these from `copy`
-  int64_t* scale_offsets;     // [num_tokens]: from the first scale of a head
+  int64_t* scale_offsets;     // [num_tokens]: from the first scale of a head; of packed numbers the slots
   int64_t* ends;              // [num_rows]: how many tokens there are up to a row's own
   int64_t* places;            // [num_heads, num_rows]: in q and out
   uint32_t* factors;          // [num_heads, num_rows, num_factors]
   float* weights;             // [num_heads, num_rows, num_tokens]
   float* totals;              // [num_heads, num_rows], of weights
   float* sums;                // [num_heads, num_rows, num_groups * kGroup]
-  char* copy;                 // [kChunk, width], of narrow heads
+  char* copy;                 // [kChunk, width], of narrow heads and of unpacked ones
 
   int64_t index(int64_t head, int64_t row) const { return head * num_rows + row; }
   float* weight(int64_t head, int64_t row) const { return weights + index(head, row) * num_tokens; }
@@ -88,6 +98,22 @@ struct Job {
     if (width == call.head_dim) return heads;
     for (int64_t i = 0; i < kChunk; ++i) std::memcpy(copy + copies.offsets[i], heads[i], call.head_bytes());
     return copies;
+  }
+  Heads ChunkOfK(int64_t head, int64_t token) const {
+    if constexpr (Packing<C>::kIsPacked) {
+      call.packing.UnpackK(At(k, head, token), scale_offsets[token], first_head + head, call.head_dim, width, copy);
+      return {copy, offsets + num_tokens};
+    } else {
+      return Chunk(k, head, token);
+    }
+  }
+  Heads ChunkOfV(int64_t head, int64_t token) const {
+    if constexpr (Packing<C>::kIsPacked) {
+      call.packing.UnpackV(At(v, head, token), scale_offsets[token], first_head + head, call.head_dim, width, copy);
+      return {copy, offsets + num_tokens};
+    } else {
+      return Chunk(v, head, token);
+    }
   }
 };
 
@@ -182,7 +208,7 @@ template <typename T, typename C>
 void Score(const Job<T, C>& job) {
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
     for (int64_t head = 0; head < job.num_heads; ++head) {
-      const Heads k = job.Chunk(job.k, head, chunk);
+      const Heads k = job.ChunkOfK(head, chunk);
       const bool is_last = chunk + kChunk == job.num_tokens;
       const Heads next = is_last ? job.At(job.v, head, 0) : job.At(job.k, head, chunk + kChunk);
       for (int64_t token = 0; token < kChunk; token += kLanes) {
@@ -291,12 +317,13 @@ void Gather(const Job<T, C>& job) {
   std::fill_n(job.sums, job.num_heads * job.num_rows * stride, 0.0f);
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
     for (int64_t head = 0; head < job.num_heads; ++head) {
-      const Heads v = job.Chunk(job.v, head, chunk);
+      const Heads v = job.ChunkOfV(head, chunk);
       InBlocks(job.num_rows, kSumRows, [&](int64_t row, int64_t count) {
         if (!job.Sees(row, count, chunk, kChunk)) return;
         const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0);
         const int64_t end = std::min(job.ends[row + count - 1] - chunk, kChunk);
-        const bool has_next = row == 0 && chunk + kChunk < job.num_tokens && job.width == job.call.head_dim;
+        const bool is_copy = Packing<C>::kIsPacked || job.width > job.call.head_dim;
+        const bool has_next = row == 0 && chunk + kChunk < job.num_tokens && !is_copy;
         for (int64_t group = 0; group < job.num_groups; ++group) {
           const Heads columns{v.base + job.column(group) * sizeof(typename C::Value), v.offsets};
           float* sums = job.sums + job.index(head, row) * stride + group * kGroup;
@@ -361,19 +388,21 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
   }
   if (num_queries == 0) return;
 
-  const int64_t begin = std::max<int64_t>(start + 1 - call.window, 0);
+  constexpr int64_t kAlignment = Packing<C>::kAlignment;
+  const int64_t begin = std::max<int64_t>(start + 1 - call.window, 0) / kAlignment * kAlignment;
   const int64_t num_tokens = (end - begin + kChunk - 1) / kChunk * kChunk;
   const int64_t num_rows = num_queries * group, num_places = num_heads * num_rows;
   const int64_t width = std::max(call.head_dim, kGroup), num_groups = (width + kGroup - 1) / kGroup;
   const int64_t width_bytes = width * sizeof(typename C::Value);
+  const bool has_offsets = Packing<C>::kIsPacked || call.k_scales;
   const int64_t num_factors = (width_bytes + C::kBytes - 1) / C::kBytes * kLanes * C::kFactors;
   thread_local Scratch<int64_t> offsets, scale_offsets, ends, places;
   thread_local Scratch<uint32_t> factors;
   thread_local Scratch<float> weights, totals, sums;
   thread_local Scratch<char> copy;
-  const Job<T, C> job{call, num_heads, num_rows, num_tokens, width, num_groups, num_factors,
+  const Job<T, C> job{call, first_head, num_heads, num_rows, num_tokens, width, num_groups, num_factors,
                       call.k + first_head * call.strides.head, call.v + first_head * call.strides.head,
-                      offsets.Get(num_tokens + kChunk), scale_offsets.Get(call.k_scales ? num_tokens : 0),
+                      offsets.Get(num_tokens + kChunk), scale_offsets.Get(has_offsets ? num_tokens : 0),
                       ends.Get(num_rows), places.Get(num_places), factors.Get(num_places * num_factors),
                       weights.Get(num_places * num_tokens), totals.Get(num_places),
                       sums.Get(num_places * num_groups * kGroup), copy.Get(kChunk * width_bytes)};
@@ -384,12 +413,12 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
     for (; position < block_end; ++position) {
       const int64_t offset = position - block * call.block_size;
       job.offsets[position - begin] = call.strides.At(block_id, offset);
-      if (call.k_scales) job.scale_offsets[position - begin] = call.scale_strides.At(block_id, offset);
+      if (has_offsets) job.scale_offsets[position - begin] = call.scale_strides.At(block_id, offset);
     }
   }
   // Up to a whole chunk the last token is read again, with no weight: behind it the cache may end.
   std::fill(job.offsets + (end - begin), job.offsets + num_tokens, job.offsets[end - begin - 1]);
-  if (call.k_scales) {
+  if (has_offsets) {
     int64_t* last = job.scale_offsets + (end - begin - 1);
     std::fill(last + 1, job.scale_offsets + num_tokens, *last);
   }

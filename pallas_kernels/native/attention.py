@@ -1,4 +1,4 @@
-"""Attention of tiles of query tokens: `attention.h`."""
+"""Attention of tiles of query tokens: `attention.h`, and over caches of 4 bits a number `nibbles.h`."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from pallas_kernels.layouts import Layout, Place, Pool
 from pallas_kernels.native import library
 
 CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside the queries' own
+GROUP = 16  # tokens of a packed cache that have K's scales in common
 
 
 def why_not_cache(layout: Layout, dtype: jnp.dtype) -> str | None:
@@ -18,11 +19,13 @@ def why_not_cache(layout: Layout, dtype: jnp.dtype) -> str | None:
     """
     if why := library.why_not(dtype) or why_not_layout(layout, dtype):
         return why
-    return library.why_not(dtype, _function(_numbers(layout, dtype), dtype))
+    return library.why_not(dtype, _function(layout, dtype))
 
 
 def why_not_layout(layout: Layout, dtype: jnp.dtype) -> str | None:
     """In words, why caches of a layout are left to XLA; None if they are not."""
+    if packed := layout.packed_view():
+        return None if packed.group == GROUP else f"kv_layout {layout} has groups of {packed.group} tokens"
     if layout.view() is None:
         return f"kv_layout {layout} has no view for kernels"
     numbers = _numbers(layout, dtype)
@@ -38,8 +41,11 @@ def _numbers(layout: Layout, dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(layout.arrays(1, 1, 1, 1, dtype)[view.k.array].dtype)
 
 
-def _function(numbers: jnp.dtype, dtype: jnp.dtype) -> str:
-    return "attention" if numbers == dtype else "attention_of_bytes"
+def _function(layout: Layout, dtype: jnp.dtype) -> str:
+    """The one of `library.FUNCTIONS` that reads a layout."""
+    if layout.packed_view() is not None:
+        return "attention_of_nibbles"
+    return "attention" if _numbers(layout, dtype) == dtype else "attention_of_bytes"
 
 
 def tiled_paged_attention(
@@ -57,22 +63,17 @@ def tiled_paged_attention(
     Queries at or beyond seq_lens get zeros.
     """
     window = np.iinfo(np.int32).max if sliding_window is None else sliding_window
-    k, v, k_scales, v_scales, places = operands(pool)
-    function = library.registered(_function(k.dtype, q.dtype))
+    function = library.registered(_function(pool.layout, q.dtype))
     call = jax.ffi.ffi_call(function, jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(
-        q,
-        k,
-        v,
-        block_tables,
-        query_starts,
-        seq_lens,
-        k_scales,
-        v_scales,
-        scale=np.float32(scale),
-        window=np.int64(window),
-        places=np.array(places, np.int64),
-    )
+    at = (block_tables, query_starts, seq_lens)
+    if pool.layout.packed_view() is not None:
+        arrays, places = packed_operands(pool)
+        given: tuple[jax.Array, ...] = (q, *at, *arrays)
+    else:
+        k, v, k_scales, v_scales, places = operands(pool)
+        given = (q, k, v, *at, k_scales, v_scales)
+    options = {"scale": np.float32(scale), "window": np.int64(window)}
+    return call(*given, **options, places=np.array(places, np.int64))
 
 
 def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, list[int]]:
@@ -97,3 +98,27 @@ def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, li
         assert steps == [v_at[name] for name in ("block", "token", "head")], "K and V lie alike"
         places += [k_at["first"], v_at["first"], *steps]
     return numbers[0][1], numbers[1][1], scales[0][1], scales[1][1], places
+
+
+def packed_operands(pool: Pool) -> tuple[list[jax.Array], list[int]]:
+    """The arrays of a packed view in its order, and where in them a token's are.
+
+    Places are, in elements: num_kv_heads and block_size; then from one block, token and head to the next, of
+    codes, K's scales (where "token" counts groups), `k_new` and V's scales.
+    """
+    view = pool.layout.packed_view()
+    assert view is not None
+    found = [getattr(view, name) for name in view._fields if name != "group"]
+    arrays = [pool.arrays[place.array] for place in found]
+    strides = {
+        name: place.strides(array.shape)
+        for name, place, array in zip(view._fields[1:], found, arrays, strict=True)
+    }
+    assert all(its["first"] == 0 for its in strides.values()), "each has an array of its own"
+    assert strides["new_group"]["block"] == 1
+    places = [pool.sizes.num_kv_heads, pool.sizes.block_size]
+    for pair in (("k", "v"), ("k_scale", "k_zero"), ("k_new", "k_new"), ("v_scale", "v_zero")):
+        its, others = (strides[name] for name in pair)
+        assert its == others, "K and V, scales and zeros lie alike"
+        places += [its[axis] for axis in ("block", "token", "head")]
+    return arrays, places

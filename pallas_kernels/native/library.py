@@ -35,6 +35,7 @@ FUNCTIONS = {
     "product": Function("product"),
     "attention": Function("attention"),
     "attention_of_bytes": Function("attention", ("-DCACHE_OF_BYTES",)),  # of 8-bit caches
+    "attention_of_nibbles": Function("packed_attention"),
     "quantised_product": Function("quantised_product"),
 }
 USUAL = ("product", "attention")  # compiled together at first, the others when they are called for

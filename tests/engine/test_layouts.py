@@ -1,13 +1,15 @@
-"""The engine on every layout of the registry: the tokens are those of the oracle, with its numbers.
+"""Every layout of the registry under a model: the tokens are those of the oracle, with its numbers.
 
-One engine a layout, with blocks for few rows and a pool on the host: prompts in several tiles, decoding,
-hits, rows that give way and come back, forks.
+By forward passes alone, between which blocks go to the host and back, and are copied; and in an engine, where
+compiling takes most of the time, one layout of each kind: prompts in several tiles, decoding, hits, rows that
+give way and come back, forks, windows.
 """
 
 import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,8 +17,12 @@ import pytest
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
+from jaxpaged.memory import kv_cache
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.decoder import Decoder
 from jaxpaged.sampling_params import SamplingParams
-from pallas_kernels import layouts
+from pallas_kernels import layouts, native
 from pallas_kernels.layouts import LAYOUTS, Layout, Sizes
 from reference import cached_model
 from reference import model as reference_model
@@ -25,17 +31,47 @@ from tests import tiny
 
 PROMPTS = tiny.prompts([20, 40, 17, 20, 70])
 NUM_NEW = 24
+TILE_LEN = 32
+F32 = jnp.dtype("float32")
 slow = pytest.mark.slow
 # In every run one, with scales beside its numbers.
 QUICK = ("int8_per_token",)
-each = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else slow) for name in LAYOUTS]
-)
+WINDOW = 21
+WINDOWED = ("token",)  # the engine with blocks that leave a window, of a token each: they make room by that
+
+
+def some(names: list[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
+    )
+
+
+def kind(layout: Layout) -> Any:
+    """What an engine does otherwise for a layout than for others: only these are told apart."""
+    block_size = block_size_of(layout)
+    arrays = layout.arrays(2, block_size, 2, 8, F32).values()
+    has_one_type = len({jnp.dtype(spec.dtype) for spec in arrays}) == 1
+    return layout.layers_apart, block_size, has_one_type
+
+
+def in_engines() -> list[str]:
+    """The first of each kind but `token_major`'s, which all other modules have; and all that are not ours."""
+    kinds = {kind(LAYOUTS["token_major"])}
+    found = []
+    for name, layout in LAYOUTS.items():
+        if kind(layout) not in kinds or not layouts.is_ours(layout):
+            found.append(name)
+        kinds.add(kind(layout))
+    return found
+
+
+def block_size_of(layout: Layout) -> int:
+    return cases.block_size_of(layout, (8, 16, 1), head_dim=tiny.CONFIG.head_dim)
 
 
 def options(layout: Any, chosen: Layout, num_tokens: int = 96) -> dict[str, Any]:
     """A pool of so many tokens in all."""
-    block_size = cases.block_size_of(chosen, (8, 16, 1), head_dim=tiny.CONFIG.head_dim)
+    block_size = block_size_of(chosen)
     num_blocks = 1 + num_tokens // block_size
     host = {"preemption_mode": "swap", "num_host_blocks": 1 + 128 // block_size}
     return {"kv_layout": layout, "block_size": block_size, "num_blocks": num_blocks, **host}
@@ -47,7 +83,7 @@ def answers(name: str, layout: Layout, window: int | None = None) -> list[list[i
     model's.
     """
     config = tiny.with_window(window)
-    block_size = cases.block_size_of(layout, (8, 16, 1), head_dim=config.head_dim)
+    block_size = block_size_of(layout)
     sizes = Sizes(1 + 128 // block_size, block_size, config.num_kv_heads, config.head_dim)
     oracle = cases.oracle(name, sizes)
     weights = tiny.reference_weights()
@@ -56,16 +92,97 @@ def answers(name: str, layout: Layout, window: int | None = None) -> list[list[i
         return [reference_model.generate(config, weights, prompt, NUM_NEW) for prompt in PROMPTS]
     empty = cases.empty(layout, sizes)
     return [
-        cached_model.generate(config, weights, oracle, empty, prompt, NUM_NEW, tile_len=32)
+        cached_model.generate(config, weights, oracle, empty, prompt, NUM_NEW, tile_len=TILE_LEN)
         for prompt in PROMPTS
     ]
 
 
-def check_tokens(name: str, layout: Layout) -> Driver:
-    driver = tiny.driver(**options(name, layout))
-    want = answers(name, layout)
+@jax.jit
+def run(
+    model: Decoder, cache: KVCache, token_ids: jax.Array, positions: jax.Array, batch: AttentionBatch
+) -> tuple[jax.Array, KVCache]:
+    """The likeliest token after each, and the cache."""
+    hidden, cache = model(token_ids, positions, cache, batch)
+    return jnp.argmax(model.logits(hidden), axis=-1), cache
+
+
+copy_blocks, copy_within = jax.jit(kv_cache.copy_blocks), jax.jit(kv_cache.copy_within)
+
+
+def by_passes(layout: Layout, window: int | None = None) -> list[list[int]]:
+    """The answers without an engine: a pass a prompt, then all rows at once. One row goes to the host
+    and comes back into other blocks, and another goes on in copies of its own.
+    """
+    block_size, num_rows = block_size_of(layout), len(PROMPTS)
+    width = 128 // block_size
+    model = tiny.load(F32, tiny.with_window(window))
+    cache = model.create_cache(1 + (num_rows + 1) * width, block_size, layout)
+    shuffled = np.random.default_rng(0).permutation((num_rows + 1) * width).astype(np.int32)
+    *tables, spare = 1 + shuffled.reshape(num_rows + 1, width)
+    implementation = "xla" if native.why_not_cache(layout, F32) else "native"
+
+    def tokens_after(token_ids: Any, rows: Any, positions: Any, is_token: Any, starts: Any, lens: Any) -> Any:
+        """rows: of each tile; starts and lens of each likewise."""
+        nonlocal cache
+        at = np.array(tables)[rows]
+        if window is not None:
+            at[
+                (1 + np.arange(width)) * block_size <= np.array(starts)[:, None] + 1 - window
+            ] = -7  # it is gone
+        of_token = np.repeat(at, len(positions) // len(rows), axis=0)
+        slots = of_token[np.arange(len(positions)), positions // block_size] * block_size
+        slots = np.where(is_token, slots + positions % block_size, 0)
+        ints = (jnp.asarray(x, jnp.int32) for x in (slots, at, starts, lens))
+        batch = AttentionBatch(*ints, implementation=implementation)
+        given = (jnp.asarray(x, jnp.int32) for x in (token_ids, positions))
+        newest, cache = run(model, cache, *given, batch)
+        return np.asarray(newest)
+
+    found = []
+    for row, prompt in enumerate(PROMPTS):
+        positions = np.arange(3 * TILE_LEN)
+        starts = positions[::TILE_LEN]
+        lens = np.where(starts < len(prompt), np.minimum(starts + TILE_LEN, len(prompt)), 0)
+        padded = np.pad(prompt, (0, len(positions) - len(prompt)))
+        newest = tokens_after(padded, [row] * 3, positions, positions < len(prompt), starts, lens)
+        found.append([int(newest[len(prompt) - 1])])
+    for step in range(1, NUM_NEW):
+        if step == 5:
+            host = model.create_cache(1 + width, block_size, layout)
+            places = 1 + jnp.arange(width, dtype=jnp.int32)
+            host = copy_blocks(cache, host, jnp.asarray(tables[0]), places)
+            cache = copy_blocks(host, cache, places, jnp.asarray(spare))
+            tables[0], spare = spare, tables[0]
+        if step == 9:
+            cache = copy_within(cache, jnp.asarray(tables[1]), jnp.asarray(spare))
+            tables[1] = spare
+        positions = np.array([len(prompt) + step - 1 for prompt in PROMPTS])
+        last = [answer[-1] for answer in found]
+        newest = tokens_after(last, np.arange(num_rows), positions, True, positions, positions + 1)
+        for answer, token in zip(found, newest, strict=True):
+            answer.append(int(token))
+    return found
+
+
+@some(list(LAYOUTS))
+def test_passes_over_its_blocks_give_the_oracles_tokens(name: str) -> None:
+    assert by_passes(LAYOUTS[name]) == answers(name, LAYOUTS[name])
+
+
+@slow
+@pytest.mark.parametrize("name", ["token", "all_layers", "int4_grouped"])
+def test_passes_with_a_window(name: str) -> None:
+    """Blocks of a token each, of all layers, with numbers of two kinds."""
+    assert by_passes(LAYOUTS[name], WINDOW) == answers(name, LAYOUTS[name], WINDOW)
+
+
+def check_tokens(name: str, layout: Layout, window: int | None = None) -> Driver:
+    config = tiny.with_window(window)
+    model = functools.partial(tiny.load, config=config)
+    driver = Driver(EngineConfig(**tiny.DEFAULTS | options(name, layout)), config, model)
+    want = answers(name, layout, window)
     assert tiny.generate(driver, PROMPTS, tiny.greedy(NUM_NEW)) == want
-    assert driver.stats.num_preemptions > 0
+    assert window or driver.stats.num_preemptions > 0
     for _ in range(2):
         hits = driver.stats.num_hit_tokens
         assert tiny.generate(driver, PROMPTS[1:2], tiny.greedy(NUM_NEW)) == want[1:2]
@@ -74,9 +191,9 @@ def check_tokens(name: str, layout: Layout) -> Driver:
     return driver
 
 
-@each
-def test_tokens_are_the_oracles(name: str) -> None:
-    driver = check_tokens(name, LAYOUTS[name])
+@some(in_engines())
+def test_an_engines_tokens_are_the_oracles(name: str) -> None:
+    driver = check_tokens(name, LAYOUTS[name], WINDOW if name in WINDOWED else None)
     several = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=NUM_NEW, logprobs=0)
     together = sampled(driver, PROMPTS[4], several)
     # Alone, one after the other, and without the blocks of one another.
@@ -87,6 +204,10 @@ def test_tokens_are_the_oracles(name: str) -> None:
     tiny.assert_nothing_is_held(driver)
 
 
+def test_an_engine_has_one_of_each_kind() -> None:
+    assert in_engines() == ["fused", "token", "int8_per_token", "int4_grouped"]
+
+
 def sampled(driver: Driver, prompt: list[int], params: SamplingParams) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of each answer."""
     requests = driver.door.admit(prompt, params)
@@ -95,18 +216,6 @@ def sampled(driver: Driver, prompt: list[int], params: SamplingParams) -> list[t
         driver.add(dataclasses.replace(request, request_id=request_id))
     done = tiny.drain(driver)
     return [(done[i].token_ids, list(done[i].logprobs or [])) for i in ids]
-
-
-@slow
-@pytest.mark.parametrize("name", ["token", "all_layers", "int4_grouped"])
-def test_windows_and_recomputed_rows(name: str) -> None:
-    """Blocks that leave a window, of a token each, of all layers, with numbers of two kinds."""
-    layout, window = LAYOUTS[name], 21
-    config = tiny.with_window(window)
-    its = options(name, layout, num_tokens=192) | {"preemption_mode": "recompute", "num_host_blocks": 0}
-    driver = Driver(EngineConfig(**tiny.DEFAULTS | its), config, functools.partial(tiny.load, config=config))
-    assert tiny.generate(driver, PROMPTS, tiny.greedy(NUM_NEW)) == answers(name, layout, window)
-    tiny.assert_nothing_is_held(driver)
 
 
 @slow

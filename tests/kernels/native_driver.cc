@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "bytes.h"
+#include "nibbles.h"
 #include "product.h"
 #include "quantised_product.h"
 
@@ -100,8 +101,36 @@ void RunAttention(const std::vector<int64_t>& sizes) {
   Write(out);
 }
 
+// num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks window num_blocks, then the strides of blocks,
+// tokens and heads of codes, of K's scales, of k_new and of V's scales
+template <typename T>
+void RunPackedAttention(const std::vector<int64_t>& sizes) {
+  using Value = typename T::Value;
+  const auto strides = [&](int i) { return Strides{sizes[i], sizes[i + 1], sizes[i + 2]}; };
+  const int64_t num_queries = sizes[0] * sizes[1] * sizes[2] * sizes[3], blocks = sizes[8];
+  const auto* q = Read<Value>(num_queries);
+  const auto* k = Read<char>(blocks * sizes[9]);
+  const auto *k_scale = Read<uint16_t>(blocks * sizes[12]), *k_zero = Read<uint16_t>(blocks * sizes[12]);
+  const auto* k_new = Read<Value>(blocks * sizes[15]);
+  const auto* new_group = Read<int32_t>(blocks);
+  const auto* v = Read<char>(blocks * sizes[9]);
+  const auto *v_scale = Read<uint16_t>(blocks * sizes[18]), *v_zero = Read<uint16_t>(blocks * sizes[18]);
+  const auto* tables = Read<int32_t>(sizes[0] * sizes[6]);
+  const auto *starts = Read<int32_t>(sizes[0]), *lens = Read<int32_t>(sizes[0]);
+  const float scale = *Read<float>(1);
+  const Array<Value> out(num_queries);
+  ThisThread pool;
+  const Packing<Nibbles<T>> packing{k_scale,   k_zero,   v_scale,     v_zero,      k_new,
+                                    new_group, sizes[5], strides(12), strides(18), strides(15)};
+  AttendAll(pool, AttentionCall<T, Nibbles<T>>{q, k, v, tables, starts, lens, nullptr, nullptr, out.data, sizes[0],
+                                               sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], strides(9),
+                                               {sizes[5], 1, 0}, scale, sizes[7], packing});
+  Write(out);
+}
+
 template <typename T>
 void RunAttention(const std::vector<int64_t>& sizes, const std::string& cache) {
+  if (cache == "uint8") return RunPackedAttention<T>(sizes);
   if (cache == "int8") return RunAttention<T, Int8>(sizes);
   if (cache == "float8_e4m3fn") return RunAttention<T, Float8<4>>(sizes);
   if (cache == "float8_e5m2") return RunAttention<T, Float8<5>>(sizes);

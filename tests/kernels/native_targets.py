@@ -29,7 +29,9 @@ class Kernels(Protocol):
     def product(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray: ...
     def quantised_product(self, x: np.ndarray, weight: Quantised) -> np.ndarray: ...
     def attend(self, *arrays: np.ndarray, scale: float, window: int | None = None) -> np.ndarray: ...
-    def attend_to(self, q: np.ndarray, pool: Pool, *arrays: np.ndarray, scale: float) -> np.ndarray: ...
+    def attend_to(
+        self, q: np.ndarray, pool: Pool, *arrays: np.ndarray, scale: float, window: int | None = None
+    ) -> np.ndarray: ...
 
 
 class Called:
@@ -45,9 +47,10 @@ class Called:
         options = {"scale": scale, "sliding_window": window, "implementation": "native"}
         return np.asarray(ops.tiled_paged_attention(*map(jnp.asarray, arrays), **options))
 
-    def attend_to(self, q, pool, *arrays, scale):
+    def attend_to(self, q, pool, *arrays, scale, window=None):
         arrays = (jnp.asarray(q), pool, None, *(jnp.asarray(x, jnp.int32) for x in arrays))
-        return np.asarray(ops.tiled_paged_attention(*arrays, scale=scale, implementation="native"))
+        options = {"scale": scale, "sliding_window": window, "implementation": "native"}
+        return np.asarray(ops.tiled_paged_attention(*arrays, **options))
 
 
 class Driven:
@@ -84,6 +87,13 @@ class Driven:
         return self.attend_to(q, pool, tables, starts, lens, scale=scale, window=window)
 
     def attend_to(self, q, pool, tables, starts, lens, *, scale, window=None):
+        at = [*(x.astype(np.int32) for x in (tables, starts, lens)), np.float32(scale)]
+        if pool.layout.packed_view():
+            arrays, (num_heads, block_size, *steps) = attention.packed_operands(pool)
+            sizes = [*q.shape, num_heads, block_size, tables.shape[1], window or 2**31 - 1]
+            sizes += [pool.sizes.num_blocks, *steps]
+            out = self._run("attention", q.dtype, arrays[0].dtype, sizes, [q, *map(np.asarray, arrays), *at])
+            return np.frombuffer(out, q.dtype).reshape(q.shape)
         k, v, k_scales, v_scales, places = attention.operands(pool)
         k, v, k_scales, v_scales = map(np.asarray, (k, v, k_scales, v_scales))
         num_heads, block_size, _, v_first, *steps, _, v_scale_first, a, b, c = places
@@ -93,8 +103,7 @@ class Driven:
         sizes = [*q.shape, num_heads, block_size, tables.shape[1], k.nbytes, window or 2**31 - 1]
         sizes += [v_first, *steps, k_scales.size, a, b, c]
         caches = [k] if v_first else [k, v]
-        arrays = [q, *caches, k_scales, v_scales, *(x.astype(np.int32) for x in (tables, starts, lens))]
-        out = self._run("attention", q.dtype, k.dtype, sizes, [*arrays, np.float32(scale)])
+        out = self._run("attention", q.dtype, k.dtype, sizes, [q, *caches, k_scales, v_scales, *at])
         return np.frombuffer(out, q.dtype).reshape(q.shape)
 
     def _run(self, function, dtype, cache_dtype, sizes, arrays) -> bytes:

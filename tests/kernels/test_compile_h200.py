@@ -24,6 +24,7 @@ LEAN = {
         "decode 128/8/128 bs16 bfloat16 bfloat16",
         "decode 128/8/256 bs8 bfloat16 float8_e4m3fn",
         "decode 32/8/128 bs16 bfloat16 int8",
+        "decode 32/8/128 bs32 bfloat16 bfloat16 int8_per_token",
         "decode 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks",
         "decode 32/8/128 bs16 bfloat16 bfloat16 block_sparse",
         "v1 32/8/128 bs16 bfloat16 bfloat16",
@@ -35,10 +36,11 @@ LEAN = {
         "tiles 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks 32 tokens a tile",
         "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn 32 tokens a tile",
         "tiles 32/8/256 bs8 bfloat16 int8 32 tokens a tile",
+        "tiles 32/8/128 bs32 bfloat16 bfloat16 32 tokens a tile int8_per_token",
         "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn alibi window soft_cap sinks 32 tokens a tile",
     )
 }  # fmt: skip
-assert len(LEAN) == 21
+assert len(LEAN) == 23
 WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
 

@@ -16,6 +16,7 @@ from reference import cache_ops
 from reference import layouts as reference
 from reference.layouts import Oracle
 from tests import layouts as cases
+from tests.kernels.interpreter import fresh_interpreter, races_found, shadow_reads
 
 NUM_TOKENS = 6  # of a call
 write = jax.jit(ops.write)
@@ -212,25 +213,43 @@ def tiles_of(pool: Pool, k: np.ndarray, v: np.ndarray, implementation: str) -> N
 READ_BY_MOSAIC = [name for name in support.SUPPORT["mosaic_gpu"].kv_layouts if name != "token_major"]
 
 
+@pytest.mark.usefixtures(fresh_interpreter.__name__)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "fused" else pytest.mark.slow) for n in READ_BY_MOSAIC]
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("fused", "int8_per_token") else pytest.mark.slow)
+        for n in READ_BY_MOSAIC
+    ],
 )
 @pytest.mark.parametrize("tile_len", [1, 19])
-def test_the_gpu_kernels_read_the_layouts_that_they_say(name: str, tile_len: int) -> None:
-    """In the interpreter: that for decode steps, and that for prompts."""
+def test_the_gpu_kernels_read_the_layouts_that_they_say(
+    name: str, tile_len: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the interpreter, without a race: that for decode steps, and that for prompts."""
     layout, bfloat16 = LAYOUTS[name], jnp.dtype("bfloat16")
     if isinstance(layout, Fp8):
         layout = dataclasses.replace(layout, k_scale=(0.25, 0.5), v_scale=0.5)
-    sizes = Sizes(13, 16, 2, 64)
+    block_size = max(16, min(support.SUPPORT["mosaic_gpu"].block_sizes_of(layout) or ()))
+    sizes = Sizes(13, block_size, 2, 64)
     rng = np.random.default_rng(0)
-    slots = np.arange(16, 13 * 16, dtype=np.int32)
-    k, v = rng.standard_normal((2, len(slots), 2, 64)).astype(np.float32)
-    pool = write(layouts.create(layout, *sizes, bfloat16), k, v, slots)
     tables = 1 + rng.permutation(12).reshape(2, 6).astype(np.int32)
     seq_lens = np.array([90, 33], np.int32)
+    positions = [np.arange(n) for n in seq_lens]
+    slots = [tables[i, at // block_size] * block_size + at % block_size for i, at in enumerate(positions)]
+    k, v = rng.standard_normal((2, seq_lens.sum(), 2, 64)).astype(np.float32)
+    pool = layouts.create(layout, *sizes, bfloat16)
+    # What nobody has written is not a number, where there is such.
+    unwritten = {
+        name: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for name, x in pool.arrays.items()
+    }
+    pool = write(dataclasses.replace(pool, arrays=unwritten), k, v, np.concatenate(slots).astype(np.int32))
     starts = seq_lens - tile_len
     q = jnp.asarray(rng.standard_normal((2, tile_len, 4, 64)), bfloat16)
-    out = ops.tiled_paged_attention(q, pool, None, tables, starts, seq_lens, scale=0.125, interpret=True)
+    attend = functools.partial(ops.tiled_paged_attention, scale=0.125, interpret=True)
+    with shadow_reads():
+        out = attend(q, pool, None, tables, starts, seq_lens)
+    assert not races_found(capsys)
     k, v = (np.asarray(x) for x in read(pool, jnp.arange(13), F32))
     for i in range(tile_len):
         want = reference_attention.paged_attention(

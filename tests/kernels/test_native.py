@@ -142,6 +142,39 @@ def test_attention_reads_layouts_where_they_lie(
 
 
 @each_dtype
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (24, 20)])
+def test_attention_unpacks_four_bits(kernels: Kernels, dtype: str, head_dim: int, window: int | None) -> None:
+    """Groups that are whole, the newest tokens as they are, from a window's middle of a group on; alone and
+    in a tile the same bits. What nobody has written is not a number.
+    """
+    lengths, layout = np.array([3, 50, 93]), LAYOUTS["int4_grouped"]
+    starts = np.maximum(lengths - 5, 0)
+    pool = layouts.create(layout, 10, 32, 2, head_dim, jnp.dtype(dtype))
+    unwritten = {
+        name: jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0)
+        for name, x in pool.arrays.items()
+    }
+    tables = 1 + np.random.default_rng(4).permutation(9).reshape(3, 3)
+    slots = [
+        tables[row, np.arange(n) // 32] * 32 + np.arange(n) % 32 for row, n in enumerate(lengths.tolist())
+    ]
+    k, v = draw(3, dtype, 2, int(lengths.sum()), 2, head_dim)
+    pool = ops.write(
+        dataclasses.replace(pool, arrays=unwritten), k, v, np.concatenate(slots).astype(np.int32)
+    )
+    newest = np.asarray(pool.arrays["new_group"])[tables[np.arange(3), lengths // 32]]
+    assert newest.tolist() == [0, 1, 1], "each sequence has a group that is not whole"
+    q = draw(5, dtype, 3, 5, 6, head_dim)
+    out = kernels.attend_to(q, pool, tables, starts, lengths, scale=0.125, window=window)
+    k, v = (np.asarray(x) for x in pool.read(jnp.arange(10), jnp.dtype("float32")))
+    check(out, q, k, v, tables, starts, lengths, window=window)
+    for i in (0, 4):
+        at = starts + i
+        alone = kernels.attend_to(q[:, i : i + 1], pool, tables, at, lengths, scale=0.125, window=window)
+        np.testing.assert_array_equal(bits(alone[:, 0]), bits(out[:, i]))
+
+
+@each_dtype
 def test_attention_weights_of_far_apart_scores(kernels: Kernels, dtype: str) -> None:
     """Scores of hundreds: exp(x) of what is far below the largest is nothing, of the largest one."""
     lengths = np.array([40])
@@ -268,7 +301,14 @@ def test_the_target_is_the_fastest_of_the_processor(machine, features, served, w
         assert native.instructions() == library.TARGETS[target].words
 
 
-@pytest.mark.parametrize(("name", "more"), [("fused", []), ("int8_per_token", [("attention_of_bytes",)])])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("fused", []),
+        ("int8_per_token", [("attention_of_bytes",)]),
+        ("int4_grouped", [("attention_of_nibbles",)]),
+    ],
+)
 def test_what_a_cache_needs_is_made_known_before_its_programs_are_read(name, more, monkeypatch) -> None:
     """A program that is read from the disk is not traced: nothing else asks for its functions."""
     asked: list[tuple[str, ...]] = []

@@ -1,0 +1,109 @@
+"""What the GPU kernels share: how numbers lie in shared memory and registers, and who brings them there."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.support import Options
+
+LOG2E = math.log2(math.e)
+LOWEST = -1e30
+FLOAT16_MAX = 65504.0
+NUM_WARPS = 4  # of the producer
+WGMMA = plgpu.Layout.WGMMA
+
+
+class Extras(NamedTuple):
+    """The optional arrays of a call; None where absent."""
+
+    alibi_slopes: Any  # [num_q_heads] float32
+    sinks: Any  # [num_q_heads] float32
+    k_scale: Any  # [num_kv_heads] float32
+    v_scale: Any  # [num_kv_heads] float32
+    token_scales: Any  # two arrays in which the layout's view has them, float32
+
+
+def extras_of(options: Options) -> Extras:
+    """The arrays among the options."""
+    return Extras(options.alibi_slopes, options.sinks, options.k_scale, options.v_scale, options.token_scales)
+
+
+def copy_tokens(block_size: int, tile_kv: int) -> int:
+    """Tokens of one copy: a block's, or so many that each warp of the producer has a part of a tile."""
+    return min(block_size, tile_kv // NUM_WARPS)
+
+
+def scale_tokens(block_size: int, tile_kv: int) -> int:
+    """Tokens of one copy of scales: a copy's place in shared memory begins with 128 bytes, 32 of them."""
+    return min(block_size, tile_kv)
+
+
+def tiled(width: int) -> Any:
+    """The transforms of rows in shared memory as wgmma reads them: small tiles, of as many columns as divide
+    the width.
+    """
+    transforms: Any = plgpu  # mypy takes the two for abstract
+    columns = next(columns for columns in (64, 32, 16) if width % columns == 0)
+    return transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns)
+
+
+def drain(empty: Any, num_slots: int, done: jax.Array) -> None:
+    """Take the last arrivals at a ring's slots. The GPU would not mind; jax's interpreter wants each seen."""
+    for k in range(num_slots):
+
+        @pl.when(done > k)
+        def _see_arrival(k: int = k) -> None:
+            plgpu.barrier_wait(empty.at[lax.rem(done - 1 - k, jnp.int32(num_slots))])
+
+
+def columns_of(head_dim: int) -> list[int]:
+    """Where pieces of 64 columns begin that cover head_dim; the last two may overlap."""
+    return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
+
+
+def widen(source: Any, target: Any, scales: Any = None) -> None:
+    """A tile of 8-bit numbers into float16, in parts; times the scale of each row, if there are."""
+    height = (
+        source.shape[0] if scales is None else 64
+    )  # of a part: with scales numbers are float32 on the way
+    for row in range(0, source.shape[0], height):
+        rows = slice(None) if scales is None else pl.ds(row, height)
+        factor = None
+        if scales is not None:
+            factor = plgpu.load(scales.at[rows], layout=WGMMA.reduce(1), optimized=False)
+        for column in columns_of(source.shape[1]):
+            piece = (rows, pl.ds(column, 64))
+            x = load_8_bits(source.at[piece]).astype(target.dtype)
+            if factor is not None:
+                wide = plgpu.layout_cast(x, WGMMA).astype(jnp.float32)
+                wide = wide * lax.broadcast_in_dim(factor, wide.shape, [0])
+                x = jnp.clip(wide, -FLOAT16_MAX, FLOAT16_MAX).astype(target.dtype)
+            target[piece] = x
+
+
+def load_8_bits(ref: Any) -> jax.Array:
+    """So that, widened, each number is where a wgmma wants it."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+
+
+def store(target: Any, value: jax.Array) -> None:
+    """Registers into memory as they lie, whatever the bank conflicts and broken cache lines."""
+    if hasattr(plgpu, "store"):  # jax 0.12 wants to be told that they are accepted
+        plgpu.store(target, value, optimized=False)
+    else:
+        target[...] = value
+
+
+def interpret_params(interpret: Any) -> Any:
+    """True stands for the GPU interpreter with race detection.
+
+    It takes copies that share a simulated TMA thread as ordered: 64 threads are enough for no two to.
+    """
+    if interpret is True:
+        return plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+    return interpret
