@@ -124,7 +124,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", help="auto (default), float32, bfloat16 or float16")
     group.add_argument(
         "--quantization",
-        help="weights that stay quantised in memory: gguf (as the file has them), or int8 or int4 on load",
+        help="weights that stay quantised in memory: gguf (as a file has them), int8, int4 or fp8 (on load)",
     )
     group.add_argument("--attention", help="auto (default), mosaic_gpu, native or xla")
     group.add_argument("--block-size", type=int, help="tokens a block (default 16)")

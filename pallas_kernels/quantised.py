@@ -1,8 +1,8 @@
 """Weights of 8 or 4 bits that stay so in memory, and become numbers where a product reads them.
 
 Output o has for its input i the weight `scale[o, g] * code[o, i] + minimum[o, g]`, of the group g of
-neighbouring inputs that i is in. Codes of 8 bits are signed; those of 4 bits go from 0 to 15 where there are
-minima, else from -8 to 7.
+neighbouring inputs that i is in. Codes of 8 bits are signed, or floats of the type e4m3; those of 4 bits go
+from 0 to 15 where there are minima, else from -8 to 7.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,7 @@ class Quantised:
     minima: Float[Array | np.ndarray, "*num_layers num_panels num_groups panel_width"] | None
     bits: int = field(metadata={"static": True})
     out_features: int = field(metadata={"static": True})
+    is_float: bool = field(default=False, metadata={"static": True})
 
     @property
     def in_features(self) -> int:
@@ -62,7 +63,9 @@ class Quantised:
     ) -> Float[Array, "num_rows in_features"]:
         """The weights of some rows, of codes and all."""
         codes, scales = rows_of(self.codes), rows_of(self.scales)
-        if self.bits == 8:
+        if self.is_float:
+            numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+        elif self.bits == 8:
             numbers = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
         else:
             shifts = jnp.arange(0, 32, self.bits, dtype=jnp.uint32)
@@ -75,9 +78,16 @@ class Quantised:
         return numbers.reshape(scales.shape[0], -1)
 
 
-def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None, *, bits: int) -> Quantised:
+def pack(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    minima: np.ndarray | None = None,
+    *,
+    bits: int,
+    is_float: bool = False,
+) -> Quantised:
     """A weight of NumPy's: a byte a code [out_features, in_features], scales and minima [out_features,
-    num_groups]. Codes of 4 bits go from 0 to 15: those that are signed have 8 added.
+    num_groups]. Codes of 4 bits go from 0 to 15: those that are signed have 8 added. Of floats, the bytes.
 
     Outputs that are missing to whole panels are zeros. A group has whole words: a multiple of 4 codes, or 8.
     Raises: ValueError if it has not, or for other bits.
@@ -95,7 +105,7 @@ def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     words = np.ascontiguousarray(codes).view("<u4")
     sides = (_panels(words), _panels(scales), None if minima is None else _panels(minima))
-    return Quantised(*sides, bits=bits, out_features=out_features)
+    return Quantised(*sides, bits=bits, out_features=out_features, is_float=is_float)
 
 
 def _panels(rows: np.ndarray) -> np.ndarray:

@@ -207,12 +207,15 @@ def quantised_product(
     """`x @ weight.T` in float32, of a stack that of a layer. Where XLA multiplies it widens the weight first,
     in the program: in memory it stays as it is.
     """
-    if native.serves(x.dtype, "quantised_product"):
+    functions = {native.quantised_function(is_float=segment.is_float) for segment in weight.segments}
+    if native.serves(x.dtype, *sorted(functions)):
         number = 0 if layer is None else layer
-        found = [native.quantised_product(x, segment, number) for segment in weight.segments]
+        pairs = zip(weight.ordered(x, layer), weight.segments, strict=True)
+        found = [native.quantised_product(its, segment, number) for its, segment in pairs]
     else:
         one = weight if layer is None else weight.of_layer(layer)
-        found = [_dot(x, wide.astype(x.dtype), contract=1) for wide in one.widened()]
+        each = zip(one.ordered(x), one.widened(), strict=True)
+        found = [_dot(its, wide.astype(x.dtype), contract=1) for its, wide in each]
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
 
