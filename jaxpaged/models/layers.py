@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from jaxpaged.models.quantised import QuantisedWeight
 from pallas_kernels import native
+from pallas_kernels.quantised import PANEL_WIDTH, Quantised
 
 Values = Array | np.ndarray  # a weight that is being made
 type Weight = Float[Values, "..."] | QuantisedWeight
@@ -208,15 +209,24 @@ def quantised_product(
     in the program: in memory it stays as it is.
     """
     functions = {native.quantised_function(is_float=segment.is_float) for segment in weight.segments}
-    if native.serves(x.dtype, *sorted(functions)):
+    in_panels = all(segment.panel_width == PANEL_WIDTH for segment in weight.segments)
+    if in_panels and native.serves(x.dtype, *sorted(functions)):
         number = 0 if layer is None else layer
         pairs = zip(weight.ordered(x, layer), weight.segments, strict=True)
         found = [native.quantised_product(its, segment, number) for its, segment in pairs]
     else:
         one = weight if layer is None else weight.of_layer(layer)
-        each = zip(one.ordered(x), one.widened(), strict=True)
-        found = [_dot(its, wide.astype(x.dtype), contract=1) for its, wide in each]
+        pairs = zip(one.ordered(x), one.segments, strict=True)
+        found = [_widening_product(its, segment) for its, segment in pairs]
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+
+
+def _widening_product(
+    x: Float[Array, "num_tokens in_features"], weight: Quantised
+) -> Float[Array, "num_tokens out_features"]:
+    wide, scales = weight.factors(x.dtype)
+    y = _dot(x, wide[:, : x.shape[1]], contract=1)
+    return y if scales is None else y * scales
 
 
 def _dot(

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import native
 from pallas_kernels.quantised import OFFSET, PANEL_WIDTH, Quantised, pack
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -68,10 +69,6 @@ class QuantisedWeight:
         segments = tuple(segment.of_layer(layer) for segment in self.segments)
         orders = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), self.orders)
         return QuantisedWeight(segments, orders, self.in_features, self.dtype)
-
-    def widened(self) -> list[Float[Array, "out_features in_features"]]:
-        """Each segment's weights, its inputs in its order."""
-        return [segment.widened()[:, : self.in_features].astype(self.dtype) for segment in self.segments]
 
     def ordered(
         self, x: Float[Array, "num_rows in_features"], layer: int | Int[Array, ""] | None = None
@@ -143,9 +140,15 @@ def packed(pieces: Iterable[tuple[Kind, Rows]], in_features: int, dtype: jnp.dty
         codes, scales, minima, [*_, order] = zip(*group, strict=True)
         joined_minima = np.concatenate(minima) if kind.has_minima else None
         sides = np.concatenate(codes), np.concatenate(scales), joined_minima
-        segments.append(pack(*sides, bits=kind.bits, is_float=kind.is_float))
+        width = _panel_width(kind, dtype)
+        segments.append(pack(*sides, bits=kind.bits, is_float=kind.is_float, panel_width=width))
         orders.append(order)
     return QuantisedWeight(tuple(segments), tuple(orders), in_features, dtype)
+
+
+def _panel_width(kind: Kind, dtype: jnp.dtype) -> int:
+    is_native = native.serves(dtype, native.quantised_function(is_float=kind.is_float))
+    return PANEL_WIDTH if is_native else 1
 
 
 def wide(kind: Kind, rows: Rows, in_features: int) -> np.ndarray:
@@ -167,10 +170,11 @@ def zeros(segments: Iterable[Segment], in_features: int, dtype: jnp.dtype) -> Qu
     """A weight of these segments without its numbers."""
 
     def of(kind: Kind, num_outputs: int) -> Quantised:
-        num_panels, num_groups = -(-num_outputs // PANEL_WIDTH), -(-in_features // kind.group_size)
+        width, num_groups = _panel_width(kind, dtype), -(-in_features // kind.group_size)
+        num_panels = -(-num_outputs // width)
         num_words = num_groups * kind.group_size * kind.bits // 32
-        codes = jnp.zeros((num_panels, num_words, PANEL_WIDTH), jnp.uint32)
-        scales: Any = jnp.zeros((num_panels, num_groups, PANEL_WIDTH), kind.scale_dtype)
+        codes = jnp.zeros((num_panels, num_words, width), jnp.uint32)
+        scales: Any = jnp.zeros((num_panels, num_groups, width), kind.scale_dtype)
         minima = scales if kind.has_minima else None
         return Quantised(codes, scales, minima, kind.bits, num_outputs, kind.is_float)
 
