@@ -67,38 +67,31 @@ class Quantised:
         """
         if self.scales.shape[-2] > 1 or self.minima is not None:
             return self.widened().astype(dtype), None
-        codes = self._codes(self._by_row, dtype)[: self.out_features]
+        codes = self._codes(self._by_row(self.codes), dtype)
+        codes = codes.reshape(codes.shape[0], -1)[: self.out_features]
         return codes, self._by_row(self.scales)[: self.out_features, 0].astype(jnp.float32)
 
     @staticmethod
     def _by_row(x: Array | np.ndarray) -> Array:
         return jnp.swapaxes(jnp.asarray(x), 1, 2).reshape(-1, x.shape[1])
 
-    def _codes(
-        self, rows_of: Callable[[Array | np.ndarray], Array], dtype: jnp.dtype
-    ) -> Float[Array, "num_rows in_features"]:
-        """The codes of some rows, of all that is here, as numbers of a dtype, which holds them."""
-        codes = rows_of(self.codes)
+    def _codes(self, codes: Array, dtype: jnp.dtype) -> Float[Array, "num_rows num_words codes_of_word"]:
+        """Rows of words as numbers of a dtype, which holds them."""
         if self.is_float:
-            numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(dtype)
-        elif self.bits == 8:
-            numbers = lax.bitcast_convert_type(codes, jnp.int8).astype(dtype)
-        else:
-            shifts = jnp.arange(0, 32, self.bits, dtype=jnp.uint32)
-            numbers = (codes[..., None] >> shifts & 15).astype(dtype)
-            if self.minima is None:
-                numbers = numbers - OFFSET
-        return numbers.reshape(codes.shape[0], -1)
+            return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(dtype)
+        if self.bits == 8:
+            return lax.bitcast_convert_type(codes, jnp.int8).astype(dtype)
+        shifts = jnp.arange(0, 32, self.bits, dtype=jnp.uint32)
+        numbers = (codes[..., None] >> shifts & 15).astype(dtype)
+        return numbers - OFFSET if self.minima is None else numbers
 
     def _numbers(
         self, rows_of: Callable[[Array | np.ndarray], Array]
     ) -> Float[Array, "num_rows in_features"]:
         """The weights of some rows."""
-        scales = rows_of(self.scales)
-        numbers = (
-            self._codes(rows_of, jnp.dtype("float32")).reshape(*scales.shape, -1)
-            * scales.astype(jnp.float32)[..., None]
-        )
+        codes, scales = rows_of(self.codes), rows_of(self.scales)
+        numbers = self._codes(codes, jnp.dtype("float32"))
+        numbers = numbers.reshape(*scales.shape, -1) * scales.astype(jnp.float32)[..., None]
         if self.minima is not None:
             numbers = numbers + rows_of(self.minima).astype(jnp.float32)[..., None]
         return numbers.reshape(scales.shape[0], -1)
