@@ -1,20 +1,23 @@
 """What is lost by keeping K and V, or weights, in fewer bits: `python -m benchmarks.cache_quality`.
 
     python -m benchmarks.cache_quality [--layouts fp8_e4m3,int8_per_token] [--tokens 20480] [--out FILE]
-    python -m benchmarks.cache_quality --quantizations gguf,int8,int4      of the weights, beside no layouts
+    python -m benchmarks.cache_quality --quantizations gguf,int8,fp8,int4      of the weights, not the cache
+    python -m benchmarks.cache_quality --model DIR --quantizations fp8,DIR-AWQ  and of quantised directories
     python -m benchmarks.cache_quality --smoke                   one short window
 
 SmolLM2 in float32, on the text of Python's own language reference (`pydoc_data.topics`, which comes with
 Python), in windows of 1,024 tokens. A JSON line for float32 throughout and one for each quantised layout of
-the registry, or each way to quantise the weights: perplexity, and by how much it is more; the mean
-Kullback-Leibler divergence, in nats, of the next token's distribution from float32's; how many of 64 greedy
-tokens after each of 16 prompts agree until the first that does not, as a share; bytes a token in all layers,
-and of the weights. Prompts are computed as the engine does, in tiles of 32 tokens.
+the registry, or each way to quantise the weights, or directory that has them quantised: perplexity, and by
+how much it is more; the mean Kullback-Leibler divergence, in nats, of the next token's distribution from
+float32's; how many of 64 greedy tokens after each of 16 prompts agree until the first that does not, as a
+share; bytes a token in all layers, and of the weights. Prompts are computed as the engine does, in tiles of
+32 tokens.
 """
 
 import functools
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,11 +32,15 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.models import loading
 from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.loading import Checkpoint
 from pallas_kernels import native, ops
 from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout
 
 _LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: the quantised ones.")
-_QUANTIZATIONS = flags.DEFINE_list("quantizations", [], "Of the weights, as `LLM` takes them.")
+_QUANTIZATIONS = flags.DEFINE_list(
+    "quantizations", [], "Of the weights, as `LLM` takes them; or directories with the same model, quantised."
+)
 _TOKENS = flags.DEFINE_integer("tokens", 20 * 1024, "Of the text, in whole windows.", lower_bound=1024)
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 64, "Tokens.")
 _MODEL = flags.DEFINE_string("model", "smollm2", "As `LLM` takes it.")
@@ -59,7 +66,7 @@ def main(argv: list[str]) -> None:
     forms: dict[str, tuple[Layout, str | None]] = {"float32": (TOKEN_MAJOR, None)}
     forms |= {name: (layout, None) for name, layout in layouts.items()}
     forms |= {name: (TOKEN_MAJOR, name) for name in _QUANTIZATIONS.value}
-    models = {how: nnx.split(checkpoint.model(DTYPE, how)) for how in {how for _, how in forms.values()}}
+    models = {how: nnx.split(loaded(checkpoint, how)) for how in {how for _, how in forms.values()}}
     programs = {
         name: functools.partial(
             jax.jit(functools.partial(logits, models[how][0], layout=layout)), models[how][1]
@@ -95,6 +102,13 @@ def main(argv: list[str]) -> None:
         line = record.context("benchmarks.cache_quality") | line
         print(json.dumps(line), flush=True)
         record.append(line, _OUT.value)
+
+
+def loaded(checkpoint: Checkpoint, how: str | None) -> Decoder:
+    """The model, quantised so, or as this directory has it."""
+    if how is None or not Path(how).is_dir():
+        return checkpoint.model(DTYPE, how)
+    return loading.open_checkpoint(how).model(DTYPE)
 
 
 def text() -> str:
@@ -134,8 +148,11 @@ def compare(scores: jax.Array, exact: jax.Array, token_ids: jax.Array) -> tuple[
 
 def greedy(layout: Layout, quantization: str | None, prompts: list[np.ndarray]) -> list[list[int]]:
     """What the engine answers, by the likeliest token again and again."""
+    model = _MODEL.value
+    if quantization is not None and Path(quantization).is_dir():
+        model, quantization = quantization, None
     llm = jaxpaged.LLM(
-        _MODEL.value,
+        model,
         dtype="float32",
         quantization=quantization,
         kv_layout=layout,

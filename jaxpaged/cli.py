@@ -5,6 +5,7 @@ Imports at the top are light, so that `--help` answers at once; jax comes in whe
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -124,7 +125,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", help="auto (default), float32, bfloat16 or float16")
     group.add_argument(
         "--quantization",
-        help="weights that stay quantised in memory: gguf (as the file has them), or int8 or int4 on load",
+        help="weights that stay quantised in memory: gguf (as a file has them), int8, int4 or fp8 (on load)",
     )
     group.add_argument("--attention", help="auto (default), mosaic_gpu, native or xla")
     group.add_argument("--block-size", type=int, help="tokens a block (default 16)")
@@ -303,11 +304,15 @@ def _info(args: argparse.Namespace) -> None:
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
-    model = loading.open_checkpoint(args.model).config
+    checkpoint = loading.open_checkpoint(args.model)
+    model, shapes = (
+        checkpoint.config,
+        functools.partial(checkpoint.abstract, quantization=config.quantization),
+    )
     implementation, why = machine.attention(config, model)
     no_native = native.why_not(machine.resolve_dtype(config))
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
-    cache, folder = startup.cache_size(config, model), compilation_cache_dir()
+    cache, folder = startup.cache_size(config, model, shapes), compilation_cache_dir()
     lines += [
         ("attention", f"{implementation}: {why}"),
         ("products", f"xla: {no_native}" if no_native else f"native: {native.instructions()}"),
@@ -318,7 +323,7 @@ def _info(args: argparse.Namespace) -> None:
             f"{model.num_kv_heads} kv heads of {model.head_dim}, vocabulary {model.vocab_size}",
         ),
         ("dtype", str(machine.resolve_dtype(config))),
-        *([("quantization", config.quantization)] if config.quantization else []),
+        *([("quantization", how)] if (how := config.quantization or checkpoint.quant_method) else []),
         ("rows", f"{config.max_num_seqs} sequences of up to {machine.max_model_len(config, model)} tokens"),
         ("layout", str(machine.layout(config, model))),
         (

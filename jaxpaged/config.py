@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, checked_number
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["gguf", "int8", "int4"]
+Quantization = Literal["gguf", "int8", "int4", "fp8"]
 Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
 # Those of `memory/eviction.py`.
@@ -28,7 +28,8 @@ class EngineConfig:
     """The engine's fixed sizes: everything compiled depends on them, nothing on the requests."""
 
     dtype: DType = "auto"  # of weights, activations and cache; auto: float32 on a CPU, bfloat16 on a GPU
-    # Weights that stay quantised in memory: as a GGUF file has them, or quantised on load. None: none do.
+    # Weights that stay quantised in memory: as a GGUF file has them, or quantised on load. None: those that a
+    # directory has so.
     quantization: Quantization | None = None
     block_size: int = 16  # tokens a block
     num_blocks: int | None = None  # in the cache, the null block included; None: what memory allows

@@ -157,7 +157,7 @@ def test_info_prints_the_caches_size(model, capsys):
         (["--prompt", "a", "--num-blocks", "1"], "num_blocks=1 must be None or an int >= 2"),
         (
             ["--prompt", "a", "--quantization", "awq"],
-            "quantization='awq' must be None or one of gguf, int8, int4",
+            "quantization='awq' must be None or one of gguf, int8, int4, fp8",
         ),
         (
             ["--prompt", "a", "--dtype", "int4"],

@@ -240,9 +240,12 @@ def test_vllms_options_that_change_nothing_are_accepted_and_others_named():
             "^tensor_parallel_size=2, an option of vLLM's, is not supported: must be None or 1",
         ),
         ({"tensor_parallel_size": True}, "^tensor_parallel_size=True, an option of vLLM's"),
-        ({"quantization": "fp8"}, "^quantization='fp8' must be None or one of gguf, int8, int4$"),
-        ({"quantization": ["int8"]}, r"^quantization=\['int8'\] must be None or one of gguf, int8, int4$"),
-        ({"quantization": np.zeros(0)}, "quantization=array.* must be None or one of gguf, int8, int4$"),
+        ({"quantization": "fp4"}, "^quantization='fp4' must be None or one of gguf, int8, int4, fp8$"),
+        (
+            {"quantization": ["int8"]},
+            r"^quantization=\['int8'\] must be None or one of gguf, int8, int4, fp8$",
+        ),
+        ({"quantization": np.zeros(0)}, "quantization=array.* must be None or one of gguf, int8, int4, fp8$"),
         ({"num_blocks": 8, "num_gpu_blocks_override": 9}, "^num_blocks is given twice, the second time as 9"),
         ({"blocksize": 3}, "^option 'blocksize' must be one of attention, block_size, "),
     ):

@@ -21,6 +21,8 @@ from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.quantisation import OnLoad
+from jaxpaged.models.quantised import FLOAT8
+from jaxpaged.models.quantised_checkpoints import Tensors
 from jaxpaged.models.weights import Parts, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
@@ -98,6 +100,54 @@ ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is 
 SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
 
 
+@functools.cache
+def quantised_weights() -> Tensors:
+    """Such weights as a file of compressed-tensors has them, each role's in another form: in 4 bits with zero
+    points and an order of inputs, in fp8 by output, in bytes with zero points, and in 4 bits without.
+    """
+    rng = np.random.default_rng(0)
+    tensors = dict(weights())
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        num_outputs, num_inputs = tensors.pop(name).shape
+        stem, scale = name.removesuffix(".weight"), np.float32(num_inputs**-0.5)
+
+        def words(*shape: int) -> np.ndarray:
+            return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+
+        if "q_proj" in stem or "k_proj" in stem or "v_proj" in stem:
+            its = {
+                "weight_packed": words(num_outputs, num_inputs // 8),
+                "weight_scale": scale / 6 + np.zeros((num_outputs, 2), np.float16),
+                "weight_zero_point": words(num_outputs // 8, 2),
+                "weight_g_idx": rng.permutation(np.arange(num_inputs) % 2).astype(np.int32),
+            }
+        elif "o_proj" in stem:
+            noise = rng.standard_normal((num_outputs, num_inputs), np.float32)
+            its = {
+                "weight": (100 * noise).astype(FLOAT8),
+                "weight_scale": scale / 100 * rng.uniform(0.5, 1.5, (num_outputs, 1)).astype(np.float32),
+            }
+        elif "down_proj" in stem:
+            its = {
+                "weight_packed": words(num_outputs, num_inputs // 8),
+                "weight_scale": scale / 5 + np.zeros((num_outputs, 3), np.float16),
+            }
+        else:
+            its = {
+                "weight": rng.integers(-128, 128, (num_outputs, num_inputs)).astype(np.int8),
+                "weight_scale": scale / 70 + np.zeros((num_outputs, 1), np.float32),
+                "weight_zero_point": rng.integers(-9, 9, (num_outputs, 1)).astype(np.int8),
+            }
+        tensors |= {f"{stem}.{ending}": tensor for ending, tensor in its.items()}
+    groups = {"group_0": {"weights": {"num_bits": 4}}}
+    said = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    return Tensors(tensors, said, CONFIG, NAMES)
+
+
+def load_quantised(dtype: Any) -> Decoder:
+    return Decoder(Parts(CONFIG, NAMES, quantised_weights(), dtype, quantised_weights().quantisation()))
+
+
 def load(dtype: Any, config: ModelConfig = CONFIG, quantization: str | None = None) -> Decoder:
     """The tiny model in this dtype; `config` may be one with the same weights."""
     return Decoder(Parts(config, NAMES, weights(), dtype, quantization and OnLoad(quantization)))
@@ -108,13 +158,13 @@ def with_window(sliding_window: int | None) -> ModelConfig:
     return dataclasses.replace(CONFIG, layers=tuple(layers))
 
 
-def driver(**options: Any) -> Driver:
-    """A float32 driver over the tiny model; options are those of `EngineConfig`.
+def driver(load_model: Callable[[Any], Decoder] | None = None, **options: Any) -> Driver:
+    """A float32 driver over the tiny model, or another; options are those of `EngineConfig`.
 
     Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
     model = functools.partial(load, quantization=options.get("quantization"))
-    return Driver(EngineConfig(**DEFAULTS | options), CONFIG, model)
+    return Driver(EngineConfig(**DEFAULTS | options), CONFIG, load_model or model)
 
 
 def engine(**options: Any) -> Engine:

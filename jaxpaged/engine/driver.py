@@ -21,6 +21,7 @@ from jaxpaged.engine import loop, machine, startup
 from jaxpaged.engine.loop import Report
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
+from jaxpaged.engine.startup import Shapes
 from jaxpaged.engine.state import (
     MAX_STEPS,
     Counter,
@@ -119,9 +120,10 @@ class Driver:
         config: EngineConfig,
         model_config: ModelConfig,
         load_model: Callable[[jnp.dtype], Decoder],
+        shapes: Shapes | None = None,
     ) -> None:
         self.config = config
-        size = startup.known_size(config, model_config)
+        size = startup.known_size(config, model_config, shapes)
         logging.info("attention: %s (%s)", *machine.attention(config, model_config))
         model = load_model(machine.resolve_dtype(config))
         self._graphdef, self._params = nnx.split(model)

@@ -22,6 +22,7 @@ from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.outputs import RequestMetrics
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.startup import Shapes
 from jaxpaged.engine.texts import Texts, texts
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
@@ -133,7 +134,8 @@ class Engine:
     """Serves a model. `with` closes it; so does forgetting it, and the end of the program.
 
     `load_model` gives the model with arrays of a dtype, once the options are known to be good;
-    `tokenizer`, one of transformers', gives the deltas their text; `record_trace` is as in `LLM`.
+    `tokenizer`, one of transformers', gives the deltas their text; `record_trace` is as in `LLM`;
+    `shapes` gives the model with shapes for arrays, where weights are quantised.
     """
 
     def __init__(
@@ -143,10 +145,11 @@ class Engine:
         load_model: Callable[[jnp.dtype], Decoder],
         tokenizer: Any = None,
         record_trace: str | os.PathLike[str] | None = None,
+        shapes: Shapes | None = None,
     ) -> None:
         # Before anything heavy: the file may be one that cannot be written.
         self.recorder = None if record_trace is None else Recorder(record_trace, config.block_size)
-        self._driver = Driver(config, model_config, load_model)
+        self._driver = Driver(config, model_config, load_model, shapes)
         self.config, self.cache_size = config, self._driver.cache_size
         self.door = dataclasses.replace(self._driver.door, tokenizer=tokenizer)
         self.tokenizer = tokenizer

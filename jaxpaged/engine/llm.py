@@ -66,7 +66,8 @@ class LLM:
         machine.keep_on_disk()
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
         load = functools.partial(checkpoint.model, quantization=self.config.quantization)
-        self.engine = Engine(self.config, checkpoint.config, load, self.tokenizer, record_trace=record_trace)
+        shapes = functools.partial(checkpoint.abstract, quantization=self.config.quantization)
+        self.engine = Engine(self.config, checkpoint.config, load, self.tokenizer, record_trace, shapes)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where no parameters are given."""

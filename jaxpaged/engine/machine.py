@@ -184,7 +184,7 @@ def keep_on_disk() -> None:
 
 
 def weight_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Of all weights."""
+    """Of all weights, in one dtype."""
     return num_weights(model_config) * resolve_dtype(config).itemsize
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
@@ -29,13 +30,22 @@ from pallas_kernels import layouts
 type Run = Callable[[nnx.State, EngineState, np.int32, np.bool_], tuple[EngineState, Report]]
 
 
-def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
+# A model with shapes for arrays, where its weights are kept in another way than all in one dtype.
+type Shapes = Callable[[jnp.dtype], Decoder]
+
+
+def cache_size(config: EngineConfig, model_config: ModelConfig, shapes: Shapes | None = None) -> CacheSize:
     """How many blocks the cache gets on this machine; on a GPU the loop is compiled to know it."""
-    known = known_size(config, model_config)
-    return known or fitted(config, model_config, abstract(model_config, machine.resolve_dtype(config)))[0]
+    known = known_size(config, model_config, shapes)
+    if known is not None:
+        return known
+    dtype = machine.resolve_dtype(config)
+    return fitted(config, model_config, shapes(dtype) if shapes else abstract(model_config, dtype))[0]
 
 
-def known_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize | None:
+def known_size(
+    config: EngineConfig, model_config: ModelConfig, shapes: Shapes | None = None
+) -> CacheSize | None:
     """The cache's size, where it is known before anything is loaded: not on a GPU, unless it is given.
 
     Raises `InputError` if not even one sequence of one block would fit; on a GPU if that is so beside the
@@ -44,9 +54,10 @@ def known_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize | N
     stats = machine.memory_stats()
     if config.num_blocks is not None or stats is None:
         return machine.cache_size(config, model_config)
-    memory = machine.gpu_budget(config, stats).less(
-        ("of weights", machine.weight_bytes(config, model_config))
-    )
+    of_weights = machine.weight_bytes(config, model_config)
+    if shapes is not None:
+        of_weights = _num_bytes(nnx.state(shapes(machine.resolve_dtype(config))))
+    memory = machine.gpu_budget(config, stats).less(("of weights", of_weights))
     per_block = machine.bytes_per_block(config, model_config)
     if memory.left < 2 * per_block:
         raise sizing.no_room(per_block, memory)

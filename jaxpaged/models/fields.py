@@ -229,13 +229,3 @@ class Fields:
                 "supported"
             )
             check(f"model config: {name}", value, rule, name in self._read or value in neutral)
-
-
-def refuse_quantised(said: Mapping[str, Any]) -> None:
-    quantization = said.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise InputError(
-            f"model config: quantization_config with quant_method={shown(method)} must be left out: "
-            "quantised weights of safetensors files are not supported yet"
-        )

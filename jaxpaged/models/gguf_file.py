@@ -17,11 +17,13 @@ import gguf
 import numpy as np
 
 from jaxpaged.checks import InputError, check
+from jaxpaged.models import gguf_blocks
 from jaxpaged.models.config import LayerKind, LongScaling, ModelConfig
 from jaxpaged.models.families import ARCHITECTURES, of_architecture
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.quantisation import FromFile
+from jaxpaged.models.quantisation import PRODUCTS, TABLES, FromFile
+from jaxpaged.models.quantised import Kind, Rows
 from jaxpaged.models.weights import Names
 
 BLOCK = "blk.{layer}"
@@ -187,8 +189,17 @@ def load_weights(reader: gguf.GGUFReader, path: Path) -> Mapping[str, np.ndarray
 def quantisation(reader: gguf.GGUFReader) -> FromFile:
     """What keeps the file's quantised weights as they are."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
-    return FromFile(kinds, lambda name: tensors[name].data)
+
+    def kind_of(name: str, shape: tuple[int, ...]) -> Kind | None:
+        return gguf_blocks.KINDS.get(tensors[name].tensor_type.name) if name in tensors else None
+
+    def rows_of(name: str, shape: tuple[int, ...]) -> Rows:
+        found = gguf_blocks.rows(tensors[name].data, tensors[name].tensor_type.name, name)
+        if found.codes.shape != shape:
+            raise InputError(f"weight {name!r} has shape {found.codes.shape}, must be {shape}")
+        return found
+
+    return FromFile(kind_of, rows_of, (f"{role}.weight" for role in (*PRODUCTS, *TABLES)))
 
 
 class _Tensors(Mapping[str, np.ndarray]):

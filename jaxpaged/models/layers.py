@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from jaxpaged.models.quantised import QuantisedWeight
 from pallas_kernels import native
+from pallas_kernels.quantised import PANEL_WIDTH, Quantised
 
 Values = Array | np.ndarray  # a weight that is being made
 type Weight = Float[Values, "..."] | QuantisedWeight
@@ -207,13 +208,25 @@ def quantised_product(
     """`x @ weight.T` in float32, of a stack that of a layer. Where XLA multiplies it widens the weight first,
     in the program: in memory it stays as it is.
     """
-    if native.serves(x.dtype, "quantised_product"):
+    functions = {native.quantised_function(is_float=segment.is_float) for segment in weight.segments}
+    in_panels = all(segment.panel_width == PANEL_WIDTH for segment in weight.segments)
+    if in_panels and native.serves(x.dtype, *sorted(functions)):
         number = 0 if layer is None else layer
-        found = [native.quantised_product(x, segment, number) for segment in weight.segments]
+        pairs = zip(weight.ordered(x, layer), weight.segments, strict=True)
+        found = [native.quantised_product(its, segment, number) for its, segment in pairs]
     else:
         one = weight if layer is None else weight.of_layer(layer)
-        found = [_dot(x, wide.astype(x.dtype), contract=1) for wide in one.widened()]
+        pairs = zip(one.ordered(x), one.segments, strict=True)
+        found = [_widening_product(its, segment) for its, segment in pairs]
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+
+
+def _widening_product(
+    x: Float[Array, "num_tokens in_features"], weight: Quantised
+) -> Float[Array, "num_tokens out_features"]:
+    wide, scales = weight.factors(x.dtype)
+    y = _dot(x, wide[:, : x.shape[1]], contract=1)
+    return y if scales is None else y * scales
 
 
 def _dot(

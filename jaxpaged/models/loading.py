@@ -32,8 +32,9 @@ class Checkpoint:
     load_weights: Callable[[], Mapping[str, Any]]  # by their names in the files, each read when asked for
     # What its makers sample with, as `SamplingParams` names it: from generation_config.json.
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Of a GGUF file: what keeps its quantised weights.
+    # Of a GGUF file, and of a directory whose weights are quantised: what keeps them as they are.
     keep_quantised: Callable[[], Quantisation] | None = None
+    quant_method: str | None = None  # of such a directory: what its config calls it
 
     def model(self, dtype: jnp.dtype, quantization: str | None = None) -> Decoder:
         """The model, with arrays of this dtype, and quantised weights as `EngineConfig` says.
@@ -48,22 +49,32 @@ class Checkpoint:
         found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
         return kept.model(
             build,
-            lambda: abstract(self.config, dtype, self.names, quantisation),
+            lambda: self.abstract(dtype, quantization),
             (str(self.path.resolve()), found, self.config, str(dtype), quantization),
         )
+
+    def abstract(self, dtype: jnp.dtype, quantization: str | None = None) -> Decoder:
+        """The same with shapes for arrays: no weight is read."""
+        return abstract(self.config, dtype, self.names, self.quantisation(quantization))
 
     def quantisation(self, quantization: str | None) -> Quantisation | None:
         """What `EngineConfig.quantization` means for this model. Raises `InputError` where it means
         nothing.
         """
-        if quantization is None:
+        if self.quant_method is not None:
+            rule = (
+                f"None for a model whose weights are quantised: {str(self.path)!r} is in {self.quant_method}"
+            )
+            check("quantization", quantization, rule, quantization is None)
+        elif quantization is None:
             return None
-        if quantization != "gguf":
+        elif quantization != "gguf":
             from jaxpaged.models.quantisation import OnLoad
 
             return OnLoad(quantization)
-        rule = f"None, int8 or int4 for a model that is no .gguf file: {str(self.path)!r} is none"
-        check("quantization", quantization, rule, self.keep_quantised is not None)
+        else:
+            rule = f"None, int8, int4 or fp8 for a model that is no .gguf file: {str(self.path)!r} is none"
+            check("quantization", quantization, rule, self.keep_quantised is not None)
         assert self.keep_quantised is not None
         return self.keep_quantised()
 
@@ -148,7 +159,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
 
 def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
-    from jaxpaged.models import safetensors_files
+    from jaxpaged.models import quantised_checkpoints, safetensors_files
 
     config_json = hf.read_object(path / "config.json")
     generation: Mapping[str, Any] = {}
@@ -160,9 +171,12 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
     try:
         config = from_hf(config_json)
         names = family_of(config_json).names(config)
+        said = config_json.get("quantization_config", config_json.get("compression_config"))
+        if said is not None:
+            quantised_checkpoints.read(said)
     except InputError as error:
         raise InputError(f"model={str(path)!r}: {error}") from error
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=path,
         config=config,
         names=names,
@@ -170,6 +184,18 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
         files=tuple(sorted(path.glob("*.safetensors*"))),
         load_weights=lambda: safetensors_files.load(path),
         sampling_defaults=_sampling_defaults(generation),
+    )
+    if said is None:
+        return checkpoint
+
+    def tensors() -> quantised_checkpoints.Tensors:
+        return quantised_checkpoints.Tensors(safetensors_files.load(path), said, config, names)
+
+    return dataclasses.replace(
+        checkpoint,
+        load_weights=tensors,
+        keep_quantised=lambda: tensors().quantisation(),
+        quant_method=said["quant_method"],
     )
 
 

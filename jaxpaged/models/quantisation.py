@@ -1,68 +1,115 @@
 """Which of a model's weights are quantised, and of what they are made.
 
-`FromFile` keeps those of a GGUF file as they are there; `OnLoad` quantises any model's. Both say of a role
-how its outputs are kept before a tensor is read, so that a program's arrays are known by their shapes.
+`FromFile` keeps those of a file as they are there; `OnLoad` quantises any model's. Both say of a role how its
+outputs are kept before a tensor is read, so that a program's arrays are known by their shapes.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import gguf_blocks
 from jaxpaged.models.gguf_blocks import KINDS
-from jaxpaged.models.quantised import Quantisation, QuantisedWeight, Rows, Segment, Stored, packed
+from jaxpaged.models.quantised import (
+    FLOAT8,
+    Kind,
+    Quantisation,
+    QuantisedWeight,
+    Rows,
+    Segment,
+    Stored,
+    in_words,
+    joined,
+    packed,
+)
 
 # What is quantised: a router and learned positions are small, and stay as they are.
 PRODUCTS = ("qkv", "o", "gate_up", "up", "down")
 EXPERTS = ("experts.gate_up", "experts.down")
 TABLES = ("embedding", "lm_head")
+ROLES = {f"{role}.weight" for role in (*PRODUCTS, *EXPERTS, *TABLES)}
+
+_ROWS = 1024  # quantised together
 
 
 class OnLoad(Quantisation):
     """Every product's weights in Q8_0 ("int8") or Q4_0 ("int4"); of the latter, too, embedding and head in
-    Q8_0.
+    Q8_0. "fp8": all in e4m3, with a scale for each output.
     """
 
     def __init__(self, name: str) -> None:
-        kind = {"int8": "Q8_0", "int4": "Q4_0"}[name]
-        self._kinds = {f"{role}.weight": kind for role in (*PRODUCTS, *EXPERTS)}
-        self._kinds |= {f"{role}.weight": "Q8_0" for role in TABLES}
+        self._kind = {"int8": "Q8_0", "int4": "Q4_0", "fp8": None}[name]
 
     def segments(
         self, role: str, shape: tuple[int, ...], stored: Iterable[Stored]
     ) -> tuple[Segment, ...] | None:
-        kind = self._kinds.get(role)
-        return None if kind is None else (Segment(KINDS[kind], shape[0]),)
+        return (Segment(self._kind_of(role, shape[1]), shape[0]),) if role in ROLES else None
 
     def of_numbers(self, role: str, whole: np.ndarray, dtype: jnp.dtype) -> QuantisedWeight | None:
-        kind = self._kinds.get(role)
-        if kind is None:
+        if role not in ROLES:
             return None
-        return packed([(KINDS[kind], gguf_blocks.quantised(whole, kind, role))], whole.shape[1], dtype)
+        name = self._block(role)
+        rows = float8(whole) if name is None else gguf_blocks.quantised(whole, name, role)
+        return packed([(self._kind_of(role, whole.shape[1]), rows)], whole.shape[1], dtype)
+
+    def _kind_of(self, role: str, in_features: int) -> Kind:
+        name = self._block(role)
+        return float8_kind(in_features) if name is None else KINDS[name]
+
+    def _block(self, role: str) -> str | None:
+        is_table = role.removesuffix(".weight") in TABLES
+        return "Q8_0" if is_table and self._kind is not None else self._kind
+
+
+def float8_kind(in_features: int) -> Kind:
+    return Kind(8, in_words(in_features, 8), "float32", has_minima=False, is_float=True)
+
+
+def float8(weight: np.ndarray) -> Rows:
+    """The nearest e4m3 to each number of a weight [outputs, inputs], a row's largest being 448 of its
+    scale.
+    """
+    codes = np.zeros((len(weight), in_words(weight.shape[1], 8)), FLOAT8)
+    scales = np.zeros((len(weight), 1), np.float32)
+    for first in range(0, len(weight), _ROWS):  # so that copies are small
+        some = weight[first : first + _ROWS].astype(np.float32)
+        largest = np.abs(some).max(axis=1, keepdims=True)
+        scale = largest / np.float32(ml_dtypes.finfo(FLOAT8).max)
+        scales[first : first + _ROWS] = scale
+        some /= np.where(scale == 0, np.float32(1), scale)
+        codes[first : first + _ROWS, : weight.shape[1]] = some.astype(FLOAT8)
+    return Rows(codes.view(np.uint8), scales, None)
 
 
 class FromFile(Quantisation):
-    """Those that a GGUF file has in one of `gguf_blocks.KINDS`.
+    """Those that a file has in one of the kinds that products take.
 
-    `kinds`: the type of each tensor; `read`: its blocks, [outputs, bytes].
+    `kind_of`: that of a tensor of this name and shape, or None; `rows_of`: what it holds.
     """
 
-    def __init__(self, kinds: Mapping[str, str], read: Callable[[str], np.ndarray]) -> None:
-        self._kinds, self._read = kinds, read
+    def __init__(
+        self,
+        kind_of: Callable[[str, tuple[int, ...]], Kind | None],
+        rows_of: Callable[[str, tuple[int, ...]], Rows],
+        roles: Iterable[str] = ROLES,
+    ) -> None:
+        self._kind_of, self._rows_of, self._roles = kind_of, rows_of, set(roles)
 
     def segments(
         self, role: str, shape: tuple[int, ...], stored: Iterable[Stored]
     ) -> tuple[Segment, ...] | None:
-        if role.removesuffix(".weight") not in (*PRODUCTS, *TABLES):
+        if role not in self._roles:
             return None
-        counted = [(self._kinds.get(name, ""), its[0]) for name, its in stored]
-        if not all(kind in KINDS for kind, _ in counted):
-            return None
-        by_kind = itertools.groupby(counted, lambda piece: KINDS[piece[0]])
-        return tuple(Segment(kind, sum(count for _, count in pieces)) for kind, pieces in by_kind)
+        found = []
+        for name, its in stored:
+            kind = self._kind_of(name, its)
+            if kind is None or (kind.has_order and role == "embedding.weight"):
+                return None
+            found.append((kind, its[0]))
+        return tuple(Segment(kind, sum(counts)) for kind, counts in joined(found))
 
     def of_blocks(
         self,
@@ -70,21 +117,19 @@ class FromFile(Quantisation):
         restored: Callable[[list[np.ndarray]], list[np.ndarray]],
         dtype: jnp.dtype,
     ) -> QuantisedWeight:
-        kinds = [self._kinds[name] for name, _ in stored]
-        pieces = [self._rows(name, shape) for name, shape in stored]
+        kinds = [self._kind_of(*piece) for piece in stored]
+        pieces = [self._rows_of(*piece) for piece in stored]
         orders = restored([np.arange(len(piece.codes))[:, None] for piece in pieces])
+        if [order.shape for order in orders] != [(len(piece.codes), 1) for piece in pieces]:
+            name = stored[0][0]
+            raise InputError(f"weight {name!r} must lie as [outputs, inputs], where it is quantised")
         ordered = [_taken(piece, order[:, 0]) for piece, order in zip(pieces, orders, strict=True)]
-        return packed(zip(map(KINDS.__getitem__, kinds), ordered, strict=True), stored[0][1][1], dtype)
-
-    def _rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        found = gguf_blocks.rows(self._read(name), self._kinds[name], name)
-        if found.codes.shape != shape:
-            raise InputError(f"weight {name!r} has shape {found.codes.shape}, must be {shape}")
-        return found
+        each = ((kind, rows) for kind, rows in zip(kinds, ordered, strict=True) if kind is not None)
+        return packed(each, stored[0][1][1], dtype)
 
 
 def _taken(rows: Rows, order: np.ndarray) -> Rows:
     if np.array_equal(order, np.arange(len(order))):
         return rows
     minima = None if rows.minima is None else rows.minima[order]
-    return Rows(rows.codes[order], rows.scales[order], minima)
+    return Rows(rows.codes[order], rows.scales[order], minima, rows.order)

@@ -2,16 +2,21 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantised import PANEL_WIDTH, Quantised, pack
+from pallas_kernels import native
+from pallas_kernels.quantised import OFFSET, PANEL_WIDTH, Quantised, pack
+
+FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
 class Kind(NamedTuple):
@@ -21,6 +26,8 @@ class Kind(NamedTuple):
     group_size: int  # neighbouring inputs with one scale
     scale_dtype: str
     has_minima: bool
+    is_float: bool = False  # codes are of the type e4m3
+    has_order: bool = False  # of its inputs: those of a group are no neighbours
 
 
 class Segment(NamedTuple):
@@ -33,9 +40,10 @@ class Segment(NamedTuple):
 class Rows(NamedTuple):
     """A tensor's outputs, a byte a code."""
 
-    codes: np.ndarray  # [outputs, inputs] uint8 or int8
+    codes: np.ndarray  # [outputs, inputs in whole groups] uint8, int8, or a float's
     scales: np.ndarray  # [outputs, groups]
     minima: np.ndarray | None
+    order: np.ndarray | None = None  # [inputs] which input each code belongs to, where they have an order
 
 
 @jax.tree_util.register_dataclass
@@ -43,10 +51,12 @@ class Rows(NamedTuple):
 class QuantisedWeight:
     """A weight [out_features, in_features], or a stack of one a layer, for activations of `dtype`.
 
-    `segments` have its outputs one after another: queries, keys and values may be of several kinds.
+    `segments` have its outputs one after another: queries, keys and values may be of several kinds. `orders`
+    are those in which each of them takes its inputs; None: as they come.
     """
 
     segments: tuple[Quantised, ...]
+    orders: tuple[Int[Array | np.ndarray, "*num_layers in_features"] | None, ...]
     in_features: int = field(metadata={"static": True})
     dtype: jnp.dtype = field(metadata={"static": True})
 
@@ -57,14 +67,24 @@ class QuantisedWeight:
     def of_layer(self, layer: int | Int[Array, ""]) -> "QuantisedWeight":
         """One of a stack."""
         segments = tuple(segment.of_layer(layer) for segment in self.segments)
-        return QuantisedWeight(segments, self.in_features, self.dtype)
+        orders = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), self.orders)
+        return QuantisedWeight(segments, orders, self.in_features, self.dtype)
 
-    def widened(self) -> list[Float[Array, "out_features in_features"]]:
-        """Each segment's weights."""
-        return [segment.widened()[:, : self.in_features].astype(self.dtype) for segment in self.segments]
+    def ordered(
+        self, x: Float[Array, "num_rows in_features"], layer: int | Int[Array, ""] | None = None
+    ) -> list[Float[Array, "num_rows in_features"]]:
+        """Rows as each segment takes them; of a stack that of a layer."""
+
+        def of(order: Array | np.ndarray | None) -> Array:
+            if order is None:
+                return x
+            its = jnp.asarray(order).reshape(-1, x.shape[1])[0 if layer is None else layer]
+            return x.at[:, its].get(mode="promise_in_bounds")
+
+        return [of(order) for order in self.orders]
 
     def rows(self, outputs: Int[Array, " n"]) -> Float[Array, "n in_features"]:
-        """The weights of some outputs, where all are of one kind."""
+        """The weights of some outputs, where all are of one kind, and their inputs in no other order."""
         [segment] = self.segments
         return segment.rows(outputs)[:, : self.in_features].astype(self.dtype)
 
@@ -97,24 +117,67 @@ class Quantisation(ABC):
         return None
 
 
+def in_words(in_features: int, bits: int) -> int:
+    """As many inputs, or a few more, that are whole words of codes: a group of all has so many."""
+    return -(-in_features // (32 // bits)) * (32 // bits)
+
+
+def joined[T](pieces: Iterable[tuple[Kind, T]]) -> Iterator[tuple[Kind, list[T]]]:
+    """Neighbours of one kind together; those with an order of inputs, which is their own, stay alone."""
+
+    def alike(numbered: tuple[int, tuple[Kind, T]]) -> tuple[Kind, int | None]:
+        number, (kind, _) = numbered
+        return kind, number if kind.has_order else None
+
+    for (kind, _), group in itertools.groupby(enumerate(pieces), alike):
+        yield kind, [piece for _, (_, piece) in group]
+
+
 def packed(pieces: Iterable[tuple[Kind, Rows]], in_features: int, dtype: jnp.dtype) -> QuantisedWeight:
     """A weight of pieces with outputs one after another, those of a kind joined."""
-    segments = []
-    for kind, group in itertools.groupby(pieces, lambda piece: piece[0]):
-        codes, scales, minima = zip(*(rows for _, rows in group), strict=True)
+    segments, orders = [], []
+    for kind, group in joined(pieces):
+        codes, scales, minima, [*_, order] = zip(*group, strict=True)
         joined_minima = np.concatenate(minima) if kind.has_minima else None
-        segments.append(pack(np.concatenate(codes), np.concatenate(scales), joined_minima, bits=kind.bits))
-    return QuantisedWeight(tuple(segments), in_features, dtype)
+        sides = np.concatenate(codes), np.concatenate(scales), joined_minima
+        width = _panel_width(kind, dtype)
+        segments.append(pack(*sides, bits=kind.bits, is_float=kind.is_float, panel_width=width))
+        orders.append(order)
+    return QuantisedWeight(tuple(segments), tuple(orders), in_features, dtype)
+
+
+def _panel_width(kind: Kind, dtype: jnp.dtype) -> int:
+    is_native = native.serves(dtype, native.quantised_function(is_float=kind.is_float))
+    return PANEL_WIDTH if is_native else 1
+
+
+def wide(kind: Kind, rows: Rows, in_features: int) -> np.ndarray:
+    """The numbers themselves, float32 [outputs, inputs]."""
+    codes, scales = rows.codes, rows.scales.astype(np.float32)
+    if kind.bits == 4 and rows.minima is None:
+        codes = codes.astype(np.int8) - np.int8(OFFSET)
+    elif kind.is_float:
+        codes = codes.view(FLOAT8)
+    found = codes.astype(np.float32).reshape(*scales.shape, -1)
+    found *= scales[..., None]
+    if rows.minima is not None:
+        found += rows.minima.astype(np.float32)[..., None]
+    found = found.reshape(len(codes), -1)[:, :in_features]
+    return found if rows.order is None else found[:, np.argsort(rows.order)]
 
 
 def zeros(segments: Iterable[Segment], in_features: int, dtype: jnp.dtype) -> QuantisedWeight:
     """A weight of these segments without its numbers."""
 
     def of(kind: Kind, num_outputs: int) -> Quantised:
-        num_panels, num_groups = -(-num_outputs // PANEL_WIDTH), -(-in_features // kind.group_size)
+        width, num_groups = _panel_width(kind, dtype), -(-in_features // kind.group_size)
+        num_panels = -(-num_outputs // width)
         num_words = num_groups * kind.group_size * kind.bits // 32
-        codes = jnp.zeros((num_panels, num_words, PANEL_WIDTH), jnp.uint32)
-        scales: Any = jnp.zeros((num_panels, num_groups, PANEL_WIDTH), kind.scale_dtype)
-        return Quantised(codes, scales, scales if kind.has_minima else None, kind.bits, num_outputs)
+        codes = jnp.zeros((num_panels, num_words, width), jnp.uint32)
+        scales: Any = jnp.zeros((num_panels, num_groups, width), kind.scale_dtype)
+        minima = scales if kind.has_minima else None
+        return Quantised(codes, scales, minima, kind.bits, num_outputs, kind.is_float)
 
-    return QuantisedWeight(tuple(of(*segment) for segment in segments), in_features, dtype)
+    segments = tuple(segments)
+    orders = tuple(jnp.zeros(in_features, jnp.int32) if kind.has_order else None for kind, _ in segments)
+    return QuantisedWeight(tuple(of(*segment) for segment in segments), orders, in_features, dtype)

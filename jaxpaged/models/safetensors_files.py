@@ -25,6 +25,8 @@ DTYPES = {
     "F8_E5M2": "float8_e5m2",
     "I8": "int8",
     "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
 }
 
 

@@ -6,6 +6,7 @@ there.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -180,17 +181,16 @@ class Parts:
         quantisation: Quantisation | None = None,
     ) -> None:
         self._describe(config, names, dtype, quantisation)
-        self._tensors = _without_prefix(names, tensors)
+        self._tensors = without_prefix(names, tensors)
         check_names(config, names, self._tensors)
 
     def _describe(
         self, config: ModelConfig, names: Names | None, dtype: jnp.dtype, quantisation: Quantisation | None
     ) -> None:
         self.config, self.dtype, self._quantisation = config, jnp.dtype(dtype), quantisation
+        self._of_experts: dict[str, tuple[Segment, ...] | None] = {}
         if names is not None:
             self._names = names
-        if quantisation is not None:
-            native.serves(self.dtype, "quantised_product")  # now XLA knows it, in programs kept whole, too
 
     def get(self, role: str) -> layers.Weight | None:
         """What the decoder has once; None where it has no such weight."""
@@ -232,8 +232,9 @@ class Parts:
     def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
         [first, *_] = self._names.pieces(role)
         if "{expert}" in first:
+            segments = self._expert_segments(role, shape, num_experts)
             for i in range(num_experts):
-                yield self._made(role, shape, None, layer=layer, expert=i)
+                yield self._made(role, shape, segments, layer=layer, expert=i)
             return
         pieces = [
             self._read(name, (num_experts, *its))
@@ -242,12 +243,24 @@ class Parts:
         for expert in range(num_experts):
             yield self._joined(role, [piece[expert] for piece in pieces])
 
+    def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[Segment, ...] | None:
+        """How all experts of all layers are kept, for which a program has one way; None if they differ."""
+        if role not in self._of_experts:
+            count = num_experts if "{expert}" in self._names.pieces(role)[0] else 1
+            numbers = itertools.product(range(self.config.num_layers), range(count))
+            ways = {self._segments(role, shape, layer=layer, expert=expert) for layer, expert in numbers}
+            self._of_experts[role] = ways.pop() if len(ways) == 1 else None
+        return self._of_experts[role]
+
     def _segments(self, role: str, shape: Shape, **numbers: int) -> tuple[Segment, ...] | None:
         """How a role's outputs are kept; None where they are not quantised."""
         if self._quantisation is None:
             return None
         stored = _stored(self.config, self._names, role, shape, **numbers)
-        return self._quantisation.segments(role, shape, stored)
+        segments = self._quantisation.segments(role, shape, stored)
+        for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
+            native.serves(self.dtype, native.quantised_function(is_float=kind.is_float))
+        return segments
 
     def _made(
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
@@ -298,11 +311,11 @@ class Abstract(Parts):
         return jnp.zeros(shape, self.dtype)  # traced, where it is called in a trace
 
     def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
-        segments = self._segments(role, shape, layer=layer)
+        segments = self._expert_segments(role, shape, num_experts)
         yield from (self._made(role, shape, segments) for _ in range(num_experts))
 
 
-def _without_prefix(names: Names, tensors: Tensors) -> Tensors:
+def without_prefix(names: Names, tensors: Tensors) -> Tensors:
     """The tensors with the prefix in their names, where the file lacks it."""
     prefix = names.prefix
     if not prefix or any(name.startswith(prefix) for name in tensors):
@@ -332,7 +345,7 @@ class _Renamed(Mapping[str, Any]):
 
 def check_weights(config: ModelConfig, names: Names, tensors: Tensors) -> None:
     """Read all of them, and refuse any that is not the config's, as `Parts` does."""
-    tensors = _without_prefix(names, tensors)
+    tensors = without_prefix(names, tensors)
     check_names(config, names, tensors)
     for name, shape in stored_shapes(config, names):
         _check(name, np.asarray(tensors[name]), shape)
@@ -359,8 +372,8 @@ def _check(name: str, weight: np.ndarray, shape: Shape) -> None:
         raise InputError(f"weight {name!r} has shape {tuple(weight.shape)}, must be {shape}")
     if weight.dtype.name not in ("float32", "bfloat16", "float16", "float64"):
         raise InputError(
-            f"weight {name!r} has type {weight.dtype.name}, must be float32, bfloat16 or float16: "
-            "quantised weights are not supported yet"
+            f"weight {name!r} has type {weight.dtype.name}, must be float32, bfloat16 or float16, or of a "
+            "kind that config.json's quantization_config names, with its scales"
         )
     if not _is_finite(weight):
         raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")

@@ -37,6 +37,7 @@ FUNCTIONS = {
     "attention_of_bytes": Function("attention", ("-DCACHE_OF_BYTES",)),  # of 8-bit caches
     "attention_of_nibbles": Function("packed_attention"),
     "quantised_product": Function("quantised_product"),
+    "quantised_product_of_floats": Function("quantised_product", ("-DFLOAT_CODES",)),
 }
 USUAL = ("product", "attention")  # compiled together at first, the others when they are called for
 

@@ -1,4 +1,4 @@
-// Products with kernels of 8 or 4 bits as a function that XLA's programs call.
+// Products with kernels of 8 or 4 bits as a function that XLA's programs call; with FLOAT_CODES, of 8-bit floats.
 
 #include "quantised_product.h"
 #include "call.h"
@@ -22,10 +22,18 @@ ffi::Error QuantisedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<
   const int64_t number = layer.typed_data()[0], num_words = codes.dimensions()[2];
   const int64_t layer_bytes = codes.size_bytes() / codes.dimensions()[0];
   const char* of_layer = static_cast<const char*>(codes.untyped_data()) + number * layer_bytes;
+  const auto multiply = [&](auto type, auto kind) {
+    MultiplyQuantised<decltype(type), decltype(kind)>(pool, x.untyped_data(), of_layer, OfLayer(scales, number),
+                                                      OfLayer(minima, number), y->typed_data(), num_words,
+                                                      scales.dimensions()[2], x.dimensions()[0], y->dimensions()[1]);
+  };
   return WithType(x.element_type(), [&](auto type) {
-    MultiplyQuantised<decltype(type)>(pool, x.untyped_data(), 32 * num_words / x.dimensions()[1], of_layer,
-                                      OfLayer(scales, number), OfLayer(minima, number), y->typed_data(), num_words,
-                                      scales.dimensions()[2], x.dimensions()[0], y->dimensions()[1]);
+#ifdef FLOAT_CODES
+    multiply(type, Float8Codes{});
+#else
+    const int64_t bits = 32 * num_words / x.dimensions()[1];
+    bits == 8 ? multiply(type, Int8Codes{}) : multiply(type, Int4Codes{});
+#endif
   });
 }
 

@@ -2,7 +2,8 @@
 //
 // The codes lie as a kernel's numbers do (see product.h): a word holds the next 4 or 8 inputs of a column, the first in
 // its lowest bits. Beside them lie the scales, one for each column and group of inputs, and minima where there are some.
-// Codes of 8 bits are signed; those of 4 bits are counted from the minimum, and where there is none from -8 scales.
+// Codes of 8 bits are signed, or small floating-point numbers; those of 4 bits are counted from the minimum, and where
+// there is none from -8 scales.
 //
 // Codes become float32 in registers. A group's sum of x times codes is taken there; with its scale, and the minimum
 // times the sum of x in that group, it is added to the result. So a row's sums have one order, whatever the other rows.
@@ -31,12 +32,46 @@ struct GroupNumbers {
   }
 };
 
-// A kernel of codes of kBits.
-template <int kBits>
+// Codes as they lie in words: `Number` makes float32 of one of a word's, which is counted from kFirst.
+struct Int8Codes {
+  static constexpr int kValues = 4, kRegisters = 1;  // codes of a word; registers that one takes beside its own
+  static constexpr float kFirst = 0;
+  static F32 Number(Words words, int i) {
+    return __builtin_convertvector((I32)(words << (24 - 8 * i)) >> 24, F32);
+  }
+};
+
+struct Int4Codes {
+  static constexpr int kValues = 8, kRegisters = 1;
+  static constexpr float kFirst = -8;
+  static F32 Number(Words words, int i) { return __builtin_convertvector((I32)(words >> (4 * i) & 15u), F32); }
+};
+
+// e4m3: a sign, four bits of an exponent, three of a fraction. Moved to where float32 has them, with what its exponent
+// is more, they are the number, but for a subnormal one, of which 2^-7 (1 + m / 8) is made where 2^-6 m / 8 is meant:
+// twice that less 2^-6. Of all others this is more than they are, so the less of the two is right. No subnormal
+// float32 is met, which a processor may have been told to take for zero. NaN becomes 480, for none is written.
+struct Float8Codes {
+  static constexpr int kValues = 4, kRegisters = 2;
+  static constexpr float kFirst = 0;
+  static F32 Number(Words words, int i) {
+    const Words moved = i < 3 ? words << (20 - 8 * i) : words >> 4;
+    const F32 number = (F32)((moved & 0x07f00000u) + (120u << 23));
+    const F32 subnormal = number + number - (F32)(Words{} + (121u << 23));
+    const F32 size = subnormal < number ? subnormal : number;
+    return (F32)((Words)size | (words << (24 - 8 * i) & 0x80000000u));
+  }
+};
+
+// A kernel of such codes.
+template <typename Codes>
 struct QuantisedKernel {
-  static constexpr int kValues = 32 / kBits;  // codes of a word
-  // Less than a product of wide numbers has on AVX2, for the codes of a word take a register more.
-  static constexpr int kTileRows = kLanes == 16 ? 8 : kLanes == 8 ? 5 : kNumRegisters == 32 ? 4 : 2;
+  static constexpr int kValues = Codes::kValues;
+  // Less than a product of wide numbers has on AVX2, for the codes of a word take a register or two more.
+  static constexpr int kTileRows = kLanes == 16          ? 8
+                                   : kLanes == 8         ? 6 - Codes::kRegisters
+                                   : kNumRegisters == 32 ? 4
+                                                         : 2;
 
   const char* codes;
   int64_t num_words, num_groups;
@@ -46,11 +81,6 @@ struct QuantisedKernel {
   bool has_minima() const { return minima.numbers != nullptr; }
   // Behind a row's factors come its sums in each group.
   int64_t num_factors() const { return num_inputs() + num_groups; }
-
-  static F32 Code(Words words, int i) {
-    if constexpr (kBits == 8) return __builtin_convertvector((I32)(words << (24 - 8 * i)) >> 24, F32);
-    return __builtin_convertvector((I32)(words >> (4 * i) & 15u), F32);
-  }
 
   template <int kRows>
   [[gnu::noinline]] void Tile(const uint32_t* const* x, int64_t panel, int64_t column, float* const* y,
@@ -73,7 +103,7 @@ struct QuantisedKernel {
         for (int i = 0; i < kValues; ++i) {
           F32 code[kVectors];
           UNROLL
-          for (int v = 0; v < kVectors; ++v) code[v] = Code(words[v], i);
+          for (int v = 0; v < kVectors; ++v) code[v] = Codes::Number(words[v], i);
           UNROLL
           for (int row = 0; row < kRows; ++row) {
             const F32 factor = Splat(x[row][word * kValues + i]);
@@ -96,7 +126,7 @@ struct QuantisedKernel {
     UNROLL
     for (int v = 0; v < kVectors; ++v) {
       scale[v] = scales.Read(scale_row, column + v * kLanes);
-      minimum[v] = has_minima() ? minima.Read(scale_row, column + v * kLanes) : scale[v] * (kBits == 4 ? -8.0f : 0.0f);
+      minimum[v] = has_minima() ? minima.Read(scale_row, column + v * kLanes) : scale[v] * Codes::kFirst;
     }
     UNROLL
     for (int row = 0; row < kRows; ++row) {
@@ -111,8 +141,8 @@ struct QuantisedKernel {
 };
 
 // The same for rows x of type T, which are widened to float32.
-template <typename T, int kBits>
-struct QuantisedKernelFor : QuantisedKernel<kBits> {
+template <typename T, typename Codes>
+struct QuantisedKernelFor : QuantisedKernel<Codes> {
   using X = T;
 
   int64_t x_words() const { return this->num_inputs() / T::kValues; }
@@ -131,15 +161,12 @@ struct QuantisedKernelFor : QuantisedKernel<kBits> {
 };
 
 // x [rows, inputs], codes [panels, words, 32], scales and minima [panels, groups, 32] -> y [rows, columns] float32.
-template <typename T, typename Pool>
-void MultiplyQuantised(Pool& pool, const void* x, int bits, const char* codes, const GroupNumbers& scales,
+template <typename T, typename Codes, typename Pool>
+void MultiplyQuantised(Pool& pool, const void* x, const char* codes, const GroupNumbers& scales,
                        const GroupNumbers& minima, float* y, int64_t num_words, int64_t num_groups, int64_t num_rows,
                        int64_t columns) {
-  if (bits == 8) {
-    MultiplyBy(pool, x, QuantisedKernelFor<T, 8>{{codes, num_words, num_groups, scales, minima}}, y, num_rows, columns);
-  } else {
-    MultiplyBy(pool, x, QuantisedKernelFor<T, 4>{{codes, num_words, num_groups, scales, minima}}, y, num_rows, columns);
-  }
+  const QuantisedKernelFor<T, Codes> kernel{{codes, num_words, num_groups, scales, minima}};
+  MultiplyBy(pool, x, kernel, y, num_rows, columns);
 }
 
 }  // namespace native

@@ -30,8 +30,13 @@ def quantised_product(
     codes, scales = _stack(weight.codes), _stack(weight.scales)
     minima = jnp.zeros((0,) * 4, scales.dtype) if weight.minima is None else _stack(weight.minima)
     result = jax.ShapeDtypeStruct((x.shape[0], weight.out_features), jnp.float32)
-    call = jax.ffi.ffi_call(registered("quantised_product"), result)
+    call = jax.ffi.ffi_call(registered(quantised_function(is_float=weight.is_float)), result)
     return call(x, codes, scales, minima, jnp.asarray(layer, jnp.int32))
+
+
+def quantised_function(*, is_float: bool) -> str:
+    """The one of `library.FUNCTIONS` that takes such codes."""
+    return "quantised_product_of_floats" if is_float else "quantised_product"
 
 
 def _stack(x: Array | np.ndarray) -> Array:

@@ -27,6 +27,9 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
         pytest.param("float32", tiny.SMALL, "1", id="recompute, float32"),
         pytest.param("bfloat16", tiny.SWAP, "1", id="swap, bfloat16"),
         pytest.param("float32", tiny.SMALL | {"quantization": "int4"}, "1", id="recompute, int4"),
+        pytest.param(
+            "float32", tiny.SMALL | {"load_model": tiny.load_quantised}, "1", id="recompute, weights of files"
+        ),
     ],
 )
 def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_native, monkeypatch):

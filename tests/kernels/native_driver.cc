@@ -62,7 +62,7 @@ void RunProduct(const std::vector<int64_t>& sizes) {
   Write(y);
 }
 
-// rows words groups columns, bits of a code, whether there are minima
+// rows words groups columns, bits of a code, whether there are minima, and whether codes are floats
 template <typename T>
 void RunQuantisedProduct(const std::vector<int64_t>& sizes, bool is_half) {
   const int64_t rows = sizes[0], words = sizes[1], groups = sizes[2], columns = sizes[3], bits = sizes[4];
@@ -74,7 +74,11 @@ void RunQuantisedProduct(const std::vector<int64_t>& sizes, bool is_half) {
   const auto* minima = sizes[5] ? Read<char>(number_bytes) : nullptr;
   const Array<float> y(rows * columns);
   ThisThread pool;
-  MultiplyQuantised<T>(pool, x, bits, codes, {scales, is_half}, {minima, is_half}, y.data, words, groups, rows, columns);
+  const auto multiply = [&](auto kind) {
+    MultiplyQuantised<T, decltype(kind)>(pool, x, codes, {scales, is_half}, {minima, is_half}, y.data, words, groups,
+                                         rows, columns);
+  };
+  sizes[6] ? multiply(Float8Codes{}) : bits == 8 ? multiply(Int8Codes{}) : multiply(Int4Codes{});
   Write(y);
 }
 

@@ -76,6 +76,7 @@ class Driven:
             weight.out_features,
             weight.bits,
             minima.size > 0,
+            weight.is_float,
         ]
         arrays = [x, weight.codes, scales, minima]
         y = self._run("quantised_product", x.dtype, scales.dtype, map(int, sizes), arrays)

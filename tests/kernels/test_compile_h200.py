@@ -83,3 +83,11 @@ def test_the_committed_table_is_of_these_kernels(reports: list[compile_report.Re
 
     committed, made = keys(compile_report.TABLE.read_text()), keys(compile_report.markdown(reports))
     assert made <= committed, sorted(made - committed)
+
+
+def test_codes_with_one_scale_an_output_are_all_that_a_product_reads() -> None:
+    """Half of bfloat16's bytes, beside rows and results: nothing widened is written to memory."""
+    names = ["bfloat16", "fp8, by output"]
+    wide, codes = cuda_compiler.run("benchmarks.compile_quantised", names)
+    assert codes["weight_bytes"] < 0.51 * wide["weight_bytes"]
+    assert codes["moved_bytes"] - codes["weight_bytes"] <= wide["moved_bytes"] - wide["weight_bytes"] + 2**16

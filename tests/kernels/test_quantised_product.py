@@ -1,4 +1,6 @@
-"""Products with weights of few bits: of each kind of GGUF's blocks, on each target, against the oracle."""
+"""Products with weights of few bits: of each kind of GGUF's blocks, and of fp8, on each target, against the
+oracle.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,16 +8,17 @@ import pytest
 
 from jaxpaged.models import gguf_blocks
 from jaxpaged.models.gguf_blocks import KINDS
-from jaxpaged.models.quantised import packed
+from jaxpaged.models.quantised import Kind, Rows, packed
 from pallas_kernels import native, quantised
 from pallas_kernels.native import library
-from reference import quantisation
+from reference import quantisation, quantised_checkpoints
 from tests.kernels import native_targets
 from tests.kernels.native_targets import Kernels
 from tests.kernels.test_native import DTYPES, bits, draw, each_dtype
 from tests.reference.test_quantisation import blocks
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
+FLOATS = "fp8, a scale for 128 inputs"
+each_kind = pytest.mark.parametrize("kind", [*KINDS, FLOATS])
 
 
 @pytest.fixture(params=["xla", *library.TARGETS])
@@ -23,10 +26,26 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return native_targets.kernels(request.param)
 
 
+def drawn(kind: str, out_features: int, in_features: int) -> tuple[Kind, Rows, np.ndarray]:
+    """Codes and all, and the weight they mean by the oracle."""
+    if kind in KINDS:
+        its = blocks(kind, out_features, in_features)
+        return KINDS[kind], gguf_blocks.rows(its, kind, "weight"), quantisation.dequantise(its, kind)
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (out_features, in_features)).astype(np.uint8)
+    codes[codes & 127 == 127] = 0
+    codes[0, :256] = np.where(np.arange(256) & 127 == 127, 0, np.arange(256))  # every number
+    scales = (0.02 * rng.standard_normal((out_features, in_features // 128))).astype(np.float32)
+    want = quantised_checkpoints.scaled(quantised_checkpoints.e4m3(codes), scales)
+    return Kind(8, 128, "float32", has_minima=False, is_float=True), Rows(codes, scales, None), want
+
+
 def weight_of(kind: str, out_features: int, in_features: int) -> tuple[quantised.Quantised, np.ndarray]:
     """A packed weight, and a bound of what is added up where it is 1: of codes, and of minima."""
-    rows = gguf_blocks.rows(blocks(kind, out_features, in_features), kind, "weight")
-    [weight] = packed([(KINDS[kind], rows)], in_features, jnp.dtype("float32")).segments
+    its, rows, want = drawn(kind, out_features, in_features)
+    [weight] = packed([(its, rows)], in_features, jnp.dtype("float32")).segments
+    if its.is_float:
+        return weight, np.abs(want.astype(np.float64))
     codes, scales = np.abs(rows.codes.astype(np.float64)), np.abs(rows.scales.astype(np.float64))
     sizes = (codes.reshape(*scales.shape, -1) + quantised.OFFSET) * scales[..., None]
     if rows.minima is not None:
@@ -38,7 +57,7 @@ def weight_of(kind: str, out_features: int, in_features: int) -> tuple[quantised
 def test_a_widened_weight_is_the_file_s_own(kind: str) -> None:
     """Each bit of all of it, and of some rows: nothing is lost in packing."""
     weight, _ = weight_of(kind, 45, 512)
-    want = quantisation.dequantise(blocks(kind, 45, 512), kind)
+    _, _, want = drawn(kind, 45, 512)
     np.testing.assert_array_equal(weight.widened(), want)
     some = np.array([3, 44, 3, 0, 32], np.int32)
     np.testing.assert_array_equal(weight.rows(jnp.asarray(some)), want[some])
@@ -53,14 +72,14 @@ def test_product(kernels: Kernels, dtype: str, kind: str) -> None:
         x = draw(1, dtype, num_rows, 512)
         y = kernels.quantised_product(x, weight)
         assert (y.dtype, y.shape) == (np.float32, (num_rows, out_features))
-        wide = quantisation.dequantise(blocks(kind, out_features, 512), kind).astype(np.float64)
+        wide = drawn(kind, out_features, 512)[2].astype(np.float64)
         error = np.abs(y - x.astype(np.float64) @ wide.T)
         # Each of 512 sums is rounded to 24 bits of what has been added up; up and down alike.
         assert (error <= 1e-6 * (np.abs(x.astype(np.float64)) @ sizes.T)).all()
 
 
 @each_dtype
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", FLOATS])
 def test_bits_of_a_row_do_not_depend_on_the_others(kernels: Kernels, dtype: str, kind: str) -> None:
     """Nor on how many there are, be they rows or rows that are not zero: those give zeros."""
     weight, _ = weight_of(kind, 70, 512)

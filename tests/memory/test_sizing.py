@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
@@ -13,6 +14,8 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.state import MAX_EDITS, MAX_STEPS
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget
+from jaxpaged.models.decoder import abstract
+from jaxpaged.models.quantisation import OnLoad
 from jaxpaged.sampling_params import MAX_LOGPROBS
 from reference.v0.cache_engine import CacheEngine
 from tests import tiny
@@ -152,6 +155,26 @@ def test_what_is_too_large_beside_the_weights_is_refused_before_they_are_loaded(
     )
     with pytest.raises(InputError, match=message):
         startup.known_size(config, tiny.CONFIG)
+
+
+def test_quantised_weights_count_as_they_are_kept(monkeypatch):
+    """Where there is room for these, but not for wide ones."""
+
+    def shapes(dtype):
+        return abstract(tiny.CONFIG, dtype, tiny.NAMES, OnLoad("int4"))
+
+    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(shapes(jnp.dtype("float32")))))
+    assert kept < sum(w.nbytes for w in tiny.weights().values()) / 2
+    most = machine.GPU_BYTES_FREE + kept + 2 * 2048
+    config = EngineConfig(**tiny.DEFAULTS | {"num_blocks": None, "gpu_memory_utilization": 0.5})
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": most})
+    assert startup.known_size(config, tiny.CONFIG, shapes) is None
+    with pytest.raises(InputError, match="of weights"):
+        startup.known_size(config, tiny.CONFIG)
+    monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": most - 1})
+    with pytest.raises(InputError, match=f"only 4095 bytes .* less .* free and {kept} of weights"):
+        startup.known_size(config, tiny.CONFIG, shapes)
 
 
 def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):

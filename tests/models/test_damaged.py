@@ -108,8 +108,8 @@ CASES: dict[str, tuple[Damage, str]] = {
     "eos is no token": (config(eos_token_id=10**12), "eos_token_id=1000000000000 must be a token id"),
     "eos is text": (config(eos_token_id="</s>"), "eos_token_id='</s>' must be a token id"),
     "quantised": (
-        config(quantization_config={"quant_method": "fp8"}),
-        "quantization_config with quant_method='fp8' must be left out: quantised",
+        config(quantization_config={"quant_method": "mxfp4"}),
+        "quantization_config: quant_method='mxfp4' must be one of awq, gptq, fp8, compressed-tensors",
     ),
     "a Llama's window": (config(sliding_window=12), "sliding_window=12 must be null for model_type 'llama'"),
     "no window": (

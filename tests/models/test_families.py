@@ -49,7 +49,6 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known():
         ("phi3", {"rope_parameters": phi3_rope() | {"long_factor": [1.0]}}, "must be 3 numbers"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=.* must be a list, one for each layer"),
         ("starcoder2", {"hidden_act": "mish"}, "hidden_act='mish' must be one of silu"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' must be left out"),
     ],
 )
 def test_what_is_another_arithmetic_is_refused(name, change, message):

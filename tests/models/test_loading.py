@@ -194,7 +194,8 @@ def peak_bytes_beside(call):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+    ("dtype", "quantization"),
+    [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "fp8")],
 )
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path, dtype, quantization):
     """Of two shards, read tensor by tensor; one tensor is a third as large as all others together."""

@@ -14,7 +14,7 @@ from jaxpaged.models.quantisation import OnLoad
 from jaxpaged.models.quantised import packed
 from jaxpaged.models.weights import Parts, by_role
 from reference import model as reference_model
-from reference import quantisation
+from reference import quantisation, quantised_checkpoints
 from tests.models.test_decoder import GOLDENS, TOLERANCE, paged_logits
 from tests.tiny_gguf import write_gguf
 
@@ -87,6 +87,10 @@ def test_a_models_shapes_are_known_before_it_is_read(checkpoint, how, use_native
 def quantised_weights(checkpoint, how):
     """What the oracle has, with those of products as if they had been quantised and dequantised."""
     found = by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
+    if how == "fp8":
+        roles = ("qkv", "o", "gate_up", "down", "embedding", "lm_head")
+        chosen = {role for role in found if role.endswith(".weight") and role.split(".")[-2] in roles}
+        return found | {role: quantised_checkpoints.as_e4m3(found[role]) for role in chosen}
     kinds = dict.fromkeys(("qkv", "o", "gate_up", "down"), quantisation.ON_LOAD[how])
     kinds |= dict.fromkeys(("embedding", "lm_head"), "Q8_0")
     for role, weight in found.items():
@@ -99,7 +103,13 @@ def quantised_weights(checkpoint, how):
 
 @each_form
 @pytest.mark.parametrize(
-    ("name", "how"), [("gqa_tied", "int8"), ("families/qwen2", "int4"), ("families/qwen3_moe", "int4")]
+    ("name", "how"),
+    [
+        ("gqa_tied", "int8"),
+        ("families/qwen2", "int4"),
+        ("families/qwen3_moe", "int4"),
+        ("families/qwen2", "fp8"),
+    ],
 )
 def test_a_model_quantised_on_load(name, how, use_native, monkeypatch):
     """Inputs that are no whole groups; tied and untied heads; biases; experts."""
@@ -113,7 +123,9 @@ def test_a_model_quantised_on_load(name, how, use_native, monkeypatch):
 
 def test_what_cannot_be_kept_or_quantised(checkpoint):
     directory = loading.open_checkpoint(GOLDENS / "gqa_tied")
-    with pytest.raises(InputError, match="quantization='gguf' must be None, int8 or int4 for a model that"):
+    with pytest.raises(
+        InputError, match="quantization='gguf' must be None, int8, int4 or fp8 for a model that"
+    ):
         directory.model(FLOAT32, "gguf")
     huge = {name: 1e9 * np.asarray(weight) for name, weight in directory.load_weights().items()}
     with pytest.raises(InputError, match=r"weight 'embedding.weight' has NaN or infinity in it"):

@@ -20,7 +20,7 @@ from jaxpaged.models.families.opt import OPT
 from jaxpaged.models.families.phi3 import PHI3
 from jaxpaged.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from jaxpaged.models.families.starcoder2 import STARCODER2
-from jaxpaged.models.fields import Fields, refuse_quantised
+from jaxpaged.models.fields import Fields
 
 FAMILIES = (
     LLAMA,
@@ -73,7 +73,6 @@ def from_hf(said: Mapping[str, Any]) -> ModelConfig:
     arithmetic in a way that is not supported.
     """
     family = family_of(said)
-    refuse_quantised(said)
     fields = Fields(said, family.defaults)
     config = family.read(fields)
     fields.refuse_rest()

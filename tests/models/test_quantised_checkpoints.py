@@ -1,0 +1,322 @@
+"""Weights that safetensors files have in few bits: as those who make them read them, and the oracle."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxpaged.checks import InputError
+from jaxpaged.models import loading, safetensors_files
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.quantised import packed
+from jaxpaged.models.quantised_checkpoints import Module, Tensors, read
+from jaxpaged.models.weights import by_role
+from reference import model as reference_model
+from reference import quantised_checkpoints as oracle
+from tests import tiny
+from tests.models.test_decoder import GOLDENS, TOLERANCE, paged_logits
+
+FLOAT32 = jnp.dtype("float32")
+QUANTISED = GOLDENS / "quantised"
+NAMED = sorted(path.name for path in QUANTISED.iterdir())
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
+FP8 = {"quant_method": "fp8"}
+
+
+def compressed(**weights):
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return said | {"config_groups": {"group_0": {"weights": {"num_bits": 4} | weights}}}
+
+
+def dequantised(tensors, said):
+    """A module's weight, by the oracle."""
+    match said["quant_method"]:
+        case "awq":
+            return oracle.awq(tensors)
+        case "gptq":
+            v1 = said.get("checkpoint_format") != "gptq_v2"
+            return oracle.gptq(tensors, said["bits"], said["group_size"], zero_is_less_one=v1)
+    if "weight_packed" in tensors:
+        [group] = said["config_groups"].values()
+        return oracle.packed(tensors, group["weights"]["num_bits"])
+    codes, zeros = tensors["weight"], tensors.get("weight_zero_point")
+    codes = codes if codes.dtype == np.int8 else oracle.e4m3(codes.view(np.uint8))
+    scales = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
+    return oracle.scaled(codes, scales, zeros, said.get("weight_block_size"))
+
+
+def modules(tensors):
+    """The tensors of each product, by the module's name."""
+    found = {}
+    for name in tensors:
+        stem, _, ending = name.rpartition(".")
+        found.setdefault(stem, {})[ending] = np.asarray(tensors[name])
+    return {stem: its for stem, its in found.items() if len(its) > 1}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_file_s_weights_mean_what_its_makers_say(name, monkeypatch):
+    """By the oracle in NumPy, and by the decoder, which keeps them quantised."""
+    folder = QUANTISED / name
+    checkpoint = loading.open_checkpoint(folder)
+    golden = json.loads((folder / "golden.json").read_text())
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    wide = checkpoint.load_weights()
+    its_modules = modules(safetensors_files.load(folder))
+    assert len(its_modules) == 2 * (6 if name == "compressed_int4" else 7)
+    for stem, tensors in its_modules.items():
+        np.testing.assert_array_equal(wide[f"{stem}.weight"], dequantised(tensors, said), err_msg=stem)
+    weights = by_role(checkpoint.config, checkpoint.names, wide)
+    want, tokens = np.array(golden["logits"]), golden["token_ids"]
+    got = reference_model.logits(checkpoint.config, weights, tokens)[:: golden["every"]]
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+    monkeypatch.setenv("JAXPAGED_NATIVE", "0" if name in ("gptq", "compressed_fp8") else "1")
+    model = checkpoint.model(FLOAT32)
+    got = paged_logits(model, tokens, 8, 13)[:: golden["every"]]
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+    layers = model.layers
+    assert [layers.attention.qkv.is_quantised, layers.attention.o.is_quantised] == [True, True]
+    assert [layers.mlp.up.is_quantised, layers.mlp.down.is_quantised] == [True, name != "compressed_int4"]
+
+
+def words(rng, *shape):
+    return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+
+
+def scales(rng, *shape, dtype="float16"):
+    return (0.02 * rng.standard_normal(shape)).astype(dtype)
+
+
+def shuffled(rng, num_inputs, group):
+    return rng.permutation(np.arange(num_inputs) // group).astype(np.int32)
+
+
+def e4m3_codes(rng, *shape):
+    codes = rng.integers(0, 256, shape).astype(np.uint8)
+    return np.where(codes & 127 == 127, 0, codes).astype(np.uint8).view("float8_e4m3fn")
+
+
+def symmetric(rng, num_groups, num_outputs, bits):
+    """Words of zero points, stored less one."""
+    return np.full((num_groups, num_outputs * bits // 32), 0x77777777 if bits == 4 else 0x7F7F7F7F, np.int32)
+
+
+# 40 outputs and 96 inputs.
+CASES = {
+    "awq, a group for all": (
+        AWQ | {"group_size": -1},
+        lambda r: {"qweight": words(r, 96, 5), "qzeros": words(r, 1, 5), "scales": scales(r, 1, 40)},
+    ),
+    "gptq, version 2": (
+        GPTQ | {"checkpoint_format": "gptq_v2"},
+        lambda r: {"qweight": words(r, 12, 40), "qzeros": words(r, 3, 5), "scales": scales(r, 3, 40)},
+    ),
+    "gptq, a last group of half, bfloat16": (
+        GPTQ | {"group_size": 64},
+        lambda r: {
+            "qweight": words(r, 12, 40),
+            "qzeros": words(r, 2, 5),
+            "scales": scales(r, 2, 40, dtype="bfloat16"),
+        },
+    ),
+    "gptq, symmetric, in an order": (
+        GPTQ | {"sym": True, "desc_act": True},
+        lambda r: {
+            "qweight": words(r, 12, 40),
+            "qzeros": symmetric(r, 3, 40, 4),
+            "scales": scales(r, 3, 40),
+            "g_idx": shuffled(r, 96, 32),
+        },
+    ),
+    "gptq, 8 bits, with zero points": (
+        GPTQ | {"bits": 8},
+        lambda r: {"qweight": words(r, 24, 40), "qzeros": words(r, 3, 10), "scales": scales(r, 3, 40)},
+    ),
+    "compressed, symmetric, in an order": (
+        compressed(),
+        lambda r: {
+            "weight_packed": words(r, 40, 12),
+            "weight_scale": scales(r, 40, 3),
+            "weight_g_idx": shuffled(r, 96, 32),
+            "weight_shape": np.array([40, 96]),
+        },
+    ),
+    "compressed, 8 bits, a scale an output": (
+        compressed(num_bits=8),
+        lambda r: {
+            "weight_packed": words(r, 40, 24),
+            "weight_scale": scales(r, 40, 1, dtype="bfloat16"),
+            "weight_zero_point": words(r, 10, 1),
+            "weight_shape": np.array([40, 96]),
+        },
+    ),
+    "compressed, bytes with zero points": (
+        compressed(num_bits=8) | {"format": "int-quantized"},
+        lambda r: {
+            "weight": r.integers(-128, 128, (40, 96)).astype(np.int8),
+            "weight_scale": scales(r, 40, 1, dtype="bfloat16"),
+            "weight_zero_point": r.integers(-128, 128, (40, 1)).astype(np.int8),
+            "input_scale": scales(r, 1),
+        },
+    ),
+    "fp8, a scale for all": (
+        FP8 | {"activation_scheme": "static"},
+        lambda r: {"weight": e4m3_codes(r, 40, 96), "weight_scale": scales(r, 1, dtype="float32")},
+    ),
+    "fp8, blocks that are not whole": (
+        FP8 | {"weight_block_size": [32, 64]},
+        lambda r: {"weight": e4m3_codes(r, 40, 96), "weight_scale_inv": scales(r, 2, 2, dtype="float32")},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_weight_is_the_oracle_s(case):
+    """Each number, dequantised, and as it is kept."""
+    said, draw = CASES[case]
+    tensors = draw(np.random.default_rng(0))
+    want = dequantised(tensors, said)
+    module = Module("a", {f"a.{ending}": tensor for ending, tensor in tensors.items()})
+    kind, rows = read(said).found(module, (40, 96), said)
+    weight = packed([(kind, rows())], 96, FLOAT32)
+    [segment], [order] = weight.segments, weight.orders
+    got = np.asarray(segment.widened())[:, :96]
+    np.testing.assert_array_equal(got if order is None else got[:, np.argsort(order)], want)
+    assert np.unique(want).size > 200
+
+
+def fp8_module(rng, num_outputs, num_inputs):
+    return {
+        "weight": e4m3_codes(rng, num_outputs, num_inputs),
+        "weight_scale": scales(rng, 1, dtype="float32") / 10,
+    }
+
+
+def test_experts_and_layers_that_differ(tmp_path):
+    """Experts in fp8, each with a scale; where queries of one layer are not quantised, none are."""
+    shutil.copytree(GOLDENS / "families" / "qwen3_moe", tmp_path, dirs_exist_ok=True)
+    rng, said = np.random.default_rng(0), {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    tensors = {}
+    for name, tensor in safetensors_files.load(tmp_path).items():
+        stem = name.rpartition(".")[0]
+        if "_proj" in stem and "layers.0.self_attn.q_proj" not in stem:
+            for part, its in fp8_module(rng, *tensor.shape).items():
+                tensors[f"{stem}.{part}"] = its
+        else:
+            tensors[name] = np.asarray(tensor)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    checkpoint = loading.open_checkpoint(tmp_path)
+    weights = by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
+    for stem, its in modules(tensors).items():
+        if "experts.3.down" in stem:
+            layer = stem.split(".")[2]
+            want = dequantised(its, said)
+            np.testing.assert_array_equal(weights[f"layers.{layer}.experts.3.down.weight"], want)
+    model = checkpoint.model(FLOAT32)
+    shapes = checkpoint.abstract(FLOAT32)
+    assert jax.tree.structure(nnx.split(model)) == jax.tree.structure(nnx.split(shapes))
+    kept = [linear.is_quantised for linear in (*model.layers.mlp.down.linears, model.layers.attention.qkv)]
+    assert kept == [True] * (len(kept) - 1) + [False]
+    tokens = list(range(5, 31))
+    want = reference_model.logits(checkpoint.config, weights, tokens)
+    np.testing.assert_allclose(paged_logits(model, tokens, 8, 13), want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+REFUSED = {
+    "of a method that nobody knows": (
+        {"quant_method": "bitsandbytes"},
+        "quant_method='bitsandbytes' must be one of",
+    ),
+    "no object": (4, "quant_method=4 must be one of awq, gptq, fp8, compressed-tensors"),
+    "awq of 3 bits": (AWQ | {"bits": 3}, "bits=3 must be 4"),
+    "awq, packed otherwise": (AWQ | {"version": "gemv"}, "version='gemv' must be 'gemm'"),
+    "gptq of 3 bits": (GPTQ | {"bits": 3}, "bits=3 must be 4 or 8"),
+    "gptq for Marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' must be 'gptq'"),
+    "fp8 of 5 bits of an exponent": (FP8 | {"fmt": "e5m2"}, "fmt='e5m2' must be 'e4m3'"),
+    "fp8, no block": (FP8 | {"weight_block_size": [128]}, r"weight_block_size=\[128\] must be two ints"),
+    "2:4": (compressed() | {"format": "marlin-24"}, "format='marlin-24' must be 'pack-quantized'"),
+    "2:4 beside int4": (
+        compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config's format='sparse-24-bitmask' must be 'dense' or left out: 2:4 sparse",
+    ),
+    "rotations": (
+        compressed() | {"transform_config": {"R1": {}}},
+        "transform_config={'R1': {}} must be left out",
+    ),
+    "nvfp4 in a group": (
+        compressed() | {"config_groups": {"a": {"format": "nvfp4-pack-quantized", "weights": {}}}},
+        "config_groups: a: format='nvfp4-pack-quantized' must be",
+    ),
+    "3 bits": (compressed(num_bits=3), "config_groups: group_0: weights: num_bits=3 must be 4 or 8"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_is_not_served(name):
+    said, message = REFUSED[name]
+    with pytest.raises(InputError, match=f"^quantization_config: {message}"):
+        read(said)
+
+
+GOOD = {"qweight": (12, 40), "qzeros": (3, 5), "scales": (3, 40)}
+BROKEN = {
+    "without scales": ({"scales": None}, "the weights lack 'a.scales', which quantization_config asks for"),
+    "of 3 bits": ({"qweight": (9, 40)}, r"'a.qweight' has shape \(9, 40\), must be \(12, 40\) or \(24, 40\)"),
+    "of another type": ({"qweight": np.zeros((12, 40))}, "'a.qweight' has type float64, must be int32"),
+    "zero points of others": ({"qzeros": (3, 4)}, r"'a.qzeros' has shape \(3, 4\), must be \(3, 5\)"),
+    "groups of 19": (
+        {"scales": (5, 40), "qzeros": (5, 5)},
+        "'a.scales' has 5 groups of 96 inputs, must have",
+    ),
+    "infinite": ({"scales": np.full((3, 40), np.inf, np.float16)}, "'a.scales' has NaN or infinity in it"),
+    "an order": (
+        {"g_idx": np.arange(96, dtype=np.int32) % 3},
+        "'a.g_idx' must name neighbours, where desc_act",
+    ),
+    "groups that differ": ({"g_idx": np.zeros(96, np.int32)}, "'a.g_idx' must name groups of 32 inputs each"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_weight_that_is_not_the_config_s(name):
+    change, message = BROKEN[name]
+    tensors = {}
+    for ending, its in (GOOD | change).items():
+        if isinstance(its, tuple):
+            its = np.zeros(its, np.float16 if ending == "scales" else np.int32)
+        if its is not None:
+            tensors[f"a.{ending}"] = its
+    with pytest.raises(InputError, match=message):
+        read(GPTQ).found(Module("a", tensors), (40, 96), GPTQ)[1]()
+
+
+def test_what_else_is_refused():
+    checkpoint = loading.open_checkpoint(QUANTISED / "gptq_8bit")
+    with pytest.raises(InputError, match="quantization='int8' must be None for a model whose weights are"):
+        checkpoint.model(FLOAT32, "int8")
+    rng, weights = np.random.default_rng(0), tiny.weights()
+    stem = "model.layers.0.self_attn.o_proj"
+    its = {f"{stem}.{ending}": tensor for ending, tensor in fp8_module(rng, 32, 48).items()}
+    its[f"{stem}.weight"] = np.full((32, 48), 0x7F, np.uint8).view("float8_e4m3fn")
+    with pytest.raises(InputError, match=f"weight '{stem}.weight' has NaN"):
+        Tensors(weights | its, FP8, tiny.CONFIG, NAMES)[f"{stem}.weight"]
+    its[f"{stem}.weight_scale"] = np.ones((32, 5), np.float32)
+    with pytest.raises(
+        InputError, match=rf"weight '{stem}.weight_scale' has shape \(32, 5\), must be one number"
+    ):
+        Tensors(weights | its, FP8, tiny.CONFIG, NAMES).quantisation().segments(
+            "o.weight", (32, 48), [(f"{stem}.weight", (32, 48))]
+        )
+    symmetric_said = GPTQ | {"sym": True}
+    tensors = {f"a.{ending}": np.zeros(shape, np.int32) for ending, shape in GOOD.items()}
+    tensors["a.scales"] = np.ones(GOOD["scales"], np.float16)
+    with pytest.raises(InputError, match="weight 'a.qzeros' must mean 8 throughout, where sym is true"):
+        read(symmetric_said).found(Module("a", tensors), (40, 96), symmetric_said)[1]()
