@@ -36,6 +36,7 @@ FUNCTIONS = {
     "attention": Function("attention"),
     "attention_of_bytes": Function("attention", ("-DCACHE_OF_BYTES",)),  # of 8-bit caches
     "quantised_product": Function("quantised_product"),
+    "low_rank": Function("low_rank"),
 }
 USUAL = ("product", "attention")  # compiled together at first, the others when they are called for
 
