@@ -226,6 +226,7 @@ def _created(
         vocab_size=model_config.vocab_size,
         prefix_caching=prefix_caching,
         policy=eviction.named(config.eviction_policy),
+        lora=config.enable_lora,
     )
 
 
