@@ -11,8 +11,12 @@ import threading
 from collections.abc import Callable, Collection
 
 from jaxpaged.checks import InputError, check
+from jaxpaged.config import EngineConfig
 from jaxpaged.lora import LoRARequest
+from jaxpaged.models import lora
+from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.lora import Arrays
+from jaxpaged.models.weights import Names
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,9 +29,15 @@ class Adapter:
 
 
 class Adapters:
-    """Those in the host's memory by their ids, at most so many; None: no limit. For any thread."""
+    """Those in the host's memory by their ids, at most so many; None: no limit. For any thread.
 
-    def __init__(self, read: Callable[[LoRARequest], Arrays], most: int | None = None) -> None:
+    `nothing` are the arrays of one that changes nothing.
+    """
+
+    def __init__(
+        self, read: Callable[[LoRARequest], Arrays], most: int | None = None, nothing: Arrays | None = None
+    ) -> None:
+        self.nothing = nothing or {}
         self._read, self._most = read, most
         self._loaded: collections.OrderedDict[int, Adapter] = collections.OrderedDict()
         self._numbers = itertools.count(1)
@@ -74,6 +84,24 @@ class Adapters:
     def ids(self) -> set[int]:
         with self._lock:
             return {*self._loaded}
+
+
+def beside(model: Decoder, names: Names | None, config: EngineConfig) -> Adapters | None:
+    """Make room for adapters beside a model's weights, and know how they are read; None where there are none.
+
+    `names`: what adapters call the weights.
+    """
+    if not config.enable_lora:
+        return None
+    check("adapter_names", names, "those of the model's family, for enable_lora", names is not None)
+    assert names is not None
+    lora.make_room(model, names, config.max_loras, config.max_lora_rank)
+    of_model = model.config, names, config.max_lora_rank, model.dtype
+
+    def read(request: LoRARequest) -> Arrays:
+        return lora.read(request, *of_model)
+
+    return Adapters(read, config.max_cpu_loras, lora.nothing(*of_model))
 
 
 class OnDevice:

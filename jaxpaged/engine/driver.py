@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, machine, startup
-from jaxpaged.engine.adapters import Adapter, Adapters, OnDevice
+from jaxpaged.engine.adapters import Adapter, OnDevice, beside
 from jaxpaged.engine.loop import Report
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
@@ -33,7 +33,6 @@ from jaxpaged.engine.state import (
 )
 from jaxpaged.engine.step import PromptScores
 from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.models import lora
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
@@ -130,13 +129,7 @@ class Driver:
         size = startup.known_size(config, model_config)
         logging.info("attention: %s (%s)", *machine.attention(config, model_config))
         model = load_model(machine.resolve_dtype(config))
-        adapters = None
-        if config.enable_lora:
-            assert adapter_names is not None  # those of the model's family
-            lora.make_room(model, adapter_names, config.max_loras, config.max_lora_rank)
-            of_model = model_config, adapter_names, config.max_lora_rank, machine.resolve_dtype(config)
-            self._no_adapter = lora.nothing(*of_model)
-            adapters = Adapters(lambda request: lora.read(request, *of_model), config.max_cpu_loras)
+        adapters = beside(model, adapter_names, config)
         self._on_device = OnDevice(config.max_loras)
         self._waits_for_adapter = False  # the first in the queue, while others' are on the device
         self._graphdef, self._params = nnx.split(model)
@@ -275,8 +268,8 @@ class Driver:
         logging.info("compiled in %.1f s; the loop is turned by %s", time.perf_counter() - start, who)
 
     def _run_nothing(self) -> None:
-        if self.config.enable_lora:
-            self._put_adapter(self._no_adapter, 1)
+        if self.door.adapters is not None:
+            self._put_adapter(self.door.adapters.nothing, 1)
         self._submit([])
         self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
         jax.block_until_ready((self._run(max_steps=0), loop.recent_scores(self._state)))
@@ -363,8 +356,8 @@ class Driver:
 
     def _submit(self, batch: Sequence[tuple[int, int, Queued]]) -> None:
         """Put requests, each with its row and the first one of its group, into the state."""
-        may_adapt = self.config.enable_lora
-        requests = empty_rows(SUBMIT_LINES, 0, self.door.model_config.vocab_size, lora=may_adapt)
+        sizes = SUBMIT_LINES, 0, self.door.model_config.vocab_size
+        requests = empty_rows(*sizes, lora=self.config.enable_lora)
         rows = np.full(SUBMIT_LINES, self.config.num_rows, np.int32)  # beyond all: none
         tokens = [np.zeros((3, 0), np.int32)]  # each with its row and its position
         for line, (row, head, queued) in enumerate(batch):

@@ -30,7 +30,10 @@ type Run = Callable[[nnx.State, EngineState, np.int32, np.bool_], tuple[EngineSt
 
 
 def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
-    """How many blocks the cache gets on this machine; on a GPU the loop is compiled to know it."""
+    """How many blocks the cache gets on this machine; on a GPU the loop is compiled to know it, without room
+    for adapters.
+    """
+    config = dataclasses.replace(config, enable_lora=False)
     known = known_size(config, model_config)
     return known or fitted(config, model_config, abstract(model_config, machine.resolve_dtype(config)))[0]
 
