@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import app, flags
@@ -50,8 +51,8 @@ def write_adapter(folder: Path, model: str, rank: int, seed: int) -> Path:
 
 def compare(dtype: str, folder: Path) -> dict[str, object]:
     model, num_rows, num_adapters = _MODEL.value, _ROWS.value, _ADAPTERS.value
-    sizes = {"dtype": dtype, "max_num_seqs": num_rows, "max_model_len": 512}
-    room = {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": _RANK.value}
+    sizes: dict[str, Any] = {"dtype": dtype, "max_num_seqs": num_rows, "max_model_len": 512}
+    room: dict[str, Any] = {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": _RANK.value}
     plain, roomy = LLM(model, **sizes), LLM(model, **sizes | room)
     each = []
     for i in range(num_adapters):
