@@ -21,7 +21,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import MLP, Decoder
 from jaxpaged.models.layers import AdapterParam, Linear
 from jaxpaged.models.weights import TRANSPOSED, Names, in_layer, piece_shapes
-from pallas_kernels import low_rank
+from pallas_kernels import low_rank, native
 from pallas_kernels.low_rank import PANEL_WIDTH, LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -68,6 +68,7 @@ def rooms(config: ModelConfig, names: Names) -> dict[str, Room]:
 
 def make_room(model: Decoder, names: Names, num_adapters: int, rank: int) -> None:
     """Let the model's products have so many adapters of at most this rank, which add nothing yet."""
+    native.serves(model.dtype, "low_rank")  # now XLA knows it, in programs kept whole, too
     products = _products(model)
     for role, room in rooms(model.config, names).items():
         sizes = model.config.num_layers, num_adapters, room.in_features, room.widths, rank

@@ -37,6 +37,14 @@ def test_a_model_with_an_adapter_is_the_one_that_peft_merges_it_into(name, uses_
     np.testing.assert_array_equal(paged_logits(model, stored["token_ids"], 4, 8, adapter=0), before)
 
 
+def test_room_makes_the_kernel_known_to_programs_that_are_read_back(monkeypatch):
+    """Which are called without being traced."""
+    asked, model = [], tiny.load(FLOAT32)
+    monkeypatch.setattr(lora.native, "serves", lambda dtype, *functions: asked.extend(functions))
+    lora.make_room(model, NAMES, num_adapters=1, rank=1)
+    assert asked == ["low_rank"]
+
+
 def read(folder, max_rank=8, dtype=FLOAT32):
     return lora.read(LoRARequest("it", 1, folder), tiny.CONFIG, NAMES, max_rank, dtype)
 
