@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
+from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "InputError",
+    "LoRARequest",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -19,6 +19,7 @@ from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.lab import command as lab_command
+from jaxpaged.lora import LoRARequest
 from jaxpaged.prompt_files import Asked
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import command as serve_command
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--min-tokens", type=int, default=0, help="new tokens before it may end (default 0)"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    generate.add_argument("--lora", metavar="DIR", help="answer with this adapter, one of PEFT's")
     generate.add_argument("--json", action="store_true", help="JSON lines on standard output, nothing else")
     _add_engine_options(generate)
 
@@ -167,6 +169,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")
     group.add_argument("--scheduling-policy", help="fcfs (default) or priority")
     group.add_argument(
+        "--enable-lora", action="store_true", default=None, help="requests may have low-rank adapters"
+    )
+    group.add_argument("--max-loras", type=int, help="different adapters that run together (default 1)")
+    group.add_argument("--max-lora-rank", type=int, help="of an adapter (default 16)")
+    group.add_argument("--max-cpu-loras", type=int, help="kept in the host's memory (default: all)")
+    group.add_argument(
         "--decode-widths",
         type=int,
         nargs="+",
@@ -210,6 +218,10 @@ SAMPLING_OPTIONS = (
 
 def _generate(args: argparse.Namespace) -> None:
     options = _engine_options(args)
+    adapter = None
+    if args.lora is not None:
+        options["enable_lora"] = True
+        adapter = LoRARequest("adapter", 1, args.lora)
     EngineConfig(**options)  # mistakes are told before anything heavy is loaded
     sampling = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
     SamplingParams(**sampling)
@@ -230,7 +242,9 @@ def _generate(args: argparse.Namespace) -> None:
         prompts = [_prompt(llm, each, args.chat) for each in asked]
         loaded = time.perf_counter()
         priority = [each.priority for each in asked]
-        outputs = llm.generate_each(prompts, [each.params for each in asked], priority=priority)
+        outputs = llm.generate_each(
+            prompts, [each.params for each in asked], lora_request=adapter, priority=priority
+        )
         num_prompt_tokens = num_new_tokens = 0
         for each, output in zip(asked, outputs, strict=True):
             with tqdm.external_write_mode():  # the bar, on the same terminal perhaps, makes room

@@ -48,6 +48,10 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # the layout's own; or fp8 (fp8_e4m3), fp8_e5m2, int8 or int4
     calculate_kv_scales: bool = False  # of an fp8 cache, from the first tokens; otherwise they are 1
     gpu_memory_utilization: float = 0.9  # share of the device memory to use
+    enable_lora: bool = False  # requests may have low-rank adapters of their own
+    max_loras: int = 1  # different ones that run together
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None  # kept in the host's memory; None: all that were asked for
     attention: Attention = "auto"  # auto: a kernel where the device has one, else xla
     # Who turns the serving loop. auto: the device, or the host where a GPU fails to run it as one program.
     loop: Loop = "auto"
@@ -72,7 +76,7 @@ class EngineConfig:
             kinds = get_args(Quantization)
             is_one = isinstance(self.quantization, str) and self.quantization in kinds
             check("quantization", self.quantization, f"None or one of {', '.join(kinds)}", is_one)
-        for name in ("enable_prefix_caching", "reuse_answers", "calculate_kv_scales"):
+        for name in ("enable_prefix_caching", "reuse_answers", "calculate_kv_scales", "enable_lora"):
             checked_bool(name, getattr(self, name))
         rule = "False without enable_prefix_caching"
         check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)
@@ -93,6 +97,9 @@ class EngineConfig:
             self._set_int("num_host_blocks", f"an int >= 2 to swap to, at most {most_blocks}", 2, most_blocks)
         else:
             self._set_int("num_host_blocks", "0 unless preemption_mode is 'swap'", 0, 0)
+        self._set_int("max_loras", "a positive int, at most 256", 1, 256)
+        self._set_int("max_lora_rank", "a positive int, at most 512", 1, 512)
+        self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)
         rule = f"ints that rise from 1 to less than max_num_seqs={self.max_num_seqs}, at most {MOST_WIDTHS}"
         widths = self.decode_widths
         check("decode_widths", widths, rule, isinstance(widths, (tuple, list)) and len(widths) <= MOST_WIDTHS)

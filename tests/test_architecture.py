@@ -16,6 +16,7 @@ GROUND = {
     "jaxpaged/arithmetic.py",
     "jaxpaged/checks.py",
     "jaxpaged/config.py",
+    "jaxpaged/lora.py",
     "jaxpaged/sampling_params.py",
     "jaxpaged/status.py",
 }
@@ -29,6 +30,7 @@ ALLOWED = {
     "jaxpaged/status.py": set(),
     "jaxpaged/config.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {"jaxpaged/checks.py"},
+    "jaxpaged/lora.py": {"jaxpaged/checks.py"},
     "jaxpaged/vllm_options.py": {"jaxpaged/checks.py"},
     "jaxpaged/chat.py": {"jaxpaged/checks.py"},
     "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},

@@ -15,6 +15,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.llm import LLM
 from pallas_kernels import native
+from tests import tiny_lora
 from tests.tiny_gguf import write_gguf
 
 # Few and small shapes, for quick compiling; the same as in test_llm.py.
@@ -51,6 +52,28 @@ def test_generate_prints_each_prompt_with_its_answer(model, capsys):
     assert ">>> ab\n" in out
     assert "tok/s" in err
     assert "2 answers" in err
+
+
+def test_generate_answers_with_an_adapter(model, capsys, tmp_path):
+    asked = [
+        "generate",
+        "--model",
+        model,
+        *FAST,
+        "--json",
+        "--ignore-eos",
+        "--max-tokens",
+        "6",
+        "--prompt",
+        "ab c12",
+    ]
+    asked += ["--max-loras", "3", "--max-lora-rank", "8"]
+    assert cli.main([*asked, "--lora", str(tiny_lora.write(tmp_path, 1))]) == 0
+    line = json.loads(capsys.readouterr().out)
+    want = tiny_lora.reference_answer(1, line["prompt_token_ids"], 6)
+    assert line["token_ids"] == want
+    assert cli.main([*asked, "--lora", "nowhere"]) == 2
+    assert "lora_path='nowhere': there must be a directory with" in capsys.readouterr().err
 
 
 def test_json_prints_lines_in_input_order_and_nothing_else(model, capsys, tmp_path):

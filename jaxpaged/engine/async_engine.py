@@ -11,6 +11,7 @@ from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import RequestOutput, request_output
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
+from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 # Checking a prompt takes some 20 ns a token: a longer one is checked in another thread, so that who else
@@ -31,6 +32,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[Delta]:
         """The answer's deltas as they come, the last with a reason; of several answers each has its `index`.
 
@@ -38,7 +40,7 @@ class AsyncEngine:
         does so, too. Raises `InputError` at once for a request that could never run, `EngineDeadError` if the
         engine stops.
         """
-        requests = await self._admit(prompt_token_ids, params, priority, cache_salt)
+        requests = await self._admit(prompt_token_ids, params, priority, cache_salt, lora_request)
         async with aclosing(self._stream(requests, lambda handles: None)) as stream:
             async for _, delta in stream:
                 yield delta
@@ -50,11 +52,12 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The same as vLLM's outputs: by `params.output_kind` each has an answer so far, what is new of one,
         or there is but one output, with all answers.
         """
-        requests = await self._admit(prompt_token_ids, params, priority, cache_salt)
+        requests = await self._admit(prompt_token_ids, params, priority, cache_salt, lora_request)
         async with aclosing(self.outputs_of([requests])) as outputs:
             async for _, output in outputs:
                 yield output
@@ -92,11 +95,18 @@ class AsyncEngine:
         params: SamplingParams,
         priority: int,
         cache_salt: str | None,
+        lora_request: LoRARequest | None,
     ) -> list[Request]:
         admit = functools.partial(
-            self.engine.door.admit, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
+            self.engine.door.admit,
+            prompt_token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            lora_request=lora_request,
         )
-        is_long = hasattr(prompt_token_ids, "__len__") and len(prompt_token_ids) > CHECKED_HERE
+        is_long = lora_request is not None  # which may have to be read from disk
+        is_long |= hasattr(prompt_token_ids, "__len__") and len(prompt_token_ids) > CHECKED_HERE
         return await asyncio.to_thread(admit) if is_long else admit()
 
     async def _stream(

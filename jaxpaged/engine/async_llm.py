@@ -16,6 +16,7 @@ from jaxpaged.engine.engine import EngineDeadError, Handle
 from jaxpaged.engine.llm import LLM, Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.request import Request
+from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import SamplingParams
 
@@ -62,6 +63,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None,
         request_id: str,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
         """The answer's outputs as they come, by `sampling_params.output_kind`; the last is `finished`.
@@ -71,7 +73,7 @@ class AsyncLLM:
         task, aborts the request. Raises `InputError` for what could never run, `EngineDeadError` if the
         engine stops.
         """
-        admitted = await self.admit(prompt, sampling_params, priority=priority)
+        admitted = await self.admit(prompt, sampling_params, priority=priority, lora_request=lora_request)
         async with aclosing(self.stream([admitted], request_id)) as outputs:
             async for _, output in outputs:
                 yield output
@@ -86,11 +88,21 @@ class AsyncLLM:
         self.engine.abort(self._handles.get(request_id, []))
 
     async def admit(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Admitted:
         """Check a prompt, and cut it into tokens; `InputError` if it could never run."""
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        admit = functools.partial(self.engine.door.admit, params=params, priority=priority)
+        adapters = self.engine.door.adapters
+        if isinstance(lora_request, LoRARequest) and adapters is not None and not adapters.has(lora_request):
+            await self.add_lora(lora_request)  # in another thread: it is read from disk
+        admit = functools.partial(
+            self.engine.door.admit, params=params, priority=priority, lora_request=lora_request
+        )
         return Admitted(*await _here_or_in_a_thread(self.llm.read_prompt, prompt, admit))
 
     async def stream(
@@ -124,6 +136,18 @@ class AsyncLLM:
 
     async def get_tokenizer(self) -> Any:
         return self.llm.tokenizer
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLM.add_lora`."""
+        return await asyncio.to_thread(self.llm.add_lora, lora_request)
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        """As `LLM.remove_lora`."""
+        return self.llm.remove_lora(lora_int_id)
+
+    async def list_loras(self) -> set[int]:
+        """As `LLM.list_loras`."""
+        return self.llm.list_loras()
 
     async def reset_prefix_cache(self) -> bool:
         """As `LLM.reset_prefix_cache`."""

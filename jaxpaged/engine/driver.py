@@ -7,7 +7,7 @@ import dataclasses
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import loop, machine, startup
+from jaxpaged.engine.adapters import Adapter, OnDevice, beside
 from jaxpaged.engine.loop import Report
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
@@ -35,6 +36,9 @@ from jaxpaged.engine.step import PromptScores
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.layers import AdapterParam
+from jaxpaged.models.lora import Arrays
+from jaxpaged.models.weights import Names
 from jaxpaged.sampling import Scores
 from jaxpaged.status import raise_if_error
 
@@ -121,11 +125,15 @@ class Driver:
         model_config: ModelConfig,
         load_model: Callable[[jnp.dtype], Decoder],
         shapes: Shapes | None = None,
+        adapter_names: Names | None = None,
     ) -> None:
         self.config = config
         size = startup.known_size(config, model_config, shapes)
         logging.info("attention: %s (%s)", *machine.attention(config, model_config))
         model = load_model(machine.resolve_dtype(config))
+        adapters = beside(model, adapter_names, config)
+        self._on_device = OnDevice(config.max_loras)
+        self._waits_for_adapter = False  # the first in the queue, while others' are on the device
         self._graphdef, self._params = nnx.split(model)
         self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None
         if size is None:
@@ -134,7 +142,7 @@ class Driver:
         self.cache_size = size
         self.step_config = machine.step_config(config, model_config, size.num_blocks)
         max_len = machine.max_model_len(config, model_config)
-        self.door = Door(config, model_config, max_len, size, self.step_config)
+        self.door = Door(config, model_config, max_len, size, self.step_config, adapters=adapters)
         self.stats = Stats(num_blocks=size.num_blocks - 1, num_free_blocks=size.num_blocks - 1)
         self._state = startup.create_state(config, model_config, model, size.num_blocks)
         self._counters: Any = np.zeros(len(Counter), np.int32)
@@ -159,6 +167,8 @@ class Driver:
     @property
     def _wants_a_row(self) -> bool:
         """Whether the next without a row would take one as soon as it is free."""
+        if self._waits_for_adapter:
+            return False
         return bool(self._queue) and self._queue[0].request.group_size == 1
 
     def add(self, request: Request, answer: Sequence[int] = ()) -> None:
@@ -260,6 +270,8 @@ class Driver:
         logging.info("compiled in %.1f s; the loop is turned by %s", time.perf_counter() - start, who)
 
     def _run_nothing(self) -> None:
+        if self.door.adapters is not None:
+            self._put_adapter(self.door.adapters.nothing, 1)
         self._submit([])
         self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
         jax.block_until_ready((self._run(max_steps=0), loop.recent_scores(self._state)))
@@ -306,19 +318,48 @@ class Driver:
             self.add(place.request, place.answer)
 
     def _fill_rows(self) -> None:
-        """Give rows to the first in the queue; to those of a group all at once, when there are so many."""
+        """Give rows to the first in the queue; to those of a group all at once, when there are so many.
+
+        Who waits for room for an adapter is overtaken by those that have none, and by nobody else.
+        """
         free_rows = np.flatnonzero(self._arrivals == 0).tolist() if self._queue else []
         placed: list[tuple[int, int, Queued]] = []
+        in_use = {place.request.adapter for place in self._places if place is not None}
+        wait: list[Queued] = []
         while self._queue and self._queue[0].request.group_size <= len(free_rows):
+            adapter = self._queue[0].request.adapter
+            if adapter is not None and not self._has_room_for(adapter, in_use):
+                wait = [queued for queued in self._queue if queued.request.adapter is not None]
+                self._queue = [queued for queued in self._queue if queued.request.adapter is None]
+                heapq.heapify(self._queue)
+                continue
+            in_use.add(adapter)
             head = free_rows[0]
             for _ in range(self._queue[0].request.group_size):
                 placed.append((free_rows.pop(0), head, heapq.heappop(self._queue)))
+        self._waits_for_adapter = bool(wait)
+        if wait:
+            self._queue += wait
+            heapq.heapify(self._queue)
         for batch in itertools.batched(placed, SUBMIT_LINES):
             self._submit(batch)
 
+    def _has_room_for(self, adapter: Adapter, in_use: Collection[Adapter | None]) -> bool:
+        """Whether an adapter is on the device, or is now: no request with one that had its room has a row."""
+        number, is_new = self._on_device.find(adapter, in_use)
+        if number is not None and is_new:
+            self._put_adapter(adapter.arrays, number)
+        return number is not None
+
+    def _put_adapter(self, arrays: Arrays, number: int) -> None:
+        adapters, weights = nnx.split_state(self._params, AdapterParam, ...)
+        written = loop.put_adapter(self._graphdef, adapters, weights, arrays, np.int32(number - 1))
+        self._params = nnx.merge_state(weights, written)
+
     def _submit(self, batch: Sequence[tuple[int, int, Queued]]) -> None:
         """Put requests, each with its row and the first one of its group, into the state."""
-        requests = empty_rows(SUBMIT_LINES, 0, self.door.model_config.vocab_size)
+        sizes = SUBMIT_LINES, 0, self.door.model_config.vocab_size
+        requests = empty_rows(*sizes, lora=self.config.enable_lora)
         rows = np.full(SUBMIT_LINES, self.config.num_rows, np.int32)  # beyond all: none
         tokens = [np.zeros((3, 0), np.int32)]  # each with its row and its position
         for line, (row, head, queued) in enumerate(batch):
@@ -335,6 +376,8 @@ class Driver:
             self._is_beam[row] = queued.request.beams is not None
             self._has_run[row] = False
             np.asarray(requests.beams.head)[line] = head
+            if requests.lora is not None:
+                np.asarray(requests.lora)[line] = self._on_device.number_of(queued.request.adapter)
             self.door.write(requests, line, queued.request, len(token_ids))
         self._write_tokens(np.concatenate(tokens, axis=1))
         self._state = loop.submit(self._state, requests, rows)

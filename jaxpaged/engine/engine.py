@@ -24,8 +24,10 @@ from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.startup import Shapes
 from jaxpaged.engine.texts import Texts, texts
+from jaxpaged.lora import LoRARequest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.weights import Names
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -136,6 +138,7 @@ class Engine:
     `load_model` gives the model with arrays of a dtype, once the options are known to be good;
     `tokenizer`, one of transformers', gives the deltas their text; `record_trace` is as in `LLM`;
     `shapes` gives the model with shapes for arrays, where weights are quantised.
+    `adapter_names`, what adapters call the model's weights, is needed for `enable_lora`.
     """
 
     def __init__(
@@ -146,10 +149,11 @@ class Engine:
         tokenizer: Any = None,
         record_trace: str | os.PathLike[str] | None = None,
         shapes: Shapes | None = None,
+        adapter_names: Names | None = None,
     ) -> None:
         # Before anything heavy: the file may be one that cannot be written.
         self.recorder = None if record_trace is None else Recorder(record_trace, config.block_size)
-        self._driver = Driver(config, model_config, load_model, shapes)
+        self._driver = Driver(config, model_config, load_model, shapes, adapter_names)
         self.config, self.cache_size = config, self._driver.cache_size
         self.door = dataclasses.replace(self._driver.door, tokenizer=tokenizer)
         self.tokenizer = tokenizer
@@ -173,6 +177,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         sink: Sink | None = None,
     ) -> Handle:
         """Queue a request and return at once; `InputError`, and no change, if it could never run.
@@ -181,7 +186,9 @@ class Engine:
         `sink` gets what the handle gets, without text, in the engine's thread, and must not block; if it
         raises, that is logged, and the request is given up.
         """
-        requests = self.door.admit(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        requests = self.door.admit(
+            prompt_token_ids, params, priority=priority, cache_salt=cache_salt, lora_request=lora_request
+        )
         check("n", params.n, "1: for several, give `submit_all` what `door.admit` makes", len(requests) == 1)
         [handle] = self.submit_all(requests, sink)
         return handle

@@ -17,15 +17,19 @@ from jaxpaged.chat import Message, check_messages
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, is_int, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
+from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
+from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from pallas_kernels import native
 
 Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
+# One for all prompts, or a list with one each.
+Loras = LoRARequest | None | Sequence[LoRARequest | None]
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -66,8 +70,15 @@ class LLM:
         machine.keep_on_disk()
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
         load = functools.partial(checkpoint.model, quantization=self.config.quantization)
-        shapes = functools.partial(checkpoint.abstract, quantization=self.config.quantization)
-        self.engine = Engine(self.config, checkpoint.config, load, self.tokenizer, record_trace, shapes)
+        self.engine = Engine(
+            self.config,
+            checkpoint.config,
+            load,
+            self.tokenizer,
+            record_trace=record_trace,
+            shapes=functools.partial(checkpoint.abstract, quantization=self.config.quantization),
+            adapter_names=checkpoint.module_names,
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where no parameters are given."""
@@ -79,17 +90,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Loras = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer each prompt, in order.
 
         A prompt is a string, a list or array of token ids, or a mapping with "prompt" or "prompt_token_ids",
         and with a "cache_salt" if only prompts of the same salt may share its blocks. `sampling_params` is
-        one for all prompts or a list with one each; `priority` one int a prompt, lower first, with
-        `scheduling_policy="priority"`. Nothing runs unless all are valid. May be called from several threads,
-        which then share the engine.
+        one for all prompts or a list with one each, and so is `lora_request`, None for the model alone;
+        `priority` one int a prompt, lower first, with `scheduling_policy="priority"`. Nothing runs unless all
+        are valid. May be called from several threads, which then share the engine.
         """
-        return list(self.generate_each(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority))
+        return list(
+            self.generate_each(
+                prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
+            )
+        )
 
     def generate_each(
         self,
@@ -97,6 +113,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Loras = None,
         priority: Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
         """As `generate`, but each result as soon as it and all before it are there.
@@ -106,15 +123,18 @@ class LLM:
         many = self._as_many(prompts)
         params = _one_each("sampling_params", self._params(sampling_params), len(many))
         priorities = [0] * len(many) if priority is None else _one_each("priority", priority, len(many))
+        adapters = _one_each("lora_request", lora_request, len(many))
         asked = [
             _naming_prompt(
                 i,
                 len(many),
                 self.read_prompt,
                 prompt,
-                functools.partial(self.engine.door.admit, params=its, priority=urgency),
+                functools.partial(self.engine.door.admit, params=its, priority=urgency, lora_request=adapter),
             )
-            for i, (prompt, its, urgency) in enumerate(zip(many, params, priorities, strict=True))
+            for i, (prompt, its, urgency, adapter) in enumerate(
+                zip(many, params, priorities, adapters, strict=True)
+            )
         ]
         outputs = self._gather(*self._submit(asked), use_tqdm, self._output)
         next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
@@ -126,13 +146,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Loras = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"}, by the chat template."""
         check("messages", messages, "a list of messages, or of such lists", isinstance(messages, Sequence))
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
         prompts = [self.render_chat(conversation) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self,
@@ -140,18 +161,43 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: bool | Callable[..., Any] = False,
+        lora_request: Loras = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to each prompt, as far as a search of so many beams finds them.
 
-        `params` is one for all prompts. Nothing runs unless all are valid.
+        `params` is one for all prompts, `lora_request` as in `generate`. Nothing runs unless all are valid.
         """
         many = self._as_many(prompts)
         admit = functools.partial(self.engine.door.admit_search, params=params)
+        adapters = _one_each("lora_request", lora_request, len(many))
         asked = [
-            _naming_prompt(i, len(many), self.read_prompt, prompt, admit) for i, prompt in enumerate(many)
+            _naming_prompt(
+                i, len(many), self.read_prompt, prompt, functools.partial(admit, lora_request=adapter)
+            )
+            for i, (prompt, adapter) in enumerate(zip(many, adapters, strict=True))
         ]
         outputs = self._gather(*self._submit(asked), use_tqdm, self._beam_search_output)
         return list(itertools.islice(outputs, 1, None))
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model."""
+        self._adapters.get(lora_request)
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter; False if it is not there. Requests under way keep it to their end."""
+        return self._adapters.remove(lora_int_id)
+
+    def list_loras(self) -> set[int]:
+        """The ids of those in the host's memory."""
+        return self._adapters.ids()
+
+    @property
+    def _adapters(self) -> Adapters:
+        adapters = self.engine.door.adapters
+        check("enable_lora", self.config.enable_lora, "True for adapters", adapters is not None)
+        assert adapters is not None
+        return adapters
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefixes of former requests; False, and nothing happens, while any is unfinished."""

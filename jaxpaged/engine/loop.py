@@ -1,7 +1,7 @@
 """The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import block_pool
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
+from jaxpaged.models.layers import AdapterParam
+from jaxpaged.models.lora import put
 from jaxpaged.sampling import Scores
 
 
@@ -54,7 +56,9 @@ class Report:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("kv_cache", "num_rows", "max_model_len", "vocab_size", "prefix_caching", "policy"),
+    static_argnames=(
+        *("kv_cache", "num_rows", "max_model_len", "vocab_size", "prefix_caching", "policy", "lora"),
+    ),
 )
 def create(
     kv_cache: KVCache,
@@ -64,6 +68,7 @@ def create(
     vocab_size: int,
     prefix_caching: bool,
     policy: Policy,
+    lora: bool = False,
 ) -> EngineState:
     """A state without requests, with zeros for K and V of these shapes; in one program, for outside of one
     each shape is compiled by itself.
@@ -78,7 +83,7 @@ def create(
         policy=policy,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
-    return create_state(tables, zeros, max_model_len, vocab_size)
+    return create_state(tables, zeros, max_model_len, vocab_size, lora=lora)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")
@@ -229,6 +234,20 @@ def write_tokens(
     """
     row, position, token = tokens
     return token_ids.at[row, position].set(token, mode="drop")
+
+
+@functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="adapters")
+def put_adapter(
+    graphdef: nnx.GraphDef,
+    adapters: nnx.State,
+    weights: nnx.State,
+    arrays: Mapping[str, tuple[Float[Array, "..."], Float[Array, "..."]]],
+    place: Int[Array, ""],
+) -> nnx.State:
+    """The model's room for adapters with one more in it: see `lora.put`. What was given is donated."""
+    model = nnx.merge(graphdef, adapters, weights)
+    put(model, arrays, place)
+    return nnx.state(model, AdapterParam)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

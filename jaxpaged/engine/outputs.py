@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.engine.state import FinishReason
+from jaxpaged.lora import LoRARequest
 
 FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"] | None] = {
     FinishReason.NONE: None,
@@ -82,6 +83,7 @@ class RequestOutput:
     finished: bool = True
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    lora_request: LoRARequest | None = None  # the adapter it was answered with
 
 
 def request_output(
@@ -111,6 +113,7 @@ def request_output(
         finished=finished,
         metrics=_of_all(metrics),
         num_cached_tokens=max((a.num_hit_tokens for a in answers if a.index == 0), default=0),
+        lora_request=request.adapter.request if request.adapter else None,
     )
 
 

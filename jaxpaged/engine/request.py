@@ -11,8 +11,10 @@ import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.state import MAX_EDITS, FinishReason, Phase, Rows, token_bits
 from jaxpaged.engine.step_config import StepConfig
+from jaxpaged.lora import LoRARequest
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
@@ -38,6 +40,7 @@ class Request:
     edits: "tuple[Edit, ...]"  # of `logit_bias` and `bad_words`
     max_num_tokens: int  # prompt and answer together
     index: int = 0  # which of the prompt's answers; the first one leads, and the others fork from it
+    adapter: Adapter | None = None
     beams: BeamSearchParams | None = None  # of a beam search, of which it has a row: the first ones for beams
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
 
@@ -114,20 +117,21 @@ class Salts:
     MOST = 2**16
 
     def __init__(self) -> None:
-        self._numbers: collections.OrderedDict[str, int] = collections.OrderedDict()
+        self._numbers: collections.OrderedDict[tuple[str | None, int], int] = collections.OrderedDict()
         self._last = 0  # of 2**32 - 1; by then what was cached under the first ones is long forgotten
         self._lock = threading.Lock()
 
-    def number(self, salt: str | None) -> int:
-        """An int32; 0 for no salt."""
-        if salt is None:
+    def number(self, salt: str | None, adapter: int = 0) -> int:
+        """An int32; 0 for no salt. What is computed with an adapter, told by its number, is like salted."""
+        if salt is None and not adapter:
             return 0
+        key = salt, adapter
         with self._lock:
-            number = self._numbers.pop(salt, None)
+            number = self._numbers.pop(key, None)
             if number is None:
                 self._last = self._last % (2**32 - 1) + 1
                 number = (self._last + 2**31) % 2**32 - 2**31
-            self._numbers[salt] = number
+            self._numbers[key] = number
             if len(self._numbers) > self.MOST:
                 self._numbers.popitem(last=False)
         return number
@@ -144,6 +148,7 @@ class Door:
     step_config: StepConfig
     tokenizer: Any = None  # for `bad_words`
     salts: Salts = dataclasses.field(default_factory=Salts)
+    adapters: Adapters | None = None  # None: requests have none
 
     def admit(
         self,
@@ -152,13 +157,14 @@ class Door:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[Request]:
         """A request for each of the prompt's `params.n` answers, to be queued together.
 
         Raises `InputError`.
         """
         check("sampling_params", params, "a SamplingParams", isinstance(params, SamplingParams))
-        first = self._first(prompt_token_ids, params, priority, cache_salt)
+        first = self._first(prompt_token_ids, params, priority, cache_salt, lora_request)
         self._check_blocks(first)
         others = range(1, params.n)
         return [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
@@ -169,6 +175,7 @@ class Door:
         params: BeamSearchParams,
         *,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[Request]:
         """The requests of a beam search, a row each, to be queued together. Raises `InputError`."""
         check("params", params, "a BeamSearchParams", isinstance(params, BeamSearchParams))
@@ -181,13 +188,18 @@ class Door:
             logprobs=2 * width,
             detokenize=False,
         )
-        first = self._first(prompt_token_ids, as_sampled, 0, cache_salt)
+        first = self._first(prompt_token_ids, as_sampled, 0, cache_salt, lora_request)
         first = dataclasses.replace(first, beams=params)
         self._check_blocks(first)
         return [dataclasses.replace(first, index=i) for i in range(first.group_size)]
 
     def _first(
-        self, prompt_token_ids: Any, params: SamplingParams, priority: int, cache_salt: str | None
+        self,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None,
+        lora_request: LoRARequest | None,
     ) -> Request:
         prompt = self._prompt(prompt_token_ids)
         max_num_tokens = self.max_model_len
@@ -207,17 +219,26 @@ class Door:
             rule,
             cache_salt is None or (isinstance(cache_salt, str) and cache_salt != ""),
         )
+        adapter = self._adapter(lora_request)
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
         return Request(
             prompt_token_ids=prompt,
             params=params.of_answer(0),
             priority=priority,
-            salt=self.salts.number(cache_salt),
+            salt=self.salts.number(cache_salt, adapter.number if adapter else 0),
             stop_token_ids=tuple(sorted({*eos, *(params.stop_token_ids or ())})),
             eos_token_ids=eos,
             edits=self._edits(params),
             max_num_tokens=max_num_tokens,
+            adapter=adapter,
         )
+
+    def _adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
+        if lora_request is None:
+            return None
+        check("lora_request", lora_request, "None without enable_lora", self.adapters is not None)
+        assert self.adapters is not None
+        return self.adapters.get(lora_request)
 
     def write(self, rows: Rows, line: int, request: Request, num_tokens: int) -> None:
         """Fill one line of NumPy rows, but for the tokens. Their number may be more than the prompt's, if a

@@ -35,7 +35,10 @@ type Shapes = Callable[[jnp.dtype], Decoder]
 
 
 def cache_size(config: EngineConfig, model_config: ModelConfig, shapes: Shapes | None = None) -> CacheSize:
-    """How many blocks the cache gets on this machine; on a GPU the loop is compiled to know it."""
+    """How many blocks the cache gets on this machine; on a GPU the loop is compiled to know it, without room
+    for adapters.
+    """
+    config = dataclasses.replace(config, enable_lora=False)
     known = known_size(config, model_config, shapes)
     if known is not None:
         return known
@@ -237,6 +240,7 @@ def _created(
         vocab_size=model_config.vocab_size,
         prefix_caching=prefix_caching,
         policy=eviction.named(config.eviction_policy),
+        lora=config.enable_lora,
     )
 
 

@@ -71,6 +71,7 @@ class Rows:
     priority: Int[Array, " rows"]  # lower goes first
     salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
     leader: Int[Array, " rows"]  # arrival of the request whose prompt, priority and salt it shares; 0: none
+    lora: Int[Array, " rows"] | None  # which adapter, from 1 on; 0: none. None: there is room for no adapters
     token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; beyond num_tokens anything
     prompt_lens: Int[Array, " rows"]
     num_tokens: Int[Array, " rows"]  # prompt and answer so far
@@ -185,8 +186,10 @@ class EngineState:
         return replace(self, counters=self.counters + jnp.stack(raised))
 
 
-def empty_rows(num_rows: int, max_model_len: int, vocab_size: int) -> Rows:
-    """Rows without requests, as NumPy arrays: what the host fills in to submit."""
+def empty_rows(num_rows: int, max_model_len: int, vocab_size: int, *, lora: bool = False) -> Rows:
+    """Rows without requests, as NumPy arrays: what the host fills in to submit. `lora`: they may have
+    adapters.
+    """
     words = cdiv(vocab_size, 32)
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
@@ -199,6 +202,7 @@ def empty_rows(num_rows: int, max_model_len: int, vocab_size: int) -> Rows:
         priority=zeros(),
         salt=zeros(),
         leader=zeros(),
+        lora=zeros() if lora else None,
         token_ids=zeros(max_model_len),
         prompt_lens=zeros(),
         num_tokens=zeros(),
@@ -273,10 +277,12 @@ def create_state(
     max_model_len: int,
     vocab_size: int,
     host: HostPool | None = None,
+    *,
+    lora: bool = False,
 ) -> EngineState:
     """A state without requests over empty tables and an empty cache."""
     return EngineState(
-        rows=jax.tree.map(jnp.asarray, empty_rows(tables.max_seqs, max_model_len, vocab_size)),
+        rows=jax.tree.map(jnp.asarray, empty_rows(tables.max_seqs, max_model_len, vocab_size, lora=lora)),
         scores=no_scores(tables.max_seqs, MAX_STEPS),
         tables=tables,
         kv_cache=kv_cache,

@@ -25,6 +25,8 @@ class AttentionBatch:
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
     implementation: TiledImplementation = field(metadata={"static": True})  # of the attention
+    # Which adapter each tile has, from 1 on, and 0 for none; None where the model has no room for any.
+    adapters: Int[Array, " num_tiles"] | None = None
 
     @property
     def is_padding(self) -> Bool[Array, " num_tokens"]:

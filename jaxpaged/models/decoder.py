@@ -1,5 +1,6 @@
 """A decoder in Flax NNX, as its description says: each part is made once, and computed in one place."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -75,6 +76,26 @@ class Decoder(nnx.Module):
         x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
         max_len = batch.block_tables.shape[1] * cache.block_size
         angles = rope_tables(self.config, positions, max_len)
+        if batch.adapters is None:
+            x, cache = self._through_layers(x, cache, angles, batch)
+        else:  # nothing is paid for adapters while no token has one
+            without = dataclasses.replace(batch, adapters=None)
+            x, cache = lax.cond(
+                jnp.any(batch.adapters > 0),
+                lambda x, cache: self._through_layers(x, cache, angles, batch),
+                lambda x, cache: self._through_layers(x, cache, angles, without),
+                x,
+                cache,
+            )
+        return self.norm(x), cache
+
+    def _through_layers(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        cache: KVCache,
+        angles: Angles | None,
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         type Carry = tuple[Float[Array, "num_tokens hidden"], KVCache]
 
         def apply(layer: layers.Layer, carry: Carry) -> Carry:
@@ -82,13 +103,10 @@ class Decoder(nnx.Module):
 
         carry = x, cache
         if layers.loops_over_layers(self.dtype):
-            carry = lax.fori_loop(0, self.config.num_layers, apply, carry)
-        else:
-            carry = functools.reduce(
-                lambda carry, layer: apply(layer, carry), range(self.config.num_layers), carry
-            )
-        x, cache = carry
-        return self.norm(x), cache
+            return lax.fori_loop(0, self.config.num_layers, apply, carry)
+        return functools.reduce(
+            lambda carry, layer: apply(layer, carry), range(self.config.num_layers), carry
+        )
 
     def embed(
         self, token_ids: Int[Array, " num_tokens"], positions: Int[Array, " num_tokens"]
@@ -145,7 +163,7 @@ class DecoderLayers(nnx.Module):
             given = self.mlp_norm(given, layer)
         elif self.config.shared_norm:
             given = normed
-        out = self.mlp(given, layer, batch.is_padding)
+        out = self.mlp(given, layer, batch.is_padding, batch.adapters)
         return self._added(after, out, self.mlp_out_norm, layer), cache
 
     def _added(
@@ -181,7 +199,7 @@ class Attention(nnx.Module):
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         c, dtype = self.config, x.dtype
-        q, k, v = self._projected(x, layer, angles)
+        q, k, v = self._projected(x, layer, angles, batch.adapters)
         slopes = None if c.alibi_slopes is None else jnp.asarray(c.alibi_slopes, jnp.float32)
         windows = [kind.sliding_window for kind in c.layers]
         attended, cache = attend(
@@ -197,14 +215,18 @@ class Attention(nnx.Module):
             alibi_slopes=slopes,
             sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),
         )
-        return self.o(attended.reshape(x.shape[0], -1), layer), cache
+        return self.o(attended.reshape(x.shape[0], -1), layer, batch.adapters), cache
 
     def _projected(
-        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, angles: Angles | None
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        layer: layers.Layer,
+        angles: Angles | None,
+        adapters: Int[Array, " num_tiles"] | None,
     ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
         """Queries, keys and values of all heads, [num_tokens, heads, head_dim], in float32."""
         c = self.config
-        qkv = self.qkv(x, layer)
+        qkv = self.qkv(x, layer, adapters)
         if c.qkv_clip is not None:
             qkv = jnp.clip(qkv, -c.qkv_clip, c.qkv_clip)
         qkv = qkv.reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
@@ -239,15 +261,16 @@ class MLP(nnx.Module):
         x: Float[Array, "num_tokens hidden"],
         layer: layers.Layer,
         is_padding: Bool[Array, " num_tokens"],  # asked of all feed-forward parts; experts use it
+        adapters: Int[Array, " num_tiles"] | None = None,
     ) -> Float[Array, "num_tokens hidden"]:
         activation = layers.ACTIVATIONS[self.config.activation]
-        wide = self.up(x, layer)
+        wide = self.up(x, layer, adapters)
         if self.config.gated:
             gate, up = jnp.split(wide, 2, axis=-1)
             wide = activation(gate) * up
         else:
             wide = activation(wide)
-        return self.down(wide.astype(x.dtype), layer)
+        return self.down(wide.astype(x.dtype), layer, adapters)
 
 
 def linear(parts: Parts, role: str) -> layers.Linear:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from jaxpaged.models.quantised import QuantisedWeight
-from pallas_kernels import native
+from pallas_kernels import low_rank, native
 from pallas_kernels.quantised import PANEL_WIDTH, Quantised
 
 Values = Array | np.ndarray  # a weight that is being made
@@ -127,10 +127,16 @@ class Stack(nnx.Module):
         return quantised_product(x, self.all.get_value(), layer)
 
 
+class AdapterParam(nnx.Param):
+    """What adapters add to a product, a `LowRank`: see `models/lora.py`."""
+
+
 class Linear(nnx.Module):
     """Each layer's `x @ weight.T + bias`, summed in float32; the result stays so, for the caller to round
-    once.
+    once. Where there is room for adapters, each tile of rows has what its own adds.
     """
+
+    adapters: AdapterParam  # where there is room for some
 
     def __init__(
         self,
@@ -159,7 +165,18 @@ class Linear(nnx.Module):
         self.bias = None if biases is None else Stack(biases, len(biases), together=together)
 
     def __call__(
-        self, x: Float[Array, "num_tokens in_features"], layer: Layer = 0
+        self,
+        x: Float[Array, "num_tokens in_features"],
+        layer: Layer = 0,
+        adapters: Int[Array, " num_tiles"] | None = None,
+    ) -> Float[Array, "num_tokens out_features"]:
+        y = self._product(x, layer)
+        if adapters is None:
+            return y
+        return low_rank.add(y, x, self.adapters.get_value(), layer, adapters)
+
+    def _product(
+        self, x: Float[Array, "num_tokens in_features"], layer: Layer
     ) -> Float[Array, "num_tokens out_features"]:
         if self.is_quantised:
             y = self._quantised(x, layer)

@@ -27,6 +27,7 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     names: Names  # what its files call its weights
+    module_names: Names  # what Hugging Face's model calls them, and so adapters do
     tokenizer: Any  # a transformers tokenizer, or None where the directory has none
     files: tuple[Path, ...]  # all that its weights come from
     load_weights: Callable[[], Mapping[str, Any]]  # by their names in the files, each read when asked for
@@ -180,6 +181,7 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
         path=path,
         config=config,
         names=names,
+        module_names=names,
         tokenizer=hf.tokenizer(path) if own_tokenizer else None,
         files=tuple(sorted(path.glob("*.safetensors*"))),
         load_weights=lambda: safetensors_files.load(path),
@@ -223,6 +225,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         path=path,
         config=config,
         names=names,
+        module_names=gguf_file.family(reader, path)[0].names(config),
         tokenizer=tokenizer,
         files=(path,),
         load_weights=lambda: gguf_file.load_weights(reader, path),

@@ -152,11 +152,11 @@ def _stored(
     config: ModelConfig, names: Names, role: str, shape: Shape, **numbers: int
 ) -> Iterator[tuple[str, Shape]]:
     pieces, form = names.pieces(role), names.forms.get(role)
-    for name, its in zip(pieces, _piece_shapes(config, role, shape, len(pieces)), strict=True):
+    for name, its in zip(pieces, piece_shapes(config, role, shape, len(pieces)), strict=True):
         yield name.format(**numbers), form.stored(config, its) if form else its
 
 
-def _piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> list[Shape]:
+def piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> list[Shape]:
     """The shapes of a role's pieces: of queries, keys and values, or of gate and up."""
     if count == 1:
         return [shape]

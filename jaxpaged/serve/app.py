@@ -15,7 +15,7 @@ import jaxpaged
 from jaxpaged.checks import InputError
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.engine import EngineDeadError
-from jaxpaged.serve import chat, completions, health, models, page, responses, tokens
+from jaxpaged.serve import adapters, chat, completions, health, models, page, responses, tokens
 from jaxpaged.serve.guard import Guard, Load
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, GoneError
@@ -37,6 +37,8 @@ def create_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAP
     app.state.service, app.state.load = Service(llm, model_name, options), 0
     for routes in (models, completions, chat, responses, tokens, health, page):
         app.include_router(routes.router)
+    if options.enable_lora_updates:
+        app.include_router(adapters.router)
     app.add_middleware(Load)
     app.add_middleware(Guard, options=options)
     app.add_middleware(

@@ -43,7 +43,13 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         skip_special_tokens=body.skip_special_tokens and writer.parser is None,
     )
     run = await service.start(
-        request, "chatcmpl", [prompt], params, priority=body.priority, cache_salt=body.cache_salt
+        request,
+        "chatcmpl",
+        [prompt],
+        params,
+        model=body.model,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
     )
     if body.stream:
         return service.stream(run, writer.events(run))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError
+from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
 from jaxpaged.serve.options import ServerOptions
 
@@ -72,6 +72,18 @@ def add_serve(
     group.add_argument(
         "--allow-credentials", action="store_true", default=None, help="let browsers send them, too"
     )
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=DIR",
+        help="adapters of PEFT's, each asked for by its name in place of the model's; with --enable-lora",
+    )
+    group.add_argument(
+        "--enable-lora-updates",
+        action="store_true",
+        default=None,
+        help="let clients have adapters loaded and unloaded: from any directory that the server can read",
+    )
     group.add_argument("--log-level", help="debug, info (default: a line a request), warning or error")
     add_engine_options(serve)
 
@@ -79,7 +91,9 @@ def add_serve(
 def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     """Serve until a signal ends it. Raises `InputError`, also where the packages are missing."""
     options = server_options(args)
-    EngineConfig(**engine_options)  # mistakes are told before anything heavy is loaded
+    config = EngineConfig(**engine_options)  # mistakes are told before anything heavy is loaded
+    if options.lora_modules or options.enable_lora_updates:
+        check("enable_lora", config.enable_lora, "True for adapters", config.enable_lora)
     require(SERVER_NEEDS, "serve")
 
     from absl import logging

@@ -38,7 +38,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         prompt_logprobs=prompt_top,
     )
     run = await service.start(
-        request, "cmpl", prompts, params, priority=body.priority, cache_salt=body.cache_salt
+        request, "cmpl", prompts, params, model=body.model, priority=body.priority, cache_salt=body.cache_salt
     )
     if body.stream:
         return service.stream(run, writer.events(run))

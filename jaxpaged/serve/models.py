@@ -14,7 +14,8 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     service = service_of(request)
-    return reply({"object": "list", "data": [_model(service, name) for name in service.model_names]})
+    names = [*service.model_names, *service.adapters]
+    return reply({"object": "list", "data": [_model(service, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}")
@@ -24,13 +25,14 @@ async def retrieve_model(name: str, request: Request) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "jaxpaged",
-        "root": service.root,
-        "parent": None,
+        "root": adapter.lora_path if adapter else service.root,
+        "parent": service.model_names[0] if adapter else None,
         "max_model_len": service.max_model_len,
         "permission": [],
     }

@@ -30,10 +30,12 @@ class ServerOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    lora_modules: tuple[str, ...] = ()  # adapters, each as "name=path"; asked for by that name, as a model
+    enable_lora_updates: bool = False  # clients may have adapters loaded and unloaded
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
-        for name in ("api_keys", "served_model_names", "allowed_origins"):
+        for name in ("api_keys", "served_model_names", "allowed_origins", "lora_modules"):
             values = getattr(self, name)
             check(name, values, "texts that are not empty", all(isinstance(v, str) and v for v in values))
         checked_int("port", self.port, "an int in [0, 65535]", 0, 65535)
@@ -46,3 +48,10 @@ class ServerOptions:
         checked_choice("log_level", self.log_level, get_args(LogLevel))
         checked_choice("tool_call_parser", self.tool_call_parser, get_args(ToolParser))
         checked_bool("allow_credentials", self.allow_credentials)
+        checked_bool("enable_lora_updates", self.enable_lora_updates)
+        rule = "as in name=path, each name once and none of served_model_names"
+        names = [*self.served_model_names]
+        for module in self.lora_modules:
+            name, _, path = module.partition("=")
+            check("lora_modules", module, rule, bool(name and path) and name not in names)
+            names.append(name)

@@ -35,7 +35,13 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         output_kind=RequestOutputKind.DELTA,
     )
     run = await service.start(
-        request, "resp", [prompt], params, priority=body.priority, cache_salt=body.cache_salt
+        request,
+        "resp",
+        [prompt],
+        params,
+        model=body.model,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
     )
     writer = Writer(body, model, run)
     if body.stream:

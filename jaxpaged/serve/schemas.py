@@ -205,6 +205,14 @@ class ResponsesRequest(Asked):
     cache_salt: str | None = None
 
 
+class UnloadAdapterRequest(BaseModel):
+    lora_name: Annotated[str, Field(min_length=1)]
+
+
+class LoadAdapterRequest(UnloadAdapterRequest):
+    lora_path: Annotated[str, Field(min_length=1)]
+
+
 class TokenizeRequest(Asked):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None

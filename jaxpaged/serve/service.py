@@ -17,6 +17,7 @@ from jaxpaged.engine.async_llm import Admitted, AsyncLLM
 from jaxpaged.engine.engine import EngineDeadError
 from jaxpaged.engine.llm import Prompt
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve.chat_prompts import ChatPrompts
 from jaxpaged.serve.metrics import Metrics, Times
@@ -24,6 +25,7 @@ from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, EventStream, unless_gone
 
 log = logging.getLogger("jaxpaged.serve")
+ADAPTER_IDS = itertools.count(1)
 
 
 class Service:
@@ -34,6 +36,11 @@ class Service:
         self.model_names = options.served_model_names or (model_name,)
         self.root = model_name
         self.created = int(time.time())
+        self.adapters: dict[str, LoRARequest] = {}  # by the names by which they are asked for
+        for module in options.lora_modules:
+            name, _, path = module.partition("=")
+            self.adapters[name] = LoRARequest(name, self._unused_id(), path)
+            llm.llm.add_lora(self.adapters[name])
         self.defaults = llm.llm.get_default_sampling_params()
         self.max_model_len = llm.engine.door.max_model_len
         self.chat_prompts = ChatPrompts(llm, options.chat_template, options.tool_call_parser)
@@ -45,9 +52,37 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises `ApiError` for a model that is not here."""
-        if name and name not in self.model_names:
+        if name and name not in (*self.model_names, *self.adapters):
             raise ApiError(404, f"the model {shown(name)} does not exist", param="model")
         return name or self.model_names[0]
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Let clients ask for an adapter by its name. Raises `InputError`, or `ApiError` for a taken name."""
+        self._check_is_free(name)
+        request = LoRARequest(name, self._unused_id(), path)
+        await self.llm.add_lora(request)
+        try:
+            self._check_is_free(name)  # another client may have been faster
+        except ApiError:
+            await self.llm.remove_lora(request.lora_int_id)
+            raise
+        self.adapters[name] = request
+
+    def _unused_id(self) -> int:
+        """Never the same twice, for two may be loaded at a time, nor one that others have given."""
+        return next(i for i in ADAPTER_IDS if i not in self.llm.llm.list_loras())
+
+    def _check_is_free(self, name: str) -> None:
+        if name in (*self.model_names, *self.adapters):
+            raise ApiError(
+                400, f"lora_name={shown(name)} must be a name that is not in use", param="lora_name"
+            )
+
+    async def unload_adapter(self, name: str) -> None:
+        """Nobody may ask for it any more; requests under way are answered to their end. Raises `ApiError`."""
+        if name not in self.adapters:
+            raise ApiError(404, f"the adapter {shown(name)} does not exist", param="lora_name")
+        await self.llm.remove_lora(self.adapters.pop(name).lora_int_id)
 
     async def start(
         self,
@@ -56,10 +91,14 @@ class Service:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
+        model: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> "Run":
-        """Check prompts and take them in. Raises `InputError`, or `ApiError` where there is no room."""
+        """Check prompts and take them in; `model` may be an adapter's name.
+
+        Raises `InputError`, or `ApiError` where there is no room.
+        """
         num_answers = len(prompts) * params.n
         most = self.llm.engine.config.max_num_seqs + self.options.max_queue
         if num_answers > most:
@@ -69,10 +108,12 @@ class Service:
         if self.llm.engine.stopped is not None:
             raise dead(self.llm.engine.stopped)
         self._check_room(num_answers, most)
+        adapter = self.adapters.get(self.check_model(model))
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         admitted = []
         for each in prompts:
-            admitted.append(await self.llm.admit(_mapping(each) | salt, params, priority=priority))
+            prompt = _mapping(each) | salt
+            admitted.append(await self.llm.admit(prompt, params, priority=priority, lora_request=adapter))
             await asyncio.sleep(0)  # of many prompts, others need not wait for all
         self._check_room(num_answers, most)  # others may have come while this one was read
         response_id = f"{prefix}-{request.state.request_id}"

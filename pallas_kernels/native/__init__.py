@@ -7,10 +7,12 @@ interface. Nothing depends on them: without a C++ compiler, or with `JAXPAGED_NA
 
 from pallas_kernels.native.attention import tiled_paged_attention, why_not_cache, why_not_layout
 from pallas_kernels.native.library import instructions, prepare, serves, why_not
+from pallas_kernels.native.low_rank import add_low_rank
 from pallas_kernels.native.product import pack, product
 from pallas_kernels.native.quantised_product import quantised_function, quantised_product
 
 __all__ = [
+    "add_low_rank",
     "instructions",
     "pack",
     "prepare",

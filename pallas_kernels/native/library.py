@@ -38,6 +38,7 @@ FUNCTIONS = {
     "attention_of_nibbles": Function("packed_attention"),
     "quantised_product": Function("quantised_product"),
     "quantised_product_of_floats": Function("quantised_product", ("-DFLOAT_CODES",)),
+    "low_rank": Function("low_rank"),
 }
 USUAL = ("product", "attention")  # compiled together at first, the others when they are called for
 

@@ -8,7 +8,7 @@ import pytest
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.request import Delta
 from jaxpaged.sampling_params import SamplingParams
-from tests import tiny
+from tests import tiny, tiny_lora
 
 pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
 
@@ -67,3 +67,36 @@ def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_na
     assert driver.stats.num_hit_tokens > 0
     assert (driver.stats.num_preemptions > 0) == bool(options)
     tiny.assert_nothing_is_held(driver)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "use_native"),
+    [
+        pytest.param("float32", "0", id="all by XLA, float32"),
+        pytest.param("bfloat16", "1", id="bfloat16"),
+    ],
+)
+def test_an_adapter_changes_no_bit_of_rows_without_one(dtype, use_native, monkeypatch, tmp_path):
+    """Neither in their company, nor as room that nobody uses. Those with one are the same in any company."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
+    prompts = tiny.prompts([5, 33, 50, 12, 60, 40])
+    params = [SamplingParams(max_tokens=12, temperature=0, logprobs=3, prompt_logprobs=1)] * len(prompts)
+    want = everything(tiny.driver(dtype=dtype), prompts, params)
+    driver = tiny_lora.driver(tmp_path, dtype=dtype)
+    assert everything(driver, prompts, params) == want
+    adapters = [None, 0, 1, None, 2, 0]
+
+    def asked(places: list[int]) -> list[Delta]:
+        ids = []
+        for i in places:
+            adapter = None if adapters[i] is None else tiny_lora.request(tmp_path, adapters[i])
+            [request] = tiny.numbered(driver.door.admit(prompts[i], params[i], lora_request=adapter))
+            driver.add(request)
+            ids.append(request.request_id)
+        found = tiny.drain(driver)
+        return [dataclasses.replace(found[i], request_id=0, num_hit_tokens=0) for i in ids]
+
+    alone = [answer for i in range(len(prompts)) for answer in asked([i])]
+    assert all((alone[i] == want[i]) == (adapters[i] is None) for i in range(len(prompts)))
+    for order in ([0, 1, 2, 3, 4, 5], [4, 0, 5, 3, 1, 2]):
+        assert asked(order) == [alone[i] for i in order]

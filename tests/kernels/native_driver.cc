@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "bytes.h"
+#include "low_rank.h"
 #include "nibbles.h"
 #include "product.h"
 #include "quantised_product.h"
@@ -80,6 +81,22 @@ void RunQuantisedProduct(const std::vector<int64_t>& sizes, bool is_half) {
   };
   sizes[6] ? multiply(Float8Codes{}) : bits == 8 ? multiply(Int8Codes{}) : multiply(Int4Codes{});
   Write(y);
+}
+
+// rows inputs rank columns choices, widths
+template <typename N>
+void RunLowRank(const std::vector<int64_t>& sizes) {
+  using Value = typename N::Type::Value;
+  const int64_t rows = sizes[0], inputs = sizes[1], columns = sizes[3], choices = sizes[4];
+  const LowRankShape shape{rows, inputs, sizes[2], columns, sizes.data() + 5, static_cast<int64_t>(sizes.size()) - 5};
+  auto* y = Read<float>(rows * columns);
+  const auto* x = reinterpret_cast<const char*>(Read<Value>(rows * inputs));
+  const auto* a = reinterpret_cast<const char*>(Read<Value>(choices * shape.a_numbers()));
+  const auto* b = reinterpret_cast<const char*>(Read<Value>(choices * shape.b_numbers()));
+  const auto* chosen = Read<int32_t>(rows);
+  ThisThread pool;
+  AddLowRanks<N>(pool, x, a, b, chosen, choices, y, shape);
+  fwrite(y, sizeof(float), rows * columns, stdout);
 }
 
 // num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks, bytes of a cache, window, then of K and V
@@ -153,6 +170,8 @@ int main(int argc, char** argv) {
     is_wide ? RunProduct<Float32>(sizes) : RunProduct<BFloat16>(sizes);
   } else if (function == "quantised_product") {
     is_wide ? RunQuantisedProduct<Float32>(sizes, is_half) : RunQuantisedProduct<BFloat16>(sizes, is_half);
+  } else if (function == "low_rank") {
+    is_wide ? RunLowRank<NarrowFloat32>(sizes) : RunLowRank<NarrowBFloat16>(sizes);
   } else {
     is_wide ? RunAttention<Float32>(sizes, argv[3]) : RunAttention<BFloat16>(sizes, argv[3]);
   }

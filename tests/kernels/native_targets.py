@@ -28,6 +28,7 @@ CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 class Kernels(Protocol):
     def product(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray: ...
     def quantised_product(self, x: np.ndarray, weight: Quantised) -> np.ndarray: ...
+    def add_low_rank(self, y: np.ndarray, *arrays: np.ndarray | int | tuple[int, ...]) -> np.ndarray: ...
     def attend(self, *arrays: np.ndarray, scale: float, window: int | None = None) -> np.ndarray: ...
     def attend_to(
         self, q: np.ndarray, pool: Pool, *arrays: np.ndarray, scale: float, window: int | None = None
@@ -42,6 +43,11 @@ class Called:
 
     def quantised_product(self, x, weight):
         return np.asarray(native.quantised_product(jnp.asarray(x), weight))
+
+    def add_low_rank(self, y, x, a, b, choices, layer, widths):
+        native.serves(x.dtype, "low_rank")
+        y, x, a, b, choices = map(jnp.asarray, (y, x, a, b, choices))
+        return np.asarray(native.add_low_rank(y, x, a, b, choices, layer, widths))
 
     def attend(self, *arrays, scale, window=None):
         options = {"scale": scale, "sliding_window": window, "implementation": "native"}
@@ -81,6 +87,11 @@ class Driven:
         arrays = [x, weight.codes, scales, minima]
         y = self._run("quantised_product", x.dtype, scales.dtype, map(int, sizes), arrays)
         return np.frombuffer(y, np.float32).reshape(len(x), weight.out_features)
+
+    def add_low_rank(self, y, x, a, b, choices, layer, widths):
+        sizes = [len(x), x.shape[1], b.shape[3], y.shape[1], a.shape[1], *widths]
+        y = self._run("low_rank", x.dtype, x.dtype, sizes, [y, x, a[layer], b[layer], choices])
+        return np.frombuffer(y, np.float32).reshape(len(x), sum(widths))
 
     def attend(self, q, k, v, tables, starts, lens, *, scale, window=None):
         sizes = Sizes(*k.shape)

@@ -1,5 +1,6 @@
 """Every family against transformers (stored logits), in NumPy and through a paged cache."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def batch_of(table, positions, tile_len, block_size) -> AttentionBatch:
     )
 
 
-def paged_logits(model, token_ids, block_size, tile_len) -> np.ndarray:
+def paged_logits(model, token_ids, block_size, tile_len, adapter=None) -> np.ndarray:
     """All tokens in one pass of tiles, over blocks in shuffled order."""
     num_tokens = -(-len(token_ids) // tile_len) * tile_len
     num_blocks = -(-num_tokens // block_size)
@@ -64,6 +65,9 @@ def paged_logits(model, token_ids, block_size, tile_len) -> np.ndarray:
     positions = np.arange(num_tokens, dtype=np.int32)
     padded = jnp.asarray([*token_ids, *[0] * (num_tokens - len(token_ids))], jnp.int32)
     batch = batch_of(table, positions, tile_len, block_size)
+    if adapter is not None:
+        adapters = jnp.full_like(batch.query_starts, adapter)
+        batch = dataclasses.replace(batch, adapters=adapters)
 
     @jax.jit
     def run(model, cache):

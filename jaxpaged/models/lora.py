@@ -1,0 +1,236 @@
+"""Low-rank adapters: room for some beside a decoder's weights, and what is read into it from PEFT's files.
+
+What an adapter adds to a product is found by PEFT's names, those of modules of Hugging Face's model, and
+brought into the decoder's order of outputs. Its scale is part of b.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxpaged.checks import InputError, check, checked_int, checked_number, shown
+from jaxpaged.lora import LoRARequest
+from jaxpaged.models import hf, safetensors_files
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.decoder import MLP, Decoder
+from jaxpaged.models.layers import AdapterParam, Linear
+from jaxpaged.models.weights import TRANSPOSED, Names, in_layer, piece_shapes
+from pallas_kernels import low_rank, native
+from pallas_kernels.low_rank import PANEL_WIDTH, LowRank
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ROLES = ("qkv", "o", "gate_up", "up", "down")
+# What changes more than products' outputs, or otherwise, and the values with which it does not.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": ([],),
+    "target_parameters": ([],),
+    "trainable_token_indices": ([], {}),
+    "layer_replication": ([],),
+    "alora_invocation_tokens": ([],),
+    "use_qalora": (False,),
+}
+# Ways to begin training that change the model's own weights, too.
+CHANGING_WEIGHTS = ("pissa", "olora", "corda", "loftq")
+TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+
+type Arrays = Mapping[
+    str, tuple[np.ndarray, np.ndarray]
+]  # by role, an a and a b as `LowRank` has one choice's
+
+
+class Room(NamedTuple):
+    """For adapters of one role."""
+
+    in_features: int
+    widths: tuple[int, ...]  # of the pieces that Hugging Face has it in
+    modules: tuple[str, ...]  # their names, with "{layer}" for a number
+
+
+def rooms(config: ModelConfig, names: Names) -> dict[str, Room]:
+    """By role, the products that adapters may change: not those of experts, nor the head."""
+    shapes, found = in_layer(config), {}
+    for role in ROLES:
+        if (shape := shapes.get(f"{role}.weight")) is not None:
+            modules = tuple(name.removesuffix(".weight") for name in names.pieces(f"{role}.weight"))
+            pieces = piece_shapes(config, role, shape, len(modules))
+            found[role] = Room(shape[1], tuple(width for width, _ in pieces), modules)
+    return found
+
+
+def make_room(model: Decoder, names: Names, num_adapters: int, rank: int) -> None:
+    """Let the model's products have so many adapters of at most this rank, which add nothing yet."""
+    native.serves(model.dtype, "low_rank")  # now XLA knows it, in programs kept whole, too
+    products = _products(model)
+    for role, room in rooms(model.config, names).items():
+        sizes = model.config.num_layers, num_adapters, room.in_features, room.widths, rank
+        products[role].adapters = AdapterParam(low_rank.zeros(*sizes, model.dtype))
+
+
+def put(model: Decoder, arrays: Mapping[str, tuple[Any, Any]], place: int | Int[Array, ""]) -> None:
+    """Write an adapter into the room of that number, counted from 0."""
+    for role, product in _products(model).items():
+        if role in arrays:
+            parts: LowRank = product.adapters.get_value()
+            a, b = arrays[role]
+            product.adapters.set_value(
+                LowRank(parts.a.at[:, place].set(a), parts.b.at[:, place].set(b), parts.widths)
+            )
+
+
+def _products(model: Decoder) -> dict[str, Linear]:
+    attention, mlp = model.layers.attention, model.layers.mlp
+    found = {"qkv": attention.qkv, "o": attention.o}
+    if isinstance(mlp, MLP):
+        found |= {"gate_up" if model.config.gated else "up": mlp.up, "down": mlp.down}
+    return found
+
+
+def nothing(config: ModelConfig, names: Names, rank: int, dtype: jnp.dtype) -> dict[str, tuple[Any, Any]]:
+    """The arrays of an adapter that changes nothing."""
+    rank = -(-rank // PANEL_WIDTH) * PANEL_WIDTH
+    found = {}
+    for role, room in rooms(config, names).items():
+        a_panels = len(room.widths) * rank // PANEL_WIDTH
+        b_panels = sum(-(-width // PANEL_WIDTH) for width in room.widths)
+        a = np.zeros((config.num_layers, a_panels, room.in_features, PANEL_WIDTH), dtype)
+        found[role] = a, np.zeros((config.num_layers, b_panels, rank, PANEL_WIDTH), dtype)
+    return found
+
+
+def read(
+    request: LoRARequest, config: ModelConfig, names: Names, max_rank: int, dtype: jnp.dtype
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """An adapter's arrays. Raises `InputError`, one sentence, if it is not for this model, or none."""
+    path = Path(request.lora_path)
+    try:
+        return _read(path, config, names, max_rank, dtype)
+    except InputError as error:
+        said = str(error).removeprefix(f"model={str(path)!r}").removeprefix(":").lstrip()
+        raise InputError(f"lora_path={str(path)!r}: {said}") from error
+
+
+def _read(path: Path, config: ModelConfig, names: Names, max_rank: int, dtype: jnp.dtype) -> dict[str, Any]:
+    for file in (CONFIG, WEIGHTS):
+        if not (path / file).is_file():
+            raise InputError(f"there must be a directory with {file}")
+    said = _Said(hf.read_object(path / CONFIG))
+    arrays = nothing(config, names, max_rank, dtype)
+    padded_rank = arrays["qkv"][1].shape[-2]
+    for place, (module, sides) in _found(path, config, names):
+        rank, scale = said.rank_and_scale(module)
+        check(f"the rank of {module!r}", rank, f"at most max_lora_rank={max_rank}", rank <= max_rank)
+        a = _checked(f"{module}.lora_A", sides["A"], (rank, place.in_features))
+        b = _checked(f"{module}.lora_B", sides["B"], (place.width, rank)) * np.float32(scale)
+        form = names.forms.get(f"{place.role}.weight")
+        if form is not None and form is not TRANSPOSED:  # that is no matter of b's order
+            [b] = form.restored(config, [b])
+        all_a, all_b = (its[place.layer] for its in arrays[place.role])
+        panels, first = padded_rank // PANEL_WIDTH, -(-rank // PANEL_WIDTH)
+        all_a[place.piece * panels :][:first] = low_rank.pack(a.T).astype(dtype)
+        packed = low_rank.pack(b.T).astype(dtype)
+        if not np.isfinite(packed.astype(np.float32)).all():
+            raise InputError(f"{module}.lora_B, scaled by {scale:g}, must be finite in {dtype.name}")
+        all_b[place.first_panel :][: len(packed), :rank] = packed
+    return arrays
+
+
+class _Place(NamedTuple):
+    """Where in the arrays a module's part goes."""
+
+    role: str
+    layer: int
+    piece: int
+    in_features: int
+    width: int
+    first_panel: int  # of b
+
+
+def _places(config: ModelConfig, names: Names) -> Iterator[tuple[str, _Place]]:
+    """By the modules' names."""
+    for role, room in rooms(config, names).items():
+        first = 0
+        for piece, (module, width) in enumerate(zip(room.modules, room.widths, strict=True)):
+            for layer in range(config.num_layers):
+                place = _Place(role, layer, piece, room.in_features, width, first)
+                yield module.format(layer=layer), place
+            first += -(-width // PANEL_WIDTH)
+
+
+def _found(
+    path: Path, config: ModelConfig, names: Names
+) -> Iterator[tuple[_Place, tuple[str, dict[str, np.ndarray]]]]:
+    """Each module's two matrices, and where they go."""
+    tensors, places = safetensors_files.load(path), dict(_places(config, names))
+    modules: dict[str, dict[str, np.ndarray]] = {}
+    for name in tensors:
+        match = TENSOR.fullmatch(name)
+        module = match["module"] if match else name
+        whole = next((each for each in (module, names.prefix + module) if each in places), None)
+        if match is None or whole is None:
+            its = sorted({each.rpartition(".")[2] for each in places})
+            raise InputError(
+                f"{shown(name)} must be lora_A or lora_B of {', '.join(its)} in a layer of the model"
+            )
+        modules.setdefault(whole, {})[match["side"]] = tensors[name]
+    if not modules:
+        raise InputError(f"{WEIGHTS} must have at least one tensor")
+    for module, sides in modules.items():
+        if missing := {"A", "B"} - sides.keys():
+            raise InputError(f"{module!r} lacks its lora_{min(missing)}")
+        yield places[module], (module, sides)
+
+
+def _checked(name: str, matrix: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """The matrix in float32."""
+    if matrix.shape != shape:
+        raise InputError(f"{name} has shape {matrix.shape}, must be {shape}")
+    if matrix.dtype.name not in ("float32", "bfloat16", "float16", "float64"):
+        raise InputError(f"{name} has type {matrix.dtype.name}, must be float32, bfloat16 or float16")
+    wide = np.asarray(matrix, np.float32)
+    if not np.isfinite(wide).all():
+        raise InputError(f"{name} has NaN or infinity in it, must be finite")
+    return wide
+
+
+class _Said:
+    """What adapter_config.json says."""
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        check(f"{CONFIG}: peft_type", said.get("peft_type"), "'LORA'", said.get("peft_type") == "LORA")
+        for name, neutral in NEUTRAL.items():
+            value = said.get(name)
+            rule = f"{neutral[0]!r}: more is not supported"
+            check(f"{CONFIG}: {name}", value, rule, value is None or value in neutral)
+        began = said.get("init_lora_weights")
+        changes = isinstance(began, str) and began.lower().startswith(CHANGING_WEIGHTS)
+        check(f"{CONFIG}: init_lora_weights", began, "one that leaves the model's weights alone", not changes)
+        self._said = said
+
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """Those of one module: patterns say where they are others than for the rest."""
+        rank = checked_int(f"{CONFIG}: r", self._of(module, "rank_pattern", "r", 8), "a positive int", 1)
+        alpha = self._of(module, "alpha_pattern", "lora_alpha", 8)
+        alpha = checked_number(f"{CONFIG}: lora_alpha", alpha, "a number", -math.inf)
+        return rank, alpha / (math.sqrt(rank) if self._said.get("use_rslora") else rank)
+
+    def _of(self, module: str, patterns: str, name: str, default: int) -> Any:
+        given = self._said.get(patterns) or {}
+        check(f"{CONFIG}: {patterns}", given, "an object", isinstance(given, Mapping))
+        for pattern, value in given.items():
+            try:
+                if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                    return value
+            except re.error as error:
+                raise InputError(
+                    f"{CONFIG}: {patterns} has {pattern!r}, which is no pattern: {error}"
+                ) from error
+        return self._said.get(name, default)

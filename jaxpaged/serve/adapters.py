@@ -1,0 +1,23 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them; only where the server allows it."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response
+
+from jaxpaged.serve.schemas import LoadAdapterRequest, UnloadAdapterRequest
+from jaxpaged.serve.service import service_of
+
+router = APIRouter()
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
+    """From now on the adapter can be asked for by its name, as a model."""
+    await service_of(request).load_adapter(body.lora_name, body.lora_path)
+    return PlainTextResponse(f"the adapter {body.lora_name!r} is loaded")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
+    """Nobody can ask for it any more; who has done so is answered with it to the end."""
+    await service_of(request).unload_adapter(body.lora_name)
+    return PlainTextResponse(f"the adapter {body.lora_name!r} is unloaded")

@@ -1,0 +1,179 @@
+"""Requests with adapters: each its own, in one batch, loaded and given up without compiling anything."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxpaged.checks import InputError
+from jaxpaged.engine import loop
+from jaxpaged.engine.adapters import Adapters
+from jaxpaged.engine.request import Delta
+from jaxpaged.lora import LoRARequest
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from reference import model as reference_model
+from tests import tiny, tiny_lora
+
+SCORED = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True)
+
+
+def greedy(max_tokens):
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def driver(folder):
+    return tiny_lora.driver(folder)
+
+
+def submit(driver, folder, asked, params=SCORED):
+    """Queue prompts, each with the adapter of a seed or with None; their request ids."""
+    ids = []
+    for seed, prompt in asked:
+        adapter = None if seed is None else tiny_lora.request(folder, seed)
+        for request in tiny.numbered(driver.door.admit(prompt, params, lora_request=adapter)):
+            driver.add(request)
+            ids.append(request.request_id)
+    return ids
+
+
+def answers(driver, folder, asked, params=SCORED) -> list[Delta]:
+    ids = submit(driver, folder, asked, params)
+    found = tiny.drain(driver)
+    return [dataclasses.replace(found[i], request_id=0, num_hit_tokens=0) for i in ids]
+
+
+def test_each_is_answered_with_its_own_adapter_in_one_batch(driver, folder):
+    """And those without one as by an engine that has no room for adapters, to the last bit."""
+    asked = list(zip([0, None, 1, 2, None, 0], tiny.prompts([9, 40, 33, 5, 17, 64]), strict=True))
+    found = answers(driver, folder, asked)
+    for (seed, prompt), answer in zip(asked, found, strict=True):
+        assert answer.token_ids == tiny_lora.reference_answer(seed, prompt, 8)
+    assert found[0].token_ids != tiny_lora.reference_answer(None, asked[0][1], 8)
+    plain = [each for each in asked if each[0] is None]
+    want = answers(tiny.driver(), folder, plain)
+    assert [answer for (seed, _), answer in zip(asked, found, strict=True) if seed is None] == want
+
+
+def test_an_answer_is_the_same_in_any_company(driver, folder):
+    """Alone and among others, in other rows, with prefixes found or not, whichever room its adapter has."""
+    asked = list(zip([2, 0, None, 1, 1], tiny.prompts([20, 41, 8, 33, 50], seed=5), strict=True))
+    alone = [answer for each in asked for answer in answers(driver, folder, [each])]
+    for order in ([0, 1, 2, 3, 4], [4, 2, 3, 1, 0]):
+        together = answers(driver, folder, [asked[i] for i in order])
+        assert together == [alone[i] for i in order]
+    fresh = tiny_lora.driver(folder)  # in which their adapters have other rooms
+    assert answers(fresh, folder, asked) == alone
+
+
+def test_more_adapters_than_there_is_room_for_take_turns_and_compile_nothing(folder):
+    driver = tiny_lora.driver(folder)
+    compiled = loop.put_adapter._cache_size()
+    prompts = tiny.prompts([12] * 7, seed=2)
+    seeds = [0, 1, 2, 3, 4, None, 3]
+    ids = submit(driver, folder, zip(seeds, prompts, strict=True))
+    driver.turn(max_steps=1)
+    on_device = {place.request.request_id for place in driver._places if place is not None}
+    assert on_device == {*ids[:3], ids[5]}  # only who has no adapter overtakes
+    found = tiny.drain(driver)
+    for request_id, seed, prompt in zip(ids, seeds, prompts, strict=True):
+        assert found[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8)
+    assert loop.put_adapter._cache_size() == compiled
+    tiny.assert_nothing_is_held(driver)
+
+
+def test_adapters_share_no_cached_blocks(driver, folder):
+    """Not with each other, nor with the model, nor with what was read before under the same id."""
+    [prompt] = tiny.prompts([50], seed=7)
+
+    def hits(seed):
+        [request_id] = submit(driver, folder, [(seed, prompt)], greedy(1))
+        return tiny.drain(driver)[request_id].num_hit_tokens
+
+    assert [hits(seed) for seed in (None, 0, 1)] == [0, 0, 0]
+    assert [hits(seed) for seed in (None, 0, 1)] == [48, 48, 48]
+    assert driver.door.adapters.remove(1)
+    assert [hits(0), hits(1)] == [0, 48]
+
+
+def test_one_that_is_removed_while_in_use_stays_with_its_requests(driver, folder):
+    prompts = tiny.prompts([12, 9], seed=3)
+    changed = tiny_lora.write(folder / "changed", seed=3)
+    ids = submit(driver, folder, [(0, prompts[0]), (0, prompts[1])], greedy(20))
+    driver.turn(max_steps=2)
+    assert driver.door.adapters.remove(1)
+    other = LoRARequest("adapter3", 1, changed)  # the same id for another
+    [request] = tiny.numbered(driver.door.admit(prompts[0], greedy(20), lora_request=other))
+    driver.add(request)
+    found = tiny.drain(driver)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert found[request_id].token_ids == tiny_lora.reference_answer(0, prompt, 20)
+    assert found[request.request_id].token_ids == tiny_lora.reference_answer(3, prompts[0], 20)
+    with pytest.raises(
+        InputError, match="lora_int_id=1 must be another for 'adapter0': it is that of 'adapter3'"
+    ):
+        driver.door.admit(prompts[0], SCORED, lora_request=tiny_lora.request(folder, 0))
+    driver.door.adapters.remove(1)
+
+
+def test_forks_and_beams_have_the_adapter_of_whom_they_come_from(driver, folder):
+    [prompt] = tiny.prompts([19], seed=4)
+    several = SamplingParams(max_tokens=6, temperature=1, seed=1, n=3, logprobs=0, ignore_eos=True)
+    each = [answers(driver, folder, [(1, prompt)], several.of_answer(i))[0] for i in range(3)]
+    together = answers(driver, folder, [(1, prompt), (None, prompt)], several)[:3]
+    assert [a.token_ids for a in together] == [a.token_ids for a in each]
+    params = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True)
+
+    def best(adapter):
+        requests = tiny.numbered(driver.door.admit_search(prompt, params, lora_request=adapter))
+        for request in requests:
+            driver.add(request)
+        found = tiny.drain(driver).values()
+        return max((delta.beam.cum_logprob, delta.token_ids) for delta in found if delta.beam.rank == 0)
+
+    score, tokens = best(tiny_lora.request(folder, 0))
+    assert (score, tokens) != best(None)
+    [greedy] = answers(driver, folder, [(0, prompt)], dataclasses.replace(SCORED, max_tokens=5))
+    assert score >= sum(greedy.logprobs) - 1e-4
+    logits = reference_model.logits(tiny.CONFIG, tiny_lora.merged(0), prompt + tokens)[len(prompt) - 1 : -1]
+    chances = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert score == pytest.approx(chances[np.arange(5), tokens].sum(), abs=1e-3)
+
+
+@pytest.mark.slow
+def test_who_gives_way_keeps_its_adapter(folder):
+    driver = tiny_lora.driver(folder, **tiny.SMALL)
+    asked = list(zip([0, 1, None, 2, 1], tiny.prompts([10, 20, 30, 12, 25]), strict=True))
+    ids = submit(driver, folder, asked, greedy(60))
+    found = tiny.drain(driver)
+    for request_id, (seed, prompt) in zip(ids, asked, strict=True):
+        assert found[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 60)
+    assert driver.stats.num_preemptions > 0
+    tiny.assert_nothing_is_held(driver)
+
+
+def test_without_room_for_adapters_one_is_refused(folder):
+    driver = tiny.driver()
+    with pytest.raises(InputError, match="lora_request=.* must be None without enable_lora"):
+        driver.door.admit([1, 2], SCORED, lora_request=tiny_lora.request(folder, 0))
+    for wrong in ("adapter0", 1):
+        with pytest.raises(InputError, match=f"lora_request={wrong!r} must be None or a LoRARequest"):
+            Adapters(lambda request: {}).get(wrong)
+
+
+def test_the_host_keeps_so_many_and_reads_what_it_forgot_again():
+    read = []
+    adapters = Adapters(lambda request: read.append(request.lora_int_id) or {}, most=2)
+    for number in (1, 2, 1, 3, 1, 2):
+        adapters.get(LoRARequest(f"a{number}", number, "x"))
+    assert read == [1, 2, 3, 2]
+    assert adapters.ids() == {1, 2}
+    first = adapters.get(LoRARequest("a1", 1, "x"))
+    assert adapters.remove(1)
+    assert not adapters.remove(1)
+    assert adapters.get(LoRARequest("a1", 1, "x")).number > first.number

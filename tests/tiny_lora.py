@@ -1,0 +1,99 @@
+"""Adapters for the tiny model as PEFT saves them, and as the oracle takes them."""
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.driver import Driver
+from jaxpaged.lora import LoRARequest
+from jaxpaged.models import loading
+from reference import lora as reference_lora
+from reference import model as reference_model
+from tests import tiny
+from tests.tiny_gguf import write_gguf
+
+HIDDEN, HEADS, KV, MLP = 32, 48, 16, 48
+# By module: the role, its first output there, inputs, outputs.
+MODULES = {
+    "self_attn.q_proj": ("qkv", 0, HIDDEN, HEADS),
+    "self_attn.k_proj": ("qkv", HEADS, HIDDEN, KV),
+    "self_attn.v_proj": ("qkv", HEADS + KV, HIDDEN, KV),
+    "self_attn.o_proj": ("o", 0, HEADS, HIDDEN),
+    "mlp.gate_proj": ("gate_up", 0, HIDDEN, MLP),
+    "mlp.up_proj": ("gate_up", MLP, HIDDEN, MLP),
+    "mlp.down_proj": ("down", 0, MLP, HIDDEN),
+}
+RANK, ALPHA = 5, 10
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+
+
+@functools.cache
+def tensors(seed: int) -> dict[str, np.ndarray]:
+    """Of every module of even seeds; of odd ones not all: what is left out changes nothing."""
+    rng, found = np.random.default_rng(1000 + seed), {}
+    for layer in range(tiny.CONFIG.num_layers):
+        for module, (_, _, inputs, outputs) in MODULES.items():
+            if seed % 2 and module.endswith(("k_proj", "up_proj")):
+                continue
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            found[f"{name}.lora_A.weight"] = rng.standard_normal((RANK, inputs), np.float32) * inputs**-0.5
+            found[f"{name}.lora_B.weight"] = rng.standard_normal((outputs, RANK), np.float32) * 0.3
+    return found
+
+
+def write(folder: Path, seed: int = 0, changed: Mapping[str, Any] | None = None, **said: Any) -> Path:
+    """The adapter of that seed as a directory, with `changed` tensors, None for those that are left out, and
+    what its config says otherwise.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "bias": "none",
+        "target_modules": "all-linear",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config | said))
+    all_ = tensors(seed) | dict(changed or {})
+    save_file({name: x for name, x in all_.items() if x is not None}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def request(folder: Path, seed: int) -> LoRARequest:
+    """For the adapter of that seed, written if it is not there."""
+    path = folder / f"adapter{seed}"
+    return LoRARequest(f"adapter{seed}", 1 + seed, path if path.exists() else write(path, seed))
+
+
+@functools.cache
+def merged(seed: int) -> dict[str, np.ndarray]:
+    """The oracle's weights with the adapter of that seed in them."""
+    updates: dict[str, list[reference_lora.Update]] = {}
+    for name, a in tensors(seed).items():
+        if name.endswith("lora_A.weight"):
+            _, _, _, _, layer, module = name.removesuffix(".lora_A.weight").split(".", 5)
+            role, first, *_ = MODULES[module]
+            b = tensors(seed)[name.replace("lora_A", "lora_B")]
+            its = updates.setdefault(f"layers.{layer}.{role}.weight", [])
+            its.append(reference_lora.Update(first, a, b, ALPHA / RANK))
+    return reference_lora.merged(tiny.reference_weights(), updates)
+
+
+def reference_answer(seed: int | None, prompt: list[int], max_tokens: int) -> list[int]:
+    """The oracle's greedy answer with an adapter, or without."""
+    weights = tiny.reference_weights() if seed is None else merged(seed)
+    return reference_model.generate(tiny.CONFIG, weights, prompt, max_tokens)
+
+
+def driver(folder: Path, **options: Any) -> Driver:
+    """As `tiny.driver`, with room for three adapters; of a file, as the server's, whose program it shares."""
+    file = folder / "tiny.gguf"
+    opened = loading.open_checkpoint(file if file.exists() else write_gguf(file))
+    config = EngineConfig(**tiny.DEFAULTS | LORA | options)
+    return Driver(config, opened.config, opened.model, opened.module_names)
