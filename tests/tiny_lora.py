@@ -96,4 +96,4 @@ def driver(folder: Path, **options: Any) -> Driver:
     file = folder / "tiny.gguf"
     opened = loading.open_checkpoint(file if file.exists() else write_gguf(file))
     config = EngineConfig(**tiny.DEFAULTS | LORA | options)
-    return Driver(config, opened.config, opened.model, opened.module_names)
+    return Driver(config, opened.config, opened.model, adapter_names=opened.module_names)

@@ -245,6 +245,8 @@ class Parts:
 
     def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[Segment, ...] | None:
         """How all experts of all layers are kept, for which a program has one way; None if they differ."""
+        if self._quantisation is None:
+            return None
         if role not in self._of_experts:
             count = num_experts if "{expert}" in self._names.pieces(role)[0] else 1
             numbers = itertools.product(range(self.config.num_layers), range(count))
