@@ -48,6 +48,7 @@ def main() -> None:
             merged = copy.deepcopy(adapted).merge_and_unload()
             logits = merged(token_ids, use_cache=False).logits[0]
         folder = HERE / "lora" / name
+        adapted.peft_config["default"].base_model_name_or_path = f"../../families/{name}"  # no machine's own
         adapted.half().save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)
         golden = {
