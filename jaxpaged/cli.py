@@ -319,10 +319,8 @@ def _info(args: argparse.Namespace) -> None:
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
     checkpoint = loading.open_checkpoint(args.model)
-    model, shapes = (
-        checkpoint.config,
-        functools.partial(checkpoint.abstract, quantization=config.quantization),
-    )
+    model = checkpoint.config
+    shapes = functools.partial(checkpoint.abstract, quantization=config.quantization)
     implementation, why = machine.attention(config, model)
     no_native = native.why_not(machine.resolve_dtype(config))
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there

@@ -34,18 +34,22 @@ class LowRank:
     @property
     def b_panels(self) -> list[int]:
         """Of each piece."""
-        return [math.ceil(width / PANEL_WIDTH) for width in self.widths]
+        return [num_panels(width) for width in self.widths]
+
+
+def num_panels(columns: int) -> int:
+    """Panels that hold so many columns."""
+    return math.ceil(columns / PANEL_WIDTH)
 
 
 def zeros(
     num_layers: int, num_choices: int, in_features: int, widths: tuple[int, ...], rank: int, dtype: jnp.dtype
 ) -> LowRank:
     """Choices that add nothing yet, for ranks up to this one."""
-    panels = math.ceil(rank / PANEL_WIDTH)
+    panels = num_panels(rank)
     stack = num_layers, num_choices
     a = jnp.zeros((*stack, len(widths) * panels, in_features, PANEL_WIDTH), dtype)
-    b_panels = sum(math.ceil(width / PANEL_WIDTH) for width in widths)
-    b = jnp.zeros((*stack, b_panels, panels * PANEL_WIDTH, PANEL_WIDTH), dtype)
+    b = jnp.zeros((*stack, sum(map(num_panels, widths)), panels * PANEL_WIDTH, PANEL_WIDTH), dtype)
     return LowRank(a, b, widths)
 
 

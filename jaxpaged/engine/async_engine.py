@@ -105,7 +105,7 @@ class AsyncEngine:
             cache_salt=cache_salt,
             lora_request=lora_request,
         )
-        is_long = lora_request is not None  # which may have to be read from disk
+        is_long = self.engine.door.must_read(lora_request)
         is_long |= hasattr(prompt_token_ids, "__len__") and len(prompt_token_ids) > CHECKED_HERE
         return await asyncio.to_thread(admit) if is_long else admit()
 

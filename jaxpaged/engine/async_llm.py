@@ -97,9 +97,8 @@ class AsyncLLM:
     ) -> Admitted:
         """Check a prompt, and cut it into tokens; `InputError` if it could never run."""
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        adapters = self.engine.door.adapters
-        if isinstance(lora_request, LoRARequest) and adapters is not None and not adapters.has(lora_request):
-            await self.add_lora(lora_request)  # in another thread: it is read from disk
+        if self.engine.door.must_read(lora_request):
+            await self.add_lora(lora_request)  # in another thread
         admit = functools.partial(
             self.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )

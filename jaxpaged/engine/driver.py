@@ -322,7 +322,10 @@ class Driver:
 
         Who waits for room for an adapter is overtaken by those that have none, and by nobody else.
         """
-        free_rows = np.flatnonzero(self._arrivals == 0).tolist() if self._queue else []
+        if not self._queue:
+            self._waits_for_adapter = False
+            return
+        free_rows = np.flatnonzero(self._arrivals == 0).tolist()
         placed: list[tuple[int, int, Queued]] = []
         in_use = {place.request.adapter for place in self._places if place is not None}
         wait: list[Queued] = []

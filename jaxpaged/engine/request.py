@@ -5,7 +5,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -231,6 +231,14 @@ class Door:
             edits=self._edits(params),
             max_num_tokens=max_num_tokens,
             adapter=adapter,
+        )
+
+    def must_read(self, lora_request: LoRARequest | None) -> TypeGuard[LoRARequest]:
+        """Whether to admit a request with this adapter takes reading from disk."""
+        return (
+            isinstance(lora_request, LoRARequest)
+            and self.adapters is not None
+            and not self.adapters.has(lora_request)
         )
 
     def _adapter(self, lora_request: LoRARequest | None) -> Adapter | None:

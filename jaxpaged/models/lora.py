@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -22,7 +23,7 @@ from jaxpaged.models.decoder import MLP, Decoder
 from jaxpaged.models.layers import AdapterParam, Linear
 from jaxpaged.models.weights import TRANSPOSED, Names, in_layer, piece_shapes
 from pallas_kernels import low_rank, native
-from pallas_kernels.low_rank import PANEL_WIDTH, LowRank
+from pallas_kernels.low_rank import LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ROLES = ("qkv", "o", "gate_up", "up", "down")
@@ -96,14 +97,14 @@ def _products(model: Decoder) -> dict[str, Linear]:
 
 def nothing(config: ModelConfig, names: Names, rank: int, dtype: jnp.dtype) -> dict[str, tuple[Any, Any]]:
     """The arrays of an adapter that changes nothing."""
-    rank = -(-rank // PANEL_WIDTH) * PANEL_WIDTH
-    found = {}
-    for role, room in rooms(config, names).items():
-        a_panels = len(room.widths) * rank // PANEL_WIDTH
-        b_panels = sum(-(-width // PANEL_WIDTH) for width in room.widths)
-        a = np.zeros((config.num_layers, a_panels, room.in_features, PANEL_WIDTH), dtype)
-        found[role] = a, np.zeros((config.num_layers, b_panels, rank, PANEL_WIDTH), dtype)
-    return found
+
+    def of(room: Room) -> tuple[np.ndarray, np.ndarray]:
+        sizes = config.num_layers, 1, room.in_features, room.widths, rank
+        one = jax.eval_shape(lambda: low_rank.zeros(*sizes, dtype))
+        a, b = (np.zeros((x.shape[0], *x.shape[2:]), dtype) for x in (one.a, one.b))
+        return a, b
+
+    return {role: of(room) for role, room in rooms(config, names).items()}
 
 
 def read(
@@ -124,7 +125,6 @@ def _read(path: Path, config: ModelConfig, names: Names, max_rank: int, dtype: j
             raise InputError(f"there must be a directory with {file}")
     said = _Said(hf.read_object(path / CONFIG))
     arrays = nothing(config, names, max_rank, dtype)
-    padded_rank = arrays["qkv"][1].shape[-2]
     for place, (module, sides) in _found(path, config, names):
         rank, scale = said.rank_and_scale(module)
         check(f"the rank of {module!r}", rank, f"at most max_lora_rank={max_rank}", rank <= max_rank)
@@ -134,8 +134,8 @@ def _read(path: Path, config: ModelConfig, names: Names, max_rank: int, dtype: j
         if form is not None and form is not TRANSPOSED:  # that is no matter of b's order
             [b] = form.restored(config, [b])
         all_a, all_b = (its[place.layer] for its in arrays[place.role])
-        panels, first = padded_rank // PANEL_WIDTH, -(-rank // PANEL_WIDTH)
-        all_a[place.piece * panels :][:first] = low_rank.pack(a.T).astype(dtype)
+        packed = low_rank.pack(a.T).astype(dtype)
+        all_a[place.piece * low_rank.num_panels(max_rank) :][: len(packed)] = packed
         packed = low_rank.pack(b.T).astype(dtype)
         if not np.isfinite(packed.astype(np.float32)).all():
             raise InputError(f"{module}.lora_B, scaled by {scale:g}, must be finite in {dtype.name}")
@@ -162,7 +162,7 @@ def _places(config: ModelConfig, names: Names) -> Iterator[tuple[str, _Place]]:
             for layer in range(config.num_layers):
                 place = _Place(role, layer, piece, room.in_features, width, first)
                 yield module.format(layer=layer), place
-            first += -(-width // PANEL_WIDTH)
+            first += low_rank.num_panels(width)
 
 
 def _found(

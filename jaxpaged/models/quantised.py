@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxpaged.arithmetic import cdiv
 from pallas_kernels import native
 from pallas_kernels.quantised import OFFSET, PANEL_WIDTH, Quantised, pack
 
@@ -119,7 +120,7 @@ class Quantisation(ABC):
 
 def in_words(in_features: int, bits: int) -> int:
     """As many inputs, or a few more, that are whole words of codes: a group of all has so many."""
-    return -(-in_features // (32 // bits)) * (32 // bits)
+    return cdiv(in_features, 32 // bits) * (32 // bits)
 
 
 def joined[T](pieces: Iterable[tuple[Kind, T]]) -> Iterator[tuple[Kind, list[T]]]:
@@ -170,8 +171,8 @@ def zeros(segments: Iterable[Segment], in_features: int, dtype: jnp.dtype) -> Qu
     """A weight of these segments without its numbers."""
 
     def of(kind: Kind, num_outputs: int) -> Quantised:
-        width, num_groups = _panel_width(kind, dtype), -(-in_features // kind.group_size)
-        num_panels = -(-num_outputs // width)
+        width, num_groups = _panel_width(kind, dtype), cdiv(in_features, kind.group_size)
+        num_panels = cdiv(num_outputs, width)
         num_words = num_groups * kind.group_size * kind.bits // 32
         codes = jnp.zeros((num_panels, num_words, width), jnp.uint32)
         scales: Any = jnp.zeros((num_panels, num_groups, width), kind.scale_dtype)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.quantisation import FromFile
@@ -322,7 +323,7 @@ class _Scale(NamedTuple):
         if found.size == 1 or found.shape in ((num_outputs,), (num_outputs, 1)):
             return cls(module, name, num_outputs, whole, 1, 1 if found.size > 1 else num_outputs, dtype)
         if block is not None:
-            counts = -(-num_outputs // block[0]), -(-num_inputs // block[1])
+            counts = cdiv(num_outputs, block[0]), cdiv(num_inputs, block[1])
             if found.shape == counts:
                 group = block[1] if counts[1] > 1 else whole
                 return cls(module, name, num_outputs, group, counts[1], block[0], dtype)
@@ -355,7 +356,7 @@ def _group_size(module: Module, num_inputs: int, num_groups: int, said: Said) ->
     named = said.get("group_size", said.get("q_group_size"))
     if num_groups == 1:
         return in_words(num_inputs, 4)
-    if type(named) is int and named > 0 and -(-num_inputs // named) == num_groups:
+    if type(named) is int and named > 0 and cdiv(num_inputs, named) == num_groups:
         group = named
     elif num_inputs % num_groups == 0:
         group = num_inputs // num_groups

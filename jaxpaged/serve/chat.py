@@ -42,15 +42,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         # The marks of calls are special tokens of some models.
         skip_special_tokens=body.skip_special_tokens and writer.parser is None,
     )
-    run = await service.start(
-        request,
-        "chatcmpl",
-        [prompt],
-        params,
-        model=body.model,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-    )
+    run = await service.start(request, body, "chatcmpl", [prompt], params)
     if body.stream:
         return service.stream(run, writer.events(run))
     choices = await service.whole(request, run)

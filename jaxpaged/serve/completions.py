@@ -37,9 +37,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         logprobs=body.logprobs,
         prompt_logprobs=prompt_top,
     )
-    run = await service.start(
-        request, "cmpl", prompts, params, model=body.model, priority=body.priority, cache_salt=body.cache_salt
-    )
+    run = await service.start(request, body, "cmpl", prompts, params)
     if body.stream:
         return service.stream(run, writer.events(run))
     choices = await service.whole(request, run)

@@ -34,15 +34,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         seed=seed_of(body.seed),
         output_kind=RequestOutputKind.DELTA,
     )
-    run = await service.start(
-        request,
-        "resp",
-        [prompt],
-        params,
-        model=body.model,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-    )
+    run = await service.start(request, body, "resp", [prompt], params)
     writer = Writer(body, model, run)
     if body.stream:
         return service.stream(run, writer.events())

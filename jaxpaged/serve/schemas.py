@@ -31,12 +31,19 @@ class Asked(BaseModel):
     model: str | None = None
 
 
+class Queued(Asked):
+    """A request that gets answers: from which model, and before and beside whom."""
+
+    priority: int = 0
+    cache_salt: str | None = None
+
+
 class StreamOptions(BaseModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
-class Sampled(Asked):
+class Sampled(Queued):
     """What chooses tokens, the same for all kinds of requests; None for the model's or the engine's own."""
 
     max_tokens: Count = None
@@ -64,8 +71,6 @@ class Sampled(Asked):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
-    priority: int = 0
-    cache_salt: str | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
 
@@ -184,7 +189,7 @@ class ChatRequest(Sampled):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ResponsesRequest(Asked):
+class ResponsesRequest(Queued):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count = None
@@ -201,8 +206,6 @@ class ResponsesRequest(Asked):
     tool_choice: str | dict[str, Any] | None = None
     top_k: int | None = None
     seed: int | None = None
-    priority: int = 0
-    cache_salt: str | None = None
 
 
 class UnloadAdapterRequest(BaseModel):

@@ -23,6 +23,7 @@ from jaxpaged.serve.chat_prompts import ChatPrompts
 from jaxpaged.serve.metrics import Metrics, Times
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, EventStream, unless_gone
+from jaxpaged.serve.schemas import Queued
 
 log = logging.getLogger("jaxpaged.serve")
 ADAPTER_IDS = itertools.count(1)
@@ -87,15 +88,12 @@ class Service:
     async def start(
         self,
         request: Request,
+        body: Queued,
         prefix: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        *,
-        model: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
     ) -> "Run":
-        """Check prompts and take them in; `model` may be an adapter's name.
+        """Check prompts and take them in; `body.model` may be an adapter's name.
 
         Raises `InputError`, or `ApiError` where there is no room.
         """
@@ -108,12 +106,12 @@ class Service:
         if self.llm.engine.stopped is not None:
             raise dead(self.llm.engine.stopped)
         self._check_room(num_answers, most)
-        adapter = self.adapters.get(self.check_model(model))
-        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+        adapter = self.adapters.get(self.check_model(body.model))
+        salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
         admitted = []
         for each in prompts:
-            prompt = _mapping(each) | salt
-            admitted.append(await self.llm.admit(prompt, params, priority=priority, lora_request=adapter))
+            prompt, order = _mapping(each) | salt, body.priority
+            admitted.append(await self.llm.admit(prompt, params, priority=order, lora_request=adapter))
             await asyncio.sleep(0)  # of many prompts, others need not wait for all
         self._check_room(num_answers, most)  # others may have come while this one was read
         response_id = f"{prefix}-{request.state.request_id}"
