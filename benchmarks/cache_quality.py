@@ -34,7 +34,7 @@ from jaxpaged.models import loading
 from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.loading import Checkpoint
-from pallas_kernels import native, ops
+from pallas_kernels import layouts, native, ops
 from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout
 
 _LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: the quantised ones.")
@@ -62,9 +62,9 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"--tokens={_TOKENS.value} must be at most {tokens.size}, all of the text")
     windows = tokens.reshape(num_windows, window)
     chosen = _LAYOUTS.value or ([] if _QUANTIZATIONS.value else LAYOUTS)
-    layouts = {name: LAYOUTS[name] for name in chosen if LAYOUTS[name].cache_dtype or _LAYOUTS.value}
+    chosen = [name for name in chosen if LAYOUTS[name].cache_dtype or _LAYOUTS.value]
     forms: dict[str, tuple[Layout, str | None]] = {"float32": (TOKEN_MAJOR, None)}
-    forms |= {name: (layout, None) for name, layout in layouts.items()}
+    forms |= {name: (layouts.choose(name), None) for name in chosen}
     forms |= {name: (TOKEN_MAJOR, name) for name in _QUANTIZATIONS.value}
     models = {how: nnx.split(loaded(checkpoint, how)) for how in {how for _, how in forms.values()}}
     programs = {

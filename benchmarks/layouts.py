@@ -31,10 +31,10 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import AttentionBatch
-from pallas_kernels import native, ops, support
-from pallas_kernels.layouts import LAYOUTS, Fp8, Layout
+from pallas_kernels import layouts, native, ops, support
+from pallas_kernels.layouts import LAYOUTS, Layout
 
-_LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: all, on a CPU without float8.")
+_LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: all.")
 _BLOCK_SIZES = flags.DEFINE_list("block_sizes", ["1", "8", "16", "32", "64", "128"], "Tokens.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of the computation; default: bfloat16.")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Of each measurement.", lower_bound=1)
@@ -54,23 +54,18 @@ def main(argv: list[str]) -> None:
     context = record.context("benchmarks.layouts") | {"device": jax.devices()[0].device_kind}
     dtype = jnp.dtype(_DTYPE.value or "bfloat16")
     lines = []
-    for name in _LAYOUTS.value or default_layouts():
+    for name in _LAYOUTS.value or LAYOUTS:
+        layout = layouts.choose(name)
         for block_size in map(int, _BLOCK_SIZES.value):
-            if LAYOUTS[name].why_not(block_size, HEAD_DIM, dtype) is not None:
+            if layout.why_not(block_size, HEAD_DIM, dtype) is not None:
                 continue
             line = {"layout": name, "block_size": block_size, "dtype": str(dtype)}
-            line |= measure(LAYOUTS[name], block_size, dtype, bandwidth)
+            line |= measure(layout, block_size, dtype, bandwidth)
             lines.append(line)
             print(json.dumps(context | line), flush=True)
             record.append(context | line, _OUT.value)
     if _DRAW.value:
         draw(lines, Path(_DRAW.value))
-
-
-def default_layouts() -> list[str]:
-    """All of the registry, on a CPU without those of float8, which XLA writes there in minutes a token."""
-    on_cpu = jax.default_backend() == "cpu"
-    return [name for name, layout in LAYOUTS.items() if not (on_cpu and isinstance(layout, Fp8))]
 
 
 def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import importlib
 import itertools
 from typing import Any
 
+import jax
+
 from pallas_kernels.layouts.all_layers import AllLayers
 from pallas_kernels.layouts.base import Arrays, Layout, PackedView, Place, Pool, Sizes, View, check, create
 from pallas_kernels.layouts.dense import Dense
@@ -80,7 +82,10 @@ def named(layout: str | Layout) -> Layout:
 
 
 def choose(kv_layout: str | Layout, kv_cache_dtype: str = "auto", *, measures_scales: bool = False) -> Layout:
-    """The layout of these options. Raises ValueError for a combination that means nothing."""
+    """The layout of these options, in its form for JAX's default device.
+
+    Raises: ValueError for a combination that means nothing.
+    """
     layout, wanted = named(kv_layout), {"fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype)
     if wanted not in CACHE_DTYPES:
         raise ValueError(f"{kv_cache_dtype=} must be one of {', '.join(CACHE_DTYPES)}")
@@ -99,7 +104,7 @@ def choose(kv_layout: str | Layout, kv_cache_dtype: str = "auto", *, measures_sc
         if not isinstance(layout, Fp8):
             raise ValueError("calculate_kv_scales=True must go with a kv_cache_dtype of fp8")
         layout = Fp8(layout.cache_dtype, layout.base, is_measured=True)
-    return layout
+    return layout.on(jax.default_backend())
 
 
 def words(layout: Layout) -> dict[str, Any]:
@@ -110,7 +115,7 @@ def words(layout: Layout) -> dict[str, Any]:
     ):
         try:
             options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "measures_scales": measures}
-            if choose(kv_layout, **options) == layout:
+            if choose(kv_layout, **options) == layout.on(jax.default_backend()):
                 return {"kv_layout": kv_layout, **options}
         except (ValueError, TypeError):
             continue

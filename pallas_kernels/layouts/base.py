@@ -69,6 +69,7 @@ class View(NamedTuple):
     # (`Layout.scales`).
     k_scale: Place | None = None
     v_scale: Place | None = None
+    numbers: jnp.dtype | None = None  # what the bytes are, where the arrays have them as uint8
 
 
 class PackedView(NamedTuple):
@@ -148,6 +149,10 @@ class Layout(abc.ABC):
     def packed_view(self) -> PackedView | None:
         """Where kernels find K and V in 4 bits; None: they are not so."""
         return None
+
+    def on(self, platform: str) -> "Layout":
+        """The form of it that suits a device of this platform, "cpu" or "gpu" for one: the same numbers."""
+        return self
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
         """The rule that such blocks break, "block_size must be 1" for one; None if there is none."""

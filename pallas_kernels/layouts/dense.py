@@ -1,7 +1,6 @@
 """Layouts that keep numbers as they are, in arrays with some order of axes."""
 
-import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -72,12 +71,7 @@ def put(
     block, offset = jnp.divmod(slots, block_size)
     for which, (name, x) in enumerate(zip(names, new, strict=True)):
         array, x = found[name], x.astype(found[name].dtype)
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1:
-            # XLA's CPU scatter takes a whole array of float8 to float32 and back.
-            one_by_one = functools.partial(_put_one_by_one, axes=axes, which=which)
-            scatter = functools.partial(_scatter, axes=axes, which=which)
-            found[name] = lax.platform_dependent(array, x, block, offset, cpu=one_by_one, default=scatter)
-        elif axes[:3] == ("block", "token", "head"):
+        if axes[:3] == ("block", "token", "head"):
             found[name] = array.reshape(-1, *array.shape[2:]).at[slots].set(x).reshape(array.shape)
         else:
             found[name] = _scatter(array, x, block, offset, axes=axes, which=which)
@@ -89,20 +83,6 @@ def _scatter(
 ) -> jax.Array:
     index = {"block": block, "token": offset, KV: which}
     return array.at[tuple(index.get(axis, slice(None)) for axis in axes)].set(_turned(x, axes))
-
-
-def _put_one_by_one(
-    array: jax.Array, x: jax.Array, block: jax.Array, offset: jax.Array, *, axes: Axes, which: int
-) -> jax.Array:
-    x = _turned(x, axes)
-
-    def put_one(i: jax.Array, array: jax.Array) -> jax.Array:
-        index: dict[str, Any] = {"block": block[i], "token": offset[i], KV: which}
-        places = [index.get(axis, 0) for axis in axes]
-        inner = [i for i, axis in enumerate(axes) if axis in index]
-        return lax.dynamic_update_slice(array, jnp.expand_dims(x[i], inner), places)
-
-    return lax.fori_loop(0, x.shape[0], put_one, array)
 
 
 def _turned(x: jax.Array, axes: Axes) -> jax.Array:

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.layouts.base import Arrays, Layout, Sizes, View
 from pallas_kernels.layouts.dense import Dense
@@ -21,6 +22,9 @@ class Fp8(Layout):
     A scale is one for the tensor, a tuple one for each kv head. With `is_measured` they are those of the
     first tokens that a layer writes, and stay: the largest of them, by head or in all, becomes the type's
     largest number.
+
+    On a CPU they are kept `as_bytes`: to write a token into an array of float8, XLA takes all of it to
+    float16 and back.
     """
 
     cache_dtype: str = "fp8_e4m3"  # type: ignore[misc]  # of TYPES
@@ -29,6 +33,7 @@ class Fp8(Layout):
     v_scale: Scale = 1.0
     is_measured: bool = False
     is_per_head: bool = False  # what is measured
+    as_bytes: bool = False  # uint8 in place of float8
 
     @property
     def layers_apart(self) -> bool:  # type: ignore[override]
@@ -41,7 +46,8 @@ class Fp8(Layout):
     def arrays(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        return self.base.arrays(num_blocks, block_size, num_kv_heads, head_dim, self.dtype)
+        stored = jnp.dtype("uint8") if self.as_bytes else self.dtype
+        return self.base.arrays(num_blocks, block_size, num_kv_heads, head_dim, stored)
 
     def shared(self, num_kv_heads: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Measured scales; 0 before there is one."""
@@ -70,22 +76,28 @@ class Fp8(Layout):
     def read(
         self, arrays: Arrays, sizes: Sizes, block_ids: jax.Array, dtype: jnp.dtype
     ) -> tuple[jax.Array, jax.Array]:
-        stored = self.base.read(arrays, sizes, block_ids, jnp.dtype("float32"))
+        stored = jnp.dtype("uint8") if self.as_bytes else self.dtype
+        found = self.base.read(arrays, sizes, block_ids, stored)
         k, v = (
-            (x * scale[:, None]).astype(dtype)
-            for x, scale in zip(stored, self.scales(arrays, sizes), strict=True)
+            (lax.bitcast_convert_type(x, self.dtype).astype(jnp.float32) * scale[:, None]).astype(dtype)
+            for x, scale in zip(found, self.scales(arrays, sizes), strict=True)
         )
         return k, v
 
     def view(self) -> View | None:
-        return self.base.view()
+        view = self.base.view()
+        return view._replace(numbers=self.dtype) if view and self.as_bytes else view
+
+    def on(self, platform: str) -> "Fp8":
+        return dataclasses.replace(self, as_bytes=platform == "cpu")
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
         return self.base.why_not(block_size, head_dim, dtype)
 
     def _stored(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         largest = float(jnp.finfo(self.dtype).max)
-        return jnp.clip(x.astype(jnp.float32) / scale[:, None], -largest, largest).astype(self.dtype)
+        x = jnp.clip(x.astype(jnp.float32) / scale[:, None], -largest, largest).astype(self.dtype)
+        return lax.bitcast_convert_type(x, jnp.uint8) if self.as_bytes else x
 
     def _measured(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
         """The scales of these tokens [num_kv_heads]; 0 if there are none but padding."""

@@ -10,15 +10,16 @@ namespace {
 
 using namespace native;
 
-// f(Float32() or another type of the cache): with CACHE_OF_BYTES one of a byte, else the queries'.
+// f(Float32() or another type of the cache): with CACHE_OF_BYTES one of a byte, else the queries'. A float8 that
+// is kept as bytes is known by the bits of its exponent.
 template <typename T, typename F>
-ffi::Error WithCacheType(ffi::DataType type, ffi::DataType queries, F f) {
+ffi::Error WithCacheType(ffi::DataType type, int64_t exponent_bits, ffi::DataType queries, F f) {
 #ifdef CACHE_OF_BYTES
   if (type == ffi::S8) {
     f(Int8());
-  } else if (type == ffi::F8E4M3FN) {
+  } else if (type == ffi::F8E4M3FN || (type == ffi::U8 && exponent_bits == 4)) {
     f(Float8<4>());
-  } else if (type == ffi::F8E5M2) {
+  } else if (type == ffi::F8E5M2 || (type == ffi::U8 && exponent_bits == 5)) {
     f(Float8<5>());
   } else {
     return ffi::Error::InvalidArgument("numbers of a cache must be int8 or float8");
@@ -41,7 +42,7 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   ffi::Error error;
   const auto unknown = WithType(q.element_type(), [&](auto type) {
     using T = decltype(type);
-    error = WithCacheType<T>(k.element_type(), q.element_type(), [&](auto cache_type) {
+    error = WithCacheType<T>(k.element_type(), at[12], q.element_type(), [&](auto cache_type) {
       using C = decltype(cache_type);
       using Value = typename T::Value;
       const int64_t bytes = sizeof(typename C::Value);

@@ -28,16 +28,18 @@ def why_not_layout(layout: Layout, dtype: jnp.dtype) -> str | None:
         return None if packed.group == GROUP else f"kv_layout {layout} has groups of {packed.group} tokens"
     if layout.view() is None:
         return f"kv_layout {layout} has no view for kernels"
-    numbers = _numbers(layout, dtype)
+    numbers = numbers_of(layout, dtype)
     if numbers != dtype and numbers.name not in CACHE_DTYPES:
         return f"kv_layout {layout} has numbers of {numbers}"
     return None
 
 
-def _numbers(layout: Layout, dtype: jnp.dtype) -> jnp.dtype:
+def numbers_of(layout: Layout, dtype: jnp.dtype) -> jnp.dtype:
     """Of what type are the numbers of K and V in a layout that has a view."""
     view = layout.view()
     assert view is not None
+    if view.numbers is not None:
+        return view.numbers
     return jnp.dtype(layout.arrays(1, 1, 1, 1, dtype)[view.k.array].dtype)
 
 
@@ -45,7 +47,7 @@ def _function(layout: Layout, dtype: jnp.dtype) -> str:
     """The one of `library.FUNCTIONS` that reads a layout."""
     if layout.packed_view() is not None:
         return "attention_of_nibbles"
-    return "attention" if _numbers(layout, dtype) == dtype else "attention_of_bytes"
+    return "attention" if numbers_of(layout, dtype) == dtype else "attention_of_bytes"
 
 
 def tiled_paged_attention(
@@ -80,7 +82,8 @@ def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, li
     """The arrays of K, V and their scales, these empty where there are none, and where in them a token's are.
 
     Places are, in elements: num_kv_heads and block_size; of K and V the first of each, then from one block,
-    token and head to the next, which both have in common; the same of the scales.
+    token and head to the next, which both have in common; the same of the scales. Then the exponent's bits of
+    a float8 that is kept as bytes, or 0.
     """
     view, arrays = pool.layout.view(), pool.arrays
     assert view is not None
@@ -97,6 +100,7 @@ def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, li
         steps = [k_at[name] for name in ("block", "token", "head")]
         assert steps == [v_at[name] for name in ("block", "token", "head")], "K and V lie alike"
         places += [k_at["first"], v_at["first"], *steps]
+    places.append(0 if view.numbers is None else jnp.finfo(view.numbers).nexp)
     return numbers[0][1], numbers[1][1], scales[0][1], scales[1][1], places
 
 

@@ -108,14 +108,15 @@ class Driven:
             return np.frombuffer(out, q.dtype).reshape(q.shape)
         k, v, k_scales, v_scales, places = attention.operands(pool)
         k, v, k_scales, v_scales = map(np.asarray, (k, v, k_scales, v_scales))
-        num_heads, block_size, _, v_first, *steps, _, v_scale_first, a, b, c = places
+        num_heads, block_size, _, v_first, *steps, _, v_scale_first, a, b, c, _ = places
         if v_scale_first:  # both in one array: the program takes two
             v_scales = v_scales.reshape(-1)[v_scale_first:]
             k_scales = k_scales.reshape(-1)[: len(v_scales)]
         sizes = [*q.shape, num_heads, block_size, tables.shape[1], k.nbytes, window or 2**31 - 1]
         sizes += [v_first, *steps, k_scales.size, a, b, c]
         caches = [k] if v_first else [k, v]
-        out = self._run("attention", q.dtype, k.dtype, sizes, [q, *caches, k_scales, v_scales, *at])
+        numbers = attention.numbers_of(pool.layout, q.dtype)
+        out = self._run("attention", q.dtype, numbers, sizes, [q, *caches, k_scales, v_scales, *at])
         return np.frombuffer(out, q.dtype).reshape(q.shape)
 
     def _run(self, function, dtype, cache_dtype, sizes, arrays) -> bytes:

@@ -123,7 +123,7 @@ def test_a_layout_writes_reads_and_copies_as_its_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("name", cases.EACH)
 def test_a_pool_takes_the_bytes_of_its_blocks_and_is_written_in_place(name: str) -> None:
-    layout = LAYOUTS[name]
+    layout = LAYOUTS[name].on("cpu")
     sizes = cases.sizes_of(layout, num_blocks=4096)
     pool = jax.eval_shape(lambda: layouts.create(layout, *sizes, F32))
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
@@ -292,6 +292,20 @@ def test_float8_scales_are_measured_once(is_per_head: bool) -> None:
         np.testing.assert_allclose(pool.arrays[name], want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_float8_as_bytes_is_float8(name: str) -> None:
+    """What a CPU keeps, to the bit, and what it reads of it."""
+    layout, sizes = dataclasses.replace(LAYOUTS[name], k_scale=(0.5, 0.25)), Sizes(9, 4, 2, 16)
+    on_cpu, on_gpu = layout.on("cpu"), layout.on("gpu")
+    assert on_gpu == layout
+    calls = history(sizes)
+    of_bytes, of_floats = (written(layouts.create(each, *sizes, F32), calls) for each in (on_cpu, on_gpu))
+    for array, want in zip(of_bytes.arrays.values(), of_floats.arrays.values(), strict=True):
+        assert array.dtype == jnp.uint8
+        np.testing.assert_array_equal(array, np.asarray(want).view(np.uint8))
+    np.testing.assert_array_equal(blocks_of(of_bytes), blocks_of(of_floats))
+
+
 @pytest.mark.parametrize("base", ["head_major", "fused"])
 def test_int8_on_another_order_of_axes(base: str) -> None:
     layout = Int8PerToken(LAYOUTS[base])
@@ -329,7 +343,7 @@ def test_every_layout_of_ours_has_an_oracle() -> None:
 )
 def test_options_choose_a_layout_and_words_say_it_again(options: dict[str, str], name: str | None) -> None:
     chosen = layouts.choose(**{"kv_layout": "token_major"} | options)
-    assert name is None or chosen == LAYOUTS[name]
+    assert name is None or chosen == LAYOUTS[name].on(jax.default_backend())
     assert layouts.choose(**layouts.words(chosen)) == chosen
     assert layouts.is_ours(chosen) == (name is not None)
 

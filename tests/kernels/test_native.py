@@ -120,14 +120,22 @@ def test_attention_of_a_tile(kernels: Kernels, dtype: str, window: int | None) -
 
 @each_dtype
 @pytest.mark.parametrize("head_dim", [64, 24])
-@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.view()])
+@pytest.mark.parametrize(
+    ("name", "as_bytes"),
+    [
+        (name, as_bytes)
+        for name, layout in LAYOUTS.items()
+        for as_bytes in ((False, True) if isinstance(layout, Fp8) else (False,))
+        if layout.view()
+    ],
+)
 def test_attention_reads_layouts_where_they_lie(
-    kernels: Kernels, dtype: str, name: str, head_dim: int
+    kernels: Kernels, dtype: str, name: str, as_bytes: bool, head_dim: int
 ) -> None:
     """Strides, and 8 bits a number with scales of all kinds: the same as of what is read of the blocks."""
     layout, lengths = LAYOUTS[name], np.array([1, 50, 33])
     if isinstance(layout, Fp8):
-        layout = dataclasses.replace(layout, k_scale=(0.5, 0.25), v_scale=2.0)
+        layout = dataclasses.replace(layout, k_scale=(0.5, 0.25), v_scale=2.0, as_bytes=as_bytes)
     block_size = 1 if name == "token" else 8
     num_blocks = 1 + 64 // block_size * 3
     pool = layouts.create(layout, num_blocks, block_size, 2, head_dim, jnp.dtype(dtype))
