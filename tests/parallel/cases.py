@@ -1,0 +1,148 @@
+"""A model on several devices of this process: `test_in_a_process.py` runs these in one that has them."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpaged.checks import InputError
+from jaxpaged.engine.loop import specs_of
+from jaxpaged.models import loading
+from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
+from jaxpaged.parallel.shards import Shards
+from jaxpaged.parallel.shares import Share
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.status import PagedMemoryError
+from tests import tiny
+from tests.models.test_decoder import FAMILIES, GOLDENS, LLAMAS, assert_equal, logits_of, stored
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
+
+
+def model_of(checkpoint, size, sums="fast"):
+    """On so many devices."""
+    share = functools.partial(Share, checkpoint.config, Shards(size, sums))
+    return assembled(mesh_of(size), lambda i: checkpoint.model(jnp.dtype("float32"), share=share(i)))
+
+
+def compiled(model, size, token_ids):
+    """A pass over these tokens, compiled."""
+    graphdef, params = nnx.split(model)
+
+    def of_shard(params):
+        return logits_of(nnx.merge(graphdef, params), token_ids, 4, 8)
+
+    local = on_each_shard(of_shard, mesh_of(size), (BY_SHARD,), ON_EACH)
+    return jax.jit(local).lower(params).compile(), params
+
+
+# Sinks, experts and biases; a norm over all heads; ALiBi; queries, keys and values grouped in one tensor.
+QUICK = {"families/gpt_oss", "families/olmo2", "families/falcon_alibi", "families/gpt_neox"}
+# By four most have fewer kv heads than devices. "mha_biased" has 3 heads and 40 columns: nothing divides it.
+SIZES = {"gqa_tied": 2, "families/bloom": 3, "families/gpt_neox": 2}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow)
+        for n in [*LLAMAS, *FAMILIES]
+        if n != "mha_biased"
+    ],
+)
+def test_a_model_in_shares_equals_transformers(name):
+    size = SIZES.get(name, 4)
+    golden, checkpoint = stored(name), loading.open_checkpoint(GOLDENS / name)
+    model = model_of(checkpoint, size)
+    run, params = compiled(model, size, golden["token_ids"])
+    assert_equal(np.asarray(run(params)), golden)
+    # XLA makes one of two that do not depend on each other.
+    sums = 2 - checkpoint.config.parallel + (checkpoint.config.qk_norm == "all")
+    assert collectives(run) == {"all-reduce": sums, "all-gather": 1}
+
+
+def collectives(run):
+    """By name, in a program whose layers are a loop."""
+    found = re.findall(r" = .*? (all-[a-z-]+|reduce-scatter|collective-[a-z]+)(?:-start)?\(", run.as_text())
+    return {name: found.count(name) for name in set(found)}
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (4, "tensor_parallel_size=4 must be a divisor of the model's num_q_heads=6"),
+        (3, "=3 must be a divisor or a multiple of the model's num_kv_heads=2"),
+        (12, "=12 must be at most 6, the cpu devices that JAX has"),
+        (2.5, "=2.5 must be a positive int, at most 256"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(size, message):
+    with pytest.raises(InputError, match=message):
+        tiny.driver(tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"tensor_parallel_size": 2, **tiny.SWAP}, id="2, swap"),
+        pytest.param(
+            {"tensor_parallel_size": 6, "tensor_parallel_sums": "ordered", **tiny.SMALL},
+            id="6, ordered",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_loop_answers_as_one_device_does_with_the_same_bits_in_any_company(options):
+    driver = tiny.driver(**options)
+    prompts = tiny.prompts([5, 33, 50, 12, 60, 40])
+    greedy = SamplingParams(max_tokens=24, temperature=0, logprobs=2, prompt_logprobs=1)
+    drawn = dataclasses.replace(greedy, temperature=1.5, seed=3, top_p=0.8)
+    params = [greedy, greedy, drawn, greedy, drawn, greedy]
+
+    def asked(order):
+        ids = tiny.submit(driver, [prompts[i] for i in order], [params[i] for i in order])
+        found = tiny.drain(driver)
+        return [dataclasses.replace(found[i], request_id=0, num_hit_tokens=0) for i in ids]
+
+    together = asked(range(6))
+    assert driver.stats.num_preemptions > 0
+    for i in range(6):
+        assert asked([i]) == [together[i]]
+    for prompt, its, answer in zip(prompts, params, together, strict=True):
+        if its is greedy:
+            assert answer.token_ids == list(tiny.reference_answer(tuple(prompt), 24))
+            told = tiny.reference_logits((*prompt, *answer.token_ids[:-1]))[len(prompt) - 1 :]
+            want = jax.nn.log_softmax(told)[np.arange(24), answer.token_ids]
+            np.testing.assert_allclose([score.logprob for score in answer.scores], want, atol=1e-4)
+    tiny.assert_nothing_is_held(driver)
+    assert_same_on_each(driver._state)
+    differs(driver)
+
+
+def assert_same_on_each(state):
+    """All that is not K and V."""
+
+    def check(spec, leaf):
+        if spec == ON_EACH:
+            first, *others = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+            assert len(others) > 0
+            assert all(np.array_equal(first, other) for other in others)
+
+    jax.tree.map(check, specs_of(state), state)
+
+
+def differs(driver):
+    """A device that has come to another state is found out in the next run."""
+    rows = driver._state.rows
+    parts = [shard.data for shard in rows.salt.addressable_shards]
+    parts[-1] = parts[-1].at[1].set(7)
+    salt = jax.make_array_from_single_device_arrays(rows.salt.shape, rows.salt.sharding, parts)
+    driver._state = dataclasses.replace(driver._state, rows=dataclasses.replace(rows, salt=salt))
+    tiny.submit(driver, tiny.prompts([5]), SamplingParams(max_tokens=2))
+    with pytest.raises(PagedMemoryError, match="the devices of a model have come to different states"):
+        tiny.drain(driver)
