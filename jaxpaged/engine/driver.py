@@ -128,11 +128,11 @@ class Driver:
         adapter_names: Names | None = None,
     ) -> None:
         self.config, self._mesh = config, machine.mesh(config)
-        model_config, load_model, shapes = startup.split(config, model_config, load_model, shapes)
+        model_config, load_model, shapes, shares = startup.split(config, model_config, load_model, shapes)
         size = startup.known_size(config, model_config, shapes)
         logging.info("attention: %s (%s)", *machine.attention(config, model_config))
         model = load_model(machine.resolve_dtype(config))
-        adapters = beside(model, adapter_names, config)
+        adapters = beside(model, adapter_names, config, shares)
         self._on_device = OnDevice(config.max_loras)
         self._waits_for_adapter = False  # the first in the queue, while others' are on the device
         self._graphdef, self._params = nnx.split(model)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from absl import logging
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, loop, machine, programs
 from jaxpaged.engine.loop import Report
@@ -39,27 +38,33 @@ type Run = Callable[[nnx.State, EngineState, np.int32, np.bool_], tuple[EngineSt
 type Shapes = Callable[..., Decoder]
 
 
+class Split(NamedTuple):
+    """A model as one device has it: all of it, or its share."""
+
+    config: ModelConfig
+    load_model: Callable[[jnp.dtype], Decoder]  # its arrays those of all devices
+    shapes: Shapes | None
+    shares: tuple[Share, ...]  # of all devices, if there are several
+
+
 def split(
     config: EngineConfig, model_config: ModelConfig, load_model: Callable[..., Decoder], shapes: Shapes | None
-) -> tuple[ModelConfig, Callable[[jnp.dtype], Decoder], Shapes | None]:
-    """A model as one device has it: all of it, or its shard's.
-
-    The config, what loads the model (its arrays those of all shards), and what makes one shard's shapes.
-    Both are given the shard as `share`, if there are several. Raises `InputError` if it cannot be split.
+) -> Split:
+    """The model as one device has it. What is given to load and to describe it gets a `share`, if there are
+    several. Raises `InputError` if it cannot be split into so many.
     """
     mesh = machine.mesh(config)
     if mesh is None:
-        return model_config, load_model, shapes
-    if config.enable_lora:
-        raise InputError(f"tensor_parallel_size={config.tensor_parallel_size} must be 1 with enable_lora")
-    shards = Shards(config.tensor_parallel_size, config.tensor_parallel_sums)
-    share = functools.partial(Share, model_config, shards)
+        return Split(model_config, load_model, shapes, ())
+    size = config.tensor_parallel_size
+    shards = Shards(size, config.tensor_parallel_sums)
+    shares = tuple(Share(model_config, shards, number) for number in range(size))
 
     def load(dtype: jnp.dtype) -> Decoder:
-        return assembled(mesh, lambda number: load_model(dtype, share=share(number)))
+        return assembled(mesh, lambda number: load_model(dtype, share=shares[number]))
 
-    shapes = shapes or functools.partial(abstract, model_config)
-    return share(0).config, load, functools.partial(shapes, share=share(0))
+    shapes = functools.partial(shapes or functools.partial(abstract, model_config), share=shares[0])
+    return Split(shares[0].config, load, shapes, shares)
 
 
 def cache_size(config: EngineConfig, model_config: ModelConfig, shapes: Shapes | None = None) -> CacheSize:
@@ -67,7 +72,7 @@ def cache_size(config: EngineConfig, model_config: ModelConfig, shapes: Shapes |
     for adapters.
     """
     config = dataclasses.replace(config, enable_lora=False)
-    model_config, _, shapes = split(config, model_config, abstract, shapes)
+    model_config, _, shapes, _ = split(config, model_config, abstract, shapes)
     known = known_size(config, model_config, shapes)
     if known is not None:
         return known

@@ -17,7 +17,7 @@ import numpy as np
 from jaxpaged.checks import InputError
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.quantised import Quantisation, Segment, zeros
+from jaxpaged.models.quantised import Cut, Quantisation, Segment, zeros
 from jaxpaged.parallel.shards import Shards
 from pallas_kernels import native
 
@@ -182,6 +182,9 @@ class Share(Protocol):
     def taken(self, role: str, pieces: Sequence[Any]) -> list[Any]:
         """This part's of a role's pieces, as views."""
 
+    def part(self, role: str, shape: Shape) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
+        """Which outputs and which inputs of a weight these are; None: all."""
+
     def padding(self, role: str) -> int:
         """Rows of zeros behind them."""
 
@@ -215,10 +218,6 @@ class Parts:
         quantisation: Quantisation | None,
         share: Share | None,
     ) -> None:
-        if share is not None and quantisation is not None:
-            raise InputError(
-                f"tensor_parallel_size={share.shards.size} must be 1 for a model whose weights are quantised"
-            )
         self._whole, self._share, self.dtype, self._quantisation = (
             config,
             share,
@@ -298,8 +297,9 @@ class Parts:
         """How a role's outputs are kept; None where they are not quantised."""
         if self._quantisation is None:
             return None
-        stored = _stored(self._whole, self._names, role, shape, **numbers)
-        segments = self._quantisation.segments(role, shape, stored)
+        source = role if self._share is None else self._share.source(role)
+        stored = _stored(self._whole, self._names, source, shape, **numbers)
+        segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
         for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
             native.serves(self.dtype, native.quantised_function(is_float=kind.is_float))
         return segments
@@ -311,20 +311,33 @@ class Parts:
         stored = list(_stored(self._whole, self._names, source, shape, **numbers))
         if segments is not None and self._quantisation is not None:
             restored = functools.partial(self._restored, role)
-            kept = self._quantisation.of_blocks(stored, restored, self.dtype)
+            kept = self._quantisation.of_blocks(stored, restored, self.dtype, self._cut(role, shape))
             if kept is not None:
                 return kept
         return self._joined(role, [self._read(name, its) for name, its in stored])
 
     def _joined(self, role: str, pieces: Pieces) -> layers.Weight:
         pieces = self._restored(role, pieces)
+        if self._share is not None and self._quantisation is not None:  # of whole rows, as on one device
+            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            source, cut = self._share.source(role), self._cut(role, whole.shape)
+            _check_numbers(role, whole)
+            if quantised := self._quantisation.of_numbers(source, whole, self.dtype, cut):
+                return quantised
         if self._share is not None:
             pieces = _padded(self._share.taken(role, pieces), self._share.padding(role), pieces[0])
             for piece in pieces:
                 _check_numbers(role, piece)
         whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        quantised = self._quantisation and self._quantisation.of_numbers(role, whole, self.dtype)
+        quantised = None
+        if self._share is None and self._quantisation is not None:
+            quantised = self._quantisation.of_numbers(role, whole, self.dtype)
         return quantised or whole.astype(self.dtype, copy=False)
+
+    def _cut(self, role: str, shape: Shape) -> Cut | None:
+        """What the share takes of a weight."""
+        share = self._share
+        return None if share is None else Cut(*share.part(role, shape), share.padding(role))
 
     def _restored(self, role: str, pieces: Pieces) -> Pieces:
         form = self._names.forms.get(role)
@@ -357,7 +370,8 @@ class Abstract(Parts):
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
     ) -> layers.Weight:
         if segments is not None:
-            return zeros(segments, shape[1], self.dtype)
+            cut = self._cut(role, shape)
+            return zeros(segments, shape[1] if cut is None else cut.width(shape[1]), self.dtype)
         whole = jnp.zeros(shape, self.dtype)  # traced, where it is called in a trace
         if self._share is None:
             return whole

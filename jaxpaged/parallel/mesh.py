@@ -59,6 +59,12 @@ def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Mo
     return nnx.merge(shares[0][0], jax.tree.map(lambda *parts: _joined(mesh, parts), *states))
 
 
+def repeated(mesh: Mesh, tree: Any) -> Any:
+    """Arrays of shards that all have the same."""
+    devices = list(mesh.devices.reshape(-1))
+    return jax.tree.map(lambda x: _joined(mesh, [jax.device_put(x, device) for device in devices]), tree)
+
+
 def _joined(mesh: Mesh, parts: Iterable[jax.Array]) -> jax.Array:
     arrays = list(parts)
     first, *rest = arrays[0].shape

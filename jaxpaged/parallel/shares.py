@@ -18,8 +18,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Values
 from jaxpaged.parallel.shards import Shards
 
-ROWS = ("qkv", "gate_up", "up", "lm_head")  # split by output; with "all" also norms of queries and keys
-COLUMNS = ("o", "down")  # split by input
+COLUMNS = ("o", "down")  # split by input; what is split by output, `_rows` says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +66,23 @@ class Share:
         """Of a role's weight, whose pieces follow one another by outputs, this shard's, as views."""
         name, _, ending = role.removeprefix("experts.").rpartition(".")
         if name in COLUMNS and ending == "bias":  # added once
-            return list(pieces) if self.number == 0 else [np.zeros_like(piece) for piece in pieces]
-        if name in COLUMNS:
-            return [piece[:, self._columns(name)] for piece in pieces]
-        ranges = self._rows(role.removeprefix("experts."), sum(len(piece) for piece in pieces))
-        return list(pieces) if ranges is None else list(_cut(pieces, ranges))
+            if self.number == 0:
+                return list(pieces)
+            return [np.zeros(piece.shape, piece.dtype) for piece in pieces]
+        outputs, inputs = self.part(role, (sum(len(piece) for piece in pieces),))
+        if inputs is not None:
+            return [piece[:, slice(*inputs)] for piece in pieces]
+        return list(pieces) if outputs is None else list(_cut(pieces, outputs))
+
+    def part(
+        self, role: str, shape: tuple[int, ...]
+    ) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
+        """Which outputs and which inputs of a weight of this shape are this shard's; None: all."""
+        role, c = role.removeprefix("experts."), self.whole
+        name, _, ending = role.rpartition(".")
+        if name in COLUMNS and ending == "weight":
+            return None, self._part(0, c.num_q_heads * c.head_dim if name == "o" else c.intermediate_size)
+        return self._rows(role, shape[0]), None
 
     def padding(self, role: str) -> int:
         """Rows of zeros behind this shard's own: the vocabulary need not be a multiple of the shards."""
@@ -80,11 +91,6 @@ class Share:
         width = cdiv(self.whole.vocab_size, self.shards.size)
         mine = min(self.whole.vocab_size - self.number * width, width)
         return width - max(mine, 0)
-
-    def _columns(self, name: str) -> slice:
-        c = self.whole
-        inputs = c.num_q_heads * c.head_dim if name == "o" else c.intermediate_size
-        return slice(*self._part(0, inputs))
 
     def _rows(self, role: str, count: int) -> list[tuple[int, int]] | None:
         """From where to where, of so many; None for all."""
