@@ -182,6 +182,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="rows of narrower decode passes: a step takes the narrowest that holds all that run. A "
         "token's last bits may then depend on how many run together (default: none)",
     )
+    group.add_argument("--tensor-parallel-size", type=int, help="devices that share the model (default 1)")
+    group.add_argument(
+        "--tensor-parallel-sums",
+        help="what they add up: fast (default), or ordered, in their order, for more bytes moved",
+    )
     group.add_argument(
         "--loop",
         help="who turns the serving loop: device, host, or auto (default): the device, and the host where a "

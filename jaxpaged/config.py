@@ -12,6 +12,7 @@ PreemptionMode = Literal["recompute", "swap"]
 # Those of `memory/eviction.py`.
 EvictionPolicy = Literal["lru", "lru_split", "fifo", "lfu", "depth", "sieve", "s3fifo"]
 Loop = Literal["auto", "device", "host"]
+Sums = Literal["fast", "ordered"]  # see `parallel.shards.Shards`
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
@@ -52,6 +53,9 @@ class EngineConfig:
     max_loras: int = 1  # different ones that run together
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None  # kept in the host's memory; None: all that were asked for
+    tensor_parallel_size: int = 1  # devices that share the model: heads, feed-forward columns, vocabulary
+    # What they add up: "fast", or "ordered", in their order whatever the library, for more bytes moved.
+    tensor_parallel_sums: Sums = "fast"
     attention: Attention = "auto"  # auto: a kernel where the device has one, else xla
     # Who turns the serving loop. auto: the device, or the host where a GPU fails to run it as one program.
     loop: Loop = "auto"
@@ -70,6 +74,7 @@ class EngineConfig:
             ("loop", Loop),
             ("preemption_mode", PreemptionMode),
             ("scheduling_policy", SchedulingPolicy),
+            ("tensor_parallel_sums", Sums),
         ):
             checked_choice(name, getattr(self, name), get_args(choices))
         if self.quantization is not None:
@@ -97,6 +102,7 @@ class EngineConfig:
             self._set_int("num_host_blocks", f"an int >= 2 to swap to, at most {most_blocks}", 2, most_blocks)
         else:
             self._set_int("num_host_blocks", "0 unless preemption_mode is 'swap'", 0, 0)
+        self._set_int("tensor_parallel_size", "a positive int, at most 256", 1, 256)
         self._set_int("max_loras", "a positive int, at most 256", 1, 256)
         self._set_int("max_lora_rank", "a positive int, at most 512", 1, 512)
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)

@@ -19,6 +19,7 @@ class Status(enum.IntFlag):
     ROW_IN_USE = 1 << 6
     TOO_FEW_TOKENS = 1 << 7
     BLOCKS_IN_USE = 1 << 8
+    SHARDS_DIFFER = 1 << 9
 
 
 _SENTENCES = {
@@ -30,6 +31,8 @@ _SENTENCES = {
     Status.UNKNOWN_ROW: "a row does not exist, or holds no blocks where it must: name a row that was filled",
     Status.ROW_IN_USE: "a row to be filled holds blocks already, or is named twice: free it first",
     Status.TOO_FEW_TOKENS: "a row has fewer tokens than are to be given back, skipped or cached",
+    Status.SHARDS_DIFFER: "the devices of a model have come to different states, and so would their answers: "
+    "one of them computes wrongly",
     Status.BLOCKS_IN_USE: "the prefix cache cannot be reset while blocks are in use: free all rows first",
 }
 

@@ -72,7 +72,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "speculative_config": (),
     "structured_outputs_config": (),
     "task": ("auto", "generate"),
-    "tensor_parallel_size": (1,),
     "tokenizer_mode": ("auto", "hf"),
     "tokenizer_revision": (),
     "trust_remote_code": (False,),

@@ -23,7 +23,7 @@ from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.quantisation import OnLoad
 from jaxpaged.models.quantised import FLOAT8
 from jaxpaged.models.quantised_checkpoints import Tensors
-from jaxpaged.models.weights import Parts, by_role, random_weights
+from jaxpaged.models.weights import Parts, Share, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from reference import model as reference_model
@@ -148,9 +148,11 @@ def load_quantised(dtype: Any) -> Decoder:
     return Decoder(Parts(CONFIG, NAMES, quantised_weights(), dtype, quantised_weights().quantisation()))
 
 
-def load(dtype: Any, config: ModelConfig = CONFIG, quantization: str | None = None) -> Decoder:
+def load(
+    dtype: Any, config: ModelConfig = CONFIG, quantization: str | None = None, share: Share | None = None
+) -> Decoder:
     """The tiny model in this dtype; `config` may be one with the same weights."""
-    return Decoder(Parts(config, NAMES, weights(), dtype, quantization and OnLoad(quantization)))
+    return Decoder(Parts(config, NAMES, weights(), dtype, quantization and OnLoad(quantization), share))
 
 
 def with_window(sliding_window: int | None) -> ModelConfig:

@@ -8,15 +8,22 @@ import collections
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+from flax import nnx
 
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import machine
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import lora
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.weights import Names
+from jaxpaged.parallel.mesh import repeated
+from jaxpaged.parallel.shares import Share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,22 +93,39 @@ class Adapters:
             return {*self._loaded}
 
 
-def beside(model: Decoder, names: Names | None, config: EngineConfig) -> Adapters | None:
+def beside(
+    model: Decoder, names: Names | None, config: EngineConfig, shares: Sequence[Share] = ()
+) -> Adapters | None:
     """Make room for adapters beside a model's weights, and know how they are read; None where there are none.
 
-    `names`: what adapters call the weights.
+    `names`: what adapters call the weights. `shares`: of the devices, if the model is on several; arrays then
+    have the shares' along their first axis.
     """
     if not config.enable_lora:
         return None
     check("adapter_names", names, "those of the model's family, for enable_lora", names is not None)
     assert names is not None
     lora.make_room(model, names, config.max_loras, config.max_lora_rank)
-    of_model = model.config, names, config.max_lora_rank, model.dtype
+    mesh, more = machine.mesh(config), (names, config.max_lora_rank, model.dtype)
+    if mesh is not None:
+        nnx.update(model, repeated(mesh, nnx.state(model, AdapterParam)))
 
     def read(request: LoRARequest) -> Arrays:
-        return lora.read(request, *of_model)
+        if not shares:
+            return lora.read(request, model_config, *more)
+        return _joined([lora.read(request, share.whole, *more, share) for share in shares])
 
-    return Adapters(read, config.max_cpu_loras, lora.nothing(*of_model))
+    model_config = model.config
+    nothing = lora.nothing(model_config, *more)
+    return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shares)) if shares else nothing)
+
+
+def _joined(each: Sequence[Arrays]) -> Arrays:
+    """Those of all shares, one after the other."""
+    return {
+        role: (np.concatenate([its[role][0] for its in each]), np.concatenate([its[role][1] for its in each]))
+        for role in each[0]
+    }
 
 
 class OnDevice:

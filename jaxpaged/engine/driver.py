@@ -127,11 +127,12 @@ class Driver:
         shapes: Shapes | None = None,
         adapter_names: Names | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._mesh = config, machine.mesh(config)
+        model_config, load_model, shapes, shares = startup.split(config, model_config, load_model, shapes)
         size = startup.known_size(config, model_config, shapes)
         logging.info("attention: %s (%s)", *machine.attention(config, model_config))
         model = load_model(machine.resolve_dtype(config))
-        adapters = beside(model, adapter_names, config)
+        adapters = beside(model, adapter_names, config, shares)
         self._on_device = OnDevice(config.max_loras)
         self._waits_for_adapter = False  # the first in the queue, while others' are on the device
         self._graphdef, self._params = nnx.split(model)
@@ -220,7 +221,7 @@ class Driver:
         """Forget what can be found of former requests; False, and nothing changes, if any is unfinished."""
         if self.has_work:
             return False
-        self._state = loop.reset_prefix_cache(self._state)
+        self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
         return True
 
     def snapshot(self) -> Snapshot:
@@ -238,7 +239,7 @@ class Driver:
         if places:
             arrivals = np.zeros(self.config.num_rows, np.int32)  # 0: nobody's
             arrivals[: len(places)] = [place.arrival for place in places]
-            self._state = loop.abort(self._state, arrivals)
+            self._state = loop.abort(self._state, arrivals, mesh=self._mesh)
 
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
@@ -273,17 +274,19 @@ class Driver:
         if self.door.adapters is not None:
             self._put_adapter(self.door.adapters.nothing, 1)
         self._submit([])
-        self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32))
-        jax.block_until_ready((self._run(max_steps=0), loop.recent_scores(self._state)))
+        self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32), mesh=self._mesh)
+        scores = loop.recent_scores(self._state, mesh=self._mesh)
+        jax.block_until_ready((self._run(max_steps=0), scores))
 
     def _run(self, max_steps: int) -> Report:
         arrays = self._params, self._state, np.int32(max_steps), np.bool_(self._wants_a_row)
         if self._kept_run is not None:
             self._state, report = self._kept_run(*arrays)
         else:
-            self._state, report = loop.run(self._graphdef, *arrays, config=self.step_config)
+            config, mesh = self.step_config, self._mesh
+            self._state, report = loop.run(self._graphdef, *arrays, config=config, mesh=mesh)
         if self._wants_scores.any():
-            report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state))
+            report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state, mesh=self._mesh))
         return report
 
     def _recall_less_urgent(self) -> None:
@@ -356,7 +359,8 @@ class Driver:
 
     def _put_adapter(self, arrays: Arrays, number: int) -> None:
         adapters, weights = nnx.split_state(self._params, AdapterParam, ...)
-        written = loop.put_adapter(self._graphdef, adapters, weights, arrays, np.int32(number - 1))
+        place = np.int32(number - 1)
+        written = loop.put_adapter(self._graphdef, adapters, weights, arrays, place, mesh=self._mesh)
         self._params = nnx.merge_state(weights, written)
 
     def _submit(self, batch: Sequence[tuple[int, int, Queued]]) -> None:
@@ -383,7 +387,7 @@ class Driver:
                 np.asarray(requests.lora)[line] = self._on_device.number_of(queued.request.adapter)
             self.door.write(requests, line, queued.request, len(token_ids))
         self._write_tokens(np.concatenate(tokens, axis=1))
-        self._state = loop.submit(self._state, requests, rows)
+        self._state = loop.submit(self._state, requests, rows, mesh=self._mesh)
 
     def _write_tokens(self, tokens: np.ndarray) -> None:
         """Write tokens, each under its row and position, in pieces of one size: nothing is compiled anew."""
@@ -392,7 +396,8 @@ class Driver:
             piece = tokens[:, start : start + SUBMIT_TOKENS]
             padding = ((0, 0), (0, SUBMIT_TOKENS - piece.shape[1]))
             piece = np.pad(piece, padding, constant_values=self.config.num_rows)  # beyond all rows: none
-            rows = dataclasses.replace(rows, token_ids=loop.write_tokens(rows.token_ids, piece))
+            token_ids = loop.write_tokens(rows.token_ids, piece, mesh=self._mesh)
+            rows = dataclasses.replace(rows, token_ids=token_ids)
         self._state = dataclasses.replace(self._state, rows=rows)
 
     def _leave(self, row: int) -> None:

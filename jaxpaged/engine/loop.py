@@ -1,6 +1,7 @@
 """The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
@@ -29,7 +31,9 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import put
+from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, on_each_shard
 from jaxpaged.sampling import Scores
+from jaxpaged.status import Status
 
 
 @jax.tree_util.register_dataclass
@@ -54,11 +58,53 @@ class Report:
     status: Int[Array, ""]
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        *("kv_cache", "num_rows", "max_model_len", "vocab_size", "prefix_caching", "policy", "lora"),
-    ),
+# Of each shard its own are, beside K and V, these arguments of programs.
+OF_SHARDS = ("params", "adapters", "weights", "arrays")
+
+
+def program(
+    *, static: tuple[str, ...] = (), donate: str = "", gives: Callable[[dict[str, Any]], Any] | None = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function of one device's arrays, or, called with `mesh`, of all its shards' arrays, which
+    each shard computes of its own.
+
+    `static` are arguments that it is compiled for, `donate` one that is donated. `gives`: where results lie,
+    from where the arguments do, by name; without it that is found by running it for shapes.
+    """
+
+    def made(function: Callable[..., Any]) -> Any:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, mesh: Mesh | None = None, **options: Any) -> Any:
+            if mesh is None:
+                return function(*args, **options)
+            given = signature.bind(*args, **options).arguments
+            arrays = {name: value for name, value in given.items() if name not in static}
+            fixed = functools.partial(function, **{name: given[name] for name in given.keys() & {*static}})
+            specs = {name: BY_SHARD if name in OF_SHARDS else specs_of(x) for name, x in arrays.items()}
+            results = gives(specs) if gives else specs_of(jax.eval_shape(fixed, **arrays))
+            local = on_each_shard(lambda arrays: fixed(**arrays), mesh, (specs,), results)
+            return local(arrays)
+
+        mesh = inspect.Parameter("mesh", inspect.Parameter.KEYWORD_ONLY, default=None)
+        call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), mesh])  # type: ignore[attr-defined]
+        return jax.jit(call, static_argnames=(*static, "mesh"), donate_argnames=donate or ())
+
+    return made
+
+
+def specs_of(tree: Any) -> Any:
+    """Where the arrays of a state, or of what is told of it, lie: K and V by shard, the rest on each."""
+
+    def of(path: tuple[Any, ...], _: Any) -> Any:
+        return BY_SHARD if any(getattr(key, "name", None) == "kv_cache" for key in path) else ON_EACH
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+@program(
+    static=("kv_cache", "num_rows", "max_model_len", "vocab_size", "prefix_caching", "policy", "lora"),
 )
 def create(
     kv_cache: KVCache,
@@ -86,7 +132,7 @@ def create(
     return create_state(tables, zeros, max_model_len, vocab_size, lora=lora)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="state")
+@program(static=("graphdef", "config"), donate="state", gives=lambda specs: (specs["state"], ON_EACH))
 def run(
     graphdef: nnx.GraphDef,
     params: nnx.State,
@@ -111,6 +157,7 @@ def run(
         return _goes_on(carry, max_steps, host_has_more)
 
     state, _, told, origin = lax.while_loop(goes_on, one_more, _before(state, config))
+    state = _compared(state, model)
     return state, report(state, told, origin)
 
 
@@ -139,6 +186,20 @@ def _one_step(model: Model, carry: Carry, config: StepConfig) -> Carry:
     return state, num_steps + 1, told, origin[came_from]
 
 
+def _compared(state: EngineState, model: Model) -> EngineState:
+    """The state, with a status that says so if not all shards of the model have the same."""
+    shards = getattr(model, "shards", None)
+    if shards is None:
+        return state
+    vectors = [x for x in jax.tree.leaves(state.rows) if x.ndim == 1]
+    pool = state.tables.pool.num_free, block_pool.num_cached(state.tables.pool)
+    newest = _newest_tokens(state.rows)
+    same = shards.agree(
+        (vectors, newest, state.tables.block_tables, state.tables.seq_lens, pool, state.counters)
+    )
+    return replace(state, status=state.status | jnp.where(same, 0, Status.SHARDS_DIFFER))
+
+
 def run_by_host(
     one_step: Callable[..., tuple[Any, Bool[Array, ""]]],
     params: nnx.State,
@@ -147,21 +208,22 @@ def run_by_host(
     host_has_more: Any,
     *,
     config: StepConfig,
+    mesh: Mesh | None = None,
 ) -> tuple[EngineState, Report]:
     """`run` with its `while` on the host, which asks after each step whether there is another.
 
     For devices that cannot run the loop as one program; the answers are the same. `one_step` is `run_step`
     without its graphdef and config. The state is donated: use the one returned.
     """
-    more, goes_on = before_run(state, max_steps, host_has_more, config=config)
+    more, goes_on = before_run(state, max_steps, host_has_more, config=config, mesh=mesh)
     carry = state, *more
     while goes_on:
         carry, goes_on = one_step(params, carry, max_steps, host_has_more)
     state, _, told, origin = carry
-    return state, report(state, told, origin)
+    return state, report(state, told, origin, mesh=mesh)
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@program(static=("config",), gives=lambda specs: ON_EACH)
 def before_run(
     state: EngineState, max_steps: Int[Array, ""], host_has_more: Bool[Array, ""], *, config: StepConfig
 ) -> tuple[tuple[Int[Array, ""], PromptScores, Int[Array, " rows"]], Bool[Array, ""]]:
@@ -170,7 +232,7 @@ def before_run(
     return carry[1:], _goes_on(carry, max_steps, host_has_more)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames="carry")
+@program(static=("graphdef", "config"), donate="carry", gives=lambda specs: (specs["carry"], ON_EACH))
 def run_step(
     graphdef: nnx.GraphDef,
     params: nnx.State,
@@ -181,16 +243,15 @@ def run_step(
     config: StepConfig,
 ) -> tuple[Carry, Bool[Array, ""]]:
     """One step of a run by the host, and whether it makes another. What was carried is donated."""
-    carry = _one_step(nnx.merge(graphdef, params), carry, config)
+    model = nnx.merge(graphdef, params)
+    state, num_steps, told, origin = _one_step(model, carry, config)
+    carry = _compared(state, model), num_steps, told, origin
     return carry, _goes_on(carry, max_steps, host_has_more)
 
 
-@jax.jit
+@program(gives=lambda specs: ON_EACH)
 def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) -> Report:
     rows, pool = state.rows, state.tables.pool
-    first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
-    window = first[:, None] + jnp.arange(MAX_STEPS)
-    row = jnp.arange(rows.phase.shape[0])[:, None]
     return Report(
         phase=rows.phase,
         arrival=rows.arrival,
@@ -200,7 +261,7 @@ def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) 
         origin=origin,
         cum_logprob=rows.beams.cum_logprob,
         beam_rank=rows.beams.rank,
-        new_token_ids=rows.token_ids.at[row, window].get(mode="clip"),
+        new_token_ids=_newest_tokens(rows),
         new_scores=None,
         prompt_scores=told,
         num_free_blocks=pool.num_free,
@@ -210,7 +271,14 @@ def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) 
     )
 
 
-@jax.jit
+def _newest_tokens(rows: Rows) -> Int[Array, "rows max_steps"]:
+    first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
+    window = first[:, None] + jnp.arange(MAX_STEPS)
+    row = jnp.arange(rows.phase.shape[0])[:, None]
+    return rows.token_ids.at[row, window].get(mode="clip")
+
+
+@program(gives=lambda specs: ON_EACH)
 def recent_scores(state: EngineState) -> Scores:
     """The scores of the tokens that a report has. Beside it, for most runs need none."""
     first = jnp.maximum(state.rows.num_tokens - MAX_STEPS, 0)
@@ -218,13 +286,13 @@ def recent_scores(state: EngineState) -> Scores:
     return jax.tree.map(lambda ring: ring[jnp.arange(place.shape[0])[:, None], place], state.scores)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@program(donate="state", gives=lambda specs: specs["state"])
 def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
     """Put new requests into free rows (see `state.place_requests`); the state is donated."""
     return place_requests(state, requests, rows)
 
 
-@functools.partial(jax.jit, donate_argnames="token_ids")
+@program(donate="token_ids", gives=lambda specs: ON_EACH)
 def write_tokens(
     token_ids: Int[Array, "rows max_model_len"], tokens: Int[Array, "3 n"]
 ) -> Int[Array, "rows max_model_len"]:
@@ -236,7 +304,7 @@ def write_tokens(
     return token_ids.at[row, position].set(token, mode="drop")
 
 
-@functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="adapters")
+@program(static=("graphdef",), donate="adapters", gives=lambda specs: BY_SHARD)
 def put_adapter(
     graphdef: nnx.GraphDef,
     adapters: nnx.State,
@@ -250,7 +318,7 @@ def put_adapter(
     return nnx.state(model, AdapterParam)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@program(donate="state", gives=lambda specs: specs["state"])
 def reset_prefix_cache(state: EngineState) -> EngineState:
     """Forget what can be found of former requests; none may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
@@ -258,7 +326,7 @@ def reset_prefix_cache(state: EngineState) -> EngineState:
     return replace(state, tables=tables, status=state.status | info.status)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@program(donate="state", gives=lambda specs: specs["state"])
 def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     """End the unfinished requests with these arrivals, where they still are, with reason ABORT.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxpaged import disk_cache
 from jaxpaged.arithmetic import cdiv
@@ -18,6 +19,7 @@ from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.weights import num_weights
+from jaxpaged.parallel.mesh import mesh_of
 from pallas_kernels import layouts, native, ops, support
 from pallas_kernels.compilation_cache import compilation_cache_dir
 from pallas_kernels.layouts import Layout
@@ -37,6 +39,11 @@ def resolve_dtype(config: EngineConfig) -> jnp.dtype:
     if config.dtype == "auto":
         return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     return jnp.dtype(config.dtype)
+
+
+def mesh(config: EngineConfig) -> Mesh | None:
+    """The devices that share the model; None where it is on one."""
+    return None if config.tensor_parallel_size == 1 else mesh_of(config.tensor_parallel_size)
 
 
 def layout(config: EngineConfig, model_config: ModelConfig) -> Layout:

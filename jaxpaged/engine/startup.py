@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, loop, machine, programs
@@ -24,6 +25,9 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
+from jaxpaged.parallel.mesh import BY_SHARD, assembled, placed
+from jaxpaged.parallel.shards import Shards
+from jaxpaged.parallel.shares import Share
 from pallas_kernels import layouts
 
 # `loop.run` of one model and config.
@@ -31,7 +35,36 @@ type Run = Callable[[nnx.State, EngineState, np.int32, np.bool_], tuple[EngineSt
 
 
 # A model with shapes for arrays, where its weights are kept in another way than all in one dtype.
-type Shapes = Callable[[jnp.dtype], Decoder]
+type Shapes = Callable[..., Decoder]
+
+
+class Split(NamedTuple):
+    """A model as one device has it: all of it, or its share."""
+
+    config: ModelConfig
+    load_model: Callable[[jnp.dtype], Decoder]  # its arrays those of all devices
+    shapes: Shapes | None
+    shares: tuple[Share, ...]  # of all devices, if there are several
+
+
+def split(
+    config: EngineConfig, model_config: ModelConfig, load_model: Callable[..., Decoder], shapes: Shapes | None
+) -> Split:
+    """The model as one device has it. What is given to load and to describe it gets a `share`, if there are
+    several. Raises `InputError` if it cannot be split into so many.
+    """
+    mesh = machine.mesh(config)
+    if mesh is None:
+        return Split(model_config, load_model, shapes, ())
+    size = config.tensor_parallel_size
+    shards = Shards(size, config.tensor_parallel_sums)
+    shares = tuple(Share(model_config, shards, number) for number in range(size))
+
+    def load(dtype: jnp.dtype) -> Decoder:
+        return assembled(mesh, lambda number: load_model(dtype, share=shares[number]))
+
+    shapes = functools.partial(shapes or functools.partial(abstract, model_config), share=shares[0])
+    return Split(shares[0].config, load, shapes, shares)
 
 
 def cache_size(config: EngineConfig, model_config: ModelConfig, shapes: Shapes | None = None) -> CacheSize:
@@ -39,6 +72,7 @@ def cache_size(config: EngineConfig, model_config: ModelConfig, shapes: Shapes |
     for adapters.
     """
     config = dataclasses.replace(config, enable_lora=False)
+    model_config, _, shapes, _ = split(config, model_config, abstract, shapes)
     known = known_size(config, model_config, shapes)
     if known is not None:
         return known
@@ -79,7 +113,11 @@ def fitted(config: EngineConfig, model_config: ModelConfig, model: Decoder) -> t
     bytes_to_load = 0
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         bytes_to_load = _num_bytes(params)
-        params = _placed(params, _on_device())
+        mesh = machine.mesh(config)
+        if mesh is None:
+            params = _placed(params, _on_device())
+        else:
+            params = placed(mesh, jax.tree.map(lambda _: BY_SHARD, params), params)
     per_block = machine.bytes_per_block(config, model_config)
     memory = machine.gpu_budget(config, machine.memory_stats() or {}).less(("of weights", bytes_to_load))
     if config.gpu_memory_utilization > gpu_flags.memory_share():
@@ -163,7 +201,8 @@ class Source:
 
     def lower(self) -> jax.stages.Lowered:
         function = loop.run_step if self.by_host else loop.run
-        return function.lower(self.graphdef, *self.arrays, config=self.step_config)
+        mesh = machine.mesh(self.config)
+        return function.lower(self.graphdef, *self.arrays, config=self.step_config, mesh=mesh)
 
     def kept(self) -> Program | None:
         """The program, kept on disk from now on; None where none is."""
@@ -174,7 +213,10 @@ class Source:
         what = "run by host" if self.by_host else "run"
         return programs.kept(
             self.lower,
-            made_from=(what, self.model_config, machine.resolve_dtype(self.config), self.step_config),
+            made_from=(
+                *(what, self.model_config, machine.resolve_dtype(self.config), self.step_config),
+                *(self.config.tensor_parallel_size, self.config.tensor_parallel_sums),
+            ),
             arrays=self.arrays,
             result=(self.arrays[1], np.bool_(False)) if self.by_host else (self.state, report),
             options=self.options,
@@ -187,7 +229,8 @@ class Source:
         """The loop by its program."""
         if not self.by_host:
             return program
-        return functools.partial(loop.run_by_host, program, config=self.step_config)
+        mesh = machine.mesh(self.config)
+        return functools.partial(loop.run_by_host, program, config=self.step_config, mesh=mesh)
 
 
 def create_state(
@@ -196,7 +239,8 @@ def create_state(
     """A state without requests, with a pool in the host's memory if requests are swapped to it."""
 
     def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
-        return _created(config, model_config, model, num_blocks, prefix_caching=prefix_caching)
+        mesh = machine.mesh(config)
+        return _created(config, model_config, model, num_blocks, prefix_caching=prefix_caching, mesh=mesh)
 
     return _with_host(config, num_blocks, create, lambda cache: jax.device_put(cache, jax.memory.Space.Host))
 
@@ -208,10 +252,19 @@ def state_shapes(
 
     def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
         made = functools.partial(_created, config, model_config, model, num_blocks)
-        return _placed(jax.eval_shape(functools.partial(made, prefix_caching=prefix_caching)), _on_device())
+        shapes = jax.eval_shape(functools.partial(made, prefix_caching=prefix_caching))
+        mesh = machine.mesh(config)
+        return _placed(shapes, _on_device()) if mesh is None else placed(mesh, loop.specs_of(shapes), shapes)
 
     def to_host(cache: KVCache) -> KVCache:
-        return _placed(cache, jax.device_put(np.int32(0), jax.memory.Space.Host).sharding)
+        kind = jax.device_put(np.int32(0), jax.memory.Space.Host).sharding
+
+        def of(like: Any) -> jax.ShapeDtypeStruct:
+            named = isinstance(like.sharding, NamedSharding)
+            sharding = like.sharding.with_memory_kind(kind.memory_kind) if named else kind
+            return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+
+        return jax.tree.map(of, cache)
 
     return _with_host(config, num_blocks, create, to_host)
 
@@ -230,7 +283,13 @@ def _with_host(
 
 
 def _created(
-    config: EngineConfig, model_config: ModelConfig, model: Decoder, num_blocks: int, *, prefix_caching: bool
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: Decoder,
+    num_blocks: int,
+    *,
+    prefix_caching: bool,
+    mesh: Mesh | None = None,
 ) -> EngineState:
     kv_layout = machine.layout(config, model_config)
     return loop.create(
@@ -241,6 +300,7 @@ def _created(
         prefix_caching=prefix_caching,
         policy=eviction.named(config.eviction_policy),
         lora=config.enable_lora,
+        mesh=mesh,
     )
 
 
@@ -254,4 +314,10 @@ def _placed[T](tree: T, sharding: Sharding) -> T:
 
 
 def _num_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """On one device."""
+
+    def size(leaf: Any) -> int:
+        sharding = getattr(leaf, "sharding", None)
+        return math.prod(leaf.shape if sharding is None else sharding.shard_shape(leaf.shape))
+
+    return sum(size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

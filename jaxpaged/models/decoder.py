@@ -15,7 +15,7 @@ from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.quantised import Quantisation, QuantisedWeight
-from jaxpaged.models.weights import Abstract, Names, Parts
+from jaxpaged.models.weights import Abstract, Names, Parts, Share
 from pallas_kernels import native
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
@@ -27,7 +27,7 @@ class Decoder(nnx.Module):
     """Made of `parts`, whose dtype is that of weights and activations."""
 
     def __init__(self, parts: Parts) -> None:
-        self.config, self.dtype = parts.config, parts.dtype
+        self.config, self.dtype, self.shards = parts.config, parts.dtype, parts.shards
         c = self.config
         table = parts.get("embedding.weight")
         assert table is not None
@@ -126,6 +126,8 @@ class Decoder(nnx.Module):
             logits = layers.unembed(hidden, self.embedding.get_value())
         else:
             logits = self.lm_head(hidden)
+        if self.shards is not None:
+            logits = self.shards.joined(logits, c.vocab_size)
         if c.logit_divisor != 1.0:
             logits = logits / c.logit_divisor
         if c.logit_soft_cap is not None:
@@ -185,7 +187,7 @@ class Attention(nnx.Module):
     """Queries, keys and values of one product, what is done to them, and the output's product."""
 
     def __init__(self, parts: Parts) -> None:
-        self.config = parts.config
+        self.config, self.shards = parts.config, parts.shards
         self.qkv, self.o = linear(parts, "qkv"), linear(parts, "o")
         self.q_norm, self.k_norm = norm(parts, "q_norm"), norm(parts, "k_norm")
         self.sinks = stack(parts, "sinks")
@@ -201,6 +203,8 @@ class Attention(nnx.Module):
         c, dtype = self.config, x.dtype
         q, k, v = self._projected(x, layer, angles, batch.adapters)
         slopes = None if c.alibi_slopes is None else jnp.asarray(c.alibi_slopes, jnp.float32)
+        if slopes is not None and self.shards is not None:
+            slopes = self.shards.mine(slopes)
         windows = [kind.sliding_window for kind in c.layers]
         attended, cache = attend(
             cache,
@@ -215,7 +219,8 @@ class Attention(nnx.Module):
             alibi_slopes=slopes,
             sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),
         )
-        return self.o(attended.reshape(x.shape[0], -1), layer, batch.adapters), cache
+        out = self.o(attended.reshape(x.shape[0], -1), layer, batch.adapters)
+        return out if self.shards is None else self.shards.total(out), cache
 
     def _projected(
         self,
@@ -244,15 +249,19 @@ class Attention(nnx.Module):
     def _normed(
         self, norm: Norm, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
-        whole = x if self.config.qk_norm == "head" else x.reshape(x.shape[0], -1)
-        return norm(whole, layer).reshape(x.shape)
+        if self.config.qk_norm == "head":
+            return norm(x, layer)
+        whole = x.reshape(x.shape[0], -1)
+        if self.shards is None or isinstance(norm, layers.LayerNorm):
+            return norm(whole, layer).reshape(x.shape)
+        return norm(whole, layer, self.shards.mean).reshape(x.shape)
 
 
 class MLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`."""
 
     def __init__(self, parts: Parts) -> None:
-        self.config = parts.config
+        self.config, self.shards = parts.config, parts.shards
         self.up = linear(parts, "gate_up" if self.config.gated else "up")
         self.down = linear(parts, "down")
 
@@ -270,7 +279,8 @@ class MLP(nnx.Module):
             wide = activation(gate) * up
         else:
             wide = activation(wide)
-        return self.down(wide.astype(x.dtype), layer, adapters)
+        out = self.down(wide.astype(x.dtype), layer, adapters)
+        return out if self.shards is None else self.shards.total(out)
 
 
 def linear(parts: Parts, role: str) -> layers.Linear:
@@ -348,7 +358,8 @@ def abstract(
     dtype: jnp.dtype,
     names: Names | None = None,
     quantisation: Quantisation | None = None,
+    share: Share | None = None,
 ) -> Decoder:
-    """The model with shapes for arrays."""
-    model: Decoder = nnx.eval_shape(lambda: Decoder(Abstract(config, dtype, names, quantisation)))
+    """The model with shapes for arrays; with `share` that part of it."""
+    model: Decoder = nnx.eval_shape(lambda: Decoder(Abstract(config, dtype, names, quantisation, share)))
     return model

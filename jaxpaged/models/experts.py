@@ -47,6 +47,7 @@ class ExpertsMLP(nnx.Module):
 
     def __init__(self, parts: Parts, config: Experts) -> None:
         self.config, self.activation = config, parts.config.activation
+        self.shards = parts.shards
         weights, biases = parts.each("router.weight"), parts.each("router.bias")
         self.router = layers.Linear(weights or (), biases)
         self.gate_up = ExpertLinear(parts, "experts.gate_up")
@@ -74,7 +75,8 @@ class ExpertsMLP(nnx.Module):
             return total + weight * jnp.where(weight > 0, out, 0)
 
         nothing = jnp.zeros(x.shape, jnp.float32)
-        return lax.fori_loop(0, jnp.sum(chosen), add, nothing)
+        out = lax.fori_loop(0, jnp.sum(chosen), add, nothing)
+        return out if self.shards is None else self.shards.total(out)
 
     def choose(
         self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer

@@ -268,10 +268,13 @@ class RMSNorm(nnx.Module):
         self.weight, self.eps, self.offset = weights, eps, offset
 
     def __call__(
-        self, x: Float[Array, "*num_tokens features"], layer: Layer = 0
+        self,
+        x: Float[Array, "*num_tokens features"],
+        layer: Layer = 0,
+        mean: Callable[[Array], Array] = lambda its: its,  # over all shards of the features
     ) -> Float[Array, "*num_tokens features"]:
         wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        mean_square = mean(jnp.mean(wide * wide, axis=-1, keepdims=True))
         normed = wide * lax.rsqrt(mean_square + self.eps)
         if self.offset:
             return (normed * (self.offset + self.weight[layer].astype(jnp.float32))).astype(x.dtype)

@@ -15,7 +15,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.families import family_of, from_hf
 from jaxpaged.models.quantised import Quantisation
-from jaxpaged.models.weights import Names, Parts
+from jaxpaged.models.weights import Names, Parts, Share
 
 SMOLLM2 = "smollm2"
 
@@ -37,26 +37,29 @@ class Checkpoint:
     keep_quantised: Callable[[], Quantisation] | None = None
     quant_method: str | None = None  # of such a directory: what its config calls it
 
-    def model(self, dtype: jnp.dtype, quantization: str | None = None) -> Decoder:
-        """The model, with arrays of this dtype, and quantised weights as `EngineConfig` says.
+    def model(self, dtype: jnp.dtype, quantization: str | None = None, share: Share | None = None) -> Decoder:
+        """The model, with arrays of this dtype, and quantised weights as `EngineConfig` says; with `share`
+        that part of it.
 
         Raises `InputError` if the weights are not the config's, or cannot be quantised so.
         """
         quantisation = self.quantisation(quantization)
 
         def build() -> Decoder:
-            return Decoder(Parts(self.config, self.names, self.load_weights(), dtype, quantisation))
+            return Decoder(Parts(self.config, self.names, self.load_weights(), dtype, quantisation, share))
 
         found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
         return kept.model(
             build,
-            lambda: self.abstract(dtype, quantization),
-            (str(self.path.resolve()), found, self.config, str(dtype), quantization),
+            lambda: self.abstract(dtype, quantization, share),
+            (str(self.path.resolve()), found, self.config, str(dtype), quantization, share),
         )
 
-    def abstract(self, dtype: jnp.dtype, quantization: str | None = None) -> Decoder:
+    def abstract(
+        self, dtype: jnp.dtype, quantization: str | None = None, share: Share | None = None
+    ) -> Decoder:
         """The same with shapes for arrays: no weight is read."""
-        return abstract(self.config, dtype, self.names, self.quantisation(quantization))
+        return abstract(self.config, dtype, self.names, self.quantisation(quantization), share)
 
     def quantisation(self, quantization: str | None) -> Quantisation | None:
         """What `EngineConfig.quantization` means for this model. Raises `InputError` where it means

@@ -21,7 +21,7 @@ from jaxpaged.models import hf, safetensors_files
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import MLP, Decoder
 from jaxpaged.models.layers import AdapterParam, Linear
-from jaxpaged.models.weights import TRANSPOSED, Names, in_layer, piece_shapes
+from jaxpaged.models.weights import TRANSPOSED, Names, Share, in_layer, piece_shapes
 from pallas_kernels import low_rank, native
 from pallas_kernels.low_rank import LowRank
 
@@ -108,23 +108,35 @@ def nothing(config: ModelConfig, names: Names, rank: int, dtype: jnp.dtype) -> d
 
 
 def read(
-    request: LoRARequest, config: ModelConfig, names: Names, max_rank: int, dtype: jnp.dtype
+    request: LoRARequest,
+    config: ModelConfig,
+    names: Names,
+    max_rank: int,
+    dtype: jnp.dtype,
+    share: Share | None = None,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """An adapter's arrays. Raises `InputError`, one sentence, if it is not for this model, or none."""
+    """An adapter's arrays, with `share` of that part of the model.
+
+    Raises `InputError`, one sentence, if it is not for this model, or none.
+    """
     path = Path(request.lora_path)
     try:
-        return _read(path, config, names, max_rank, dtype)
+        return _read(path, config, names, max_rank, dtype, share)
     except InputError as error:
         said = str(error).removeprefix(f"model={str(path)!r}").removeprefix(":").lstrip()
         raise InputError(f"lora_path={str(path)!r}: {said}") from error
 
 
-def _read(path: Path, config: ModelConfig, names: Names, max_rank: int, dtype: jnp.dtype) -> dict[str, Any]:
+def _read(
+    path: Path, config: ModelConfig, names: Names, max_rank: int, dtype: jnp.dtype, share: Share | None
+) -> dict[str, Any]:
     for file in (CONFIG, WEIGHTS):
         if not (path / file).is_file():
             raise InputError(f"there must be a directory with {file}")
     said = _Said(hf.read_object(path / CONFIG))
-    arrays = nothing(config, names, max_rank, dtype)
+    narrow = config if share is None else share.config
+    arrays, narrow_places = nothing(narrow, names, max_rank, dtype), dict(_places(narrow, names))
+    widths = {role: room.widths for role, room in rooms(config, names).items()}
     for place, (module, sides) in _found(path, config, names):
         rank, scale = said.rank_and_scale(module)
         check(f"the rank of {module!r}", rank, f"at most max_lora_rank={max_rank}", rank <= max_rank)
@@ -133,6 +145,9 @@ def _read(path: Path, config: ModelConfig, names: Names, max_rank: int, dtype: j
         form = names.forms.get(f"{place.role}.weight")
         if form is not None and form is not TRANSPOSED:  # that is no matter of b's order
             [b] = form.restored(config, [b])
+        if share is not None:
+            a, b = _of_share(share, place, widths[place.role], a, b)
+            place = narrow_places[module]
         all_a, all_b = (its[place.layer] for its in arrays[place.role])
         packed = low_rank.pack(a.T).astype(dtype)
         all_a[place.piece * low_rank.num_panels(max_rank) :][: len(packed)] = packed
@@ -141,6 +156,20 @@ def _read(path: Path, config: ModelConfig, names: Names, max_rank: int, dtype: j
             raise InputError(f"{module}.lora_B, scaled by {scale:g}, must be finite in {dtype.name}")
         all_b[place.first_panel :][: len(packed), :rank] = packed
     return arrays
+
+
+def _of_share(
+    share: Share, place: "_Place", widths: tuple[int, ...], a: np.ndarray, b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs and outputs of a module that are the share's."""
+    outputs, inputs = share.part(f"{place.role}.weight", (sum(widths), place.in_features))
+    first = sum(widths[: place.piece])
+    if inputs is not None:
+        a = a[:, slice(*inputs)]
+    if outputs is not None:
+        its = [slice(max(start - first, 0), max(stop - first, 0)) for start, stop in outputs]
+        b = np.concatenate([b[each] for each in its])
+    return a, b
 
 
 class _Place(NamedTuple):

@@ -15,6 +15,7 @@ from jaxpaged.models import gguf_blocks
 from jaxpaged.models.gguf_blocks import KINDS
 from jaxpaged.models.quantised import (
     FLOAT8,
+    Cut,
     Kind,
     Quantisation,
     QuantisedWeight,
@@ -44,16 +45,27 @@ class OnLoad(Quantisation):
         self._kind = {"int8": "Q8_0", "int4": "Q4_0", "fp8": None}[name]
 
     def segments(
-        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored]
+        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: Cut | None = None
     ) -> tuple[Segment, ...] | None:
-        return (Segment(self._kind_of(role, shape[1]), shape[0]),) if role in ROLES else None
+        if role not in ROLES:
+            return None
+        pieces = [(self._kind_of(role, shape[1]), shape[0])]
+        if cut is not None:
+            pieces = cut.segments(pieces, shape[1])
+        return tuple(Segment(kind, sum(counts)) for kind, counts in joined(pieces))
 
-    def of_numbers(self, role: str, whole: np.ndarray, dtype: jnp.dtype) -> QuantisedWeight | None:
+    def of_numbers(
+        self, role: str, whole: np.ndarray, dtype: jnp.dtype, cut: Cut | None = None
+    ) -> QuantisedWeight | None:
         if role not in ROLES:
             return None
         name = self._block(role)
         rows = float8(whole) if name is None else gguf_blocks.quantised(whole, name, role)
-        return packed([(self._kind_of(role, whole.shape[1]), rows)], whole.shape[1], dtype)
+        in_features = whole.shape[1]
+        pieces = [(self._kind_of(role, in_features), rows)]
+        if cut is not None:
+            pieces, in_features = cut.rows(pieces, in_features), cut.width(in_features)
+        return packed(pieces, in_features, dtype)
 
     def _kind_of(self, role: str, in_features: int) -> Kind:
         name = self._block(role)
@@ -99,7 +111,7 @@ class FromFile(Quantisation):
         self._kind_of, self._rows_of, self._roles = kind_of, rows_of, set(roles)
 
     def segments(
-        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored]
+        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: Cut | None = None
     ) -> tuple[Segment, ...] | None:
         if role not in self._roles:
             return None
@@ -109,6 +121,8 @@ class FromFile(Quantisation):
             if kind is None or (kind.has_order and role == "embedding.weight"):
                 return None
             found.append((kind, its[0]))
+        if cut is not None:
+            found = cut.segments(found, shape[1])
         return tuple(Segment(kind, sum(counts)) for kind, counts in joined(found))
 
     def of_blocks(
@@ -116,6 +130,7 @@ class FromFile(Quantisation):
         stored: Sequence[Stored],
         restored: Callable[[list[np.ndarray]], list[np.ndarray]],
         dtype: jnp.dtype,
+        cut: Cut | None = None,
     ) -> QuantisedWeight:
         kinds = [self._kind_of(*piece) for piece in stored]
         pieces = [self._rows_of(*piece) for piece in stored]
@@ -124,8 +139,11 @@ class FromFile(Quantisation):
             name = stored[0][0]
             raise InputError(f"weight {name!r} must lie as [outputs, inputs], where it is quantised")
         ordered = [_taken(piece, order[:, 0]) for piece, order in zip(pieces, orders, strict=True)]
-        each = ((kind, rows) for kind, rows in zip(kinds, ordered, strict=True) if kind is not None)
-        return packed(each, stored[0][1][1], dtype)
+        each = [(kind, rows) for kind, rows in zip(kinds, ordered, strict=True) if kind is not None]
+        in_features = stored[0][1][1]
+        if cut is not None:
+            each, in_features = cut.rows(each, in_features), cut.width(in_features)
+        return packed(each, in_features, dtype)
 
 
 def _taken(rows: Rows, order: np.ndarray) -> Rows:

@@ -1,6 +1,7 @@
 """Weights of few bits as a decoder has them, and how their outputs are kept."""
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.arithmetic import cdiv
+from jaxpaged.checks import InputError
 from pallas_kernels import native
 from pallas_kernels.quantised import OFFSET, PANEL_WIDTH, Quantised, pack
 
@@ -90,6 +92,81 @@ class QuantisedWeight:
         return segment.rows(outputs)[:, : self.in_features].astype(self.dtype)
 
 
+class Cut(NamedTuple):
+    """What one of several devices takes of a weight, in the decoder's order of outputs."""
+
+    outputs: Sequence[tuple[int, int]] | None  # from where to where; None: all
+    inputs: tuple[int, int] | None
+    padding: int = 0  # outputs of zeros behind them
+
+    def segments(self, pieces: Iterable[tuple[Kind, int]], in_features: int) -> list[tuple[Kind, int]]:
+        """Kinds and numbers of outputs of what is taken of such pieces."""
+        found = [
+            (self.kind(kind, in_features), len(range(count)[its])) for (kind, count), its in self._of(pieces)
+        ]
+        if self.padding:
+            found[-1] = found[-1][0], found[-1][1] + self.padding
+        return found
+
+    def rows(self, pieces: Iterable[tuple[Kind, Rows]], in_features: int) -> list[tuple[Kind, Rows]]:
+        """What is taken of such pieces."""
+        sized = [((kind, rows), len(rows.codes)) for kind, rows in pieces]
+        found = [
+            (self.kind(kind, in_features), self._rows(kind, rows, its, in_features))
+            for ((kind, rows), _), its in self._of(sized)
+        ]
+        if self.padding:
+            kind, last = found[-1]
+            below = ((0, self.padding), (0, 0))
+            minima = None if last.minima is None else np.pad(last.minima, below)
+            found[-1] = kind, Rows(np.pad(last.codes, below), np.pad(last.scales, below), minima, last.order)
+        return found
+
+    def width(self, in_features: int) -> int:
+        return in_features if self.inputs is None else self.inputs[1] - self.inputs[0]
+
+    def kind(self, kind: Kind, in_features: int) -> Kind:
+        """Where inputs are cut, of groups as large as that leaves whole. Raises `InputError` if none is."""
+        if self.inputs is None:
+            return kind
+        width = self.width(in_features)
+        if kind.group_size >= in_features and not kind.has_order:
+            return kind._replace(group_size=in_words(width, kind.bits))
+        group = math.gcd(kind.group_size, width)
+        if kind.has_order or group % (32 // kind.bits):
+            what = "in an order of their own" if kind.has_order else f"in groups of {kind.group_size}"
+            size = in_features // width
+            raise InputError(
+                f"tensor_parallel_size={size} must be 1 for {in_features} quantised inputs {what}"
+            )
+        return kind._replace(group_size=group)
+
+    def _of[T](self, pieces: Iterable[tuple[T, int]]) -> Iterator[tuple[tuple[T, int], slice]]:
+        """The pieces that have something, and what of their outputs; for padding the last in any case."""
+        pieces = list(pieces)
+        for start, stop in [(0, sum(count for _, count in pieces))] if self.outputs is None else self.outputs:
+            first, last = 0, len(pieces) - 1
+            for number, piece in enumerate(pieces):
+                its = slice(max(start - first, 0), max(min(stop - first, piece[1]), 0))
+                if its.start < its.stop or (self.padding and number == last):
+                    yield piece, its
+                first += piece[1]
+
+    def _rows(self, kind: Kind, rows: Rows, outputs: slice, in_features: int) -> Rows:
+        codes, scales, minima, order = rows
+        codes, scales = codes[outputs], scales[outputs]
+        minima = None if minima is None else minima[outputs]
+        if self.inputs is None:
+            return Rows(codes, scales, minima, order)
+        start, stop = self.inputs
+        group = self.kind(kind, in_features).group_size
+        codes = codes[:, start:stop]
+        if missing := -codes.shape[1] % group:
+            codes = np.pad(codes, ((0, 0), (0, missing)))
+        each = np.arange(start, stop, group) // kind.group_size  # the group before of each group
+        return Rows(codes, scales[:, each], None if minima is None else minima[:, each], order)
+
+
 type Stored = tuple[str, tuple[int, ...]]  # a tensor's name and shape in the file
 
 
@@ -98,22 +175,27 @@ class Quantisation(ABC):
 
     @abstractmethod
     def segments(
-        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored]
+        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: Cut | None = None
     ) -> tuple[Segment, ...] | None:
-        """How a role's outputs are kept; None where they are not quantised. No tensor is read."""
+        """How a role's outputs are kept, of a part that is cut out; None where they are not quantised. No
+        tensor is read.
+        """
 
     def of_blocks(
         self,
         stored: Sequence[Stored],
         restored: Callable[[list[np.ndarray]], list[np.ndarray]],
         dtype: jnp.dtype,
+        cut: Cut | None = None,
     ) -> QuantisedWeight | None:
         """Of a role's pieces as they lie in the file, their outputs brought into the decoder's order by
         `restored`; None if it is to be made of numbers.
         """
         return None
 
-    def of_numbers(self, role: str, whole: np.ndarray, dtype: jnp.dtype) -> QuantisedWeight | None:
+    def of_numbers(
+        self, role: str, whole: np.ndarray, dtype: jnp.dtype, cut: Cut | None = None
+    ) -> QuantisedWeight | None:
         """Of a role's numbers; None where they are not quantised."""
         return None
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from jaxpaged.checks import InputError
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.quantised import Quantisation, Segment, zeros
+from jaxpaged.models.quantised import Cut, Quantisation, Segment, zeros
+from jaxpaged.parallel.shards import Shards
 from pallas_kernels import native
 
 type Shape = tuple[int, ...]
@@ -165,8 +166,32 @@ def piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> li
     return [(size, *shape[1:]) for size in sizes]
 
 
+@runtime_checkable
+class Share(Protocol):
+    """A part of a decoder that is one itself: see `parallel/shares.py`."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def shards(self) -> Shards: ...
+
+    def source(self, role: str) -> str:
+        """The role in the whole decoder that a role in this one is made from."""
+
+    def taken(self, role: str, pieces: Sequence[Any]) -> list[Any]:
+        """This part's of a role's pieces, as views."""
+
+    def part(self, role: str, shape: Shape) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
+        """Which outputs and which inputs of a weight these are; None: all."""
+
+    def padding(self, role: str) -> int:
+        """Rows of zeros behind them."""
+
+
 class Parts:
     """A decoder's weights as it asks for them: of its dtype, by role; quantised where `quantisation` says so.
+    With a `share` the decoder is that part of the one that `config` describes, and nothing else is read.
 
     Raises `InputError` for weights that are not the config's: at once if one is missing or too many, and when
     it is read if it is of another shape or type, or not finite.
@@ -179,27 +204,41 @@ class Parts:
         tensors: Tensors,
         dtype: jnp.dtype,
         quantisation: Quantisation | None = None,
+        share: Share | None = None,
     ) -> None:
-        self._describe(config, names, dtype, quantisation)
+        self._describe(config, names, dtype, quantisation, share)
         self._tensors = without_prefix(names, tensors)
         check_names(config, names, self._tensors)
 
     def _describe(
-        self, config: ModelConfig, names: Names | None, dtype: jnp.dtype, quantisation: Quantisation | None
+        self,
+        config: ModelConfig,
+        names: Names | None,
+        dtype: jnp.dtype,
+        quantisation: Quantisation | None,
+        share: Share | None,
     ) -> None:
-        self.config, self.dtype, self._quantisation = config, jnp.dtype(dtype), quantisation
+        self._whole, self._share, self.dtype, self._quantisation = (
+            config,
+            share,
+            jnp.dtype(dtype),
+            quantisation,
+        )
+        self.config = config if share is None else share.config  # of the decoder that is made
+        self.shards = None if share is None else share.shards
         self._of_experts: dict[str, tuple[Segment, ...] | None] = {}
         if names is not None:
             self._names = names
 
     def get(self, role: str) -> layers.Weight | None:
         """What the decoder has once; None where it has no such weight."""
-        shape = once(self.config).get(role)
+        source = role if self._share is None else self._share.source(role)
+        shape = once(self._whole).get(source)
         return None if shape is None else self._made(role, shape, self._segments(role, shape))
 
     def each(self, role: str) -> layers.Each | None:
         """Every layer's; None where layers have no such weight."""
-        shape = in_layer(self.config).get(role)
+        shape = in_layer(self._whole).get(role)
         if shape is None:
             return None
         segments = [self._segments(role, shape, layer=i) for i in range(self.config.num_layers)]
@@ -218,7 +257,7 @@ class Parts:
 
     def of_experts(self, role: str, numbers: Sequence[int]) -> layers.Each | None:
         """Every expert's of these layers, a layer's side by side."""
-        shape = in_expert(self.config).get(role)
+        shape = in_expert(self._whole).get(role)
         if shape is None or self.config.experts is None:
             return None
         num_experts = self.config.experts.num_experts
@@ -238,7 +277,7 @@ class Parts:
             return
         pieces = [
             self._read(name, (num_experts, *its))
-            for name, its in _stored(self.config, self._names, role, shape, layer=layer)
+            for name, its in _stored(self._whole, self._names, role, shape, layer=layer)
         ]
         for expert in range(num_experts):
             yield self._joined(role, [piece[expert] for piece in pieces])
@@ -258,8 +297,9 @@ class Parts:
         """How a role's outputs are kept; None where they are not quantised."""
         if self._quantisation is None:
             return None
-        stored = _stored(self.config, self._names, role, shape, **numbers)
-        segments = self._quantisation.segments(role, shape, stored)
+        source = role if self._share is None else self._share.source(role)
+        stored = _stored(self._whole, self._names, source, shape, **numbers)
+        segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
         for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
             native.serves(self.dtype, native.quantised_function(is_float=kind.is_float))
         return segments
@@ -267,27 +307,47 @@ class Parts:
     def _made(
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
     ) -> layers.Weight:
-        stored = list(_stored(self.config, self._names, role, shape, **numbers))
+        source = role if self._share is None else self._share.source(role)
+        stored = list(_stored(self._whole, self._names, source, shape, **numbers))
         if segments is not None and self._quantisation is not None:
             restored = functools.partial(self._restored, role)
-            kept = self._quantisation.of_blocks(stored, restored, self.dtype)
+            kept = self._quantisation.of_blocks(stored, restored, self.dtype, self._cut(role, shape))
             if kept is not None:
                 return kept
         return self._joined(role, [self._read(name, its) for name, its in stored])
 
     def _joined(self, role: str, pieces: Pieces) -> layers.Weight:
         pieces = self._restored(role, pieces)
+        if self._share is not None and self._quantisation is not None:  # of whole rows, as on one device
+            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            source, cut = self._share.source(role), self._cut(role, whole.shape)
+            _check_numbers(role, whole)
+            if quantised := self._quantisation.of_numbers(source, whole, self.dtype, cut):
+                return quantised
+        if self._share is not None:
+            pieces = _padded(self._share.taken(role, pieces), self._share.padding(role), pieces[0])
+            for piece in pieces:
+                _check_numbers(role, piece)
         whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        quantised = self._quantisation and self._quantisation.of_numbers(role, whole, self.dtype)
+        quantised = None
+        if self._share is None and self._quantisation is not None:
+            quantised = self._quantisation.of_numbers(role, whole, self.dtype)
         return quantised or whole.astype(self.dtype, copy=False)
+
+    def _cut(self, role: str, shape: Shape) -> Cut | None:
+        """What the share takes of a weight."""
+        share = self._share
+        return None if share is None else Cut(*share.part(role, shape), share.padding(role))
 
     def _restored(self, role: str, pieces: Pieces) -> Pieces:
         form = self._names.forms.get(role)
-        return pieces if form is None else form.restored(self.config, pieces)
+        return pieces if form is None else form.restored(self._whole, pieces)
 
     def _read(self, name: str, shape: Shape) -> np.ndarray:
         weight = np.asarray(self._tensors[name])
-        _check(name, weight, shape)
+        _check_form(name, weight, shape)
+        if self._share is None:
+            _check_numbers(name, weight)
         return weight
 
 
@@ -302,19 +362,29 @@ class Abstract(Parts):
         dtype: jnp.dtype,
         names: Names | None = None,
         quantisation: Quantisation | None = None,
+        share: Share | None = None,
     ) -> None:
-        self._describe(config, names, dtype, quantisation)
+        self._describe(config, names, dtype, quantisation, share)
 
     def _made(
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
     ) -> layers.Weight:
         if segments is not None:
-            return zeros(segments, shape[1], self.dtype)
-        return jnp.zeros(shape, self.dtype)  # traced, where it is called in a trace
+            cut = self._cut(role, shape)
+            return zeros(segments, shape[1] if cut is None else cut.width(shape[1]), self.dtype)
+        whole = jnp.zeros(shape, self.dtype)  # traced, where it is called in a trace
+        if self._share is None:
+            return whole
+        return jnp.concatenate(_padded(self._share.taken(role, [whole]), self._share.padding(role), whole))
 
     def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
         segments = self._expert_segments(role, shape, num_experts)
         yield from (self._made(role, shape, segments) for _ in range(num_experts))
+
+
+def _padded(taken: list[Any], padding: int, like: Any) -> list[Any]:
+    """What a share takes of a role, and rows of zeros."""
+    return [*taken, np.zeros((padding, *like.shape[1:]), like.dtype)] if padding else taken
 
 
 def without_prefix(names: Names, tensors: Tensors) -> Tensors:
@@ -370,6 +440,11 @@ def check_names(config: ModelConfig, names: Names, found: Iterable[str]) -> None
 
 
 def _check(name: str, weight: np.ndarray, shape: Shape) -> None:
+    _check_form(name, weight, shape)
+    _check_numbers(name, weight)
+
+
+def _check_form(name: str, weight: np.ndarray, shape: Shape) -> None:
     if tuple(weight.shape) != shape:
         raise InputError(f"weight {name!r} has shape {tuple(weight.shape)}, must be {shape}")
     if weight.dtype.name not in ("float32", "bfloat16", "float16", "float64"):
@@ -377,6 +452,9 @@ def _check(name: str, weight: np.ndarray, shape: Shape) -> None:
             f"weight {name!r} has type {weight.dtype.name}, must be float32, bfloat16 or float16, or of a "
             "kind that config.json's quantization_config names, with its scales"
         )
+
+
+def _check_numbers(name: str, weight: np.ndarray) -> None:
     if not _is_finite(weight):
         raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")
 

@@ -58,6 +58,16 @@ def batch_of(table, positions, tile_len, block_size) -> AttentionBatch:
 
 def paged_logits(model, token_ids, block_size, tile_len, adapter=None) -> np.ndarray:
     """All tokens in one pass of tiles, over blocks in shuffled order."""
+
+    @jax.jit
+    def run(model):
+        return logits_of(model, token_ids, block_size, tile_len, adapter)
+
+    return np.asarray(run(model))
+
+
+def logits_of(model, token_ids, block_size, tile_len, adapter=None) -> jax.Array:
+    """The same, to be compiled."""
     num_tokens = -(-len(token_ids) // tile_len) * tile_len
     num_blocks = -(-num_tokens // block_size)
     cache = model.create_cache(num_blocks + 1, block_size)
@@ -69,12 +79,8 @@ def paged_logits(model, token_ids, block_size, tile_len, adapter=None) -> np.nda
         adapters = jnp.full_like(batch.query_starts, adapter)
         batch = dataclasses.replace(batch, adapters=adapters)
 
-    @jax.jit
-    def run(model, cache):
-        hidden, _ = model(padded, jnp.asarray(positions), cache, batch)
-        return model.logits(hidden)
-
-    return np.asarray(run(model, cache))[: len(token_ids)]
+    hidden, _ = model(padded, jnp.asarray(positions), cache, batch)
+    return model.logits(hidden)[: len(token_ids)]
 
 
 def test_the_numpy_model_equals_transformers(golden):

@@ -1,0 +1,135 @@
+"""What one shard has of a decoder: a decoder itself, narrower, whose weights are slices of the whole one's.
+
+Heads, the columns of feed-forward parts and the vocabulary are dealt out in their order, every shard alike.
+Of what follows them, the products back to the residual, a shard has the inputs that are its own: the sum of
+all shards' outputs is the whole. The embedding, norms and routers are whole on each.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Num
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.checks import InputError
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.layers import Values
+from jaxpaged.parallel.shards import Shards
+
+COLUMNS = ("o", "down")  # split by input; what is split by output, `_rows` says
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """That of one of the shards. Raises `InputError` for a model that cannot be split into so many."""
+
+    whole: ModelConfig
+    shards: Shards
+    number: int  # of the shard, from 0 on
+
+    def __post_init__(self) -> None:
+        c, size = self.whole, self.shards.size
+        for name in ("num_q_heads", "intermediate_size"):
+            if getattr(c, name) % size:
+                raise InputError(
+                    f"tensor_parallel_size={size} must be a divisor of the model's {name}={getattr(c, name)}"
+                )
+        if c.num_kv_heads % size and size % c.num_kv_heads:
+            raise InputError(
+                f"tensor_parallel_size={size} must be a divisor or a multiple of the model's "
+                f"num_kv_heads={c.num_kv_heads}"
+            )
+        if c.qk_norm == "all" and c.norm == "layer":
+            raise InputError(
+                f"tensor_parallel_size={size} must be 1 for layer norms over the queries of all heads"
+            )
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """Of the narrower decoder: the same for all shards. Slopes of ALiBi it has of all heads."""
+        c, size = self.whole, self.shards.size
+        return dataclasses.replace(
+            c,
+            num_q_heads=c.num_q_heads // size,
+            num_kv_heads=max(c.num_kv_heads // size, 1),
+            intermediate_size=c.intermediate_size // size,
+            tie_word_embeddings=False,
+        )
+
+    def source(self, role: str) -> str:
+        """The role in the whole decoder that this one is made from."""
+        return "embedding.weight" if role == "lm_head.weight" and self.whole.tie_word_embeddings else role
+
+    def taken(self, role: str, pieces: Sequence[Num[Values, "..."]]) -> list[Num[Values, "..."]]:
+        """Of a role's weight, whose pieces follow one another by outputs, this shard's, as views."""
+        name, _, ending = role.removeprefix("experts.").rpartition(".")
+        if name in COLUMNS and ending == "bias":  # added once
+            if self.number == 0:
+                return list(pieces)
+            return [np.zeros(piece.shape, piece.dtype) for piece in pieces]
+        outputs, inputs = self.part(role, (sum(len(piece) for piece in pieces),))
+        if inputs is not None:
+            return [piece[:, slice(*inputs)] for piece in pieces]
+        return list(pieces) if outputs is None else list(_cut(pieces, outputs))
+
+    def part(
+        self, role: str, shape: tuple[int, ...]
+    ) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
+        """Which outputs and which inputs of a weight of this shape are this shard's; None: all."""
+        role, c = role.removeprefix("experts."), self.whole
+        name, _, ending = role.rpartition(".")
+        if name in COLUMNS and ending == "weight":
+            return None, self._part(0, c.num_q_heads * c.head_dim if name == "o" else c.intermediate_size)
+        return self._rows(role, shape[0]), None
+
+    def padding(self, role: str) -> int:
+        """Rows of zeros behind this shard's own: the vocabulary need not be a multiple of the shards."""
+        if role != "lm_head.weight":
+            return 0
+        width = cdiv(self.whole.vocab_size, self.shards.size)
+        mine = min(self.whole.vocab_size - self.number * width, width)
+        return width - max(mine, 0)
+
+    def _rows(self, role: str, count: int) -> list[tuple[int, int]] | None:
+        """From where to where, of so many; None for all."""
+        c, size = self.whole, self.shards.size
+        q, kv = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        name, _, _ = role.rpartition(".")
+        if name == "qkv":
+            return [self._part(0, q), self._kv_part(q), self._kv_part(q + kv)]
+        if role == "sinks" or name == "up" or (name == "q_norm" and c.qk_norm == "all"):
+            return [self._part(0, count)]
+        if name == "k_norm" and c.qk_norm == "all":
+            return [self._kv_part(0)]
+        if name == "gate_up":
+            return [self._part(0, count // 2), self._part(count // 2, count // 2)]
+        if name == "lm_head":
+            width = cdiv(count, size)
+            return [(min(self.number * width, count), min((self.number + 1) * width, count))]
+        return None
+
+    def _part(self, first: int, count: int) -> tuple[int, int]:
+        width = count // self.shards.size
+        return first + self.number * width, first + (self.number + 1) * width
+
+    def _kv_part(self, first: int) -> tuple[int, int]:
+        """Of the kv heads' rows; where there are fewer heads than shards, neighbours have the same one."""
+        c, size = self.whole, self.shards.size
+        heads = max(c.num_kv_heads // size, 1)
+        head = self.number * c.num_kv_heads // size
+        return first + head * c.head_dim, first + (head + heads) * c.head_dim
+
+
+def _cut(
+    pieces: Sequence[Num[Values, "..."]], ranges: Sequence[tuple[int, int]]
+) -> Iterator[Num[Values, "..."]]:
+    """What lies in the ranges, of pieces that follow one another."""
+    for start, stop in ranges:
+        first = 0
+        for piece in pieces:
+            cut = piece[max(start - first, 0) : max(stop - first, 0)]
+            if len(cut):
+                yield cut
+            first += len(piece)

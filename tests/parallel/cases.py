@@ -1,0 +1,202 @@
+"""A model on several devices of this process: `test_in_a_process.py` runs these in one that has them."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpaged.checks import InputError
+from jaxpaged.engine.loop import specs_of
+from jaxpaged.lora import LoRARequest
+from jaxpaged.models import loading, lora
+from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
+from jaxpaged.parallel.shards import Shards
+from jaxpaged.parallel.shares import Share
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.status import PagedMemoryError
+from tests import tiny, tiny_lora
+from tests.models.test_decoder import FAMILIES, GOLDENS, LLAMAS, assert_equal, logits_of
+
+FLOAT32 = jnp.dtype("float32")
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
+
+
+def model_of(checkpoint, size, sums="fast"):
+    """On so many devices."""
+    share = functools.partial(Share, checkpoint.config, Shards(size, sums))
+    return assembled(mesh_of(size), lambda i: checkpoint.model(FLOAT32, share=share(i)))
+
+
+def compiled(model, size, token_ids, adapter=None):
+    """A pass over these tokens, compiled."""
+    graphdef, params = nnx.split(model)
+
+    def of_shard(params):
+        return logits_of(nnx.merge(graphdef, params), token_ids, 4, 8, adapter)
+
+    local = on_each_shard(of_shard, mesh_of(size), (BY_SHARD,), ON_EACH)
+    return jax.jit(local).lower(params).compile(), params
+
+
+# Sinks, experts and biases; a norm over all heads; ALiBi; queries, keys and values grouped in one tensor.
+QUICK = {
+    "quantised/fp8_block",
+    "families/gpt_oss",
+    "families/olmo2",
+    "families/falcon_alibi",
+    "families/gpt_neox",
+}
+# By four most have fewer kv heads than devices. "mha_biased" has 3 heads and 40 columns: nothing divides it.
+SIZES = {
+    "gqa_tied": 2,
+    "quantised/awq": 2,
+    "quantised/fp8_block": 2,
+    "families/bloom": 3,
+    "families/gpt_neox": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow)
+        for n in [*LLAMAS, *FAMILIES, "quantised/awq", "quantised/fp8_block"]
+        if n != "mha_biased"
+    ],
+)
+def test_a_model_in_shares_equals_transformers(name):
+    size = SIZES.get(name, 4)
+    golden = json.loads((GOLDENS / name / "golden.json").read_text())
+    checkpoint = loading.open_checkpoint(GOLDENS / name)
+    model = model_of(checkpoint, size)
+    run, params = compiled(model, size, golden["token_ids"])
+    assert_equal(np.asarray(run(params)), golden)
+    # XLA makes one of two that do not depend on each other.
+    sums = 2 - checkpoint.config.parallel + (checkpoint.config.qk_norm == "all")
+    assert collectives(run) == {"all-reduce": sums, "all-gather": 1}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["phi3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gpt2", "gpt_neox", "bloom"))],
+)
+def test_an_adapter_in_shares_is_what_peft_merges(name):
+    """Also where queries, keys and values, or gate and up, are one module."""
+    checkpoint = loading.open_checkpoint(GOLDENS / "families" / name)
+    names = checkpoint.module_names
+    golden = json.loads((GOLDENS / "lora" / name / "golden.json").read_text())
+    request = LoRARequest(name, 1, GOLDENS / "lora" / name)
+
+    def load(number):
+        share = Share(checkpoint.config, Shards(2), number)
+        model = checkpoint.model(FLOAT32, share=share)
+        lora.make_room(model, names, num_adapters=2, rank=9)
+        lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32, share), 1)
+        return model
+
+    run, params = compiled(assembled(mesh_of(2), load), 2, golden["token_ids"], adapter=2)
+    assert_equal(np.asarray(run(params)), golden)
+
+
+def collectives(run):
+    """By name, in a program whose layers are a loop."""
+    found = re.findall(r" = .*? (all-[a-z-]+|reduce-scatter|collective-[a-z]+)(?:-start)?\(", run.as_text())
+    return {name: found.count(name) for name in set(found)}
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (4, "tensor_parallel_size=4 must be a divisor of the model's num_q_heads=6"),
+        (3, "=3 must be a divisor or a multiple of the model's num_kv_heads=2"),
+        (12, "=12 must be at most 6, the cpu devices that JAX has"),
+        (2.5, "=2.5 must be a positive int, at most 256"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(size, message):
+    with pytest.raises(InputError, match=message):
+        tiny.driver(tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"tensor_parallel_size": 2, **tiny.SWAP}, id="2, swap"),
+        pytest.param(
+            {"tensor_parallel_size": 6, "tensor_parallel_sums": "ordered", **tiny.SMALL},
+            id="6, ordered",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_loop_answers_as_one_device_does_with_the_same_bits_in_any_company(options):
+    driver = tiny.driver(**options)
+    prompts = tiny.prompts([5, 33, 50, 12, 60, 40])
+    greedy = SamplingParams(max_tokens=24, temperature=0, logprobs=2, prompt_logprobs=1)
+    drawn = dataclasses.replace(greedy, temperature=1.5, seed=3, top_p=0.8)
+    params = [greedy, greedy, drawn, greedy, drawn, greedy]
+
+    def asked(order):
+        ids = tiny.submit(driver, [prompts[i] for i in order], [params[i] for i in order])
+        found = tiny.drain(driver)
+        return [dataclasses.replace(found[i], request_id=0, num_hit_tokens=0) for i in ids]
+
+    together = asked(range(6))
+    assert driver.stats.num_preemptions > 0
+    for i in range(6):
+        assert asked([i]) == [together[i]]
+    for prompt, its, answer in zip(prompts, params, together, strict=True):
+        if its is greedy:
+            assert answer.token_ids == list(tiny.reference_answer(tuple(prompt), 24))
+            told = tiny.reference_logits((*prompt, *answer.token_ids[:-1]))[len(prompt) - 1 :]
+            want = jax.nn.log_softmax(told)[np.arange(24), answer.token_ids]
+            np.testing.assert_allclose([score.logprob for score in answer.scores], want, atol=1e-4)
+    tiny.assert_nothing_is_held(driver)
+    assert_same_on_each(driver._state)
+    differs(driver)
+
+
+@pytest.mark.slow
+def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
+    """In one batch, with none and with several; the host turns the loop."""
+    driver = tiny_lora.driver(tmp_path, tensor_parallel_size=2, loop="host")
+    prompts, seeds = tiny.prompts([5, 33, 12, 20]), [0, None, 1, 2]
+    ids = []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        adapter = None if seed is None else tiny_lora.request(tmp_path, seed)
+        [request] = tiny.numbered(driver.door.admit(prompt, tiny.greedy(8), lora_request=adapter))
+        driver.add(request)
+        ids.append(request.request_id)
+    answers = tiny.drain(driver)
+    for request_id, prompt, seed in zip(ids, prompts, seeds, strict=True):
+        assert answers[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8), seed
+
+
+def assert_same_on_each(state):
+    """All that is not K and V."""
+
+    def check(spec, leaf):
+        if spec == ON_EACH:
+            first, *others = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+            assert len(others) > 0
+            assert all(np.array_equal(first, other) for other in others)
+
+    jax.tree.map(check, specs_of(state), state)
+
+
+def differs(driver):
+    """A device that has come to another state is found out in the next run."""
+    rows = driver._state.rows
+    parts = [shard.data for shard in rows.salt.addressable_shards]
+    parts[-1] = parts[-1].at[1].set(7)
+    salt = jax.make_array_from_single_device_arrays(rows.salt.shape, rows.salt.sharding, parts)
+    driver._state = dataclasses.replace(driver._state, rows=dataclasses.replace(rows, salt=salt))
+    tiny.submit(driver, tiny.prompts([5]), SamplingParams(max_tokens=2))
+    with pytest.raises(PagedMemoryError, match="the devices of a model have come to different states"):
+        tiny.drain(driver)

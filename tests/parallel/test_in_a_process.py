@@ -1,0 +1,19 @@
+"""What needs several devices runs in a process that has them: JAX makes all of a process's at once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+NUM_DEVICES = 6
+
+
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_cases_pass_on_several_devices(marks):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", marks, FOLDER / "cases.py"]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(NUM_DEVICES)}
+    done = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

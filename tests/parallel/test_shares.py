@@ -1,0 +1,141 @@
+"""What a shard reads of a model's tensors: its own numbers, once, and looks at no others."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpaged.checks import InputError
+from jaxpaged.models import loading
+from jaxpaged.models.decoder import Decoder, abstract
+from jaxpaged.models.quantised import QuantisedWeight
+from jaxpaged.models.weights import Abstract, Parts, in_expert, in_layer
+from jaxpaged.parallel.shards import Shards
+from jaxpaged.parallel.shares import Share
+from tests import tiny_gguf
+from tests.models.test_decoder import GOLDENS
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "phi3"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_shard_reads_its_own_numbers_alone(name, size):
+    """Each number of the files is another, so what a share has of them can be told; all else is made NaN,
+    which is refused where it is seen."""
+    checkpoint = loading.open_checkpoint(GOLDENS / "families" / name)
+    numbered, count = {}, 1
+    for key, tensor in checkpoint.load_weights().items():
+        numbered[key] = np.arange(count, count + tensor.size, dtype=np.float32).reshape(tensor.shape)
+        count += tensor.size
+    assert count < 2**24
+    times = np.zeros(count, int)
+    for number in range(size):
+        share = Share(checkpoint.config, Shards(size), number)
+        its = leaves(checkpoint, numbered, share)
+        mine = np.unique(np.concatenate([leaf.reshape(-1) for leaf in its])).astype(int)
+        times[mine] += 1
+        poisoned = {key: np.where(np.isin(x, mine), x, np.nan) for key, x in numbered.items()}
+        for leaf, again in zip(its, leaves(checkpoint, poisoned, share), strict=True):
+            np.testing.assert_array_equal(leaf, again)
+        shapes = jax.tree.leaves(nnx.state(abstract(checkpoint.config, jnp.dtype("float32"), share=share)))
+        assert [x.shape for x in shapes] == [x.shape for x in its]
+    for key, tensor in numbered.items():
+        here = times[tensor.astype(int)]
+        kv = size // checkpoint.config.num_kv_heads if key.endswith(("k_proj.weight", "v_proj.weight")) else 1
+        if key.endswith(("_proj.weight", "lm_head.weight", "c_fc.weight", "w1.weight", "w2.weight")):
+            joined = {1, size // 2} if "qkv" in key else {kv}
+            assert {*np.unique(here)} == joined, key
+    assert times[1:].min() > 0  # and together they read all
+
+
+def leaves(checkpoint, tensors, share):
+    parts = Parts(checkpoint.config, checkpoint.names, tensors, jnp.dtype("float32"), share=share)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(Decoder(parts)))]
+
+
+def test_a_shard_of_a_vocabulary_that_is_not_divided_has_rows_of_zeros():
+    config = loading.open_checkpoint(GOLDENS / "families" / "llama").config
+    widths = [
+        (len(Share(small, Shards(4), i).taken("lm_head.weight", [np.zeros((5, 3))])), i)
+        for small in [dataclasses.replace(config, vocab_size=5, eos_token_ids=())]
+        for i in range(4)
+    ]
+    assert widths == [(1, 0), (1, 1), (1, 2), (0, 3)]
+    last = Share(dataclasses.replace(config, vocab_size=5, eos_token_ids=()), Shards(4), 3)
+    assert last.padding("lm_head.weight") == 2
+
+
+OTHERS = ["compressed_fp8", "compressed_int4", "compressed_w8a8", "gptq_8bit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("quantised/awq", None),
+        ("quantised/fp8_block", None),
+        ("families/llama", "int4"),
+        ("gguf", "gguf"),
+        *(pytest.param(f"quantised/{name}", None, marks=pytest.mark.slow) for name in OTHERS),
+        pytest.param("families/llama", "fp8", marks=pytest.mark.slow),
+        pytest.param("families/qwen3_moe", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_quantised_weights_are_cut_where_they_lie(name, quantization, tmp_path):
+    """A share's numbers are the whole weight's, also where a group of inputs is cut through."""
+    if name == "gguf":
+        kinds = {
+            "attn_q.": "Q4_0",
+            "attn_k.": "Q8_0",
+            "ffn_gate": "Q5_0",
+            "ffn_up": "Q5_0",
+            "token_embd": "Q8_0",
+        }
+        folder = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", kinds=kinds)
+    else:
+        folder = GOLDENS / name
+    checkpoint = loading.open_checkpoint(folder)
+    quantisation = checkpoint.quantisation(quantization)
+    config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
+    made = config, names, checkpoint.load_weights(), dtype, quantisation
+    whole, num_quantised = Parts(*made), 0
+    for number in range(2):
+        share = Share(checkpoint.config, Shards(2), number)
+        parts, shapes = Parts(*made, share), Abstract(config, dtype, names, quantisation, share)
+        for role in [*in_layer(checkpoint.config), *in_expert(checkpoint.config), "lm_head.weight"]:
+            all_, its, like = (list(weights_of(from_, role)) for from_ in (whole, parts, shapes))
+            if role == "lm_head.weight" and all_[0] is None:
+                all_ = [whole.get("embedding.weight")]
+            num_quantised += isinstance(its[0], QuantisedWeight)
+            for one, mine, shape in zip(all_, its, like, strict=True):
+                taken = np.concatenate(share.taken(role, [widened(one)]))
+                np.testing.assert_array_equal(widened(mine)[: len(taken)], taken, err_msg=role)
+                assert len(mine.shape) < 2 or mine.shape[0] == len(taken) + share.padding(role)
+                assert jax.tree.map(np.shape, mine) == jax.tree.map(np.shape, shape)
+    assert num_quantised >= 2 * (2 + bool(checkpoint.config.experts))
+
+
+def weights_of(parts, role):
+    if role == "lm_head.weight":
+        return [parts.get(role)]
+    if role.startswith("experts."):
+        return parts.of_experts(role, range(parts.config.num_layers))
+    return parts.each(role)
+
+
+def widened(weight):
+    """Its numbers, with its inputs as they come."""
+    if not isinstance(weight, QuantisedWeight):
+        return np.asarray(weight)
+    assert weight.orders == (None,) * len(weight.segments)
+    return np.concatenate([segment.widened() for segment in weight.segments])[:, : weight.in_features]
+
+
+def test_inputs_in_an_order_of_their_own_are_not_cut():
+    checkpoint = loading.open_checkpoint(GOLDENS / "quantised" / "gptq")
+    share = Share(checkpoint.config, Shards(2), 0)
+    with pytest.raises(
+        InputError, match=r"^tensor_parallel_size=2 must be 1 for 64 quantised inputs in an order of"
+    ):
+        checkpoint.model(jnp.dtype("float32"), share=share)
