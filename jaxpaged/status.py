@@ -19,6 +19,7 @@ class Status(enum.IntFlag):
     ROW_IN_USE = 1 << 6
     TOO_FEW_TOKENS = 1 << 7
     BLOCKS_IN_USE = 1 << 8
+    UNCACHEABLE = 1 << 9
 
 
 _SENTENCES = {
@@ -31,6 +32,7 @@ _SENTENCES = {
     Status.ROW_IN_USE: "a row to be filled holds blocks already, or is named twice: free it first",
     Status.TOO_FEW_TOKENS: "a row has fewer tokens than are to be given back, skipped or cached",
     Status.BLOCKS_IN_USE: "the prefix cache cannot be reset while blocks are in use: free all rows first",
+    Status.UNCACHEABLE: "blocks cannot be made findable: their places in the table of contents are taken",
 }
 
 
