@@ -29,8 +29,8 @@ class Roofline:
 
 def together(gpu: Roofline, num_gpus: int, link: float, latency: float) -> Roofline:
     """So many of these GPUs, of which each has its share of the heads."""
-    peaks = (num_gpus * peak for peak in (gpu.flops, gpu.bytes, gpu.memory))
-    return Roofline(*peaks, num_gpus, link, latency)
+    flops, num_bytes, memory = (num_gpus * peak for peak in (gpu.flops, gpu.bytes, gpu.memory))
+    return Roofline(flops, num_bytes, memory, num_gpus, link, latency)
 
 
 GPUS = {
