@@ -14,6 +14,7 @@ from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, Sampli
 
 if TYPE_CHECKING:
     from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.engine.blocks import Blocks
     from jaxpaged.engine.llm import LLM
     from jaxpaged.engine.outputs import (
         BeamSearchOutput,
@@ -29,6 +30,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "Blocks",
     "CompletionOutput",
     "EngineConfig",
     "InputError",
@@ -43,6 +45,7 @@ _HOME = {
     "BeamSearchOutput": "jaxpaged.engine.outputs",
     "BeamSearchSequence": "jaxpaged.engine.outputs",
     "AsyncLLM": "jaxpaged.engine.async_llm",
+    "Blocks": "jaxpaged.engine.blocks",
     "CompletionOutput": "jaxpaged.engine.outputs",
     "RequestOutput": "jaxpaged.engine.outputs",
 }

@@ -20,6 +20,7 @@ class Status(enum.IntFlag):
     TOO_FEW_TOKENS = 1 << 7
     BLOCKS_IN_USE = 1 << 8
     SHARDS_DIFFER = 1 << 9
+    UNCACHEABLE = 1 << 10
 
 
 _SENTENCES = {
@@ -34,6 +35,7 @@ _SENTENCES = {
     Status.SHARDS_DIFFER: "the devices of a model have come to different states, and so would their answers: "
     "one of them computes wrongly",
     Status.BLOCKS_IN_USE: "the prefix cache cannot be reset while blocks are in use: free all rows first",
+    Status.UNCACHEABLE: "blocks cannot be made findable: their places in the table of contents are taken",
 }
 
 

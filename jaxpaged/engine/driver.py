@@ -4,10 +4,11 @@ The only object that holds a variable: the current `EngineState`, and who is in 
 """
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from absl import logging
 from flax import nnx
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import loop, machine, startup
+from jaxpaged.engine import exchange, loop, machine, startup
 from jaxpaged.engine.adapters import Adapter, OnDevice, beside
+from jaxpaged.engine.blocks import Blocks, Kind
 from jaxpaged.engine.loop import Report
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
@@ -223,6 +225,39 @@ class Driver:
             return False
         self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
         return True
+
+    @functools.cached_property
+    def kind(self) -> Kind:
+        """Of its blocks. The first time it reads all weights. Raises `InputError` if they do not travel."""
+        return exchange.kind(self.config, self.door.model_config, self._params, self._state.kv_cache)
+
+    def export_blocks(self, prompt: np.ndarray, cache_salt: str | None) -> Blocks:
+        """The blocks that can be found of a prompt, in the host's memory. Waits for the run under way."""
+        kind, chain = self.kind, self.locate(prompt, cache_salt)
+        return Blocks(kind, chain.token_ids, cache_salt, exchange.on_host(self._state, chain))
+
+    def locate(self, prompt: np.ndarray, cache_salt: str | None) -> exchange.Chain:
+        return exchange.locate(self._state, prompt, self.door.salts.number(cache_salt))
+
+    def pieces(self, chain: exchange.Chain) -> list[exchange.Piece]:
+        """K and V of what `locate` has just found, on the device."""
+        return list(exchange.pieces(self._state, chain))
+
+    def adopt_blocks(self, blocks: Blocks) -> int:
+        """Make blocks findable, all of them; how many, 0 if there is no room. Raises `InputError`."""
+        self.kind.require(blocks)
+        its_pieces = exchange.cut(blocks.arrays, blocks.num_blocks, self._state.kv_cache)
+        return self.adopt(blocks.token_ids, blocks.cache_salt, its_pieces)
+
+    def adopt(
+        self, token_ids: np.ndarray, cache_salt: str | None, its_pieces: Iterator[exchange.Piece]
+    ) -> int:
+        room = exchange.make_room(self._state, token_ids, self.door.salts.number(cache_salt))
+        if room is None:
+            return 0
+        for state in exchange.fill(self._state, room, its_pieces):
+            self._state = state
+        return len(token_ids)
 
     def snapshot(self) -> Snapshot:
         """Waits for the run under way, and disturbs nothing."""

@@ -17,7 +17,9 @@ from absl import logging
 
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.blocks import Blocks
 from jaxpaged.engine.driver import Driver, Snapshot, Stats
+from jaxpaged.engine.exchange import Piece
 from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.outputs import RequestMetrics
 from jaxpaged.engine.recording import Recorder
@@ -222,6 +224,57 @@ class Engine:
         """Forget what can be found of former requests; False, and nothing changes, if any is unfinished."""
         self.refuse_here("reset the prefix cache")
         return self._worker.ask(Driver.reset_prefix_cache)
+
+    def export_blocks(
+        self, prompt_token_ids: Sequence[int] | np.ndarray, cache_salt: str | None = None
+    ) -> Blocks:
+        """The full blocks that can be found of a prompt, from its beginning on, in the host's memory.
+
+        Of requests that run and of former ones, as far as nobody has taken their blocks since: for another
+        engine, or for this one later. What was computed with an adapter is not among them: another engine
+        could not know that its adapter is the same. Between two runs, which it holds up. `InputError` where
+        there is no prefix cache, or its scales are measured.
+        """
+        self.refuse_here("export blocks")
+        prompt = self.door.checked_prompt(prompt_token_ids, cache_salt)
+        return self._worker.ask(lambda driver: driver.export_blocks(prompt, cache_salt))
+
+    def adopt_blocks(self, blocks: Blocks) -> int:
+        """Let prompts find what another engine has computed, as if a request here had, and had finished.
+
+        It goes to free blocks; those in use stay as they are. Returns: how many blocks can be found, with
+        those that were there before: all, or 0 if there is no room. `InputError`, and no change, for blocks
+        of another model, layout, dtype or size.
+        """
+        self.refuse_here("adopt blocks")
+        check("blocks", blocks, "a Blocks", isinstance(blocks, Blocks))
+        return self._worker.ask(lambda driver: driver.adopt_blocks(blocks)) if blocks.num_blocks else 0
+
+    def hand_over(
+        self,
+        to: "Engine",
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        cache_salt: str | None = None,
+    ) -> int:
+        """`export_blocks` and `to.adopt_blocks` at once, from device to device: the host's memory sees none.
+
+        While they are on their way, they take as much of both devices' memory once more.
+        """
+        for engine in (self, to):
+            engine.refuse_here("hand over blocks")
+        prompt = self.door.checked_prompt(prompt_token_ids, cache_salt)
+
+        def take(driver: Driver) -> tuple[Blocks, list[Piece]]:
+            kind, chain = driver.kind, driver.locate(prompt, cache_salt)
+            return Blocks(kind, chain.token_ids, cache_salt, {}), driver.pieces(chain)
+
+        named, pieces = self._worker.ask(take)
+
+        def put(driver: Driver) -> int:
+            driver.kind.require(named)
+            return driver.adopt(named.token_ids, cache_salt, iter(pieces))
+
+        return to._worker.ask(put) if pieces else 0
 
     def refuse_here(self, what: str) -> None:
         """Raise `RuntimeError` in the engine's own thread, which a sink runs in: it would wait for itself."""

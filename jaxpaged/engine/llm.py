@@ -18,6 +18,7 @@ from jaxpaged.checks import InputError, check, checked_bool, checked_choice, is_
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
+from jaxpaged.engine.blocks import Blocks
 from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
 from jaxpaged.engine.request import Delta, Request
@@ -203,6 +204,17 @@ class LLM:
         """Forget the prefixes of former requests; False, and nothing happens, while any is unfinished."""
         return self.engine.reset_prefix_cache()
 
+    def export_blocks(self, prompt: Prompt) -> Blocks:
+        """The K and V that the cache has of a prompt, from its beginning on: see `Engine.export_blocks`.
+
+        Answer it with `max_tokens=1` before, to have all of it.
+        """
+        return self.read_prompt(prompt, self.engine.export_blocks)[1]
+
+    def adopt_blocks(self, blocks: Blocks) -> int:
+        """Let prompts find what another engine has computed: see `Engine.adopt_blocks`."""
+        return self.engine.adopt_blocks(blocks)
+
     def render_chat(self, conversation: Sequence[Message]) -> dict[str, Any]:
         """The prompt, as text and as token ids, that the chat template makes of a conversation."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
@@ -286,10 +298,8 @@ class LLM:
         )
         return [prompts] if is_one else prompts
 
-    def read_prompt(
-        self, prompt: Any, admit: Callable[..., list[Request]]
-    ) -> tuple[str | None, list[Request]]:
-        """A prompt's text, where it was given as text, and the requests that the door makes of it."""
+    def read_prompt[T](self, prompt: Any, admit: Callable[..., T]) -> tuple[str | None, T]:
+        """A prompt's text, where it was given as text, and what is made of its token ids and its salt."""
         text, token_ids, salt = prompt, None, None
         if isinstance(prompt, Mapping):
             for key in prompt:

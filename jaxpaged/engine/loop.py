@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
@@ -26,7 +26,8 @@ from jaxpaged.engine.state import (
 )
 from jaxpaged.engine.step import Model, PromptScores, advance, no_prompt_scores, step
 from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.memory import block_pool
+from jaxpaged.memory import block_pool, transfer
+from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
 from jaxpaged.models.layers import AdapterParam
@@ -347,3 +348,66 @@ def step_once(
 def schedule(state: EngineState, *, config: StepConfig) -> Decision:
     """What the next step will decide."""
     return scheduler.schedule(state, config)[1]
+
+
+# What hands blocks from one engine to another (`engine.exchange`); engines that never do compile none of it.
+
+
+@jax.jit
+def locate_blocks(
+    pool: BlockPool,
+    token_ids: Int[Array, "max_blocks block_size"],
+    num_blocks: Int[Array, ""],
+    salt: Int[Array, ""],
+) -> tuple[Int[Array, " max_blocks"], Int[Array, ""]]:
+    """The blocks of the longest beginning of a chain that can be found, and how many: `transfer.locate`."""
+    hit = transfer.locate(pool, token_ids, num_blocks, salt)
+    return hit.block_ids, hit.chain.num_blocks
+
+
+@jax.jit
+def adopt_blocks(
+    pool: BlockPool,
+    token_ids: Int[Array, "max_blocks block_size"],
+    num_blocks: Int[Array, ""],
+    salt: Int[Array, ""],
+) -> tuple[BlockPool, BlockPool, transfer.AdoptInfo]:
+    """The pool that has adopted a chain, for when K and V are written; and the one until then, in which what
+    they are written over is not found any more. See `transfer.adopt`.
+    """
+    adopted, info = transfer.adopt(pool, token_ids, num_blocks, salt)
+    until_then, _ = block_pool.evict(pool, info.destinations, info.destinations != block_pool.NULL_BLOCK)
+    return adopted, until_then, info
+
+
+@jax.jit
+def read_blocks(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n num_layers ..."]]:
+    return transfer.read(kv_cache, block_ids)
+
+
+@functools.partial(jax.jit, donate_argnames="kv_cache")
+def write_blocks(
+    kv_cache: KVCache, block_ids: Int[Array, " n"], arrays: dict[str, Num[Array, "n num_layers ..."]]
+) -> KVCache:
+    """What `read_blocks` gave in other blocks; NULL_BLOCK for none. The cache is donated."""
+    return transfer.write(kv_cache, block_ids, arrays)
+
+
+@jax.jit
+def digest(arrays: Sequence[Num[Array, "..."]]) -> UInt32[Array, "2"]:
+    """Two sums over all bits of these arrays, each mixed with its place: equal for equal arrays, however they
+    lie on devices, and for others by a chance of 2**-64. Not for who wants to make two that agree.
+    """
+    total = jnp.zeros(2, jnp.uint32)
+    for number, x in enumerate(arrays):
+        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+        place = jnp.full(x.shape, number, jnp.uint32) * jnp.uint32(0x85EBCA77)
+        for axis in range(x.ndim):
+            place = place * jnp.uint32(0x9E3779B1) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        words = []
+        for odd in (0x7FEB352D, 0x846CA68B):
+            mixed = (bits ^ (place * jnp.uint32(odd))) * jnp.uint32(0xC2B2AE3D)
+            mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(odd)
+            words.append(jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32))
+        total += jnp.stack(words)
+    return total

@@ -212,13 +212,7 @@ class Door:
         priority = checked_int("priority", priority, INT32_RULE, -(2**31))
         if self.config.scheduling_policy == "fcfs":
             check("priority", priority, "0 unless scheduling_policy is 'priority'", priority == 0)
-        rule = "None or a string that is not empty"
-        check(
-            "cache_salt",
-            cache_salt,
-            rule,
-            cache_salt is None or (isinstance(cache_salt, str) and cache_salt != ""),
-        )
+        check_salt(cache_salt)
         adapter = self._adapter(lora_request)
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
         return Request(
@@ -247,6 +241,11 @@ class Door:
         check("lora_request", lora_request, "None without enable_lora", self.adapters is not None)
         assert self.adapters is not None
         return self.adapters.get(lora_request)
+
+    def checked_prompt(self, prompt_token_ids: Any, cache_salt: str | None) -> np.ndarray:
+        """The prompt as int32, if it and the salt could be a request's. Raises `InputError`."""
+        check_salt(cache_salt)
+        return self._prompt(prompt_token_ids)
 
     def write(self, rows: Rows, line: int, request: Request, num_tokens: int) -> None:
         """Fill one line of NumPy rows, but for the tokens. Their number may be more than the prompt's, if a
@@ -372,6 +371,11 @@ class Door:
         if request.params.seed is not None:
             return request.params.seed
         return int(np.random.SeedSequence((self.config.seed, request.request_id)).generate_state(1)[0])
+
+
+def check_salt(cache_salt: Any) -> None:
+    is_salt = cache_salt is None or (isinstance(cache_salt, str) and cache_salt != "")
+    check("cache_salt", cache_salt, "None or a string that is not empty", is_salt)
 
 
 def arrival_of(request_id: int) -> int:

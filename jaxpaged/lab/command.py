@@ -5,7 +5,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from jaxpaged.checks import InputError, checked_int, checked_number
+from jaxpaged.checks import InputError, checked_choice, checked_int, checked_number
 from jaxpaged.config import EngineConfig
 from jaxpaged.lab.combination import UNBOUNDED, Combination
 from jaxpaged.serve.command import Commands, require
@@ -72,7 +72,8 @@ def add_lab(commands: Commands) -> None:
         metavar="N",
         help=f"the first so many requests (default: {SERVED} with --out, else 0)",
     )
-    serving.add_argument("--gpu", default="h100", help="a100, h100 (default), h200 or b200")
+    serving.add_argument("--gpu", default="h100", help="a100, h100 (default), h200, b200 or 8xh200")
+    serving.add_argument("--decoder", default=DECODER, help=f'"{DECODER}" (default) or "Llama 3.1 70B"')
     serving.add_argument("--max-num-seqs", type=int, default=64, help="that run together (default 64)")
     serving.add_argument(
         "--max-num-batched-tokens",
@@ -97,7 +98,8 @@ def run(args: argparse.Namespace) -> None:
     from jaxpaged.lab.serving import replay, roofline
     from jaxpaged.memory import eviction
 
-    peak, decoder = roofline.named(args.gpu), roofline.DECODERS[DECODER]
+    peak = roofline.named(args.gpu)
+    decoder = roofline.DECODERS[checked_choice("decoder", args.decoder, roofline.DECODERS)]
     num_tokens = args.max_num_batched_tokens
     if num_tokens is None:
         num_tokens = args.max_num_seqs + PROMPT_TOKENS
@@ -148,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
     if args.out is not None:
         from jaxpaged.lab import report
 
-        of_gpu = replay.Serving(args.gpu, DECODER, config, served.num_requests, caches)
+        of_gpu = replay.Serving(args.gpu, args.decoder, config, served.num_requests, caches)
         written = report.write(args.out, trace, results, of_gpu if caches else None)
         if not args.json:
             print(f"report: {written}")

@@ -1,5 +1,6 @@
 """A MODEL, not a measurement: how long a step of a decoder takes if nothing keeps the GPU from its peaks."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -12,11 +13,24 @@ from jaxpaged.checks import checked_choice
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Roofline:
-    """A GPU's peaks, as its maker gives them: dense bfloat16, and its memory's bandwidth and size."""
+    """A GPU's peaks, as its maker gives them: dense bfloat16, and its memory's bandwidth and size.
+
+    Or those of several together that share one copy of the weights, and add up what each has of a layer's
+    two products.
+    """
 
     flops: float  # a second
     bytes: float  # a second
     memory: float  # bytes
+    num_gpus: float = 1.0
+    link: float = math.inf  # bytes a second that each of them sends
+    latency: float = 0.0  # seconds that a sum takes at least
+
+
+def together(gpu: Roofline, num_gpus: int, link: float, latency: float) -> Roofline:
+    """So many of these GPUs, of which each has its share of the heads."""
+    flops, num_bytes, memory = (num_gpus * peak for peak in (gpu.flops, gpu.bytes, gpu.memory))
+    return Roofline(flops, num_bytes, memory, num_gpus, link, latency)
 
 
 GPUS = {
@@ -25,6 +39,8 @@ GPUS = {
     "h200": Roofline(989e12, 4.8e12, 141e9),
     "b200": Roofline(2250e12, 8.0e12, 180e9),
 }
+# NVLink: 900 GB/s are both ways together. The seconds are an assumption.
+GPUS["8xh200"] = together(GPUS["h200"], 8, link=450e9, latency=10e-6)
 USED = 0.9  # the share of its memory that weights and cache take
 
 
@@ -49,6 +65,11 @@ class Decoder:
         """Of a token's K and V."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    @property
+    def hidden_bytes(self) -> int:
+        """Of what a layer gives for a token; all heads of queries are as wide."""
+        return 2 * self.num_q_heads * self.head_dim
+
 
 def cache_tokens(gpu: Roofline, decoder: Decoder) -> int:
     """Tokens for whose K and V there is room beside the weights."""
@@ -56,7 +77,8 @@ def cache_tokens(gpu: Roofline, decoder: Decoder) -> int:
 
 
 LLAMA_8B = Decoder(8.03e9, 32, 32, 8, 128)
-DECODERS = {"Llama 3.1 8B": LLAMA_8B}
+LLAMA_70B = Decoder(70.55e9, 80, 64, 8, 128)
+DECODERS = {"Llama 3.1 8B": LLAMA_8B, "Llama 3.1 70B": LLAMA_70B}
 
 
 def seconds_of_step(
@@ -66,13 +88,16 @@ def seconds_of_step(
 
     Each new token costs two operations a parameter, and attention over itself and all before it. Weights are
     read once, and so are K and V of each row that computes something. Whichever of the two takes longer hides
-    the other; nothing else costs anything.
+    the other; nothing else costs anything. Several GPUs add up two results a layer, in a ring, hidden by
+    nothing.
     """
     new, end = num_new.astype(jnp.float32), seq_lens.astype(jnp.float32)
     num_pairs = jnp.sum(new * (2 * end - new + 1) / 2)  # of a new token and one that it sees
     attention = 4 * decoder.num_layers * decoder.num_q_heads * decoder.head_dim * num_pairs
     flops = 2 * decoder.num_params * jnp.sum(new) + attention
     num_read = jnp.sum(jnp.where(num_new > 0, end, 0))
-    return jnp.maximum(
+    alone = jnp.maximum(
         flops / peak.flops, (2 * decoder.num_params + decoder.kv_bytes * num_read) / peak.bytes
     )
+    sent = 2 * (peak.num_gpus - 1) / peak.num_gpus * decoder.hidden_bytes * jnp.sum(new)
+    return alone + 2 * decoder.num_layers * jnp.maximum(peak.latency, sent / peak.link)

@@ -1,0 +1,327 @@
+"""Blocks out of one engine and into another: the same answers, and nothing else changes."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpaged.checks import InputError
+from jaxpaged.engine import exchange, loop
+from jaxpaged.engine.blocks import Blocks, Kind
+from jaxpaged.engine.transport import SocketTransport
+from jaxpaged.memory import kv_cache, transfer
+from jaxpaged.models import lora
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.sampling_params import SamplingParams
+from pallas_kernels.layouts import LAYOUTS
+from tests import tiny
+from tests.layouts import EACH, HEAD_DIM, NUM_HEADS, block_size_of
+
+SCORED = SamplingParams(max_tokens=8, temperature=0, logprobs=2)
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
+PROMPT, OTHER, NEVER_ASKED = tiny.prompts([50, 64, 40])
+PROGRAMS = loop.locate_blocks, loop.read_blocks, loop.adopt_blocks, loop.write_blocks, loop.digest
+
+
+def num_compiled():
+    return [program._cache_size() for program in PROGRAMS]
+
+
+def answer(engine, prompt, **options):
+    """Tokens and scores, to the bit; and how many tokens were found."""
+    found = engine.submit(prompt, SCORED, **options).result()
+    return (found.token_ids, found.scores), found.num_hit_tokens
+
+
+@pytest.fixture(scope="module")
+def here():
+    with tiny.engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def blocks(here):
+    before = num_compiled()
+    here.submit(PROMPT, ONE_TOKEN).result()
+    assert num_compiled() == before, "who does not export compiles nothing for it"
+    return here.export_blocks(PROMPT)
+
+
+def test_prompts_computed_here_are_answered_there(here, blocks):
+    with tiny.engine() as there:
+        assert blocks.num_blocks == 6
+        assert there.adopt_blocks(Blocks.from_bytes(blocks.to_bytes())) == 6
+        found, num_hit_tokens = answer(there, PROMPT)
+        assert num_hit_tokens == 48
+        assert found == answer(here, PROMPT)[0]
+        assert found[0] == tiny.reference_answer(tuple(PROMPT), 8)
+        assert there.adopt_blocks(blocks) == 6, "there already"
+
+        # From device to device; salts by their names, for their numbers are each engine's own.
+        there.submit(OTHER, ONE_TOKEN, cache_salt="first here").result()
+        want = answer(here, OTHER, cache_salt="mine")[0]
+        assert here.hand_over(there, OTHER, "nobody's") == 0
+        assert here.hand_over(there, OTHER, "mine") == 8
+        assert answer(there, OTHER, cache_salt="mine") == (want, 56), "one token is left to compute"
+        assert answer(there, OTHER)[1] == 0
+
+        assert there.adopt_blocks(here.export_blocks(NEVER_ASKED)) == 0
+        with pytest.raises(InputError, match=r"^prompt token=97 must be a token id"):
+            here.export_blocks([97])
+        assert there.snapshot().state.status == 0
+        tiny.check_invariants(there.snapshot().state.tables)
+
+
+def test_what_an_answer_made_is_not_exported(here):
+    """Its tokens are not a prompt's."""
+    prompt = PROMPT[:20]
+    found = here.submit(prompt, tiny.greedy(30)).result().token_ids
+    assert here.export_blocks(prompt + found).num_blocks == 2
+
+
+def test_blocks_of_another_kind_are_refused(here, blocks):
+    for name, value in (
+        ("block_size", 16),
+        ("layout", "Fused()"),
+        ("dtype", "bfloat16"),
+        ("num_layers", 3),
+        ("num_kv_heads", 1),
+        ("head_dim", 16),
+        ("reuse_answers", True),
+        ("model", "another"),
+    ):
+        other = dataclasses.replace(blocks, kind=dataclasses.replace(blocks.kind, **{name: value}))
+        rule = f"blocks: {name}={value!r} must be {getattr(blocks.kind, name)!r}, as this engine's"
+        with pytest.raises(InputError, match=f"^{re.escape(rule)}$"):
+            here.adopt_blocks(other)
+    assert {field.name for field in dataclasses.fields(Kind)} == set(dataclasses.asdict(blocks.kind))
+    short = dataclasses.replace(blocks, arrays={name: x[:-1] for name, x in blocks.arrays.items()})
+    with pytest.raises(InputError, match=r"^blocks: arrays="):
+        here.adopt_blocks(short)
+    for options, rule in (
+        ({"enable_prefix_caching": False}, r"^enable_prefix_caching=False must be True to export"),
+        ({"tensor_parallel_size": 2}, r"^tensor_parallel_size=2 must be 1 to export"),
+        ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, r"^calculate_kv_scales=True must be False"),
+    ):
+        driver = here._driver
+        config = dataclasses.replace(driver.config, **options)
+        cache = driver._state.kv_cache
+        measured = dataclasses.replace(cache, shared={"k_scale": jnp.zeros((2, 2))})
+        with pytest.raises(InputError, match=rule):
+            exchange.kind(config, driver.door.model_config, driver._params, measured)
+
+
+def test_room_for_adapters_is_no_other_model(here, blocks):
+    driver, model = here._driver, tiny.load(jnp.dtype("float32"))
+    lora.make_room(model, NAMES, num_adapters=2, rank=4)
+    config = dataclasses.replace(tiny.CONFIG, eos_token_ids=(3,), max_model_len=64)
+    its = config, nnx.state(model), driver._state.kv_cache
+    assert exchange.kind(driver.config, *its) == blocks.kind
+
+
+def test_the_digest_knows_every_bit_and_its_place():
+    def words(*arrays):
+        return tuple(np.asarray(loop.digest([jnp.asarray(x) for x in arrays])).tolist())
+
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 5, 7), np.float32)
+    changed, swapped = x.copy(), x[:, [1, 0, 2, 3, 4, 5, 6]]
+    changed[3, 2] = np.nextafter(changed[3, 2], np.float32(9))
+    each = {words(*its) for its in ((x, y), (changed, y), (swapped, y), (y, x), (x.T, y), (x, y, 0 * y))}
+    assert len(each) == 6
+    assert words(x, y) == words(x.copy(), y)
+
+
+def test_every_layouts_blocks_travel_whole():
+    for name in EACH:
+        layout = LAYOUTS[name]
+        sizes = 2, 7, block_size_of(layout), NUM_HEADS, HEAD_DIM, jnp.dtype("float32")
+        empty = kv_cache.create(*sizes, layout=layout)
+        rng = np.random.default_rng(0)
+        full = {
+            its: rng.integers(0, 64, x.nbytes, np.uint8).view(x.dtype).reshape(x.shape)
+            for its, x in empty.blocks.items()
+        }
+        source = dataclasses.replace(empty, blocks={its: jnp.asarray(x) for its, x in full.items()})
+        there, here = jnp.array([3, 6, 2]), jnp.array([5, 0, 1])
+        kind = Kind(sizes[2], repr(layout), "float32", 2, NUM_HEADS, HEAD_DIM, False, "tiny")
+        read = {its: np.asarray(x) for its, x in transfer.read(source, there).items()}
+        sent = Blocks(kind, np.zeros((3, sizes[2]), np.int32), None, read)
+        assert sent.num_bytes == 3 * sum(x.nbytes for x in full.values()) // 7
+        got = Blocks.from_bytes(sent.to_bytes())
+        assert got.kind == kind
+        target = transfer.write(empty, here, transfer.placed(got.arrays, empty))
+        for its, x in target.blocks.items():
+            want = np.zeros_like(full[its])
+            for a, b in ((3, 5), (2, 1)):
+                index = (slice(None),) * empty.axis
+                want[(*index, b)] = full[its][(*index, a)]
+            assert np.asarray(x).tobytes() == want.tobytes(), name
+
+
+def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks, monkeypatch):
+    """Piece by piece, while others run in a pool with little room; and then no room at all."""
+    block_bytes = blocks.num_bytes // blocks.num_blocks
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 2 * block_bytes)
+    driver = tiny.driver()
+    first = tiny.generate(driver, [PROMPT], tiny.greedy(1))
+    driver.reset_prefix_cache()
+
+    def broken():
+        yield from list(exchange.cut(blocks.arrays, 6, driver._state.kv_cache))[:1]
+        raise OSError("the line is cut")
+
+    long = tiny.prompts([100] * 4, seed=1)
+    tiny.submit(driver, long, tiny.greedy(16))
+    for _ in range(4):
+        driver.turn(2)
+    running = [place for place in driver._places if place is not None]
+    assert driver.stats.num_running == 4, "with 13 or 14 of 64 blocks each"
+    with pytest.raises(OSError, match="the line is cut"):
+        driver.adopt(blocks.token_ids, None, broken())
+    tiny.check_invariants(driver._state.tables)
+    prompt = np.array(PROMPT, np.int32)
+    assert driver.locate(prompt, None).block_ids.size == 0
+    assert driver.adopt_blocks(blocks) == 6
+    tiny.check_invariants(driver._state.tables)
+    assert driver.export_blocks(prompt, None).to_bytes() == blocks.to_bytes()
+    longer = np.arange(15 * 8, dtype=np.int32).reshape(15, 8)
+    arrays = {name: np.repeat(x[:1], 15, 0) for name, x in blocks.arrays.items()}
+    assert driver.adopt_blocks(dataclasses.replace(blocks, token_ids=longer, arrays=arrays)) == 0
+    assert driver.locate(prompt, None).block_ids.size == 6, "and nothing gave way to it"
+    tiny.drain(driver)
+    for place in running:
+        its_prompt = tuple(place.request.prompt_token_ids.tolist())
+        assert place.answer == tiny.reference_answer(its_prompt, 16)
+    assert tiny.generate(driver, [PROMPT], tiny.greedy(1)) == first
+    tiny.assert_nothing_is_held(driver)
+
+
+def test_bytes_that_are_no_blocks_are_refused(blocks):
+    data = blocks.to_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    [name], [said] = header["__metadata__"], map(json.loads, header["__metadata__"].values())
+
+    def with_said(its_name=name, **changes):
+        metadata = {its_name: json.dumps(said | changes)}
+        written = json.dumps(header | {"__metadata__": metadata}).encode()
+        return len(written).to_bytes(8, "little") + written + data[8 + length :]
+
+    assert Blocks.from_bytes(with_said()).to_bytes() == data
+    kind = said["kind"]
+    for wrong in (
+        b"",
+        b"\xff" * 100,
+        data[: len(data) // 2],
+        with_said(its_name="another"),
+        with_said(kind=kind | {"block_size": "8"}),
+        with_said(kind=kind | {"block_size": 4}),
+        with_said(kind={}),
+        with_said(kind=[]),
+        with_said(cache_salt=7),
+        with_said(cache_salt=""),
+        with_said(arrays={}),
+        with_said(arrays={"k": ["object", [2]], "v": ["float32", [2]]}),
+        with_said(arrays={"k": ["float32", [-1]], "v": ["float32", [2]]}),
+        with_said(arrays={"nothing": ["float32", [2]]}),
+    ):
+        with pytest.raises(InputError, match=r"^blocks"):
+            Blocks.from_bytes(wrong)
+
+
+def test_a_socket_carries_blocks_in_their_order(blocks):
+    empty = dataclasses.replace(
+        blocks, token_ids=blocks.token_ids[:0], arrays={n: x[:0] for n, x in blocks.arrays.items()}
+    )
+    ours, theirs = socket.socketpair()
+    sender, receiver = SocketTransport(ours), SocketTransport(theirs)
+    sent = tiny.start(lambda: [sender.send(each) for each in (blocks, empty)])
+    assert [receiver.receive().to_bytes() for _ in range(2)] == [blocks.to_bytes(), empty.to_bytes()]
+    sent.result()
+    sender.close()
+    assert receiver.receive() is None
+    receiver.close()
+    for wrong, error, why in (
+        (
+            (1000).to_bytes(8, "big") + b"half",
+            ConnectionError,
+            r"996 bytes before the end of a message of 1000",
+        ),
+        (b"half", ConnectionError, r"4 bytes before the end of a message of 8"),
+        ((2**40).to_bytes(8, "big"), InputError, r"must have at most most_bytes="),
+    ):
+        ours, theirs = socket.socketpair()
+        ours.sendall(wrong)
+        ours.close()
+        with theirs, pytest.raises(error, match=why):
+            SocketTransport(theirs).receive()
+
+
+THERE = """
+import json, socket, sys
+import jax, numpy as np
+from jaxpaged.engine import exchange
+from jaxpaged.engine.transport import SocketTransport
+from jaxpaged.memory import transfer
+from tests import tiny
+from tests.engine.test_exchange import PROMPT, answer, on_a_mesh
+
+transport = SocketTransport(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=60))
+with tiny.engine() as engine:
+    blocks = transport.receive()
+    num_adopted = engine.adopt_blocks(blocks)
+    (token_ids, scores), num_hit_tokens = answer(engine, PROMPT)
+    transport.send(engine.export_blocks(PROMPT))
+    on_a_mesh(blocks, engine._driver._state.kv_cache)
+transport.close()
+print(json.dumps([num_adopted, num_hit_tokens, token_ids, [score.logprob for score in scores]]))
+"""
+
+
+def on_a_mesh(blocks, cache):
+    """The same blocks in a cache whose heads lie on two devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("model",))
+    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, None, "model"))
+    [size] = {x.shape[3] for x in cache.blocks.values()}
+    assert size == cache.num_kv_heads
+    empty = {name: jax.device_put(jnp.zeros_like(x), cut) for name, x in cache.blocks.items()}
+    cache = dataclasses.replace(cache, blocks=empty)
+    pieces = transfer.placed(
+        {n: jax.device_put(x, jax.devices()[1]) for n, x in blocks.arrays.items()}, cache
+    )
+    ids = np.arange(1, 1 + blocks.num_blocks, dtype=np.int32)
+    cache = loop.write_blocks(cache, ids, pieces)
+    for name, x in loop.read_blocks(cache, ids).items():
+        assert cache.blocks[name].sharding == cut
+        assert np.array_equal(x, blocks.arrays[name])
+
+
+@pytest.mark.slow
+def test_another_process_answers(here, blocks):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(300)
+        command = [sys.executable, "-c", THERE, str(server.getsockname()[1])]
+        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": os.getcwd()}
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | flags)
+        try:
+            connection, _ = server.accept()
+            connection.settimeout(300)
+            with contextlib.closing(SocketTransport(connection)) as transport:
+                transport.send(blocks)
+                assert transport.receive().to_bytes() == blocks.to_bytes()
+            printed = child.communicate(timeout=300)[0]
+        finally:
+            child.kill()
+    (token_ids, scores), _ = answer(here, PROMPT)
+    assert json.loads(printed) == [6, 48, token_ids, [score.logprob for score in scores]]

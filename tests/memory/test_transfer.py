@@ -1,0 +1,230 @@
+"""Two caches that hand each other blocks, and their oracles: random histories, compared at every step."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache, transfer
+from jaxpaged.memory.invariants import check_invariants, free_block_ids
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory.policies import LRU, POLICIES
+from jaxpaged.memory.prefix_cache import PrefixCache
+from jaxpaged.status import Status
+from jaxpaged.verify import quick, subjects
+from jaxpaged.verify.generations import FREE_PROFILES
+from pallas_kernels import layouts
+from reference.transfer import Cache, Content
+
+BLOCK_SIZE = 2
+NUM_LAYERS = 2
+MAX_SEQS = 3
+MAX_BLOCKS = 3
+NUM_BLOCKS = 10
+NUM_OPERATIONS = 100
+# All chains of so many blocks of two kinds, under two salts.
+CHAINS = [(salt, kinds) for salt in (0, 7) for kinds in itertools.product((1, 2), repeat=MAX_BLOCKS)]
+
+append = quick.jit(functools.partial(block_table.append, max_new_blocks=MAX_SEQS * MAX_BLOCKS))
+commit = quick.jit(functools.partial(subjects.commit, max_blocks=MAX_SEQS * MAX_BLOCKS))
+free_rows = quick.jit(block_table.free_rows)
+evict = quick.jit(block_pool.evict)
+locate, adopt = quick.jit(transfer.locate), quick.jit(transfer.adopt)
+read, write = quick.jit(transfer.read), quick.jit(transfer.write)
+set_salts = quick.jit(lambda tables, salts: prefix_cache.root(tables.pool.prefix_cache, salts))
+
+
+def tokens_of(kinds: tuple[int, ...]) -> np.ndarray:
+    """[num_blocks, BLOCK_SIZE]; one kind is the other in another order: sums would not tell them."""
+    return np.array([[kind, 3 - kind] for kind in kinds], np.int32).reshape(len(kinds), BLOCK_SIZE)
+
+
+def contents(kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [tuple(block) for block in tokens_of(kinds).tolist()]
+
+
+@functools.cache
+def kv_of(salt: int, kinds: tuple[int, ...]) -> int:
+    """The K of the last block's tokens: another for any other beginning."""
+    return 1 + CHAINS.index((salt, kinds + (1,) * (MAX_BLOCKS - len(kinds)))) * MAX_BLOCKS + len(kinds)
+
+
+@jax.jit
+def fill(cache: KVCache, block_ids: jax.Array, values: jax.Array) -> KVCache:
+    """K and V of all tokens of these blocks, layer by layer; of the null block whatever it is."""
+    slots = (block_ids[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)).reshape(-1)
+    for layer in range(NUM_LAYERS):
+        x = jnp.repeat(values, BLOCK_SIZE)[:, None, None] * jnp.ones((1, 1, 2)) + layer / 4
+        cache = kv_cache.write(cache, layer, x, -x, slots)
+    return cache
+
+
+@jax.jit
+def filled(cache: KVCache) -> jax.Array:
+    """[num_blocks, NUM_LAYERS, 2, BLOCK_SIZE, 1, 2], read by the layout."""
+    ids = jnp.arange(cache.num_blocks)
+    pools = [cache.pool(layer).read(cache.blocks_of(layer, ids), cache.dtype) for layer in range(NUM_LAYERS)]
+    return jnp.stack([jnp.stack(pool, axis=1) for pool in pools], axis=1)
+
+
+class Side:
+    """One cache, and what it must be."""
+
+    def __init__(self, num_blocks: int, policy: str, layout: str, hash_fn: Any) -> None:
+        cache = prefix_cache.create(num_blocks, BLOCK_SIZE, hash_fn)
+        pool = block_pool.create(num_blocks, POLICIES[policy], prefix_cache=cache)
+        self.tables = block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
+        dtype = jnp.dtype("float32")
+        self.kv = kv_cache.create(NUM_LAYERS, num_blocks, BLOCK_SIZE, 1, 2, dtype, layouts.named(layout))
+        self.oracle = Cache(num_blocks, BLOCK_SIZE, FREE_PROFILES[policy])
+        self.rows: list[Any] = [None] * MAX_SEQS
+
+    def compute(self, salt: int, kinds: tuple[int, ...]) -> None:
+        if None not in self.rows:
+            return
+        row = self.rows.index(None)
+        wanted = [kv_of(salt, kinds[: i + 1]) for i in range(len(kinds))]
+        self.rows[row] = self.oracle.compute(contents(kinds), salt, wanted)
+        this = np.arange(MAX_SEQS) == row
+        chains = prefix_cache.where(
+            jnp.array(this), set_salts(self.tables, jnp.array(this * salt)), self.tables.chains
+        )
+        tables, info = append(
+            dataclasses.replace(self.tables, chains=chains), jnp.array(this * len(kinds) * BLOCK_SIZE)
+        )
+        assert (int(info.status) == Status.OK) == (self.rows[row] is not None)
+        if self.rows[row] is None:
+            return
+        line = np.zeros((MAX_SEQS, MAX_BLOCKS * BLOCK_SIZE), np.int32)
+        line[row, : len(kinds) * BLOCK_SIZE] = tokens_of(kinds).reshape(-1)
+        self.tables, info = commit(tables, jnp.array(line), tables.seq_lens)
+        assert int(info.status) == Status.OK
+        values = np.zeros(MAX_BLOCKS, np.float32)
+        values[: len(kinds)] = wanted
+        self.kv = fill(self.kv, self.tables.block_tables[row], jnp.array(values))
+
+    def finish(self, row: int) -> None:
+        if self.rows[row] is not None:
+            self.oracle.finish(self.rows[row])
+            self.rows[row] = None
+            self.tables, _ = free_rows(self.tables, jnp.arange(MAX_SEQS) == row)
+
+    def evict(self, block_id: int) -> None:
+        self.oracle.pool.evict_blocks([block_id])
+        pool, _ = evict(self.tables.pool, jnp.array([block_id]), jnp.array([True]))
+        self.tables = dataclasses.replace(self.tables, pool=pool)
+
+    def export(self, salt: int, kinds: tuple[int, ...]) -> tuple[int, Any]:
+        """How many blocks, and their arrays."""
+        hit = locate(self.tables.pool, *_chain(kinds), jnp.int32(salt))
+        return int(hit.chain.num_blocks), jax.device_get(read(self.kv, hit.block_ids))
+
+    def adopt(self, salt: int, kinds: tuple[int, ...], chain: list[Content], arrays: Any) -> bool:
+        before = subjects.values(self.tables.pool)
+        expected = self.oracle.adopt(chain, salt)
+        pool, info = adopt(self.tables.pool, *_chain(kinds), jnp.int32(salt))
+        assert int(info.status) == (Status.OUT_OF_BLOCKS if expected is None else Status.OK)
+        written = [block_id for block_id in info.destinations.tolist() if block_id]
+        assert written == (expected or [])
+        if expected is None:
+            assert subjects.values(pool) == before
+        self.tables = dataclasses.replace(self.tables, pool=pool)
+        self.kv = write(self.kv, info.destinations, arrays)
+        return expected is not None
+
+    def check(self) -> None:
+        check_invariants(self.tables)
+        pool, oracle = jax.device_get(self.tables.pool), self.oracle.pool
+        queue = [block.block_id for block in oracle.free_block_queue.get_all_free_blocks()]
+        assert free_block_ids(pool) == queue
+        assert np.asarray(self.tables.pool.ref_count).tolist() == [block.ref_cnt for block in oracle.blocks]
+        rings: dict[Any, list[int]] = {}
+        for key in oracle.cached_block_hash_to_block._cache:
+            rings[key] = [b.block_id for b in oracle.cached_block_hash_to_block.get_all_blocks(key)]
+        assert subjects.contents(pool.prefix_cache) == sorted(rings.values())
+        numbers = np.asarray(filled(self.kv))
+        for block_id in itertools.chain.from_iterable(rings.values()):
+            for layer in range(NUM_LAYERS):
+                k, v = numbers[block_id, layer]
+                assert (k == self.oracle.kv[block_id] + layer / 4).all(), f"block {block_id}"
+                assert (v == -k).all(), f"block {block_id}"
+
+
+def _chain(kinds: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    token_ids = np.zeros((MAX_BLOCKS, BLOCK_SIZE), np.int32)
+    token_ids[: len(kinds)] = tokens_of(kinds)
+    return jnp.array(token_ids), jnp.int32(len(kinds))
+
+
+def hash_of_place(token_ids: jax.Array, index: jax.Array) -> jax.Array:
+    """All blocks of one place in their sequences collide; its words differ, so there is room for all."""
+    word = (index + 1).astype(jnp.uint32)
+    return jnp.stack([word, word + (index == -1)], axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "layout", "hash_fn"),
+    [
+        ("lru", "all_layers", hash_of_place),
+        pytest.param("lru", "token_major", prefix_cache.hash_block, marks=pytest.mark.slow),
+        pytest.param("lru_split", "fused", prefix_cache.hash_block, marks=pytest.mark.slow),
+    ],
+)
+def test_caches_hand_over_what_the_oracle_says(policy: str, layout: str, hash_fn: Any) -> None:
+    rng = np.random.default_rng(0)
+    sides = [Side(NUM_BLOCKS, policy, layout, hash_fn) for _ in range(2)]
+    done = {False: 0, True: 0}
+    for _ in range(NUM_OPERATIONS):
+        here, there = (sides[i] for i in rng.permutation(2))
+        salt, kinds = CHAINS[rng.integers(len(CHAINS))]
+        kinds = kinds[: rng.integers(1, MAX_BLOCKS + 1)]
+        what = rng.choice(["compute", "finish", "evict", "hand over"], p=[0.35, 0.3, 0.05, 0.3])
+        if what == "compute":
+            here.compute(salt, kinds)
+        elif what == "finish":
+            here.finish(int(rng.integers(MAX_SEQS)))
+        elif what == "evict":
+            here.evict(int(rng.integers(1, NUM_BLOCKS)))
+        else:
+            chain = here.oracle.export(contents(kinds), salt)
+            num_blocks, arrays = here.export(salt, kinds)
+            assert num_blocks == len(chain)
+            done[there.adopt(salt, kinds[:num_blocks], chain, arrays) and num_blocks > 0] += 1
+        for side in (here, there):
+            side.check()
+    assert min(done.values()) > 3
+    for side in sides:
+        for salt, kinds in CHAINS:
+            assert side.export(salt, kinds)[0] == len(side.oracle.export(contents(kinds), salt))
+
+
+def constant_hash(token_ids: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.zeros((*index.shape, 2), jnp.uint32)
+
+
+def test_a_chain_that_does_not_fit_changes_nothing() -> None:
+    """No place to be found by, more blocks than an operation takes, or than are free."""
+
+    def chain(kind: int) -> jax.Array:
+        return jnp.full((MAX_BLOCKS, BLOCK_SIZE), kind)
+
+    cache = prefix_cache.create(NUM_BLOCKS, BLOCK_SIZE, constant_hash)
+    pool = block_pool.create(NUM_BLOCKS, LRU, prefix_cache=cache)
+    for kind in range(PrefixCache.BUCKET):  # the only one there is
+        pool, info = adopt(pool, chain(kind), jnp.int32(1), jnp.int32(0))
+        assert int(info.status) == Status.OK
+    held, _ = quick.jit(block_pool.allocate, static_argnums=2)(pool, jnp.int32(NUM_BLOCKS - 2), NUM_BLOCKS)
+    for given, num_blocks, status in (
+        (pool, 1, Status.UNCACHEABLE),
+        (pool, MAX_BLOCKS + 1, Status.TOO_MANY_BLOCKS),
+        (held, 2, Status.OUT_OF_BLOCKS),
+    ):
+        after, info = adopt(given, chain(99), jnp.int32(num_blocks), jnp.int32(0))
+        assert int(info.status) == status
+        assert not info.destinations.any()
+        assert subjects.values(after) == subjects.values(given)
