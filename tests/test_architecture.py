@@ -35,6 +35,7 @@ ALLOWED = {
     "jaxpaged/chat.py": {"jaxpaged/checks.py"},
     "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
     "jaxpaged/detokenizer.py": set(),
+    "jaxpaged/routing.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
     "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/memory": {"pallas_kernels", *GROUND},
