@@ -34,6 +34,7 @@ ALLOWED = {
     "jaxpaged/vllm_options.py": {"jaxpaged/checks.py"},
     "jaxpaged/chat.py": {"jaxpaged/checks.py"},
     "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
+    "jaxpaged/prompt_parts.py": {"jaxpaged/prompt_files.py", "jaxpaged/engine", *GROUND},
     "jaxpaged/detokenizer.py": set(),
     "jaxpaged/routing.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
@@ -72,6 +73,8 @@ ALLOWED = {
 }
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
+# Parts whose packages an extra of another name brings; others' extras have their own.
+EXTRAS = {"prompt_parts": "ray"}
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
 
 
@@ -124,9 +127,11 @@ def test_every_package_that_is_imported_comes_with_the_wheel():
     for file in [*files("jaxpaged"), *files("pallas_kernels")]:
         for top in {module.split(".")[0] for module in imported_modules(file)} - {*OURS}:
             if top not in sys.stdlib_module_names:
-                lines = [*project["dependencies"], *extras.get(file.relative_to(ROOT).parts[1], ())]
+                part = file.relative_to(ROOT).parts[1].removesuffix(".py")
+                lines = [*project["dependencies"], *extras.get(EXTRAS.get(part, part), ())]
                 dependencies = {re.split(r"[<>=\[]", line)[0].replace("_", "-") for line in lines}
-                named = dependencies & {name.replace("_", "-") for name in distributions.get(top, ())}
+                # What is not installed here goes by its own name.
+                named = dependencies & {name.replace("_", "-") for name in distributions.get(top, (top,))}
                 assert named, f"{file.relative_to(ROOT)} imports {top}, which pyproject.toml does not name"
 
 
