@@ -65,7 +65,15 @@ ALLOWED = {
         *ENGINE,
         *GROUND,
     },
-    "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/engine", *GROUND},
+    "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/routing.py", "jaxpaged/engine", *GROUND},
+    "jaxpaged/ray.py": {
+        "jaxpaged/__init__.py",
+        "jaxpaged/prompt_parts.py",
+        "jaxpaged/routing.py",
+        "jaxpaged/serve",
+        "jaxpaged/engine",
+        *GROUND,
+    },
     "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", "jaxpaged/lab", *GROUND},
     "jaxpaged/verify": {"jaxpaged/memory", *GROUND},
     "jaxpaged/lab": {"jaxpaged/serve", *ENGINE, *GROUND},
@@ -176,6 +184,14 @@ def test_layouts_are_known_by_name_to_their_registry_alone():
         # The cases of kernels that take two arrays are in either order.
         if file.parent not in (registry.parent, ROOT / "jaxpaged/verify"):
             assert len(constants & (names - {"token", "fp8_e4m3", "fp8_e5m2"})) <= 1, file
+
+
+def test_ray_is_imported_by_one_file_that_nothing_imports():
+    for file in [*files("jaxpaged"), *files("pallas_kernels")]:
+        if file != ROOT / "jaxpaged/ray.py":
+            names = imported_modules(file)
+            assert not {name for name in names if name.split(".")[0] == "ray"}, file
+            assert not {name for name in names if name.startswith("jaxpaged.ray")}, file
 
 
 def test_the_decoder_knows_no_family():
