@@ -26,7 +26,6 @@ from jaxpaged.serve import command as serve_command
 from jaxpaged.verify import command as verify_command
 
 if TYPE_CHECKING:
-    from jaxpaged.engine.llm import LLM
     from jaxpaged.engine.outputs import RequestOutput
 
 EXIT_ERROR = 1  # of ours
@@ -244,7 +243,7 @@ def _generate(args: argparse.Namespace) -> None:
     _log(args)
     try:
         llm = LLM(args.model, **options)
-        prompts = [_prompt(llm, each, args.chat) for each in asked]
+        prompts = [prompt_files.for_llm(each, llm.render_chat, args.chat) for each in asked]
         loaded = time.perf_counter()
         priority = [each.priority for each in asked]
         outputs = llm.generate_each(
@@ -267,16 +266,6 @@ def _generate(args: argparse.Namespace) -> None:
         f"{num_prompt_tokens} prompt tokens, {num_new_tokens} generated "
         f"({speeds(seconds, num_prompt_tokens, num_new_tokens)})"
     )
-
-
-def _prompt(llm: "LLM", asked: Asked, chat: bool) -> dict[str, Any]:
-    """What `LLM.generate` takes for a request; messages always go through the chat template."""
-    prompt = dict(asked.prompt)
-    if "messages" in prompt:
-        prompt = llm.render_chat(prompt["messages"])
-    elif chat and "prompt" in prompt:
-        prompt = llm.render_chat([{"role": "user", "content": prompt["prompt"]}])
-    return prompt | ({} if asked.cache_salt is None else {"cache_salt": asked.cache_salt})
 
 
 def _json_lines(index: int, asked: Asked, output: "RequestOutput") -> str:

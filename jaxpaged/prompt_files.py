@@ -6,7 +6,7 @@ A file has a prompt a line, or JSON lines; lines end with a line feed, and nothi
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,20 @@ def read(file: str | None, sampling: Mapping[str, Any]) -> list[Asked]:
         if is_json and not line.strip():
             continue
         try:
-            asked.append(_json_line(line, sampling) if is_json else _text_line(line, params))
+            asked.append(of_row(line, sampling) if is_json else _text_line(line, params))
         except InputError as error:
             raise InputError(f"{name}, line {number}: {error}") from error
     return asked
+
+
+def for_llm(asked: Asked, render_chat: Callable[[Any], dict[str, Any]], chat: bool) -> dict[str, Any]:
+    """What `LLM.generate` takes for a request; messages always go through the chat template."""
+    prompt = dict(asked.prompt)
+    if "messages" in prompt:
+        prompt = render_chat(prompt["messages"])
+    elif chat and "prompt" in prompt:
+        prompt = render_chat([{"role": "user", "content": prompt["prompt"]}])
+    return prompt | ({} if asked.cache_salt is None else {"cache_salt": asked.cache_salt})
 
 
 def _lines(file: str, name: str) -> list[str]:
@@ -95,9 +105,10 @@ def _text_line(line: str, params: SamplingParams) -> Asked:
     return Asked({"prompt": line}, params)
 
 
-def _json_line(line: str, sampling: Mapping[str, Any]) -> Asked:
+def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> Asked:
+    """What a line of JSON asks for, or what it says as a mapping. Raises `InputError`."""
     try:
-        value = json.loads(line)
+        value = dict(row) if isinstance(row, dict) else json.loads(row)
     except (ValueError, RecursionError) as error:
         raise InputError(f"must be JSON: {error}") from error
     kinds = [kind for kind in PROMPTS if kind in value] if isinstance(value, dict) else []

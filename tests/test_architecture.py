@@ -34,7 +34,9 @@ ALLOWED = {
     "jaxpaged/vllm_options.py": {"jaxpaged/checks.py"},
     "jaxpaged/chat.py": {"jaxpaged/checks.py"},
     "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
+    "jaxpaged/prompt_parts.py": {"jaxpaged/prompt_files.py", "jaxpaged/engine", *GROUND},
     "jaxpaged/detokenizer.py": set(),
+    "jaxpaged/routing.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
     "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/memory": {"pallas_kernels", *GROUND},
@@ -73,7 +75,15 @@ ALLOWED = {
         *ENGINE,
         *GROUND,
     },
-    "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/engine", *GROUND},
+    "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/routing.py", "jaxpaged/engine", *GROUND},
+    "jaxpaged/ray.py": {
+        "jaxpaged/__init__.py",
+        "jaxpaged/prompt_parts.py",
+        "jaxpaged/routing.py",
+        "jaxpaged/serve",
+        "jaxpaged/engine",
+        *GROUND,
+    },
     "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", "jaxpaged/lab", *GROUND},
     "jaxpaged/verify": {"jaxpaged/memory", *GROUND},
     "jaxpaged/lab": {"jaxpaged/serve", *ENGINE, *GROUND},
@@ -81,6 +91,8 @@ ALLOWED = {
 }
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
+# Parts whose packages an extra of another name brings; others' extras have their own.
+EXTRAS = {"prompt_parts": "ray"}
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
 
 
@@ -133,9 +145,11 @@ def test_every_package_that_is_imported_comes_with_the_wheel():
     for file in [*files("jaxpaged"), *files("pallas_kernels")]:
         for top in {module.split(".")[0] for module in imported_modules(file)} - {*OURS}:
             if top not in sys.stdlib_module_names:
-                lines = [*project["dependencies"], *extras.get(file.relative_to(ROOT).parts[1], ())]
+                part = file.relative_to(ROOT).parts[1].removesuffix(".py")
+                lines = [*project["dependencies"], *extras.get(EXTRAS.get(part, part), ())]
                 dependencies = {re.split(r"[<>=\[]", line)[0].replace("_", "-") for line in lines}
-                named = dependencies & {name.replace("_", "-") for name in distributions.get(top, ())}
+                # What is not installed here goes by its own name.
+                named = dependencies & {name.replace("_", "-") for name in distributions.get(top, (top,))}
                 assert named, f"{file.relative_to(ROOT)} imports {top}, which pyproject.toml does not name"
 
 
@@ -180,6 +194,14 @@ def test_layouts_are_known_by_name_to_their_registry_alone():
         # The cases of kernels that take two arrays are in either order.
         if file.parent not in (registry.parent, ROOT / "jaxpaged/verify"):
             assert len(constants & (names - {"token", "fp8_e4m3", "fp8_e5m2"})) <= 1, file
+
+
+def test_ray_is_imported_by_one_file_that_nothing_imports():
+    for file in [*files("jaxpaged"), *files("pallas_kernels")]:
+        if file != ROOT / "jaxpaged/ray.py":
+            names = imported_modules(file)
+            assert not {name for name in names if name.split(".")[0] == "ray"}, file
+            assert not {name for name in names if name.startswith("jaxpaged.ray")}, file
 
 
 def test_the_decoder_knows_no_family():

@@ -1,0 +1,101 @@
+"""Which of several replicas a request goes to: that with most of its beginning cached, then the least loaded.
+
+What a replica has cached is not asked for but remembered: it has what was sent to it last, as much as it has
+room for. Knows neither clocks nor networks; imports nothing heavy.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxpaged.checks import checked_int, checked_number
+
+Key = bytes
+TEXT_BLOCK = 64  # bytes: some 16 tokens
+
+
+def keys_of_tokens(token_ids: Sequence[int] | np.ndarray, block_size: int, salt: str = "") -> list[Key]:
+    """A key for each full block of so many tokens. Equal keys: equal tokens, equal ones before them, and
+    equal salts, but for chance.
+    """
+    checked_int("block_size", block_size, "an int >= 1", 1)
+    return _keys(np.asarray(token_ids, np.int64).tobytes(), 8 * block_size, salt)
+
+
+def keys_of_text(text: str, salt: str = "") -> list[Key]:
+    """The same of a text, in blocks of `TEXT_BLOCK` bytes of UTF-8."""
+    return _keys(text.encode("utf-8", "surrogatepass"), TEXT_BLOCK, salt)
+
+
+def _keys(content: bytes, size: int, salt: str) -> list[Key]:
+    hashed = hashlib.blake2b(digest_size=8)
+    # The salt's own hash, for all are of one length: no salt and content look like another's.
+    hashed.update(hashlib.blake2b(salt.encode("utf-8", "surrogatepass")).digest())
+    keys = []
+    for start in range(0, len(content) - size + 1, size):
+        hashed.update(content[start : start + size])
+        keys.append(hashed.digest())
+    return keys
+
+
+class Router[Name: Hashable]:
+    """Remembers at most `max_blocks` keys of each replica: those last sent to it.
+
+    A replica whose load is more than `max_lead` above the least gets nothing while others have less. Raises
+    `InputError` for values out of range.
+    """
+
+    def __init__(self, max_blocks: int, max_lead: float = 8) -> None:
+        self.max_blocks = checked_int("max_blocks", max_blocks, "an int >= 1", 1)
+        self.max_lead = checked_number("max_lead", max_lead, "a number >= 0", 0)
+        self._cached: dict[Name, OrderedDict[Key, None]] = {}  # the one used longest ago first
+        self._turn: dict[Name, int] = {}  # when each was last sent something
+        self._num_sent = 0
+
+    def rank(self, keys: Sequence[Key], loads: Mapping[Name, float]) -> list[Name]:
+        """The replicas of `loads`, best first.
+
+        First those not too far ahead of the least loaded: by their longest cached prefix, then the lower
+        load. Then the others, by load, then prefix. Of equal ones that which was sent something longest ago.
+        """
+        if not loads:
+            return []
+        most = min(loads.values()) + self.max_lead
+
+        def order(name: Name) -> tuple[float, ...]:
+            load, missing = loads[name], -self.num_cached(name, keys)
+            turn = self._turn.get(name, -1)
+            return (0, missing, load, turn) if load <= most else (1, load, missing, turn)
+
+        return sorted(loads, key=order)
+
+    def num_cached(self, name: Name, keys: Iterable[Key]) -> int:
+        """How many of the first keys the replica has, as far as is known."""
+        cached, num = self._cached.get(name, ()), 0
+        for key in keys:
+            if key not in cached:
+                break
+            num += 1
+        return num
+
+    def note(self, name: Name, keys: Sequence[Key]) -> None:
+        """Something with these keys was sent to the replica."""
+        cached = self._cached.setdefault(name, OrderedDict())
+        for key in reversed(keys):  # so that of a prompt its end is forgotten first
+            cached[key] = None
+            cached.move_to_end(key)
+        while len(cached) > self.max_blocks:
+            cached.popitem(last=False)
+        self._turn[name] = self._num_sent
+        self._num_sent += 1
+
+    def keep(self, names: Collection[Name]) -> None:
+        """Forget all replicas but these."""
+        for name in [name for name in self if name not in names]:
+            del self._cached[name], self._turn[name]
+
+    def __iter__(self) -> Iterator[Name]:
+        """Those that were sent something."""
+        return iter(self._cached)
