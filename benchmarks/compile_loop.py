@@ -25,6 +25,7 @@ from jaxpaged.engine.gpu_flags import FLAGS
 CONTAINERS = ("kCommandBuffer", "kWhile", "kConditional")  # of other thunks
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
+ADAPTER_RANK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Case:
     num_host_blocks: int = 0  # 0: preemption by recompute
     max_num_seqs: int = 8
     num_tiles: int = 2
+    num_adapters: int = 0  # that the model has room for
     flags: bool = True  # whether the package's XLA flags are set
 
     def __str__(self) -> str:
@@ -47,6 +49,7 @@ class Case:
             f"{self.num_blocks} blocks",
         ]
         words += [f"{self.num_host_blocks} on the host"] * bool(self.num_host_blocks)
+        words += [f"{self.num_adapters} adapters"] * bool(self.num_adapters)
         words += ["default flags"] * (not self.flags)
         return " ".join(words)
 
@@ -57,6 +60,7 @@ def cases() -> list[Case]:
         for attention, head_dim in (("mosaic_gpu", 64), ("mosaic_gpu", 128), ("xla", 64), ("xla", 128))
         for num_blocks, num_host_blocks in ((512, 0), (1024, 0), (512, 256), (1024, 512))
     ]
+    found.append(Case("mosaic_gpu", 128, num_adapters=4))
     found.append(Case("constant", flags=False))
     found.append(Case("constant", num_blocks=65536, max_num_seqs=256, num_tiles=16))
     return found
@@ -77,6 +81,7 @@ class Report:
     outermost: tuple[str, ...]  # the thunks that are in no other
     layer_nodes: int  # of a decode step, as `count_nodes` has them; 0 without a kernel of ours
     step_nodes: int
+    adapted_layer_nodes: int  # of a decode step in which some row has an adapter; 0 without room for any
     seconds: float
 
 
@@ -112,6 +117,7 @@ def _report_here(name: str) -> Report:
     thunks = read_thunks(max(dumps, key=lambda file: file.stat().st_mtime_ns).read_text())
     kinds = sorted({kind for _, kind in thunks})
     layer_nodes, step_nodes = count_nodes(thunks)
+    adapted_layer_nodes = count_nodes(thunks, passes_behind=1)[0] if case.num_adapters else 0
     return Report(
         case=name,
         state_bytes=_bytes(state) - _bytes(state.host and state.host.kv_cache),
@@ -124,6 +130,7 @@ def _report_here(name: str) -> Report:
         outermost=tuple(kind for depth, kind in thunks if depth == 0),
         layer_nodes=layer_nodes,
         step_nodes=step_nodes,
+        adapted_layer_nodes=adapted_layer_nodes,
         seconds=round(time.perf_counter() - start, 1),
     )
 
@@ -134,26 +141,39 @@ def read_thunks(dump: str) -> list[tuple[int, str]]:
     return [(len(indent), kind) for indent, kind in found]
 
 
-def count_nodes(thunks: list[tuple[int, str]]) -> tuple[int, int]:
+def count_nodes(thunks: list[tuple[int, str]], passes_behind: int = 0) -> tuple[int, int]:
     """Kernels and copies of a decode layer, and of every step beside its layers.
 
-    A layer's are those from one attention kernel to the next, in the last sequence that has such: the branch
-    that decodes. A step's are those that lie in the loop itself and in that branch: what lies in other
-    branches, and in loops within, is not counted.
+    A layer's are those from one attention kernel to the next, in the last sequence that has such, or that of
+    so many before it: the branch that decodes. A step's are those that lie in the loop itself and in the
+    branches around those layers: what lies in other branches, and in loops within, is not counted.
     """
     body = 4 + next(depth for depth, kind in thunks if kind == "kWhile")
     rest = sum(depth == body and kind not in CONTAINERS for depth, kind in thunks)
     calls = [i for i, (_, kind) in enumerate(thunks) if kind == "kCustomCall"]
     if not calls:
         return 0, rest
-    begin = end = calls[-1]
-    while thunks[begin - 1][0] == thunks[end][0]:
-        begin -= 1
-    while end < len(thunks) and thunks[end][0] == thunks[begin][0]:
-        end += 1
-    layers = [i for i in calls if i >= begin]
+    for _ in range(passes_behind):
+        first = _sequence(thunks, calls[-1])[0]
+        calls = [i for i in calls if i < first]
+    sequence = _sequence(thunks, calls[-1])
+    layers = [i for i in calls if i >= sequence[0]]
     of_layer = layers[-1] - layers[-2]
-    return of_layer, rest + (end - begin) - len(layers) * of_layer
+    rest += len(sequence) - len(layers) * of_layer
+    while thunks[outside := sequence[0] - 1][0] > body:
+        sequence = _sequence(thunks, outside)
+        rest += sum(thunks[i][1] not in CONTAINERS for i in sequence)
+    return of_layer, rest
+
+
+def _sequence(thunks: list[tuple[int, str]], one: int) -> list[int]:
+    """The places of the thunks that lie where this one does: in one branch, or another of that condition."""
+    depth, begin, end = thunks[one][0], one, one
+    while thunks[begin - 1][0] >= depth:
+        begin -= 1
+    while end < len(thunks) and thunks[end][0] >= depth:
+        end += 1
+    return [i for i in range(begin, end) if thunks[i][0] == depth]
 
 
 def compile_for_h200(case: Case) -> tuple[Any, Any]:
@@ -170,9 +190,10 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.memory import kv_cache
     from jaxpaged.memory.block_table import BlockTables
     from jaxpaged.memory.kv_cache import KVCache
-    from jaxpaged.models import decoder
+    from jaxpaged.models import decoder, lora
     from jaxpaged.models.config import ModelConfig, Rope, uniform
     from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
+    from jaxpaged.models.families.llama import NAMES
 
     mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))
     on_device = NamedSharding(mesh, PartitionSpec())
@@ -211,7 +232,16 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
             host = HostPool(tables(case.num_host_blocks, cached=False), arrays(case.num_host_blocks))
         vocab_size = VOCAB_SIZE if case.attention == "constant" else config.vocab_size
         device = tables(case.num_blocks, cached=True)
-        return create_state(device, arrays(case.num_blocks), MAX_MODEL_LEN, vocab_size, host)
+        pool, has_room = arrays(case.num_blocks), case.num_adapters > 0
+        return create_state(device, pool, MAX_MODEL_LEN, vocab_size, host, lora=has_room)
+
+    def create_model() -> nnx.Module:
+        if case.attention == "constant":
+            return ConstantModel()
+        model = decoder.abstract(config, dtype)
+        if case.num_adapters:
+            lora.make_room(model, NAMES, case.num_adapters, ADAPTER_RANK)
+        return model
 
     def place(tree: Any, sharding: NamedSharding) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
@@ -220,10 +250,8 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     if state.host is not None:
         host = dataclasses.replace(state.host, kv_cache=place(state.host.kv_cache, on_host))
         state = dataclasses.replace(state, host=host)
-    is_constant = case.attention == "constant"
-    model: nnx.Module = nnx.eval_shape(ConstantModel) if is_constant else decoder.abstract(config, dtype)
-    graphdef, params = nnx.split(model)
-    attention: Any = "xla" if is_constant else case.attention
+    graphdef, params = nnx.split(nnx.eval_shape(create_model))
+    attention: Any = "xla" if case.attention == "constant" else case.attention
     step_config = StepConfig(
         max_num_seqs=case.max_num_seqs,
         num_tiles=case.num_tiles,

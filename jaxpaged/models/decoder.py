@@ -79,14 +79,17 @@ class Decoder(nnx.Module):
         if batch.adapters is None:
             x, cache = self._through_layers(x, cache, angles, batch)
         else:  # nothing is paid for adapters while no token has one
+            # One branch after the other: of a choice between two that write to the cache XLA makes copies.
             without = dataclasses.replace(batch, adapters=None)
-            x, cache = lax.cond(
-                jnp.any(batch.adapters > 0),
-                lambda x, cache: self._through_layers(x, cache, angles, batch),
-                lambda x, cache: self._through_layers(x, cache, angles, without),
-                x,
-                cache,
-            )
+            has_adapters = jnp.any(batch.adapters > 0)
+            for runs, its in ((has_adapters, batch), (~has_adapters, without)):
+                x, cache = lax.cond(
+                    runs,
+                    lambda x, cache, its=its: self._through_layers(x, cache, angles, its),
+                    lambda x, cache: (x, cache),
+                    x,
+                    cache,
+                )
         return self.norm(x), cache
 
     def _through_layers(

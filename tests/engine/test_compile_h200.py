@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile e
 
 # A case takes 15 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them.
 SMALL, LARGE = Case("mosaic_gpu", 128, 512, 256), Case("mosaic_gpu", 128, 1024, 512)
-LEAN = {str(case) for case in (SMALL, LARGE, Case("xla"), Case("constant", flags=False))}
+ADAPTED = Case("mosaic_gpu", 128, num_adapters=4)
+LEAN = {str(case) for case in (SMALL, LARGE, ADAPTED, Case("xla"), Case("constant", flags=False))}
 STEP_NODES = 66
 EVERY = {str(case): case for case in compile_loop.cases()}
 WANTED = set(EVERY) if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
@@ -48,6 +49,10 @@ def test_no_temporary_grows_with_the_cache(reports: dict[str, Report]) -> None:
         assert more <= 64 * (case.num_blocks + case.num_host_blocks), (report, more)
 
 
+def test_no_array_of_the_cache_is_copied_for_adapters(reports: dict[str, Report]) -> None:
+    assert reports[str(ADAPTED)].temp_bytes < 512 * 2 * 16 * 2 * 128 * 2 // 2  # half of K's
+
+
 def test_nothing_is_gathered_in_the_hosts_memory(reports: dict[str, Report]) -> None:
     assert {report.temp_host_bytes for report in reports.values()} == {0}
 
@@ -65,11 +70,17 @@ def test_with_the_packages_flags_the_loop_is_one_cuda_graph(reports: dict[str, R
 
 
 def test_a_decode_layer_and_the_rest_of_a_step_have_few_nodes(reports: dict[str, Report]) -> None:
-    """A node takes a microsecond or so, whatever it does: eleven a layer, so 32 layers 0.4 ms."""
+    """A node takes a microsecond or so, whatever it does: eleven a layer, so 32 layers 0.4 ms.
+
+    Room for adapters costs a layer one, and a row with one nine: two products for each of its four.
+    """
     for name, report in reports.items():
         if EVERY[name].attention == "mosaic_gpu":
-            assert 0 < report.layer_nodes <= 11, report
-            assert 0 < report.step_nodes <= STEP_NODES, report
+            has_room = EVERY[name].num_adapters > 0
+            assert 0 < report.layer_nodes <= 11 + has_room, report
+            assert 0 < report.step_nodes <= STEP_NODES + 4 * has_room, report
+            assert (report.adapted_layer_nodes > report.layer_nodes) == has_room, report
+            assert report.adapted_layer_nodes <= 20, report
 
 
 def test_nodes_are_counted_by_layer() -> None:
@@ -87,6 +98,12 @@ def test_nodes_are_counted_by_layer() -> None:
     thunks = [(0, "kCommandBuffer"), (4, "kWhile"), (8, "kCopy"), (8, "kConditional")]
     thunks += [*((12, kind) for kind in inside), (8, "kConditional"), (12, "kCopy"), (8, "kCustomKernel")]
     assert compile_loop.count_nodes(thunks) == (3, 2 + 2)
+    # With a branch in place of another, each around a layer: the first has one node more.
+    longer = [(12, "kConditional"), *((16, kind) for kind in ("kCopy", *inside[1:5], "kCopy", *inside[5:]))]
+    shorter = [(12, "kConditional"), *((16, kind) for kind in inside)]
+    thunks = [*thunks[:4], (12, "kCopy"), *longer, *shorter, *thunks[-3:]]
+    assert compile_loop.count_nodes(thunks) == (3, 2 + 1 + 2)
+    assert compile_loop.count_nodes(thunks, passes_behind=1)[0] == 4
 
 
 def test_thunks_are_read_with_their_depth() -> None:
