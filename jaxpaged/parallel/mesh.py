@@ -20,7 +20,7 @@ def mesh_of(size: int) -> Mesh:
     devices = jax.local_devices()
     rule = f"at most {len(devices)}, the {devices[0].platform} devices that JAX has"
     if devices[0].platform == "cpu":
-        rule += " (jax_num_cpu_devices says how many)"
+        rule += " (JAX_NUM_CPU_DEVICES in the environment says how many)"
     check("tensor_parallel_size", size, rule, size <= len(devices))
     return Mesh(np.array(devices[:size]).reshape(1, size), (DATA, MODEL))
 
