@@ -108,7 +108,8 @@ def collectives(driver: Driver) -> dict[str, dict[str, int]]:
     config = driver.door.model_config
     times = config.num_layers if loops_over_layers(jnp.dtype("float32")) else 1
     found: dict[str, dict[str, int]] = {}
-    for results, kind in re.findall(r" = (.*?) (all-[a-z]+)(?:-start)?\(", program.call.as_text()):
+    text = program.call.as_text() or ""
+    for results, kind in re.findall(r" = (.*?) (all-[a-z]+)(?:-start)?\(", text):
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
             sizes = [int(size) for size in shape.split(",") if size]
             if _ROWS.value not in sizes or len(sizes) < 2:
