@@ -210,8 +210,10 @@ def budget(config: EngineConfig, model_config: ModelConfig, bytes_to_load: int) 
     stats = memory_stats()
     if stats is None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        what = f"{CPU_MEMORY_SHARE:.0%} of this machine's {physical} bytes"
-        return Budget(int(physical * CPU_MEMORY_SHARE), what, tuple(beside))
+        what, size = f"{CPU_MEMORY_SHARE:.0%} of this machine's {physical} bytes", config.tensor_parallel_size
+        if size > 1:
+            what += f", shared by {size} devices"
+        return Budget(int(physical * CPU_MEMORY_SHARE) // size, what, tuple(beside))
     return gpu_budget(config, stats).less(("of weights", bytes_to_load), *beside)
 
 

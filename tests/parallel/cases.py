@@ -44,14 +44,8 @@ def compiled(model, size, token_ids, adapter=None):
     return jax.jit(local).lower(params).compile(), params
 
 
-# Sinks, experts and biases; a norm over all heads; ALiBi; queries, keys and values grouped in one tensor.
-QUICK = {
-    "quantised/fp8_block",
-    "families/gpt_oss",
-    "families/olmo2",
-    "families/falcon_alibi",
-    "families/gpt_neox",
-}
+# Weights in blocks; sinks, experts and biases; a norm over all heads. ALiBi and others are slow ones.
+QUICK = {"quantised/fp8_block", "families/gpt_oss", "families/olmo2"}
 # By four most have fewer kv heads than devices. "mha_biased" has 3 heads and 40 columns: nothing divides it.
 SIZES = {
     "gqa_tied": 2,

@@ -10,9 +10,10 @@ from flax import nnx
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import loading
+from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.quantised import QuantisedWeight
-from jaxpaged.models.weights import Abstract, Parts, in_expert, in_layer
+from jaxpaged.models.weights import Abstract, Parts, in_expert, in_layer, num_weights
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
 from tests import tiny_gguf
@@ -139,3 +140,25 @@ def test_inputs_in_an_order_of_their_own_are_not_cut():
         InputError, match=r"^tensor_parallel_size=2 must be 1 for 64 quantised inputs in an order of"
     ):
         checkpoint.model(jnp.dtype("float32"), share=share)
+
+
+def test_an_eighth_of_llama_3_1_70b_fits_an_h200(monkeypatch):
+    """By its shapes: an eighth of all weights in bfloat16, and seven eighths of an embedding more."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", "0")
+    config = ModelConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_q_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        layers=uniform(80, rope=Rope(theta=5e5, dim=128)),
+        max_model_len=131072,
+    )
+    model = abstract(config, jnp.dtype("bfloat16"), share=Share(config, Shards(8), 0))
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model)))
+    table, norms = 2 * config.vocab_size * config.hidden_size, 2 * 161 * config.hidden_size
+    assert num_bytes == (2 * num_weights(config) - table - norms) / 8 + table + norms
+    assert num_bytes / 1e9 == pytest.approx(19.5, abs=0.05)
+    per_token = 80 * 2 * model.config.num_kv_heads * 128 * 2  # K and V of one head
+    assert (0.9 * 141e9 - num_bytes) / per_token > 2.6e6
