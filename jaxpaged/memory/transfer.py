@@ -136,8 +136,17 @@ def _cache_of(pool: BlockPool) -> PrefixCache:
 def placed(
     arrays: Mapping[str, Num[Array | np.ndarray, "n num_layers ..."]], kv_cache: KVCache
 ) -> dict[str, Num[Array, "n num_layers ..."]]:
-    """What `read` gave, on the devices of another cache: over a mesh, cut as its blocks are."""
-    return {name: jax.device_put(x, _sharding(kv_cache, name)) for name, x in arrays.items()}
+    """What `read` gave, on the devices of another cache: over a mesh, cut as its blocks are.
+
+    Not bound to a device where neither they nor the cache are: else the cache that they are written to would
+    be, and every program that takes it would be compiled anew.
+    """
+
+    def put(name: str, x: Array | np.ndarray) -> Array:
+        is_bound = getattr(x, "committed", False) or kv_cache.blocks[name].committed
+        return jax.device_put(x, _sharding(kv_cache, name)) if is_bound else jnp.asarray(x)
+
+    return {name: put(name, x) for name, x in arrays.items()}
 
 
 def _sharding(kv_cache: KVCache, name: str) -> jax.sharding.Sharding:

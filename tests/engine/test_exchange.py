@@ -31,10 +31,11 @@ SCORED = SamplingParams(max_tokens=8, temperature=0, logprobs=2)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 PROMPT, OTHER, NEVER_ASKED = tiny.prompts([50, 64, 40])
 PROGRAMS = loop.locate_blocks, loop.read_blocks, loop.adopt_blocks, loop.write_blocks, loop.digest
+BESIDE = loop.submit, loop.write_tokens, loop.report, loop.recent_scores, loop.abort
 
 
-def num_compiled():
-    return [program._cache_size() for program in PROGRAMS]
+def num_compiled(programs=PROGRAMS):
+    return [program._cache_size() for program in programs]
 
 
 def answer(engine, prompt, **options):
@@ -60,6 +61,8 @@ def blocks(here):
 def test_prompts_computed_here_are_answered_there(here, blocks):
     with tiny.engine() as there:
         assert blocks.num_blocks == 6
+        answer(there, NEVER_ASKED[:9])
+        before = num_compiled(BESIDE)
         assert there.adopt_blocks(Blocks.from_bytes(blocks.to_bytes())) == 6
         found, num_hit_tokens = answer(there, PROMPT)
         assert num_hit_tokens == 48
@@ -74,6 +77,7 @@ def test_prompts_computed_here_are_answered_there(here, blocks):
         assert here.hand_over(there, OTHER, "mine") == 8
         assert answer(there, OTHER, cache_salt="mine") == (want, 56), "one token is left to compute"
         assert answer(there, OTHER)[1] == 0
+        assert num_compiled(BESIDE) == before, "the state is what it was to all programs"
 
         assert there.adopt_blocks(here.export_blocks(NEVER_ASKED)) == 0
         with pytest.raises(InputError, match=r"^prompt token=97 must be a token id"):
