@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -119,6 +120,12 @@ def test_prompts_go_where_their_beginnings_are(url):
                 reply = ask(client, [10 + opening] * 40 + [turn]).json()
                 cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert cached == [0] * 4 + [40] * 12
+        # Asked without a prompt they take turns: each has answered two openings.
+        metrics = [client.get("/metrics").text for _ in range(2)]
+        hits = [
+            re.search(r"^vllm:prefix_cache_hits_total.* (\S+)$", text, re.MULTILINE)[1] for text in metrics
+        ]
+        assert [*map(float, hits)] == [2 * 3 * 40] * 2
         assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
         assert client.post("/v1/completions", json={"prompt": "ab", "n": 0}).status_code == 400
         assert client.get("/").status_code == 404
