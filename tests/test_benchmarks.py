@@ -123,7 +123,15 @@ def test_the_cases_are_served():
 @pytest.mark.slow
 def test_prompts_hit_more_where_they_are_routed_by_their_beginnings(tmp_path):
     trace = write(tmp_path / "trace.jsonl", conversations(60))
-    command = [sys.executable, "-m", "benchmarks.routing", "--trace", trace, "--replicas=2", "--cache_tokens=8192"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.routing",
+        "--trace",
+        trace,
+        "--replicas=2",
+        "--cache_tokens=8192",
+    ]
     done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=True)
     lines = {line["routing"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert [*lines] == ["in_turns", "load", "prefix_then_load"]
