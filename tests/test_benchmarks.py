@@ -16,6 +16,7 @@ from benchmarks import check_kernels, device, record
 from jaxpaged.verify.cases import case
 from pallas_kernels import ops
 from tests.kernels import checks
+from tests.lab.tracing import conversations, write
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -117,3 +118,24 @@ def test_a_wrong_kernel_is_not_ok(monkeypatch):
 
 def test_the_cases_are_served():
     assert all(checks.is_served(case(name)) for name in check_kernels.CASES)
+
+
+@pytest.mark.slow
+def test_prompts_hit_more_where_they_are_routed_by_their_beginnings(tmp_path):
+    trace = write(tmp_path / "trace.jsonl", conversations(60))
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.routing",
+        "--trace",
+        trace,
+        "--replicas=2",
+        "--cache_tokens=8192",
+    ]
+    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=True)
+    lines = {line["routing"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert [*lines] == ["in_turns", "load", "prefix_then_load"]
+    assert all(sum(line["requests_by_replica"]) == 60 for line in lines.values())
+    best = lines["prefix_then_load"]
+    assert best["hit_rate"] > 1.2 * max(lines["in_turns"]["hit_rate"], lines["load"]["hit_rate"]) > 0
+    assert min(best["requests_by_replica"]) > 10

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -110,6 +111,12 @@ def ask(client, prompt, **fields):
     return client.post("/v1/completions", json=body | fields)
 
 
+def total(client, pattern):
+    """A metric of both replicas: asked without a prompt they take turns."""
+    texts = [client.get("/metrics").text for _ in range(2)]
+    return [float(re.search(f"^vllm:{pattern} (\\S+)$", text, re.MULTILINE)[1]) for text in texts]
+
+
 def test_prompts_go_where_their_beginnings_are(url):
     """Four openings, each asked in turn: all but its first request hit; by chance half would not."""
     with httpx.Client(base_url=url, timeout=60) as client:
@@ -119,12 +126,14 @@ def test_prompts_go_where_their_beginnings_are(url):
                 reply = ask(client, [10 + opening] * 40 + [turn]).json()
                 cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert cached == [0] * 4 + [40] * 12
+        # Each replica has answered two openings.
+        assert total(client, "prefix_cache_hits_total{.*}") == [2 * 3 * 40] * 2
         assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
         assert client.post("/v1/completions", json={"prompt": "ab", "n": 0}).status_code == 400
         assert client.get("/").status_code == 404
 
 
-def test_a_stream_comes_in_pieces(url):
+def test_a_stream_comes_in_pieces_and_is_given_up_with_its_client(url):
     with httpx.Client(base_url=url, timeout=60) as client:
         body = {"prompt": [7, 8, 9], "max_tokens": 100, "temperature": 0, "stream": True, "ignore_eos": True}
         with client.stream("POST", "/v1/completions", json=body) as reply:
@@ -132,6 +141,12 @@ def test_a_stream_comes_in_pieces(url):
             events = [line for line in reply.iter_lines() if line]
         assert events[-1] == "data: [DONE]"
         assert len(events) > 3
+        with client.stream("POST", "/v1/completions", json=body | {"prompt": [[7, 8, 9]] * 40}) as reply:
+            next(reply.iter_lines())  # and goes
+        end = time.monotonic() + 20
+        while not sum(total(client, 'request_success_total{.*="abort".*}')) > 0:
+            assert time.monotonic() < end, "the answers that nobody waits for run on"
+            time.sleep(0.1)
 
 
 def test_every_request_is_answered_once_though_a_replica_is_killed(url):
