@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from absl import app
 
@@ -26,6 +27,7 @@ CONTAINERS = ("kCommandBuffer", "kWhile", "kConditional")  # of other thunks
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
 ADAPTER_RANK = 16
+NUM_LAYERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Case:
     max_num_seqs: int = 8
     num_tiles: int = 2
     num_adapters: int = 0  # that the model has room for
+    quantization: str | None = None  # of the weights, on load
     flags: bool = True  # whether the package's XLA flags are set
 
     def __str__(self) -> str:
@@ -50,6 +53,7 @@ class Case:
         ]
         words += [f"{self.num_host_blocks} on the host"] * bool(self.num_host_blocks)
         words += [f"{self.num_adapters} adapters"] * bool(self.num_adapters)
+        words += [self.quantization] if self.quantization else []
         words += ["default flags"] * (not self.flags)
         return " ".join(words)
 
@@ -60,7 +64,7 @@ def cases() -> list[Case]:
         for attention, head_dim in (("mosaic_gpu", 64), ("mosaic_gpu", 128), ("xla", 64), ("xla", 128))
         for num_blocks, num_host_blocks in ((512, 0), (1024, 0), (512, 256), (1024, 512))
     ]
-    found.append(Case("mosaic_gpu", 128, num_adapters=4))
+    found += [Case("mosaic_gpu", 128, num_adapters=4), Case("mosaic_gpu", 128, quantization="int4")]
     found.append(Case("constant", flags=False))
     found.append(Case("constant", num_blocks=65536, max_num_seqs=256, num_tiles=16))
     return found
@@ -144,22 +148,25 @@ def read_thunks(dump: str) -> list[tuple[int, str]]:
 def count_nodes(thunks: list[tuple[int, str]], passes_behind: int = 0) -> tuple[int, int]:
     """Kernels and copies of a decode layer, and of every step beside its layers.
 
-    A layer's are those from one attention kernel to the next, in the last sequence that has such, or that of
-    so many before it: the branch that decodes. A step's are those that lie in the loop itself and in the
-    branches around those layers: what lies in other branches, and in loops within, is not counted.
+    A layer's are those from one kernel of ours to the same of the next layer, in the last sequence that has
+    such for each, or that of so many before it: the branch that decodes. A step's are those that lie in the
+    loop itself and in the branches around those layers: what lies in other branches, and in loops within, is
+    not counted.
     """
     body = 4 + next(depth for depth, kind in thunks if kind == "kWhile")
     rest = sum(depth == body and kind not in CONTAINERS for depth, kind in thunks)
     calls = [i for i, (_, kind) in enumerate(thunks) if kind == "kCustomCall"]
-    if not calls:
+    passes = []
+    while calls:
+        sequence = _sequence(thunks, calls[-1])
+        if len(its := [i for i in calls if i in sequence]) >= NUM_LAYERS:
+            passes.append((sequence, its))
+        calls = [i for i in calls if i < sequence[0]]
+    if not passes:
         return 0, rest
-    for _ in range(passes_behind):
-        first = _sequence(thunks, calls[-1])[0]
-        calls = [i for i in calls if i < first]
-    sequence = _sequence(thunks, calls[-1])
-    layers = [i for i in calls if i >= sequence[0]]
-    of_layer = layers[-1] - layers[-2]
-    rest += len(sequence) - len(layers) * of_layer
+    sequence, calls = passes[passes_behind]
+    of_layer = calls[-1] - calls[-1 - len(calls) // NUM_LAYERS]
+    rest += len(sequence) - NUM_LAYERS * of_layer
     while thunks[outside := sequence[0] - 1][0] > body:
         sequence = _sequence(thunks, outside)
         rest += sum(thunks[i][1] not in CONTAINERS for i in sequence)
@@ -194,6 +201,8 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.models.config import ModelConfig, Rope, uniform
     from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
     from jaxpaged.models.families.llama import NAMES
+    from jaxpaged.models.quantisation import OnLoad
+    from pallas_kernels import ops
 
     mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))
     on_device = NamedSharding(mesh, PartitionSpec())
@@ -208,7 +217,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         num_kv_heads=2,
         head_dim=case.head_dim,
         norm_eps=1e-5,
-        layers=uniform(2, rope=Rope(theta=1e4, dim=case.head_dim)),
+        layers=uniform(NUM_LAYERS, rope=Rope(theta=1e4, dim=case.head_dim)),
         max_model_len=MAX_MODEL_LEN,
         tie_word_embeddings=True,
     )
@@ -238,7 +247,9 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     def create_model() -> nnx.Module:
         if case.attention == "constant":
             return ConstantModel()
-        model = decoder.abstract(config, dtype)
+        quantisation = None if case.quantization is None else OnLoad(case.quantization)
+        with mock.patch.object(ops, "default_implementation", return_value="mosaic_gpu"):  # an H200's
+            model = decoder.abstract(config, dtype, NAMES, quantisation)
         if case.num_adapters:
             lora.make_room(model, NAMES, case.num_adapters, ADAPTER_RANK)
         return model

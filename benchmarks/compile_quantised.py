@@ -1,26 +1,31 @@
 """What a GPU reads for a product with quantised weights: `python -m benchmarks.compile_quantised [NAME ...]`.
 
-A product of 16 rows in bfloat16 with 4,096 x 4,096 weights of each kind, compiled for an H200 on a machine
-without one (see `cuda_compiler`), by the sizes of what the compiled program's kernels take and give. A JSON
-line for each: bytes of the weights, all bytes that kernels read and write, the program's temporary ones, and
-its kernels. Where the widened weight is written to memory and read again, it is among the second.
+A product of 16 rows, or `--rows`, in bfloat16 with 4,096 x 4,096 weights of each kind, compiled for an H200
+on a machine without one (see `cuda_compiler`), as XLA multiplies, and by our kernel where that serves the
+weight; by the sizes of what the compiled program's kernels take and give. A JSON line for each: bytes of the
+weights, all bytes that kernels read and write, the program's temporary ones, and its kernels. Where the
+widened weight is written to memory and read again, it is among the second.
 """
 
+import functools
 import json
 import math
 import re
 
 import jax
 import jax.numpy as jnp
-from absl import app
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from absl import app, flags
 
 from benchmarks import cuda_compiler
 from jaxpaged.models import layers
 from jaxpaged.models.gguf_blocks import KINDS
 from jaxpaged.models.quantised import Kind, QuantisedWeight, Segment, zeros
+from pallas_kernels.ops import ProductImplementation
+from pallas_kernels.quantised_product import why_not
 
-SIZE, ROWS, DTYPE = 4096, 16, jnp.dtype("bfloat16")
+_ROWS = flags.DEFINE_integer("rows", 16, "Rows of the product.")
+
+SIZE, DTYPE = 4096, jnp.dtype("bfloat16")
 FORMS = {
     "bfloat16": None,
     "int8, Q8_0": KINDS["Q8_0"],
@@ -30,20 +35,20 @@ FORMS = {
     "fp8, by output": Kind(8, SIZE, "float32", has_minima=False, is_float=True),
     "fp8, blocks of 128": Kind(8, 128, "float32", has_minima=False, is_float=True),
 }
+BY_KERNEL = ", by the kernel"
+FORMS |= {
+    name + BY_KERNEL: kind
+    for name, kind in FORMS.items()
+    if kind and not why_not(DTYPE, kind.bits, kind.group_size, is_float=kind.is_float)
+}
 
 
 def main(argv: list[str]) -> None:
     """Compile those that are named, or all, and print the lines."""
-    mesh = Mesh(cuda_compiler.topology().devices, "x")
-    place = NamedSharding(mesh, PartitionSpec())
     for name in argv[1:] or FORMS:
-        kind = FORMS[name]
-        weight = jax.eval_shape(lambda kind=kind: _weight(kind))
-        arguments = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            (jax.ShapeDtypeStruct((ROWS, SIZE), DTYPE), weight),
-        )
-        program = jax.jit(_product).lower(*arguments).compile()
+        implementation: ProductImplementation = "mosaic_gpu" if name.endswith(BY_KERNEL) else "xla"
+        weight = jax.eval_shape(functools.partial(_weight, FORMS[name], implementation))
+        program = cuda_compiler.compiled(_product, jax.ShapeDtypeStruct((_ROWS.value, SIZE), DTYPE), weight)
         memory = program.memory_analysis()
         assert memory is not None
         kernels = kernels_of(program.as_text() or "")
@@ -80,10 +85,10 @@ def _num_bytes(dtype: str, dimensions: str) -> int:
     return math.prod(int(size) for size in dimensions.split(",") if size) * bits // 8
 
 
-def _weight(kind: Kind | None) -> jax.Array | QuantisedWeight:
+def _weight(kind: Kind | None, implementation: ProductImplementation) -> jax.Array | QuantisedWeight:
     if kind is None:
         return jnp.zeros((SIZE, SIZE), DTYPE)
-    return zeros((Segment(kind, SIZE),), SIZE, DTYPE)
+    return zeros((Segment(kind, SIZE),), SIZE, DTYPE, implementation)
 
 
 def _product(x: jax.Array, weight: jax.Array | QuantisedWeight) -> jax.Array:

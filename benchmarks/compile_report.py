@@ -76,8 +76,30 @@ class Program:
         )
 
 
-def programs() -> list[Program]:
-    """What the table holds: the base shape, then one property changed at a time."""
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One compilation of a product with a quantised weight of one of GGUF's kinds."""
+
+    kind: str = "Q4_0"
+    num_rows: int = 16
+    num_outputs: int = 4096
+    num_inputs: int = 4096
+
+    def __str__(self) -> str:
+        return f"product {self.num_rows} rows {self.kind} {self.num_outputs} x {self.num_inputs}"
+
+
+def programs() -> list[Program | Product]:
+    """What the table holds: the base shape, then one property changed at a time; then products."""
+    products = [
+        Product(kind, num_rows) for kind in ("Q4_0", "Q4_1", "Q8_0", "Q5_1") for num_rows in (8, 16, 64)
+    ]
+    products += [Product("Q4_K", 32), Product("Q4_0", 128), Product("Q4_0", num_outputs=28672)]
+    return [*attention_programs(), *products]
+
+
+def attention_programs() -> list[Program]:
+    """Each with its kernel."""
     found = [Program(), Program(num_seqs=256, capacity=131072)]
     found += [Program(head_dim=d) for d in (64, 80, 96, 112, 192, 256)]
     found += [Program(num_q_heads=8 * g) for g in (1, 3, 5, 7, 8, 16)]
@@ -171,7 +193,8 @@ def markdown(reports: list[Report]) -> str:
         f"Made by `python -m benchmarks.compile_report --write` with jax {jax.__version__}: compiled for",
         "sm_90a, not run.",
         "Heads are query heads / kv heads / head_dim. CTAs: programs that fit on one multiprocessor.",
-        "Temporary memory is of 16 rows of 8,192 tokens, or as said.",
+        "Temporary memory is of 16 rows of 8,192 tokens, or as said. Products are of rows in bfloat16",
+        "with weights of a GGUF kind, outputs x inputs.",
         "",
         "| program | kernel | registers | spilled bytes | shared memory, KiB | CTAs | temporary, MB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -199,21 +222,33 @@ def _reports_here(names: list[str]) -> Iterator[Report]:
             yield from _read_dump(program, Path(folder), temp_bytes, seconds)
 
 
-def compile_for_h200(program: Program) -> Any:
+def compile_for_h200(program: Program | Product) -> Any:
     """The compiled executable of a program; needs the environment that `cuda_compiler.run` sets."""
+    operation, arguments = _product(program) if isinstance(program, Product) else _attention(program)
+    return cuda_compiler.compiled(operation, *arguments)
+
+
+def _product(p: Product) -> tuple[Any, tuple[Any, ...]]:
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpaged.models.gguf_blocks import KINDS
+    from jaxpaged.models.quantised import Segment, zeros
+    from pallas_kernels import ops
+
+    dtype, segment = jnp.dtype("bfloat16"), Segment(KINDS[p.kind], p.num_outputs)
+    [weight] = jax.eval_shape(lambda: zeros([segment], p.num_inputs, dtype, "mosaic_gpu")).segments
+    return ops.quantised_product, (jax.ShapeDtypeStruct((p.num_rows, p.num_inputs), dtype), weight)
+
+
+def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
     import functools
 
     import jax
     import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
     from pallas_kernels import layouts, ops
     from pallas_kernels.support import BlockSparse
-
-    devices = np.array(cuda_compiler.topology().devices)
-    everywhere = NamedSharding(Mesh(devices, ("x",)), PartitionSpec())
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
     p, num_seqs, num_blocks = program, program.num_seqs, 1024
     kv_layout, dtype = layouts.named(p.kv_layout), jnp.dtype(p.cache_dtype or p.dtype)
@@ -243,17 +278,10 @@ def compile_for_h200(program: Program) -> Any:
         options["block_sparse"] = BlockSparse(64, 16, 8, head_sliding_step=1) if p.block_sparse else None
     operation = functools.partial(operation, **options, implementation="mosaic_gpu")
     names = list(arrays)
-    jitted = jax.jit(
-        lambda *args: operation(**dict(zip(names, args, strict=True))),
-        in_shardings=everywhere,
-        out_shardings=everywhere,
-    )
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        lowered = jitted.trace(*arrays.values()).lower(lowering_platforms=("cuda",))
-    return lowered.compile()
+    return lambda *args: operation(**dict(zip(names, args, strict=True))), tuple(arrays.values())
 
 
-def _read_dump(program: Program, folder: Path, temp_bytes: int, seconds: float) -> Iterator[Report]:
+def _read_dump(program: Program | Product, folder: Path, temp_bytes: int, seconds: float) -> Iterator[Report]:
     """A report per kernel compiled; jax 0.12 does not compile one again that it has seen in this process."""
     for file in sorted(folder.glob("*.ptxas")):
         name = re.sub(r"_\d+$", "", file.stem)

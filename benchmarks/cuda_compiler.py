@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import record
@@ -71,3 +72,17 @@ def topology() -> Any:
     return topologies.get_topology_desc(
         platform="cuda", topology_name="", topology="1x1x1", target_config=H200
     )
+
+
+def compiled(operation: Callable[..., Any], *arguments: Any) -> Any:
+    """The executable of an operation for one H200, for arguments of these shapes."""
+    import jax
+    import numpy as np
+    from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+    place = NamedSharding(Mesh(np.array(topology().devices), ("x",)), PartitionSpec())
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    jitted = jax.jit(lambda *args: operation(*args), in_shardings=place, out_shardings=place)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+    return lowered.compile()

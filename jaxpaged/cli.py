@@ -302,9 +302,10 @@ def _info(args: argparse.Namespace) -> None:
     from importlib import metadata
 
     import jax
+    from flax import nnx
 
     from jaxpaged.engine import gpu_flags, machine, startup
-    from jaxpaged.models import loading
+    from jaxpaged.models import loading, quantised
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
 
@@ -316,7 +317,10 @@ def _info(args: argparse.Namespace) -> None:
     model = checkpoint.config
     shapes = functools.partial(checkpoint.abstract, quantization=config.quantization)
     implementation, why = machine.attention(config, model)
-    no_native = native.why_not(machine.resolve_dtype(config))
+    dtype = machine.resolve_dtype(config)
+    how = config.quantization or checkpoint.quant_method
+    kernels = quantised.implementations(nnx.state(shapes(dtype))) if how else {}
+    no_native = native.why_not(dtype)
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
     cache, folder = startup.cache_size(config, model, shapes), compilation_cache_dir()
     lines += [
@@ -328,8 +332,9 @@ def _info(args: argparse.Namespace) -> None:
             f"{args.model}: {model.num_layers} layers, {model.num_q_heads} query heads and "
             f"{model.num_kv_heads} kv heads of {model.head_dim}, vocabulary {model.vocab_size}",
         ),
-        ("dtype", str(machine.resolve_dtype(config))),
-        *([("quantization", how)] if (how := config.quantization or checkpoint.quant_method) else []),
+        ("dtype", str(dtype)),
+        *([("quantization", how)] if how else []),
+        *(("", f"{kernel} products for {n} of its weights") for kernel, n in kernels.items()),
         ("rows", f"{config.max_num_seqs} sequences of up to {machine.max_model_len(config, model)} tokens"),
         ("layout", str(machine.layout(config, model))),
         (

@@ -29,11 +29,14 @@ import jax.numpy as jnp
 from pallas_kernels import layouts, native, ragged, xla, xla_tiles
 from pallas_kernels import paged_attention as mosaic
 from pallas_kernels import prompt_attention as mosaic_prompts
+from pallas_kernels import quantised_product as mosaic_products
 from pallas_kernels.layouts import Dense, Layout, Pool, Sizes
+from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
 from pallas_kernels.support import QUANTISED_DTYPES, Arrays, BlockSparse, Options, refuse_unserved, view_of
 
 Implementation = Literal["mosaic_gpu", "xla"]
 TiledImplementation = Literal["mosaic_gpu", "native", "xla"]
+ProductImplementation = Literal["mosaic_gpu", "native", "xla"]
 
 
 # The axes of a cache of two arrays, in the order of `Sizes`, as a layout and as a user calls them.
@@ -390,6 +393,53 @@ def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array, axis: in
             f"source {source.dtype}{source.shape} must hold blocks like target's {target.dtype}{target.shape}"
         )
     return xla.swap_blocks(source, target, pairs, axis)
+
+
+def quantised_product(
+    x: jax.Array,
+    weight: Quantised | Halfwords,
+    layer: int | jax.Array | None = None,
+    *,
+    implementation: ProductImplementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`x @ weight.T` for a weight of few bits, or a stack of one a layer, [num_rows, out_features] float32.
+
+    x: [num_rows, in_features] bfloat16, float16 or float32, of no more inputs than the weight has: what a row
+        lacks is zeros.
+    weight: `Halfwords` for "mosaic_gpu", which serves up to 256 rows in bfloat16; `Quantised`, in panels, for
+        "native"; either for "xla", which widens it in the program, and multiplies numbers of x's type.
+    implementation: None is the one that the weight is packed for, if it serves x, else "xla".
+    """
+    if x.ndim != 2 or x.shape[1] > weight.in_features:
+        raise ValueError(f"{x.shape=} must be [num_rows, in_features], at most {weight.in_features} of them")
+    why_not = _why_no_product_kernel(x, weight)
+    if implementation is None:
+        in_panels = isinstance(weight, Quantised) and weight.panel_width == PANEL_WIDTH
+        is_native = in_panels and native.serves(x.dtype, native.quantised_function(is_float=weight.is_float))
+        implementation = "native" if is_native else "xla" if why_not else "mosaic_gpu"
+    if implementation == "mosaic_gpu":
+        if why_not or isinstance(weight, Quantised):
+            raise NotImplementedError(f"mosaic_gpu products: {why_not}. Use implementation='xla'.")
+        return mosaic_products.product(x, weight, layer, interpret=interpret)
+    if implementation == "native":
+        if not isinstance(weight, Quantised):
+            raise NotImplementedError(
+                "native products: the weight must be packed in panels. Use implementation='xla'."
+            )
+        return native.quantised_product(x, weight, 0 if layer is None else layer)
+    one = weight if layer is None else weight.of_layer(layer)
+    wide, scales = one.factors(x.dtype)
+    y = jnp.einsum("ri,oi->ro", x, wide[:, : x.shape[1]], preferred_element_type=jnp.float32)
+    return y if scales is None else y * scales
+
+
+def _why_no_product_kernel(x: jax.Array, weight: Quantised | Halfwords) -> str | None:
+    if not isinstance(weight, Halfwords):
+        return "the weight must be packed as halfwords"
+    if x.shape[0] > mosaic_products.MAX_ROWS:
+        return f"{x.shape[0]} rows must be at most {mosaic_products.MAX_ROWS}"
+    return mosaic_products.why_not(x.dtype, weight.bits, weight.group_size, is_float=False)
 
 
 @functools.cache

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt16, UInt32
 
 from pallas_kernels.native.product import PANEL_WIDTH
 
 CODE_BITS = (8, 4)
 OFFSET = 8  # that is added to codes of 4 bits which are signed
+RUN = 32  # neighbouring inputs whose codes have one place in halfwords
+NUM_OUTPUTS, NUM_INPUTS = 64, 128  # halfwords are filled up to multiples of these
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +97,86 @@ class Quantised:
         if self.minima is not None:
             numbers = numbers + rows_of(self.minima).astype(jnp.float32)[..., None]
         return numbers.reshape(scales.shape[0], -1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Halfwords:
+    """A weight [out_features, in_features], or a stack of one a layer, in the order of the GPU's product.
+
+    32 neighbouring halfwords have the codes of as many runs of 32 inputs as a halfword has places, from its
+    lowest bits on: halfword i those of input i of each run. Outputs and inputs that are missing to multiples
+    of 64 and 128 have scales of zero.
+    """
+
+    codes: UInt16[Array | np.ndarray, "*num_layers num_outputs num_halfwords"]
+    scales: Float[Array | np.ndarray, "*num_layers num_groups num_outputs"]  # float16 or float32
+    minima: Float[Array | np.ndarray, "*num_layers num_groups num_outputs"] | None
+    bits: int = field(metadata={"static": True})
+    out_features: int = field(metadata={"static": True})
+    is_float = False
+
+    @property
+    def in_features(self) -> int:
+        return int(self.codes.shape[-1]) * 16 // self.bits
+
+    @property
+    def group_size(self) -> int:
+        return self.in_features // int(self.scales.shape[-2])
+
+    def of_layer(self, layer: int | Int[Array, ""]) -> "Halfwords":
+        """One of a stack."""
+        one: Halfwords = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), self)
+        return one
+
+    def widened(self) -> Float[Array, "out_features in_features"]:
+        """All weights, in float32."""
+        return self._numbers(self.codes, self.scales, self.minima)[: self.out_features]
+
+    def rows(self, outputs: Int[Array, " n"]) -> Float[Array, "n in_features"]:
+        """The weights of some outputs, in float32."""
+        minima = None if self.minima is None else jnp.asarray(self.minima)[:, outputs]
+        return self._numbers(jnp.asarray(self.codes)[outputs], jnp.asarray(self.scales)[:, outputs], minima)
+
+    def factors(self, dtype: jnp.dtype) -> tuple[Float[Array, "out_features in_features"], None]:
+        """All weights in a dtype, and nothing that their products are still to be multiplied by."""
+        return self.widened().astype(dtype), None
+
+    def _numbers(
+        self, codes: Array | np.ndarray, scales: Array | np.ndarray, minima: Array | np.ndarray | None
+    ) -> Float[Array, "num_rows in_features"]:
+        shifts = jnp.arange(0, 16, self.bits, dtype=jnp.uint16)[:, None]
+        runs = jnp.asarray(codes).reshape(codes.shape[0], -1, 1, RUN) >> shifts
+        if self.bits == 8:
+            numbers = lax.bitcast_convert_type(runs.astype(jnp.uint8), jnp.int8).astype(jnp.float32)
+        else:
+            numbers = (runs & 15).astype(jnp.float32)
+            numbers = numbers - OFFSET if minima is None else numbers
+        wide = numbers.reshape(codes.shape[0], scales.shape[0], -1)
+        wide = wide * jnp.asarray(scales).astype(jnp.float32).T[..., None]
+        if minima is not None:
+            wide = wide + jnp.asarray(minima).astype(jnp.float32).T[..., None]
+        return wide.reshape(codes.shape[0], -1)
+
+
+def pack_halfwords(
+    codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None, *, bits: int
+) -> Halfwords:
+    """A weight of NumPy's for a GPU; arguments as those of `pack`, in groups that divide 128 inputs."""
+    out_features, in_features = codes.shape
+    group_size = in_features // scales.shape[1]
+    missing = -out_features % NUM_OUTPUTS, -in_features % NUM_INPUTS
+    whole = np.pad(codes.view(np.uint8), [(0, n) for n in missing]) if any(missing) else codes.view(np.uint8)
+    runs = whole.reshape(len(whole), -1, 16 // bits, RUN)
+    halfwords = np.zeros((len(whole), runs.shape[1], RUN), np.uint16)
+    for place in range(runs.shape[2]):
+        halfwords |= runs[:, :, place].astype(np.uint16) << np.uint16(place * bits)
+
+    def by_group(numbers: np.ndarray) -> np.ndarray:
+        return np.pad(numbers.T, ((0, missing[1] // group_size), (0, missing[0])))
+
+    sides = by_group(scales), None if minima is None else by_group(minima)
+    return Halfwords(halfwords.reshape(len(whole), -1), *sides, bits=bits, out_features=out_features)
 
 
 def pack(

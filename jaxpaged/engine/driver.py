@@ -36,6 +36,7 @@ from jaxpaged.engine.state import (
 )
 from jaxpaged.engine.step import PromptScores
 from jaxpaged.engine.step_config import StepConfig
+from jaxpaged.models import quantised
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
@@ -134,6 +135,8 @@ class Driver:
         size = startup.known_size(config, model_config, shapes)
         logging.info("attention: %s (%s)", *machine.attention(config, model_config))
         model = load_model(machine.resolve_dtype(config))
+        for implementation, count in quantised.implementations(nnx.state(model)).items():
+            logging.info("products with quantised weights: %s for %d of them", implementation, count)
         adapters = beside(model, adapter_names, config, shares)
         self._on_device = OnDevice(config.max_loras)
         self._waits_for_adapter = False  # the first in the queue, while others' are on the device

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from jaxpaged.models.quantised import QuantisedWeight
-from pallas_kernels import low_rank, native
-from pallas_kernels.quantised import PANEL_WIDTH, Quantised
+from pallas_kernels import low_rank, native, ops
+from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
+from pallas_kernels.quantised_product import MAX_ROWS
 
 Values = Array | np.ndarray  # a weight that is being made
 type Weight = Float[Values, "..."] | QuantisedWeight
@@ -226,20 +227,26 @@ def quantised_product(
     in the program: in memory it stays as it is.
     """
     functions = {native.quantised_function(is_float=segment.is_float) for segment in weight.segments}
-    in_panels = all(segment.panel_width == PANEL_WIDTH for segment in weight.segments)
+    panels = [segment for segment in weight.segments if isinstance(segment, Quantised)]
+    in_panels = panels == [*weight.segments] and all(its.panel_width == PANEL_WIDTH for its in panels)
     if in_panels and native.serves(x.dtype, *sorted(functions)):
         number = 0 if layer is None else layer
-        pairs = zip(weight.ordered(x, layer), weight.segments, strict=True)
+        pairs = zip(weight.ordered(x, layer), panels, strict=True)
         found = [native.quantised_product(its, segment, number) for its, segment in pairs]
     else:
         one = weight if layer is None else weight.of_layer(layer)
-        pairs = zip(one.ordered(x), one.segments, strict=True)
-        found = [_widening_product(its, segment) for its, segment in pairs]
+        each = zip(one.ordered(x), one.segments, weight.segments, strict=True)
+        found = [
+            ops.quantised_product(its, stack, layer, implementation="mosaic_gpu")
+            if isinstance(stack, Halfwords) and len(its) <= MAX_ROWS
+            else _widening_product(its, segment)
+            for its, segment, stack in each
+        ]
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
 
 def _widening_product(
-    x: Float[Array, "num_tokens in_features"], weight: Quantised
+    x: Float[Array, "num_tokens in_features"], weight: Quantised | Halfwords
 ) -> Float[Array, "num_tokens out_features"]:
     wide, scales = weight.factors(x.dtype)
     y = _dot(x, wide[:, : x.shape[1]], contract=1)

@@ -1,5 +1,6 @@
 """Weights of few bits as a decoder has them, and how their outputs are kept."""
 
+import collections
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -16,8 +17,18 @@ from jaxtyping import Array, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError
-from pallas_kernels import native
-from pallas_kernels.quantised import OFFSET, PANEL_WIDTH, Quantised, pack
+from pallas_kernels import native, ops, quantised_product
+from pallas_kernels.ops import ProductImplementation
+from pallas_kernels.quantised import (
+    NUM_INPUTS,
+    NUM_OUTPUTS,
+    OFFSET,
+    PANEL_WIDTH,
+    Halfwords,
+    Quantised,
+    pack,
+    pack_halfwords,
+)
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 
@@ -58,7 +69,7 @@ class QuantisedWeight:
     are those in which each of them takes its inputs; None: as they come.
     """
 
-    segments: tuple[Quantised, ...]
+    segments: tuple[Quantised | Halfwords, ...]
     orders: tuple[Int[Array | np.ndarray, "*num_layers in_features"] | None, ...]
     in_features: int = field(metadata={"static": True})
     dtype: jnp.dtype = field(metadata={"static": True})
@@ -216,22 +227,56 @@ def joined[T](pieces: Iterable[tuple[Kind, T]]) -> Iterator[tuple[Kind, list[T]]
         yield kind, [piece for _, (_, piece) in group]
 
 
-def packed(pieces: Iterable[tuple[Kind, Rows]], in_features: int, dtype: jnp.dtype) -> QuantisedWeight:
-    """A weight of pieces with outputs one after another, those of a kind joined."""
-    segments, orders = [], []
+def packed(
+    pieces: Iterable[tuple[Kind, Rows]],
+    in_features: int,
+    dtype: jnp.dtype,
+    implementation: ProductImplementation | None = None,
+) -> QuantisedWeight:
+    """A weight of pieces with outputs one after another, those of a kind joined, for that implementation of
+    products; None: this machine's.
+    """
+    segments: list[Quantised | Halfwords] = []
+    orders = []
     for kind, group in joined(pieces):
         codes, scales, minima, [*_, order] = zip(*group, strict=True)
         joined_minima = np.concatenate(minima) if kind.has_minima else None
         sides = np.concatenate(codes), np.concatenate(scales), joined_minima
-        width = _panel_width(kind, dtype)
-        segments.append(pack(*sides, bits=kind.bits, is_float=kind.is_float, panel_width=width))
+        chosen = implementation or implementation_for(kind, dtype)
+        if chosen == "mosaic_gpu":
+            segments.append(pack_halfwords(*sides, bits=kind.bits))
+        else:
+            width = _panel_width(chosen)
+            segments.append(pack(*sides, bits=kind.bits, is_float=kind.is_float, panel_width=width))
         orders.append(order)
     return QuantisedWeight(tuple(segments), tuple(orders), in_features, dtype)
 
 
-def _panel_width(kind: Kind, dtype: jnp.dtype) -> int:
-    is_native = native.serves(dtype, native.quantised_function(is_float=kind.is_float))
-    return PANEL_WIDTH if is_native else 1
+def implementation_for(kind: Kind, dtype: jnp.dtype) -> ProductImplementation:
+    """Of products with few rows of that dtype on this machine: their weight is packed for it."""
+    if native.serves(dtype, native.quantised_function(is_float=kind.is_float)):
+        return "native"
+    if ops.default_implementation() == "xla":
+        return "xla"
+    why_not = quantised_product.why_not(dtype, kind.bits, kind.group_size, is_float=kind.is_float)
+    return "xla" if why_not else "mosaic_gpu"
+
+
+def implementations(model: Any) -> dict[ProductImplementation, int]:
+    """For how many weights each implementation of products with few rows is there, of all in a model's
+    arrays.
+    """
+    found: collections.Counter[ProductImplementation] = collections.Counter()
+    for leaf in jax.tree.leaves(model, is_leaf=lambda its: isinstance(its, Halfwords | Quantised)):
+        if isinstance(leaf, Halfwords):
+            found["mosaic_gpu"] += 1
+        elif isinstance(leaf, Quantised):
+            found["native" if leaf.panel_width == PANEL_WIDTH else "xla"] += 1
+    return dict(found)
+
+
+def _panel_width(implementation: ProductImplementation) -> int:
+    return PANEL_WIDTH if implementation == "native" else 1
 
 
 def wide(kind: Kind, rows: Rows, in_features: int) -> np.ndarray:
@@ -249,11 +294,20 @@ def wide(kind: Kind, rows: Rows, in_features: int) -> np.ndarray:
     return found if rows.order is None else found[:, np.argsort(rows.order)]
 
 
-def zeros(segments: Iterable[Segment], in_features: int, dtype: jnp.dtype) -> QuantisedWeight:
-    """A weight of these segments without its numbers."""
+def zeros(
+    segments: Iterable[Segment],
+    in_features: int,
+    dtype: jnp.dtype,
+    implementation: ProductImplementation | None = None,
+) -> QuantisedWeight:
+    """A weight of these segments without its numbers; `implementation` as `packed` has it."""
 
-    def of(kind: Kind, num_outputs: int) -> Quantised:
-        width, num_groups = _panel_width(kind, dtype), cdiv(in_features, kind.group_size)
+    def of(kind: Kind, num_outputs: int) -> Quantised | Halfwords:
+        chosen = implementation or implementation_for(kind, dtype)
+        num_groups = cdiv(in_features, kind.group_size)
+        if chosen == "mosaic_gpu":
+            return _no_halfwords(kind, num_outputs, num_groups * kind.group_size)
+        width = _panel_width(chosen)
         num_panels = cdiv(num_outputs, width)
         num_words = num_groups * kind.group_size * kind.bits // 32
         codes = jnp.zeros((num_panels, num_words, width), jnp.uint32)
@@ -264,3 +318,12 @@ def zeros(segments: Iterable[Segment], in_features: int, dtype: jnp.dtype) -> Qu
     segments = tuple(segments)
     orders = tuple(jnp.zeros(in_features, jnp.int32) if kind.has_order else None for kind, _ in segments)
     return QuantisedWeight(tuple(of(*segment) for segment in segments), orders, in_features, dtype)
+
+
+def _no_halfwords(kind: Kind, num_outputs: int, in_features: int) -> Halfwords:
+    inputs, outputs = (
+        cdiv(n, unit) * unit for n, unit in ((in_features, NUM_INPUTS), (num_outputs, NUM_OUTPUTS))
+    )
+    scales: Any = jnp.zeros((inputs // kind.group_size, outputs), kind.scale_dtype)
+    codes = jnp.zeros((outputs, inputs * kind.bits // 16), jnp.uint16)
+    return Halfwords(codes, scales, scales if kind.has_minima else None, kind.bits, num_outputs)

@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
-from pallas_kernels import paged_attention, prompt_attention
+from pallas_kernels import paged_attention, prompt_attention, quantised_product
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
 
         return call
 
-    for kernel in (paged_attention, prompt_attention):
+    for kernel in (paged_attention, prompt_attention, quantised_product):
         kernel._shared_kernel_of.cache_clear()  # to be traced anew
     with pytest.MonkeyPatch.context() as patch:
         for name in SYNCHRONISING:
@@ -103,7 +103,7 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
             if shadows:  # count an arrival where the kernel makes it, not where its shadow does
                 patch.setattr(plgpu, "barrier_arrive", dropping("barrier_arrive", plgpu.barrier_arrive))
             yield met
-    for kernel in (paged_attention, prompt_attention):
+    for kernel in (paged_attention, prompt_attention, quantised_product):
         kernel._shared_kernel_of.cache_clear()
 
 

@@ -38,9 +38,11 @@ LEAN = {
         "tiles 32/8/256 bs8 bfloat16 int8 32 tokens a tile",
         "tiles 32/8/128 bs32 bfloat16 bfloat16 32 tokens a tile int8_per_token",
         "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn alibi window soft_cap sinks 32 tokens a tile",
+        "product 16 rows Q4_0 4096 x 4096",
+        "product 64 rows Q5_1 4096 x 4096",
     )
 }  # fmt: skip
-assert len(LEAN) == 23
+assert len(LEAN) == 25
 WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
 
@@ -51,7 +53,8 @@ def reports() -> list[compile_report.Report]:
 
 def test_every_kernel_compiles_and_spills_nothing(reports: list[compile_report.Report]) -> None:
     assert {r.program for r in reports} == WANTED
-    assert {r.kernel for r in reports} == {"paged_attention_kernel", "prompt_attention_kernel"}
+    kernels = {"paged_attention_kernel", "prompt_attention_kernel", "quantised_product_kernel"}
+    assert {r.kernel for r in reports} == kernels
     assert [r for r in reports if r.spill_bytes] == []
 
 
@@ -66,9 +69,11 @@ def test_partial_results_stay_small_whatever_the_capacity(reports: list[compile_
 
 
 def test_two_programs_share_a_multiprocessor(reports: list[compile_report.Report]) -> None:
-    """Of decode steps, except for head_dim 256, whose ring alone takes more than half of its memory."""
+    """Of decode steps, except for head_dim 256, whose ring alone takes more than half of its memory; and of
+    products, except for 64 rows and codes of 8 bits with minima.
+    """
     alone = {r.program for r in reports if r.ctas_per_core < 2 and not r.program.startswith("tiles ")}
-    assert all("/256 " in program for program in alone), alone
+    assert all("/256 " in program or "64 rows Q5_1" in program for program in alone), alone
 
 
 def test_the_committed_table_is_of_these_kernels(reports: list[compile_report.Report]) -> None:
@@ -79,7 +84,7 @@ def test_the_committed_table_is_of_these_kernels(reports: list[compile_report.Re
         return program, kernel, memory
 
     def keys(page: str) -> set[tuple[str, str, str]]:
-        return {key(line) for line in page.splitlines() if " bs" in line}
+        return {key(line) for line in page.splitlines() if " bs" in line or " rows Q" in line}
 
     committed, made = keys(compile_report.TABLE.read_text()), keys(compile_report.markdown(reports))
     assert made <= committed, sorted(made - committed)
@@ -91,3 +96,11 @@ def test_codes_with_one_scale_an_output_are_all_that_a_product_reads() -> None:
     wide, codes = cuda_compiler.run("benchmarks.compile_quantised", names)
     assert codes["weight_bytes"] < 0.51 * wide["weight_bytes"]
     assert codes["moved_bytes"] - codes["weight_bytes"] <= wide["moved_bytes"] - wide["weight_bytes"] + 2**16
+
+
+def test_codes_of_four_bits_are_all_that_the_kernel_reads_of_a_weight() -> None:
+    """With groups, too: beside codes and scales only rows, and sums that are written and read once."""
+    [line] = cuda_compiler.run("benchmarks.compile_quantised", ["int4, Q4_0, by the kernel"])
+    assert line["weight_bytes"] == 4096 * 4096 * 4.5 / 8
+    rows, sums = 16 * 4096 * 2, 4 * 16 * 4096 * 4
+    assert line["moved_bytes"] <= line["weight_bytes"] + rows + 2 * sums + 16 * 4096 * 4 + 64, line

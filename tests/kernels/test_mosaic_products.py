@@ -1,0 +1,228 @@
+"""The Mosaic GPU kernel of products with quantised weights in Pallas' GPU interpreter, with race detection.
+
+As `test_mosaic_interpreter.py` does it for attention. There is no product of registers in the interpreter:
+what a GPU has as a wgmma's operand goes through shared memory here.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged.models import gguf_blocks, layers
+from jaxpaged.models.quantised import Kind, QuantisedWeight, Rows, Segment, implementations, packed, zeros
+from pallas_kernels import ops
+from pallas_kernels import quantised_product as mosaic
+from pallas_kernels.quantised import OFFSET, Halfwords, Quantised
+from reference import quantisation, quantised_checkpoints
+from tests.kernels.interpreter import (
+    fresh_interpreter,
+    races_found,
+    shadow_reads,
+    unfenced_wgmmas,
+    unnoticed_calls,
+    without_call,
+)
+from tests.kernels.test_native import bits, draw
+from tests.reference.test_quantisation import blocks
+
+pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
+BFLOAT16 = jnp.dtype("bfloat16")
+ZERO_POINTS = "int4, groups of 128 with zero points"
+
+
+@functools.cache
+def drawn(name: str, out_features: int, in_features: int) -> tuple[Halfwords, np.ndarray, np.ndarray]:
+    """A weight for the kernel, what it means by the oracle, and a bound of what is added up where x is 1."""
+    if name == ZERO_POINTS:
+        rng, groups = np.random.default_rng(0), (out_features, in_features // 128)
+        codes = rng.integers(0, 16, (out_features, in_features)).astype(np.uint8)
+        scales, minima = (rng.standard_normal(groups).astype(np.float32) for _ in range(2))
+        kind, rows = Kind(4, 128, "float32", has_minima=True), Rows(codes, scales, minima)
+        want = quantised_checkpoints.scaled(codes.astype(np.float32), scales) + np.repeat(minima, 128, axis=1)
+    else:
+        its = blocks(name, out_features, in_features)
+        kind, rows = gguf_blocks.KINDS[name], gguf_blocks.rows(its, name, "weight")
+        want = quantisation.dequantise(its, name)
+    [weight] = packed([(kind, rows)], in_features, BFLOAT16, "mosaic_gpu").segments
+    assert isinstance(weight, Halfwords)
+    sizes = (np.abs(rows.codes.astype(np.float64)) + OFFSET).reshape(*rows.scales.shape, -1)
+    sizes *= np.abs(rows.scales.astype(np.float64))[..., None]
+    if rows.minima is not None:
+        sizes += np.abs(rows.minima.astype(np.float64))[..., None]
+    return weight, want, sizes.reshape(want.shape)
+
+
+def multiply(x: np.ndarray, weight: Halfwords, layer: int | None = None) -> np.ndarray:
+    """Traced anew: with what a test has put in the place of Pallas' functions."""
+    run = functools.partial(ops.quantised_product, layer=layer, interpret=True)
+    return np.asarray(jax.jit(lambda x, weight: run(x, weight))(jnp.asarray(x), weight))
+
+
+def assert_close(y: np.ndarray, x: np.ndarray, want: np.ndarray, sizes: np.ndarray) -> None:
+    wide = x.astype(np.float64)
+    error = np.abs(y - wide @ want.astype(np.float64).T)
+    # Each of up to 1,024 sums is rounded to 24 bits of what has been added up; up and down alike.
+    assert (error <= 1e-6 * (np.abs(wide) @ sizes.T)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows", "out_features", "in_features"),
+    [
+        ("Q4_0", 9, 40, 1024),  # two programs share the inputs
+        ("Q8_0", 3, 64, 160),  # inputs that are not whole slots
+        ("Q5_1", 33, 64, 128),  # codes of 8 bits with minima, one run at a time
+        ("Q4_K", 70, 64, 256),  # two blocks of rows
+        (ZERO_POINTS, 8, 64, 256),
+    ],
+)
+def test_the_kernel_equals_the_oracle_without_a_race(
+    name: str, num_rows: int, out_features: int, in_features: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight, want, sizes = drawn(name, out_features, in_features)
+    x = draw(1, "bfloat16", num_rows, in_features)
+    with shadow_reads():
+        y = multiply(x, weight)
+    assert (y.dtype, y.shape) == (np.float32, (num_rows, out_features))
+    assert_close(y, x, want, sizes)
+    assert not races_found(capsys)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", ZERO_POINTS])
+def test_a_widened_weight_is_the_files_own(name: str) -> None:
+    """Each bit of all of it, and of some rows: nothing is lost in packing."""
+    weight, want, _ = drawn(name, 70, 256)
+    np.testing.assert_array_equal(weight.widened()[:, :256], want)
+    some = np.array([3, 69, 3, 0], np.int32)
+    np.testing.assert_array_equal(weight.rows(jnp.asarray(some))[:, :256], want[some])
+
+
+def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
+    """Nor on how many there are. Of whole numbers, whose sums over 32 inputs are exact: how a wgmma adds up
+    no interpreter knows. What comes behind is rounded.
+    """
+    weight, _, _ = drawn("Q4_1", 64, 256)
+    x = np.random.default_rng(1).integers(-9, 10, (20, 256)).astype(BFLOAT16)
+    together = multiply(x, weight)
+    for rows in (slice(19, 20), slice(3, 14)):
+        np.testing.assert_array_equal(bits(multiply(x[rows], weight)), bits(together[rows]))
+
+
+def test_a_models_product_has_a_kernel_for_each_of_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer of a stack; one segment has an order of inputs. Groups of 16 are left to XLA."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", "0")
+    kernel = mosaic.product
+    monkeypatch.setattr(mosaic, "product", lambda *args, interpret: kernel(*args, interpret=True))
+    monkeypatch.setattr(ops, "default_implementation", lambda: "mosaic_gpu")
+    rng, pieces, want = np.random.default_rng(2), [], []
+    for name in ("Q4_0", "Q4_1", "Q6_K"):
+        kind, its = gguf_blocks.KINDS[name], blocks(name, 40, 256)
+        rows, order = gguf_blocks.rows(its, name, "weight"), None
+        if name == "Q4_1":
+            kind, order = kind._replace(has_order=True), rng.permutation(256).astype(np.int32)
+        pieces.append((kind, rows._replace(order=order)))
+        wide = quantisation.dequantise(its, name)
+        want.append(wide if order is None else wide[:, np.argsort(order)])
+    weight = packed(pieces, 256, BFLOAT16)
+    assert implementations([weight]) == {"mosaic_gpu": 2, "xla": 1}
+    shapes = jax.tree.map(jnp.shape, zeros([Segment(kind, 40) for kind, _ in pieces], 256, BFLOAT16))
+    assert shapes == jax.tree.map(jnp.shape, weight)
+    stack = jax.tree.map(lambda x: np.stack([np.zeros_like(x), x]), packed(pieces[:2], 256, BFLOAT16))
+    x = jnp.asarray(draw(1, "bfloat16", 2, 256))
+    y = jax.jit(lambda x, stack: layers.quantised_product(x, stack, jnp.int32(1)))(x, stack)
+    exact = np.asarray(x, np.float64) @ np.concatenate(want[:2]).astype(np.float64).T
+    np.testing.assert_allclose(y, exact, atol=1e-5 * np.abs(exact).max())
+
+
+def test_what_the_kernel_does_not_serve() -> None:
+    weight, want, sizes = drawn("Q4_0", 70, 256)
+    x = jnp.ones((2, 256), jnp.float32)
+    assert_close(np.asarray(ops.quantised_product(x, weight)), np.asarray(x), want, sizes)
+    for wrong, other, why in (
+        (x, weight, "rows must be bfloat16"),
+        (jnp.ones((257, 256), BFLOAT16), weight, "257 rows must be at most 256"),
+        (x, _no_halfwords(), "the weight must be packed as halfwords"),
+    ):
+        with pytest.raises(NotImplementedError, match=why):
+            ops.quantised_product(wrong, other, implementation="mosaic_gpu")
+    with pytest.raises(
+        ValueError, match=r"x.shape=\(2, 257\) must be \[num_rows, in_features\], at most 256"
+    ):
+        ops.quantised_product(jnp.ones((2, 257)), weight)
+
+
+def _no_halfwords() -> Quantised | Halfwords:
+    weight: QuantisedWeight = zeros([Segment(gguf_blocks.KINDS["Q4_0"], 8)], 256, BFLOAT16, "xla")
+    return weight.segments[0]
+
+
+RING = ("Q4_1", 64, 640)  # five steps of one program
+
+
+def launch() -> None:
+    """The kernel with a small ring, so that slots are used again."""
+    weight, want, sizes = drawn(*RING)
+    x = draw(1, "bfloat16", 3, 640)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mosaic, "MAX_STAGES", 2)
+        assert_close(multiply(x, weight), x, want, sizes)
+
+
+# The fence between codes' way through shared memory and the wgmma that reads them: no run shows it.
+FENCE = ("commit_smem", "_add")
+OPTIONAL = {
+    ("barrier_wait", "_see_arrival")
+}  # missed by jax 0.11's interpreter only, and by nothing on a GPU
+
+
+@pytest.mark.slow
+def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Leave out each wait and fence in turn; without the arrival the producer would wait for ever."""
+    calls, unnoticed = unnoticed_calls(launch, lambda call: call[0] == "barrier_arrive", capsys)
+    assert len(calls) == 5, calls
+    assert unnoticed - OPTIONAL == {FENCE}
+
+
+def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
+    """Hand a slot back as soon as it is there."""
+    wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
+
+    def wait_and_release(barrier: Any) -> None:
+        wait(barrier)
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "_consume":
+            arrive(frame.f_locals["scratch"].empty.at[frame.f_locals["slot"]])
+
+    with shadow_reads(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, "barrier_wait", wait_and_release)
+        patch.setattr(plgpu, "barrier_arrive", lambda barrier: None)
+        try:
+            launch()
+            raced = races_found(capsys)
+        except (AssertionError, jax.errors.JaxRuntimeError) as error:  # jax 0.12 stops at a race
+            raced = "RACE DETECTED" in str(error)
+    assert raced
+
+
+@pytest.mark.parametrize("by_memory", [True, False])
+def test_every_store_is_fenced_before_a_wgmma(by_memory: bool) -> None:
+    """As the interpreter runs it; on a GPU nothing is stored."""
+    weight, _, _ = drawn(*RING)
+
+    def trace() -> int:
+        run = functools.partial(mosaic.product, interpret=by_memory)
+        jaxpr = jax.make_jaxpr(lambda x, weight: run(x, weight))(jnp.ones((3, 640), BFLOAT16), weight)
+        return unfenced_wgmmas(jaxpr.jaxpr)[0]
+
+    assert trace() == 0
+    with without_call(-1, shadows=False) as calls:
+        trace()
+    assert (FENCE in calls) == by_memory
+    if by_memory:
+        with without_call(calls.index(FENCE), shadows=False):
+            assert trace() > 0
