@@ -21,6 +21,7 @@ CHECKED = [
     "pallas_kernels.xla_tiles",
     "jaxpaged.memory",
     "jaxpaged.models",
+    "jaxpaged.parallel",
     "jaxpaged.sampling",
     *(f"jaxpaged.engine.{module}" for module in ("admission", "beams", "loop", "plan", "scheduler")),
     *(f"jaxpaged.engine.{module}" for module in ("state", "step")),
