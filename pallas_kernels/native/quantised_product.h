@@ -5,7 +5,8 @@
 // Codes of 8 bits are signed, or small floating-point numbers; those of 4 bits are counted from the minimum, and where
 // there is none from -8 scales.
 //
-// Codes become float32 in registers. A group's sum of x times codes is taken there; with its scale, and the minimum
+// Codes become float32 in registers; for many rows once for all of them, some groups at a time, in a strip that stays
+// in the first-level cache. A group's sum of x times codes is taken there; with its scale, and the minimum
 // times the sum of x in that group, it is added to the result. So a row's sums have one order, whatever the other rows.
 
 #ifndef PALLAS_KERNELS_NATIVE_QUANTISED_PRODUCT_H_
@@ -77,7 +78,12 @@ struct QuantisedKernel {
   int64_t num_words, num_groups;
   GroupNumbers scales, minima;
 
+  // Of rows that share a strip of widened codes, which is multiplied as a kernel in float32 is.
+  static constexpr int kWideRows = DenseKernel<Float32>::kTileRows;
+  static constexpr int64_t kWideColumns = StripColumns<DenseKernel<Float32>>(kWideRows), kWideInputs = 256;
+
   int64_t num_inputs() const { return num_words * kValues; }
+  int64_t group_size() const { return num_inputs() / num_groups; }
   bool has_minima() const { return minima.numbers != nullptr; }
   // Behind a row's factors come its sums in each group.
   int64_t num_factors() const { return num_inputs() + num_groups; }
@@ -116,6 +122,49 @@ struct QuantisedKernel {
     }
   }
 
+  // Some groups' codes of a strip as float32 [inputs, kWideColumns]; meanwhile those words of the panel `next` come into
+  // the cache, or with -1 none.
+  void WidenStrip(int64_t panel, int64_t column, int64_t first_group, int64_t count, int64_t next, float* wide) const {
+    const int64_t group_words = num_words / num_groups, first = first_group * group_words;
+    const char* strip = codes + panel * num_words * kStepBytes + 4 * column;
+    for (int64_t word = first; word < first + count * group_words; ++word) {
+      if (next >= 0) Prefetch(codes + (next * num_words + word) * kStepBytes, kStepBytes);
+      for (int v = 0; v < kWideColumns / kLanes; ++v) {
+        const Words words = Load<Words>(strip + word * kStepBytes + v * kVectorBytes);
+        UNROLL
+        for (int i = 0; i < kValues; ++i) {
+          Store(wide + ((word - first) * kValues + i) * kWideColumns + v * kLanes, Codes::Number(words, i));
+        }
+      }
+    }
+  }
+
+  // y[row] += the factors x[row] of some groups times a strip of their widened codes.
+  template <int kRows>
+  [[gnu::noinline]] void WideTile(const uint32_t* const* x, const float* wide, int64_t panel, int64_t column,
+                                  int64_t first_group, int64_t count, float* const* y) const {
+    constexpr int kVectors = kWideColumns / kLanes;
+    const int64_t size = group_size();
+    for (int64_t group = first_group; group < first_group + count; ++group) {
+      F32 sum[kRows][kVectors] = {};
+      const uint32_t* factors[kRows];
+      UNROLL
+      for (int row = 0; row < kRows; ++row) factors[row] = x[row] + group * size;
+      for (int64_t i = 0; i < size; ++i, wide += kWideColumns) {
+        F32 code[kVectors];
+        UNROLL
+        for (int v = 0; v < kVectors; ++v) code[v] = Load<F32>(wide + v * kLanes);
+        UNROLL
+        for (int row = 0; row < kRows; ++row) {
+          const F32 factor = Splat(factors[row][i]);
+          UNROLL
+          for (int v = 0; v < kVectors; ++v) sum[row][v] = sum[row][v] + factor * code[v];
+        }
+      }
+      Add<kRows, kVectors>(x, panel * num_groups + group, group, column, sum, y);
+    }
+  }
+
  private:
   // A group's sums, times its scales and with its minima, added to the results. Between products and additions there is
   // no branch: compilers make one operation of the two, or they do not, and so they do for any number of rows.
@@ -148,7 +197,7 @@ struct QuantisedKernelFor : QuantisedKernel<Codes> {
   int64_t x_words() const { return this->num_inputs() / T::kValues; }
   void Widen(const char* row, uint32_t* factors) const {
     using Value = typename T::Value;
-    const int64_t num_inputs = this->num_inputs(), group_size = num_inputs / this->num_groups;
+    const int64_t num_inputs = this->num_inputs(), group_size = this->group_size();
     for (int64_t i = 0; i < num_inputs; ++i) {
       Store(factors + i, T::ToFloat(Load<Value>(row + i * sizeof(Value))));
     }
@@ -159,6 +208,40 @@ struct QuantisedKernelFor : QuantisedKernel<Codes> {
     }
   }
 };
+
+// As for any kernel; many rows times a whole panel with codes that are widened once.
+template <typename T, typename Codes>
+void Panel(const LiveRows& live, const QuantisedKernelFor<T, Codes>& kernel, float* y, int64_t columns, int64_t panel,
+           int64_t next_panel) {
+  using K = QuantisedKernelFor<T, Codes>;
+  const int64_t first_column = panel * kPanelColumns, size = kernel.group_size();
+  if (live.count <= 2 * K::kTileRows || columns - first_column < kPanelColumns || size > K::kWideInputs) {
+    return Panel<K>(live, kernel, y, columns, panel, next_panel);
+  }
+  thread_local Scratch<float> strip;
+  float* wide = strip.Get(K::kWideInputs * K::kWideColumns);
+  for (int64_t row = 0; row < live.count; ++row) {
+    std::fill_n(y + live.rows[row] * columns + first_column, kPanelColumns, 0.0f);
+  }
+  const int64_t most = K::kWideInputs / size;
+  for (int64_t group = 0; group < kernel.num_groups; group += most) {
+    const int64_t num_groups = std::min(most, kernel.num_groups - group);
+    for (int64_t column = 0; column < kPanelColumns; column += K::kWideColumns) {
+      kernel.WidenStrip(panel, column, group, num_groups, column == 0 ? next_panel : -1, wide);
+      InBlocks(live.count, K::kWideRows, [&](int64_t first, int64_t count) {
+        const uint32_t* x[K::kWideRows];
+        float* results[K::kWideRows];
+        for (int64_t i = 0; i < count; ++i) {
+          x[i] = live.factors + live.rows[first + i] * live.stride;
+          results[i] = y + live.rows[first + i] * columns + first_column + column;
+        }
+        WithConstant<K::kWideRows>(count, [&](auto rows) {
+          kernel.template WideTile<decltype(rows)::value>(x, wide, panel, column, group, num_groups, results);
+        });
+      });
+    }
+  }
+}
 
 // x [rows, inputs], codes [panels, words, 32], scales and minima [panels, groups, 32] -> y [rows, columns] float32.
 template <typename T, typename Codes, typename Pool>
