@@ -188,6 +188,7 @@ def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert unnoticed - OPTIONAL == {FENCE}
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11's interpreter does not see this race")
 def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     """Hand a slot back as soon as it is there."""
     wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
