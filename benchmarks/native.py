@@ -30,7 +30,7 @@ from benchmarks.peaks import measure_peaks
 from jaxpaged.models import layers, quantised
 from jaxpaged.models.gguf_blocks import KINDS
 from jaxpaged.models.quantised import QuantisedWeight, Segment
-from pallas_kernels import native, ops
+from pallas_kernels import native, ops, xla
 from pallas_kernels.native import library
 
 _TARGETS = flags.DEFINE_list("targets", None, "of library.TARGETS; default: all that this processor can run")
@@ -127,7 +127,7 @@ def products(dtype: str) -> Iterator[Case]:
 
 def xla_products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
     """As `jaxpaged.models.layers` has them."""
-    return [layers._dot(x, kernel, contract=0) for kernel in kernels]
+    return [xla.product(x, kernel, contract=0) for kernel in kernels]
 
 
 def native_products(x: jax.Array, kernels: Sequence[jax.Array], outputs: int) -> list[jax.Array]:

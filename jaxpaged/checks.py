@@ -71,3 +71,9 @@ def checked_choice(name: str, value: object, choices: Iterable[str]) -> str:
     ok = isinstance(value, str) and value in choices
     check(name, value, f"one of {', '.join(choices)}", ok)
     return str(value)
+
+
+def check_salt(name: str, value: object) -> None:
+    """That it could separate the prefix cache."""
+    is_salt = value is None or (isinstance(value, str) and value != "")
+    check(name, value, "None or a string that is not empty", is_salt)

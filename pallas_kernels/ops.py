@@ -430,7 +430,7 @@ def quantised_product(
         return native.quantised_product(x, weight, 0 if layer is None else layer)
     one = weight if layer is None else weight.of_layer(layer)
     wide, scales = one.factors(x.dtype)
-    y = jnp.einsum("ri,oi->ro", x, wide[:, : x.shape[1]], preferred_element_type=jnp.float32)
+    y = xla.product(x, wide[:, : x.shape[1]], contract=1)
     return y if scales is None else y * scales
 
 

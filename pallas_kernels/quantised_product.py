@@ -36,9 +36,7 @@ from pallas_kernels._gpu import WGMMA
 from pallas_kernels.quantised import NUM_INPUTS, NUM_OUTPUTS, OFFSET, RUN, Halfwords
 
 MAX_COLUMNS = 64
-MAX_ROWS = (
-    256  # in blocks of MAX_COLUMNS: codes are fetched for each, and XLA moves four times as much for all
-)
+MAX_ROWS = 256  # in blocks of MAX_COLUMNS: codes are fetched for each, and XLA moves four times as much
 GROUP_SIZES = (32, 64, 128)
 MIN_STEPS = 4  # of a program, if inputs are shared out
 PROGRAMS = 2 * tuning.H200_CORES  # that inputs are shared out for, whatever the GPU: so bits are the same

@@ -110,12 +110,13 @@ def beside(
     if mesh is not None:
         nnx.update(model, repeated(mesh, nnx.state(model, AdapterParam)))
 
+    model_config = model.config
+
     def read(request: LoRARequest) -> Arrays:
         if not shares:
             return lora.read(request, model_config, *more)
         return _joined([lora.read(request, share.whole, *more, share) for share in shares])
 
-    model_config = model.config
     nothing = lora.nothing(model_config, *more)
     return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shares)) if shares else nothing)
 

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from jaxpaged.checks import InputError, check, is_int, shown
+from jaxpaged.checks import InputError, check, check_salt, is_int, shown
 
 FORMAT = "jaxpaged blocks, version 1"  # the one entry of the metadata
 TOKENS = "token_ids"
@@ -97,8 +97,7 @@ class Blocks:
         is_line = token_ids.dtype == np.int32 and token_ids.shape == (len(token_ids), kind.block_size)
         check("blocks: token_ids", token_ids, f"int32 [num_blocks, {kind.block_size}]", is_line)
         check("blocks: tensors", sorted(tensors), "the token ids' and the arrays'", not tensors)
-        is_salt = salt is None or (isinstance(salt, str) and salt != "")
-        check("blocks: cache_salt", salt, "None or a string that is not empty", is_salt)
+        check_salt("blocks: cache_salt", salt)
         return cls(kind, token_ids, salt, arrays)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Num, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num
 
+from jaxpaged import digest as digests
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision
@@ -393,21 +394,4 @@ def write_blocks(
     return transfer.write(kv_cache, block_ids, arrays)
 
 
-@jax.jit
-def digest(arrays: Sequence[Num[Array, "..."]]) -> UInt32[Array, "2"]:
-    """Two sums over all bits of these arrays, each mixed with its place: equal for equal arrays, however they
-    lie on devices, and for others by a chance of 2**-64. Not for who wants to make two that agree.
-    """
-    total = jnp.zeros(2, jnp.uint32)
-    for number, x in enumerate(arrays):
-        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
-        place = jnp.full(x.shape, number, jnp.uint32) * jnp.uint32(0x85EBCA77)
-        for axis in range(x.ndim):
-            place = place * jnp.uint32(0x9E3779B1) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        words = []
-        for odd in (0x7FEB352D, 0x846CA68B):
-            mixed = (bits ^ (place * jnp.uint32(odd))) * jnp.uint32(0xC2B2AE3D)
-            mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(odd)
-            words.append(jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32))
-        total += jnp.stack(words)
-    return total
+digest = jax.jit(digests.digest)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from jaxpaged.checks import InputError, check, checked_int, is_int, is_int_type, shown
+from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.state import MAX_EDITS, FinishReason, Phase, Rows, token_bits
@@ -212,7 +212,7 @@ class Door:
         priority = checked_int("priority", priority, INT32_RULE, -(2**31))
         if self.config.scheduling_policy == "fcfs":
             check("priority", priority, "0 unless scheduling_policy is 'priority'", priority == 0)
-        check_salt(cache_salt)
+        check_salt("cache_salt", cache_salt)
         adapter = self._adapter(lora_request)
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
         return Request(
@@ -244,7 +244,7 @@ class Door:
 
     def checked_prompt(self, prompt_token_ids: Any, cache_salt: str | None) -> np.ndarray:
         """The prompt as int32, if it and the salt could be a request's. Raises `InputError`."""
-        check_salt(cache_salt)
+        check_salt("cache_salt", cache_salt)
         return self._prompt(prompt_token_ids)
 
     def write(self, rows: Rows, line: int, request: Request, num_tokens: int) -> None:
@@ -371,11 +371,6 @@ class Door:
         if request.params.seed is not None:
             return request.params.seed
         return int(np.random.SeedSequence((self.config.seed, request.request_id)).generate_state(1)[0])
-
-
-def check_salt(cache_salt: Any) -> None:
-    is_salt = cache_salt is None or (isinstance(cache_salt, str) and cache_salt != "")
-    check("cache_salt", cache_salt, "None or a string that is not empty", is_salt)
 
 
 def arrival_of(request_id: int) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, loop, machine, programs
@@ -113,11 +113,7 @@ def fitted(config: EngineConfig, model_config: ModelConfig, model: Decoder) -> t
     bytes_to_load = 0
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         bytes_to_load = _num_bytes(params)
-        mesh = machine.mesh(config)
-        if mesh is None:
-            params = _placed(params, _on_device())
-        else:
-            params = placed(mesh, jax.tree.map(lambda _: BY_SHARD, params), params)
+        params = _placed(config, jax.tree.map(lambda _: BY_SHARD, params), params)
     per_block = machine.bytes_per_block(config, model_config)
     memory = machine.gpu_budget(config, machine.memory_stats() or {}).less(("of weights", bytes_to_load))
     if config.gpu_memory_utilization > gpu_flags.memory_share():
@@ -253,8 +249,7 @@ def state_shapes(
     def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
         made = functools.partial(_created, config, model_config, model, num_blocks)
         shapes = jax.eval_shape(functools.partial(made, prefix_caching=prefix_caching))
-        mesh = machine.mesh(config)
-        return _placed(shapes, _on_device()) if mesh is None else placed(mesh, loop.specs_of(shapes), shapes)
+        return _placed(config, loop.specs_of(shapes), shapes)
 
     def to_host(cache: KVCache) -> KVCache:
         kind = jax.device_put(np.int32(0), jax.memory.Space.Host).sharding
@@ -304,13 +299,13 @@ def _created(
     )
 
 
-def _on_device() -> Sharding:
-    return SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _placed[T](tree: T, sharding: Sharding) -> T:
-    placed: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-    return placed
+def _placed(config: EngineConfig, specs: Any, tree: Any) -> Any:
+    """Shapes with the places of their arrays: the one device, or the mesh, by these specs."""
+    mesh = machine.mesh(config)
+    if mesh is not None:
+        return placed(mesh, specs, tree)
+    device = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
 
 
 def _num_bytes(tree: Any) -> int:

@@ -60,7 +60,7 @@ class Link:
 LLAMA_70B = Model(8192, 28672, 80, 64, 8, 128, 128_256)
 H200 = roofline.GPUS["h200"]
 # The makers' bandwidths; the seconds are assumptions, of what collective libraries reach.
-NVLINK = Link(900e9 / 2, 10e-6)  # 900 GB/s are both ways together
+NVLINK = Link(roofline.NVLINK_BYTES, roofline.NVLINK_SECONDS)
 INFINIBAND = Link(400e9 / 8, 30e-6)
 NODE = 8  # GPUs, each with a network link of its own
 # A sum over several nodes goes round in eight rings, each over another GPU's link.

@@ -14,9 +14,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from jaxpaged.models.quantised import QuantisedWeight
-from pallas_kernels import low_rank, native, ops
-from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
-from pallas_kernels.quantised_product import MAX_ROWS
+from pallas_kernels import low_rank, native, ops, xla
 
 Values = Array | np.ndarray  # a weight that is being made
 type Weight = Float[Values, "..."] | QuantisedWeight
@@ -184,7 +182,7 @@ class Linear(nnx.Module):
         elif self.is_packed:
             y = native.product(x, self.kernel.all[...], self.out_features, layer)
         else:
-            y = _dot(x, self.kernel[layer], contract=0)
+            y = xla.product(x, self.kernel[layer], contract=0)
         return y if self.bias is None else y + self.bias[layer].astype(jnp.float32)
 
     def _quantised(
@@ -217,7 +215,7 @@ def unembed(
     """`hidden @ table.T` in float32: the table has an embedding's layout, so a tied one serves as it is."""
     if isinstance(table, QuantisedWeight):
         return quantised_product(hidden, table)
-    return _dot(hidden, table, contract=1)
+    return xla.product(hidden, table, contract=1)
 
 
 def quantised_product(
@@ -226,43 +224,9 @@ def quantised_product(
     """`x @ weight.T` in float32, of a stack that of a layer. Where XLA multiplies it widens the weight first,
     in the program: in memory it stays as it is.
     """
-    functions = {native.quantised_function(is_float=segment.is_float) for segment in weight.segments}
-    panels = [segment for segment in weight.segments if isinstance(segment, Quantised)]
-    in_panels = panels == [*weight.segments] and all(its.panel_width == PANEL_WIDTH for its in panels)
-    if in_panels and native.serves(x.dtype, *sorted(functions)):
-        number = 0 if layer is None else layer
-        pairs = zip(weight.ordered(x, layer), panels, strict=True)
-        found = [native.quantised_product(its, segment, number) for its, segment in pairs]
-    else:
-        one = weight if layer is None else weight.of_layer(layer)
-        each = zip(one.ordered(x), one.segments, weight.segments, strict=True)
-        found = [
-            ops.quantised_product(its, stack, layer, implementation="mosaic_gpu")
-            if isinstance(stack, Halfwords) and len(its) <= MAX_ROWS
-            else _widening_product(its, segment)
-            for its, segment, stack in each
-        ]
+    pairs = zip(weight.ordered(x, layer), weight.segments, strict=True)
+    found = [ops.quantised_product(its, segment, layer) for its, segment in pairs]
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
-
-
-def _widening_product(
-    x: Float[Array, "num_tokens in_features"], weight: Quantised | Halfwords
-) -> Float[Array, "num_tokens out_features"]:
-    wide, scales = weight.factors(x.dtype)
-    y = _dot(x, wide[:, : x.shape[1]], contract=1)
-    return y if scales is None else y * scales
-
-
-def _dot(
-    x: Float[Array, "num_tokens in_features"], kernel: Float[Array, "..."], contract: int
-) -> Float[Array, "num_tokens out_features"]:
-    """XLA's product of x and a kernel whose axis `contract` is the inputs, in float32."""
-    num_tokens = x.shape[0]
-    if num_tokens == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        # One row of bfloat16 runs at 2 GFLOP/s there, two at 40.
-        x = jnp.concatenate([x, x])
-    dimensions = (((1,), (contract,)), ((), ()))
-    return lax.dot_general(x, kernel, dimensions, preferred_element_type=jnp.float32)[:num_tokens]
 
 
 class RMSNorm(nnx.Module):

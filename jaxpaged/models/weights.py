@@ -232,8 +232,7 @@ class Parts:
 
     def get(self, role: str) -> layers.Weight | None:
         """What the decoder has once; None where it has no such weight."""
-        source = role if self._share is None else self._share.source(role)
-        shape = once(self._whole).get(source)
+        shape = once(self._whole).get(self._source(role))
         return None if shape is None else self._made(role, shape, self._segments(role, shape))
 
     def each(self, role: str) -> layers.Each | None:
@@ -297,7 +296,7 @@ class Parts:
         """How a role's outputs are kept; None where they are not quantised."""
         if self._quantisation is None:
             return None
-        source = role if self._share is None else self._share.source(role)
+        source = self._source(role)
         stored = _stored(self._whole, self._names, source, shape, **numbers)
         segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
         for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
@@ -307,7 +306,7 @@ class Parts:
     def _made(
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
     ) -> layers.Weight:
-        source = role if self._share is None else self._share.source(role)
+        source = self._source(role)
         stored = list(_stored(self._whole, self._names, source, shape, **numbers))
         if segments is not None and self._quantisation is not None:
             restored = functools.partial(self._restored, role)
@@ -317,22 +316,23 @@ class Parts:
         return self._joined(role, [self._read(name, its) for name, its in stored])
 
     def _joined(self, role: str, pieces: Pieces) -> layers.Weight:
-        pieces = self._restored(role, pieces)
-        if self._share is not None and self._quantisation is not None:  # of whole rows, as on one device
-            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            source, cut = self._share.source(role), self._cut(role, whole.shape)
-            _check_numbers(role, whole)
-            if quantised := self._quantisation.of_numbers(source, whole, self.dtype, cut):
+        pieces, share = self._restored(role, pieces), self._share
+        if self._quantisation is not None:  # of whole rows, whatever the share takes of them
+            pieces = [_concatenated(pieces)]
+            if share is not None:
+                _check_numbers(role, pieces[0])
+            cut = self._cut(role, pieces[0].shape)
+            if quantised := self._quantisation.of_numbers(self._source(role), pieces[0], self.dtype, cut):
                 return quantised
-        if self._share is not None:
-            pieces = _padded(self._share.taken(role, pieces), self._share.padding(role), pieces[0])
+        if share is not None:
+            pieces = _padded(share.taken(role, pieces), share.padding(role), pieces[0])
             for piece in pieces:
                 _check_numbers(role, piece)
-        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        quantised = None
-        if self._share is None and self._quantisation is not None:
-            quantised = self._quantisation.of_numbers(role, whole, self.dtype)
-        return quantised or whole.astype(self.dtype, copy=False)
+        return _concatenated(pieces).astype(self.dtype, copy=False)
+
+    def _source(self, role: str) -> str:
+        """The role in the whole decoder."""
+        return role if self._share is None else self._share.source(role)
 
     def _cut(self, role: str, shape: Shape) -> Cut | None:
         """What the share takes of a weight."""
@@ -380,6 +380,10 @@ class Abstract(Parts):
     def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
         segments = self._expert_segments(role, shape, num_experts)
         yield from (self._made(role, shape, segments) for _ in range(num_experts))
+
+
+def _concatenated(pieces: Pieces) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def _padded(taken: list[Any], padding: int, like: Any) -> list[Any]:

@@ -3,15 +3,16 @@
 import functools
 import operator
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Num, UInt32
+from jaxtyping import Array, Bool, Float, Num
+
+from jaxpaged.config import Sums
+from jaxpaged.digest import digest
 
 DATA, MODEL = "data", "model"  # the axes of a mesh
-Sums = Literal["fast", "ordered"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Shards:
 
     def total(self, part: Float[Array, "*n"]) -> Float[Array, "*n"]:
         """The sum of all shards' parts, on each."""
+        if self.size == 1:
+            return part
         if self.sums == "fast":
             return lax.psum(part, MODEL)
         parts = lax.all_gather(part, MODEL)
@@ -38,6 +41,8 @@ class Shards:
 
     def joined(self, part: Float[Array, "n width"], width: int) -> Float[Array, "n all_widths"]:
         """All shards' columns side by side, the first `width` of them."""
+        if self.size == 1:
+            return part[:, :width]
         return lax.all_gather(part, MODEL, axis=1, tiled=True)[:, :width]
 
     def mine(self, whole: Num[Array, "n"]) -> Num[Array, "its_share"]:
@@ -47,18 +52,5 @@ class Shards:
 
     def agree(self, tree: object) -> Bool[Array, ""]:
         """Whether all have the same numbers, by a digest of them."""
-        mine = digest(tree)
-        return lax.pmin(mine, MODEL) == lax.pmax(mine, MODEL)
-
-
-def digest(tree: object) -> UInt32[Array, ""]:
-    """Of all arrays' bits, each by its place: where one number is another, so is the digest."""
-    total = jnp.uint32(0)
-    for leaf in jax.tree.leaves(tree):
-        wide = jnp.asarray(leaf).astype(
-            jnp.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.int32
-        )
-        bits = lax.bitcast_convert_type(wide, jnp.uint32).reshape(-1)
-        places = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1  # odd: a number's weight has an inverse
-        total = total * jnp.uint32(0x9E3779B1) + jnp.sum(bits * places, dtype=jnp.uint32)
-    return total
+        mine = digest(jax.tree.leaves(tree))
+        return jnp.all(lax.pmin(mine, MODEL) == lax.pmax(mine, MODEL))

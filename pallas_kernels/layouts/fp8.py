@@ -46,8 +46,7 @@ class Fp8(Layout):
     def arrays(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        stored = jnp.dtype("uint8") if self.as_bytes else self.dtype
-        return self.base.arrays(num_blocks, block_size, num_kv_heads, head_dim, stored)
+        return self.base.arrays(num_blocks, block_size, num_kv_heads, head_dim, self._stored_dtype)
 
     def shared(self, num_kv_heads: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Measured scales; 0 before there is one."""
@@ -76,8 +75,7 @@ class Fp8(Layout):
     def read(
         self, arrays: Arrays, sizes: Sizes, block_ids: jax.Array, dtype: jnp.dtype
     ) -> tuple[jax.Array, jax.Array]:
-        stored = jnp.dtype("uint8") if self.as_bytes else self.dtype
-        found = self.base.read(arrays, sizes, block_ids, stored)
+        found = self.base.read(arrays, sizes, block_ids, self._stored_dtype)
         k, v = (
             (lax.bitcast_convert_type(x, self.dtype).astype(jnp.float32) * scale[:, None]).astype(dtype)
             for x, scale in zip(found, self.scales(arrays, sizes), strict=True)
@@ -93,6 +91,10 @@ class Fp8(Layout):
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
         return self.base.why_not(block_size, head_dim, dtype)
+
+    @property
+    def _stored_dtype(self) -> jnp.dtype:
+        return jnp.dtype("uint8") if self.as_bytes else self.dtype
 
     def _stored(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         largest = float(jnp.finfo(self.dtype).max)

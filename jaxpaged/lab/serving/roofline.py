@@ -39,8 +39,9 @@ GPUS = {
     "h200": Roofline(989e12, 4.8e12, 141e9),
     "b200": Roofline(2250e12, 8.0e12, 180e9),
 }
-# NVLink: 900 GB/s are both ways together. The seconds are an assumption.
-GPUS["8xh200"] = together(GPUS["h200"], 8, link=450e9, latency=10e-6)
+# 900 GB/s are both ways together. The seconds are an assumption, of what a collective library reaches.
+NVLINK_BYTES, NVLINK_SECONDS = 900e9 / 2, 10e-6
+GPUS["8xh200"] = together(GPUS["h200"], 8, NVLINK_BYTES, NVLINK_SECONDS)
 USED = 0.9  # the share of its memory that weights and cache take
 
 
