@@ -204,7 +204,7 @@ def test_the_end_waits_for_what_runs_and_then_no_longer(llm, brake, has_time):
         hold.allow(2)
         stream = tiny.start(served.http.post, "/v1/completions", json=LONG | {"stream": True})
         watching = tiny.start(served.http.get, "/page/events")
-        soon(lambda: len(served.service.open_runs) == 1)
+        soon(lambda: len(served.service.open_runs) == 1 and len(served.server.server_state.connections) == 2)
         stopping = threading.Thread(target=served.stop)
         stopping.start()
         soon(served.service.is_stopping.is_set)
