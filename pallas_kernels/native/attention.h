@@ -14,11 +14,15 @@
 
 namespace native {
 
-constexpr int64_t kChunk = 16;  // tokens whose K or V stays in the first-level cache for all rows
-// What is multiplied at once, so that sums stay in registers: rows with tokens of K, rows with columns of V.
-constexpr int kDotRows = 4, kDotTokens = kNumRegisters / 8;
+// What is multiplied at once: rows with tokens of K, rows with groups of V's columns. Sums stay in registers, and are
+// enough of them to hide how long an addition takes.
+constexpr int kDotRows = 4;
+constexpr int DotTokens(int rows) {
+  return kNumRegisters == 32 ? (rows == 1 ? 8 : 4) : rows == 1 ? 8 : rows < 4 ? 4 : 2;
+}
 constexpr int kSumRows = kNumRegisters == 32 ? 4 : kLanes == 8 ? 6 : 3;
 constexpr int kSumVectors = kSumRows == 6 ? 2 : 4;
+constexpr int SumGroups(int rows) { return std::clamp(12 / (rows * kSumVectors), 1, 4); }
 constexpr int64_t kGroup = kSumVectors * kLanes;  // columns
 
 // From one block, token and head to the next.
@@ -31,6 +35,7 @@ struct Strides {
 template <typename C>
 struct Packing {
   static constexpr bool kIsPacked = false;
+  static constexpr int64_t kChunk = 32;  // tokens whose K or V stays in the first-level cache for all rows
   static int64_t HeadBytes(int64_t head_dim) { return head_dim * sizeof(typename C::Value); }
   // Tokens are looked at from a multiple of so many on.
   static constexpr int64_t kAlignment = 1;
@@ -65,6 +70,7 @@ struct Heads {
 // counted from the first, in whole chunks. A row is one head of one token.
 template <typename T, typename C>
 struct Job {
+  static constexpr int64_t kChunk = Packing<C>::kChunk;
   const AttentionCall<T, C>& call;
   int64_t first_head, num_heads, num_rows, num_tokens;
   int64_t width, num_groups;  // of a head: narrow ones are read as if they had a whole group of columns
@@ -146,6 +152,12 @@ inline F32 PairSums(F32 a, F32 b) {
   return Pick(a, b, first) + Pick(a, b, [=](int i) { return first(i) + kUnit; });
 }
 
+// Makes the compiler read again what lies there, rather than keep it in a register that sums need.
+template <typename Value>
+inline void Forget(const Value*& p) {
+  asm volatile("" : "+r"(p));
+}
+
 template <int kRows>
 struct Registers {
   F32 row[kRows];
@@ -161,10 +173,23 @@ inline Registers<kRows> Fold(Registers<kRows> a, Registers<kRows> b) {
   return a;
 }
 
+// The sums of kCount tokens, each of which is the sums of kUnit of them already: side by side.
+template <int kUnit, int kRows, size_t kCount>
+[[gnu::always_inline]] inline Registers<kRows> Folded(const Registers<kRows> (&sum)[kCount]) {
+  if constexpr (kCount == 1) {
+    return sum[0];
+  } else {
+    Registers<kRows> half[kCount / 2];
+    UNROLL
+    for (size_t t = 0; t < kCount / 2; ++t) half[t] = Fold<2 * kUnit>(sum[2 * t], sum[2 * t + 1]);
+    return Folded<2 * kUnit>(half);
+  }
+}
+
 // Dot products of kRows rows with kCount tokens from `token` on: side by side, each in kLanes / kCount parts.
 template <typename C, int kRows, int kCount>
 [[gnu::always_inline]] inline Registers<kRows> Dots(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes) {
-  if constexpr (kCount > kDotTokens) {
+  if constexpr (kCount > DotTokens(kRows)) {
     return Fold<kCount>(Dots<C, kRows, kCount / 2>(x, k, token, bytes),
                         Dots<C, kRows, kCount / 2>(x, k, token + kCount / 2, bytes));
   } else {
@@ -174,59 +199,66 @@ template <typename C, int kRows, int kCount>
     for (int t = 0; t < kCount; ++t) heads[t] = k[token + t];
     for (int64_t byte = 0, i = 0; byte < bytes; byte += C::kBytes) {
       const int64_t here = std::min(byte, bytes - C::kBytes);
-      Words words[kCount];
-      UNROLL
-      for (int t = 0; t < kCount; ++t) words[t] = C::Read(heads[t] + here);
       UNROLL
       for (int j = 0; j < C::kFactors; ++j, i += kLanes) {
         UNROLL
-        for (int r = 0; r < kRows; ++r) {
-          const F32 factor = Load<F32>(x[r] + i);
+        for (int t = 0; t < kCount; ++t) {
+          const char* numbers = heads[t] + here;
+          Forget(numbers);
+          const Words words = C::Read(numbers);
           UNROLL
-          for (int t = 0; t < kCount; ++t) sum[t].row[r] = C::AddProduct(sum[t].row[r], factor, words[t], j);
+          for (int r = 0; r < kRows; ++r) {
+            sum[t].row[r] = C::AddProduct(sum[t].row[r], Load<F32>(x[r] + i), words, j);
+          }
         }
       }
     }
-    UNROLL
-    for (int n = kCount / 2; n > 0; n /= 2) {
-      UNROLL
-      for (int t = 0; t < n; ++t) sum[t] = Fold<kCount>(sum[2 * t], sum[2 * t + 1]);
-    }
-    return sum[0];
+    return Folded<1>(sum);
   }
 }
 
-// y[row] = dot products of a row, as x[row], with as many tokens of K as a register has lanes.
+// What is asked for while others are computed, token by token; 0 bytes: nothing.
+struct NextHeads {
+  Heads heads;
+  int64_t bytes;
+  void Ask(int64_t token) const { Prefetch(heads[token], bytes); }
+};
+
+// y[row] = dot products of a row, as x[row], with the tokens [first, end) of K, whole registers of them.
 template <typename C, int kRows>
-[[gnu::noinline]] void Dot(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes, float* const* y) {
-  const auto dots = Dots<C, kRows, kLanes>(x, k, token, bytes);
-  for (int r = 0; r < kRows; ++r) Store(y[r], dots.row[r]);
+[[gnu::noinline]] void Dot(const uint32_t* const* x, Heads k, int64_t first, int64_t end, int64_t bytes,
+                           NextHeads next, float* const* y) {
+  for (int64_t token = first; token < end; token += kLanes) {
+    for (int64_t i = token; i < token + kLanes; ++i) next.Ask(i);
+    const auto dots = Dots<C, kRows, kLanes>(x, k, token, bytes);
+    for (int r = 0; r < kRows; ++r) Store(y[r] + token, dots.row[r]);
+  }
 }
 
 // weights = q.k for all rows and tokens, some tokens at a time, which meanwhile stay in the first-level cache.
 template <typename T, typename C>
 void Score(const Job<T, C>& job) {
+  constexpr int64_t kChunk = Packing<C>::kChunk;
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
     for (int64_t head = 0; head < job.num_heads; ++head) {
       const Heads k = job.ChunkOfK(head, chunk);
       const bool is_last = chunk + kChunk == job.num_tokens;
-      const Heads next = is_last ? job.At(job.v, head, 0) : job.At(job.k, head, chunk + kChunk);
-      for (int64_t token = 0; token < kChunk; token += kLanes) {
-        // Some heads at once, but not so many that the processor waits: they are to arrive while it computes.
-        for (int64_t i = token; i < token + kLanes; ++i) Prefetch(next[i], job.call.head_bytes());
-        InBlocks(job.num_rows, kDotRows, [&](int64_t row, int64_t count) {
-          if (!job.Sees(row, count, chunk + token, kLanes)) return;
-          const uint32_t* x[kDotRows];
-          float* y[kDotRows];
-          for (int64_t i = 0; i < count; ++i) {
-            x[i] = job.factors + job.index(head, row + i) * job.num_factors;
-            y[i] = job.weight(head, row + i) + chunk + token;
-          }
-          WithConstant<kDotRows>(count, [&](auto rows) {
-            Dot<C, rows>(x, k, token, job.width * sizeof(typename C::Value), y);
-          });
+      const Heads heads = is_last ? job.At(job.v, head, 0) : job.At(job.k, head, chunk + kChunk);
+      InBlocks(job.num_rows, kDotRows, [&](int64_t row, int64_t count) {
+        if (!job.Sees(row, count, chunk, kChunk)) return;
+        const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0) / kLanes * kLanes;
+        const int64_t end = std::min(job.ends[row + count - 1] - chunk, kChunk);
+        const NextHeads next{heads, row == 0 ? job.call.head_bytes() : 0};
+        const uint32_t* x[kDotRows];
+        float* y[kDotRows];
+        for (int64_t i = 0; i < count; ++i) {
+          x[i] = job.factors + job.index(head, row + i) * job.num_factors;
+          y[i] = job.weight(head, row + i) + chunk;
+        }
+        WithConstant<kDotRows>(count, [&](auto rows) {
+          Dot<C, rows>(x, k, first, end, job.width * sizeof(typename C::Value), next, y);
         });
-      }
+      });
     }
   }
 }
@@ -279,59 +311,77 @@ inline float Soften(float* weights, int64_t num_tokens, int32_t begin, int32_t e
   return Across(sum, [](float a, float b) { return a + b; });
 }
 
-// sums += weights @ V for kRows rows, a group of columns, and the tokens [first, end) of a chunk. Asks for the same of
-// the next chunk, whose offsets follow.
-template <typename C, int kRows>
-[[gnu::noinline]] void AddValues(const float* weights, int64_t stride, Heads v, int64_t first, int64_t end,
-                                 bool has_next, float* sums, int64_t sums_stride) {
-  F32 sum[kRows][kSumVectors];
+// sums += weights @ V for kRows rows, the tokens [first, end) of a chunk and kGroups groups of columns, which begin at
+// so many bytes.
+template <typename C, int kRows, int kGroups>
+[[gnu::noinline]] void AddValues(const float* weights, int64_t stride, Heads v, const int64_t* group_bytes,
+                                 int64_t first, int64_t end, NextHeads next, float* sums, int64_t sums_stride) {
+  constexpr int kVectors = kGroups * kSumVectors, kStep = kNumRegisters == 32 ? kSumVectors : 2;
+  F32 sum[kRows][kVectors];
   UNROLL
   for (int row = 0; row < kRows; ++row) {
     UNROLL
-    for (int i = 0; i < kSumVectors; ++i) sum[row][i] = Load<F32>(sums + row * sums_stride + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) sum[row][i] = Load<F32>(sums + row * sums_stride + i * kLanes);
   }
   for (int64_t t = first; t < end; ++t) {
-    if (has_next) Prefetch(v[t + kChunk], kGroup * sizeof(typename C::Value));
-    F32 columns[kSumVectors];
+    next.Ask(t);
+    const char* head = v[t];
     UNROLL
-    for (int i = 0; i < kSumVectors; ++i) {
-      columns[i] = C::Number(C::Read(v[t] + i / C::kValues * C::kBytes), i % C::kValues);
-    }
-    UNROLL
-    for (int row = 0; row < kRows; ++row) {
+    for (int i = 0; i < kVectors; i += kStep) {
+      F32 columns[kStep];
       UNROLL
-      for (int i = 0; i < kSumVectors; ++i) sum[row][i] += weights[row * stride + t] * columns[i];
+      for (int j = 0; j < kStep; ++j) {
+        const int at = (i + j) % kSumVectors;
+        const char* words = head + group_bytes[i / kSumVectors] + at / C::kValues * C::kBytes;
+        columns[j] = C::Number(C::Read(words), at % C::kValues);
+      }
+      const float* its = weights + t;
+      Forget(its);
+      UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        UNROLL
+        for (int j = 0; j < kStep; ++j) sum[row][i + j] += its[row * stride] * columns[j];
+      }
     }
   }
   UNROLL
   for (int row = 0; row < kRows; ++row) {
     UNROLL
-    for (int i = 0; i < kSumVectors; ++i) Store(sums + row * sums_stride + i * kLanes, sum[row][i]);
+    for (int i = 0; i < kVectors; ++i) Store(sums + row * sums_stride + i * kLanes, sum[row][i]);
   }
 }
 
 // sums = weights @ V, some tokens at a time, which meanwhile stay in the first-level cache.
 template <typename T, typename C>
 void Gather(const Job<T, C>& job) {
+  constexpr int64_t kChunk = Packing<C>::kChunk;
   const int64_t stride = job.num_groups * kGroup;
   std::fill_n(job.sums, job.num_heads * job.num_rows * stride, 0.0f);
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
     for (int64_t head = 0; head < job.num_heads; ++head) {
       const Heads v = job.ChunkOfV(head, chunk);
+      const bool is_last = chunk + kChunk == job.num_tokens;
       InBlocks(job.num_rows, kSumRows, [&](int64_t row, int64_t count) {
         if (!job.Sees(row, count, chunk, kChunk)) return;
         const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0);
         const int64_t end = std::min(job.ends[row + count - 1] - chunk, kChunk);
-        const bool is_copy = Packing<C>::kIsPacked || job.width > job.call.head_dim;
-        const bool has_next = row == 0 && chunk + kChunk < job.num_tokens && !is_copy;
-        for (int64_t group = 0; group < job.num_groups; ++group) {
-          const Heads columns{v.base + job.column(group) * sizeof(typename C::Value), v.offsets};
-          float* sums = job.sums + job.index(head, row) * stride + group * kGroup;
-          WithConstant<kSumRows>(count, [&](auto rows) {
-            AddValues<C, rows>(job.weight(head, row) + chunk, job.num_tokens, columns, first, end, has_next, sums,
-                               stride);
-          });
-        }
+        float* sums = job.sums + job.index(head, row) * stride;
+        const float* weights = job.weight(head, row) + chunk;
+        WithConstant<kSumRows>(count, [&](auto rows) {
+          const auto add = [&](int64_t group, auto groups) {
+            int64_t group_bytes[groups];
+            for (int i = 0; i < groups; ++i) group_bytes[i] = job.column(group + i) * sizeof(typename C::Value);
+            const bool asks = row == 0 && group == 0 && !is_last;
+            const NextHeads next{job.At(job.v, head, chunk + kChunk), asks ? job.call.head_bytes() : 0};
+            AddValues<C, rows, groups>(weights, job.num_tokens, v, group_bytes, first, end, next,
+                                       sums + group * kGroup, stride);
+          };
+          int64_t group = 0;
+          for (; group + SumGroups(rows) <= job.num_groups; group += SumGroups(rows)) {
+            add(group, std::integral_constant<int, SumGroups(rows)>());
+          }
+          for (; group < job.num_groups; ++group) add(group, std::integral_constant<int, 1>());
+        });
       });
     }
   }
@@ -388,7 +438,7 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
   }
   if (num_queries == 0) return;
 
-  constexpr int64_t kAlignment = Packing<C>::kAlignment;
+  constexpr int64_t kChunk = Packing<C>::kChunk, kAlignment = Packing<C>::kAlignment;
   const int64_t begin = std::max<int64_t>(start + 1 - call.window, 0) / kAlignment * kAlignment;
   const int64_t num_tokens = (end - begin + kChunk - 1) / kChunk * kChunk;
   const int64_t num_rows = num_queries * group, num_places = num_heads * num_rows;

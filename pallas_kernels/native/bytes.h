@@ -40,8 +40,8 @@ inline I32 Widened(const char* p) {
 }
 
 // Numbers of kBits: a sign, kExponent bits of an exponent, and the others of a fraction. Subnormal numbers are made
-// without float32's own, which a processor may have been told to take for zeros; infinities and NaN become large numbers,
-// for none are written.
+// without float32's own, which a processor may have been told to take for zeros; infinities and NaN, of which none are
+// written, become large numbers.
 template <int kBits, int kExponent>
 inline F32 Widened(Words bits) {
   constexpr uint32_t kSign = 1u << (kBits - 1), kShift = 24 - kBits + kExponent, kBias = 128 - (1 << (kExponent - 1));
@@ -52,12 +52,23 @@ inline F32 Widened(Words bits) {
   return (F32)((Words)size | (bits & kSign) << (32 - kBits));
 }
 
+// As many numbers of 16 bits as a register has lanes, and the instruction that widens float16.
+#if defined(__AVX512F__)
+#define HAS_FLOAT16
+using Halves = __m256i;
+inline F32 FromFloat16(Halves halves) { return _mm512_cvtph_ps(halves); }
+inline Halves Doubled(const char* bytes) { return _mm256_cvtepi8_epi16(Load<__m128i>(bytes)); }
+#elif defined(__AVX2__) && defined(__F16C__)
+#define HAS_FLOAT16
+using Halves = __m128i;
+inline F32 FromFloat16(Halves halves) { return _mm256_cvtph_ps(halves); }
+inline Halves Doubled(const char* bytes) { return _mm_cvtepi8_epi16(_mm_cvtsi64_si128(Load<int64_t>(bytes))); }
+#endif
+
 // float16 numbers as they lie in memory.
 inline F32 ReadFloat16(const char* p) {
-#if defined(__AVX512F__)
-  return _mm512_cvtph_ps(Load<__m256i>(p));
-#elif defined(__AVX2__) && defined(__F16C__)
-  return _mm256_cvtph_ps(Load<__m128i>(p));
+#ifdef HAS_FLOAT16
+  return FromFloat16(Load<Halves>(p));
 #else
   typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
   return Widened<16, 5>(__builtin_convertvector(Load<Halves>(p), Words));
@@ -68,9 +79,18 @@ struct Int8 : Bytes<Int8> {
   static F32 Decode(const char* p) { return __builtin_convertvector(Widened<int8_t>(p), F32); }
 };
 
+// With 5 bits of an exponent it is the upper half of a float16 number; with 4 its exponent is 8 less than of one.
 template <int kExponent>
 struct Float8 : Bytes<Float8<kExponent>> {
-  static F32 Decode(const char* p) { return Widened<8, kExponent>((Words)Widened<uint8_t>(p)); }
+  static F32 Decode(const char* p) {
+#ifdef HAS_FLOAT16
+    typedef uint16_t Bits __attribute__((vector_size(sizeof(Halves))));
+    const Bits bits = (Bits)Doubled(p);
+    return kExponent == 5 ? FromFloat16((Halves)(bits << 8)) : FromFloat16((Halves)(bits << 7 & 0xbf80)) * 256.0f;
+#else
+    return Widened<8, kExponent>((Words)Widened<uint8_t>(p));
+#endif
+  }
 };
 
 }  // namespace native

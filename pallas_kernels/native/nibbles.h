@@ -45,7 +45,7 @@ inline Number ReadBFloat16(const uint16_t* p) {
 template <typename T>
 struct Packing<Nibbles<T>> {
   static constexpr bool kIsPacked = true;
-  static constexpr int64_t kAlignment = kChunk;
+  static constexpr int64_t kChunk = 16, kAlignment = kChunk;
   static int64_t HeadBytes(int64_t head_dim) { return head_dim / 2; }
 
   const uint16_t *k_scale, *k_zero, *v_scale, *v_zero;  // bfloat16
