@@ -113,6 +113,7 @@ def attention_programs() -> list[Program]:
         Program(cache_dtype="int8"),
         *(Program(kv_layout="int8_per_token", block_size=b) for b in (32, 128)),
         Program(kv_layout="int8_per_token", block_size=32, head_dim=256),
+        *(Program(kv_layout="int4_grouped", block_size=64, head_dim=d) for d in (64, 128)),
         Program(block_sparse=True),
         Program(alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
     ]
@@ -143,6 +144,10 @@ def attention_programs() -> list[Program]:
         *(
             dataclasses.replace(prompt, kv_layout="int8_per_token", block_size=b, head_dim=d)
             for b, d in ((32, 64), (32, 128), (128, 128), (32, 256))
+        ),
+        *(
+            dataclasses.replace(prompt, kv_layout="int4_grouped", block_size=64, head_dim=d)
+            for d in (64, 128)
         ),
         dataclasses.replace(eight_bits, sliding_window=4096),
         dataclasses.replace(eight_bits, head_dim=256, sliding_window=4096),

@@ -20,7 +20,8 @@ A quantised cache comes into the ring as it is and is widened to float16, a tile
 another place in shared memory, K likewise or, where there are registers for it, on its way into its product.
 (Pallas' interpreter knows no product of registers: there K goes the way of V.) The scales of a head are
 factors of the logits and of the output; those of each token come into the ring beside its numbers, and are
-factors of what is widened.
+factors of what is widened. Of a cache of 4 bits a number (`_nibbles`) all goes that way; what the row's last
+block has of its newest tokens in full comes with the queries.
 """
 
 import dataclasses
@@ -32,9 +33,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import _gpu, tuning
+from pallas_kernels import _gpu, _nibbles, tuning
 from pallas_kernels._gpu import FLOAT16_MAX, LOG2E, LOWEST, NUM_WARPS, WGMMA, Extras
-from pallas_kernels.layouts import View
+from pallas_kernels.layouts import PackedView, View
 from pallas_kernels.support import Arrays, BlockSparse, Options, sizes_of, view_of
 from pallas_kernels.tuning import TuningConfig
 
@@ -53,6 +54,7 @@ class Problem:
     block_size: int
     dtype: Any  # of q and the output
     cache_dtype: Any
+    new_dtype: Any  # of the newest tokens in a cache of 4 bits a number
     view: View
     scale: float
     soft_cap: float | None
@@ -61,6 +63,7 @@ class Problem:
     tile_kv: int
     num_stages: int
     widens_in_registers: bool  # K of a quantised cache
+    packed: PackedView | None  # of a cache of 4 bits a number
 
     @property
     def num_columns(self) -> int:
@@ -109,6 +112,17 @@ class Problem:
             return 0
         return self.tile_kv // _gpu.scale_tokens(self.block_size, self.tile_kv)
 
+    @property
+    def packed_copies(self) -> int:
+        """Of the scales and zeros of a cache of 4 bits a number."""
+        its = len(_nibbles.Scales._fields) * _nibbles.num_copies(self.block_size, self.tile_kv)
+        return 0 if self.packed is None else its
+
+    @property
+    def line(self) -> int:
+        """What the ring has of a token's head: a number each, or half as many bytes."""
+        return self.head_dim if self.packed is None else self.head_dim // 2
+
 
 def make_problem(
     arrays: Arrays, options: Options, config: TuningConfig, query_len: int, *, is_interpreted: bool
@@ -123,6 +137,7 @@ def make_problem(
         block_size=cache.block_size,
         dtype=q.dtype,
         cache_dtype=arrays.k_cache.dtype,
+        new_dtype=q.dtype if options.packed is None else options.packed.k_new.dtype,
         view=view_of(options),
         scale=options.scale,
         soft_cap=options.soft_cap,
@@ -132,6 +147,7 @@ def make_problem(
         num_stages=config.num_stages,
         widens_in_registers=tuning.widens_in_registers(cache.head_dim, arrays.k_cache.dtype)
         and not is_interpreted,
+        packed=options.kv_layout.packed_view(),
     )
 
 
@@ -140,10 +156,12 @@ class Scratch(NamedTuple):
 
     q_rows: Any  # [NUM_QUERY_SLOTS, pieces, num_columns, piece_rows] as they come from memory
     q: Any  # [num_columns, head_dim] as a wgmma wants it
-    k: Any  # [num_stages, tile_kv, head_dim] the ring
-    v: Any  # [num_stages, tile_kv, head_dim]
+    k: Any  # [num_stages, tile_kv, line] the ring
+    v: Any  # [num_stages, tile_kv, line]
     k_scales: Any  # [num_stages, tile_kv] of each token, else None
     v_scales: Any  # [num_stages, tile_kv] likewise
+    packed: Any  # `_nibbles.Scales`, else None
+    k_new: Any  # [NUM_QUERY_SLOTS, 16, head_dim] the newest tokens of K, else None
     k16: Any  # [tile_kv, head_dim] the widened tile, else None
     v16: Any  # [tile_kv, head_dim] likewise
     p: Any  # [num_columns, tile_kv] the weights of one tile
@@ -155,24 +173,32 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
-    as_operand = _gpu.tiled(p.head_dim)
+    as_operand = _gpu.tiled(p.line)
     in_ring = () if p.is_quantised else as_operand
     tile = (p.tile_kv, p.head_dim)
     widened = plgpu.SMEM(tile, p.operand_dtype, transforms=as_operand) if p.is_quantised else None
     scales = plgpu.SMEM((p.num_stages, p.tile_kv), jnp.float32) if p.scale_copies else None
+    packed = k_new = None
+    if p.packed is not None:
+        packed = _nibbles.scratch_types(p.num_stages, p.tile_kv, p.head_dim)
+        k_new = plgpu.SMEM((NUM_QUERY_SLOTS, _nibbles.GROUP, p.head_dim), p.new_dtype)
+    num_query_copies = len(p.pieces) * p.query_len + (p.packed is not None)
+    num_copies = 2 * (p.copies_per_tile + p.scale_copies) + p.packed_copies
     return Scratch(
         q_rows=plgpu.SMEM((NUM_QUERY_SLOTS, len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
         q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=as_operand),
-        k=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=in_ring),
-        v=plgpu.SMEM((p.num_stages, *tile), p.cache_dtype, transforms=in_ring),
+        k=plgpu.SMEM((p.num_stages, p.tile_kv, p.line), p.cache_dtype, transforms=in_ring),
+        v=plgpu.SMEM((p.num_stages, p.tile_kv, p.line), p.cache_dtype, transforms=in_ring),
         k_scales=scales,
         v_scales=scales,
+        packed=packed,
+        k_new=k_new,
         k16=None if p.widens_in_registers else widened,
         v16=widened,
         p=plgpu.SMEM((p.num_columns, p.tile_kv), p.operand_dtype, transforms=as_operand),
-        q_full=plgpu.Barrier(num_arrivals=len(p.pieces) * p.query_len, num_barriers=NUM_QUERY_SLOTS),
+        q_full=plgpu.Barrier(num_arrivals=num_query_copies, num_barriers=NUM_QUERY_SLOTS),
         q_empty=plgpu.Barrier(num_barriers=NUM_QUERY_SLOTS),
-        full=plgpu.Barrier(num_arrivals=2 * (p.copies_per_tile + p.scale_copies), num_barriers=p.num_stages),
+        full=plgpu.Barrier(num_arrivals=num_copies, num_barriers=p.num_stages),
         empty=plgpu.Barrier(num_barriers=p.num_stages),
     )
 
@@ -206,7 +232,7 @@ def produce(
 
     Returns the number of tiles fetched so far.
     """
-    pl.when(warp == 0)(lambda: _fetch_queries(p, span, unit, gmem.q, scratch))
+    pl.when(warp == 0)(lambda: _fetch_queries(p, span, unit, gmem, extras, scratch))
     first_tile, num_tiles = span.tiles(p)
     # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
     first_block = lax.div(span.start, jnp.int32(p.block_size))
@@ -219,7 +245,7 @@ def produce(
         def _wait() -> None:
             plgpu.barrier_wait(scratch.empty.at[slot])
 
-        def source(place: jax.Array, num_tokens: int) -> tuple[jax.Array, Any]:
+        def source(place: Any, num_tokens: int) -> tuple[jax.Array, Any]:
             """The block of the tile's tokens from a place on, and where in it they are."""
             token = (first_tile + i) * p.tile_kv + place
             column = lax.div(token, jnp.int32(p.block_size))
@@ -234,6 +260,15 @@ def produce(
             target = (slot, pl.ds(place, p.copy_tokens))
             plgpu.copy_gmem_to_smem(gmem.k_cache.at[k], scratch.k.at[target], scratch.full.at[slot])
             plgpu.copy_gmem_to_smem(gmem.v_cache.at[v], scratch.v.at[target], scratch.full.at[slot])
+        if p.packed is not None:
+            for number, name in enumerate(_nibbles.Scales._fields):
+
+                @pl.when(warp == number)
+                def _fetch_packed(name: str = name) -> None:
+                    ring, full = scratch.packed, scratch.full.at[slot]
+                    at = source, span.kv_head, p.block_size
+                    _nibbles.fetch(name, p.packed, extras.packed, ring, slot, full, *at)
+
         if p.scale_copies:
 
             @pl.when(warp < p.scale_copies)
@@ -252,7 +287,15 @@ def produce(
     return done + num_tiles
 
 
-def _fetch_queries(p: Problem, span: Span, unit: jax.Array, q_gmem: Any, scratch: Scratch) -> None:
+def _last_block(p: Problem, span: Span, gmem: Any) -> jax.Array:
+    """The block of the span's last token; the null block, if it has none."""
+    column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
+    return jnp.where(span.end > span.start, gmem.block_tables[span.row, column], 0)
+
+
+def _fetch_queries(
+    p: Problem, span: Span, unit: jax.Array, gmem: Any, extras: Extras, scratch: Scratch
+) -> None:
     slot = lax.rem(unit, jnp.int32(NUM_QUERY_SLOTS))
 
     @pl.when(unit >= NUM_QUERY_SLOTS)
@@ -262,8 +305,11 @@ def _fetch_queries(p: Problem, span: Span, unit: jax.Array, q_gmem: Any, scratch
     for token in range(p.query_len):
         heads, columns = group_heads(p, span.kv_head, token)
         for i, (first, size) in enumerate(p.pieces):
-            source = q_gmem.at[span.row * p.query_len + token, heads, pl.ds(first, size)]
+            source = gmem.q.at[span.row * p.query_len + token, heads, pl.ds(first, size)]
             plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[slot, i, columns], scratch.q_full.at[slot])
+    if p.packed is not None:
+        its = p.packed.k_new.at(_last_block(p, span, gmem), pl.ds(0, _nibbles.GROUP), span.kv_head)
+        plgpu.copy_gmem_to_smem(extras.packed.k_new.at[its], scratch.k_new.at[slot], scratch.q_full.at[slot])
 
 
 class Softmax(NamedTuple):
@@ -287,7 +333,7 @@ def nothing(p: Problem) -> Softmax:
 
 
 def consume(
-    p: Problem, span: Span, unit: jax.Array, extras: Extras, scratch: Scratch, done: jax.Array
+    p: Problem, span: Span, unit: jax.Array, gmem: Any, extras: Extras, scratch: Scratch, done: jax.Array
 ) -> tuple[Softmax, jax.Array]:
     """The softmax over the span, as its tiles arrive. Returns it and the number of tiles taken so far."""
     _load_queries(p, unit, scratch)
@@ -299,11 +345,22 @@ def consume(
     if extras.alibi_slopes is not None:
         slopes = _per_head_values(p, extras.alibi_slopes, span.kv_head, p.tile_kv) * LOG2E
     first_tile, num_tiles = span.tiles(p)
+    query_slot, newest = lax.rem(unit, jnp.int32(NUM_QUERY_SLOTS)), None
+    if p.packed is not None:  # the group of tokens, of all of the row's, that is not yet codes
+        group = extras.packed.new_group[_last_block(p, span, gmem)]
+        first_group = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size)) * (
+            p.block_size // _nibbles.GROUP
+        )
+        newest = jnp.where(group < 0, -1, first_group + group)
 
     def take(i: jax.Array, state: Softmax) -> Softmax:
         slot = lax.rem(done + i, jnp.int32(p.num_stages))
         first_token = (first_tile + i) * p.tile_kv
-        k, v = _await_tile(p, scratch, slot)
+        if newest is None:
+            k, v = _await_tile(p, scratch, slot)
+        else:
+            place = newest - (first_tile + i) * (p.tile_kv // _nibbles.GROUP)
+            k, v = _await_packed_tile(scratch, slot, scratch.k_new.at[query_slot], place)
         s = _logits(p, span, scratch.q, k, first_token, factor, slopes)
         largest = jnp.maximum(state.max, s.max(axis=0))
         weights = jnp.exp2(s - lax.broadcast_in_dim(largest, s.shape, [1]))
@@ -317,7 +374,10 @@ def consume(
             plgpu.barrier_arrive(scratch.empty.at[slot])
         return Softmax(out, largest, total)
 
-    return lax.fori_loop(0, num_tiles, take, nothing(p)), done + num_tiles
+    state = lax.fori_loop(0, num_tiles, take, nothing(p))
+    if p.packed is not None:
+        plgpu.barrier_arrive(scratch.q_empty.at[query_slot])
+    return state, done + num_tiles
 
 
 def _load_queries(p: Problem, unit: jax.Array, scratch: Scratch) -> None:
@@ -330,7 +390,8 @@ def _load_queries(p: Problem, unit: jax.Array, scratch: Scratch) -> None:
             q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
         scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.q_empty.at[slot])
+    if p.packed is None:  # else the slot has the newest tokens, too
+        plgpu.barrier_arrive(scratch.q_empty.at[slot])
 
 
 def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any]:
@@ -349,6 +410,17 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.empty.at[slot])
     return k, scratch.v16
+
+
+def _await_packed_tile(scratch: Scratch, slot: jax.Array, k_new: Any, place: jax.Array) -> tuple[Any, Any]:
+    """The same of a cache of 4 bits a number; place: of the newest tokens, among the tile's groups."""
+    plgpu.barrier_wait(scratch.full.at[slot])
+    scales = _nibbles.Scales(*(ring.at[slot] for ring in scratch.packed))
+    _nibbles.widen(scratch.k.at[slot], scales.k_scale, scales.k_zero, scratch.k16, k_new, place)
+    _nibbles.widen(scratch.v.at[slot], scales.v_scale, scales.v_zero, scratch.v16)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.empty.at[slot])
+    return scratch.k16, scratch.v16
 
 
 def _logits(

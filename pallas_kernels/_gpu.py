@@ -26,11 +26,19 @@ class Extras(NamedTuple):
     k_scale: Any  # [num_kv_heads] float32
     v_scale: Any  # [num_kv_heads] float32
     token_scales: Any  # two arrays in which the layout's view has them, float32
+    packed: Any  # `PackedArrays`
 
 
 def extras_of(options: Options) -> Extras:
     """The arrays among the options."""
-    return Extras(options.alibi_slopes, options.sinks, options.k_scale, options.v_scale, options.token_scales)
+    return Extras(
+        options.alibi_slopes,
+        options.sinks,
+        options.k_scale,
+        options.v_scale,
+        options.token_scales,
+        options.packed,
+    )
 
 
 def copy_tokens(block_size: int, tile_kv: int) -> int:

@@ -18,7 +18,8 @@ first does it, before it gives the second its turn.
 A quantised cache comes into a ring of its own as it is. One more warpgroup widens it from there into the ring
 that the consumers read, in float16, which holds every 8-bit number exactly: both are the second operand of a
 product, which must lie in shared memory. The scale of K is a factor of the logits; that of V, and of the
-output, is the caller's. Scales of each token come into the former ring, too: factors of what is widened.
+output, is the caller's. Scales of each token come into the former ring, too: factors of what is widened. A
+cache of 4 bits a number (`_nibbles`) goes the same way; its newest tokens come once, before the tiles.
 """
 
 import dataclasses
@@ -31,9 +32,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import _gpu
+from pallas_kernels import _gpu, _nibbles
 from pallas_kernels._gpu import LOG2E, LOWEST, NUM_WARPS, WGMMA, Extras
-from pallas_kernels.layouts import Place, View
+from pallas_kernels.layouts import PackedView, Place, View
 
 PER_ROW = WGMMA.reduce(1)  # one number per row of a wgmma's result
 WARPGROUP_ROWS = 64
@@ -55,18 +56,21 @@ class Problem:
     block_size: int
     dtype: Any  # of what is multiplied, and of the output
     cache_dtype: Any
+    new_dtype: Any  # of the newest tokens in a cache of 4 bits a number
     view: View
     scale: float
     has_slopes: bool
     soft_cap: float | None
     sliding_window: int | None
     in_registers: bool
+    packed: PackedView | None = None  # of a cache of 4 bits a number
     num_stages: int = 2
 
     @property
     def tile_kv(self) -> int:
         """Tokens of K and V at a time: as many as memory has room for, in two stages, and registers."""
-        return 64 if self.head_dim > 128 or (self.is_quantised and self.has_slopes) else 128
+        is_short = self.packed is not None or (self.is_quantised and self.has_slopes)
+        return 64 if self.head_dim > 128 or is_short else 128
 
     @property
     def warpgroup_heads(self) -> int:
@@ -126,6 +130,16 @@ class Problem:
             return 0
         return self.tile_kv // _gpu.scale_tokens(self.block_size, self.tile_kv)
 
+    @property
+    def packed_copies(self) -> int:
+        """Of the scales and zeros that K has in a cache of 4 bits a number, and of those of V."""
+        return 0 if self.packed is None else 2 * _nibbles.num_copies(self.block_size, self.tile_kv)
+
+    @property
+    def line(self) -> int:
+        """What memory has of a token's head: a number each, or half as many bytes."""
+        return self.head_dim if self.packed is None else self.head_dim // 2
+
 
 class Ring(NamedTuple):
     """Tiles of K and V, each array with slots of its own."""
@@ -137,6 +151,7 @@ class Ring(NamedTuple):
     k_free: Any  # [num_stages], an arrival per reader
     v_free: Any
     scales: Any = (None, None)  # of each token's K and V, [num_stages, tile_kv] each
+    packed: Any = None  # `_nibbles.Scales`
 
     @property
     def arrays(self) -> tuple[tuple[Any, Any, Any], ...]:
@@ -153,31 +168,40 @@ class Scratch(NamedTuple):
     p: Any  # [num_warpgroups, 64, tile_kv] the weights of one tile; None where they stay in registers
     q_full: Any  # [num_warpgroups], an arrival per head
     turn: Any  # of both consumers
+    k_new: Any  # [16, head_dim] the newest tokens of K, in a cache of 4 bits a number; else None
+    new_full: Any  # likewise
 
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
 
-    def rows(count: int, size: int, width: int) -> Any:
-        return plgpu.SMEM((count, size, width), p.dtype, transforms=_gpu.tiled(width))
+    def rows(count: int, size: int, width: int, tiled: int) -> Any:
+        return plgpu.SMEM((count, size, width), p.dtype, transforms=_gpu.tiled(tiled))
 
     def ring(tiles: Any, num_stages: int, num_writers: int, num_readers: int, scales: Any = None) -> Ring:
         full = plgpu.Barrier(num_arrivals=num_writers, num_barriers=num_stages)
         free = plgpu.Barrier(num_arrivals=num_readers, num_barriers=num_stages)
         return Ring(tiles, tiles, full, full, free, free, (scales, scales))
 
-    num_writers, raw = p.copies_per_tile, None
+    num_writers, raw, k_new = p.copies_per_tile, None, None
     if p.is_quantised:
-        tiles = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.head_dim), p.cache_dtype)
+        tiles = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype)
         scales = plgpu.SMEM((p.num_raw_stages, p.tile_kv), jnp.float32) if p.scale_copies else None
-        num_writers, raw = 1, ring(tiles, p.num_raw_stages, p.copies_per_tile + p.scale_copies, 1, scales)
+        num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
+        num_writers, raw = 1, ring(tiles, p.num_raw_stages, num_copies, 1, scales)
+        if p.packed is not None:
+            raw = raw._replace(packed=_nibbles.scratch_types(p.num_raw_stages, p.tile_kv, p.head_dim))
+            k_new = plgpu.SMEM((_nibbles.GROUP, p.head_dim), p.new_dtype)
+    tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
     return Scratch(
-        q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim),
-        ring=ring(rows(p.num_stages, p.tile_kv, p.head_dim), p.num_stages, num_writers, p.num_warpgroups),
+        q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim, p.line),
+        ring=ring(tiles, p.num_stages, num_writers, p.num_warpgroups),
         raw=raw,
-        p=None if p.in_registers else rows(p.num_warpgroups, WARPGROUP_ROWS, p.tile_kv),
+        p=None if p.in_registers else rows(p.num_warpgroups, WARPGROUP_ROWS, p.tile_kv, p.tile_kv),
         q_full=plgpu.Barrier(num_arrivals=p.warpgroup_heads, num_barriers=p.num_warpgroups),
         turn=plgpu.Barrier(num_arrivals=MAX_WARPGROUPS),
+        k_new=k_new,
+        new_full=None if k_new is None else plgpu.Barrier(),
     )
 
 
@@ -207,6 +231,12 @@ def span_of(p: Problem, position: jax.Array, seq_len: jax.Array) -> Span:
     return Span(position, begin, end, first, num_tiles, full_from, full_to)
 
 
+def _last_block(p: Problem, span: Span, gmem: Any, row: jax.Array) -> jax.Array:
+    """The block of the span's last token; the null block, if it has none."""
+    column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
+    return jnp.where(span.end > span.begin, gmem.block_tables[row, column], 0)
+
+
 def produce(
     p: Problem,
     span: Span,
@@ -226,15 +256,25 @@ def produce(
         (scratch.ring, p.num_stages) if scratch.raw is None else (scratch.raw, p.num_raw_stages)
     )
 
+    if (packed := p.packed) is not None:
+
+        @pl.when(warp == 0)
+        def _fetch_newest() -> None:
+            its = packed.k_new.at(_last_block(p, span, gmem, row), pl.ds(0, _nibbles.GROUP), kv_head)
+            plgpu.copy_gmem_to_smem(extras.packed.k_new.at[its], scratch.k_new, scratch.new_full)
+
     def fetch(i: jax.Array, _: None) -> None:
         slot = lax.rem(i, jnp.int32(num_stages))
 
-        def source(its: Place, place: jax.Array, num_tokens: int) -> Any:
-            """Where the tile's tokens from a place on are in memory."""
+        def tokens_of(place: Any, num_tokens: int) -> tuple[jax.Array, Any]:
+            """The block of the tile's tokens from a place on, and where in it they are."""
             token = (span.first + i) * p.tile_kv + place
             column = jnp.clip(lax.div(token, jnp.int32(p.block_size)), first_block, last_block)
             offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
-            return its.at(gmem.block_tables[row, column], pl.ds(offset, num_tokens), kv_head)
+            return gmem.block_tables[row, column], pl.ds(offset, num_tokens)
+
+        def source(its: Place, place: jax.Array, num_tokens: int) -> Any:
+            return its.at(*tokens_of(place, num_tokens), kv_head)
 
         caches = (gmem.k_cache, p.view.k, p.view.k_scale), (gmem.v_cache, p.view.v, p.view.v_scale)
         for which, ((cache, its, scale), (tiles, full, free)) in enumerate(
@@ -249,6 +289,14 @@ def produce(
                 place = (copy * NUM_WARPS + warp) * p.copy_tokens  # in the tile
                 target = tiles.at[slot, pl.ds(place, p.copy_tokens)]
                 plgpu.copy_gmem_to_smem(cache.at[source(its, place, p.copy_tokens)], target, full.at[slot])
+            if p.packed is not None:
+                for number, name in enumerate(_nibbles.Scales._fields[2 * which : 2 * which + 2]):
+
+                    @pl.when(warp == number)
+                    def _fetch_packed(name: str = name, full: Any = full) -> None:
+                        at = tokens_of, kv_head, p.block_size
+                        _nibbles.fetch(name, p.packed, extras.packed, ring.packed, slot, full.at[slot], *at)
+
             if scale is not None:
 
                 @pl.when(warp < p.scale_copies)
@@ -264,13 +312,21 @@ def produce(
         _gpu.drain(free, num_stages, span.num_tiles)
 
 
-def widen(p: Problem, span: Span, raw: Ring, ring: Ring) -> None:
+def widen(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array, scratch: Scratch) -> None:
     """Widen the tiles of a quantised cache, from one ring into the other."""
+    raw, ring = scratch.raw, scratch.ring
+    assert raw is not None
+    newest = jnp.int32(-1)
+    if p.packed is not None:  # the group of tokens, of all of the row's, that is not yet codes
+        group = extras.packed.new_group[_last_block(p, span, gmem, row)]
+        column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
+        newest = jnp.where(group < 0, -1, column * (p.block_size // _nibbles.GROUP) + group)
+        plgpu.barrier_wait(scratch.new_full)
 
     def widen_tile(i: jax.Array, _: None) -> None:
         slot, raw_slot = lax.rem(i, jnp.int32(p.num_stages)), lax.rem(i, jnp.int32(p.num_raw_stages))
-        for (source, source_full, source_free), scales, (target, full, free) in zip(
-            raw.arrays, raw.scales, ring.arrays, strict=True
+        for which, ((source, source_full, source_free), scales, (target, full, free)) in enumerate(
+            zip(raw.arrays, raw.scales, ring.arrays, strict=True)
         ):
 
             @pl.when(i >= p.num_stages)
@@ -278,8 +334,14 @@ def widen(p: Problem, span: Span, raw: Ring, ring: Ring) -> None:
                 plgpu.barrier_wait(free.at[slot])
 
             plgpu.barrier_wait(source_full.at[raw_slot])
-            its = None if scales is None else scales.at[raw_slot]
-            _gpu.widen(source.at[raw_slot], target.at[slot], its)
+            if raw.packed is None:
+                its = None if scales is None else scales.at[raw_slot]
+                _gpu.widen(source.at[raw_slot], target.at[slot], its)
+            else:
+                scale, zero = (each.at[raw_slot] for each in raw.packed[2 * which : 2 * which + 2])
+                place = newest - (span.first + i) * (p.tile_kv // _nibbles.GROUP)
+                news = () if which else (scratch.k_new, place)
+                _nibbles.widen(source.at[raw_slot], scale, zero, target.at[slot], *news)
             plgpu.commit_smem()
             plgpu.barrier_arrive(full.at[slot])
             plgpu.barrier_arrive(source_free.at[raw_slot])

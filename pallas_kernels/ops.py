@@ -32,7 +32,15 @@ from pallas_kernels import prompt_attention as mosaic_prompts
 from pallas_kernels import quantised_product as mosaic_products
 from pallas_kernels.layouts import Dense, Layout, Pool, Sizes
 from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
-from pallas_kernels.support import QUANTISED_DTYPES, Arrays, BlockSparse, Options, refuse_unserved, view_of
+from pallas_kernels.support import (
+    QUANTISED_DTYPES,
+    Arrays,
+    BlockSparse,
+    Options,
+    PackedArrays,
+    refuse_unserved,
+    view_of,
+)
 
 Implementation = Literal["mosaic_gpu", "xla"]
 TiledImplementation = Literal["mosaic_gpu", "native", "xla"]
@@ -480,7 +488,12 @@ def _seen(arrays: Arrays, options: Options) -> tuple[Arrays, Options]:
     token_scales = None
     if view.k_scale is not None and view.v_scale is not None:
         token_scales = pool.arrays[view.k_scale.array], pool.arrays[view.v_scale.array]
-    options = dataclasses.replace(options, k_scale=k_scale, v_scale=v_scale, token_scales=token_scales)
+    packed = None
+    if its := pool.layout.packed_view():
+        packed = PackedArrays(*(pool.arrays[getattr(its, name).array] for name in PackedArrays._fields))
+    options = dataclasses.replace(
+        options, k_scale=k_scale, v_scale=v_scale, token_scales=token_scales, packed=packed
+    )
     return arrays, dataclasses.replace(options, pool=None)
 
 

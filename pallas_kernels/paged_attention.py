@@ -163,7 +163,7 @@ def _kernel(
     def _consumer() -> None:
         def consume(i: jax.Array, done: jax.Array) -> jax.Array:
             item, span = unit(i)
-            state, done = tile.consume(p, span, i, extras, scratch, done)
+            state, done = tile.consume(p, span, i, gmem, extras, scratch, done)
 
             def write(state: tile.Softmax) -> None:
                 tile.store_outputs(

@@ -51,13 +51,13 @@ def _kernel(
             plgpu.set_max_registers(tile.PRODUCER_REGISTERS, action="decrease")
         plgpu.warp_map(lambda warp: tile.produce(p, span, gmem, extras, row, kv_head, scratch, warp))
 
-    if (raw := scratch.raw) is not None:
+    if scratch.raw is not None:
 
         @pl.when(warpgroup == p.num_warpgroups + 1)
         def _widener() -> None:
             if p.shares_registers:
                 plgpu.set_max_registers(tile.WIDENER_REGISTERS, action="decrease")
-            tile.widen(p, span, raw, scratch.ring)
+            tile.widen(p, span, gmem, extras, row, scratch)
 
     @pl.when(warpgroup < p.num_warpgroups)
     def _consumer() -> None:
@@ -102,12 +102,14 @@ def prompt_attention(
         block_size=cache.block_size,
         dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
         cache_dtype=arrays.k_cache.dtype,
+        new_dtype=arrays.q.dtype if options.packed is None else options.packed.k_new.dtype,
         view=view_of(options),
         scale=options.scale,
         has_slopes=options.alibi_slopes is not None,
         soft_cap=options.soft_cap,
         sliding_window=options.sliding_window,
         in_registers=not interpret if in_registers is None else in_registers,
+        packed=options.kv_layout.packed_view(),
     )
     q = jnp.pad(arrays.q, [(0, 0), (0, tile_len - query_len), (0, 0), (0, 0)])
     if q.dtype != p.dtype:  # bfloat16's numbers go further

@@ -41,6 +41,17 @@ class BlockSparse(NamedTuple):
     tp_rank: int = 0
 
 
+class PackedArrays(NamedTuple):
+    """The arrays of a packed view beside those of the codes."""
+
+    k_scale: jax.Array
+    k_zero: jax.Array
+    v_scale: jax.Array
+    v_zero: jax.Array
+    k_new: jax.Array
+    new_group: jax.Array
+
+
 class Arrays(NamedTuple):
     """The arrays of one attention call, checked by `ops`."""
 
@@ -65,6 +76,7 @@ class Options:
     block_sparse: BlockSparse | None = None
     # Of each token, where the layout's view has such: the arrays of K's scales and of V's.
     token_scales: tuple[jax.Array, jax.Array] | None = None
+    packed: PackedArrays | None = None  # what a packed view has beside the codes
     kv_layout: Layout = TOKEN_MAJOR
     pool: Pool | None = None  # K and V in that layout, however they were given
 
@@ -72,6 +84,8 @@ class Options:
 def view_of(options: Options) -> View:
     """How a kernel that needs one reads the layout. Raises ValueError if it has none."""
     view = options.kv_layout.view()
+    if packed := options.kv_layout.packed_view():
+        view = View(packed.k, packed.v)
     if view is None:
         raise ValueError(f"kv_layout={options.kv_layout} must have a view")
     return view
@@ -79,7 +93,9 @@ def view_of(options: Options) -> View:
 
 def sizes_of(arrays: Arrays, options: Options) -> Sizes:
     """The sizes of the pool whose view the arrays are."""
-    return view_of(options).k.sizes(arrays.k_cache.shape)
+    sizes = view_of(options).k.sizes(arrays.k_cache.shape)
+    is_packed = options.kv_layout.packed_view() is not None
+    return sizes._replace(head_dim=2 * sizes.head_dim) if is_packed else sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +105,24 @@ class Served:
     dtypes: tuple[str, ...]  # of q
     cache_dtypes: tuple[str, ...]  # of the caches; a type that is not quantised must also be q's
     head_dims: tuple[int, ...] | None
-    quantised_head_dims: tuple[int, ...] | None  # with a quantised cache
+    quantised_head_dims: tuple[int, ...] | None  # with a cache of 8 bits a number
     block_sizes: tuple[int, ...] | None
     max_group_size: int | None
     scaled_block_sizes: tuple[int, ...] | None = None  # with a scale for each token
+    packed_head_dims: tuple[int, ...] | None = None  # with 4 bits a number
+    packed_block_sizes: tuple[int, ...] | None = None  # likewise
     needs_view: bool = False  # whether it reads only what a view shows
 
     def serves(self, kv_layout: Layout) -> bool:
         """Whether it reads a layout."""
-        return not self.needs_view or kv_layout.view() is not None
+        has_view = kv_layout.view() is not None or kv_layout.packed_view() is not None
+        return not self.needs_view or has_view
 
     def block_sizes_of(self, kv_layout: Layout) -> tuple[int, ...] | None:
         """Those that it reads of a layout."""
         view = kv_layout.view()
+        if kv_layout.packed_view() is not None:
+            return self.packed_block_sizes
         return self.block_sizes if view is None or view.k_scale is None else self.scaled_block_sizes
 
     @property
@@ -132,6 +153,8 @@ SUPPORT: dict[str, Served] = {
         quantised_head_dims=(64, 128, 192, 256),
         block_sizes=(8, 16, 32, 64, 128, 256),
         scaled_block_sizes=(32, 64, 128, 256),
+        packed_head_dims=(64, 128),
+        packed_block_sizes=(64, 128, 256),
         max_group_size=16,
         needs_view=True,
     ),
@@ -159,7 +182,10 @@ def refuse_unserved(
     check("q.dtype", jnp.dtype(dtype).name, served.dtypes)
     check("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
     is_quantised = jnp.dtype(cache_dtype).name in QUANTISED_DTYPES
-    check("head_dim", head_dim, served.quantised_head_dims if is_quantised else served.head_dims)
+    head_dims = served.quantised_head_dims if is_quantised else served.head_dims
+    if options.kv_layout.packed_view() is not None:
+        head_dims = served.packed_head_dims
+    check("head_dim", head_dim, head_dims)
     check("block_size", block_size, served.block_sizes_of(options.kv_layout))
     if not served.serves(options.kv_layout):
         check("kv_layout", options.kv_layout, served.kv_layouts)
@@ -211,6 +237,8 @@ def markdown_table() -> str:
         "head_dim with an 8-bit cache": [join(s.quantised_head_dims) for s in SUPPORT.values()],
         "block_size": [join(s.block_sizes) for s in SUPPORT.values()],
         "block_size with a scale a token": [join(s.scaled_block_sizes) for s in SUPPORT.values()],
+        "head_dim with 4 bits a number": [join(s.packed_head_dims) for s in SUPPORT.values()],
+        "block_size with 4 bits a number": [join(s.packed_block_sizes) for s in SUPPORT.values()],
         "query heads per kv head": [
             "any" if s.max_group_size is None else f"1 to {s.max_group_size}" for s in SUPPORT.values()
         ],

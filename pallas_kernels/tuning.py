@@ -69,9 +69,11 @@ def widens_in_registers(head_dim: int, cache_dtype: jnp.dtype) -> bool:
     """Whether K of that type goes from the ring through registers into its product, without a way back.
 
     It saves work of shared memory where two programs a multiprocessor have the registers: widening int8 takes
-    many more, and so do longer heads.
+    many more, and so do longer heads. Codes of 4 bits (uint8) always go by way of shared memory.
     """
-    return jnp.dtype(cache_dtype).itemsize == 1 and jnp.dtype(cache_dtype) != jnp.int8 and head_dim <= 128
+    return (
+        jnp.issubdtype(cache_dtype, jnp.floating) and jnp.dtype(cache_dtype).itemsize == 1 and head_dim <= 128
+    )
 
 
 def num_columns(num_queries: int) -> int:

@@ -170,7 +170,7 @@ def int4_grouped(block_size: int, num_heads: int, head_dim: int, group: int = 16
             block, offset = divmod(int(slot), block_size)
             codes, scale, zero = codes_of(v[token].astype(np.float32), axis=-1)
             new["v"][block, offset] = packed(codes)
-            new["v_scale"][block, offset], new["v_zero"][block, offset] = scale[:, 0], zero[:, 0]
+            new["v_scale"][block, :, offset], new["v_zero"][block, :, offset] = scale[:, 0], zero[:, 0]
             its, place = divmod(offset, group)
             new["k_new"][block, place] = k[token]
             new["new_group"][block] = its
@@ -183,8 +183,8 @@ def int4_grouped(block_size: int, num_heads: int, head_dim: int, group: int = 16
 
     def read(arrays: Mapping[str, np.ndarray], block: int) -> tuple[np.ndarray, np.ndarray]:
         a = {name: array[block] for name, array in arrays.items()}
-        v = unpacked(a["v"]) * a["v_scale"].astype(np.float32)[..., None]
-        v += a["v_zero"].astype(np.float32)[..., None]
+        v = unpacked(a["v"]) * a["v_scale"].T.astype(np.float32)[..., None]
+        v += a["v_zero"].T.astype(np.float32)[..., None]
         k = unpacked(a["k"])
         for its in range(block_size // group):
             span = slice(its * group, (its + 1) * group)

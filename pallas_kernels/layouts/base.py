@@ -78,7 +78,7 @@ class PackedView(NamedTuple):
     Those of K are for a channel of `group` tokens, those of V for a token; axis "token" counts groups in the
     places of the former. A byte of a head has the codes of channels d and d + head_dim / 2, the first in its
     low bits. Of a block's group `new_group` (int32, -1 for none) K is in `k_new`, in the type of the
-    computation.
+    computation; of a sequence's blocks only the last has one.
     """
 
     group: int  # tokens; block_size is a multiple

@@ -22,7 +22,8 @@ class Int4Grouped(Layout):
     Codes go from 0 to 15, scales and zeros are in bfloat16. A channel's numbers of K are much alike, and so
     have a scale in common. The newest tokens of K, until 16 are there, stay as they are: a block has room for
     one such group, so that large blocks take least a token. A byte has the codes of channels d and d +
-    head_dim / 2, the first in its low bits.
+    head_dim / 2, the first in its low bits. Scales and zeros of a head's V lie side by side, for a program
+    that computes one head fetches a tile's at once.
     """
 
     cache_dtype = "int4"
@@ -35,7 +36,7 @@ class Int4Grouped(Layout):
 
         codes = spec(block_size, num_kv_heads, head_dim // 2, dtype=jnp.dtype("uint8"))
         of_channel = spec(block_size // GROUP, num_kv_heads, head_dim, dtype=jnp.dtype("bfloat16"))
-        of_token = spec(block_size, num_kv_heads, dtype=jnp.dtype("bfloat16"))
+        of_token = spec(num_kv_heads, block_size, dtype=jnp.dtype("bfloat16"))
         return {
             "k": codes,
             "k_scale": of_channel,
@@ -54,13 +55,14 @@ class Int4Grouped(Layout):
     ) -> dict[str, jax.Array]:
         new = dict(arrays)
         codes, scale, zero = _quantised(v.astype(jnp.float32), axis=-1)
-        for name, x in (("v", codes), ("v_scale", scale[..., 0]), ("v_zero", zero[..., 0])):
-            flat = new[name].reshape(-1, *new[name].shape[2:])
-            new[name] = flat.at[slots].set(x).reshape(new[name].shape)
+        flat = new["v"].reshape(-1, *new["v"].shape[2:])
+        new["v"] = flat.at[slots].set(codes).reshape(new["v"].shape)
+        block, offset = jnp.divmod(slots, sizes.block_size)
+        for name, x in (("v_scale", scale), ("v_zero", zero)):
+            new[name] = new[name].at[block, :, offset].set(x[..., 0])
 
         k = k.astype(new["k_new"].dtype)
         nowhere = sizes.num_blocks
-        block, offset = jnp.divmod(slots, sizes.block_size)
         group, place = jnp.divmod(offset, GROUP)
         token, member = jnp.arange(len(slots)), jnp.arange(GROUP)
         # A token whose group ends in this call is not kept as it is.
@@ -89,7 +91,8 @@ class Int4Grouped(Layout):
         self, arrays: Arrays, sizes: Sizes, block_ids: jax.Array, dtype: jnp.dtype
     ) -> tuple[jax.Array, jax.Array]:
         a = {name: array.at[block_ids].get(mode="promise_in_bounds") for name, array in arrays.items()}
-        v = _numbers(a["v"]) * a["v_scale"][..., None] + a["v_zero"][..., None]
+        scale, zero = (jnp.swapaxes(a[name], -1, -2)[..., None] for name in ("v_scale", "v_zero"))
+        v = _numbers(a["v"]) * scale + zero
         shape = block_ids.shape, (sizes.block_size // GROUP, GROUP, sizes.num_kv_heads, sizes.head_dim)
         codes = _numbers(a["k"]).reshape(*shape[0], *shape[1])
         k = codes * a["k_scale"][..., None, :, :] + a["k_zero"][..., None, :, :]
@@ -101,7 +104,8 @@ class Int4Grouped(Layout):
     def packed_view(self) -> PackedView:
         names = (name for name in PackedView._fields if name != "group")
         view = PackedView(GROUP, **{name: Place(name, ("block", "token", "head")) for name in names})
-        return view._replace(new_group=Place("new_group", ("block",)))
+        scale, zero = (Place(name, ("block", "head", "token")) for name in ("v_scale", "v_zero"))
+        return view._replace(new_group=Place("new_group", ("block",)), v_scale=scale, v_zero=zero)
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
         if block_size % GROUP:

@@ -25,6 +25,7 @@ LEAN = {
         "decode 128/8/256 bs8 bfloat16 float8_e4m3fn",
         "decode 32/8/128 bs16 bfloat16 int8",
         "decode 32/8/128 bs32 bfloat16 bfloat16 int8_per_token",
+        "decode 32/8/128 bs64 bfloat16 bfloat16 int4_grouped",
         "decode 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks",
         "decode 32/8/128 bs16 bfloat16 bfloat16 block_sparse",
         "v1 32/8/128 bs16 bfloat16 bfloat16",
@@ -37,12 +38,13 @@ LEAN = {
         "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn 32 tokens a tile",
         "tiles 32/8/256 bs8 bfloat16 int8 32 tokens a tile",
         "tiles 32/8/128 bs32 bfloat16 bfloat16 32 tokens a tile int8_per_token",
+        "tiles 32/8/128 bs64 bfloat16 bfloat16 32 tokens a tile int4_grouped",
         "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn alibi window soft_cap sinks 32 tokens a tile",
         "product 16 rows Q4_0 4096 x 4096",
         "product 64 rows Q5_1 4096 x 4096",
     )
 }  # fmt: skip
-assert len(LEAN) == 25
+assert len(LEAN) == 27
 WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
 

@@ -16,7 +16,7 @@ from reference import cache_ops
 from reference import layouts as reference
 from reference.layouts import Oracle
 from tests import layouts as cases
-from tests.kernels.interpreter import fresh_interpreter, races_found, shadow_reads
+from tests.kernels.interpreter import fresh_interpreter, races_found, shadow_reads, unnoticed_calls
 
 NUM_TOKENS = 6  # of a call
 write = jax.jit(ops.write)
@@ -217,7 +217,7 @@ READ_BY_MOSAIC = [name for name in support.SUPPORT["mosaic_gpu"].kv_layouts if n
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=() if n in ("fused", "int8_per_token") else pytest.mark.slow)
+        pytest.param(n, marks=() if n in ("fused", "int8_per_token", "int4_grouped") else pytest.mark.slow)
         for n in READ_BY_MOSAIC
     ],
 )
@@ -226,6 +226,31 @@ def test_the_gpu_kernels_read_the_layouts_that_they_say(
     name: str, tile_len: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the interpreter, without a race: that for decode steps, and that for prompts."""
+    with shadow_reads():
+        run_interpreted(name, tile_len)
+    assert not races_found(capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures(fresh_interpreter.__name__)
+@pytest.mark.parametrize("tile_len", [1, 19])
+def test_every_barrier_around_codes_of_four_bits_is_needed(
+    tile_len: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are of `test_mosaic_interpreter` and `test_mosaic_tiles`. A missing fence only these see."""
+    places = {1: ("_await_packed_tile",), 19: ("widen", "widen_tile")}[tile_len]
+    calls, unnoticed = unnoticed_calls(
+        lambda: run_interpreted("int4_grouped", tile_len),
+        lambda call: call[0] == "barrier_arrive" or call[1] not in places,
+        capsys,
+    )
+    waits = [call for call in calls if call[0] == "barrier_wait" and call[1] in places]
+    assert len(waits) == len(places)
+    assert unnoticed <= {("commit_smem", place) for place in places}
+
+
+def run_interpreted(name: str, tile_len: int) -> None:
+    """A batch of two through the kernel in the interpreter, compared with the oracle."""
     layout, bfloat16 = LAYOUTS[name], jnp.dtype("bfloat16")
     if isinstance(layout, Fp8):
         layout = dataclasses.replace(layout, k_scale=(0.25, 0.5), v_scale=0.5)
@@ -247,9 +272,7 @@ def test_the_gpu_kernels_read_the_layouts_that_they_say(
     starts = seq_lens - tile_len
     q = jnp.asarray(rng.standard_normal((2, tile_len, 4, 64)), bfloat16)
     attend = functools.partial(ops.tiled_paged_attention, scale=0.125, interpret=True)
-    with shadow_reads():
-        out = attend(q, pool, None, tables, starts, seq_lens)
-    assert not races_found(capsys)
+    out = attend(q, pool, None, tables, starts, seq_lens)
     k, v = (np.asarray(x) for x in read(pool, jnp.arange(13), F32))
     for i in range(tile_len):
         want = reference_attention.paged_attention(

@@ -172,7 +172,8 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
     table = support.markdown_table().splitlines()
     assert table[0] == "|  | `xla` | `mosaic_gpu` |"
     assert {line.split("|")[1].strip() for line in table[2:]} == {
-        "type of q", "type of the cache", "head_dim", "head_dim with an 8-bit cache", "block_size", "block_size with a scale a token", "query heads per kv head", "cache layout",
+        "type of q", "type of the cache", "head_dim", "head_dim with an 8-bit cache", "block_size", "block_size with a scale a token",
+        "head_dim with 4 bits a number", "block_size with 4 bits a number", "query heads per kv head", "cache layout",
         "alibi_slopes, sliding_window, soft_cap, sinks, block_sparse",
     }  # fmt: skip
 
