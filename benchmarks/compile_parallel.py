@@ -25,7 +25,7 @@ from absl import app, flags
 
 from benchmarks import cuda_compiler, record
 from benchmarks.compile_loop import read_thunks
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import EngineConfig, Quantization
 from jaxpaged.engine.gpu_flags import FLAGS
 from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
 
@@ -46,7 +46,7 @@ class Case:
     hidden_size: int
     intermediate_size: int
     num_q_heads: int
-    quantization: str | None = None  # on load
+    quantization: Quantization | None = None  # on load
     max_num_seqs: int = 256
     max_model_len: int = 131072
     vocab_size: int = 128256
