@@ -65,12 +65,12 @@ def run(module: str, arguments: list[str], flags: str = "") -> list[dict[str, An
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def topology() -> Any:
-    """One H200, to compile for; the process must have the environment that `run` sets."""
+def topology(num_devices: int = 1) -> Any:
+    """H200s of one machine, to compile for; the process must have the environment that `run` sets."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology="1x1x1", target_config=H200
+        platform="cuda", topology_name="", topology=f"1x1x{num_devices}", target_config=H200
     )
 
 

@@ -144,7 +144,7 @@ def _read(
         b = _checked(f"{module}.lora_B", sides["B"], (place.width, rank)) * np.float32(scale)
         form = names.forms.get(f"{place.role}.weight")
         if form is not None and form is not TRANSPOSED:  # that is no matter of b's order
-            [b] = form.restored(config, [b])
+            b = np.concatenate(form.restored(config, [b]))
         if share is not None:
             a, b = _of_share(share, place, widths[place.role], a, b)
             place = narrow_places[module]

@@ -134,10 +134,14 @@ class FromFile(Quantisation):
     ) -> QuantisedWeight:
         kinds = [self._kind_of(*piece) for piece in stored]
         pieces = [self._rows_of(*piece) for piece in stored]
-        orders = restored([np.arange(len(piece.codes))[:, None] for piece in pieces])
-        if [order.shape for order in orders] != [(len(piece.codes), 1) for piece in pieces]:
+        counts = [len(piece.codes) for piece in pieces]
+        firsts = np.cumsum([0, *counts])
+        numbered = np.split(np.arange(sum(counts))[:, None], firsts[1:-1])
+        order = np.concatenate(restored(numbered))
+        if order.shape != (sum(counts), 1):
             name = stored[0][0]
             raise InputError(f"weight {name!r} must lie as [outputs, inputs], where it is quantised")
+        orders = [its - first for its, first in zip(np.split(order, firsts[1:-1]), firsts, strict=False)]
         ordered = [_taken(piece, order[:, 0]) for piece, order in zip(pieces, orders, strict=True)]
         each = [(kind, rows) for kind, rows in zip(kinds, ordered, strict=True) if kind is not None]
         in_features = stored[0][1][1]

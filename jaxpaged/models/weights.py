@@ -28,7 +28,11 @@ type Pieces = list[np.ndarray]  # what a role is made of in a file: q, k and v, 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a role's weight lies in a file."""
+    """How a role's weight lies in a file.
+
+    `restored` gives the decoder's outputs in its order, in as many pieces as it takes for all to be views
+    where they can: a share then reads its own alone.
+    """
 
     stored: Callable[[ModelConfig, Shape], Shape]  # the shape there, from the one in the decoder
     restored: Callable[[ModelConfig, Pieces], Pieces]
@@ -191,7 +195,9 @@ class Share(Protocol):
 
 class Parts:
     """A decoder's weights as it asks for them: of its dtype, by role; quantised where `quantisation` says so.
-    With a `share` the decoder is that part of the one that `config` describes, and nothing else is read.
+    With a `share` the decoder is that part of the one that `config` describes, and nothing else is read: but
+    of tensors that the file has quantised all of it, of a GGUF file that is widened likewise, and of what is
+    quantised on load all inputs of `o` and `down`.
 
     Raises `InputError` for weights that are not the config's: at once if one is missing or too many, and when
     it is read if it is of another shape or type, or not finite.
@@ -278,8 +284,9 @@ class Parts:
             self._read(name, (num_experts, *its))
             for name, its in _stored(self._whole, self._names, role, shape, layer=layer)
         ]
+        segments = self._expert_segments(role, shape, num_experts)
         for expert in range(num_experts):
-            yield self._joined(role, [piece[expert] for piece in pieces])
+            yield self._joined(role, [piece[expert] for piece in pieces], segments)
 
     def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[Segment, ...] | None:
         """How all experts of all layers are kept, for which a program has one way; None if they differ."""
@@ -313,22 +320,25 @@ class Parts:
             kept = self._quantisation.of_blocks(stored, restored, self.dtype, self._cut(role, shape))
             if kept is not None:
                 return kept
-        return self._joined(role, [self._read(name, its) for name, its in stored])
+        return self._joined(role, [self._read(name, its) for name, its in stored], segments)
 
-    def _joined(self, role: str, pieces: Pieces) -> layers.Weight:
+    def _joined(
+        self, role: str, pieces: Pieces, segments: tuple[Segment, ...] | None = None
+    ) -> layers.Weight:
         pieces, share = self._restored(role, pieces), self._share
-        if self._quantisation is not None:  # of whole rows, whatever the share takes of them
-            pieces = [_concatenated(pieces)]
-            if share is not None:
-                _check_numbers(role, pieces[0])
-            cut = self._cut(role, pieces[0].shape)
-            if quantised := self._quantisation.of_numbers(self._source(role), pieces[0], self.dtype, cut):
-                return quantised
-        if share is not None:
+        shape = sum(map(len, pieces)), *pieces[0].shape[1:]
+        cut, quantised = self._cut(role, shape), None
+        if cut is not None and (cut.inputs is None or segments is None):
+            assert share is not None
             pieces = _padded(share.taken(role, pieces), share.padding(role), pieces[0])
+            cut = None
+        if share is not None:
             for piece in pieces:
                 _check_numbers(role, piece)
-        return _concatenated(pieces).astype(self.dtype, copy=False)
+        whole = _concatenated(pieces)
+        if segments is not None and self._quantisation is not None:  # of inputs after all have been seen
+            quantised = self._quantisation.of_numbers(self._source(role), whole, self.dtype, cut)
+        return quantised or whole.astype(self.dtype, copy=False)
 
     def _source(self, role: str) -> str:
         """The role in the whole decoder."""
@@ -344,7 +354,7 @@ class Parts:
         return pieces if form is None else form.restored(self._whole, pieces)
 
     def _read(self, name: str, shape: Shape) -> np.ndarray:
-        weight = np.asarray(self._tensors[name])
+        weight = self._tensors[name]
         _check_form(name, weight, shape)
         if self._share is None:
             _check_numbers(name, weight)
@@ -510,19 +520,19 @@ def _same(config: ModelConfig, shape: Shape) -> Shape:
     return shape
 
 
-def reordered(order: Callable[[ModelConfig, np.ndarray], np.ndarray]) -> Form:
+def reordered(order: Callable[[ModelConfig, np.ndarray], Pieces]) -> Form:
     """One tensor of the same shape, its rows in another order."""
-    return Form(_same, lambda config, pieces: [order(config, pieces[0])])
+    return Form(_same, lambda config, pieces: order(config, pieces[0]))
 
 
-def _grouped(config: ModelConfig, weight: np.ndarray) -> np.ndarray:
+def _grouped(config: ModelConfig, weight: np.ndarray) -> Pieces:
     """From each kv head's queries, key and value together, to all queries, all keys, all values."""
     c = config
     groups = weight.reshape(
         c.num_kv_heads, c.num_q_heads // c.num_kv_heads + 2, c.head_dim, *weight.shape[1:]
     )
-    parts = groups[:, :-2], groups[:, -2], groups[:, -1]
-    return np.concatenate([part.reshape(-1, *weight.shape[1:]) for part in parts])
+    rest = weight.shape[1:]
+    return [*(group[:-2].reshape(-1, *rest) for group in groups), *groups[:, -2], *groups[:, -1]]
 
 
 GROUPED_QKV = reordered(_grouped)

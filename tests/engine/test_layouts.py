@@ -20,6 +20,7 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.sampling_params import SamplingParams
 from pallas_kernels import layouts, native
@@ -106,16 +107,26 @@ def run(
     return jnp.argmax(model.logits(hidden), axis=-1), cache
 
 
-copy_blocks, copy_within = jax.jit(kv_cache.copy_blocks), jax.jit(kv_cache.copy_within)
+class Passes:
+    """What `by_passes` does with a model and its caches, on one device."""
+
+    copy_blocks, copy_within = (
+        staticmethod(jax.jit(f)) for f in (kv_cache.copy_blocks, kv_cache.copy_within)
+    )
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.model = tiny.load(F32, config)
+        self.create_cache = self.model.create_cache
+        self.run = functools.partial(run, self.model)
 
 
-def by_passes(layout: Layout, window: int | None = None) -> list[list[int]]:
+def by_passes(layout: Layout, window: int | None = None, passes: Any = Passes) -> list[list[int]]:
     """The answers without an engine: a pass a prompt, then all rows at once. One row goes to the host
     and comes back into other blocks, and another goes on in copies of its own.
     """
     block_size, num_rows = block_size_of(layout), len(PROMPTS)
     width = 128 // block_size
-    model = tiny.load(F32, tiny.with_window(window))
+    model = passes(tiny.with_window(window))
     cache = model.create_cache(1 + (num_rows + 1) * width, block_size, layout)
     shuffled = np.random.default_rng(0).permutation((num_rows + 1) * width).astype(np.int32)
     *tables, spare = 1 + shuffled.reshape(num_rows + 1, width)
@@ -135,7 +146,7 @@ def by_passes(layout: Layout, window: int | None = None) -> list[list[int]]:
         ints = (jnp.asarray(x, jnp.int32) for x in (slots, at, starts, lens))
         batch = AttentionBatch(*ints, implementation=implementation)
         given = (jnp.asarray(x, jnp.int32) for x in (token_ids, positions))
-        newest, cache = run(model, cache, *given, batch)
+        newest, cache = model.run(cache, *given, batch)
         return np.asarray(newest)
 
     found = []
@@ -150,11 +161,11 @@ def by_passes(layout: Layout, window: int | None = None) -> list[list[int]]:
         if step == 5:
             host = model.create_cache(1 + width, block_size, layout)
             places = 1 + jnp.arange(width, dtype=jnp.int32)
-            host = copy_blocks(cache, host, jnp.asarray(tables[0]), places)
-            cache = copy_blocks(host, cache, places, jnp.asarray(spare))
+            host = model.copy_blocks(cache, host, jnp.asarray(tables[0]), places)
+            cache = model.copy_blocks(host, cache, places, jnp.asarray(spare))
             tables[0], spare = spare, tables[0]
         if step == 9:
-            cache = copy_within(cache, jnp.asarray(tables[1]), jnp.asarray(spare))
+            cache = model.copy_within(cache, jnp.asarray(tables[1]), jnp.asarray(spare))
             tables[1] = spare
         positions = np.array([len(prompt) + step - 1 for prompt in PROMPTS])
         last = [answer[-1] for answer in found]

@@ -14,13 +14,16 @@ from flax import nnx
 from jaxpaged.checks import InputError
 from jaxpaged.engine.loop import specs_of
 from jaxpaged.lora import LoRARequest
+from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading, lora
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError
+from pallas_kernels.layouts import LAYOUTS
 from tests import tiny, tiny_lora
+from tests.engine import test_layouts as one_device
 from tests.models.test_decoder import FAMILIES, GOLDENS, LLAMAS, assert_equal, logits_of
 
 FLOAT32 = jnp.dtype("float32")
@@ -123,8 +126,9 @@ def test_what_cannot_be_split_is_refused(size, message):
     [
         pytest.param({"tensor_parallel_size": 2, **tiny.SWAP}, id="2, swap"),
         pytest.param(
-            {"tensor_parallel_size": 6, "tensor_parallel_sums": "ordered", **tiny.SMALL},
-            id="6, ordered",
+            {"tensor_parallel_size": 6, "tensor_parallel_sums": "ordered", "kv_layout": "all_layers"}
+            | tiny.SMALL,
+            id="6, ordered, all_layers",
             marks=pytest.mark.slow,
         ),
     ],
@@ -154,6 +158,41 @@ def test_the_loop_answers_as_one_device_does_with_the_same_bits_in_any_company(o
     tiny.assert_nothing_is_held(driver)
     assert_same_on_each(driver._state)
     differs(driver)
+
+
+class Passes:
+    """What `by_passes` does with a model and its caches, on two devices."""
+
+    def __init__(self, config):
+        share = functools.partial(Share, config, Shards(2))
+        model = assembled(mesh_of(2), lambda i: tiny.load(FLOAT32, config, share=share(i)))
+        graphdef, self.params = nnx.split(model)
+
+        def run(params, cache, given, batch):
+            return one_device.run(nnx.merge(graphdef, params), cache, *given, batch)
+
+        places = BY_SHARD, BY_SHARD, ON_EACH, ON_EACH
+        self.model, self.program = model, of_shards(run, places, (ON_EACH, BY_SHARD))
+        self.copy_blocks = of_shards(kv_cache.copy_blocks, places, BY_SHARD)
+        self.copy_within = of_shards(kv_cache.copy_within, (BY_SHARD, ON_EACH, ON_EACH), BY_SHARD)
+
+    def create_cache(self, *sizes):
+        return of_shards(lambda: self.model.create_cache(*sizes), (), BY_SHARD)()
+
+    def run(self, cache, token_ids, positions, batch):
+        return self.program(self.params, cache, (token_ids, positions), batch)
+
+
+def of_shards(function, places, results):
+    return jax.jit(on_each_shard(function, mesh_of(2), places, results))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*one_device.in_engines(), "fp8_e4m3"])  # one of each kind
+def test_a_layout_in_shares_gives_the_tokens_of_one_device(name):
+    """Each device has blocks of its own heads; some go to the host and back, and are copied."""
+    layout = LAYOUTS[name]
+    assert one_device.by_passes(layout, passes=Passes) == one_device.answers(name, layout)
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """What a shard reads of a model's tensors: its own numbers, once, and looks at no others."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -49,6 +51,89 @@ def test_a_shard_reads_its_own_numbers_alone(name, size):
             joined = {1, size // 2} if "qkv" in key else {kv}
             assert {*np.unique(here)} == joined, key
     assert times[1:].min() > 0  # and together they read all
+
+
+class Counted:
+    """A tensor in a file that keeps count of the numbers that are read; what only looks is a view."""
+
+    def __init__(self, values, seen=None):
+        self.values, self.seen = values, np.zeros(values.shape, bool) if seen is None else seen
+        self.shape, self.dtype, self.ndim = values.shape, values.dtype, values.ndim
+
+    def _view(self, change):
+        seen = change(self.seen)
+        if seen.size == 0 or np.shares_memory(seen, self.seen):
+            return Counted(change(self.values), seen)
+        return change(np.asarray(self))
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, key):
+        return self._view(lambda x: x[key])
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def reshape(self, *shape):
+        return self._view(lambda x: x.reshape(*shape))
+
+    @property
+    def T(self):
+        return self._view(np.transpose)
+
+    @property
+    def size(self):
+        return self.values.size
+
+    def astype(self, dtype, copy=True):
+        return np.asarray(self, dtype)
+
+    def __array__(self, dtype=None, copy=None):
+        self.seen[...] = True
+        return np.array(self.values, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("gpt_neox", None), ("gpt_oss", None), ("phi3", None), ("llama", "int8"), ("gpt_neox", "fp8")],
+)
+def test_half_of_a_file_is_read_for_half_of_a_model(name, quantization, monkeypatch):
+    """Also of forms that put rows in another order; of what is quantised on load the inputs after all are
+    read, for a scale is of a row's numbers."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a tensor here is no array
+    checkpoint = loading.open_checkpoint(GOLDENS / "families" / name)
+    config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
+    files = {key: np.array(tensor, np.float32) for key, tensor in checkpoint.load_weights().items()}
+    tensors = {key: Counted(tensor) for key, tensor in files.items()}
+    share = Share(config, Shards(2), 1)
+    parts = Parts(config, names, tensors, dtype, checkpoint.quantisation(quantization), share)
+    again = Parts(config, names, files, dtype, checkpoint.quantisation(quantization), share)
+    num_split = 0
+    for role in [*in_layer(config), *in_expert(config), "lm_head.weight"]:
+        for one, its in zip(weights_of(parts, role), weights_of(again, role), strict=True):
+            jax.tree.map(np.testing.assert_array_equal, one, its)
+        stem, _, ending = role.removeprefix("experts.").rpartition(".")
+        if stem not in ("qkv", "o", "gate_up", "up", "down", "lm_head") or role not in shapes_of(config):
+            continue
+        for template in names.pieces(role):
+            seen = [its.seen for key, its in tensors.items() if matches(template, key)]
+            is_whole = stem in ("o", "down") and (quantization is not None or ending == "bias")
+            rest = 0 if share.number and ending == "bias" and stem in ("o", "down") else 1
+            want = rest if is_whole else 0.5
+            for x in seen:  # a vocabulary may be odd
+                assert x.mean() == pytest.approx(want, abs=0.6 / len(x)), template
+            num_split += want == 0.5
+    assert num_split >= 4
+
+
+def shapes_of(config):
+    return {**in_layer(config), **in_expert(config), "lm_head.weight": None}
+
+
+def matches(template, key):
+    pattern = re.escape(template).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
+    return re.fullmatch(pattern, key) is not None
 
 
 def leaves(checkpoint, tensors, share):

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 from jaxpaged.models.config import Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
@@ -33,7 +31,7 @@ def _parted(config: ModelConfig, pieces: Pieces) -> Pieces:
     """From gate and up in turns, a pair an output, to all gates, all ups."""
     [gate_up] = pieces
     rows = gate_up.T  # of a bias it is the same
-    return [np.concatenate([rows[::2], rows[1::2]])]
+    return [rows[::2], rows[1::2]]
 
 
 def _transposed(config: ModelConfig, pieces: Pieces) -> Pieces:

@@ -1,0 +1,225 @@
+"""Compile the serving loop for eight H200s, without one: what they tell each other, and what each one holds.
+
+    python -m benchmarks.compile_parallel [NAME ...]    one JSON line per case, or for these alone
+
+What it needs, `cuda_compiler` says. Weights are shapes alone. The engine sizes its cache as it does on GPUs,
+by the compiled loop: as many blocks as fit beside weights, state and loop in 90% of an H200's 141 GB. All
+numbers are XLA's own of the compiled program, and of one device; collectives are counted in its text.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from absl import app, flags
+
+from benchmarks import cuda_compiler, record
+from benchmarks.compile_loop import read_thunks
+from jaxpaged.config import EngineConfig, Quantization
+from jaxpaged.engine.gpu_flags import FLAGS
+from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
+
+_HERE = flags.DEFINE_bool("here", False, "Compile in this process, which has cuda_compiler's environment.")
+
+NUM_DEVICES = 8
+MEMORY_BYTES = 141_000_000_000  # of an H200, by its datasheet
+SHARE = 0.9  # of it for the engine: `EngineConfig.gpu_memory_utilization`
+KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compilation of `loop.run`, for a Llama."""
+
+    model: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    quantization: Quantization | None = None  # on load
+    max_num_seqs: int = 256
+    max_model_len: int = 131072
+    vocab_size: int = 128256
+    graphs: str = FLAGS["xla_gpu_enable_command_buffer"]  # of what XLA makes CUDA graphs
+
+    def __str__(self) -> str:
+        name = f"{self.model} {self.quantization or 'bfloat16'} {self.num_layers} layers"
+        return name if self.graphs in FLAGS.values() else f"{name} {self.graphs}"
+
+    def model_config(self) -> ModelConfig:
+        scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192)
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=8,
+            head_dim=128,
+            layers=uniform(self.num_layers, rope=Rope(theta=5e5, dim=128, scaling=scaling)),
+            max_model_len=self.max_model_len,
+        )
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            dtype="bfloat16",
+            quantization=self.quantization,
+            max_num_seqs=self.max_num_seqs,
+            tensor_parallel_size=NUM_DEVICES,
+            gpu_memory_utilization=SHARE,
+            attention="mosaic_gpu",
+        )
+
+
+SMALL = Case("small", 2, 1024, 2048, 8, max_num_seqs=8, max_model_len=512, vocab_size=4096)
+
+
+def cases() -> list[Case]:
+    return [
+        SMALL,
+        dataclasses.replace(SMALL, graphs=f"{SMALL.graphs},+COLLECTIVES"),
+        Case("llama-3.1-70b", 80, 8192, 28672, 64),
+        Case("llama-3.1-405b", 126, 16384, 53248, 128, quantization="fp8"),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What XLA made of a case; all bytes are of one device."""
+
+    case: str
+    collectives: dict[str, int]  # by kind and result: how many are in the program's text
+    weight_bytes: int
+    num_blocks: int
+    cache_bytes: int
+    cached_tokens: int  # that the cache has room for
+    argument_bytes: int
+    alias_bytes: int  # arguments that become results in place
+    temp_bytes: int
+    total_bytes: int  # arguments, temporaries, and results that are not in place
+    fits: bool  # in `MEMORY_BYTES`
+    outermost: tuple[str, ...]  # the thunks that are in no other: what a run launches
+    seconds: float
+
+
+def main(argv: list[str]) -> None:
+    """Run as a module."""
+    for name in argv[1:] or map(str, cases()):
+        report = _report_here(name) if _HERE.value else run(name)
+        line = dataclasses.asdict(report) | record.context("benchmarks.compile_parallel")
+        print(json.dumps(line), flush=True)
+
+
+def run(name: str) -> Report:
+    """Compile the case of this name in a process of its own, and report."""
+    [case] = (case for case in cases() if str(case) == name)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = [f"--xla_gpu_enable_command_buffer={case.graphs}"]
+        dump = [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_run"]
+        arguments, xla_flags = ["--here", name], " ".join([*wanted, *dump])
+        [line] = cuda_compiler.run("benchmarks.compile_parallel", arguments, xla_flags)
+    said = {field.name: line[field.name] for field in dataclasses.fields(Report)}
+    return Report(**said | {"outermost": tuple(line["outermost"])})
+
+
+def _report_here(name: str) -> Report:
+    [case] = (case for case in cases() if str(case) == name)
+    start = time.perf_counter()
+    weight_bytes, size, compiled = compile_for_h200s(case)
+    memory = compiled.memory_analysis()
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + new
+    [folder] = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])
+    dumps = Path(folder).glob("*jit_run*thunk_sequence_after_thunk_passes.txt")
+    thunks = read_thunks(max(dumps, key=lambda file: file.stat().st_mtime_ns).read_text())
+    return Report(
+        case=name,
+        collectives=collectives(compiled.as_text() or ""),
+        weight_bytes=weight_bytes,
+        num_blocks=size.num_blocks,
+        cache_bytes=size.num_blocks * size.bytes_per_block,
+        cached_tokens=(size.num_blocks - 1) * size.block_size,
+        argument_bytes=memory.argument_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        total_bytes=total,
+        fits=total <= MEMORY_BYTES,
+        outermost=tuple(kind for depth, kind in thunks if depth == 0),
+        seconds=round(time.perf_counter() - start, 1),
+    )
+
+
+def collectives(text: str) -> dict[str, int]:
+    """How many of each kind and result a compiled program's text has; of those in two parts the first."""
+    found: collections.Counter[str] = collections.Counter()
+    for results, kind, start in re.findall(rf" = (.*?) ({KINDS})(-start)?\(", text):
+        shapes = re.findall(r"\w+\[[\d,]*\]", results)
+        if start:  # what it takes is named before what it gives
+            shapes = shapes[len(shapes) // 2 :]
+        found[" ".join([kind, *shapes])] += 1
+    return dict(sorted(found.items()))
+
+
+def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
+    """Bytes of a device's weights, the cache's size, and `loop.run` compiled for it; needs the environment of
+    `cuda_compiler.run`.
+    """
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jaxpaged.engine import startup
+    from jaxpaged.models import decoder
+    from jaxpaged.models.families.llama import NAMES
+    from jaxpaged.models.quantisation import OnLoad
+
+    config, model_config = case.engine_config(), case.model_config()
+    quantisation = None if case.quantization is None else OnLoad(case.quantization)
+    shapes_of = functools.partial(decoder.abstract, model_config, names=NAMES, quantisation=quantisation)
+    with _on_h200s():
+        split = startup.split(config, model_config, shapes_of, shapes_of)
+        assert split.shapes is not None
+        model = split.shapes(jnp.dtype(config.dtype))
+        size, program = startup.fitted(config, split.config, model)
+    weights = jax.tree.leaves(nnx.state(model))
+    return sum(x.size * x.dtype.itemsize for x in weights), size, program.call  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _on_h200s() -> Iterator[None]:
+    """What the engine asks of its devices is answered as so many H200s would, with nothing else on them."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from jaxpaged.engine import gpu_flags, machine
+    from jaxpaged.parallel.shards import DATA, MODEL
+    from pallas_kernels import ops
+
+    devices = np.array(cuda_compiler.topology(NUM_DEVICES).devices)
+    mesh = Mesh(devices.reshape(1, NUM_DEVICES), (DATA, MODEL))
+    memory = {"bytes_limit": int(SHARE * MEMORY_BYTES)}
+    answers = (
+        (jax, "default_backend", "gpu"),
+        (ops, "default_implementation", "mosaic_gpu"),
+        (machine, "mesh", mesh),
+        (machine, "memory_stats", memory),
+        (gpu_flags, "memory_share", SHARE),
+    )
+    with contextlib.ExitStack() as stack:
+        for where, name, answer in answers:
+            stack.enter_context(mock.patch.object(where, name, return_value=answer))
+        yield
+
+
+if __name__ == "__main__":
+    app.run(main)
