@@ -96,9 +96,10 @@ def _read(path: Path, arrays: tuple[Any, ...], result: Any) -> Program | None:
 
 
 def _devices_of(arrays: tuple[Any, ...]) -> list[jax.Device] | None:
-    """Those of the mesh, in its order; None where there is none. JAX would take all there are."""
-    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(arrays))
-    return next((list(s.mesh.devices.flat) for s in shardings if isinstance(s, NamedSharding)), None)
+    """Those of the mesh, in its order, or the one device. JAX would take all there are."""
+    shardings = [x.sharding for x in jax.tree.leaves(arrays) if getattr(x, "sharding", None) is not None]
+    meshes = (list(s.mesh.devices.flat) for s in shardings if isinstance(s, NamedSharding))
+    return next(meshes, list(shardings[0].device_set) if shardings else None)
 
 
 def _compile(path: Path, lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None) -> Program:
