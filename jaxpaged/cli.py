@@ -183,6 +183,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tensor-parallel-size", type=int, help="devices that share the model (default 1)")
     group.add_argument(
+        "--data-parallel-size", type=int, help="groups of so many devices, each with the model (default 1)"
+    )
+    group.add_argument(
         "--tensor-parallel-sums",
         help="what they add up: fast (default), or ordered, in their order, for more bytes moved",
     )

@@ -56,6 +56,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1  # devices that share the model: heads, feed-forward columns, vocabulary
     # What they add up: "fast", or "ordered", in their order whatever the library, for more bytes moved.
     tensor_parallel_sums: Sums = "fast"
+    data_parallel_size: int = 1  # groups of so many devices: each has the model, rows and a cache of its own
     attention: Attention = "auto"  # auto: a kernel where the device has one, else xla
     # Who turns the serving loop. auto: the device, or the host where a GPU fails to run it as one program.
     loop: Loop = "auto"
@@ -103,6 +104,7 @@ class EngineConfig:
         else:
             self._set_int("num_host_blocks", "0 unless preemption_mode is 'swap'", 0, 0)
         self._set_int("tensor_parallel_size", "a positive int, at most 256", 1, 256)
+        self._set_int("data_parallel_size", "a positive int, at most 256", 1, 256)
         self._set_int("max_loras", "a positive int, at most 256", 1, 256)
         self._set_int("max_lora_rank", "a positive int, at most 512", 1, 512)
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)

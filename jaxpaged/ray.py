@@ -149,7 +149,7 @@ def application(
     check("enable_lora_updates", settings.enable_lora_updates, "False: each replica has adapters of its own",
           not settings.enable_lora_updates)  # fmt: skip
     config = engine_config({name: value for name, value in options.items() if name not in NOT_THE_ENGINES})
-    most = config.max_num_seqs + settings.max_queue
+    most = config.max_num_seqs * config.data_parallel_size + settings.max_queue
     replica = serve.deployment(
         Replica,
         num_replicas=num_replicas,

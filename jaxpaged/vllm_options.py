@@ -38,7 +38,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "config_format": ("auto", "hf"),
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
-    "data_parallel_size": (1,),
     "decode_context_parallel_size": (1,),
     "device": ("auto",),
     "disable_sliding_window": (False,),

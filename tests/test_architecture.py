@@ -61,6 +61,7 @@ ALLOWED = {
         "jaxpaged/parallel",
         "jaxpaged/parallel/shards.py",
         "jaxpaged/digest.py",
+        "jaxpaged/routing.py",
         "jaxpaged/sampling.py",
         "jaxpaged/detokenizer.py",
         "jaxpaged/chat.py",

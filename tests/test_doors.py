@@ -236,10 +236,11 @@ def test_vllms_options_that_change_nothing_are_accepted_and_others_named():
     assert engine_config({"tensor_parallel_size": np.int64(1), "dtype": "half"}).dtype == "float16"
     for options, message in (
         (
-            {"data_parallel_size": 2},
-            "^data_parallel_size=2, an option of vLLM's, is not supported: must be None or 1",
+            {"pipeline_parallel_size": 2},
+            "^pipeline_parallel_size=2, an option of vLLM's, is not supported: must be None or 1",
         ),
-        ({"data_parallel_size": True}, "^data_parallel_size=True, an option of vLLM's"),
+        ({"pipeline_parallel_size": True}, "^pipeline_parallel_size=True, an option of vLLM's"),
+        ({"data_parallel_size": 0}, "^data_parallel_size=0 must be a positive int, at most 256$"),
         ({"tensor_parallel_size": True}, "^tensor_parallel_size=True must be a positive int, at most 256$"),
         ({"quantization": "fp4"}, "^quantization='fp4' must be None or one of gguf, int8, int4, fp8$"),
         (

@@ -17,10 +17,12 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
+from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import exchange, loop, machine, startup
 from jaxpaged.engine.adapters import Adapter, OnDevice, beside
 from jaxpaged.engine.blocks import Blocks, Kind
+from jaxpaged.engine.groups import Groups
 from jaxpaged.engine.loop import Report
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
@@ -149,17 +151,19 @@ class Driver:
         self.step_config = machine.step_config(config, model_config, size.num_blocks)
         max_len = machine.max_model_len(config, model_config)
         self.door = Door(config, model_config, max_len, size, self.step_config, adapters=adapters)
-        self.stats = Stats(num_blocks=size.num_blocks - 1, num_free_blocks=size.num_blocks - 1)
+        self._groups = Groups(config, size.num_blocks)
+        num_blocks, num_rows = (n * self._groups.size for n in (size.num_blocks - 1, config.num_rows))
+        self.stats = Stats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         self._state = startup.create_state(config, model_config, model, size.num_blocks)
         self._counters: Any = np.zeros(len(Counter), np.int32)
         self._queue: list[Queued] = []  # a heap of those without a row
-        self._places: list[_Place | None] = [None] * config.num_rows
+        self._places: list[_Place | None] = [None] * num_rows  # those of each group, one after the other
         # Of each place, for NumPy: its arrival (0 if it is free), tokens known, phase when last heard of.
-        self._arrivals, self._num_tokens, self._phases = np.zeros((3, config.num_rows), np.int32)
+        self._arrivals, self._num_tokens, self._phases = np.zeros((3, num_rows), np.int32)
         # And whether log-probabilities are wanted of its answer, and of its prompt.
-        self._wants_scores, self._wants_prompt_scores = np.zeros((2, config.num_rows), bool)
-        self._is_beam = np.zeros(config.num_rows, bool)  # or holds what has ended of a beam search
-        self._has_run = np.zeros(config.num_rows, bool)
+        self._wants_scores, self._wants_prompt_scores = np.zeros((2, num_rows), bool)
+        self._is_beam = np.zeros(num_rows, bool)  # or holds what has ended of a beam search
+        self._has_run = np.zeros(num_rows, bool)
         self.first_run: list[int] = []  # requests that the last report was the first to see run
         self._unread: Report | None = None
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
@@ -227,6 +231,7 @@ class Driver:
         if self.has_work:
             return False
         self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
+        self._groups.forget()
         return True
 
     @functools.cached_property
@@ -263,7 +268,8 @@ class Driver:
         return len(token_ids)
 
     def snapshot(self) -> Snapshot:
-        """Waits for the run under way, and disturbs nothing."""
+        """Waits for the run under way, and disturbs nothing. Raises `InputError` with several groups."""
+        check("data_parallel_size", self._groups.size, "1 for a snapshot", self._groups.size == 1)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(sorted(self._queue))
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
@@ -275,7 +281,7 @@ class Driver:
 
     def _abort_rows(self, places: Sequence[_Place]) -> None:
         if places:
-            arrivals = np.zeros(self.config.num_rows, np.int32)  # 0: nobody's
+            arrivals = np.zeros(len(self._places), np.int32)  # 0: nobody's
             arrivals[: len(places)] = [place.arrival for place in places]
             self._state = loop.abort(self._state, arrivals, mesh=self._mesh)
 
@@ -312,7 +318,7 @@ class Driver:
         if self.door.adapters is not None:
             self._put_adapter(self.door.adapters.nothing, 1)
         self._submit([])
-        self._state = loop.abort(self._state, np.zeros(self.config.num_rows, np.int32), mesh=self._mesh)
+        self._state = loop.abort(self._state, np.zeros(len(self._places), np.int32), mesh=self._mesh)
         scores = loop.recent_scores(self._state, mesh=self._mesh)
         jax.block_until_ready((self._run(max_steps=0), scores))
 
@@ -366,11 +372,11 @@ class Driver:
         if not self._queue:
             self._waits_for_adapter = False
             return
-        free_rows = np.flatnonzero(self._arrivals == 0).tolist()
+        free_rows = self._groups.split(np.flatnonzero(self._arrivals == 0))
         placed: list[tuple[int, int, Queued]] = []
         in_use = {place.request.adapter for place in self._places if place is not None}
         wait: list[Queued] = []
-        while self._queue and self._queue[0].request.group_size <= len(free_rows):
+        while self._queue and self._queue[0].request.group_size <= max(map(len, free_rows)):
             adapter = self._queue[0].request.adapter
             if adapter is not None and not self._has_room_for(adapter, in_use):
                 wait = [queued for queued in self._queue if queued.request.adapter is not None]
@@ -378,9 +384,11 @@ class Driver:
                 heapq.heapify(self._queue)
                 continue
             in_use.add(adapter)
-            head = free_rows[0]
-            for _ in range(self._queue[0].request.group_size):
-                placed.append((free_rows.pop(0), head, heapq.heappop(self._queue)))
+            first = self._queue[0]
+            its_rows = free_rows[self._groups.choose(first.request, first.token_ids, free_rows)]
+            head = its_rows[0]
+            for _ in range(first.request.group_size):
+                placed.append((its_rows.pop(0), head, heapq.heappop(self._queue)))
         self._waits_for_adapter = bool(wait)
         if wait:
             self._queue += wait
@@ -405,7 +413,7 @@ class Driver:
         """Put requests, each with its row and the first one of its group, into the state."""
         sizes = SUBMIT_LINES, 0, self.door.model_config.vocab_size
         requests = empty_rows(*sizes, lora=self.config.enable_lora)
-        rows = np.full(SUBMIT_LINES, self.config.num_rows, np.int32)  # beyond all: none
+        rows = np.full(SUBMIT_LINES, len(self._places), np.int32)  # beyond all: none
         tokens = [np.zeros((3, 0), np.int32)]  # each with its row and its position
         for line, (row, head, queued) in enumerate(batch):
             token_ids = queued.token_ids
@@ -420,12 +428,12 @@ class Driver:
             self._wants_prompt_scores[row] = params.prompt_logprobs is not None
             self._is_beam[row] = queued.request.beams is not None
             self._has_run[row] = False
-            np.asarray(requests.beams.head)[line] = head
+            np.asarray(requests.beams.head)[line] = head % self.config.num_rows  # by its group's numbers
             if requests.lora is not None:
                 np.asarray(requests.lora)[line] = self._on_device.number_of(queued.request.adapter)
             self.door.write(requests, line, queued.request, len(token_ids))
         self._write_tokens(np.concatenate(tokens, axis=1))
-        self._state = loop.submit(self._state, requests, rows, mesh=self._mesh)
+        self._state = loop.submit(self._state, requests, self._groups.local(rows), mesh=self._mesh)
 
     def _write_tokens(self, tokens: np.ndarray) -> None:
         """Write tokens, each under its row and position, in pieces of one size: nothing is compiled anew."""
@@ -433,7 +441,8 @@ class Driver:
         for start in range(0, max(tokens.shape[1], 1), SUBMIT_TOKENS):
             piece = tokens[:, start : start + SUBMIT_TOKENS]
             padding = ((0, 0), (0, SUBMIT_TOKENS - piece.shape[1]))
-            piece = np.pad(piece, padding, constant_values=self.config.num_rows)  # beyond all rows: none
+            piece = np.pad(piece, padding, constant_values=len(self._places))  # beyond all rows: none
+            piece = self._groups.with_rows(piece)
             token_ids = loop.write_tokens(rows.token_ids, piece, mesh=self._mesh)
             rows = dataclasses.replace(rows, token_ids=token_ids)
         self._state = dataclasses.replace(self._state, rows=rows)
@@ -444,10 +453,11 @@ class Driver:
         self._wants_scores[row] = self._wants_prompt_scores[row] = self._is_beam[row] = False
 
     def _read(self, unread: Report) -> list[Delta]:
-        report: Report = jax.device_get(dataclasses.replace(unread, prompt_scores=None))
+        report = self._groups.merged(jax.device_get(dataclasses.replace(unread, prompt_scores=None)))
         raise_if_error(int(report.status))
         if self._wants_prompt_scores.any():
-            self._note_prompts(report, jax.device_get(unread.prompt_scores))
+            told_of_prompts = self._groups.merged_prompts(jax.device_get(unread.prompt_scores))
+            self._note_prompts(report, told_of_prompts)
         # A row filled after this run began is not in its report.
         told = (self._arrivals != 0) & (np.asarray(report.arrival) == self._arrivals)
         num_new = report.num_tokens - self._num_tokens[report.origin]
@@ -530,10 +540,11 @@ class Driver:
 
     def _note(self, report: Report) -> None:
         """Bring the statistics up to date, and the time that a step takes."""
-        done = dict(zip(Counter, (report.counters - self._counters).tolist(), strict=True))
+        by_group = (report.counters - self._counters).reshape(-1, len(Counter))
+        done = dict(zip(Counter, by_group.sum(0).tolist(), strict=True))
         self._counters = report.counters
         now = time.perf_counter()
-        num_steps = done[Counter.NUM_STEPS]
+        num_steps = int(by_group[:, Counter.NUM_STEPS].max())
         if self._last_read is not None and num_steps:
             self._seconds_per_step = (now - self._last_read) / num_steps
         self._last_read = now if num_steps else None

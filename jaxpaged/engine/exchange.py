@@ -50,6 +50,8 @@ def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_
     )
     size = config.tensor_parallel_size
     check("tensor_parallel_size", size, "1 to export or adopt blocks", size == 1)
+    num_groups = config.data_parallel_size
+    check("data_parallel_size", num_groups, "1 to export or adopt blocks", num_groups == 1)
     rule = "False to export or adopt blocks, for each engine measures its own"
     check("calculate_kv_scales", config.calculate_kv_scales, rule, not kv_cache.shared)
     _, weights = nnx.split_state(params, AdapterParam, ...)

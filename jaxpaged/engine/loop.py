@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
@@ -33,7 +34,15 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import put
-from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, on_each_shard
+from jaxpaged.parallel.mesh import (
+    BY_SHARD,
+    ON_EACH,
+    as_group,
+    by_group,
+    num_groups,
+    of_group,
+    on_each_shard,
+)
 from jaxpaged.sampling import Scores
 from jaxpaged.status import Status
 
@@ -60,18 +69,25 @@ class Report:
     status: Int[Array, ""]
 
 
-# Of each shard its own are, beside K and V, these arguments of programs.
+# Of each shard its own are, beside K and V, these arguments of programs; and of each group these.
 OF_SHARDS = ("params", "adapters", "weights", "arrays")
+OF_GROUPS = ("state", "carry", "rows", "token_ids", "tokens", "told", "origin")
 
 
 def program(
-    *, static: tuple[str, ...] = (), donate: str = "", gives: Callable[[dict[str, Any]], Any] | None = None
+    *,
+    static: tuple[str, ...] = (),
+    donate: str = "",
+    gives: Callable[[dict[str, Any]], Any] | None = None,
+    of_groups: bool = True,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function of one device's arrays, or, called with `mesh`, of all its shards' arrays, which
-    each shard computes of its own.
+    each shard computes of its own, and each group of devices, where there are several: then its arguments of
+    `OF_GROUPS` and what it gives have an axis more, the first, for the groups.
 
     `static` are arguments that it is compiled for, `donate` one that is donated. `gives`: where results lie,
-    from where the arguments do, by name; without it that is found by running it for shapes.
+    from where the arguments do, by name; without it that is found by running it for shapes. `of_groups`:
+    False where all groups have the same results.
     """
 
     def made(function: Callable[..., Any]) -> Any:
@@ -85,8 +101,19 @@ def program(
             arrays = {name: value for name, value in given.items() if name not in static}
             fixed = functools.partial(function, **{name: given[name] for name in given.keys() & {*static}})
             specs = {name: BY_SHARD if name in OF_SHARDS else specs_of(x) for name, x in arrays.items()}
-            results = gives(specs) if gives else specs_of(jax.eval_shape(fixed, **arrays))
-            local = on_each_shard(lambda arrays: fixed(**arrays), mesh, (specs,), results)
+            if num_groups(mesh) == 1 or not of_groups:
+                results = gives(specs) if gives else specs_of(jax.eval_shape(fixed, **arrays))
+                local = on_each_shard(lambda arrays: fixed(**arrays), mesh, (specs,), results)
+                return local(arrays)
+
+            def of_one(arrays: dict[str, Any]) -> Any:
+                return fixed(**{k: of_group(x) if k in OF_GROUPS else x for k, x in arrays.items()})
+
+            results = gives(specs) if gives else specs_of(jax.eval_shape(of_one, arrays))
+            specs = {k: by_group(mesh, its) if k in OF_GROUPS else its for k, its in specs.items()}
+            local = on_each_shard(
+                lambda arrays: as_group(of_one(arrays)), mesh, (specs,), by_group(mesh, results)
+            )
             return local(arrays)
 
         mesh = inspect.Parameter("mesh", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -219,7 +246,7 @@ def run_by_host(
     """
     more, goes_on = before_run(state, max_steps, host_has_more, config=config, mesh=mesh)
     carry = state, *more
-    while goes_on:
+    while np.any(goes_on):
         carry, goes_on = one_step(params, carry, max_steps, host_has_more)
     state, _, told, origin = carry
     return state, report(state, told, origin, mesh=mesh)
@@ -234,7 +261,11 @@ def before_run(
     return carry[1:], _goes_on(carry, max_steps, host_has_more)
 
 
-@program(static=("graphdef", "config"), donate="carry", gives=lambda specs: (specs["carry"], ON_EACH))
+@program(
+    static=("graphdef", "config", "one_of_several"),
+    donate="carry",
+    gives=lambda specs: (specs["carry"], ON_EACH),
+)
 def run_step(
     graphdef: nnx.GraphDef,
     params: nnx.State,
@@ -243,10 +274,22 @@ def run_step(
     host_has_more: Bool[Array, ""],
     *,
     config: StepConfig,
+    one_of_several: bool = False,
 ) -> tuple[Carry, Bool[Array, ""]]:
-    """One step of a run by the host, and whether it makes another. What was carried is donated."""
+    """One step of a run by the host, and whether it makes another. What was carried is donated.
+
+    A group that is one of several makes none if its own run is over.
+    """
     model = nnx.merge(graphdef, params)
-    state, num_steps, told, origin = _one_step(model, carry, config)
+
+    def one_more(carry: Carry) -> Carry:
+        return _one_step(model, carry, config)
+
+    if one_of_several:
+        goes_on = _goes_on(carry, max_steps, host_has_more)
+        state, num_steps, told, origin = lax.cond(goes_on, one_more, lambda carry: carry, carry)
+    else:
+        state, num_steps, told, origin = one_more(carry)
     carry = _compared(state, model), num_steps, told, origin
     return carry, _goes_on(carry, max_steps, host_has_more)
 
@@ -306,7 +349,7 @@ def write_tokens(
     return token_ids.at[row, position].set(token, mode="drop")
 
 
-@program(static=("graphdef",), donate="adapters", gives=lambda specs: BY_SHARD)
+@program(static=("graphdef",), donate="adapters", gives=lambda specs: BY_SHARD, of_groups=False)
 def put_adapter(
     graphdef: nnx.GraphDef,
     adapters: nnx.State,

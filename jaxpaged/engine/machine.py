@@ -42,8 +42,9 @@ def resolve_dtype(config: EngineConfig) -> jnp.dtype:
 
 
 def mesh(config: EngineConfig) -> Mesh | None:
-    """The devices that share the model; None where it is on one."""
-    return None if config.tensor_parallel_size == 1 else mesh_of(config.tensor_parallel_size)
+    """The devices that share the model, in groups; None where it is on one."""
+    size, groups = config.tensor_parallel_size, config.data_parallel_size
+    return None if size == groups == 1 else mesh_of(size, groups)
 
 
 def layout(config: EngineConfig, model_config: ModelConfig) -> Layout:
@@ -210,7 +211,8 @@ def budget(config: EngineConfig, model_config: ModelConfig, bytes_to_load: int) 
     stats = memory_stats()
     if stats is None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        what, size = f"{CPU_MEMORY_SHARE:.0%} of this machine's {physical} bytes", config.tensor_parallel_size
+        what = f"{CPU_MEMORY_SHARE:.0%} of this machine's {physical} bytes"
+        size = config.tensor_parallel_size * config.data_parallel_size
         if size > 1:
             what += f", shared by {size} devices"
         return Budget(int(physical * CPU_MEMORY_SHARE) // size, what, tuple(beside))

@@ -37,7 +37,10 @@ class Occupancy:
 
 
 def occupancy(state: EngineState, requests: Mapping[int, Request], num_queued: int) -> Occupancy:
-    """That of a state whose rows have these requests. Reads a few numbers a block and a row."""
+    """That of a state whose rows have these requests. Reads a few numbers a block and a row.
+
+    Of several groups, which have an axis of their own, rows and blocks are counted through.
+    """
     tables, rows = state.tables, state.rows
     cache = tables.pool.prefix_cache
     place, slot, block_tables, seq_lens, phases, num_tokens = jax.device_get(
@@ -51,7 +54,10 @@ def occupancy(state: EngineState, requests: Mapping[int, Request], num_queued: i
         )
     )
     holders = (FreeQueue.NOT_QUEUED - place).clip(0)
-    holders[NULL_BLOCK] = 0
+    holders[..., NULL_BLOCK] = 0
+    num_blocks, num_rows = place.shape[-1], phases.shape[-1]
+    its_tables = block_tables.reshape(-1, block_tables.shape[-1])
+    seq_lens, phases, num_tokens = (x.reshape(-1) for x in (seq_lens, phases, num_tokens))
     progress = [
         Progress(
             request_id=request.request_id,
@@ -60,13 +66,13 @@ def occupancy(state: EngineState, requests: Mapping[int, Request], num_queued: i
             num_computed=int(seq_lens[row]),
             num_tokens=int(num_tokens[row]),
             max_num_tokens=request.max_num_tokens,
-            block_ids=block_tables[row][block_tables[row] != NULL_BLOCK],
+            block_ids=its_tables[row][its_tables[row] != NULL_BLOCK] + row // num_rows * num_blocks,
         )
         for row, request in requests.items()
     ]
     return Occupancy(
-        holders=holders,
-        has_content=np.zeros(len(place), bool) if slot is None else slot != PrefixCache.NO_SLOT,
+        holders=holders.reshape(-1),
+        has_content=np.zeros(place.size, bool) if slot is None else slot.reshape(-1) != PrefixCache.NO_SLOT,
         requests=tuple(sorted(progress, key=lambda each: each.request_id)),
         num_queued=num_queued,
     )

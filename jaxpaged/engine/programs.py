@@ -18,6 +18,7 @@ import jax
 from absl import logging
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding
 
 from jaxpaged import disk_cache
 
@@ -84,12 +85,21 @@ def _read(path: Path, arrays: tuple[Any, ...], result: Any) -> Program | None:
     try:
         structures = jax.tree.structure((arrays, {})), jax.tree.structure(result)
         content = memoryview(path.read_bytes())
-        call = serialize_executable.deserialize_and_load(bytes(content[SIZES.size :]), *structures)
+        call = serialize_executable.deserialize_and_load(
+            bytes(content[SIZES.size :]), *structures, execution_devices=_devices_of(arrays)
+        )
         os.utime(path)
         return Program(call, *SIZES.unpack_from(content))
     except Exception as error:  # a damaged file, or one that this machine cannot run: it is made anew
         logging.warning("the program in %s cannot be used: %s", path, error)
         return None
+
+
+def _devices_of(arrays: tuple[Any, ...]) -> list[jax.Device] | None:
+    """Those of the mesh, in its order, or the one device. JAX would take all there are."""
+    shardings = [x.sharding for x in jax.tree.leaves(arrays) if getattr(x, "sharding", None) is not None]
+    meshes = (list(s.mesh.devices.flat) for s in shardings if isinstance(s, NamedSharding))
+    return next(meshes, list(shardings[0].device_set) if shardings else None)
 
 
 def _compile(path: Path, lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None) -> Program:

@@ -25,7 +25,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
-from jaxpaged.parallel.mesh import BY_SHARD, assembled, placed
+from jaxpaged.parallel.mesh import BY_SHARD, assembled, by_group, num_groups, placed
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
 from pallas_kernels import layouts
@@ -57,6 +57,8 @@ def split(
     if mesh is None:
         return Split(model_config, load_model, shapes, ())
     size = config.tensor_parallel_size
+    if size == 1:
+        return Split(model_config, lambda dtype: assembled(mesh, lambda _: load_model(dtype)), shapes, ())
     shards = Shards(size, config.tensor_parallel_sums)
     shares = tuple(Share(model_config, shards, number) for number in range(size))
 
@@ -178,8 +180,13 @@ class Source:
     by_host: bool
 
     @functools.cached_property
+    def mesh(self) -> Mesh | None:
+        return machine.mesh(self.config)
+
+    @functools.cached_property
     def step_config(self) -> StepConfig:
-        return machine.step_config(self.config, self.model_config, self.state.tables.pool.num_blocks)
+        num_blocks = self.state.tables.pool.free_queue.place.shape[-1]  # behind that of groups, if there is
+        return machine.step_config(self.config, self.model_config, num_blocks)
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -187,7 +194,7 @@ class Source:
         numbers = np.int32(0), np.bool_(False)
         if not self.by_host:
             return self.params, self.state, *numbers
-        before = functools.partial(loop.before_run, config=self.step_config)
+        before = functools.partial(loop.before_run, config=self.step_config, mesh=self.mesh)
         more, _ = jax.eval_shape(before, self.state, *numbers)
         return self.params, (self.state, *more), *numbers
 
@@ -196,22 +203,28 @@ class Source:
         return gpu_flags.STEP_OPTIONS if self.by_host else None
 
     def lower(self) -> jax.stages.Lowered:
-        function = loop.run_step if self.by_host else loop.run
-        mesh = machine.mesh(self.config)
-        return function.lower(self.graphdef, *self.arrays, config=self.step_config, mesh=mesh)
+        fixed: dict[str, Any] = {"config": self.step_config, "mesh": self.mesh}
+        if not self.by_host:
+            return loop.run.lower(self.graphdef, *self.arrays, **fixed)
+        one_of_several = num_groups(self.mesh) > 1
+        return loop.run_step.lower(self.graphdef, *self.arrays, **fixed, one_of_several=one_of_several)
 
     def kept(self) -> Program | None:
         """The program, kept on disk from now on; None where none is."""
         if not layouts.is_ours(self.state.kv_cache.layout):
             return None
         told = no_prompt_scores(self.step_config, self.config.num_rows)
-        report = jax.eval_shape(loop.report, self.state, told, self.state.rows.order)
+        state = self.state
+        if num_groups(self.mesh) > 1:  # of one: it is the report's structure that counts
+            state = jax.eval_shape(lambda state: jax.tree.map(lambda x: x[0], state), state)
+        report = jax.eval_shape(loop.report, state, told, state.rows.order)
         what = "run by host" if self.by_host else "run"
         return programs.kept(
             self.lower,
             made_from=(
                 *(what, self.model_config, machine.resolve_dtype(self.config), self.step_config),
                 *(self.config.tensor_parallel_size, self.config.tensor_parallel_sums),
+                self.config.data_parallel_size,
             ),
             arrays=self.arrays,
             result=(self.arrays[1], np.bool_(False)) if self.by_host else (self.state, report),
@@ -225,8 +238,7 @@ class Source:
         """The loop by its program."""
         if not self.by_host:
             return program
-        mesh = machine.mesh(self.config)
-        return functools.partial(loop.run_by_host, program, config=self.step_config, mesh=mesh)
+        return functools.partial(loop.run_by_host, program, config=self.step_config, mesh=self.mesh)
 
 
 def create_state(
@@ -249,7 +261,8 @@ def state_shapes(
     def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
         made = functools.partial(_created, config, model_config, model, num_blocks)
         shapes = jax.eval_shape(functools.partial(made, prefix_caching=prefix_caching))
-        return _placed(config, loop.specs_of(shapes), shapes)
+        specs = by_group(machine.mesh(config), loop.specs_of(shapes))
+        return _placed(config, specs, shapes)
 
     def to_host(cache: KVCache) -> KVCache:
         kind = jax.device_put(np.int32(0), jax.memory.Space.Host).sharding

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.checks import check
@@ -15,14 +16,40 @@ from jaxpaged.parallel.shards import DATA, MODEL
 BY_SHARD, ON_EACH = PartitionSpec(MODEL), PartitionSpec()
 
 
-def mesh_of(size: int) -> Mesh:
-    """The first so many devices of this process. Raises `InputError` if it has fewer."""
+def mesh_of(size: int, groups: int = 1) -> Mesh:
+    """Groups of so many devices, the first ones of this process. Raises `InputError` if it has fewer."""
     devices = jax.local_devices()
-    rule = f"at most {len(devices)}, the {devices[0].platform} devices that JAX has"
+    what = f"the {devices[0].platform} devices that JAX has"
     if devices[0].platform == "cpu":
-        rule += " (JAX_NUM_CPU_DEVICES in the environment says how many)"
-    check("tensor_parallel_size", size, rule, size <= len(devices))
-    return Mesh(np.array(devices[:size]).reshape(1, size), (DATA, MODEL))
+        what += " (JAX_NUM_CPU_DEVICES in the environment says how many)"
+    check("tensor_parallel_size", size, f"at most {len(devices)}, {what}", size <= len(devices))
+    most = len(devices) // size
+    rule = f"at most {most}: a group has tensor_parallel_size={size} of {len(devices)}, {what}"
+    check("data_parallel_size", groups, rule, groups <= most)
+    return Mesh(np.array(devices[: size * groups]).reshape(groups, size), (DATA, MODEL))
+
+
+def num_groups(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else mesh.shape[DATA]
+
+
+def by_group(mesh: Mesh | None, specs: Any) -> Any:
+    """Where arrays lie that each group has of its own, from where a group's lie: with several groups they
+    have one more axis, the first, for the groups.
+    """
+    if num_groups(mesh) == 1:
+        return specs
+    return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs)
+
+
+def of_group(tree: Any) -> Any:
+    """What a device has of such arrays, without their first axis."""
+    return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
+
+
+def as_group(tree: Any) -> Any:
+    """With it."""
+    return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), tree)
 
 
 def on_each_shard(
@@ -33,29 +60,30 @@ def on_each_shard(
 
 
 def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
-    """Shapes of one shard's arrays as those of all shards', with the places of the arrays."""
+    """Shapes of one shard's arrays as those of all shards', and groups', with the places of the arrays."""
 
     def of(spec: PartitionSpec, like: Any) -> jax.ShapeDtypeStruct:
-        first = like.shape[0] * mesh.shape[MODEL] if spec == BY_SHARD else None
-        shape = like.shape if first is None else (first, *like.shape[1:])
-        return jax.ShapeDtypeStruct(shape, like.dtype, sharding=NamedSharding(mesh, spec))
+        groups, rest = ((mesh.shape[DATA],), spec[1:]) if DATA in spec else ((), tuple(spec))
+        shape = like.shape if MODEL not in rest else (like.shape[0] * mesh.shape[MODEL], *like.shape[1:])
+        return jax.ShapeDtypeStruct((*groups, *shape), like.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(of, specs, tree)
 
 
 def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Model:
     """The model whose arrays are those of its shares, which `load` loads by their numbers, one after the
-    other, each where it will be: nothing is copied, and no device has more than its own at any time.
+    other, each where it will be: nothing is copied, and no device has more than its own at any time. Other
+    groups' devices have theirs from the first group's.
     """
-    devices = list(mesh.devices.reshape(-1))
+    devices = mesh.devices  # [groups, shares]
 
-    def loaded(number: int) -> tuple[nnx.GraphDef, nnx.State]:
-        with jax.default_device(devices[number]):
+    def loaded(number: int) -> tuple[nnx.GraphDef, list[nnx.State]]:
+        with jax.default_device(devices[0, number]):
             graphdef, state = nnx.split(load(number))
-        return graphdef, jax.tree.map(lambda array: jax.device_put(array, devices[number]), state)
+        return graphdef, [jax.device_put(state, device) for device in devices[:, number]]
 
-    shares = [loaded(number) for number in range(len(devices))]
-    states = [state for _, state in shares]
+    shares = [loaded(number) for number in range(devices.shape[1])]
+    states = [states[group] for group in range(devices.shape[0]) for _, states in shares]
     return nnx.merge(shares[0][0], jax.tree.map(lambda *parts: _joined(mesh, parts), *states))
 
 
@@ -66,7 +94,8 @@ def repeated(mesh: Mesh, tree: Any) -> Any:
 
 
 def _joined(mesh: Mesh, parts: Iterable[jax.Array]) -> jax.Array:
+    """From those of all devices, a group's after the other."""
     arrays = list(parts)
     first, *rest = arrays[0].shape
-    shape = (first * len(arrays), *rest)
+    shape = (first * mesh.shape[MODEL], *rest)
     return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, BY_SHARD), arrays)

@@ -128,7 +128,7 @@ class Watch:
             "open": service.num_open,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
-            "max_num_seqs": engine.config.max_num_seqs,
+            "max_num_seqs": engine.config.max_num_seqs * engine.config.data_parallel_size,
             "preemptions": stats.num_preemptions,
             "new_tokens": stats.num_new_tokens,
             "tokens_per_s": (stats.num_new_tokens - before.num_new_tokens) / seconds,

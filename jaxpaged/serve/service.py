@@ -98,7 +98,8 @@ class Service:
         Raises `InputError`, or `ApiError` where there is no room.
         """
         num_answers = len(prompts) * params.n
-        most = self.llm.engine.config.max_num_seqs + self.options.max_queue
+        config = self.llm.engine.config
+        most = config.max_num_seqs * config.data_parallel_size + self.options.max_queue
         if num_answers > most:
             raise ApiError(
                 400, f"the request asks for {num_answers} answers, must ask for at most {most}", param="n"

@@ -13,7 +13,8 @@ NUM_DEVICES = 6
 
 @pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_the_cases_pass_on_several_devices(marks):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", marks, FOLDER / "cases.py"]
+    files = [FOLDER / "cases.py", FOLDER / "group_cases.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", marks, *files]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(NUM_DEVICES)}
     done = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,0 +1,259 @@
+"""Groups of devices, each with rows and a pool of its own: `test_in_a_process.py` runs these, too."""
+
+import asyncio
+import dataclasses
+import inspect
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged import LLM, AsyncLLM
+from jaxpaged.checks import InputError
+from jaxpaged.engine import loop, machine, startup
+from jaxpaged.engine.state import Counter, FinishReason
+from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.status import Status
+from tests import tiny, tiny_lora
+from tests.models.test_decoder import GOLDENS
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
+TWO = {"data_parallel_size": 2, **tiny.SMALL}  # the same in most tests, which so share a program
+NUM_ROWS = 2 * tiny.DEFAULTS["max_num_seqs"]
+
+
+def groups_of(driver, ids):
+    """Where these requests are."""
+    rows = {place.request.request_id: row for row, place in enumerate(driver._places) if place}
+    return [rows[i] // NUM_ROWS for i in ids]
+
+
+def assert_nothing_is_held(driver):
+    assert not any(driver._places)
+    for group in range(driver.config.data_parallel_size):
+        state = jax.tree.map(lambda x, group=group: np.asarray(x)[group], driver._state.tables)
+        check_invariants(state)
+        assert not np.any(state.seq_lens)
+    assert np.all(np.asarray(driver._state.status) == Status.OK)
+    assert driver.stats.num_free_blocks == driver.stats.num_blocks
+
+
+@pytest.fixture(scope="module")
+def driver():
+    return tiny.driver(**TWO)
+
+
+def searched(driver, searches):
+    """What each search finds, the tokens and their sums."""
+    its_ids = []
+    for requests in searches:
+        requests = tiny.numbered(requests)
+        its_ids.append([request.request_id for request in requests])
+        for request in requests:
+            driver.add(request)
+    driver.turn(max_steps=1)
+    groups = [set(groups_of(driver, ids)) for ids in its_ids]
+    found = tiny.drain(driver)
+    return groups, [[(found[i].token_ids, found[i].beam, found[i].scores) for i in ids] for ids in its_ids]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(TWO, id="2"),
+        pytest.param(TWO | {"tensor_parallel_size": 2} | tiny.SWAP, id="2 x 2", marks=pytest.mark.slow),
+        pytest.param(TWO | {"loop": "host"}, id="2, by the host", marks=pytest.mark.slow),
+    ],
+)
+def test_groups_answer_as_one_does_with_the_same_bits_in_any_company(options):
+    prompts = tiny.prompts([5, 33, 50, 12, 60, 40, 52, 9])
+    greedy = SamplingParams(max_tokens=24, temperature=0, logprobs=2, prompt_logprobs=1)
+    drawn = dataclasses.replace(greedy, temperature=1.5, seed=3, top_p=0.8)
+    params = [greedy, greedy, drawn, greedy, drawn, greedy, greedy, greedy]
+    driver = tiny.driver(**options)
+
+    def asked(driver, order):
+        ids = tiny.submit(driver, [prompts[i] for i in order], [params[i] for i in order])
+        found = tiny.drain(driver)
+        return [dataclasses.replace(found[i], request_id=0, num_hit_tokens=0) for i in ids]
+
+    together = asked(driver, range(8))
+    assert driver.stats.num_preemptions > 0
+    assert np.all(driver._counters[:, Counter.NUM_NEW_TOKENS] > 24)  # each group has answered
+    assert driver.stats.num_new_tokens == 8 * 24
+    assert [asked(driver, [i])[0] for i in (6, 2)] == [together[6], together[2]]
+    if options != TWO:  # to compile one more takes long
+        one = tiny.driver(**options | {"data_parallel_size": 1})
+        assert asked(one, range(8)) == together
+    for prompt, its, answer in zip(prompts, params, together, strict=True):
+        if its is greedy:
+            assert answer.token_ids == list(tiny.reference_answer(tuple(prompt), 24))
+    assert_nothing_is_held(driver)
+
+
+def test_a_prompt_goes_to_the_group_that_has_its_beginning_and_others_to_the_one_with_less_to_do(driver):
+    [first, second] = tiny.prompts([40, 40], seed=1)
+
+    def asked(*prompts):
+        ids = tiny.submit(driver, list(prompts), tiny.greedy(3))
+        driver.turn(max_steps=1)
+        groups, answers = groups_of(driver, ids), tiny.drain(driver)
+        return groups, [answers[i].num_hit_tokens for i in ids]
+
+    [[here], _] = asked(first)
+    there = 1 - here
+    assert asked(second) == ([there], [0])
+    before = driver.stats.num_hit_tokens
+    assert asked(first) == ([here], [32])  # 40 tokens are 5 blocks, and one token is left to compute
+    assert asked([*second[:24], 1, 2, 3], first) == ([there, here], [24, 32])
+    assert driver.stats.num_hit_tokens == before + 32 + 24 + 32
+    assert asked(*[second] * 5)[0] == [there, there, there, here, here]  # nor does the other idle
+    assert driver.reset_prefix_cache()
+    assert asked(first)[1] == [0]
+    assert_nothing_is_held(driver)
+
+
+def test_a_long_request_holds_up_no_other_group_for_longer_than_a_run(driver):
+    prompts = tiny.prompts([20, 20, 21], seed=2)
+    before = driver._counters
+    [long, short] = tiny.submit(driver, prompts[:2], [tiny.greedy(80), tiny.greedy(3)])
+    driver.turn(max_steps=8)
+    its_group, other = groups_of(driver, [long, short])
+    assert its_group != other
+    deltas = driver.turn(max_steps=8)
+    steps = (driver._counters - before)[:, Counter.NUM_STEPS]
+    assert (steps[its_group], steps[other]) == (8, 3)  # each group's run is over by itself
+    assert {delta.request_id: bool(delta.finish_reason) for delta in deltas} == {long: False, short: True}
+    [next_one] = tiny.submit(driver, prompts[2:], tiny.greedy(3))
+    later = [delta for _ in range(2) for delta in driver.turn(max_steps=8)]
+    assert next(d for d in later if d.request_id == next_one).finish_reason == FinishReason.LENGTH
+    assert not any(d.finish_reason for d in later if d.request_id == long)
+    tokens = [d.token_ids for d in (*deltas, *later) if d.request_id == long]
+    tokens.append(tiny.drain(driver)[long].token_ids)
+    assert list(itertools.chain(*tokens)) == tiny.reference_answer(tuple(prompts[0]), 80)
+    assert_nothing_is_held(driver)
+
+
+def test_an_abort_in_a_group_leaves_others_as_they_are_and_blocks_are_counted_through(driver):
+    prompts = tiny.prompts([20, 25], seed=3)
+    ids = tiny.submit(driver, prompts, tiny.greedy(40))
+    told = [delta for _ in range(3) for delta in driver.turn(max_steps=4)]
+    groups = groups_of(driver, ids)
+    assert sorted(groups) == [0, 1]
+    seen = driver.occupancy()
+    num_blocks = len(seen.holders) // 2
+    for group, progress in zip(groups, seen.requests, strict=True):
+        assert set(progress.block_ids // num_blocks) == {group}
+        assert np.all(seen.holders[progress.block_ids] == 1)
+    assert seen.holders.sum() == sum(len(progress.block_ids) for progress in seen.requests)
+    assert [progress.prompt_len for progress in seen.requests] == [20, 25]
+    gone = ids[groups.index(1)]
+    [stays] = {*ids} - {gone}
+    assert driver.abort([gone]) == []
+    last = tiny.drain(driver)
+    assert last[gone].finish_reason == FinishReason.ABORT
+    tokens = [token for delta in told if delta.request_id == stays for token in delta.token_ids]
+    prompt = prompts[ids.index(stays)]
+    assert tokens + last[stays].token_ids == tiny.reference_answer(tuple(prompt), 40)
+    assert_nothing_is_held(driver)
+
+
+def test_who_belongs_together_is_in_one_group_and_finds_the_same_in_each(driver):
+    """Beams go from row to row: in the second group their rows have other numbers."""
+    [prompt] = tiny.prompts([12], seed=4)
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    groups, found = searched(driver, [driver.door.admit_search(prompt, params=params) for _ in range(2)])
+    assert groups in ([{0}, {1}], [{1}, {0}])
+    assert found[0] == found[1]
+    drawn = SamplingParams(n=3, max_tokens=6, seed=5, logprobs=0)
+    groups, found = searched(driver, [driver.door.admit(prompt, drawn) for _ in range(2)])
+    assert all(len(its) == 1 for its in groups)
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens, *_ in found[0]}) > 1
+    assert_nothing_is_held(driver)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_size": 7}, "^data_parallel_size=7 must be at most 6: a group has tensor_parallel_"),
+        ({"data_parallel_size": 4, "tensor_parallel_size": 2}, "^data_parallel_size=4 must be at most 3: a"),
+        ({"data_parallel_size": 2.5}, "^data_parallel_size=2.5 must be a positive int, at most 256"),
+    ],
+)
+def test_more_groups_than_there_are_devices_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        tiny.driver(**options)
+
+
+def test_what_is_of_one_group_alone_is_refused(driver):
+    with pytest.raises(InputError, match=r"^data_parallel_size=2 must be 1 for a snapshot$"):
+        driver.snapshot()
+    with pytest.raises(InputError, match=r"^data_parallel_size=2 must be 1 to export or adopt blocks$"):
+        driver.export_blocks(np.arange(20), None)
+
+
+@pytest.mark.slow
+def test_one_group_runs_the_loop_as_it_is_written():
+    """Nothing of groups is in the program without them."""
+    driver = tiny.driver(**tiny.SMALL)
+    size = driver.cache_size.num_blocks
+    config, model_config = driver.config, driver.door.model_config
+    state = startup.create_state(config, model_config, tiny.load("float32"), size)
+    parts = config, model_config, driver._graphdef, driver._params, state
+    source = startup.Source(*parts, by_host=False)
+    written = jax.jit(
+        inspect.unwrap(loop.run), static_argnames=("graphdef", "config"), donate_argnames="state"
+    )
+    plain = written.lower(driver._graphdef, *source.arrays, config=source.step_config)
+    assert machine.mesh(config) is None
+    assert source.lower().as_text() == plain.as_text()
+
+
+@pytest.mark.slow
+def test_adapters_are_there_for_all_groups(tmp_path):
+    driver = tiny_lora.driver(tmp_path, data_parallel_size=2)
+    prompts, seeds = tiny.prompts([5, 33, 12, 20, 7, 9]), [0, None, 1, 2, 0, 1]
+    ids = []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        adapter = None if seed is None else tiny_lora.request(tmp_path, seed)
+        [request] = tiny.numbered(driver.door.admit(prompt, tiny.greedy(8), lora_request=adapter))
+        driver.add(request)
+        ids.append(request.request_id)
+    answers = tiny.drain(driver)
+    assert np.all(driver._counters[:, Counter.NUM_NEW_TOKENS] > 0)
+    for request_id, prompt, seed in zip(ids, prompts, seeds, strict=True):
+        assert answers[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8), seed
+
+
+@pytest.mark.slow
+def test_llm_and_async_llm_answer_by_groups():
+    options = {"skip_tokenizer_init": True, "max_num_seqs": 2, "num_blocks": 33, "max_model_len": 64}
+    prompts = [{"prompt_token_ids": prompt} for prompt in tiny.prompts([5, 20, 9, 14, 7, 30])]
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+
+    def tokens_of(outputs):
+        return [output.outputs[0].token_ids for output in outputs]
+
+    llm = LLM(GOLDENS / "families" / "llama", data_parallel_size=2, **options)
+
+    async def one(asked, prompt, number):
+        return [output async for output in asked.generate(prompt, params, str(number))][-1]
+
+    async def all_of():
+        asked = AsyncLLM.of(llm)
+        return await asyncio.gather(*(one(asked, prompt, i) for i, prompt in enumerate(prompts)))
+
+    try:
+        answers = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+        assert llm.engine.stats.num_blocks == 2 * 32
+        assert tokens_of(asyncio.run(all_of())) == answers
+    finally:
+        llm.engine.close()
+    alone = LLM(GOLDENS / "families" / "llama", **options)
+    try:
+        assert tokens_of(alone.generate(prompts, params, use_tqdm=False)) == answers
+    finally:
+        alone.engine.close()
