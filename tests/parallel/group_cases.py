@@ -201,7 +201,7 @@ def test_one_group_runs_the_loop_as_it_is_written():
     driver = tiny.driver(**tiny.SMALL)
     size = driver.cache_size.num_blocks
     config, model_config = driver.config, driver.door.model_config
-    state = startup.create_state(config, model_config, tiny.load("float32"), size)
+    state = startup.create_state(config, model_config, tiny.load(np.dtype("float32")), size)
     parts = config, model_config, driver._graphdef, driver._params, state
     source = startup.Source(*parts, by_host=False)
     written = jax.jit(
@@ -231,7 +231,9 @@ def test_adapters_are_there_for_all_groups(tmp_path):
 @pytest.mark.slow
 def test_llm_and_async_llm_answer_by_groups():
     options = {"skip_tokenizer_init": True, "max_num_seqs": 2, "num_blocks": 33, "max_model_len": 64}
-    prompts = [{"prompt_token_ids": prompt} for prompt in tiny.prompts([5, 20, 9, 14, 7, 30])]
+    vocab_size = 61  # of the model's
+    lines = [[token % vocab_size for token in prompt] for prompt in tiny.prompts([5, 20, 9, 14, 7, 30])]
+    prompts = [{"prompt_token_ids": line} for line in lines]
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
 
     def tokens_of(outputs):
