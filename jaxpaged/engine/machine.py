@@ -43,7 +43,11 @@ def resolve_dtype(config: EngineConfig) -> jnp.dtype:
 
 def mesh(config: EngineConfig) -> Mesh | None:
     """The devices that share the model; None where it is on one."""
-    return None if config.tensor_parallel_size == 1 else mesh_of(config.tensor_parallel_size)
+    return (
+        None
+        if config.tensor_parallel_size == 1
+        else mesh_of(config.tensor_parallel_size, config.num_processes)
+    )
 
 
 def layout(config: EngineConfig, model_config: ModelConfig) -> Layout:

@@ -15,14 +15,16 @@ from jaxpaged.parallel.shards import DATA, MODEL
 BY_SHARD, ON_EACH = PartitionSpec(MODEL), PartitionSpec()
 
 
-def mesh_of(size: int) -> Mesh:
-    """The first so many devices of this process. Raises `InputError` if it has fewer."""
-    devices = jax.local_devices()
-    rule = f"at most {len(devices)}, the {devices[0].platform} devices that JAX has"
-    if devices[0].platform == "cpu":
+def mesh_of(size: int, num_processes: int = 1) -> Mesh:
+    """The first so many devices of all processes, of each alike. Raises `InputError` if there are fewer."""
+    each = [jax.local_devices(i) for i in range(num_processes)]
+    devices = [device for its in each for device in its[: size // num_processes]]
+    available = num_processes * min(len(its) for its in each)
+    rule = f"at most {available}, the {each[0][0].platform} devices that JAX has"
+    if each[0][0].platform == "cpu":
         rule += " (JAX_NUM_CPU_DEVICES in the environment says how many)"
-    check("tensor_parallel_size", size, rule, size <= len(devices))
-    return Mesh(np.array(devices[:size]).reshape(1, size), (DATA, MODEL))
+    check("tensor_parallel_size", size, rule, size <= available)
+    return Mesh(np.array(devices).reshape(1, size), (DATA, MODEL))
 
 
 def on_each_shard(
@@ -45,16 +47,18 @@ def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
 
 def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Model:
     """The model whose arrays are those of its shares, which `load` loads by their numbers, one after the
-    other, each where it will be: nothing is copied, and no device has more than its own at any time.
+    other, each where it will be: nothing is copied, and no device has more than its own at any time. Those of
+    other processes are theirs to load.
     """
     devices = list(mesh.devices.reshape(-1))
+    here = [number for number, device in enumerate(devices) if device.process_index == jax.process_index()]
 
     def loaded(number: int) -> tuple[nnx.GraphDef, nnx.State]:
         with jax.default_device(devices[number]):
             graphdef, state = nnx.split(load(number))
         return graphdef, jax.tree.map(lambda array: jax.device_put(array, devices[number]), state)
 
-    shares = [loaded(number) for number in range(len(devices))]
+    shares = [loaded(number) for number in here]
     states = [state for _, state in shares]
     return nnx.merge(shares[0][0], jax.tree.map(lambda *parts: _joined(mesh, parts), *states))
 
@@ -68,5 +72,5 @@ def repeated(mesh: Mesh, tree: Any) -> Any:
 def _joined(mesh: Mesh, parts: Iterable[jax.Array]) -> jax.Array:
     arrays = list(parts)
     first, *rest = arrays[0].shape
-    shape = (first * len(arrays), *rest)
+    shape = (first * mesh.size, *rest)
     return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, BY_SHARD), arrays)
