@@ -46,7 +46,7 @@ def test_two_processes_answer_as_one_and_end_together(end):
             assert said == next_answer(alone[0])
             assert follower.poll() is None  # idle, and in no collective
             leader.stdin.write("no\n")
-            leader.stdin.close()
+            leader.stdin.flush()
             assert (leader.wait(60), follower.wait(60)) == (0, 0)
             return
         leader.stdin.write("more\n")
