@@ -181,6 +181,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="rows of narrower decode passes: a step takes the narrowest that holds all that run. A "
         "token's last bits may then depend on how many run together (default: none)",
     )
+    group.add_argument(
+        "--distributed-init", metavar="HOST:PORT", help="where the processes of a model meet: of process 0"
+    )
+    group.add_argument("--num-processes", type=int, help="that have the model's devices (default 1)")
+    group.add_argument("--process-id", type=int, help="which of them this one is, from 0 (default)")
     group.add_argument("--tensor-parallel-size", type=int, help="devices that share the model (default 1)")
     group.add_argument(
         "--data-parallel-size", type=int, help="groups of so many devices, each with the model (default 1)"

@@ -57,6 +57,10 @@ class EngineConfig:
     # What they add up: "fast", or "ordered", in their order whatever the library, for more bytes moved.
     tensor_parallel_sums: Sums = "fast"
     data_parallel_size: int = 1  # groups of so many devices: each has the model, rows and a cache of its own
+    # Processes that have as many of those devices each, and meet at process 0's "HOST:PORT".
+    distributed_init: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
     attention: Attention = "auto"  # auto: a kernel where the device has one, else xla
     # Who turns the serving loop. auto: the device, or the host where a GPU fails to run it as one program.
     loop: Loop = "auto"
@@ -105,6 +109,7 @@ class EngineConfig:
             self._set_int("num_host_blocks", "0 unless preemption_mode is 'swap'", 0, 0)
         self._set_int("tensor_parallel_size", "a positive int, at most 256", 1, 256)
         self._set_int("data_parallel_size", "a positive int, at most 256", 1, 256)
+        self._check_processes()
         self._set_int("max_loras", "a positive int, at most 256", 1, 256)
         self._set_int("max_lora_rank", "a positive int, at most 512", 1, 512)
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)
@@ -132,6 +137,28 @@ class EngineConfig:
     def num_rows(self) -> int:
         """Places for requests on the device: while all that can run do, as many again wait there."""
         return 2 * self.max_num_seqs
+
+    def _check_processes(self) -> None:
+        self._set_int("num_processes", "a positive int, at most 256", 1, 256)
+        count, address = self.num_processes, self.distributed_init
+        self._set_int("process_id", f"an int in [0, num_processes={count})", 0, count - 1)
+        if count == 1:
+            check("distributed_init", address, "None unless num_processes is more than 1", address is None)
+            return
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        check(
+            "distributed_init",
+            address,
+            "HOST:PORT of process 0",
+            bool(host) and port.isascii() and port.isdigit(),
+        )
+        rule = f"a multiple of num_processes={count}"
+        check("tensor_parallel_size", self.tensor_parallel_size, rule, self.tensor_parallel_size % count == 0)
+        rule = "with several processes"
+        groups = self.data_parallel_size
+        check("data_parallel_size", groups, f"1 {rule}", groups == 1)
+        check("enable_lora", self.enable_lora, f"False {rule}", not self.enable_lora)
+        check("preemption_mode", self.preemption_mode, f"'recompute' {rule}", self.preemption_mode != "swap")
 
     def _set_int(self, name: str, rule: str, least: int, most: int = INT32_MAX) -> None:
         """Check a field and keep it as Python's int; None is good where the field's default is None."""

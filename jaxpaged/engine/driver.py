@@ -33,6 +33,7 @@ from jaxpaged.engine.state import (
     EngineState,
     FinishReason,
     Phase,
+    Rows,
     empty_rows,
     without_kv,
 )
@@ -44,6 +45,7 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.weights import Names
+from jaxpaged.parallel.processes import Call, Leader, Processes
 from jaxpaged.sampling import Scores
 from jaxpaged.status import raise_if_error
 
@@ -121,6 +123,20 @@ class Snapshot:
     queue: tuple[Queued, ...]  # those who have no row, in their order
 
 
+def told[**P, T](method: Callable[P, T]) -> Callable[P, T]:
+    """A driver's call to its devices, of host arrays: all processes with devices of the model make it."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        driver, *arrays = args
+        assert isinstance(driver, Driver)
+        if driver._tell is not None:
+            driver._tell(method.__name__, arrays)
+        return method(*args, **options)
+
+    return call
+
+
 class Driver:
     """Owns the model and the state. `turn` is one beat: dispatch the next run, read the one before."""
 
@@ -131,7 +147,10 @@ class Driver:
         load_model: Callable[[jnp.dtype], Decoder],
         shapes: Shapes | None = None,
         adapter_names: Names | None = None,
+        processes: Processes | None = None,
     ) -> None:
+        self._processes = processes
+        self._tell: Call | None = None  # to other processes; all make the calls of `__init__`
         self.config, self._mesh = config, machine.mesh(config)
         model_config, load_model, shapes, shares = startup.split(config, model_config, load_model, shapes)
         size = startup.known_size(config, model_config, shapes)
@@ -169,6 +188,8 @@ class Driver:
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
         self._last_read: float | None = None
         self._compile()
+        if isinstance(processes, Leader):
+            self._tell = processes.tell
 
     @property
     def has_work(self) -> bool:
@@ -230,9 +251,17 @@ class Driver:
         """Forget what can be found of former requests; False, and nothing changes, if any is unfinished."""
         if self.has_work:
             return False
-        self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
+        self._forget_prefixes()
         self._groups.forget()
         return True
+
+    def follow(self, name: str, arrays: Sequence[Any]) -> None:
+        """Make a call to the devices that process 0 makes."""
+        getattr(self, name)(*arrays)
+
+    @told
+    def _forget_prefixes(self) -> None:
+        self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
 
     @functools.cached_property
     def kind(self) -> Kind:
@@ -283,7 +312,11 @@ class Driver:
         if places:
             arrivals = np.zeros(len(self._places), np.int32)  # 0: nobody's
             arrivals[: len(places)] = [place.arrival for place in places]
-            self._state = loop.abort(self._state, arrivals, mesh=self._mesh)
+            self._abort_arrivals(arrivals)
+
+    @told
+    def _abort_arrivals(self, arrivals: np.ndarray) -> None:
+        self._state = loop.abort(self._state, arrivals, mesh=self._mesh)
 
     def _steps_of_a_short_while(self) -> int:
         return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
@@ -298,6 +331,9 @@ class Driver:
         by_host = self.config.loop == "host"
         if self._kept_run is None:
             self._kept_run = startup.run_of(*loaded, self._state, by_host=by_host)
+        if self._processes is not None:  # none may wait in a collective while another still compiles
+            same = dataclasses.replace(self.config, process_id=0)
+            self._processes.agree(f"{same} with num_blocks={self.cache_size.num_blocks}")
         try:
             self._run_nothing()
         except jax.errors.JaxRuntimeError as error:
@@ -318,18 +354,22 @@ class Driver:
         if self.door.adapters is not None:
             self._put_adapter(self.door.adapters.nothing, 1)
         self._submit([])
-        self._state = loop.abort(self._state, np.zeros(len(self._places), np.int32), mesh=self._mesh)
+        self._abort_arrivals(np.zeros(len(self._places), np.int32))
         scores = loop.recent_scores(self._state, mesh=self._mesh)
         jax.block_until_ready((self._run(max_steps=0), scores))
 
     def _run(self, max_steps: int) -> Report:
-        arrays = self._params, self._state, np.int32(max_steps), np.bool_(self._wants_a_row)
+        return self._dispatch(max_steps, self._wants_a_row, bool(self._wants_scores.any()))
+
+    @told
+    def _dispatch(self, max_steps: int, wants_a_row: bool, wants_scores: bool) -> Report:
+        arrays = self._params, self._state, np.int32(max_steps), np.bool_(wants_a_row)
         if self._kept_run is not None:
             self._state, report = self._kept_run(*arrays)
         else:
             config, mesh = self.step_config, self._mesh
             self._state, report = loop.run(self._graphdef, *arrays, config=config, mesh=mesh)
-        if self._wants_scores.any():
+        if wants_scores:
             report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state, mesh=self._mesh))
         return report
 
@@ -433,19 +473,25 @@ class Driver:
                 np.asarray(requests.lora)[line] = self._on_device.number_of(queued.request.adapter)
             self.door.write(requests, line, queued.request, len(token_ids))
         self._write_tokens(np.concatenate(tokens, axis=1))
-        self._state = loop.submit(self._state, requests, self._groups.local(rows), mesh=self._mesh)
+        self._place(requests, self._groups.local(rows))
+
+    @told
+    def _place(self, requests: Rows, rows: np.ndarray) -> None:
+        self._state = loop.submit(self._state, requests, rows, mesh=self._mesh)
 
     def _write_tokens(self, tokens: np.ndarray) -> None:
         """Write tokens, each under its row and position, in pieces of one size: nothing is compiled anew."""
-        rows = self._state.rows
         for start in range(0, max(tokens.shape[1], 1), SUBMIT_TOKENS):
             piece = tokens[:, start : start + SUBMIT_TOKENS]
             padding = ((0, 0), (0, SUBMIT_TOKENS - piece.shape[1]))
             piece = np.pad(piece, padding, constant_values=len(self._places))  # beyond all rows: none
-            piece = self._groups.with_rows(piece)
-            token_ids = loop.write_tokens(rows.token_ids, piece, mesh=self._mesh)
-            rows = dataclasses.replace(rows, token_ids=token_ids)
-        self._state = dataclasses.replace(self._state, rows=rows)
+            self._write_piece(self._groups.with_rows(piece))
+
+    @told
+    def _write_piece(self, piece: np.ndarray) -> None:
+        rows = self._state.rows
+        token_ids = loop.write_tokens(rows.token_ids, piece, mesh=self._mesh)
+        self._state = dataclasses.replace(self._state, rows=dataclasses.replace(rows, token_ids=token_ids))
 
     def _leave(self, row: int) -> None:
         self._places[row] = None

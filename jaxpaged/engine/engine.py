@@ -30,6 +30,7 @@ from jaxpaged.lora import LoRARequest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.weights import Names
+from jaxpaged.parallel.processes import Follower, Processes
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -140,7 +141,9 @@ class Engine:
     `load_model` gives the model with arrays of a dtype, once the options are known to be good;
     `tokenizer`, one of transformers', gives the deltas their text; `record_trace` is as in `LLM`;
     `shapes` gives the model with shapes for arrays, where weights are quantised.
-    `adapter_names`, what adapters call the model's weights, is needed for `enable_lora`.
+    `adapter_names`, what adapters call the model's weights, is needed for `enable_lora`; `processes`, those
+    that `parallel.processes.join` has met, for `num_processes`. In all of them but process 0 this raises
+    `SystemExit` when that ends.
     """
 
     def __init__(
@@ -152,10 +155,13 @@ class Engine:
         record_trace: str | os.PathLike[str] | None = None,
         shapes: Shapes | None = None,
         adapter_names: Names | None = None,
+        processes: Processes | None = None,
     ) -> None:
         # Before anything heavy: the file may be one that cannot be written.
         self.recorder = None if record_trace is None else Recorder(record_trace, config.block_size)
-        self._driver = Driver(config, model_config, load_model, shapes, adapter_names)
+        self._driver = Driver(config, model_config, load_model, shapes, adapter_names, processes)
+        if isinstance(processes, Follower):
+            processes.follow(self._driver.follow)
         self.config, self.cache_size = config, self._driver.cache_size
         self.door = dataclasses.replace(self._driver.door, tokenizer=tokenizer)
         self.tokenizer = tokenizer

@@ -25,6 +25,7 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
+from jaxpaged.parallel.processes import join
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from pallas_kernels import native
 
@@ -44,7 +45,9 @@ class LLM:
     `skip_tokenizer_init`: have none, for token ids only. `generation_config`: "auto" takes the model's own
     sampling defaults, "vllm" `SamplingParams`'. `record_trace`: a file to write what is asked to, without any
     text, as a trace for `jaxpaged lab` (see `engine.recording`). `options`: the fields of `EngineConfig`, and
-    those of vLLM's options that change nothing. Raises `InputError`, a `ValueError`, for a user's mistake.
+    those of vLLM's options that change nothing. With `num_processes`, every process makes the same: process 0
+    has the model to ask, the others work for it and raise `SystemExit` when it ends. Raises `InputError`, a
+    `ValueError`, for a user's mistake.
     """
 
     def __init__(
@@ -62,6 +65,10 @@ class LLM:
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
         gpu_flags.set_defaults(self.config)
+        c = self.config
+        processes = None
+        if c.distributed_init is not None:
+            processes = join(c.distributed_init, c.num_processes, c.process_id)
         native.prepare()
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
         try:
@@ -79,6 +86,7 @@ class LLM:
             record_trace=record_trace,
             shapes=functools.partial(checkpoint.abstract, quantization=self.config.quantization),
             adapter_names=checkpoint.module_names,
+            processes=processes,
         )
 
     def get_default_sampling_params(self) -> SamplingParams:

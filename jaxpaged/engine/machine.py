@@ -44,7 +44,7 @@ def resolve_dtype(config: EngineConfig) -> jnp.dtype:
 def mesh(config: EngineConfig) -> Mesh | None:
     """The devices that share the model, in groups; None where it is on one."""
     size, groups = config.tensor_parallel_size, config.data_parallel_size
-    return None if size == groups == 1 else mesh_of(size, groups)
+    return None if size == groups == 1 else mesh_of(size, groups, config.num_processes)
 
 
 def layout(config: EngineConfig, model_config: ModelConfig) -> Layout:

@@ -158,11 +158,12 @@ def run_of(
 ) -> Run | None:
     """The loop over such a state, turned by the host or not.
 
-    None where no program is kept on disk: then `loop.run` has its own, with JAX's ways of keeping it.
+    None where no program is kept on disk: then `loop.run` has its own, with JAX's ways of keeping it. Of
+    several processes each has one before any runs it: none may wait in a collective while others compile.
     """
     source = Source(config, model_config, graphdef, params, state, by_host=by_host)
     program = source.kept()
-    if program is None and not by_host:
+    if program is None and not by_host and config.num_processes == 1:
         return None
     return source.run(program or source.compiled())
 
@@ -211,7 +212,8 @@ class Source:
 
     def kept(self) -> Program | None:
         """The program, kept on disk from now on; None where none is."""
-        if not layouts.is_ours(self.state.kv_cache.layout):
+        # A program of several processes knows which of them it is in.
+        if not layouts.is_ours(self.state.kv_cache.layout) or self.config.num_processes > 1:
             return None
         told = no_prompt_scores(self.step_config, self.config.num_rows)
         state = self.state

@@ -16,17 +16,23 @@ from jaxpaged.parallel.shards import DATA, MODEL
 BY_SHARD, ON_EACH = PartitionSpec(MODEL), PartitionSpec()
 
 
-def mesh_of(size: int, groups: int = 1) -> Mesh:
-    """Groups of so many devices, the first ones of this process. Raises `InputError` if it has fewer."""
-    devices = jax.local_devices()
-    what = f"the {devices[0].platform} devices that JAX has"
-    if devices[0].platform == "cpu":
+def mesh_of(size: int, groups: int = 1, num_processes: int = 1) -> Mesh:
+    """Groups of so many devices, of each process the first ones, alike. Raises `InputError` if there are
+    fewer.
+    """
+    each = (
+        [jax.local_devices(i) for i in range(num_processes)] if num_processes > 1 else [jax.local_devices()]
+    )
+    count = num_processes * min(len(its) for its in each)
+    what = f"the {each[0][0].platform} devices that JAX has"
+    if each[0][0].platform == "cpu":
         what += " (JAX_NUM_CPU_DEVICES in the environment says how many)"
-    check("tensor_parallel_size", size, f"at most {len(devices)}, {what}", size <= len(devices))
-    most = len(devices) // size
-    rule = f"at most {most}: a group has tensor_parallel_size={size} of {len(devices)}, {what}"
+    check("tensor_parallel_size", size, f"at most {count}, {what}", size <= count)
+    most = count // size
+    rule = f"at most {most}: a group has tensor_parallel_size={size} of {count}, {what}"
     check("data_parallel_size", groups, rule, groups <= most)
-    return Mesh(np.array(devices[: size * groups]).reshape(groups, size), (DATA, MODEL))
+    devices = [device for its in each for device in its[: size * groups // num_processes]]
+    return Mesh(np.array(devices).reshape(groups, size), (DATA, MODEL))
 
 
 def num_groups(mesh: Mesh | None) -> int:
@@ -73,16 +79,17 @@ def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
 def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Model:
     """The model whose arrays are those of its shares, which `load` loads by their numbers, one after the
     other, each where it will be: nothing is copied, and no device has more than its own at any time. Other
-    groups' devices have theirs from the first group's.
+    groups' devices have theirs from the first group's, and other processes load theirs.
     """
     devices = mesh.devices  # [groups, shares]
+    here = [i for i, device in enumerate(devices[0]) if device.process_index == jax.process_index()]
 
     def loaded(number: int) -> tuple[nnx.GraphDef, list[nnx.State]]:
         with jax.default_device(devices[0, number]):
             graphdef, state = nnx.split(load(number))
         return graphdef, [jax.device_put(state, device) for device in devices[:, number]]
 
-    shares = [loaded(number) for number in range(devices.shape[1])]
+    shares = [loaded(number) for number in here]
     states = [states[group] for group in range(devices.shape[0]) for _, states in shares]
     return nnx.merge(shares[0][0], jax.tree.map(lambda *parts: _joined(mesh, parts), *states))
 

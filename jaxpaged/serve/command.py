@@ -101,6 +101,8 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     from jaxpaged.engine.async_llm import AsyncLLM
     from jaxpaged.serve import server
 
+    if config.process_id:  # works for process 0, which listens; ends by `SystemExit`
+        AsyncLLM(args.model, **engine_options)
     bound = server.bind(options)
     logging.use_absl_handler()
     if args.verbose:
