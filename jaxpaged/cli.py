@@ -249,6 +249,8 @@ def _generate(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     num_written = 0
     _log(args)
+    if args.distributed_init is not None:
+        _keep_output()
     try:
         llm = LLM(args.model, **options)
         prompts = [prompt_files.for_llm(each, llm.render_chat, args.chat) for each in asked]
@@ -380,6 +382,15 @@ def _write(text: str) -> None:
     except (OSError, ValueError) as error:  # a full disk; a file closed under us
         _forget_output()
         raise OutputError(f"standard output cannot be written: {error}") from error
+
+
+def _keep_output() -> None:
+    """For answers alone: gloo, by which processes talk on CPUs, writes lines of its own to the descriptor."""
+    if sys.stdout is not None and sys.stdout is sys.__stdout__:
+        sys.stdout.flush()
+        own = os.dup(sys.stdout.fileno())
+        os.dup2(2, sys.stdout.fileno())
+        sys.stdout = open(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
 
 
 def _forget_output() -> None:
