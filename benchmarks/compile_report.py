@@ -114,6 +114,15 @@ def attention_programs() -> list[Program]:
         *(Program(kv_layout="int8_per_token", block_size=b) for b in (32, 128)),
         Program(kv_layout="int8_per_token", block_size=32, head_dim=256),
         *(Program(kv_layout="int4_grouped", block_size=64, head_dim=d) for d in (64, 128)),
+        Program(kv_layout="int4_grouped", block_size=256),
+        Program(
+            kv_layout="int4_grouped",
+            block_size=64,
+            alibi=True,
+            sliding_window=4096,
+            soft_cap=50.0,
+            sinks=True,
+        ),
         Program(block_sparse=True),
         Program(alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
     ]
@@ -148,6 +157,17 @@ def attention_programs() -> list[Program]:
         *(
             dataclasses.replace(prompt, kv_layout="int4_grouped", block_size=64, head_dim=d)
             for d in (64, 128)
+        ),
+        dataclasses.replace(prompt, kv_layout="int4_grouped", block_size=256),
+        dataclasses.replace(prompt, kv_layout="int4_grouped", block_size=64, sliding_window=4096),
+        dataclasses.replace(
+            prompt,
+            kv_layout="int4_grouped",
+            block_size=64,
+            alibi=True,
+            sliding_window=4096,
+            soft_cap=50.0,
+            sinks=True,
         ),
         dataclasses.replace(eight_bits, sliding_window=4096),
         dataclasses.replace(eight_bits, head_dim=256, sliding_window=4096),

@@ -386,11 +386,12 @@ def _write(text: str) -> None:
 
 def _keep_output() -> None:
     """For answers alone: gloo, by which processes talk on CPUs, writes lines of its own to the descriptor."""
-    if sys.stdout is not None and sys.stdout is sys.__stdout__:
-        sys.stdout.flush()
-        own = os.dup(sys.stdout.fileno())
-        os.dup2(2, sys.stdout.fileno())
-        sys.stdout = open(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
+    given = sys.stdout
+    if given is sys.__stdout__ and given is not None:
+        given.flush()
+        own = os.dup(given.fileno())
+        os.dup2(2, given.fileno())
+        sys.stdout = open(own, "w", encoding=given.encoding, errors=given.errors)  # noqa: SIM115
 
 
 def _forget_output() -> None:
