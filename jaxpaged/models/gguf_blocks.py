@@ -3,11 +3,14 @@
 Codes are a byte each here, of one tensor at a time. `reference/quantisation.py` says what blocks mean.
 """
 
+import math
+
 import gguf
 import numpy as np
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError
-from jaxpaged.models.quantised import Kind, Rows
+from jaxpaged.models.quantised import Kind, Part, Rows
 
 # Types of tensors that are kept as they are: of others a product has no kind.
 KINDS = {
@@ -33,6 +36,24 @@ def rows(raw: np.ndarray, kind: str, name: str) -> Rows:
         if numbers is not None and not np.isfinite(numbers).all():
             raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")
     return Rows(found.codes.reshape(raw.shape[0], -1), *found[1:])
+
+
+def shape_of(raw: np.ndarray, kind: str) -> tuple[int, int]:
+    """Outputs and inputs of such rows."""
+    length, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return raw.shape[0], math.prod(raw.shape[1:]) // num_bytes * length
+
+
+def part_of(raw: np.ndarray, kind: str, name: str, part: Part) -> Rows:
+    """A part of such rows; no more of them is read than whole blocks."""
+    length, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = part.groups(length)
+    lines = raw.reshape(raw.shape[0], -1)[part.span(), blocks.start * num_bytes : blocks.stop * num_bytes]
+    found = rows(part.of(lines), kind, name)
+    first, size = blocks.start * length, KINDS[kind].group_size
+    groups = slice((part.inputs.start - first) // size, cdiv(part.inputs.stop - first, size))
+    codes = found.codes[:, part.inputs.start - first : part.inputs.stop - first]
+    return Rows(codes, found.scales[:, groups], None if found.minima is None else found.minima[:, groups])
 
 
 def quantised(weight: np.ndarray, kind: str, name: str) -> Rows:

@@ -23,7 +23,7 @@ from jaxpaged.models.families import ARCHITECTURES, of_architecture
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.quantisation import PRODUCTS, TABLES, FromFile
-from jaxpaged.models.quantised import Kind, Rows
+from jaxpaged.models.quantised import Kind, Part, Rows
 from jaxpaged.models.weights import Names
 
 BLOCK = "blk.{layer}"
@@ -193,11 +193,12 @@ def quantisation(reader: gguf.GGUFReader) -> FromFile:
     def kind_of(name: str, shape: tuple[int, ...]) -> Kind | None:
         return gguf_blocks.KINDS.get(tensors[name].tensor_type.name) if name in tensors else None
 
-    def rows_of(name: str, shape: tuple[int, ...]) -> Rows:
-        found = gguf_blocks.rows(tensors[name].data, tensors[name].tensor_type.name, name)
-        if found.codes.shape != shape:
-            raise InputError(f"weight {name!r} has shape {found.codes.shape}, must be {shape}")
-        return found
+    def rows_of(name: str, shape: tuple[int, ...], part: Part) -> Rows:
+        tensor = tensors[name]
+        its = gguf_blocks.shape_of(tensor.data, tensor.tensor_type.name)
+        if its != shape:
+            raise InputError(f"weight {name!r} has shape {its}, must be {shape}")
+        return gguf_blocks.part_of(tensor.data, tensor.tensor_type.name, name, part)
 
     return FromFile(kind_of, rows_of, (f"{role}.weight" for role in (*PRODUCTS, *TABLES)))
 

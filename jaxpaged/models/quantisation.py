@@ -17,6 +17,8 @@ from jaxpaged.models.quantised import (
     FLOAT8,
     Cut,
     Kind,
+    Part,
+    Piece,
     Quantisation,
     QuantisedWeight,
     Rows,
@@ -62,10 +64,9 @@ class OnLoad(Quantisation):
         name = self._block(role)
         rows = float8(whole) if name is None else gguf_blocks.quantised(whole, name, role)
         in_features = whole.shape[1]
-        pieces = [(self._kind_of(role, in_features), rows)]
-        if cut is not None:
-            pieces, in_features = cut.rows(pieces, in_features), cut.width(in_features)
-        return packed(pieces, in_features, dtype)
+        cut = cut or Cut(None, None)
+        pieces = cut.rows([Piece.of(self._kind_of(role, in_features), rows)], in_features)
+        return packed(pieces, cut.width(in_features), dtype)
 
     def _kind_of(self, role: str, in_features: int) -> Kind:
         name = self._block(role)
@@ -99,13 +100,13 @@ def float8(weight: np.ndarray) -> Rows:
 class FromFile(Quantisation):
     """Those that a file has in one of the kinds that products take.
 
-    `kind_of`: that of a tensor of this name and shape, or None; `rows_of`: what it holds.
+    `kind_of`: that of a tensor of this name and shape, or None; `rows_of`: what a part of it holds.
     """
 
     def __init__(
         self,
         kind_of: Callable[[str, tuple[int, ...]], Kind | None],
-        rows_of: Callable[[str, tuple[int, ...]], Rows],
+        rows_of: Callable[[str, tuple[int, ...], Part], Rows],
         roles: Iterable[str] = ROLES,
     ) -> None:
         self._kind_of, self._rows_of, self._roles = kind_of, rows_of, set(roles)
@@ -132,9 +133,7 @@ class FromFile(Quantisation):
         dtype: jnp.dtype,
         cut: Cut | None = None,
     ) -> QuantisedWeight:
-        kinds = [self._kind_of(*piece) for piece in stored]
-        pieces = [self._rows_of(*piece) for piece in stored]
-        counts = [len(piece.codes) for piece in pieces]
+        counts = [shape[0] for _, shape in stored]
         firsts = np.cumsum([0, *counts])
         numbered = np.split(np.arange(sum(counts))[:, None], firsts[1:-1])
         order = np.concatenate(restored(numbered))
@@ -142,16 +141,16 @@ class FromFile(Quantisation):
             name = stored[0][0]
             raise InputError(f"weight {name!r} must lie as [outputs, inputs], where it is quantised")
         orders = [its - first for its, first in zip(np.split(order, firsts[1:-1]), firsts, strict=False)]
-        ordered = [_taken(piece, order[:, 0]) for piece, order in zip(pieces, orders, strict=True)]
-        each = [(kind, rows) for kind, rows in zip(kinds, ordered, strict=True) if kind is not None]
-        in_features = stored[0][1][1]
-        if cut is not None:
-            each, in_features = cut.rows(each, in_features), cut.width(in_features)
-        return packed(each, in_features, dtype)
+        pieces = [self._piece(*its, order[:, 0]) for its, order in zip(stored, orders, strict=True)]
+        cut, in_features = cut or Cut(None, None), stored[0][1][1]
+        return packed(cut.rows(pieces, in_features), cut.width(in_features), dtype)
 
+    def _piece(self, name: str, shape: tuple[int, ...], order: np.ndarray) -> Piece:
+        """A tensor with its outputs in the decoder's order."""
+        kind = self._kind_of(name, shape)
+        assert kind is not None
 
-def _taken(rows: Rows, order: np.ndarray) -> Rows:
-    if np.array_equal(order, np.arange(len(order))):
-        return rows
-    minima = None if rows.minima is None else rows.minima[order]
-    return Rows(rows.codes[order], rows.scales[order], minima, rows.order)
+        def read(outputs: np.ndarray, inputs: tuple[int, int]) -> Rows:
+            return self._rows_of(name, shape, Part(order[outputs], slice(*inputs)))
+
+        return Piece(kind, shape[0], read)

@@ -103,6 +103,56 @@ class QuantisedWeight:
         return segment.rows(outputs)[:, : self.in_features].astype(self.dtype)
 
 
+class Part(NamedTuple):
+    """Some outputs of a tensor, by their numbers, and neighbouring inputs from a group's first on."""
+
+    outputs: np.ndarray
+    inputs: slice
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Part":
+        return cls(np.arange(shape[0]), slice(0, shape[1]))
+
+    def span(self, unit: int = 1) -> slice:
+        """The units of so many outputs from the first that has one of them to the last."""
+        return slice(int(self.outputs.min()) // unit, int(self.outputs.max()) // unit + 1)
+
+    def groups(self, size: int) -> slice:
+        """Those that the inputs are in."""
+        return slice(self.inputs.start // size, cdiv(self.inputs.stop, size))
+
+    def of(self, found: np.ndarray, unit: int = 1) -> np.ndarray:
+        """The outputs, of what `span` has."""
+        places = self.outputs - self.span(unit).start * unit
+        first = int(places[0])
+        its = slice(first, first + len(places))
+        return found[its] if np.array_equal(places, np.arange(first, its.stop)) else found[places]
+
+
+class Piece(NamedTuple):
+    """Neighbouring outputs of one kind which are still to be read: some of them by their places, and of the
+    inputs those from where to where, which begin with a group.
+    """
+
+    kind: Kind
+    num_outputs: int
+    read: Callable[[np.ndarray, tuple[int, int]], Rows]
+
+    @classmethod
+    def of(cls, kind: Kind, rows: Rows) -> "Piece":
+        """What has been read."""
+
+        def read(outputs: np.ndarray, inputs: tuple[int, int]) -> Rows:
+            part = Part(outputs, slice(*inputs))
+            groups = part.groups(kind.group_size)
+            its = slice(part.inputs.start, groups.stop * kind.group_size)  # whole groups
+            codes, minima = rows.codes[part.span(), its], rows.minima
+            some = None if minima is None else part.of(minima[part.span(), groups])
+            return Rows(part.of(codes), part.of(rows.scales[part.span(), groups]), some, rows.order)
+
+        return cls(kind, len(rows.codes), read)
+
+
 class Cut(NamedTuple):
     """What one of several devices takes of a weight, in the decoder's order of outputs."""
 
@@ -119,12 +169,11 @@ class Cut(NamedTuple):
             found[-1] = found[-1][0], found[-1][1] + self.padding
         return found
 
-    def rows(self, pieces: Iterable[tuple[Kind, Rows]], in_features: int) -> list[tuple[Kind, Rows]]:
-        """What is taken of such pieces."""
-        sized = [((kind, rows), len(rows.codes)) for kind, rows in pieces]
+    def rows(self, pieces: Iterable[Piece], in_features: int) -> list[tuple[Kind, Rows]]:
+        """What is taken of such pieces. Of others nothing is read but the rest of a group or a word."""
         found = [
-            (self.kind(kind, in_features), self._rows(kind, rows, its, in_features))
-            for ((kind, rows), _), its in self._of(sized)
+            (self.kind(piece.kind, in_features), self._rows(piece, its, in_features))
+            for (piece, _), its in self._of((piece, piece.num_outputs) for piece in pieces)
         ]
         if self.padding:
             kind, last = found[-1]
@@ -163,19 +212,29 @@ class Cut(NamedTuple):
                     yield piece, its
                 first += piece[1]
 
-    def _rows(self, kind: Kind, rows: Rows, outputs: slice, in_features: int) -> Rows:
-        codes, scales, minima, order = rows
-        codes, scales = codes[outputs], scales[outputs]
-        minima = None if minima is None else minima[outputs]
+    def _rows(self, piece: Piece, outputs: slice, in_features: int) -> Rows:
+        count = max(outputs.stop - outputs.start, 0)
+        places = np.arange(outputs.start, outputs.start + count) if count else np.zeros(1, np.int64)
         if self.inputs is None:
-            return Rows(codes, scales, minima, order)
+            found = piece.read(places, (0, in_features))
+            return found if count else _none_of(found)
         start, stop = self.inputs
-        group = self.kind(kind, in_features).group_size
-        codes = codes[:, start:stop]
+        old, group = piece.kind.group_size, self.kind(piece.kind, in_features).group_size
+        unit = old if old < in_features else 32 // piece.kind.bits
+        first = start // unit * unit
+        read = piece.read(places, (first, min(cdiv(stop, unit) * unit, in_features)))
+        codes = read.codes[:, start - first : stop - first]
         if missing := -codes.shape[1] % group:
             codes = np.pad(codes, ((0, 0), (0, missing)))
-        each = np.arange(start, stop, group) // kind.group_size  # the group before of each group
-        return Rows(codes, scales[:, each], None if minima is None else minima[:, each], order)
+        each = np.arange(start, stop, group) // old - first // old  # the group before of each group
+        minima = None if read.minima is None else read.minima[:, each]
+        found = Rows(codes, read.scales[:, each], minima, read.order)
+        return found if count else _none_of(found)
+
+
+def _none_of(rows: Rows) -> Rows:
+    """With as many inputs."""
+    return Rows(rows.codes[:0], rows.scales[:0], None if rows.minima is None else rows.minima[:0], rows.order)
 
 
 type Stored = tuple[str, tuple[int, ...]]  # a tensor's name and shape in the file

@@ -5,6 +5,7 @@ many inputs share a scale, the tensors' own shapes. `reference/quantised_checkpo
 Activations are never quantised here: scales that a file has for them, or for K and V, are not read.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,11 +15,11 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.quantisation import FromFile
-from jaxpaged.models.quantised import Kind, Rows, in_words, wide
+from jaxpaged.models.quantised import Kind, Part, Rows, in_words, wide
 from jaxpaged.models.weights import Names, Shape, stored_shapes, without_prefix
 
 type Said = Mapping[str, Any]  # quantization_config
-type Found = tuple[Kind, Callable[[], Rows]]
+type Found = tuple[Kind, Callable[[Part], Rows]]
 
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = (4, 8)
@@ -56,9 +57,9 @@ class Module(NamedTuple):
             raise InputError(f"weight {self.name}.{ending!r} has shape {found.shape}, must be of 0 to 2 axes")
         return found
 
-    def finite(self, ending: str) -> np.ndarray:
-        """Scales, in float32."""
-        found = self.scales(ending).astype(np.float32)
+    def finite(self, ending: str, *at: slice) -> np.ndarray:
+        """Scales, all or those at these places, in float32."""
+        found = self.scales(ending)[at].astype(np.float32)
         if not np.isfinite(found).all():
             raise InputError(f"weight '{self.name}.{ending}' has NaN or infinity in it, must be finite")
         return found
@@ -99,7 +100,7 @@ class Tensors(Mapping[str, np.ndarray]):
         def kind_of(name: str, shape: Shape) -> Kind | None:
             return self._found(name, shape)[0] if name in self._modules else None
 
-        return FromFile(kind_of, lambda name, shape: self._found(name, shape)[1]())
+        return FromFile(kind_of, lambda name, shape, part: self._found(name, shape)[1](part))
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._modules:
@@ -108,7 +109,7 @@ class Tensors(Mapping[str, np.ndarray]):
         if shape is None:
             raise InputError(f"weight {name!r} is none that the model config asks for: it is another model")
         kind, rows = self._found(name, shape)
-        return wide(kind, rows(), shape[1])
+        return wide(kind, rows(Part.whole(shape)), shape[1])
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -205,13 +206,15 @@ def _awq(module: Module, shape: Shape, said: Said) -> Found:
     zeros = module.get("qzeros", ("int32",), (num_groups, words))
     group = _group_size(module, num_inputs, num_groups, said)
 
-    def unpacked(x: np.ndarray) -> np.ndarray:
-        codes = _unpacked(x, 4).reshape(len(x), -1, 8)[..., AWQ_PLACES]
-        return codes.reshape(len(x), -1).T
+    def rows(part: Part) -> Rows:
+        def unpacked(x: np.ndarray) -> np.ndarray:
+            codes = _unpacked(x, 4).reshape(len(x), -1, 8)[..., AWQ_PLACES]
+            return part.of(codes.reshape(len(x), -1).T, 8)
 
-    def rows() -> Rows:
-        scales = module.finite("scales").T
-        return _counted_from(unpacked(weight), unpacked(zeros), scales, 4, group)
+        groups, words_of_part = part.groups(group), part.span(8)
+        codes, points = unpacked(weight[part.inputs, words_of_part]), unpacked(zeros[groups, words_of_part])
+        scales = part.of(module.finite("scales", groups, part.span()).T)
+        return _counted_from(codes, points, scales, 4, group)
 
     return Kind(4, group, "float32", has_minima=True), rows
 
@@ -228,13 +231,15 @@ def _gptq(module: Module, shape: Shape, said: Said) -> Found:
     first = 0 if said.get("checkpoint_format") == "gptq_v2" else 1  # what is to be added to zero points
     scale_dtype = _scale_dtype(module.scales("scales")) if is_symmetric else "float32"
 
-    def rows() -> Rows:
-        codes = _unpacked(weight.T, bits)
+    def rows(part: Part) -> Rows:
+        groups, in_word = part.groups(group), 32 // bits
+        codes = part.of(_unpacked(weight[part.groups(in_word), part.span()].T, bits))
         order = _order(module, "g_idx", num_inputs, group, has_order=has_order)
         if order is not None:
             codes = codes[:, order]
-        points = _unpacked(zeros, bits).T + np.uint8(first) & np.uint8(2**bits - 1)
-        scales, middle = module.finite("scales").T, 2 ** (bits - 1)
+        points = part.of(_unpacked(zeros[groups, part.span(in_word)], bits).T, in_word)
+        points = points + np.uint8(first) & np.uint8(2**bits - 1)
+        scales, middle = part.of(module.finite("scales", groups, part.span()).T), 2 ** (bits - 1)
         if not is_symmetric:
             return _counted_from(codes, points, scales, bits, group, order)
         if not np.all(points == middle):
@@ -261,14 +266,17 @@ def _compressed(module: Module, shape: Shape, said: Said) -> Found:
         zeros = module.get("weight_zero_point", ("int32",), (rows_of_words, scale.num_groups))
     scale_dtype = "float32" if has_minima else scale.dtype
 
-    def rows() -> Rows:
-        codes = _unpacked(weight, bits)[:, :num_inputs]
+    def rows(part: Part) -> Rows:
+        in_word = 32 // bits
+        codes = _unpacked(weight[part.span(), part.groups(in_word)], bits)
+        codes = part.of(codes[:, : part.inputs.stop - part.inputs.start])
         order = _order(module, "weight_g_idx", num_inputs, scale.group, has_order=has_order)
         if order is not None:
             codes = codes[:, order]
-        scales = scale.rows()
+        scales = scale.rows(part)
         if has_minima:
-            points = _unpacked(zeros.T, bits).T[:num_outputs]
+            groups = part.groups(scale.group)
+            points = part.of(_unpacked(zeros[part.span(in_word), groups].T, bits).T, in_word)
             return _counted_from(codes, points, scales, bits, scale.group, order)
         return _whole_groups(_signed(codes, bits), scales.astype(scale_dtype), None, scale.group, order)
 
@@ -291,14 +299,17 @@ def _scaled(module: Module, shape: Shape, scale_name: str, block: list[int] | No
         zeros = module.get("weight_zero_point", ("int8",), *sides)
     scale_dtype = "float32" if has_minima else scale.dtype
 
-    def rows() -> Rows:
-        codes, scales = np.asarray(weight).view(np.uint8 if is_float else np.int8), scale.rows()
+    def rows(part: Part) -> Rows:
+        found, scales = part.of(np.asarray(weight[part.span(), part.inputs])), scale.rows(part)
+        codes = found.view(np.uint8 if is_float else np.int8)
         if is_float and np.any(codes & 0x7F == 0x7F):
             raise InputError(f"weight '{module.name}.weight' has NaN or infinity in it, must be finite")
         minima = None
         if has_minima:
-            points = zeros.astype(np.float32)
-            minima = -scales * (points.reshape(-1, 1) if points.ndim < 2 else points)
+            points = zeros if zeros.size == 1 else zeros[part.span()]
+            points = points[:, part.groups(scale.group)] if points.ndim == 2 else points.reshape(-1, 1)
+            points = np.asarray(points).astype(np.float32)
+            minima = -scales * (points if zeros.size == 1 else part.of(points))
         return _whole_groups(codes, scales.astype(scale_dtype), minima, scale.group)
 
     return Kind(8, scale.group, scale_dtype, has_minima, is_float=is_float), rows
@@ -337,10 +348,15 @@ class _Scale(NamedTuple):
             f"{32 // bits}), or for each block{'' if block is None else f' of {block}'}"
         )
 
-    def rows(self) -> np.ndarray:
+    def rows(self, part: Part) -> np.ndarray:
         """float32 [outputs, groups]."""
-        found = self.module.finite(self.name).reshape(-1, self.num_groups)
-        return np.repeat(found, self.outputs_of_block, axis=0)[: self.num_outputs]
+        shape = self.module.scales(self.name).shape
+        if math.prod(shape) == 1:
+            return np.full((len(part.outputs), 1), self.module.finite(self.name).reshape(-1)[0])
+        unit = self.outputs_of_block
+        at = [part.span(unit), part.groups(self.group)][: len(shape)]
+        found = self.module.finite(self.name, *at)
+        return part.of(np.repeat(found.reshape(len(found), -1), unit, axis=0), unit)
 
 
 def _rows_of_scales(module: Module, num_outputs: int) -> int:

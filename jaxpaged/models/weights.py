@@ -196,8 +196,8 @@ class Share(Protocol):
 class Parts:
     """A decoder's weights as it asks for them: of its dtype, by role; quantised where `quantisation` says so.
     With a `share` the decoder is that part of the one that `config` describes, and nothing else is read: but
-    of tensors that the file has quantised all of it, of a GGUF file that is widened likewise, and of what is
-    quantised on load all inputs of `o` and `down`.
+    groups, blocks and words that it cuts through are read whole, a GGUF file that is widened is read tensor
+    by tensor, and of what is quantised on load all inputs of `o` and `down` are.
 
     Raises `InputError` for weights that are not the config's: at once if one is missing or too many, and when
     it is read if it is of another shape or type, or not finite.

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from jaxpaged.checks import InputError
 from jaxpaged.models import loading, safetensors_files
 from jaxpaged.models.families.llama import NAMES
-from jaxpaged.models.quantised import packed
+from jaxpaged.models.quantised import Part, packed, wide
 from jaxpaged.models.quantised_checkpoints import Module, Tensors, read
 from jaxpaged.models.weights import by_role
 from reference import model as reference_model
@@ -184,11 +184,20 @@ def test_a_weight_is_the_oracle_s(case):
     want = dequantised(tensors, said)
     module = Module("a", {f"a.{ending}": tensor for ending, tensor in tensors.items()})
     kind, rows = read(said).found(module, (40, 96), said)
-    weight = packed([(kind, rows())], 96, FLOAT32)
+    whole = rows(Part.whole((40, 96)))
+    weight = packed([(kind, whole)], 96, FLOAT32)
     [segment], [order] = weight.segments, weight.orders
     got = np.asarray(segment.widened())[:, :96]
     np.testing.assert_array_equal(got if order is None else got[:, np.argsort(order)], want)
     assert np.unique(want).size > 200
+    size = kind.group_size if kind.group_size < 96 else 8
+    for outputs in (np.arange(9, 20), np.array([33, 5, 6])):
+        found = wide(kind, rows(Part(outputs, slice(0, 96))), 96)
+        np.testing.assert_array_equal(found, want[outputs])
+        if not kind.has_order:
+            for inputs in (slice(0, size), slice(size, 96)):
+                found = wide(kind, rows(Part(outputs, inputs)), inputs.stop - inputs.start)
+                np.testing.assert_array_equal(found, want[outputs][:, inputs])
 
 
 def fp8_module(rng, num_outputs, num_inputs):
@@ -295,7 +304,7 @@ def test_a_weight_that_is_not_the_config_s(name):
         if its is not None:
             tensors[f"a.{ending}"] = its
     with pytest.raises(InputError, match=message):
-        read(GPTQ).found(Module("a", tensors), (40, 96), GPTQ)[1]()
+        read(GPTQ).found(Module("a", tensors), (40, 96), GPTQ)[1](Part.whole((40, 96)))
 
 
 def test_what_else_is_refused():
@@ -319,4 +328,4 @@ def test_what_else_is_refused():
     tensors = {f"a.{ending}": np.zeros(shape, np.int32) for ending, shape in GOOD.items()}
     tensors["a.scales"] = np.ones(GOOD["scales"], np.float16)
     with pytest.raises(InputError, match="weight 'a.qzeros' must mean 8 throughout, where sym is true"):
-        read(symmetric_said).found(Module("a", tensors), (40, 96), symmetric_said)[1]()
+        read(symmetric_said).found(Module("a", tensors), (40, 96), symmetric_said)[1](Part.whole((40, 96)))

@@ -1,6 +1,7 @@
 """What a shard reads of a model's tensors: its own numbers, once, and looks at no others."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import loading
+from jaxpaged.models import loading, quantised_checkpoints, safetensors_files
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.quantised import QuantisedWeight
@@ -125,6 +126,34 @@ def test_half_of_a_file_is_read_for_half_of_a_model(name, quantization, monkeypa
                 assert x.mean() == pytest.approx(want, abs=0.6 / len(x)), template
             num_split += want == 0.5
     assert num_split >= 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "awq",
+        "fp8_block",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("compressed_int4", "gptq_8bit")),
+    ],
+)
+def test_half_of_a_quantised_file_is_read_for_half_of_a_model(name, monkeypatch):
+    """Of what is quantised, too; groups that are cut through are read whole."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a tensor here is no array
+    folder = GOLDENS / "quantised" / name
+    checkpoint = loading.open_checkpoint(folder)
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
+    tensors = {key: Counted(np.array(tensor)) for key, tensor in safetensors_files.load(folder).items()}
+    files = quantised_checkpoints.Tensors(tensors, said, config, names)
+    parts = Parts(config, names, files, dtype, files.quantisation(), Share(config, Shards(2), 1))
+    for role in ("qkv.weight", "o.weight", "gate_up.weight", "down.weight"):
+        for _ in weights_of(parts, role):
+            pass
+    codes = (".qweight", ".weight_packed", "_proj.weight")
+    seen = {key: its.seen.mean() for key, its in tensors.items() if key.endswith(codes)}
+    assert len(seen) >= 14
+    # Half of the 96 inputs of down is no whole number of groups.
+    assert all(mean == 0.5 or (mean > 0.5 and "down" in key) for key, mean in seen.items()), seen
 
 
 def shapes_of(config):
