@@ -30,6 +30,7 @@ FORMS = {
     "bfloat16": None,
     "int8, Q8_0": KINDS["Q8_0"],
     "int4, Q4_0": KINDS["Q4_0"],
+    "Q6_K": KINDS["Q6_K"],
     "int4, groups of 128 with zero points": Kind(4, 128, "float32", has_minima=True),
     "int8, by output": Kind(8, SIZE, "float32", has_minima=False),
     "fp8, by output": Kind(8, SIZE, "float32", has_minima=False, is_float=True),
@@ -39,7 +40,7 @@ BY_KERNEL = ", by the kernel"
 FORMS |= {
     name + BY_KERNEL: kind
     for name, kind in FORMS.items()
-    if kind and not why_not(DTYPE, kind.bits, kind.group_size, is_float=kind.is_float)
+    if kind and not why_not(DTYPE, kind.halfword_bits, kind.group_size, is_float=kind.is_float)
 }
 
 

@@ -31,6 +31,7 @@ _WRITE = flags.DEFINE_boolean("write", False, "Write the table beside this file.
 # Seconds of processor time per program. They take one or two; layout inference that runs away takes for ever.
 COMPILE_LIMIT_S = 60
 TABLE = Path(__file__).with_suffix(".md")
+BLOCKS = "fp8"  # a scale for each 128 inputs of an output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One compilation of a product with a quantised weight of one of GGUF's kinds."""
+    """One compilation of a product with a quantised weight of one of GGUF's kinds, or of fp8 in blocks."""
 
     kind: str = "Q4_0"
     num_rows: int = 16
@@ -92,7 +93,9 @@ class Product:
 def programs() -> list[Program | Product]:
     """What the table holds: the base shape, then one property changed at a time; then products."""
     products = [
-        Product(kind, num_rows) for kind in ("Q4_0", "Q4_1", "Q8_0", "Q5_1") for num_rows in (8, 16, 64)
+        Product(kind, num_rows)
+        for kind in ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q6_K", BLOCKS)
+        for num_rows in (8, 16, 64)
     ]
     products += [Product("Q4_K", 32), Product("Q4_0", 128), Product("Q4_0", num_outputs=28672)]
     return [*attention_programs(), *products]
@@ -219,7 +222,7 @@ def markdown(reports: list[Report]) -> str:
         "sm_90a, not run.",
         "Heads are query heads / kv heads / head_dim. CTAs: programs that fit on one multiprocessor.",
         "Temporary memory is of 16 rows of 8,192 tokens, or as said. Products are of rows in bfloat16",
-        "with weights of a GGUF kind, outputs x inputs.",
+        "with weights of a GGUF kind, or of fp8 in blocks of 128, outputs x inputs.",
         "",
         "| program | kernel | registers | spilled bytes | shared memory, KiB | CTAs | temporary, MB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -258,10 +261,11 @@ def _product(p: Product) -> tuple[Any, tuple[Any, ...]]:
     import jax.numpy as jnp
 
     from jaxpaged.models.gguf_blocks import KINDS
-    from jaxpaged.models.quantised import Segment, zeros
+    from jaxpaged.models.quantised import Kind, Segment, zeros
     from pallas_kernels import ops
 
-    dtype, segment = jnp.dtype("bfloat16"), Segment(KINDS[p.kind], p.num_outputs)
+    blocks = Kind(8, 128, "float32", has_minima=False, is_float=True)
+    dtype, segment = jnp.dtype("bfloat16"), Segment((KINDS | {BLOCKS: blocks})[p.kind], p.num_outputs)
     [weight] = jax.eval_shape(lambda: zeros([segment], p.num_inputs, dtype, "mosaic_gpu")).segments
     return ops.quantised_product, (jax.ShapeDtypeStruct((p.num_rows, p.num_inputs), dtype), weight)
 

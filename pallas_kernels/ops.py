@@ -447,7 +447,7 @@ def _why_no_product_kernel(x: jax.Array, weight: Quantised | Halfwords) -> str |
         return "the weight must be packed as halfwords"
     if x.shape[0] > mosaic_products.MAX_ROWS:
         return f"{x.shape[0]} rows must be at most {mosaic_products.MAX_ROWS}"
-    return mosaic_products.why_not(x.dtype, weight.bits, weight.group_size, is_float=False)
+    return mosaic_products.why_not(x.dtype, weight.bits, weight.group_size, is_float=weight.is_float)
 
 
 @functools.cache

@@ -1,10 +1,11 @@
-"""Weights of 8 or 4 bits that stay so in memory, and become numbers where a product reads them.
+"""Weights of 8, 6 or 4 bits that stay so in memory, and become numbers where a product reads them.
 
 Output o has for its input i the weight `scale[o, g] * code[o, i] + minimum[o, g]`, of the group g of
 neighbouring inputs that i is in. Codes of 8 bits are signed, or floats of the type e4m3; those of 4 bits go
-from 0 to 15 where there are minima, else from -8 to 7.
+from 0 to 15 where there are minima, else from -8 to 7; those of 6 bits, on GPUs only, go from -32 to 31.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,7 +19,8 @@ from pallas_kernels.native.product import PANEL_WIDTH
 
 CODE_BITS = (8, 4)
 OFFSET = 8  # that is added to codes of 4 bits which are signed
-RUN = 32  # neighbouring inputs whose codes have one place in halfwords
+RUN = 32  # neighbouring inputs whose codes have one place in halfwords, or fewer, if a group has
+PLANES = {8: (8,), 6: (4, 2), 4: (4,)}  # bits of a code that lie together, from its lowest on
 NUM_OUTPUTS, NUM_INPUTS = 64, 128  # halfwords are filled up to multiples of these
 
 
@@ -105,8 +107,9 @@ class Halfwords:
     """A weight [out_features, in_features], or a stack of one a layer, in the order of the GPU's product.
 
     32 neighbouring halfwords have the codes of as many runs of 32 inputs as a halfword has places, from its
-    lowest bits on: halfword i those of input i of each run. Outputs and inputs that are missing to multiples
-    of 64 and 128 have scales of zero.
+    lowest bits on: halfword i those of input i of each run. In groups of 16 inputs runs are as short. Codes
+    of 6 bits lie in two planes, the lower 4 bits of 128 inputs before the upper 2. Outputs and inputs that
+    are missing to multiples of 64 and 128 have scales of zero.
     """
 
     codes: UInt16[Array | np.ndarray, "*num_layers num_outputs num_halfwords"]
@@ -114,7 +117,7 @@ class Halfwords:
     minima: Float[Array | np.ndarray, "*num_layers num_groups num_outputs"] | None
     bits: int = field(metadata={"static": True})
     out_features: int = field(metadata={"static": True})
-    is_float = False
+    is_float: bool = field(default=False, metadata={"static": True})
 
     @property
     def in_features(self) -> int:
@@ -123,6 +126,11 @@ class Halfwords:
     @property
     def group_size(self) -> int:
         return self.in_features // int(self.scales.shape[-2])
+
+    @property
+    def run(self) -> int:
+        """Neighbouring inputs whose codes have one place in halfwords."""
+        return min(RUN, self.group_size)
 
     def of_layer(self, layer: int | Int[Array, ""]) -> "Halfwords":
         """One of a stack."""
@@ -145,38 +153,74 @@ class Halfwords:
     def _numbers(
         self, codes: Array | np.ndarray, scales: Array | np.ndarray, minima: Array | np.ndarray | None
     ) -> Float[Array, "num_rows in_features"]:
-        shifts = jnp.arange(0, 16, self.bits, dtype=jnp.uint16)[:, None]
-        runs = jnp.asarray(codes).reshape(codes.shape[0], -1, 1, RUN) >> shifts
+        runs = self._runs(jnp.asarray(codes))
         if self.bits == 8:
-            numbers = lax.bitcast_convert_type(runs.astype(jnp.uint8), jnp.int8).astype(jnp.float32)
+            dtype = jnp.float8_e4m3fn if self.is_float else jnp.int8
+            numbers = lax.bitcast_convert_type(runs.astype(jnp.uint8), dtype).astype(jnp.float32)
         else:
-            numbers = (runs & 15).astype(jnp.float32)
-            numbers = numbers - OFFSET if minima is None else numbers
+            numbers = runs.astype(jnp.float32)
+            numbers = numbers - offset(self.bits) if minima is None else numbers
         wide = numbers.reshape(codes.shape[0], scales.shape[0], -1)
         wide = wide * jnp.asarray(scales).astype(jnp.float32).T[..., None]
         if minima is not None:
             wide = wide + jnp.asarray(minima).astype(jnp.float32).T[..., None]
         return wide.reshape(codes.shape[0], -1)
 
+    def _runs(self, codes: Array) -> UInt16[Array, "num_rows ..."]:
+        """The codes of some rows of halfwords, in the order of inputs."""
+        planes = [codes]
+        if len(PLANES[self.bits]) > 1:
+            slots = codes.reshape(codes.shape[0], -1, NUM_INPUTS * self.bits // 16)
+            planes = jnp.split(slots, [NUM_INPUTS * PLANES[self.bits][0] // 16], axis=2)
+        found: list[Array] = []
+        first = 0
+        for bits, plane in zip(PLANES[self.bits], planes, strict=True):
+            shifts = jnp.arange(0, 16, bits, dtype=jnp.uint16)[:, None]
+            runs = plane.reshape(codes.shape[0], -1, 1, self.run) >> shifts
+            runs = runs if bits == 8 else runs & (2**bits - 1)
+            found.append(runs if first == 0 else runs.reshape(found[0].shape) << first)
+            first += bits
+        return functools.reduce(jnp.bitwise_or, found)
+
+
+def offset(bits: int) -> int:
+    """What is added to signed codes of fewer than 8 bits."""
+    return 1 << bits - 1
+
 
 def pack_halfwords(
-    codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None, *, bits: int
+    codes: np.ndarray,
+    scales: np.ndarray,
+    minima: np.ndarray | None = None,
+    *,
+    bits: int,
+    is_float: bool = False,
 ) -> Halfwords:
-    """A weight of NumPy's for a GPU; arguments as those of `pack`, in groups that divide 128 inputs."""
+    """A weight of NumPy's for a GPU; arguments as those of `pack`, in groups that divide 128 inputs. Codes of
+    6 bits are signed, in groups of 16.
+    """
     out_features, in_features = codes.shape
     group_size = in_features // scales.shape[1]
     missing = -out_features % NUM_OUTPUTS, -in_features % NUM_INPUTS
     whole = np.pad(codes.view(np.uint8), [(0, n) for n in missing]) if any(missing) else codes.view(np.uint8)
-    runs = whole.reshape(len(whole), -1, 16 // bits, RUN)
-    halfwords = np.zeros((len(whole), runs.shape[1], RUN), np.uint16)
-    for place in range(runs.shape[2]):
-        halfwords |= runs[:, :, place].astype(np.uint16) << np.uint16(place * bits)
+    if bits == 6:
+        whole = whole + np.uint8(offset(bits))
+    planes, first = [], 0
+    for width in PLANES[bits]:
+        plane = whole >> np.uint8(first) & np.uint8(2**width - 1)
+        runs = plane.reshape(len(whole), -1, 16 // width, min(RUN, group_size))
+        halfwords = np.zeros((len(whole), runs.shape[1], runs.shape[3]), np.uint16)
+        for place in range(runs.shape[2]):
+            halfwords |= runs[:, :, place].astype(np.uint16) << np.uint16(place * width)
+        planes.append(halfwords.reshape(len(whole), -1, NUM_INPUTS * width // 16))
+        first += width
 
     def by_group(numbers: np.ndarray) -> np.ndarray:
         return np.pad(numbers.T, ((0, missing[1] // group_size), (0, missing[0])))
 
     sides = by_group(scales), None if minima is None else by_group(minima)
-    return Halfwords(halfwords.reshape(len(whole), -1), *sides, bits=bits, out_features=out_features)
+    joined = planes[0] if len(planes) == 1 else np.concatenate(planes, axis=2)
+    return Halfwords(joined.reshape(len(whole), -1), *sides, bits, out_features, is_float)
 
 
 def pack(

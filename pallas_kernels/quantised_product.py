@@ -1,4 +1,4 @@
-"""Products of few rows with weights of 8 or 4 bits on Hopper GPUs: codes are all that is read of a weight.
+"""Products of few rows with weights of 8, 6 or 4 bits on Hopper GPUs: codes are all that is read of a weight.
 
     y[row, o] = sum over groups g of  scale[g, o] * (sum over i in g of x[row, i] * code[o, i])
                                     + minimum[g, o] * (sum over i in g of x[row, i])
@@ -10,9 +10,10 @@ has and the rows of x, padded to a multiple of 8, are its columns, which are ind
 
     y^T [64, rows] = codes [64, inputs] @ x^T [inputs, rows]
 
-A halfword has 4 codes, or 2, of as many runs of 32 inputs (`quantised.Halfwords`). In registers, which lie
-as those of a wgmma's operand, a shift and a mask make of halfwords the codes of one run, as bfloat16, which
-holds each exactly. (Pallas' interpreter knows no product of registers: there they go through shared memory.)
+A halfword has 4 codes, or 2, of as many runs of 32 inputs, or of 16, if a group has no more; 6 bits are 4 in
+one and 2 in another (`quantised.Halfwords`). In registers, which lie as those of a wgmma's operand, shifts
+and masks make of halfwords the codes of one run, as bfloat16, which holds each exactly. (Pallas' interpreter
+knows no product of registers: there they go through shared memory.)
 The sum over a run is made by the tensor cores, in float32; scales are factors of it. The sums of rows that
 minima need are products with ones.
 
@@ -33,11 +34,11 @@ from jax import lax
 
 from pallas_kernels import _gpu, tuning
 from pallas_kernels._gpu import WGMMA
-from pallas_kernels.quantised import NUM_INPUTS, NUM_OUTPUTS, OFFSET, RUN, Halfwords
+from pallas_kernels.quantised import NUM_INPUTS, NUM_OUTPUTS, PLANES, Halfwords, offset
 
 MAX_COLUMNS = 64
 MAX_ROWS = 256  # in blocks of MAX_COLUMNS: codes are fetched for each, and XLA moves four times as much
-GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES = (16, 32, 64, 128)
 MIN_STEPS = 4  # of a program, if inputs are shared out
 PROGRAMS = 2 * tuning.H200_CORES  # that inputs are shared out for, whatever the GPU: so bits are the same
 MAX_STAGES = 8
@@ -52,15 +53,17 @@ class Problem:
     num_outputs: int
     num_inputs: int
     bits: int
+    is_float: bool  # codes are of the type e4m3
+    run: int  # neighbouring inputs that are multiplied at a time
     group_size: int
     scale_dtype: Any
     has_minima: bool
     by_memory: bool  # whether codes go to their product through shared memory
 
     @property
-    def runs(self) -> int:
-        """Of inputs, in a halfword."""
-        return 16 // self.bits
+    def halfwords(self) -> int:
+        """Of an output, in a slot."""
+        return NUM_INPUTS * self.bits // 16
 
     @property
     def groups(self) -> int:
@@ -69,8 +72,10 @@ class Problem:
 
     @property
     def at_a_time(self) -> int:
-        """Runs whose products are under way together: as many as a thread has registers for."""
-        return max(1, min(4, 64 // (self.num_columns * (1 + self.has_minima))))
+        """Runs whose products are under way together: as many as a thread has registers for, and of 32 inputs
+        at least, else ptxas unrolls the loop over a slot.
+        """
+        return max(32 // self.run, min(4, 64 // (self.num_columns * (1 + self.has_minima))))
 
     @property
     def num_tiles(self) -> int:
@@ -107,21 +112,21 @@ class Scratch(NamedTuple):
     """Shared memory and barriers of one program."""
 
     ring: Operands
-    wide: Any  # [terms, NUM_OUTPUTS, RUN] what is multiplied together, else None
+    wide: Any  # [terms, NUM_OUTPUTS, run] what is multiplied together, else None
     full: Any  # [num_stages], an arrival per copy
     empty: Any  # [num_stages]
 
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
-    in_runs = _gpu.tiled(RUN)
-    slots, halfwords = p.num_stages, NUM_INPUTS // p.runs
+    in_runs = _gpu.tiled(p.run)
+    slots = p.num_stages
     scales = plgpu.SMEM((slots, p.groups, NUM_OUTPUTS), p.scale_dtype)
     terms = p.at_a_time * (1 + p.has_minima)
-    wide = plgpu.SMEM((terms, NUM_OUTPUTS, RUN), jnp.bfloat16, transforms=in_runs)
+    wide = plgpu.SMEM((terms, NUM_OUTPUTS, p.run), jnp.bfloat16, transforms=in_runs)
     return Scratch(
         ring=Operands(
-            codes=plgpu.SMEM((slots, NUM_OUTPUTS, halfwords), jnp.uint16, transforms=in_runs),
+            codes=plgpu.SMEM((slots, NUM_OUTPUTS, p.halfwords), jnp.uint16, transforms=in_runs),
             x=plgpu.SMEM((slots, p.num_columns, NUM_INPUTS), jnp.bfloat16, transforms=in_runs),
             scales=scales,
             minima=scales if p.has_minima else None,
@@ -174,9 +179,9 @@ def _produce(
             plgpu.barrier_wait(scratch.empty.at[slot])
 
         step = first + i
-        halfwords, groups = NUM_INPUTS // p.runs, pl.ds(step * p.groups, p.groups)
+        groups = pl.ds(step * p.groups, p.groups)
         sources = Operands(
-            codes=gmem.codes.at[layer, outputs, pl.ds(step * halfwords, halfwords)],
+            codes=gmem.codes.at[layer, outputs, pl.ds(step * p.halfwords, p.halfwords)],
             x=gmem.x.at[rows, pl.ds(step * NUM_INPUTS, NUM_INPUTS)],
             scales=gmem.scales.at[layer, groups, outputs],
             minima=gmem.minima.at[layer, groups, outputs] if p.has_minima else None,
@@ -202,12 +207,12 @@ def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> ja
         runs = [i * p.at_a_time + k for k in range(p.at_a_time)]
         terms = [_Term(_numbers(p, codes, run), run, scales) for run in runs]
         if minima is not None:
-            ones = plgpu.layout_cast(jnp.full((NUM_OUTPUTS, RUN), 1.0, jnp.bfloat16), WGMMA)
+            ones = plgpu.layout_cast(jnp.full((NUM_OUTPUTS, p.run), 1.0, jnp.bfloat16), WGMMA)
             terms = [each for term in terms for each in (term, _Term(ones, term.run, minima))]
         return _add(p, total, terms, x, scratch.wide)
 
     # A loop: ptxas gives registers to the products of all that is unrolled.
-    total = lax.fori_loop(0, NUM_INPUTS // (RUN * p.at_a_time), add, total)
+    total = lax.fori_loop(0, NUM_INPUTS // (p.run * p.at_a_time), add, total)
     plgpu.barrier_arrive(scratch.empty.at[slot])
     return total
 
@@ -215,26 +220,64 @@ def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> ja
 class _Term(NamedTuple):
     """What is multiplied with a run of x, and by what the product is to be multiplied then."""
 
-    numbers: jax.Array  # [NUM_OUTPUTS, RUN]
+    numbers: jax.Array  # [NUM_OUTPUTS, run]
     run: jax.Array
     factors: Any  # [groups, NUM_OUTPUTS]
 
 
 def _numbers(p: Problem, halfwords: Any, run: jax.Array) -> jax.Array:
-    """The codes of a slot's run [NUM_OUTPUTS, RUN], in bfloat16.
+    """The codes of a slot's run [NUM_OUTPUTS, run], in bfloat16.
 
-    Without a conversion: the lower seven bits of a bfloat16 of 128 to 255 count ones, the eighth adds 128.
+    Without a conversion: the lower seven bits of a bfloat16 of 128 to 255 count ones, the eighth adds 128; of
+    one that is 16 times as large they count sixteens.
     """
-    part, place = lax.div(run, jnp.int32(p.runs)), lax.rem(run, jnp.int32(p.runs))
-    bits = plgpu.load(halfwords.at[:, pl.ds(part * RUN, RUN)], layout=WGMMA, optimized=False)
-    bits = lax.shift_right_logical(bits, jnp.full_like(bits, (place * p.bits).astype(bits.dtype)))
 
-    def number(mask: int) -> jax.Array:
-        return lax.bitcast_convert_type((bits & jnp.uint16(mask)) | jnp.uint16(0x4300), jnp.bfloat16)
+    def number(bits: jax.Array, mask: int, unit: int = 0) -> jax.Array:
+        size = (bits & jnp.uint16(mask)) | jnp.uint16(0x4300 + (unit << 7))
+        return lax.bitcast_convert_type(size, jnp.bfloat16)
+
+    if p.is_float:
+        bits, place = _halfwords(p, halfwords, run, 8)
+        return _float(lax.shift_left(bits, jnp.full_like(bits, (8 - place * 8).astype(bits.dtype))))
+
+    def plane(bits: int, start: int = 0) -> jax.Array:
+        its, place = _halfwords(p, halfwords, run, bits, start)
+        return lax.shift_right_logical(its, jnp.full_like(its, (place * bits).astype(its.dtype)))
 
     if p.bits == 8:  # signed: less 128 or 256, which is what the eighth bit makes of 128
-        return number(127) - number(128)
-    return number(15) - jnp.bfloat16(128 if p.has_minima else 128 + OFFSET)
+        bits = plane(8)
+        return number(bits, 127) - number(bits, 128)
+    less = 128 if p.has_minima else 128 + offset(p.bits)
+    if p.bits == 4:
+        return number(plane(4), 15) - jnp.bfloat16(less)
+    upper = number(plane(2, start=NUM_INPUTS * 4 // 16), 3, unit=4)
+    return number(plane(4), 15) + (upper - jnp.bfloat16(less + (128 << 4)))
+
+
+def _halfwords(
+    p: Problem, halfwords: Any, run: jax.Array, bits: int, start: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Those in which a slot's run has so many bits of its codes, and its place in them. The plane of those
+    bits begins at `start`.
+    """
+    runs = jnp.int32(16 // bits)
+    part, place = lax.div(run, runs), lax.rem(run, runs)
+    its = pl.ds(start + part * p.run if start else part * p.run, p.run)
+    return plgpu.load(halfwords.at[:, its], layout=WGMMA, optimized=False), place
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    """The e4m3 numbers in the upper bytes, in bfloat16.
+
+    Exponent and mantissa lie as bfloat16's once they are shifted; its exponent is greater by 120. Below the
+    least normal number, 2^-6, e4m3 has no leading one and no exponent less by one: there twice what was read
+    less 2^-6 is right, which elsewhere is no less than it.
+    """
+    size = lax.shift_right_logical(bits & jnp.uint16(0x7F00), jnp.full_like(bits, 4)) + jnp.uint16(120 << 7)
+    number = lax.bitcast_convert_type(size, jnp.bfloat16)
+    number = jnp.minimum(number, number + number - jnp.bfloat16(2**-6))
+    signed = lax.bitcast_convert_type(number, jnp.uint16) | (bits & jnp.uint16(0x8000))
+    return lax.bitcast_convert_type(signed, jnp.bfloat16)
 
 
 def _add(p: Problem, total: jax.Array, terms: list[_Term], x: Any, wide: Any) -> jax.Array:
@@ -247,13 +290,13 @@ def _add(p: Problem, total: jax.Array, terms: list[_Term], x: Any, wide: Any) ->
     def multiply(*accumulators: Any) -> tuple[jax.Array, ...]:
         for k, (acc, term) in enumerate(zip(accumulators, terms, strict=True)):
             numbers = wide.at[k] if p.by_memory else term.numbers
-            plgpu.wgmma(acc, numbers, x.at[:, pl.ds(term.run * RUN, RUN)].T)
+            plgpu.wgmma(acc, numbers, x.at[:, pl.ds(term.run * p.run, p.run)].T)
         return tuple(acc[...] for acc in accumulators)
 
     shape = NUM_OUTPUTS, p.num_columns
     products = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * len(terms))
     for product, term in zip(products, terms, strict=True):
-        group = lax.div(term.run * RUN, jnp.int32(p.group_size))
+        group = lax.div(term.run * p.run, jnp.int32(p.group_size))
         factor = plgpu.load(term.factors.at[group], layout=WGMMA.reduce(1), optimized=False)
         total = total + product * lax.broadcast_in_dim(factor.astype(jnp.float32), shape, [0])
     return total
@@ -263,10 +306,11 @@ def why_not(dtype: jnp.dtype, bits: int, group_size: int, *, is_float: bool) -> 
     """The rule that such a weight breaks, beside rows of that dtype; None if there is none."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return "rows must be bfloat16"
-    if is_float or bits not in (4, 8):
-        return "codes must be integers of 8 or 4 bits"
-    if group_size not in GROUP_SIZES:
-        return f"a group must have {', '.join(map(str, GROUP_SIZES))} inputs"
+    if bits not in PLANES or (is_float and bits != 8):
+        return "codes must be integers of 8, 6 or 4 bits, or floats of 8"
+    sizes = GROUP_SIZES[:1] if bits == 6 else GROUP_SIZES
+    if group_size not in sizes:
+        return f"a group must have {', '.join(map(str, sizes))} inputs"
     return None
 
 
@@ -286,6 +330,8 @@ def product(
         num_outputs=stack.codes.shape[-2],
         num_inputs=stack.in_features,
         bits=stack.bits,
+        is_float=stack.is_float,
+        run=stack.run,
         group_size=stack.group_size,
         scale_dtype=stack.scales.dtype,
         has_minima=stack.minima is not None,

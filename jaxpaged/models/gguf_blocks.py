@@ -21,7 +21,7 @@ KINDS = {
     "Q5_1": Kind(8, 32, "float16", True),
     "Q4_K": Kind(4, 32, "float32", True),
     "Q5_K": Kind(8, 32, "float32", True),
-    "Q6_K": Kind(8, 16, "float32", False),
+    "Q6_K": Kind(8, 16, "float32", False, is_short=True),
 }
 
 

@@ -42,6 +42,12 @@ class Kind(NamedTuple):
     has_minima: bool
     is_float: bool = False  # codes are of the type e4m3
     has_order: bool = False  # of its inputs: those of a group are no neighbours
+    is_short: bool = False  # codes of 8 bits go from -32 to 31
+
+    @property
+    def halfword_bits(self) -> int:
+        """Of a code where a GPU's kernel reads it."""
+        return 6 if self.is_short else self.bits
 
 
 class Segment(NamedTuple):
@@ -303,7 +309,7 @@ def packed(
         sides = np.concatenate(codes), np.concatenate(scales), joined_minima
         chosen = implementation or implementation_for(kind, dtype)
         if chosen == "mosaic_gpu":
-            segments.append(pack_halfwords(*sides, bits=kind.bits))
+            segments.append(pack_halfwords(*sides, bits=kind.halfword_bits, is_float=kind.is_float))
         else:
             width = _panel_width(chosen)
             segments.append(pack(*sides, bits=kind.bits, is_float=kind.is_float, panel_width=width))
@@ -317,7 +323,7 @@ def implementation_for(kind: Kind, dtype: jnp.dtype) -> ProductImplementation:
         return "native"
     if ops.default_implementation() == "xla":
         return "xla"
-    why_not = quantised_product.why_not(dtype, kind.bits, kind.group_size, is_float=kind.is_float)
+    why_not = quantised_product.why_not(dtype, kind.halfword_bits, kind.group_size, is_float=kind.is_float)
     return "xla" if why_not else "mosaic_gpu"
 
 
@@ -384,5 +390,6 @@ def _no_halfwords(kind: Kind, num_outputs: int, in_features: int) -> Halfwords:
         cdiv(n, unit) * unit for n, unit in ((in_features, NUM_INPUTS), (num_outputs, NUM_OUTPUTS))
     )
     scales: Any = jnp.zeros((inputs // kind.group_size, outputs), kind.scale_dtype)
-    codes = jnp.zeros((outputs, inputs * kind.bits // 16), jnp.uint16)
-    return Halfwords(codes, scales, scales if kind.has_minima else None, kind.bits, num_outputs)
+    codes = jnp.zeros((outputs, inputs * kind.halfword_bits // 16), jnp.uint16)
+    minima = scales if kind.has_minima else None
+    return Halfwords(codes, scales, minima, kind.halfword_bits, num_outputs, kind.is_float)

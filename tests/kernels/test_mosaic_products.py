@@ -15,11 +15,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.models import gguf_blocks, layers
+from jaxpaged.models.quantisation import float8, float8_kind
 from jaxpaged.models.quantised import Kind, QuantisedWeight, Rows, Segment, implementations, packed, zeros
 from pallas_kernels import ops
 from pallas_kernels import quantised_product as mosaic
 from pallas_kernels.quantised import OFFSET, Halfwords, Quantised
 from reference import quantisation, quantised_checkpoints
+from tests.kernels import test_quantised_product
 from tests.kernels.interpreter import (
     fresh_interpreter,
     races_found,
@@ -29,28 +31,32 @@ from tests.kernels.interpreter import (
     without_call,
 )
 from tests.kernels.test_native import bits, draw
+from tests.kernels.test_quantised_product import FLOATS
 from tests.reference.test_quantisation import blocks
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 BFLOAT16 = jnp.dtype("bfloat16")
-ZERO_POINTS = "int4, groups of 128 with zero points"
+ZERO_POINTS = {f"int4, groups of {size} with zero points": size for size in (16, 128)}
+SHORT, LONG = ZERO_POINTS
 
 
 @functools.cache
 def drawn(name: str, out_features: int, in_features: int) -> tuple[Halfwords, np.ndarray, np.ndarray]:
     """A weight for the kernel, what it means by the oracle, and a bound of what is added up where x is 1."""
-    if name == ZERO_POINTS:
-        rng, groups = np.random.default_rng(0), (out_features, in_features // 128)
+    if size := ZERO_POINTS.get(name):
+        rng, groups = np.random.default_rng(0), (out_features, in_features // size)
         codes = rng.integers(0, 16, (out_features, in_features)).astype(np.uint8)
         scales, minima = (rng.standard_normal(groups).astype(np.float32) for _ in range(2))
-        kind, rows = Kind(4, 128, "float32", has_minima=True), Rows(codes, scales, minima)
-        want = quantised_checkpoints.scaled(codes.astype(np.float32), scales) + np.repeat(minima, 128, axis=1)
+        kind, rows = Kind(4, size, "float32", has_minima=True), Rows(codes, scales, minima)
+        want = quantised_checkpoints.scaled(codes.astype(np.float32), scales) + np.repeat(
+            minima, size, axis=1
+        )
     else:
-        its = blocks(name, out_features, in_features)
-        kind, rows = gguf_blocks.KINDS[name], gguf_blocks.rows(its, name, "weight")
-        want = quantisation.dequantise(its, name)
+        kind, rows, want = test_quantised_product.drawn(name, out_features, in_features)
     [weight] = packed([(kind, rows)], in_features, BFLOAT16, "mosaic_gpu").segments
     assert isinstance(weight, Halfwords)
+    if kind.is_float:
+        return weight, want, np.abs(want.astype(np.float64))
     sizes = (np.abs(rows.codes.astype(np.float64)) + OFFSET).reshape(*rows.scales.shape, -1)
     sizes *= np.abs(rows.scales.astype(np.float64))[..., None]
     if rows.minima is not None:
@@ -78,7 +84,10 @@ def assert_close(y: np.ndarray, x: np.ndarray, want: np.ndarray, sizes: np.ndarr
         ("Q8_0", 3, 64, 160),  # inputs that are not whole slots
         ("Q5_1", 33, 64, 128),  # codes of 8 bits with minima, one run at a time
         ("Q4_K", 70, 64, 256),  # two blocks of rows
-        (ZERO_POINTS, 8, 64, 256),
+        ("Q6_K", 9, 40, 256),  # codes of two planes
+        (FLOATS, 33, 64, 256),
+        (LONG, 8, 64, 256),
+        (SHORT, 3, 64, 128),
     ],
 )
 def test_the_kernel_equals_the_oracle_without_a_race(
@@ -93,7 +102,7 @@ def test_the_kernel_equals_the_oracle_without_a_race(
     assert not races_found(capsys)
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", ZERO_POINTS])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", FLOATS, LONG, SHORT])
 def test_a_widened_weight_is_the_files_own(name: str) -> None:
     """Each bit of all of it, and of some rows: nothing is lost in packing."""
     weight, want, _ = drawn(name, 70, 256)
@@ -114,7 +123,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
 
 
 def test_a_models_product_has_a_kernel_for_each_of_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer of a stack; one segment has an order of inputs. Groups of 16 are left to XLA."""
+    """Of a layer of a stack; one segment has an order of inputs. One scale an output is left to XLA."""
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     kernel = mosaic.product
     monkeypatch.setattr(mosaic, "product", lambda *args, interpret: kernel(*args, interpret=True))
@@ -128,8 +137,9 @@ def test_a_models_product_has_a_kernel_for_each_of_its_segments(monkeypatch: pyt
         pieces.append((kind, rows._replace(order=order)))
         wide = quantisation.dequantise(its, name)
         want.append(wide if order is None else wide[:, np.argsort(order)])
+    pieces.append((float8_kind(256), float8(want[0])))
     weight = packed(pieces, 256, BFLOAT16)
-    assert implementations([weight]) == {"mosaic_gpu": 2, "xla": 1}
+    assert implementations([weight]) == {"mosaic_gpu": 3, "xla": 1}
     shapes = jax.tree.map(jnp.shape, zeros([Segment(kind, 40) for kind, _ in pieces], 256, BFLOAT16))
     assert shapes == jax.tree.map(jnp.shape, weight)
     stack = jax.tree.map(lambda x: np.stack([np.zeros_like(x), x]), packed(pieces[:2], 256, BFLOAT16))
@@ -162,12 +172,13 @@ def _no_halfwords() -> Quantised | Halfwords:
 
 
 RING = ("Q4_1", 64, 640)  # five steps of one program
+RING_OF_PLANES = ("Q6_K", 64, 768)
 
 
-def launch() -> None:
+def launch(ring: tuple[str, int, int] = RING) -> None:
     """The kernel with a small ring, so that slots are used again."""
-    weight, want, sizes = drawn(*RING)
-    x = draw(1, "bfloat16", 3, 640)
+    weight, want, sizes = drawn(*ring)
+    x = draw(1, "bfloat16", 3, ring[-1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mosaic, "MAX_STAGES", 2)
         assert_close(multiply(x, weight), x, want, sizes)
@@ -181,9 +192,11 @@ OPTIONAL = {
 
 
 @pytest.mark.slow
-def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ring", [RING, RING_OF_PLANES])
+def test_every_barrier_is_needed(ring: tuple[str, int, int], capsys: pytest.CaptureFixture[str]) -> None:
     """Leave out each wait and fence in turn; without the arrival the producer would wait for ever."""
-    calls, unnoticed = unnoticed_calls(launch, lambda call: call[0] == "barrier_arrive", capsys)
+    run = functools.partial(launch, ring)
+    calls, unnoticed = unnoticed_calls(run, lambda call: call[0] == "barrier_arrive", capsys)
     assert len(calls) == 5, calls
     assert unnoticed - OPTIONAL == {FENCE}
 
