@@ -1,11 +1,11 @@
-"""Compile the serving loop of real sizes for H200s, without one: what they tell each other, what each one holds,
-and how long it takes.
+"""Compile the serving loop of real sizes for H200s, without one: what they tell each other, what each holds.
 
     python -m benchmarks.compile_parallel [NAME ...]    one JSON line per case, or for these alone
 
-What it needs, `cuda_compiler` says. For eight devices, but for Llama 3.1 8B. Weights are shapes alone. The engine sizes its cache as it does on GPUs,
-by the compiled loop: as many blocks as fit beside weights, state and loop in 90% of an H200's 141 GB. All
-numbers are XLA's own of the compiled program, and of one device; collectives are counted in its text.
+What it needs, `cuda_compiler` says. For eight devices; of Llama 3.1 8B for one. Weights are shapes alone. The
+engine sizes its cache as it does on GPUs, by the compiled loop: as many blocks as fit beside weights, state
+and loop in 90% of an H200's 141 GB. All numbers are XLA's own of the compiled program, and of one device;
+collectives are counted in its text. `seconds` and `processor_seconds` are those of tracing and compiling.
 """
 
 import collections

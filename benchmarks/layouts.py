@@ -172,7 +172,7 @@ def attend_step(cache: KVCache, q: jax.Array, batch: AttentionBatch) -> jax.Arra
             q[:, None],
             cache.pool(layer),
             None,
-            cache.blocks_of(layer, batch.block_tables),
+            batch.block_tables,
             batch.query_starts,
             batch.seq_lens,
             scale=HEAD_DIM**-0.5,

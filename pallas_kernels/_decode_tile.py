@@ -52,6 +52,7 @@ class Problem:
     query_len: int  # new tokens of a row
     head_dim: int
     block_size: int
+    block_stride: int  # from one block of a part to the next, among the arrays' blocks
     dtype: Any  # of q and the output
     cache_dtype: Any
     new_dtype: Any  # of the newest tokens in a cache of 4 bits a number
@@ -135,6 +136,7 @@ def make_problem(
         query_len=query_len,
         head_dim=cache.head_dim,
         block_size=cache.block_size,
+        block_stride=_gpu.block_stride(options),
         dtype=q.dtype,
         cache_dtype=arrays.k_cache.dtype,
         new_dtype=q.dtype if options.packed is None else options.packed.k_new.dtype,
@@ -234,6 +236,7 @@ def produce(
     """
     pl.when(warp == 0)(lambda: _fetch_queries(p, span, unit, gmem, extras, scratch))
     first_tile, num_tiles = span.tiles(p)
+    place_of = _gpu.places(extras, p.block_stride)
     # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
     first_block = lax.div(span.start, jnp.int32(p.block_size))
     last_block = jnp.maximum(pl.cdiv(span.end, jnp.int32(p.block_size)) - 1, first_block)
@@ -249,7 +252,7 @@ def produce(
             """The block of the tile's tokens from a place on, and where in it they are."""
             token = (first_tile + i) * p.tile_kv + place
             column = lax.div(token, jnp.int32(p.block_size))
-            block_id = gmem.block_tables[span.row, jnp.clip(column, first_block, last_block)]
+            block_id = place_of(gmem.block_tables[span.row, jnp.clip(column, first_block, last_block)])
             offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
             return block_id, pl.ds(offset, num_tokens)
 
@@ -287,10 +290,11 @@ def produce(
     return done + num_tiles
 
 
-def _last_block(p: Problem, span: Span, gmem: Any) -> jax.Array:
-    """The block of the span's last token; the null block, if it has none."""
+def _last_block(p: Problem, span: Span, gmem: Any, extras: Extras) -> jax.Array:
+    """The place of the span's last token's block; that of the null block, if it has none."""
     column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
-    return jnp.where(span.end > span.start, gmem.block_tables[span.row, column], 0)
+    block_id = jnp.where(span.end > span.start, gmem.block_tables[span.row, column], 0)
+    return _gpu.places(extras, p.block_stride)(block_id)
 
 
 def _fetch_queries(
@@ -308,7 +312,7 @@ def _fetch_queries(
             source = gmem.q.at[span.row * p.query_len + token, heads, pl.ds(first, size)]
             plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[slot, i, columns], scratch.q_full.at[slot])
     if p.packed is not None:
-        its = p.packed.k_new.at(_last_block(p, span, gmem), pl.ds(0, _nibbles.GROUP), span.kv_head)
+        its = p.packed.k_new.at(_last_block(p, span, gmem, extras), pl.ds(0, _nibbles.GROUP), span.kv_head)
         plgpu.copy_gmem_to_smem(extras.packed.k_new.at[its], scratch.k_new.at[slot], scratch.q_full.at[slot])
 
 
@@ -347,7 +351,7 @@ def consume(
     first_tile, num_tiles = span.tiles(p)
     query_slot, newest = lax.rem(unit, jnp.int32(NUM_QUERY_SLOTS)), None
     if p.packed is not None:  # the group of tokens, of all of the row's, that is not yet codes
-        group = extras.packed.new_group[_last_block(p, span, gmem)]
+        group = extras.packed.new_group[_last_block(p, span, gmem, extras)]
         first_group = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size)) * (
             p.block_size // _nibbles.GROUP
         )

@@ -1,6 +1,7 @@
 """What the GPU kernels share: how numbers lie in shared memory and registers, and who brings them there."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ class Extras(NamedTuple):
     v_scale: Any  # [num_kv_heads] float32
     token_scales: Any  # two arrays in which the layout's view has them, float32
     packed: Any  # `PackedArrays`
+    first_block: Any  # [1] int32, of a part of the arrays' blocks
 
 
 def extras_of(options: Options) -> Extras:
@@ -38,7 +40,21 @@ def extras_of(options: Options) -> Extras:
         options.v_scale,
         options.token_scales,
         options.packed,
+        None if options.part is None else options.part.first[None],
     )
+
+
+def block_stride(options: Options) -> int:
+    """From one block of a call to the next, among the arrays' blocks."""
+    return 1 if options.part is None else options.part.stride
+
+
+def places(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array]:
+    """From a block of the call to which of the arrays' blocks it is. Reads memory once, now."""
+    if extras.first_block is None:
+        return lambda block_id: block_id
+    first = extras.first_block[0]
+    return lambda block_id: first + block_id * stride
 
 
 def copy_tokens(block_size: int, tile_kv: int) -> int:

@@ -54,6 +54,7 @@ class Problem:
     query_len: int  # of these, without padding
     head_dim: int
     block_size: int
+    block_stride: int  # from one block of a part to the next, among the arrays' blocks
     dtype: Any  # of what is multiplied, and of the output
     cache_dtype: Any
     new_dtype: Any  # of the newest tokens in a cache of 4 bits a number
@@ -231,10 +232,11 @@ def span_of(p: Problem, position: jax.Array, seq_len: jax.Array) -> Span:
     return Span(position, begin, end, first, num_tiles, full_from, full_to)
 
 
-def _last_block(p: Problem, span: Span, gmem: Any, row: jax.Array) -> jax.Array:
-    """The block of the span's last token; the null block, if it has none."""
+def _last_block(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array) -> jax.Array:
+    """The place of the span's last token's block; that of the null block, if it has none."""
     column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
-    return jnp.where(span.end > span.begin, gmem.block_tables[row, column], 0)
+    block_id = jnp.where(span.end > span.begin, gmem.block_tables[row, column], 0)
+    return _gpu.places(extras, p.block_stride)(block_id)
 
 
 def produce(
@@ -248,6 +250,7 @@ def produce(
     warp: jax.Array,
 ) -> None:
     """Fetch what this warp has of the tiles of K and V."""
+    place_of = _gpu.places(extras, p.block_stride)
     # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
     first_block = lax.div(span.begin, jnp.int32(p.block_size))
     last_block = jnp.maximum(pl.cdiv(span.end, jnp.int32(p.block_size)) - 1, first_block)
@@ -260,7 +263,7 @@ def produce(
 
         @pl.when(warp == 0)
         def _fetch_newest() -> None:
-            its = packed.k_new.at(_last_block(p, span, gmem, row), pl.ds(0, _nibbles.GROUP), kv_head)
+            its = packed.k_new.at(_last_block(p, span, gmem, extras, row), pl.ds(0, _nibbles.GROUP), kv_head)
             plgpu.copy_gmem_to_smem(extras.packed.k_new.at[its], scratch.k_new, scratch.new_full)
 
     def fetch(i: jax.Array, _: None) -> None:
@@ -271,7 +274,7 @@ def produce(
             token = (span.first + i) * p.tile_kv + place
             column = jnp.clip(lax.div(token, jnp.int32(p.block_size)), first_block, last_block)
             offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
-            return gmem.block_tables[row, column], pl.ds(offset, num_tokens)
+            return place_of(gmem.block_tables[row, column]), pl.ds(offset, num_tokens)
 
         def source(its: Place, place: jax.Array, num_tokens: int) -> Any:
             return its.at(*tokens_of(place, num_tokens), kv_head)
@@ -318,7 +321,7 @@ def widen(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array, scr
     assert raw is not None
     newest = jnp.int32(-1)
     if p.packed is not None:  # the group of tokens, of all of the row's, that is not yet codes
-        group = extras.packed.new_group[_last_block(p, span, gmem, row)]
+        group = extras.packed.new_group[_last_block(p, span, gmem, extras, row)]
         column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
         newest = jnp.where(group < 0, -1, column * (p.block_size // _nibbles.GROUP) + group)
         plgpu.barrier_wait(scratch.new_full)

@@ -492,9 +492,15 @@ def _seen(arrays: Arrays, options: Options) -> tuple[Arrays, Options]:
     if its := pool.layout.packed_view():
         packed = PackedArrays(*(pool.arrays[getattr(its, name).array] for name in PackedArrays._fields))
     options = dataclasses.replace(
-        options, k_scale=k_scale, v_scale=v_scale, token_scales=token_scales, packed=packed
+        options,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        token_scales=token_scales,
+        packed=packed,
+        pool=None,
+        part=pool.part,
     )
-    return arrays, dataclasses.replace(options, pool=None)
+    return arrays, options
 
 
 def _choose(

@@ -100,6 +100,7 @@ def prompt_attention(
         query_len=query_len,
         head_dim=head_dim,
         block_size=cache.block_size,
+        block_stride=_gpu.block_stride(options),
         dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
         cache_dtype=arrays.k_cache.dtype,
         new_dtype=arrays.q.dtype if options.packed is None else options.packed.k_new.dtype,

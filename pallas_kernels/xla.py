@@ -180,10 +180,12 @@ def write(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Po
     if slot_mapping.shape[0] == 1:
         # A scatter of one index becomes an update that XLA does not do in place on a CPU: write it twice.
         k, v, slot_mapping = (jnp.concatenate([x, x]) for x in (k, v, slot_mapping))
-    sizes = pool.sizes
-    is_padding = (slot_mapping < 0) | (slot_mapping >= sizes.num_blocks * sizes.block_size)
+    block_size = pool.sizes.block_size
+    is_padding = (slot_mapping < 0) | (slot_mapping >= pool.num_blocks * block_size)
     slots = jnp.where(is_padding, 0, slot_mapping)
-    return dataclasses.replace(pool, arrays=pool.layout.write(pool.arrays, sizes, k, v, slots))
+    if pool.part is not None:
+        slots = pool.places(slots // block_size) * block_size + slots % block_size
+    return dataclasses.replace(pool, arrays=pool.layout.write(pool.arrays, pool.sizes, k, v, slots))
 
 
 def quantise(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from pallas_kernels import ops
-from pallas_kernels.layouts import TOKEN_MAJOR, Layout, Pool, Sizes
+from pallas_kernels.layouts import TOKEN_MAJOR, Layout, Part, Pool, Sizes
 
 
 @jax.tree_util.register_dataclass
@@ -21,8 +21,7 @@ class KVCache:
 
     A block's layers lie side by side, [num_blocks, num_layers, ...]: it moves in one piece an array, and a
     loop over layers carries arrays that are updated in place. A layout may ask for [num_layers, num_blocks,
-    ...] instead. To a kernel it is a pool of `num_blocks * num_layers` blocks, of which a layer's are those
-    that `blocks_of` and `slots_of` name.
+    ...] instead. To a kernel it is a pool of `num_blocks * num_layers` blocks, of which a layer's are a part.
     """
 
     blocks: dict[str, Num[Array, "..."]]
@@ -48,24 +47,13 @@ class KVCache:
         return next(iter(self.blocks.values())).shape[self.axis]
 
     def pool(self, layer: int | Int[Array, ""]) -> Pool:
-        """All layers' blocks as kernels see them, with what the blocks of this one share."""
+        """A layer's blocks, by their own ids and slots: a part of all layers', with what it shares."""
         blocks = {name: x.reshape(-1, *x.shape[2:]) for name, x in self.blocks.items()}
         shared = {name: x[layer] for name, x in self.shared.items()}
         sizes = Sizes(self.num_blocks * self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
-        return Pool(blocks | shared, self.layout, sizes)
-
-    def blocks_of(self, layer: int | Int[Array, ""], block_ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
-        """The numbers in `pool` of a layer's share of these blocks; those of the null block are padding,
-        too.
-        """
-        if self.layout.layers_apart:
-            return layer * self.num_blocks + block_ids
-        return block_ids * self.num_layers + layer
-
-    def slots_of(self, layer: int | Int[Array, ""], slots: Int[Array, "*n"]) -> Int[Array, "*n"]:
-        """The slots in `pool` of a layer's K and V of the tokens in these slots."""
-        blocks = self.blocks_of(layer, slots // self.block_size)
-        return blocks * self.block_size + slots % self.block_size
+        first, stride = (self.num_blocks, 1) if self.layout.layers_apart else (1, self.num_layers)
+        part = Part(jnp.asarray(layer * first, jnp.int32), stride, self.num_blocks)
+        return Pool(blocks | shared, self.layout, sizes, part)
 
 
 def create(
@@ -105,7 +93,7 @@ def write(
     if cache.shared:  # of all tokens: what is none must not count
         is_padding = (slot_mapping < cache.block_size)[:, None, None]
         k, v = jnp.where(is_padding, 0, k), jnp.where(is_padding, 0, v)
-    new = ops.write(cache.pool(layer), k, v, cache.slots_of(layer, slot_mapping)).arrays
+    new = ops.write(cache.pool(layer), k, v, slot_mapping).arrays
     return replace(
         cache,
         blocks={name: new[name].reshape(old.shape) for name, old in cache.blocks.items()},

@@ -63,7 +63,7 @@ def attend(
             q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
             cache.pool(layer),
             None,
-            cache.blocks_of(layer, batch.block_tables),
+            batch.block_tables,
             batch.query_starts,
             batch.seq_lens,
             scale=scale,

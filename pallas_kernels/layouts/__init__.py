@@ -12,7 +12,18 @@ from typing import Any
 import jax
 
 from pallas_kernels.layouts.all_layers import AllLayers
-from pallas_kernels.layouts.base import Arrays, Layout, PackedView, Place, Pool, Sizes, View, check, create
+from pallas_kernels.layouts.base import (
+    Arrays,
+    Layout,
+    PackedView,
+    Part,
+    Place,
+    Pool,
+    Sizes,
+    View,
+    check,
+    create,
+)
 from pallas_kernels.layouts.dense import Dense
 from pallas_kernels.layouts.fp8 import TYPES as FP8_TYPES
 from pallas_kernels.layouts.fp8 import Fp8
@@ -32,6 +43,7 @@ __all__ = [
     "Fp8",
     "Layout",
     "PackedView",
+    "Part",
     "Place",
     "Pool",
     "Sizes",

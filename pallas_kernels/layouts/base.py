@@ -170,16 +170,36 @@ class Layout(abc.ABC):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Some of the blocks that arrays have, a layer's for one: block i of them is block first + i * stride."""
+
+    first: jax.Array  # [] int32
+    stride: int = dataclasses.field(metadata={"static": True})
+    num_blocks: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Pool:
     """Blocks in some layout: what the operations of `ops` take in place of an array of K and one of V."""
 
     arrays: dict[str, jax.Array]
     layout: Layout = dataclasses.field(metadata={"static": True})
-    sizes: Sizes = dataclasses.field(metadata={"static": True})
+    sizes: Sizes = dataclasses.field(metadata={"static": True})  # of the arrays
+    part: Part | None = None  # what block ids and slots are of; None: of all
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the part, if there is one."""
+        return self.sizes.num_blocks if self.part is None else self.part.num_blocks
+
+    def places(self, block_ids: jax.Array) -> jax.Array:
+        """Which of the arrays' blocks these are."""
+        return block_ids if self.part is None else self.part.first + block_ids * self.part.stride
 
     def read(self, block_ids: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """See `Layout.read`."""
-        return self.layout.read(self.arrays, self.sizes, block_ids, dtype)
+        return self.layout.read(self.arrays, self.sizes, self.places(block_ids), dtype)
 
     @property
     def scales(self) -> tuple[jax.Array, jax.Array] | None:

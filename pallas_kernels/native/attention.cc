@@ -35,7 +35,8 @@ ffi::Error WithCacheType(ffi::DataType type, int64_t exponent_bits, ffi::DataTyp
 ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::Buffer<ffi::S32> block_tables, ffi::Buffer<ffi::S32> query_starts,
                      ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::F32> k_scales, ffi::Buffer<ffi::F32> v_scales,
-                     ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, ffi::Span<const int64_t> places) {
+                     ffi::Buffer<ffi::S32> first_block, ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window,
+                     ffi::Span<const int64_t> places, int64_t block_stride) {
   const auto queries = q.dimensions();
   const int64_t* at = places.begin();
   const bool has_scales = k_scales.element_count() > 0;
@@ -65,7 +66,10 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                                      {at[4] * bytes, at[5] * bytes, at[6] * bytes},
                                      {at[9], at[10], at[11]},
                                      scale,
-                                     window};
+                                     window,
+                                     {},
+                                     first_block.typed_data()[0],
+                                     block_stride};
       AttendAll(pool, call);
     });
   });
@@ -85,7 +89,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_attention, Attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
-                                  .Attr<ffi::Span<const int64_t>>("places"));
+                                  .Attr<ffi::Span<const int64_t>>("places")
+                                  .Attr<int64_t>("block_stride"));

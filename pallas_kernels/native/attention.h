@@ -54,7 +54,9 @@ struct AttentionCall {
   Strides scale_strides;  // in numbers
   float scale;
   int64_t window;
-  Packing<C> packing;
+  Packing<C> packing{};
+  // Block i of the tables is block first_block + i * block_stride of the arrays.
+  int64_t first_block = 0, block_stride = 1;
 
   int64_t head_bytes() const { return Packing<C>::HeadBytes(head_dim); }
 };
@@ -459,7 +461,7 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
 
   for (int64_t position = begin; position < end;) {
     const int64_t block = position / call.block_size, block_end = std::min((block + 1) * call.block_size, end);
-    const int64_t block_id = call.block_tables[tile * call.max_blocks + block];
+    const int64_t block_id = call.first_block + call.block_tables[tile * call.max_blocks + block] * call.block_stride;
     for (; position < block_end; ++position) {
       const int64_t offset = position - block * call.block_size;
       job.offsets[position - begin] = call.strides.At(block_id, offset);

@@ -74,8 +74,9 @@ def tiled_paged_attention(
     else:
         k, v, k_scales, v_scales, places = operands(pool)
         given = (q, k, v, *at, k_scales, v_scales)
-    options = {"scale": np.float32(scale), "window": np.int64(window)}
-    return call(*given, **options, places=np.array(places, np.int64))
+    first, stride = (jnp.int32(0), 1) if pool.part is None else (pool.part.first, pool.part.stride)
+    options = {"scale": np.float32(scale), "window": np.int64(window), "block_stride": np.int64(stride)}
+    return call(*given, first, **options, places=np.array(places, np.int64))
 
 
 def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, list[int]]:

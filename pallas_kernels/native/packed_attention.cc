@@ -15,8 +15,9 @@ const uint16_t* Bits(const Numbers& numbers) { return static_cast<const uint16_t
 ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::S32> block_tables,
                            ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::U8> k,
                            Numbers k_scale, Numbers k_zero, ffi::AnyBuffer k_new, ffi::Buffer<ffi::S32> new_group,
-                           ffi::Buffer<ffi::U8> v, Numbers v_scale, Numbers v_zero, ffi::Result<ffi::AnyBuffer> out,
-                           float scale, int64_t window, ffi::Span<const int64_t> places) {
+                           ffi::Buffer<ffi::U8> v, Numbers v_scale, Numbers v_zero,
+                           ffi::Buffer<ffi::S32> first_block, ffi::Result<ffi::AnyBuffer> out, float scale,
+                           int64_t window, ffi::Span<const int64_t> places, int64_t block_stride) {
   if (k_new.element_type() != q.element_type()) {
     return ffi::Error::InvalidArgument("the newest tokens must be of the queries' type");
   }
@@ -50,7 +51,9 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                                             {at[1], 1, 0},
                                             scale,
                                             window,
-                                            packing};
+                                            packing,
+                                            first_block.typed_data()[0],
+                                            block_stride};
     AttendAll(pool, call);
   });
 }
@@ -72,7 +75,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_packed_attention, PackedAttention,
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<Numbers>()
                                   .Arg<Numbers>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
-                                  .Attr<ffi::Span<const int64_t>>("places"));
+                                  .Attr<ffi::Span<const int64_t>>("places")
+                                  .Attr<int64_t>("block_stride"));

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import layouts, native, ops, support
-from pallas_kernels.layouts import LAYOUTS, Fp8, Int8PerToken, Pool, Sizes
+from pallas_kernels.layouts import LAYOUTS, Fp8, Int8PerToken, Layout, Part, Pool, Sizes
 from reference import attention as reference_attention
 from reference import cache_ops
 from reference import layouts as reference
@@ -79,7 +79,7 @@ def assert_alike(pool: Pool, want: dict[str, np.ndarray], shared: set[str] = fro
 
 
 def blocks_of(pool: Pool) -> tuple[np.ndarray, np.ndarray]:
-    k, v = read(pool, jnp.arange(pool.sizes.num_blocks), F32)
+    k, v = read(pool, jnp.arange(pool.num_blocks), F32)
     return np.asarray(k), np.asarray(v)
 
 
@@ -135,6 +135,17 @@ def test_a_pool_takes_the_bytes_of_its_blocks_and_is_written_in_place(name: str)
     assert memory.temp_size_in_bytes < 2**17
 
 
+def part_of_three(layout: Layout, sizes: Sizes, dtype: jnp.dtype) -> Pool:
+    """The last of three layers whose blocks lie side by side, in arrays of numbers that are none."""
+    pool = layouts.create(layout, *sizes._replace(num_blocks=3 * sizes.num_blocks), dtype)
+    arrays = {
+        name: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for name, x in pool.arrays.items()
+    }
+    part = Part(jnp.int32(2), stride=3, num_blocks=sizes.num_blocks)
+    return dataclasses.replace(pool, arrays=arrays, part=part)
+
+
 @functools.cache
 def filled(name: str) -> tuple[Pool, np.ndarray, np.ndarray]:
     """Three sequences' blocks with tokens in all places, and what is read of them."""
@@ -145,7 +156,7 @@ def filled(name: str) -> tuple[Pool, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(3)
     slots = np.arange(block_size, num_blocks * block_size, dtype=np.int32)
     k, v = rng.standard_normal((2, len(slots), *sizes[2:])).astype(np.float32)
-    pool = write(layouts.create(layout, *sizes, F32), k, v, slots)
+    pool = write(part_of_three(layout, sizes, F32), k, v, slots)
     return pool, *blocks_of(pool)
 
 
@@ -262,13 +273,7 @@ def run_interpreted(name: str, tile_len: int) -> None:
     positions = [np.arange(n) for n in seq_lens]
     slots = [tables[i, at // block_size] * block_size + at % block_size for i, at in enumerate(positions)]
     k, v = rng.standard_normal((2, seq_lens.sum(), 2, 64)).astype(np.float32)
-    pool = layouts.create(layout, *sizes, bfloat16)
-    # What nobody has written is not a number, where there is such.
-    unwritten = {
-        name: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        for name, x in pool.arrays.items()
-    }
-    pool = write(dataclasses.replace(pool, arrays=unwritten), k, v, np.concatenate(slots).astype(np.int32))
+    pool = write(part_of_three(layout, sizes, bfloat16), k, v, np.concatenate(slots).astype(np.int32))
     starts = seq_lens - tile_len
     q = jnp.asarray(rng.standard_normal((2, tile_len, 4, 64)), bfloat16)
     attend = functools.partial(ops.tiled_paged_attention, scale=0.125, interpret=True)

@@ -68,7 +68,7 @@ def fill(cache: KVCache, block_ids: jax.Array, values: jax.Array) -> KVCache:
 def filled(cache: KVCache) -> jax.Array:
     """[num_blocks, NUM_LAYERS, 2, BLOCK_SIZE, 1, 2], read by the layout."""
     ids = jnp.arange(cache.num_blocks)
-    pools = [cache.pool(layer).read(cache.blocks_of(layer, ids), cache.dtype) for layer in range(NUM_LAYERS)]
+    pools = [cache.pool(layer).read(ids, cache.dtype) for layer in range(NUM_LAYERS)]
     return jnp.stack([jnp.stack(pool, axis=1) for pool in pools], axis=1)
 
 
