@@ -54,6 +54,7 @@ class Program:
     tile_len: int = 1
     num_seqs: int = 16
     capacity: int = 8192  # tokens a row can have
+    num_layers: int = 1  # whose blocks the arrays have: with several the pool is a part
 
     def __str__(self) -> str:
         heads = f"{self.num_q_heads}/{self.num_kv_heads}"
@@ -68,6 +69,7 @@ class Program:
                 (f"{self.tile_len} tokens a tile", self.tile_len > 1),
                 (f"{self.num_seqs} rows of {self.capacity}", (self.num_seqs, self.capacity) != (16, 8192)),
                 (self.kv_layout, self.kv_layout != "token_major"),
+                (f"one of {self.num_layers} layers", self.num_layers > 1),
             ]
             if used
         ]
@@ -103,7 +105,7 @@ def programs() -> list[Program | Product]:
 
 def attention_programs() -> list[Program]:
     """Each with its kernel."""
-    found = [Program(), Program(num_seqs=256, capacity=131072)]
+    found = [Program(), Program(num_seqs=256, capacity=131072), Program(num_layers=32)]
     found += [Program(head_dim=d) for d in (64, 80, 96, 112, 192, 256)]
     found += [Program(num_q_heads=8 * g) for g in (1, 3, 5, 7, 8, 16)]
     found += [Program(block_size=b) for b in (8, 32, 64, 128, 256)]
@@ -141,6 +143,7 @@ def attention_programs() -> list[Program]:
         dataclasses.replace(prompt, tile_len=16, num_q_heads=64),
         dataclasses.replace(prompt, tile_len=64),
         dataclasses.replace(prompt, dtype="float16"),
+        dataclasses.replace(prompt, num_layers=32),
         *(dataclasses.replace(prompt, kv_layout=name) for name in ("head_major", "fused")),
         dataclasses.replace(prompt, sliding_window=4096),
         dataclasses.replace(prompt, head_dim=256, sliding_window=4096),
@@ -281,10 +284,14 @@ def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
 
     p, num_seqs, num_blocks = program, program.num_seqs, 1024
     kv_layout, dtype = layouts.named(p.kv_layout), jnp.dtype(p.cache_dtype or p.dtype)
-    sizes = (num_blocks, p.block_size, p.num_kv_heads, p.head_dim)
+    sizes = (num_blocks * p.num_layers, p.block_size, p.num_kv_heads, p.head_dim)
     pool = jax.eval_shape(lambda: layouts.create(kv_layout, *sizes, dtype))
+    if p.num_layers > 1:
+        part = layouts.Part(jax.ShapeDtypeStruct((), jnp.int32), p.num_layers, num_blocks)
+        pool = dataclasses.replace(pool, part=part)
     # Two arrays with scales as options, or a pool of another kind.
-    caches = (pool.arrays["k"], pool.arrays["v"]) if pool.arrays.keys() == {"k", "v"} else (pool, None)
+    is_pair = isinstance(kv_layout, layouts.Dense) and kv_layout.names == ("k", "v") and pool.part is None
+    caches = (pool.arrays["k"], pool.arrays["v"]) if is_pair else (pool, None)
     rows = (num_seqs,) if p.version != "tiles" else (num_seqs, p.tile_len)
     arrays: dict[str, Any] = {
         "q": jax.ShapeDtypeStruct((*rows, p.num_q_heads, p.head_dim), jnp.dtype(p.dtype)),
