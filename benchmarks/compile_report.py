@@ -287,7 +287,7 @@ def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
     sizes = (num_blocks * p.num_layers, p.block_size, p.num_kv_heads, p.head_dim)
     pool = jax.eval_shape(lambda: layouts.create(kv_layout, *sizes, dtype))
     if p.num_layers > 1:
-        part = layouts.Part(jax.ShapeDtypeStruct((), jnp.int32), p.num_layers, num_blocks)
+        part = jax.eval_shape(lambda: layouts.Part(jnp.int32(0), p.num_layers, num_blocks))
         pool = dataclasses.replace(pool, part=part)
     # Two arrays with scales as options, or a pool of another kind.
     is_pair = isinstance(kv_layout, layouts.Dense) and kv_layout.names == ("k", "v") and pool.part is None

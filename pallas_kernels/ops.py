@@ -19,23 +19,21 @@ Shared by all operations:
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layouts, native, ragged, xla, xla_tiles
+from pallas_kernels import checks, layouts, native, ragged, xla, xla_tiles
 from pallas_kernels import paged_attention as mosaic
 from pallas_kernels import prompt_attention as mosaic_prompts
 from pallas_kernels import quantised_product as mosaic_products
-from pallas_kernels.layouts import Dense, Layout, Pool, Sizes
+from pallas_kernels.checks import AttentionOptions
+from pallas_kernels.layouts import Layout, Pool
 from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
 from pallas_kernels.support import (
-    QUANTISED_DTYPES,
     Arrays,
-    BlockSparse,
     Options,
     PackedArrays,
     refuse_unserved,
@@ -45,24 +43,6 @@ from pallas_kernels.support import (
 Implementation = Literal["mosaic_gpu", "xla"]
 TiledImplementation = Literal["mosaic_gpu", "native", "xla"]
 ProductImplementation = Literal["mosaic_gpu", "native", "xla"]
-
-
-# The axes of a cache of two arrays, in the order of `Sizes`, as a layout and as a user calls them.
-AXES = {"block": "num_blocks", "token": "block_size", "head": "num_kv_heads", "dim": "head_dim"}
-
-
-class AttentionOptions(TypedDict, total=False):
-    """What `paged_attention`, `_v1` and `_v2` take by keyword; None, or the default layout, if left out."""
-
-    scale: float | None  # factor on the dot products; 1 / sqrt(head_dim) if None
-    alibi_slopes: jax.Array | None  # [num_q_heads]
-    sliding_window: int | None  # only the last so many tokens are seen, the query's own among them
-    soft_cap: float | None  # bound of the logits, positive
-    sinks: jax.Array | None  # [num_q_heads], a logit per head that takes its share and has no value
-    k_scale: jax.Array | float | None  # of a quantised cache; see above
-    v_scale: jax.Array | float | None
-    block_sparse: BlockSparse | None
-    kv_layout: str | Layout  # of two arrays
 
 
 def paged_attention(
@@ -82,7 +62,7 @@ def paged_attention(
     GPU as busy as many short ones; "xla" takes all tokens of a row in one running softmax.
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
-    checked = _check_attention(arrays, options)
+    checked = checks.check_attention(arrays, options)
     if _choose(implementation, interpret, arrays, checked) == "xla":
         return xla.paged_attention_v1(_batch(arrays, checked), checked)
     return mosaic.paged_attention(*_seen(arrays, checked), interpret=interpret)
@@ -120,7 +100,7 @@ def paged_attention_v1(
         not serve the combination.
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
-    checked = _check_attention(arrays, options)
+    checked = checks.check_attention(arrays, options)
     if _choose(implementation, interpret, arrays, checked) == "xla":
         return xla.paged_attention_v1(_batch(arrays, checked), checked)
     whole = mosaic.Cut(_capacity(arrays, checked), most=1)
@@ -147,7 +127,7 @@ def paged_attention_v2(
     partition_size: tokens, a multiple of the block size.
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
-    checked = _check_attention(arrays, options)
+    checked = checks.check_attention(arrays, options)
     block_size = _pool(checked).sizes.block_size
     if partition_size <= 0 or partition_size % block_size:
         raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
@@ -213,8 +193,8 @@ def tiled_paged_attention(
         v_scale=v_scale,
         kv_layout=kv_layout,
     )
-    options = _check_attention(decode, given)
-    _check_int32("query_starts", query_starts, (num_tiles,))
+    options = checks.check_attention(decode, given)
+    checks.check_int32("query_starts", query_starts, (num_tiles,))
     not_native = ("alibi_slopes", "soft_cap", "sinks", "k_scale", "v_scale")
     biases = [name for name in not_native if getattr(options, name) is not None]
     pool = _pool(options)
@@ -284,7 +264,7 @@ def ragged_paged_attention(
         raise ValueError(f"{q.shape=} must be [num_tokens, num_q_heads, head_dim]")
     if seq_lens.ndim != 1 or seq_lens.shape[0] == 0:
         raise ValueError(f"{seq_lens.shape=} must be [num_seqs], with at least one sequence")
-    _check_int32("cu_query_lens", cu_query_lens, (seq_lens.shape[0] + 1,))
+    checks.check_int32("cu_query_lens", cu_query_lens, (seq_lens.shape[0] + 1,))
     if max_query_len is not None and max_query_len < 1:
         raise ValueError(f"{max_query_len=} must be at least 1")
     num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
@@ -341,9 +321,9 @@ def reshape_and_cache(
     Returns: the new k_cache and v_cache. A quantised cache stores x / scale, saturated (int8: rounded).
     Raises: ValueError on wrong shapes or types.
     """
-    pool = _pool_of(k_cache, v_cache, kv_layout)
-    k_scale, v_scale = _check_scales(k_scale, v_scale, k_cache.dtype, pool.sizes.num_kv_heads)
-    _check_new(pool, k, v, slot_mapping)
+    pool = checks.pool_of(k_cache, v_cache, kv_layout)
+    k_scale, v_scale = checks.check_scales(k_scale, v_scale, k_cache.dtype, pool.sizes.num_kv_heads)
+    checks.check_new(pool, k, v, slot_mapping)
     k, v = xla.quantise(k, k_scale, k_cache.dtype), xla.quantise(v, v_scale, k_cache.dtype)
     new = xla.write(pool, k, v, slot_mapping).arrays
     return new["k"], new["v"]
@@ -358,7 +338,7 @@ def write(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Po
     Args: as those of `reshape_and_cache`; tokens of a sequence in their order, next to each other.
     Returns: the new pool. Raises: ValueError on wrong shapes or types.
     """
-    _check_new(pool, k, v, slot_mapping)
+    checks.check_new(pool, k, v, slot_mapping)
     return xla.write(pool, k, v, slot_mapping)
 
 
@@ -373,7 +353,7 @@ def copy_blocks(caches: Sequence[jax.Array], pairs: jax.Array) -> list[jax.Array
     Returns: the new caches, in place where they are donated.
     Raises: ValueError on wrong shapes or types.
     """
-    _check_int32("pairs", pairs, (pairs.shape[0] if pairs.ndim else 0, 2))
+    checks.check_int32("pairs", pairs, (pairs.shape[0] if pairs.ndim else 0, 2))
     for i, cache in enumerate(caches):
         if cache.shape[0] != (num_blocks := caches[0].shape[0]):
             raise ValueError(f"caches[{i}].shape={cache.shape} must begin with {num_blocks=}")
@@ -394,7 +374,7 @@ def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array, axis: in
     Returns: the new target, in target's memory.
     Raises: ValueError on wrong shapes or types.
     """
-    _check_int32("pairs", pairs, (pairs.shape[0] if pairs.ndim else 0, 2))
+    checks.check_int32("pairs", pairs, (pairs.shape[0] if pairs.ndim else 0, 2))
     shapes = [(*pool.shape[:axis], *pool.shape[axis + 1 :]) for pool in (source, target)]
     if shapes[0] != shapes[1] or source.dtype != target.dtype:
         raise ValueError(
@@ -524,114 +504,3 @@ def _choose(
         options=options,
     )
     return implementation
-
-
-def _check_attention(arrays: Arrays, given: AttentionOptions) -> Options:
-    """Refuse what is wrong, and pack the options."""
-    q, k_cache, v_cache, block_tables, seq_lens = arrays
-    pool = _pool_of(k_cache, v_cache, given.get("kv_layout", layouts.TOKEN_MAJOR))
-    if q.ndim != 3:
-        raise ValueError(f"{q.shape=} must be [num_seqs, num_q_heads, head_dim]")
-    num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads = pool.sizes.num_kv_heads
-    if pool.sizes.head_dim != head_dim:
-        cache = f"pool.sizes={pool.sizes}" if v_cache is None else f"{k_cache.shape=}"
-        raise ValueError(f"{cache} must end with q's head_dim={head_dim}")
-    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
-        raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"{q.dtype=} must be a floating type")
-    if v_cache is not None and k_cache.dtype != q.dtype and k_cache.dtype.name not in QUANTISED_DTYPES:
-        raise ValueError(f"{k_cache.dtype=} must be q's {q.dtype} or one of {QUANTISED_DTYPES}")
-    if block_tables.ndim != 2:
-        raise ValueError(f"{block_tables.shape=} must be [num_seqs, max_blocks_per_seq]")
-    _check_int32("block_tables", block_tables, (num_seqs, block_tables.shape[1]))
-    if block_tables.shape[1] == 0:
-        raise ValueError(f"{block_tables.shape=} must have room for at least one block per sequence")
-    _check_int32("seq_lens", seq_lens, (num_seqs,))
-    return _pack(given, num_q_heads, pool, None if v_cache is None else k_cache.dtype)
-
-
-def _pack(given: AttentionOptions, num_q_heads: int, pool: Pool, cache_dtype: jnp.dtype | None) -> Options:
-    """The options as implementations take them: defaults filled in, arrays in full shape and float32.
-
-    cache_dtype: of two arrays, which come without scales of their own.
-    """
-    cache = pool.sizes
-    packed: dict[str, Any] = dict(given) | {"kv_layout": pool.layout, "pool": pool}
-    packed["scale"] = cache.head_dim**-0.5 if packed.get("scale") is None else float(packed["scale"])
-    for name in ("alibi_slopes", "sinks"):
-        if packed.get(name) is not None:
-            packed[name] = jnp.asarray(packed[name], jnp.float32)
-            _check_shape(name, packed[name], (num_q_heads,))
-    scales = (packed.get("k_scale"), packed.get("v_scale"))
-    packed["k_scale"], packed["v_scale"] = _check_scales(*scales, cache_dtype, cache.num_kv_heads)
-    options = Options(**packed)
-    window, soft_cap, sparse = options.sliding_window, options.soft_cap, options.block_sparse
-    if not math.isfinite(options.scale):
-        raise ValueError(f"scale={options.scale} must be finite")
-    if window is not None and window < 1:
-        raise ValueError(f"sliding_window={window} must be at least 1")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap={soft_cap} must be positive")
-    if sparse is not None and (min(sparse.block_size, sparse.vertical_stride) < 1 or sparse.local_blocks < 0):
-        raise ValueError(f"{sparse} must have block_size >= 1, vertical_stride >= 1 and local_blocks >= 0")
-    return options
-
-
-def _pool_of(k_cache: Any, v_cache: Any, kv_layout: str | Layout) -> Pool:
-    """The cache, however it was given; two arrays must be alike."""
-    if isinstance(k_cache, Pool):
-        if v_cache is not None:
-            raise ValueError("v_cache must be None beside a pool")
-        return k_cache
-    kv_layout = layouts.named(kv_layout)
-    if not isinstance(kv_layout, Dense) or kv_layout.names != ("k", "v"):
-        raise ValueError(f"{kv_layout=} must be one of an array of K and one of V, or the cache a Pool")
-    if k_cache.ndim != 4:
-        raise ValueError(f"{k_cache.shape=} must be [{', '.join(AXES[axis] for axis in kv_layout.axes)}]")
-    _check_shape("v_cache", v_cache, k_cache.shape)
-    if v_cache.dtype != k_cache.dtype:
-        raise ValueError(f"{v_cache.dtype=} must be k_cache's {k_cache.dtype}")
-    found = dict(zip(kv_layout.axes, k_cache.shape, strict=True))
-    return Pool({"k": k_cache, "v": v_cache}, kv_layout, Sizes(*(found[axis] for axis in AXES)))
-
-
-def _check_new(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> None:
-    _check_shape("k", k, (k.shape[0] if k.ndim else 0, *pool.sizes[2:]))
-    _check_shape("v", v, k.shape)
-    _check_int32("slot_mapping", slot_mapping, k.shape[:1])
-
-
-def _check_scales(
-    k_scale: jax.Array | float | None,
-    v_scale: jax.Array | float | None,
-    cache_dtype: jnp.dtype | None,
-    num_kv_heads: int,
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Both scales as float32 [num_kv_heads], or None for a cache that takes none."""
-    is_quantised = cache_dtype is not None and cache_dtype.name in QUANTISED_DTYPES
-    scales = []
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None and is_quantised:
-            raise ValueError(f"{name}=None must be a scale for a cache of {cache_dtype}")
-        if scale is not None and not is_quantised:
-            raise ValueError(f"{name} must be None for a cache of {cache_dtype or 'its own scales'}")
-        if scale is not None:
-            scale = jnp.asarray(scale, jnp.float32)
-            if scale.shape not in ((), (num_kv_heads,)):
-                raise ValueError(f"{name}.shape={scale.shape} must be () or [num_kv_heads]=({num_kv_heads},)")
-            scale = jnp.broadcast_to(scale, (num_kv_heads,))
-        scales.append(scale)
-    return scales[0], scales[1]
-
-
-def _check_shape(name: str, array: jax.Array, want: tuple[int, ...]) -> None:
-    if array.shape != want:
-        raise ValueError(f"{name}.shape={array.shape} must be {want}")
-
-
-def _check_int32(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
-    _check_shape(name, array, shape)
-    if array.dtype != jnp.int32:
-        raise ValueError(f"{name}.dtype={array.dtype} must be int32")

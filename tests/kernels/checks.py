@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxpaged.verify.cases import Case, compared, make_inputs, oracle
 from pallas_kernels import ops
+from pallas_kernels.checks import check_attention
 from pallas_kernels.support import Arrays, BlockSparse
 
 # One jit for all cases, so that those of one shape with the same options share a program.
@@ -43,7 +44,7 @@ def is_served(c: Case) -> bool:
     named, options = inputs(c)
     arrays = Arrays(**named)
     try:
-        ops._choose("mosaic_gpu", False, arrays, ops._check_attention(arrays, options))
+        ops._choose("mosaic_gpu", False, arrays, check_attention(arrays, options))
     except NotImplementedError:
         return False
     return True

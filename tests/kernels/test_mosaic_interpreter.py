@@ -28,6 +28,7 @@ from jax.extend import core
 from jaxpaged.verify.cases import CASES, Case, case
 from pallas_kernels import _arrival, ops, tuning
 from pallas_kernels import paged_attention as mosaic
+from pallas_kernels.checks import check_attention
 from pallas_kernels.paged_attention import Cut
 from pallas_kernels.support import Arrays
 from tests.kernels.checks import OPERATIONS, assert_close, inputs, is_served, weights_dtype
@@ -125,7 +126,7 @@ def launch(c: Case, cut: Cut, num_stages: int = 2, num_programs: int = 1) -> np.
     """The kernel with a small ring, so that slots are used again within and across units of work."""
     named, given = inputs(c)
     arrays = Arrays(**named)
-    options = ops._check_attention(arrays, given)
+    options = check_attention(arrays, given)
     config = tuning.TuningConfig(num_stages=num_stages)
     got = mosaic.paged_attention(
         arrays, options, cut=cut, config=config, num_programs=num_programs, interpret=True
