@@ -194,6 +194,7 @@ class Report:
     threads: int
     ctas_per_core: int
     temp_bytes: int
+    conversions: int  # instructions that make a float of one integer of 8 or 16 bits, in the program's text
     seconds: float
 
 
@@ -339,6 +340,7 @@ def _read_dump(program: Program | Product, folder: Path, temp_bytes: int, second
             threads=threads,
             ctas_per_core=min(by_registers, by_memory, 2048 // threads, 32),
             temp_bytes=temp_bytes,
+            conversions=len(re.findall(r"\bcvt\.rn\.f\d+\.[su](?:8|16)\b", ptx)),
             seconds=round(seconds, 2),
         )
 

@@ -63,6 +63,7 @@ class Problem:
     block_sparse: BlockSparse | None
     tile_kv: int
     num_stages: int
+    is_interpreted: bool
     widens_in_registers: bool  # K of a quantised cache
     packed: PackedView | None  # of a cache of 4 bits a number
 
@@ -147,8 +148,11 @@ def make_problem(
         block_sparse=options.block_sparse,
         tile_kv=config.tile_kv,
         num_stages=config.num_stages,
-        widens_in_registers=tuning.widens_in_registers(cache.head_dim, arrays.k_cache.dtype)
-        and not is_interpreted,
+        is_interpreted=is_interpreted,
+        widens_in_registers=not is_interpreted
+        and tuning.widens_in_registers(
+            cache.head_dim, arrays.k_cache.dtype, is_scaled=options.token_scales is not None
+        ),
         packed=options.kv_layout.packed_view(),
     )
 
@@ -407,10 +411,10 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
     if p.scale_copies:
         k_scales, v_scales = scratch.k_scales.at[slot], scratch.v_scales.at[slot]
     if p.widens_in_registers:
-        k = plgpu.layout_cast(_gpu.load_8_bits(scratch.k.at[slot]).astype(p.operand_dtype), WGMMA)
+        k = plgpu.layout_cast(_gpu.widened(scratch.k.at[slot], is_interpreted=p.is_interpreted), WGMMA)
     else:
-        _gpu.widen(scratch.k.at[slot], scratch.k16, k_scales)
-    _gpu.widen(scratch.v.at[slot], scratch.v16, v_scales)
+        _gpu.widen(scratch.k.at[slot], scratch.k16, k_scales, is_interpreted=p.is_interpreted)
+    _gpu.widen(scratch.v.at[slot], scratch.v16, v_scales, is_interpreted=p.is_interpreted)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.empty.at[slot])
     return k, scratch.v16

@@ -8,7 +8,10 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.support import Options
 
@@ -90,7 +93,7 @@ def columns_of(head_dim: int) -> list[int]:
     return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
 
 
-def widen(source: Any, target: Any, scales: Any = None) -> None:
+def widen(source: Any, target: Any, scales: Any = None, *, is_interpreted: bool) -> None:
     """A tile of 8-bit numbers into float16, in parts; times the scale of each row, if there are."""
     height = (
         source.shape[0] if scales is None else 64
@@ -102,7 +105,7 @@ def widen(source: Any, target: Any, scales: Any = None) -> None:
             factor = plgpu.load(scales.at[rows], layout=WGMMA.reduce(1), optimized=False)
         for column in columns_of(source.shape[1]):
             piece = (rows, pl.ds(column, 64))
-            x = load_8_bits(source.at[piece]).astype(target.dtype)
+            x = widened(source.at[piece], is_interpreted=is_interpreted)
             if factor is not None:
                 wide = plgpu.layout_cast(x, WGMMA).astype(jnp.float32)
                 wide = wide * lax.broadcast_in_dim(factor, wide.shape, [0])
@@ -110,9 +113,56 @@ def widen(source: Any, target: Any, scales: Any = None) -> None:
             target[piece] = x
 
 
-def load_8_bits(ref: Any) -> jax.Array:
-    """So that, widened, each number is where a wgmma wants it."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+def widened(source: Any, *, is_interpreted: bool) -> jax.Array:
+    """8-bit numbers in shared memory as float16, each where a wgmma wants it."""
+    x = plgpu.load(source, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+    if x.dtype == jnp.int8 and not is_interpreted:
+        return _int8_as_float16(x)
+    return x.astype(jnp.float16)
+
+
+# Of four int8 with their signs turned over, numbers from 0 to 255, each in the lower byte of a float16 whose
+# other byte makes it 1024 more; and what is then too much, twice in a word.
+SIGNS, UPPER_BYTE, PAIRS, TOO_MUCH = 0x80808080, 0x64, (0x4140, 0x4342), 0x64806480
+
+
+def _int8_as_float16(x: jax.Array) -> jax.Array:
+    """x as float16, exactly, by five operations for four numbers, where a GPU converts one after the other.
+
+    Pallas' interpreter does not know such code.
+    """
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float16), layout=layout),
+    )
+    def convert(_: Any, x: Any) -> Any:
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+
+        def words(length: int) -> Any:
+            return ir.VectorType.get((length,), i32)
+
+        registers = np.empty_like(x.registers)
+        for at, four_and_more in np.ndenumerate(x.registers):
+            [length] = ir.VectorType(four_and_more.type).shape
+            bytes_of = vector.bitcast(words(length // 4), four_and_more)
+            halves = llvm.mlir_undef(words(length // 2))
+            for i in range(length // 4):
+                word = vector.extract(bytes_of, [], [i])
+                word = arith.xori(word, utils.c(SIGNS - 2**32, i32))
+                for k, pair in enumerate(PAIRS):
+                    ptx = f"{{ .reg .b32 t; prmt.b32 t, $1, {UPPER_BYTE}, {pair}; sub.f16x2 $0, t, $2; }}"
+                    half = llvm.inline_asm(i32, [word, utils.c(TOO_MUCH, i32)], ptx, "=r,r,r")
+                    halves = llvm.insertelement(halves, half, utils.c(2 * i + k, i32))
+            registers[at] = vector.bitcast(ir.VectorType.get((length,), ir.F16Type.get()), halves)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    converted: jax.Array = convert(x)
+    return converted
 
 
 def store(target: Any, value: jax.Array) -> None:

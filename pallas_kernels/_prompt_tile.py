@@ -64,6 +64,7 @@ class Problem:
     soft_cap: float | None
     sliding_window: int | None
     in_registers: bool
+    is_interpreted: bool
     packed: PackedView | None = None  # of a cache of 4 bits a number
     num_stages: int = 2
 
@@ -339,7 +340,7 @@ def widen(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array, scr
             plgpu.barrier_wait(source_full.at[raw_slot])
             if raw.packed is None:
                 its = None if scales is None else scales.at[raw_slot]
-                _gpu.widen(source.at[raw_slot], target.at[slot], its)
+                _gpu.widen(source.at[raw_slot], target.at[slot], its, is_interpreted=p.is_interpreted)
             else:
                 scale, zero = (each.at[raw_slot] for each in raw.packed[2 * which : 2 * which + 2])
                 place = newest - (span.first + i) * (p.tile_kv // _nibbles.GROUP)

@@ -110,6 +110,7 @@ def prompt_attention(
         soft_cap=options.soft_cap,
         sliding_window=options.sliding_window,
         in_registers=not interpret if in_registers is None else in_registers,
+        is_interpreted=bool(interpret),
         packed=options.kv_layout.packed_view(),
     )
     q = jnp.pad(arrays.q, [(0, 0), (0, tile_len - query_len), (0, 0), (0, 0)])

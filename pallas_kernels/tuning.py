@@ -44,10 +44,13 @@ def config_for(arrays: Arrays, options: Options, query_len: int = 1) -> TuningCo
     _, block_size, num_kv_heads, head_dim = sizes_of(arrays, options)
     cache_dtype, num_queries = arrays.k_cache.dtype, arrays.q.shape[1] // num_kv_heads * query_len
     key = (jax.devices()[0].device_kind, head_dim, block_size, cache_dtype.name, num_queries)
-    return MEASURED.get(key) or default_config(head_dim, cache_dtype, num_queries)
+    is_scaled = options.token_scales is not None
+    return MEASURED.get(key) or default_config(head_dim, cache_dtype, num_queries, is_scaled=is_scaled)
 
 
-def default_config(head_dim: int, cache_dtype: jnp.dtype, num_queries: int) -> TuningConfig:
+def default_config(
+    head_dim: int, cache_dtype: jnp.dtype, num_queries: int, *, is_scaled: bool = False
+) -> TuningConfig:
     """Tiles of 64 tokens, and 2 to 4 stages: as many as let two programs share a multiprocessor's memory.
 
     Where that is not possible, one program gets what fits.
@@ -55,7 +58,7 @@ def default_config(head_dim: int, cache_dtype: jnp.dtype, num_queries: int) -> T
     columns, itemsize = num_columns(num_queries), jnp.dtype(cache_dtype).itemsize
     stage = 2 * 64 * head_dim * itemsize
     widened = 64 * head_dim * 2 if itemsize == 1 else 0
-    widened *= 1 if widens_in_registers(head_dim, cache_dtype) else 2
+    widened *= 1 if widens_in_registers(head_dim, cache_dtype, is_scaled=is_scaled) else 2
     queries, output = 3 * columns * head_dim * 2, columns * head_dim * 2
     weights, rounding = columns * 64 * 2, 4096
     other = widened + queries + output + weights + rounding
@@ -65,15 +68,14 @@ def default_config(head_dim: int, cache_dtype: jnp.dtype, num_queries: int) -> T
     return TuningConfig(num_stages=max(2, min(4, alone)), ctas_per_core=1)
 
 
-def widens_in_registers(head_dim: int, cache_dtype: jnp.dtype) -> bool:
+def widens_in_registers(head_dim: int, cache_dtype: jnp.dtype, *, is_scaled: bool) -> bool:
     """Whether K of that type goes from the ring through registers into its product, without a way back.
 
-    It saves work of shared memory where two programs a multiprocessor have the registers: widening int8 takes
-    many more, and so do longer heads. Codes of 4 bits (uint8) always go by way of shared memory.
+    It saves work of shared memory where two programs a multiprocessor have the registers; longer heads take
+    too many. Numbers with a scale for each token, and codes of 4 bits (uint8), go by way of shared memory.
     """
-    return (
-        jnp.issubdtype(cache_dtype, jnp.floating) and jnp.dtype(cache_dtype).itemsize == 1 and head_dim <= 128
-    )
+    is_narrow = jnp.dtype(cache_dtype).itemsize == 1 and cache_dtype != jnp.uint8
+    return is_narrow and not is_scaled and head_dim <= 128
 
 
 def num_columns(num_queries: int) -> int:

@@ -62,6 +62,10 @@ def test_every_kernel_compiles_and_spills_nothing(reports: list[compile_report.R
     assert [r for r in reports if r.spill_bytes] == []
 
 
+def test_no_int8_is_converted_by_itself(reports: list[compile_report.Report]) -> None:
+    assert [r for r in reports if " int8" in r.program and r.conversions] == []
+
+
 def test_partial_results_stay_small_whatever_the_capacity(reports: list[compile_report.Report]) -> None:
     """v1 has none: a few bytes a row say what there is to do."""
     temp_bytes = {r.program: r.temp_bytes for r in reports}

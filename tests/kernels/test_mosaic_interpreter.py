@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
 from jaxpaged.verify.cases import CASES, Case, case
-from pallas_kernels import _arrival, ops, tuning
+from pallas_kernels import _arrival, _gpu, ops, tuning
 from pallas_kernels import paged_attention as mosaic
 from pallas_kernels.checks import check_attention
 from pallas_kernels.paged_attention import Cut
@@ -180,6 +180,22 @@ def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[Non
 @functools.cache
 def one_program() -> np.ndarray:
     return launch(RING, CUT, 3)
+
+
+def test_int8_is_float16_by_its_bits() -> None:
+    """The arithmetic of `_gpu.widened` for a GPU, which the interpreter does not know: all numbers, by NumPy."""
+    x = np.arange(-128, 128).astype(np.int8)
+    words = x.view(np.uint32) ^ np.uint32(_gpu.SIGNS)
+    # prmt: each digit of the pair, the lowest first, names one of the bytes of both operands.
+    choice = (
+        words.view(np.uint8).reshape(-1, 4),
+        np.tile(np.uint32([_gpu.UPPER_BYTE]).view(np.uint8), (64, 1)),
+    )
+    places = [[pair >> 4 * digit & 15 for digit in range(4)] for pair in _gpu.PAIRS]
+    halves = np.hstack(choice)[:, np.array(places).reshape(-1)].copy().view(np.float16)
+    too_much = np.uint32([_gpu.TOO_MUCH]).view(np.float16)
+    np.testing.assert_array_equal((halves - too_much[0]).reshape(-1), x)
+    assert too_much[0] == too_much[1]
 
 
 @pytest.mark.parametrize("num_programs", [2, 3, 5])
