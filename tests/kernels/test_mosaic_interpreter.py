@@ -183,7 +183,7 @@ def one_program() -> np.ndarray:
 
 
 def test_int8_is_float16_by_its_bits() -> None:
-    """The arithmetic of `_gpu.widened` for a GPU, which the interpreter does not know: all numbers, by NumPy."""
+    """What `_gpu.widened` computes on a GPU, and no interpreter knows: of all numbers, by NumPy."""
     x = np.arange(-128, 128).astype(np.int8)
     words = x.view(np.uint32) ^ np.uint32(_gpu.SIGNS)
     # prmt: each digit of the pair, the lowest first, names one of the bytes of both operands.
