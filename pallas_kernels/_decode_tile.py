@@ -63,6 +63,7 @@ class Problem:
     block_sparse: BlockSparse | None
     tile_kv: int
     num_stages: int
+    has_table_rows: bool  # whether items say which row of the block tables a row has
     is_interpreted: bool
     widens_in_registers: bool  # K of a quantised cache
     packed: PackedView | None  # of a cache of 4 bits a number
@@ -148,6 +149,7 @@ def make_problem(
         block_sparse=options.block_sparse,
         tile_kv=config.tile_kv,
         num_stages=config.num_stages,
+        has_table_rows=arrays.table_rows is not None,
         is_interpreted=is_interpreted,
         widens_in_registers=not is_interpreted
         and tuning.widens_in_registers(
@@ -213,6 +215,7 @@ class Span(NamedTuple):
     """A unit of work: the tokens [start, end) of a row that one softmax runs over, for one kv head."""
 
     row: jax.Array
+    table: jax.Array  # the row's row of the block tables
     kv_head: jax.Array
     position: jax.Array  # of the row's first new token
     start: jax.Array
@@ -256,7 +259,7 @@ def produce(
             """The block of the tile's tokens from a place on, and where in it they are."""
             token = (first_tile + i) * p.tile_kv + place
             column = lax.div(token, jnp.int32(p.block_size))
-            block_id = place_of(gmem.block_tables[span.row, jnp.clip(column, first_block, last_block)])
+            block_id = place_of(gmem.block_tables[span.table, jnp.clip(column, first_block, last_block)])
             offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
             return block_id, pl.ds(offset, num_tokens)
 
@@ -297,7 +300,7 @@ def produce(
 def _last_block(p: Problem, span: Span, gmem: Any, extras: Extras) -> jax.Array:
     """The place of the span's last token's block; that of the null block, if it has none."""
     column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
-    block_id = jnp.where(span.end > span.start, gmem.block_tables[span.row, column], 0)
+    block_id = jnp.where(span.end > span.start, gmem.block_tables[span.table, column], 0)
     return _gpu.places(extras, p.block_stride)(block_id)
 
 

@@ -32,7 +32,7 @@ class AttentionOptions(TypedDict, total=False):
 
 def check_attention(arrays: Arrays, given: AttentionOptions) -> Options:
     """Refuse what is wrong, and pack the options."""
-    q, k_cache, v_cache, block_tables, seq_lens = arrays
+    q, k_cache, v_cache, block_tables, seq_lens, table_rows = arrays
     pool = pool_of(k_cache, v_cache, given.get("kv_layout", layouts.TOKEN_MAJOR))
     if q.ndim != 3:
         raise ValueError(f"{q.shape=} must be [num_seqs, num_q_heads, head_dim]")
@@ -49,7 +49,10 @@ def check_attention(arrays: Arrays, given: AttentionOptions) -> Options:
         raise ValueError(f"{k_cache.dtype=} must be q's {q.dtype} or one of {QUANTISED_DTYPES}")
     if block_tables.ndim != 2:
         raise ValueError(f"{block_tables.shape=} must be [num_seqs, max_blocks_per_seq]")
-    check_int32("block_tables", block_tables, (num_seqs, block_tables.shape[1]))
+    num_tables = num_seqs if table_rows is None else block_tables.shape[0]
+    check_int32("block_tables", block_tables, (num_tables, block_tables.shape[1]))
+    if table_rows is not None:
+        check_int32("table_rows", table_rows, (num_seqs,))
     if block_tables.shape[1] == 0:
         raise ValueError(f"{block_tables.shape=} must have room for at least one block per sequence")
     check_int32("seq_lens", seq_lens, (num_seqs,))

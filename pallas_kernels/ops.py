@@ -153,6 +153,7 @@ def tiled_paged_attention(
     k_scale: jax.Array | float | None = None,
     v_scale: jax.Array | float | None = None,
     kv_layout: str | Layout = layouts.TOKEN_MAJOR,
+    table_rows: jax.Array | None = None,
     implementation: TiledImplementation | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -170,6 +171,8 @@ def tiled_paged_attention(
         seq_lens: [num_tiles] int32, tokens in the cache that the tile may see; 0 makes a tile of zeros.
         scale: factor on the dot products.
         sliding_window, alibi_slopes, soft_cap, sinks, k_scale, v_scale, kv_layout: see `AttentionOptions`.
+        table_rows: [num_tiles] int32, each tile's row of block_tables, which may then have any number of
+            them; None: tile t has row t. The kernels for decode steps, and for CPUs, copy no rows.
         implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" takes tiles of up to 64
             tokens, a few (`paged_attention.serves`) with the kernel for decode steps; "native" serves CPUs as
             `native.why_not` says, without slopes, soft cap, sinks and scales; "xla" serves everything.
@@ -182,7 +185,9 @@ def tiled_paged_attention(
     if q.ndim != 4:
         raise ValueError(f"{q.shape=} must be [num_tiles, tile_len, num_q_heads, head_dim]")
     num_tiles, tile_len = q.shape[:2]
-    decode = Arrays(q[:, 0], k_cache, v_cache, block_tables, seq_lens)
+    if table_rows is not None:  # a tile of nothing may say anything
+        table_rows = jnp.clip(table_rows, 0, block_tables.shape[0] - 1)
+    decode = Arrays(q[:, 0], k_cache, v_cache, block_tables, seq_lens, table_rows)
     given = AttentionOptions(
         scale=scale,
         sliding_window=sliding_window,
@@ -203,16 +208,22 @@ def tiled_paged_attention(
         implementation = default_tiled_implementation(q.dtype, tile_len)
         if implementation == "native" and (biases or not_native_layout):
             implementation = "xla"
-    arrays = (q, pool, block_tables, query_starts, seq_lens)
     if implementation == "native":
         why = f"it has no {', '.join(biases)}" if biases else native.why_not(q.dtype) or not_native_layout
         if why:
             raise NotImplementedError(f"'native' attention does not serve this call: {why}. Use 'xla'.")
+        arrays = (q, pool, block_tables, query_starts, seq_lens, table_rows)
         return native.tiled_paged_attention(*arrays, scale=scale, sliding_window=sliding_window)
-    if _choose(implementation, interpret, decode, options) == "xla":
-        return xla_tiles.tiled_paged_attention(*arrays, options)
+    chosen = _choose(implementation, interpret, decode, options)
+    group_size = q.shape[2] // pool.sizes.num_kv_heads
+    is_prompt = tile_len > 1 and not mosaic.serves(tile_len, group_size, q.shape[3])
+    if table_rows is not None and (chosen == "xla" or is_prompt or not mosaic.finds_tables(decode)):
+        block_tables = block_tables[table_rows]
+        decode = decode._replace(block_tables=block_tables, table_rows=None)
+    if chosen == "xla":
+        return xla_tiles.tiled_paged_attention(q, pool, block_tables, query_starts, seq_lens, options)
     decode, options = _seen(decode, options)
-    if tile_len > 1 and not mosaic.serves(tile_len, q.shape[2] // pool.sizes.num_kv_heads, q.shape[3]):
+    if is_prompt:
         return mosaic_prompts.prompt_attention(
             decode._replace(q=q), query_starts, options, interpret=interpret
         )
@@ -278,7 +289,7 @@ def ragged_paged_attention(
             ragged.queries_of(q, tiles, tile_len),
             k_cache,
             v_cache,
-            block_tables[tiles.seq],
+            block_tables,
             tiles.position,
             tiles.seq_len,
             scale=scale,
@@ -289,6 +300,7 @@ def ragged_paged_attention(
             k_scale=k_scale,
             v_scale=v_scale,
             kv_layout=kv_layout,
+            table_rows=tiles.seq,
             implementation=implementation,
             interpret=interpret,
         )

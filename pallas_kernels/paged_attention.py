@@ -41,7 +41,7 @@ MAX_PARTITIONS = 64
 MAX_QUERY_LEN = 16  # new tokens of a row
 MAX_COLUMNS = 64  # queries that share a kv head: heads of its group x new tokens
 MAX_OUTPUTS = 8192  # numbers of a unit's output: 64 registers a thread
-MOST_COUNTED = 2**15 - 1  # partitions of a row, in the upper half of a number
+MOST_COUNTED = 2**15 - 1  # partitions of a row, and block tables, in the upper half of a number
 PARTIAL_COLUMNS = 2048  # of a row: partitions x kv heads x columns, unless that makes fewer than 8 partitions
 
 
@@ -72,12 +72,25 @@ class Plan(NamedTuple):
     """The partitions of a batch, in one list: row by row, from the first to the last."""
 
     num_items: jax.Array  # [1]
-    items: jax.Array  # [max_items, 4] row, first token, end token, which partition + 65,536 x how many
+    # [max_items, 4] row + 65,536 x its row of the block tables, first token, end token, which partition +
+    # 65,536 x how many.
+    items: jax.Array
     positions: jax.Array  # [num_rows] of each row's first new token
 
 
+def finds_tables(arrays: Arrays) -> bool:
+    """Whether rows and block tables are few enough for both their numbers to be in one of an item."""
+    return max(arrays.seq_lens.shape[0], arrays.block_tables.shape[0]) <= MOST_COUNTED
+
+
 def plan(
-    seq_lens: jax.Array, positions: jax.Array, query_len: int, window: int | None, cut: Cut, capacity: int
+    seq_lens: jax.Array,
+    positions: jax.Array,
+    query_len: int,
+    window: int | None,
+    cut: Cut,
+    capacity: int,
+    table_rows: jax.Array | None = None,
 ) -> Plan:
     """16 bytes a partition, computed by XLA (once a step: the layers of a model share it).
 
@@ -98,7 +111,8 @@ def plan(
     partition = item - (stop - count)[row]
     token = (first[row] + partition) * size[row]
     bounds = jnp.maximum(start[row], token), jnp.minimum(end[row], token + size[row])
-    return Plan(stop[-1:], jnp.stack([row, *bounds, partition + (count[row] << 16)], axis=1), positions)
+    packed = row if table_rows is None else row + (table_rows[row] << 16)
+    return Plan(stop[-1:], jnp.stack([packed, *bounds, partition + (count[row] << 16)], axis=1), positions)
 
 
 def max_partitions(cut: Cut, capacity: int) -> int:
@@ -146,7 +160,10 @@ def _kernel(
         number = program + i * num_programs
         item, kv_head = lax.div(number, jnp.int32(p.num_kv_heads)), lax.rem(number, jnp.int32(p.num_kv_heads))
         row, start, end = (plan.items[item, k] for k in range(3))
-        return item, tile.Span(row, kv_head, plan.positions[row], start, end)
+        table = row
+        if p.has_table_rows:
+            row, table = lax.rem(row, 1 << 16), lax.div(row, 1 << 16)
+        return item, tile.Span(row, table, kv_head, plan.positions[row], start, end)
 
     @pl.when(thread == 1)
     def _producer() -> None:
@@ -268,14 +285,15 @@ def paged_attention(
             f"mosaic_gpu cuts a row into {MOST_COUNTED} partitions at most, not "
             f"{max_partitions(cut, capacity)}: use longer ones, or implementation='xla'."
         )
-    work = plan(arrays.seq_lens, positions, query_len, options.sliding_window, cut, capacity)
+    window = options.sliding_window
+    work = plan(arrays.seq_lens, positions, query_len, window, cut, capacity, arrays.table_rows)
     max_items = work.items.shape[0]
     if interpret:
         num_programs = num_programs or 1
     num_programs = min(num_programs or tuning.num_cores() * config.ctas_per_core, max_items * p.num_kv_heads)
     sizes = num_rows, max_items, num_programs
     run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
-    return run(arrays, work, _gpu.extras_of(options))
+    return run(arrays._replace(table_rows=None), work, _gpu.extras_of(options))
 
 
 @functools.cache

@@ -60,6 +60,7 @@ class Arrays(NamedTuple):
     v_cache: Any  # that of V; None beside a `Pool`
     block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
     seq_lens: jax.Array  # [num_seqs] int32
+    table_rows: Any = None  # [num_seqs] int32, each sequence's row of block_tables; None: in their order
 
 
 @dataclasses.dataclass(frozen=True)

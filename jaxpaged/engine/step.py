@@ -240,11 +240,12 @@ def compute(
     valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
     batch = AttentionBatch(
         slot_mapping=block_table.slot_mapping(tables, row, positions, valid).reshape(-1),
-        block_tables=tables.block_tables[tiles.row],
+        block_tables=tables.block_tables,
         query_starts=tiles.start,
         seq_lens=tiles.end,
         implementation=attention,
         adapters=None if rows.lora is None else jnp.where(tiles.end > 0, rows.lora[tiles.row], 0),
+        table_rows=tiles.row,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     out, kv_cache = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), kv_cache, batch)

@@ -21,12 +21,13 @@ class AttentionBatch:
     """Where the tokens of one forward pass stand: tiles of neighbouring tokens, each of one sequence."""
 
     slot_mapping: Int[Array, " num_tokens"]  # of each K and V, 0 for none; num_tokens = tiles x tile_len
-    block_tables: Int[Array, "num_tiles max_blocks_per_seq"]
+    block_tables: Int[Array, "num_tables max_blocks_per_seq"]
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
     implementation: TiledImplementation = field(metadata={"static": True})  # of the attention
     # Which adapter each tile has, from 1 on, and 0 for none; None where the model has no room for any.
     adapters: Int[Array, " num_tiles"] | None = None
+    table_rows: Int[Array, " num_tiles"] | None = None  # of each tile, of block_tables; None: in their order
 
     @property
     def is_padding(self) -> Bool[Array, " num_tokens"]:
@@ -71,6 +72,7 @@ def attend(
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
+            table_rows=batch.table_rows,
             implementation=batch.implementation,
         )
         return out.reshape(q.shape)

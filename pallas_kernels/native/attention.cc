@@ -35,8 +35,9 @@ ffi::Error WithCacheType(ffi::DataType type, int64_t exponent_bits, ffi::DataTyp
 ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::Buffer<ffi::S32> block_tables, ffi::Buffer<ffi::S32> query_starts,
                      ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::F32> k_scales, ffi::Buffer<ffi::F32> v_scales,
-                     ffi::Buffer<ffi::S32> first_block, ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window,
-                     ffi::Span<const int64_t> places, int64_t block_stride) {
+                     ffi::Buffer<ffi::S32> first_block, ffi::Buffer<ffi::S32> table_rows,
+                     ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, ffi::Span<const int64_t> places,
+                     int64_t block_stride) {
   const auto queries = q.dimensions();
   const int64_t* at = places.begin();
   const bool has_scales = k_scales.element_count() > 0;
@@ -69,7 +70,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                                      window,
                                      {},
                                      first_block.typed_data()[0],
-                                     block_stride};
+                                     block_stride,
+                                     table_rows.element_count() ? table_rows.typed_data() : nullptr};
       AttendAll(pool, call);
     });
   });
@@ -89,6 +91,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_attention, Attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")

@@ -57,6 +57,9 @@ struct AttentionCall {
   Packing<C> packing{};
   // Block i of the tables is block first_block + i * block_stride of the arrays.
   int64_t first_block = 0, block_stride = 1;
+  const int32_t* table_rows = nullptr;  // of each tile; null: in their order
+
+  const int32_t* TableOf(int64_t tile) const { return block_tables + (table_rows ? table_rows[tile] : tile) * max_blocks; }
 
   int64_t head_bytes() const { return Packing<C>::HeadBytes(head_dim); }
 };
@@ -459,9 +462,10 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
                       weights.Get(num_places * num_tokens), totals.Get(num_places),
                       sums.Get(num_places * num_groups * kGroup), copy.Get(kChunk * width_bytes)};
 
+  const int32_t* const table = call.TableOf(tile);
   for (int64_t position = begin; position < end;) {
     const int64_t block = position / call.block_size, block_end = std::min((block + 1) * call.block_size, end);
-    const int64_t block_id = call.first_block + call.block_tables[tile * call.max_blocks + block] * call.block_stride;
+    const int64_t block_id = call.first_block + table[block] * call.block_stride;
     for (; position < block_end; ++position) {
       const int64_t offset = position - block * call.block_size;
       job.offsets[position - begin] = call.strides.At(block_id, offset);

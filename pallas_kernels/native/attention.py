@@ -53,9 +53,10 @@ def _function(layout: Layout, dtype: jnp.dtype) -> str:
 def tiled_paged_attention(
     q: Float[Array, "num_tiles tile_len num_q_heads head_dim"],
     pool: Pool,
-    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
+    block_tables: Int[Array, "num_tables max_blocks_per_seq"],
     query_starts: Int[Array, " num_tiles"],
     seq_lens: Int[Array, " num_tiles"],
+    table_rows: Int[Array, " num_tiles"] | None,
     *,
     scale: float,
     sliding_window: int | None,
@@ -75,8 +76,9 @@ def tiled_paged_attention(
         k, v, k_scales, v_scales, places = operands(pool)
         given = (q, k, v, *at, k_scales, v_scales)
     first, stride = (jnp.int32(0), 1) if pool.part is None else (pool.part.first, pool.part.stride)
+    rows = jnp.zeros(0, jnp.int32) if table_rows is None else table_rows
     options = {"scale": np.float32(scale), "window": np.int64(window), "block_stride": np.int64(stride)}
-    return call(*given, first, **options, places=np.array(places, np.int64))
+    return call(*given, first, rows, **options, places=np.array(places, np.int64))
 
 
 def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, list[int]]:

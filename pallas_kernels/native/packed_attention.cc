@@ -16,8 +16,9 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                            ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::U8> k,
                            Numbers k_scale, Numbers k_zero, ffi::AnyBuffer k_new, ffi::Buffer<ffi::S32> new_group,
                            ffi::Buffer<ffi::U8> v, Numbers v_scale, Numbers v_zero,
-                           ffi::Buffer<ffi::S32> first_block, ffi::Result<ffi::AnyBuffer> out, float scale,
-                           int64_t window, ffi::Span<const int64_t> places, int64_t block_stride) {
+                           ffi::Buffer<ffi::S32> first_block, ffi::Buffer<ffi::S32> table_rows,
+                           ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window,
+                           ffi::Span<const int64_t> places, int64_t block_stride) {
   if (k_new.element_type() != q.element_type()) {
     return ffi::Error::InvalidArgument("the newest tokens must be of the queries' type");
   }
@@ -53,7 +54,8 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                                             window,
                                             packing,
                                             first_block.typed_data()[0],
-                                            block_stride};
+                                            block_stride,
+                                            table_rows.element_count() ? table_rows.typed_data() : nullptr};
     AttendAll(pool, call);
   });
 }
@@ -75,6 +77,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_packed_attention, PackedAttention,
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<Numbers>()
                                   .Arg<Numbers>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")

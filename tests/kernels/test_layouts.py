@@ -208,13 +208,22 @@ def test_tiles_and_flat_batches_read_every_layout(name: str, implementation: Any
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
+def among_others(tables: np.ndarray) -> dict[str, np.ndarray]:
+    """The tables among more of them, which are of no block, in another order."""
+    rows = np.arange(len(tables))[::-1] * 2
+    more = np.full((2 * len(tables), tables.shape[1]), -7, np.int32)
+    more[rows] = tables
+    return {"block_tables": more, "table_rows": rows.astype(np.int32)}
+
+
 def tiles_of(pool: Pool, k: np.ndarray, v: np.ndarray, implementation: str) -> None:
     tables, seq_lens = sequences(pool)
     starts = np.maximum(seq_lens - 5, 0).astype(np.int32)
     for num_q_heads, window in ((6, None), (24, 20)):
         q = np.random.default_rng(6).standard_normal((3, 5, num_q_heads, cases.HEAD_DIM)).astype(np.float32)
         options = {"scale": 0.3, "sliding_window": window}
-        out = attend_tiles(q, pool, None, tables, starts, seq_lens, **options, implementation=implementation)
+        given = {"query_starts": starts, "seq_lens": seq_lens, **among_others(tables)}
+        out = attend_tiles(q, pool, None, **given, **options, implementation=implementation)
         for i in range(5):
             upto = np.where(seq_lens > 0, starts + i + 1, 0)
             want = reference_attention.paged_attention(q[:, i], k, v, tables, upto, **options)
@@ -276,8 +285,9 @@ def run_interpreted(name: str, tile_len: int) -> None:
     pool = write(part_of_three(layout, sizes, bfloat16), k, v, np.concatenate(slots).astype(np.int32))
     starts = seq_lens - tile_len
     q = jnp.asarray(rng.standard_normal((2, tile_len, 4, 64)), bfloat16)
-    attend = functools.partial(ops.tiled_paged_attention, scale=0.125, interpret=True)
-    out = attend(q, pool, None, tables, starts, seq_lens)
+    given = {"query_starts": jnp.asarray(starts), "seq_lens": jnp.asarray(seq_lens)}
+    given |= {name: jnp.asarray(x) for name, x in among_others(tables).items()}
+    out = ops.tiled_paged_attention(q, pool, None, **given, scale=0.125, interpret=True)
     k, v = (np.asarray(x) for x in read(pool, jnp.arange(13), F32))
     for i in range(tile_len):
         want = reference_attention.paged_attention(
