@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,6 +46,13 @@ class Split(NamedTuple):
     load_model: Callable[[jnp.dtype], Decoder]  # its arrays those of all devices
     shapes: Shapes | None
     shares: tuple[Share, ...]  # of all devices, if there are several
+
+
+def description(config: EngineConfig, model_config: ModelConfig) -> dict[str, str]:
+    """What all processes of an engine must have in common."""
+    fields = {field.name: repr(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    del fields["process_id"], fields["distributed_init"]  # by which each may come its own way
+    return {**fields, "model": hashlib.sha256(repr(model_config).encode()).hexdigest()[:12]}
 
 
 def split(

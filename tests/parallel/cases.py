@@ -25,6 +25,7 @@ from pallas_kernels.layouts import LAYOUTS
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device
 from tests.models.test_decoder import FAMILIES, GOLDENS, LLAMAS, assert_equal, logits_of
+from tests.parallel.asks import differing
 
 FLOAT32 = jnp.dtype("float32")
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
@@ -225,11 +226,7 @@ def assert_same_on_each(state):
 
 def differs(driver):
     """A device that has come to another state is found out in the next run."""
-    rows = driver._state.rows
-    parts = [shard.data for shard in rows.salt.addressable_shards]
-    parts[-1] = parts[-1].at[1].set(7)
-    salt = jax.make_array_from_single_device_arrays(rows.salt.shape, rows.salt.sharding, parts)
-    driver._state = dataclasses.replace(driver._state, rows=dataclasses.replace(rows, salt=salt))
+    driver._state = differing(driver._state)
     tiny.submit(driver, tiny.prompts([5]), SamplingParams(max_tokens=2))
     with pytest.raises(PagedMemoryError, match="the devices of a model have come to different states"):
         tiny.drain(driver)
