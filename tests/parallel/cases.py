@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
+from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.loop import specs_of
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
@@ -21,7 +22,7 @@ from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError
-from pallas_kernels.layouts import LAYOUTS
+from pallas_kernels.layouts import LAYOUTS, Fp8
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device
 from tests.models.test_decoder import FAMILIES, GOLDENS, LLAMAS, assert_equal, logits_of
@@ -194,6 +195,33 @@ def test_a_layout_in_shares_gives_the_tokens_of_one_device(name):
     """Each device has blocks of its own heads; some go to the host and back, and are copied."""
     layout = LAYOUTS[name]
     assert one_device.by_passes(layout, passes=Passes) == one_device.answers(name, layout)
+
+
+# So small a scale that most numbers are beyond the largest: a head with another's has other numbers.
+GIVEN = Fp8("fp8_e4m3", k_scale=(2.0**-11, 0.3), v_scale=(0.7, 2.0**-11))
+
+
+@pytest.mark.parametrize(
+    ("size", "groups", "heads"), [(2, 1, [[0], [1]]), (6, 1, [[0]] * 3 + [[1]] * 3), (2, 2, [[0], [1]] * 2)]
+)
+def test_scales_given_by_head_are_where_the_heads_are(size, groups, heads, monkeypatch):
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    driver = tiny.driver(kv_layout=GIVEN, tensor_parallel_size=size, data_parallel_size=groups)
+    for name, scales in (("k_scale", GIVEN.k_scale), ("v_scale", GIVEN.v_scale)):
+        shards = driver._state.kv_cache.shared[name].addressable_shards
+        for its_heads, shard in zip(heads, shards, strict=True):
+            want = np.float32([[scales[head] for head in its_heads]] * 2)  # in both layers
+            np.testing.assert_array_equal(np.squeeze(shard.data, 0) if groups > 1 else shard.data, want)
+
+
+@pytest.mark.slow
+def test_two_devices_with_scales_given_by_head_answer_as_one():
+    prompts = tiny.prompts([5, 33, 50])
+    answers = [
+        tiny.generate(tiny.driver(kv_layout=GIVEN, tensor_parallel_size=n), prompts, tiny.greedy(16))
+        for n in (1, 2)
+    ]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.slow
