@@ -274,28 +274,28 @@ class Driver:
     def export_blocks(self, prompt: np.ndarray, cache_salt: str | None) -> Blocks:
         """The blocks that can be found of a prompt, in the host's memory. Waits for the run under way."""
         kind, chain = self.kind, self.locate(prompt, cache_salt)
-        return Blocks(kind, chain.token_ids, cache_salt, exchange.on_host(self._state, chain))
+        return Blocks(kind, chain.token_ids, cache_salt, exchange.on_host(self._state, chain, self._mesh))
 
     def locate(self, prompt: np.ndarray, cache_salt: str | None) -> exchange.Chain:
-        return exchange.locate(self._state, prompt, self.door.salts.number(cache_salt))
+        return exchange.locate(self._state, prompt, self.door.salts.number(cache_salt), self._mesh)
 
     def pieces(self, chain: exchange.Chain) -> list[exchange.Piece]:
         """K and V of what `locate` has just found, on the device."""
-        return list(exchange.pieces(self._state, chain))
+        return list(exchange.pieces(self._state, chain, self._mesh))
 
     def adopt_blocks(self, blocks: Blocks) -> int:
         """Make blocks findable, all of them; how many, 0 if there is no room. Raises `InputError`."""
         self.kind.require(blocks)
-        its_pieces = exchange.cut(blocks.arrays, blocks.num_blocks, self._state.kv_cache)
+        its_pieces = exchange.cut(blocks.arrays, blocks.num_blocks, self._state.kv_cache, self._mesh)
         return self.adopt(blocks.token_ids, blocks.cache_salt, its_pieces)
 
     def adopt(
         self, token_ids: np.ndarray, cache_salt: str | None, its_pieces: Iterator[exchange.Piece]
     ) -> int:
-        room = exchange.make_room(self._state, token_ids, self.door.salts.number(cache_salt))
+        room = exchange.make_room(self._state, token_ids, self.door.salts.number(cache_salt), self._mesh)
         if room is None:
             return 0
-        for state in exchange.fill(self._state, room, its_pieces):
+        for state in exchange.fill(self._state, room, its_pieces, self._mesh):
             self._state = state
         return len(token_ids)
 

@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
+from jaxpaged.engine import loop
+from jaxpaged.engine.blocks import Blocks
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.loop import specs_of
 from jaxpaged.lora import LoRARequest
@@ -238,6 +240,31 @@ def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
     answers = tiny.drain(driver)
     for request_id, prompt, seed in zip(ids, prompts, seeds, strict=True):
         assert answers[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8), seed
+
+
+@pytest.mark.slow
+def test_blocks_go_to_as_many_devices():
+    """As bytes, and from device to device; no program is compiled anew for it."""
+    here, there = (tiny.driver(tensor_parallel_size=2, **tiny.SWAP) for _ in range(2))
+    [prompt] = tiny.prompts([40])
+    line = np.array(prompt, np.int32)
+    want = tiny.generate(here, [prompt], tiny.greedy(12))
+    assert tiny.generate(there, [prompt[::-1]], tiny.greedy(12)) != want
+    before = [each._cache_size() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)]
+    blocks, chain = here.export_blocks(line, None), here.locate(line, None)
+    assert there.adopt_blocks(Blocks.from_bytes(blocks.to_bytes())) == 5
+    assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
+    assert there.export_blocks(line, None).to_bytes() == blocks.to_bytes()
+    assert there.reset_prefix_cache()
+    assert there.adopt(chain.token_ids, None, iter(here.pieces(chain))) == 5
+    assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
+    assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
+    assert [each._cache_size() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
+    tiny.assert_nothing_is_held(there)
+    assert_same_on_each(there._state)
+    one = dataclasses.replace(blocks, kind=dataclasses.replace(blocks.kind, tensor_parallel_size=1))
+    with pytest.raises(InputError, match="tensor_parallel_size=1 must be 2, as this engine's"):
+        there.adopt_blocks(one)
 
 
 def assert_same_on_each(state):

@@ -216,7 +216,9 @@ def test_more_groups_than_there_are_devices_are_refused(options, message):
 def test_what_is_of_one_group_alone_is_refused(driver):
     with pytest.raises(InputError, match=r"^data_parallel_size=2 must be 1 for a snapshot$"):
         driver.snapshot()
-    with pytest.raises(InputError, match=r"^data_parallel_size=2 must be 1 to export or adopt blocks$"):
+    with pytest.raises(
+        InputError, match=r"^data_parallel_size=2 must be 1 to export or adopt blocks: make an"
+    ):
         driver.export_blocks(np.arange(20), None)
 
 
