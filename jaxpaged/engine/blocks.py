@@ -28,6 +28,7 @@ class Kind:
     head_dim: int
     reuse_answers: bool  # whether they may have been computed as an answer
     model: str  # a digest of its description and of all its weights
+    tensor_parallel_size: int = 1  # devices, each with the K and V of its own heads
 
     def require(self, blocks: "Blocks") -> None:
         """Raise `InputError` unless these are of this kind."""
@@ -46,7 +47,9 @@ class Blocks:
     kind: Kind
     token_ids: np.ndarray  # int32 [num_blocks, block_size]
     cache_salt: str | None
-    arrays: dict[str, np.ndarray]  # by the layout's names: [num_blocks, num_layers, ...]
+    arrays: dict[
+        str, np.ndarray
+    ]  # by the layout's names: [num_blocks, num_layers, ...]; of devices [num_blocks, devices, ...]
 
     @property
     def num_blocks(self) -> int:

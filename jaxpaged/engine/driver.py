@@ -45,6 +45,7 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.weights import Names
+from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Call, Leader, Processes
 from jaxpaged.sampling import Scores
 from jaxpaged.status import raise_if_error
@@ -150,6 +151,8 @@ class Driver:
         processes: Processes | None = None,
     ) -> None:
         self._processes = processes
+        if processes is not None:  # before anything heavy
+            processes.agree(startup.description(config, model_config))
         self._tell: Call | None = None  # to other processes; all make the calls of `__init__`
         self.config, self._mesh = config, machine.mesh(config)
         model_config, load_model, shapes, shares = startup.split(config, model_config, load_model, shapes)
@@ -271,28 +274,28 @@ class Driver:
     def export_blocks(self, prompt: np.ndarray, cache_salt: str | None) -> Blocks:
         """The blocks that can be found of a prompt, in the host's memory. Waits for the run under way."""
         kind, chain = self.kind, self.locate(prompt, cache_salt)
-        return Blocks(kind, chain.token_ids, cache_salt, exchange.on_host(self._state, chain))
+        return Blocks(kind, chain.token_ids, cache_salt, exchange.on_host(self._state, chain, self._mesh))
 
     def locate(self, prompt: np.ndarray, cache_salt: str | None) -> exchange.Chain:
-        return exchange.locate(self._state, prompt, self.door.salts.number(cache_salt))
+        return exchange.locate(self._state, prompt, self.door.salts.number(cache_salt), self._mesh)
 
     def pieces(self, chain: exchange.Chain) -> list[exchange.Piece]:
         """K and V of what `locate` has just found, on the device."""
-        return list(exchange.pieces(self._state, chain))
+        return list(exchange.pieces(self._state, chain, self._mesh))
 
     def adopt_blocks(self, blocks: Blocks) -> int:
         """Make blocks findable, all of them; how many, 0 if there is no room. Raises `InputError`."""
         self.kind.require(blocks)
-        its_pieces = exchange.cut(blocks.arrays, blocks.num_blocks, self._state.kv_cache)
+        its_pieces = exchange.cut(blocks.arrays, blocks.num_blocks, self._state.kv_cache, self._mesh)
         return self.adopt(blocks.token_ids, blocks.cache_salt, its_pieces)
 
     def adopt(
         self, token_ids: np.ndarray, cache_salt: str | None, its_pieces: Iterator[exchange.Piece]
     ) -> int:
-        room = exchange.make_room(self._state, token_ids, self.door.salts.number(cache_salt))
+        room = exchange.make_room(self._state, token_ids, self.door.salts.number(cache_salt), self._mesh)
         if room is None:
             return 0
-        for state in exchange.fill(self._state, room, its_pieces):
+        for state in exchange.fill(self._state, room, its_pieces, self._mesh):
             self._state = state
         return len(token_ids)
 
@@ -332,8 +335,7 @@ class Driver:
         if self._kept_run is None:
             self._kept_run = startup.run_of(*loaded, self._state, by_host=by_host)
         if self._processes is not None:  # none may wait in a collective while another still compiles
-            same = dataclasses.replace(self.config, process_id=0)
-            self._processes.agree(f"{same} with num_blocks={self.cache_size.num_blocks}")
+            self._processes.agree({"num_blocks": str(self.cache_size.num_blocks)})
         try:
             self._run_nothing()
         except jax.errors.JaxRuntimeError as error:
@@ -443,7 +445,10 @@ class Driver:
             self._put_adapter(adapter.arrays, number)
         return number is not None
 
+    @told
     def _put_adapter(self, arrays: Arrays, number: int) -> None:
+        if self._mesh is not None:
+            arrays = from_host(self._mesh, BY_SHARD, arrays)
         adapters, weights = nnx.split_state(self._params, AdapterParam, ...)
         place = np.int32(number - 1)
         written = loop.put_adapter(self._graphdef, adapters, weights, arrays, place, mesh=self._mesh)

@@ -1,9 +1,12 @@
 """Blocks taken out of an engine's state, and put into another's, between two runs.
 
 They move in pieces of one size, so that of any number of blocks nothing is compiled anew, and beside them one
-piece at a time is in the device's memory.
+piece at a time is in the device's memory. Where several devices share a model, each has a piece of its own
+heads' K and V: these are one array along its first axis, as the cache is; in the host's memory what belongs
+to a block lies together.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +16,7 @@ import jax
 import numpy as np
 from absl import logging
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import check
@@ -25,11 +29,13 @@ from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import AdapterParam
+from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
+from jaxpaged.parallel.shards import MODEL
 from jaxpaged.status import Status, raise_if_error
 
 PIECE_BYTES = 32 * 2**20
 
-type Piece = Mapping[str, Any]  # by the layout's names, [blocks of a piece, num_layers, ...] each
+type Piece = Mapping[str, Any]  # by the layout's names, [devices * blocks of a piece, num_layers, ...] each
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,15 @@ def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_
         "True to export or adopt blocks",
         config.enable_prefix_caching,
     )
-    size = config.tensor_parallel_size
-    check("tensor_parallel_size", size, "1 to export or adopt blocks", size == 1)
-    num_groups = config.data_parallel_size
-    check("data_parallel_size", num_groups, "1 to export or adopt blocks", num_groups == 1)
+    for name, instead in (
+        ("num_processes", "let one process have all devices"),
+        ("data_parallel_size", "make an engine for each group, whose cache is its own anyway"),
+    ):
+        count = getattr(config, name)
+        check(name, count, f"1 to export or adopt blocks: {instead}", count == 1)
     rule = "False to export or adopt blocks, for each engine measures its own"
-    check("calculate_kv_scales", config.calculate_kv_scales, rule, not kv_cache.shared)
+    given = kv_cache.layout.given(kv_cache.num_kv_heads)  # which the layout's name tells
+    check("calculate_kv_scales", config.calculate_kv_scales, rule, kv_cache.shared.keys() == given.keys())
     _, weights = nnx.split_state(params, AdapterParam, ...)
     words = np.asarray(loop.digest(jax.tree.leaves(weights)))
     # What says nothing of K and V may differ, as between two files of one model.
@@ -67,52 +76,75 @@ def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_
         head_dim=kv_cache.head_dim,
         reuse_answers=config.reuse_answers,
         model=hashlib.sha256(repr((described, words.tolist())).encode()).hexdigest(),
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 
-def locate(state: EngineState, prompt: np.ndarray, salt: int) -> Chain:
+def locate(state: EngineState, prompt: np.ndarray, salt: int, mesh: Mesh | None = None) -> Chain:
     """The longest beginning of a prompt that can be found, in full blocks. Waits for the run under way."""
     size = state.tables.block_size
     token_ids = prompt[: len(prompt) // size * size].reshape(-1, size)
-    found = loop.locate_blocks(state.tables.pool, *_padded(state, token_ids), np.int32(salt))
+    found = loop.locate_blocks(state.tables.pool, *_padded(state, token_ids), np.int32(salt), mesh=mesh)
     block_ids, num_blocks = jax.device_get(found)
     return Chain(token_ids[:num_blocks], block_ids[:num_blocks])
 
 
-def pieces(state: EngineState, chain: Chain) -> Iterator[dict[str, jax.Array]]:
-    """K and V of a chain, on the device; beyond it, anything."""
+def pieces(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> Iterator[dict[str, jax.Array]]:
+    """K and V of a chain, on the devices; beyond it, anything."""
     for ids in _in_pieces(state.kv_cache, chain.block_ids):
-        yield loop.read_blocks(state.kv_cache, ids)
+        yield loop.read_blocks(state.kv_cache, ids, mesh=mesh)
 
 
-def on_host(state: EngineState, chain: Chain) -> dict[str, np.ndarray]:
-    """K and V of a chain in the host's memory: [num_blocks, num_layers, ...]."""
+def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[str, np.ndarray]:
+    """K and V of a chain in the host's memory: [num_blocks, num_layers, ...], of several devices
+    [num_blocks, devices, num_layers, ...].
+    """
     num_blocks, size = len(chain.block_ids), piece_size(state.kv_cache)
-    shapes = jax.eval_shape(transfer.read, state.kv_cache, np.zeros(num_blocks, np.int32))
+    shapes = _shapes(state.kv_cache, num_blocks, mesh)
     arrays = {name: np.empty(like.shape, like.dtype) for name, like in shapes.items()}
-    for i, piece in enumerate(pieces(state, chain)):
+    for i, piece in enumerate(pieces(state, chain, mesh)):
         for name, x in jax.device_get(piece).items():
             its = arrays[name][i * size : (i + 1) * size]
-            its[:] = x[: len(its)]
+            its[:] = _by_block(x, mesh)[: len(its)]
     return arrays
 
 
-def cut(arrays: Mapping[str, np.ndarray], num_blocks: int, kv_cache: KVCache) -> Iterator[Piece]:
+def cut(
+    arrays: Mapping[str, np.ndarray], num_blocks: int, kv_cache: KVCache, mesh: Mesh | None = None
+) -> Iterator[Piece]:
     """A chain's K and V in pieces, the last one filled up with zeros. `InputError` for others' arrays."""
-    size = piece_size(kv_cache)
-    shapes = jax.eval_shape(transfer.read, kv_cache, np.zeros(num_blocks, np.int32))
+    size, shapes = piece_size(kv_cache), _shapes(kv_cache, num_blocks, mesh)
     found, wanted = ({n: (x.shape, x.dtype.name) for n, x in its.items()} for its in (arrays, shapes))
     check("blocks: arrays", found, repr(wanted), found == wanted)
 
     def piece(first: int, x: np.ndarray) -> np.ndarray:
         its = x[first : first + size]
-        return (
-            its
-            if len(its) == size
-            else np.concatenate([its, np.zeros_like(x[:1]).repeat(size - len(its), 0)])
-        )
+        if len(its) < size:
+            its = np.concatenate([its, np.zeros_like(x[:1]).repeat(size - len(its), 0)])
+        return its if mesh is None else np.moveaxis(its, 1, 0).reshape(-1, *its.shape[2:])
 
     return ({name: piece(i, x) for name, x in arrays.items()} for i in range(0, num_blocks, size))
+
+
+def _shapes(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of a chain's K and V in the host's memory."""
+    read = functools.partial(loop.read_blocks, mesh=mesh)
+    shapes = jax.eval_shape(read, kv_cache, np.zeros(num_blocks, np.int32))
+    if mesh is None:
+        return shapes
+    size = mesh.shape[MODEL]
+    return {
+        name: jax.ShapeDtypeStruct((num_blocks, size, *like.shape[1:]), like.dtype)
+        for name, like in shapes.items()
+    }
+
+
+def _by_block(piece: np.ndarray, mesh: Mesh | None) -> np.ndarray:
+    """A block's parts, which lie with each device's others, side by side."""
+    if mesh is None:
+        return piece
+    size = mesh.shape[MODEL]
+    return np.moveaxis(piece.reshape(size, len(piece) // size, *piece.shape[1:]), 0, 1)
 
 
 @dataclass(frozen=True)
@@ -124,14 +156,14 @@ class Room:
     destinations: np.ndarray  # int32 [num_blocks]; NULL_BLOCK where K and V are there already
 
 
-def make_room(state: EngineState, token_ids: np.ndarray, salt: int) -> Room | None:
+def make_room(state: EngineState, token_ids: np.ndarray, salt: int, mesh: Mesh | None = None) -> Room | None:
     """Room for a chain [num_blocks, block_size], all of it; None if there is none. Changes nothing yet."""
     most = state.tables.max_blocks_per_seq
     if len(token_ids) > most:
         logging.info("blocks are not adopted: %d are more than a sequence may have, %d", len(token_ids), most)
         return None
     adopted, until_then, info = loop.adopt_blocks(
-        state.tables.pool, *_padded(state, token_ids), np.int32(salt)
+        state.tables.pool, *_padded(state, token_ids), np.int32(salt), mesh=mesh
     )
     destinations, status = jax.device_get((info.destinations, info.status))
     if status in (Status.OUT_OF_BLOCKS, Status.UNCACHEABLE):
@@ -141,7 +173,9 @@ def make_room(state: EngineState, token_ids: np.ndarray, salt: int) -> Room | No
     return Room(adopted, until_then, destinations[: len(token_ids)])
 
 
-def fill(state: EngineState, room: Room, its_pieces: Iterator[Piece]) -> Iterator[EngineState]:
+def fill(
+    state: EngineState, room: Room, its_pieces: Iterator[Piece], mesh: Mesh | None = None
+) -> Iterator[EngineState]:
     """The states on the way to the one that has adopted a chain, which is the last.
 
     Each is whole: what fails in between leaves a state in which nothing wrong is found. Each donates the
@@ -151,14 +185,20 @@ def fill(state: EngineState, room: Room, its_pieces: Iterator[Piece]) -> Iterato
     def with_pool(state: EngineState, pool: BlockPool) -> EngineState:
         # Who was looked up and did not fit may find more now.
         tables = replace(state.tables, pool=pool)
-        return replace(state, tables=tables, turned_away=none_turned_away())
+        nobody = none_turned_away()
+        if mesh is not None:
+            nobody = jax.device_put(nobody, NamedSharding(mesh, ON_EACH))
+        return replace(state, tables=tables, turned_away=nobody)
 
     state = with_pool(state, room.until_then)
     yield state
     for ids, piece in zip(_in_pieces(state.kv_cache, room.destinations), its_pieces, strict=True):
         if ids.any():
-            arrays = transfer.placed(piece, state.kv_cache)
-            state = replace(state, kv_cache=loop.write_blocks(state.kv_cache, ids, arrays))
+            if mesh is None:
+                arrays = transfer.placed(piece, state.kv_cache)
+            else:
+                arrays = jax.device_put(piece, NamedSharding(mesh, BY_SHARD))
+            state = replace(state, kv_cache=loop.write_blocks(state.kv_cache, ids, arrays, mesh=mesh))
             yield state
     yield with_pool(state, room.adopted)
 

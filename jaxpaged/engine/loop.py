@@ -70,7 +70,7 @@ class Report:
 
 
 # Of each shard its own are, beside K and V, these arguments of programs; and of each group these.
-OF_SHARDS = ("params", "adapters", "weights", "arrays")
+OF_SHARDS = ("params", "adapters", "weights", "arrays", "kv_cache")
 OF_GROUPS = ("state", "carry", "rows", "token_ids", "tokens", "told", "origin")
 
 
@@ -397,7 +397,7 @@ def schedule(state: EngineState, *, config: StepConfig) -> Decision:
 # What hands blocks from one engine to another (`engine.exchange`); engines that never do compile none of it.
 
 
-@jax.jit
+@program()
 def locate_blocks(
     pool: BlockPool,
     token_ids: Int[Array, "max_blocks block_size"],
@@ -409,7 +409,7 @@ def locate_blocks(
     return hit.block_ids, hit.chain.num_blocks
 
 
-@jax.jit
+@program()
 def adopt_blocks(
     pool: BlockPool,
     token_ids: Int[Array, "max_blocks block_size"],
@@ -424,12 +424,12 @@ def adopt_blocks(
     return adopted, until_then, info
 
 
-@jax.jit
+@program(gives=lambda specs: BY_SHARD)
 def read_blocks(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n num_layers ..."]]:
     return transfer.read(kv_cache, block_ids)
 
 
-@functools.partial(jax.jit, donate_argnames="kv_cache")
+@program(donate="kv_cache", gives=lambda specs: BY_SHARD)
 def write_blocks(
     kv_cache: KVCache, block_ids: Int[Array, " n"], arrays: dict[str, Num[Array, "n num_layers ..."]]
 ) -> KVCache:

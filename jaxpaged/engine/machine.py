@@ -58,7 +58,14 @@ def layout(config: EngineConfig, model_config: ModelConfig) -> Layout:
         layouts.check(chosen, config.block_size, model_config.head_dim, resolve_dtype(config))
     except ValueError as error:
         raise InputError(str(error)) from error
-    return chosen
+    return chosen.on_several() if config.tensor_parallel_size > 1 else chosen
+
+
+def refuse_other_heads(config: EngineConfig, whole: ModelConfig) -> None:
+    """Raise `InputError` if the cache's layout is for another number of kv heads than this model's."""
+    chosen = layout(config, whole)
+    if rule := chosen.why_not_heads(whole.num_kv_heads):
+        raise InputError(f"kv_layout={chosen}: {rule}")
 
 
 def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
-from jaxpaged.parallel.mesh import BY_SHARD, assembled, by_group, num_groups, placed
+from jaxpaged.parallel.mesh import BY_SHARD, assembled, by_group, from_host, num_groups, placed
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
 from pallas_kernels import layouts
@@ -47,12 +48,20 @@ class Split(NamedTuple):
     shares: tuple[Share, ...]  # of all devices, if there are several
 
 
+def description(config: EngineConfig, model_config: ModelConfig) -> dict[str, str]:
+    """What all processes of an engine must have in common."""
+    fields = {field.name: repr(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    del fields["process_id"], fields["distributed_init"]  # by which each may come its own way
+    return {**fields, "model": hashlib.sha256(repr(model_config).encode()).hexdigest()[:12]}
+
+
 def split(
     config: EngineConfig, model_config: ModelConfig, load_model: Callable[..., Decoder], shapes: Shapes | None
 ) -> Split:
     """The model as one device has it. What is given to load and to describe it gets a `share`, if there are
     several. Raises `InputError` if it cannot be split into so many.
     """
+    machine.refuse_other_heads(config, model_config)
     mesh = machine.mesh(config)
     if mesh is None:
         return Split(model_config, load_model, shapes, ())
@@ -250,7 +259,8 @@ def create_state(
 
     def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
         mesh = machine.mesh(config)
-        return _created(config, model_config, model, num_blocks, prefix_caching=prefix_caching, mesh=mesh)
+        made = _created(config, model_config, model, num_blocks, prefix_caching=prefix_caching, mesh=mesh)
+        return dataclasses.replace(made, kv_cache=_with_given(made.kv_cache, config, mesh))
 
     return _with_host(config, num_blocks, create, lambda cache: jax.device_put(cache, jax.memory.Space.Host))
 
@@ -311,6 +321,24 @@ def _created(
         policy=eviction.named(config.eviction_policy),
         lora=config.enable_lora,
         mesh=mesh,
+    )
+
+
+def _with_given(cache: KVCache, config: EngineConfig, mesh: Mesh | None) -> KVCache:
+    """With what its layout is given for each head, on the devices that have these heads."""
+    if mesh is None:
+        return cache
+    size, sizes = config.tensor_parallel_size, (cache.num_layers, cache.num_kv_heads)
+    each = [cache.layout.given(cache.num_kv_heads, device, size) for device in range(size)]
+
+    def put(name: str, old: jax.Array) -> jax.Array:
+        of_shards = np.concatenate([np.broadcast_to(its[name], sizes) for its in each])
+        assert isinstance(old.sharding, NamedSharding)
+        given: jax.Array = from_host(mesh, old.sharding.spec, np.broadcast_to(of_shards, old.shape))
+        return given
+
+    return dataclasses.replace(
+        cache, shared=cache.shared | {name: put(name, cache.shared[name]) for name in each[0]}
     )
 
 

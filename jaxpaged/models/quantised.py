@@ -200,10 +200,15 @@ class Cut(NamedTuple):
             return kind._replace(group_size=in_words(width, kind.bits))
         group = math.gcd(kind.group_size, width)
         if kind.has_order or group % (32 // kind.bits):
-            what = "in an order of their own" if kind.has_order else f"in groups of {kind.group_size}"
+            # In an order of its own a group has inputs of all devices: each would need all inputs, in every
+            # step, or a scale for each input in place of each group.
+            what = f"in groups of {kind.group_size}: "
+            if kind.has_order:
+                what = "in an order of their own (desc_act, actorder): take a file without, or "
             size = in_features // width
             raise InputError(
                 f"tensor_parallel_size={size} must be 1 for {in_features} quantised inputs {what}"
+                f"have the model on each device (data_parallel_size={size})"
             )
         return kind._replace(group_size=group)
 

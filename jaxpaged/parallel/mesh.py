@@ -94,14 +94,20 @@ def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Mo
     return nnx.merge(shares[0][0], jax.tree.map(lambda *parts: _joined(mesh, parts), *states))
 
 
+def from_host(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
+    """NumPy arrays of all devices, the same in each process: each device gets what is its own alone."""
+    place = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, place, x.__getitem__), tree)
+
+
 def repeated(mesh: Mesh, tree: Any) -> Any:
     """Arrays of shards that all have the same."""
-    devices = list(mesh.devices.reshape(-1))
+    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return jax.tree.map(lambda x: _joined(mesh, [jax.device_put(x, device) for device in devices]), tree)
 
 
 def _joined(mesh: Mesh, parts: Iterable[jax.Array]) -> jax.Array:
-    """From those of all devices, a group's after the other."""
+    """From those of all devices of this process, a group's after the other."""
     arrays = list(parts)
     first, *rest = arrays[0].shape
     shape = (first * mesh.shape[MODEL], *rest)

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from jaxpaged.checks import InputError
 
 START_SECONDS = 120  # for all processes to come
+LEAVE_SECONDS = 5  # for JAX to take leave of the others
 KEY_BYTES = 32
 # A machine that has gone without a word is noticed after 3 + 3 * 2 seconds.
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
@@ -38,22 +39,26 @@ class Leader:
 
     def __init__(self, connections: dict[int, Connection]) -> None:
         self._connections, self._num_processes = connections, len(connections) + 1
-        self._changed = threading.Condition()
-        self._descriptions: dict[int, str] = {}
+        self._said: dict[int, queue.SimpleQueue[Mapping[str, str]]] = {
+            i: queue.SimpleQueue() for i in connections
+        }
         self._is_ending = False
         for process_id in connections:
             threading.Thread(target=self._watch, args=(process_id,), daemon=True).start()
         atexit.register(self._end)  # after the engine has closed, for it is made later
 
-    def agree(self, description: str) -> None:
-        """Wait for all to come here. Raises `InputError` if one describes its engine otherwise."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._descriptions) == len(self._connections))
-        for process_id, other in sorted(self._descriptions.items()):
-            if other != description:
-                raise InputError(
-                    f"process {process_id}'s engine must be process 0's, {description}, but is {other}"
-                )
+    def agree(self, mine: Mapping[str, str]) -> None:
+        """Wait for all to come here, and let them go on. Raises `InputError` if one's engine has another
+        value for one of these names.
+        """
+        for process_id, said in sorted(self._said.items()):
+            its = said.get()
+            for name, value in mine.items():
+                if its[name] != value:
+                    raise InputError(
+                        f"process {process_id}'s {name} must be process 0's, {value}, but is {its[name]}"
+                    )
+        self.tell("", ())
 
     def tell(self, name: str, arrays: Sequence[Any]) -> None:
         """Have the others make this call, too."""
@@ -66,10 +71,7 @@ class Leader:
     def _watch(self, process_id: int) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                description = self._connections[process_id].recv()
-                with self._changed:
-                    self._descriptions[process_id] = description
-                    self._changed.notify_all()
+                self._said[process_id].put(self._connections[process_id].recv())
         if not self._is_ending:
             _fail(process_id, self._num_processes)
 
@@ -86,17 +88,23 @@ class Follower:
     def __init__(self, connection: Connection, num_processes: int) -> None:
         self._connection, self._num_processes = connection, num_processes
         self._calls: queue.SimpleQueue[tuple[str, Sequence[Any]] | None] = queue.SimpleQueue()
-        self._is_ready = False
+        self._waits = False  # the main thread, for process 0, and not for its devices
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def agree(self, description: str) -> None:
-        """Say what this engine is; process 0 compares."""
+    def agree(self, mine: Mapping[str, str]) -> None:
+        """Say what this engine is, and wait until process 0 has heard all and found them the same; raise
+        `SystemExit` if it ends.
+        """
         with contextlib.suppress(OSError):  # it has gone: `_listen` ends this process
-            self._connection.send(description)
+            self._connection.send(mine)
+        self._waits = True
+        if self._calls.get() is None:
+            raise SystemExit(f"jaxpaged: {_has_ended(0, self._num_processes)}")
+        self._waits = False
 
     def follow(self, call: Call) -> NoReturn:
         """Make the calls that process 0 makes, until it ends; then raise `SystemExit`, without an error."""
-        self._is_ready = True
+        self._waits = True
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's: process 0 decides
         while (told := self._calls.get()) is not None:
@@ -109,7 +117,12 @@ class Follower:
                 self._calls.put(told)
         except (EOFError, OSError):
             _fail(0, self._num_processes)
-        if not self._is_ready:  # and perhaps waits for devices that will not answer
+        if not self._waits:  # but loads, or perhaps waits for devices that will not answer
+            late = threading.Timer(LEAVE_SECONDS, _fail, [0, self._num_processes])
+            late.daemon = True
+            late.start()
+            with contextlib.suppress(RuntimeError):  # else process 0 would wait for this one at its end
+                jax.distributed.shutdown()
             _fail(0, self._num_processes)
         self._calls.put(None)
 
@@ -181,7 +194,11 @@ def _kept_alive(connection: Connection) -> Connection:
 
 
 def _fail(process_id: int, num_processes: int) -> NoReturn:
-    _say_and_exit(f"process {process_id} of {num_processes} has ended, and so must this one")
+    _say_and_exit(_has_ended(process_id, num_processes))
+
+
+def _has_ended(process_id: int, num_processes: int) -> str:
+    return f"process {process_id} of {num_processes} has ended, and so must this one"
 
 
 _saying = threading.Lock()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Arrays = Mapping[str, jax.Array]
 
@@ -136,6 +137,18 @@ class Layout(abc.ABC):
         """
         return {}
 
+    def on_several(self) -> "Layout":
+        """The form of it for devices that have some of the kv heads each: what it has for each head must be
+        in `shared` then, for their program is one.
+        """
+        return self
+
+    def given(self, num_kv_heads: int, device: int = 0, num_devices: int = 1) -> dict[str, np.ndarray]:
+        """What arrays of `shared` begin as, where they do not as zeros: those of one of several devices with
+        so many kv heads each. Neighbours have the same where there are fewer heads than devices.
+        """
+        return {}
+
     def scales(self, arrays: Arrays, sizes: Sizes) -> tuple[jax.Array, jax.Array] | None:
         """What a view's numbers of K and V are to be multiplied by, float32 [num_kv_heads] each; None: by
         nothing.
@@ -156,6 +169,10 @@ class Layout(abc.ABC):
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
         """The rule that such blocks break, "block_size must be 1" for one; None if there is none."""
+        return None
+
+    def why_not_heads(self, num_kv_heads: int) -> str | None:
+        """The same of a model with so many kv heads."""
         return None
 
     def block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:

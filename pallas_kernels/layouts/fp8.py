@@ -21,7 +21,7 @@ class Fp8(Layout):
 
     A scale is one for the tensor, a tuple one for each kv head. With `is_measured` they are those of the
     first tokens that a layer writes, and stay: the largest of them, by head or in all, becomes the type's
-    largest number.
+    largest number. With `in_arrays` those given are not in the program but in arrays, as `given` says.
 
     On a CPU they are kept `as_bytes`: to write a token into an array of float8, XLA takes all of it to
     float16 and back.
@@ -33,6 +33,7 @@ class Fp8(Layout):
     v_scale: Scale = 1.0
     is_measured: bool = False
     is_per_head: bool = False  # what is measured
+    in_arrays: bool = False
     as_bytes: bool = False  # uint8 in place of float8
 
     @property
@@ -49,12 +50,38 @@ class Fp8(Layout):
         return self.base.arrays(num_blocks, block_size, num_kv_heads, head_dim, self._stored_dtype)
 
     def shared(self, num_kv_heads: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Measured scales; 0 before there is one."""
+        """Measured scales, 0 before there is one; or given ones."""
         spec = jax.ShapeDtypeStruct((num_kv_heads,), jnp.float32)
-        return {"k_scale": spec, "v_scale": spec} if self.is_measured else {}
+        return {"k_scale": spec, "v_scale": spec} if self.is_measured or self.in_arrays else {}
+
+    def given(self, num_kv_heads: int, device: int = 0, num_devices: int = 1) -> dict[str, np.ndarray]:
+        if not self.in_arrays:
+            return {}
+        found = {}
+        for name, scale in self._given:
+            its = scale
+            if isinstance(its, tuple):
+                first = device * len(its) // num_devices
+                its = its[first : first + num_kv_heads]
+            found[name] = np.broadcast_to(np.asarray(its, np.float32), (num_kv_heads,))
+        return found
+
+    def on_several(self) -> "Fp8":
+        is_by_head = any(isinstance(scale, tuple) for _, scale in self._given)
+        return dataclasses.replace(self, in_arrays=True) if is_by_head and not self.is_measured else self
+
+    def why_not_heads(self, num_kv_heads: int) -> str | None:
+        for name, scale in self._given:
+            if isinstance(scale, tuple) and len(scale) != num_kv_heads:
+                return f"{name} must be a number, or {num_kv_heads}, one for each kv head, not {scale}"
+        return None
+
+    @property
+    def _given(self) -> tuple[tuple[str, Scale], tuple[str, Scale]]:
+        return ("k_scale", self.k_scale), ("v_scale", self.v_scale)
 
     def scales(self, arrays: Arrays, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
-        if self.is_measured:
+        if self.is_measured or self.in_arrays:
             return arrays["k_scale"], arrays["v_scale"]
         k_scale, v_scale = (
             jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (sizes.num_kv_heads,))

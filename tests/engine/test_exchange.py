@@ -103,6 +103,7 @@ def test_blocks_of_another_kind_are_refused(here, blocks):
         ("head_dim", 16),
         ("reuse_answers", True),
         ("model", "another"),
+        ("tensor_parallel_size", 2),
     ):
         other = dataclasses.replace(blocks, kind=dataclasses.replace(blocks.kind, **{name: value}))
         rule = f"blocks: {name}={value!r} must be {getattr(blocks.kind, name)!r}, as this engine's"
@@ -114,7 +115,7 @@ def test_blocks_of_another_kind_are_refused(here, blocks):
         here.adopt_blocks(short)
     for options, rule in (
         ({"enable_prefix_caching": False}, r"^enable_prefix_caching=False must be True to export"),
-        ({"tensor_parallel_size": 2}, r"^tensor_parallel_size=2 must be 1 to export"),
+        ({"data_parallel_size": 2}, r"^data_parallel_size=2 must be 1 to export or adopt blocks: make an"),
         ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, r"^calculate_kv_scales=True must be False"),
     ):
         driver = here._driver

@@ -24,7 +24,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.sampling_params import SamplingParams
 from pallas_kernels import layouts, native
-from pallas_kernels.layouts import LAYOUTS, Layout, Sizes
+from pallas_kernels.layouts import LAYOUTS, Fp8, Layout, Sizes
 from reference import cached_model
 from reference import model as reference_model
 from tests import layouts as cases
@@ -256,6 +256,10 @@ def test_measured_scales_are_those_of_the_first_prompt() -> None:
         ({"kv_layout": "nothing"}, "kv_layout='nothing' must be token_major"),
         ({"kv_cache_dtype": "int4"}, "block_size must be a multiple of 16"),
         ({"calculate_kv_scales": True}, "must go with a kv_cache_dtype of fp8"),
+        (
+            {"kv_layout": Fp8(v_scale=(1.0, 0.5, 2.0))},
+            "v_scale must be a number, or 2, one for each kv head, not",
+        ),
     ],
 )
 def test_combinations_that_mean_nothing_are_refused_at_the_door(wrong: dict[str, Any], message: str) -> None:

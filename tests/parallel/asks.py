@@ -1,15 +1,21 @@
 """What each of several processes runs in `test_processes.py`: answers as JSON lines, of process 0 alone."""
 
+import dataclasses
 import json
 import sys
+import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from jaxpaged import LLM, SamplingParams
+from jaxpaged import LLM, LoRARequest, SamplingParams
+from jaxpaged.engine import startup
+from jaxpaged.engine.driver import Driver
 
-GOLDEN = Path(__file__).parents[1] / "goldens/families/llama"
-PROMPTS = [[5, 6, 7, 8, 9] * n for n in (1, 4, 9)]
+GOLDENS = Path(__file__).parents[1] / "goldens"
+PROMPTS = [[5, 6, 7, 8, 9] * n for n in (1, 4, 9, 6)]
+POET = LoRARequest("poet", 1, GOLDENS / "lora/llama")
 
 
 def say(**what):
@@ -17,27 +23,74 @@ def say(**what):
 
 
 def ask(llm):
-    llm_answers = llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0), use_tqdm=False)
+    def answers(*adapters):
+        params = SamplingParams(max_tokens=24, temperature=0)
+        told = llm.generate(PROMPTS, params, lora_request=list(adapters), use_tqdm=False)
+        return [answer.outputs[0].token_ids for answer in told]
+
+    plain, adapted = answers(None, None, None, None), answers(POET, None, POET, None)
     long = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=0)
     handle, other = (llm.engine.submit(PROMPTS[i], long) for i in (0, 1))
     first = next(iter(handle))
     handle.abort()
     last = handle.result()
     say(
-        answers=[answer.outputs[0].token_ids for answer in llm_answers],
+        answers=plain,
+        adapted=adapted,
         aborted=[first.finish_reason.name, last.finish_reason.name, len(last.token_ids) < 100],
         other=other.result().token_ids,
+        swapped=llm.engine.stats.num_preemptions > 0,
         free=llm.reset_prefix_cache(),
     )
 
 
+def differing(state):
+    """The same with another number in the last device that this process has."""
+    rows = state.rows
+    parts = [shard.data for shard in rows.salt.addressable_shards]
+    parts[-1] = parts[-1].at[..., -1].set(7)
+    salt = jax.make_array_from_single_device_arrays(rows.salt.shape, rows.salt.sharding, parts)
+    return dataclasses.replace(state, rows=dataclasses.replace(rows, salt=salt))
+
+
+def differ_in_the_end(follow):
+    """Make the calls of process 0, and come to another state with the last one of `ask`."""
+
+    def following(driver, name, arrays):
+        follow(driver, name, arrays)
+        if name == "_forget_prefixes":
+            driver._state = differing(driver._state)
+
+    return following
+
+
+def tells_that_it_begins(*args, split=startup.split):
+    """What an engine does first, once all processes have agreed."""
+    say(begins=True)
+    return split(*args)
+
+
+def fails(*_):
+    """When the others have begun."""
+    time.sleep(0.5)
+    raise OSError("no such file")
+
+
 def main(arguments):
     options = json.loads(arguments)
+    startup.split = {"tells": tells_that_it_begins, "fails": fails}.get(
+        options.pop("begins", ""), startup.split
+    )
+    if options.pop("differs", False):
+        Driver.follow = differ_in_the_end(Driver.follow)
     llm = LLM(
-        GOLDEN,
+        GOLDENS / "families/llama",
         skip_tokenizer_init=True,
         generation_config="vllm",
-        num_blocks=64,
+        num_blocks=1 + 8,  # too few for all at once
+        preemption_mode="swap",
+        num_host_blocks=1 + 8,
+        enable_lora=True,
         max_num_seqs=4,
         max_model_len=128,
         max_num_batched_tokens=64,

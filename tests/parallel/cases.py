@@ -12,6 +12,9 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
+from jaxpaged.engine import loop
+from jaxpaged.engine.blocks import Blocks
+from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.loop import specs_of
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
@@ -21,10 +24,11 @@ from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError
-from pallas_kernels.layouts import LAYOUTS
+from pallas_kernels.layouts import LAYOUTS, Fp8
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device
 from tests.models.test_decoder import FAMILIES, GOLDENS, LLAMAS, assert_equal, logits_of
+from tests.parallel.asks import differing
 
 FLOAT32 = jnp.dtype("float32")
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
@@ -195,6 +199,33 @@ def test_a_layout_in_shares_gives_the_tokens_of_one_device(name):
     assert one_device.by_passes(layout, passes=Passes) == one_device.answers(name, layout)
 
 
+# So small a scale that most numbers are beyond the largest: a head with another's has other numbers.
+GIVEN = Fp8("fp8_e4m3", k_scale=(2.0**-11, 0.3), v_scale=(0.7, 2.0**-11))
+
+
+@pytest.mark.parametrize(
+    ("size", "groups", "heads"), [(2, 1, [[0], [1]]), (6, 1, [[0]] * 3 + [[1]] * 3), (2, 2, [[0], [1]] * 2)]
+)
+def test_scales_given_by_head_are_where_the_heads_are(size, groups, heads, monkeypatch):
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    driver = tiny.driver(kv_layout=GIVEN, tensor_parallel_size=size, data_parallel_size=groups)
+    for name, scales in (("k_scale", GIVEN.k_scale), ("v_scale", GIVEN.v_scale)):
+        shards = driver._state.kv_cache.shared[name].addressable_shards
+        for its_heads, shard in zip(heads, shards, strict=True):
+            want = np.float32([[scales[head] for head in its_heads]] * 2)  # in both layers
+            np.testing.assert_array_equal(np.squeeze(shard.data, 0) if groups > 1 else shard.data, want)
+
+
+@pytest.mark.slow
+def test_two_devices_with_scales_given_by_head_answer_as_one():
+    prompts = tiny.prompts([5, 33, 50])
+    answers = [
+        tiny.generate(tiny.driver(kv_layout=GIVEN, tensor_parallel_size=n), prompts, tiny.greedy(16))
+        for n in (1, 2)
+    ]
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.slow
 def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
     """In one batch, with none and with several; the host turns the loop."""
@@ -211,6 +242,31 @@ def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
         assert answers[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8), seed
 
 
+@pytest.mark.slow
+def test_blocks_go_to_as_many_devices():
+    """As bytes, and from device to device; no program is compiled anew for it."""
+    here, there = (tiny.driver(tensor_parallel_size=2, **tiny.SWAP) for _ in range(2))
+    [prompt] = tiny.prompts([40])
+    line = np.array(prompt, np.int32)
+    want = tiny.generate(here, [prompt], tiny.greedy(12))
+    assert tiny.generate(there, [prompt[::-1]], tiny.greedy(12)) != want
+    before = [each._cache_size() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)]
+    blocks, chain = here.export_blocks(line, None), here.locate(line, None)
+    assert there.adopt_blocks(Blocks.from_bytes(blocks.to_bytes())) == 5
+    assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
+    assert there.export_blocks(line, None).to_bytes() == blocks.to_bytes()
+    assert there.reset_prefix_cache()
+    assert there.adopt(chain.token_ids, None, iter(here.pieces(chain))) == 5
+    assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
+    assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
+    assert [each._cache_size() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
+    tiny.assert_nothing_is_held(there)
+    assert_same_on_each(there._state)
+    one = dataclasses.replace(blocks, kind=dataclasses.replace(blocks.kind, tensor_parallel_size=1))
+    with pytest.raises(InputError, match="tensor_parallel_size=1 must be 2, as this engine's"):
+        there.adopt_blocks(one)
+
+
 def assert_same_on_each(state):
     """All that is not K and V."""
 
@@ -225,11 +281,7 @@ def assert_same_on_each(state):
 
 def differs(driver):
     """A device that has come to another state is found out in the next run."""
-    rows = driver._state.rows
-    parts = [shard.data for shard in rows.salt.addressable_shards]
-    parts[-1] = parts[-1].at[1].set(7)
-    salt = jax.make_array_from_single_device_arrays(rows.salt.shape, rows.salt.sharding, parts)
-    driver._state = dataclasses.replace(driver._state, rows=dataclasses.replace(rows, salt=salt))
+    driver._state = differing(driver._state)
     tiny.submit(driver, tiny.prompts([5]), SamplingParams(max_tokens=2))
     with pytest.raises(PagedMemoryError, match="the devices of a model have come to different states"):
         tiny.drain(driver)

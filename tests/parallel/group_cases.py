@@ -15,9 +15,10 @@ from jaxpaged.engine import loop, machine, startup
 from jaxpaged.engine.state import Counter, FinishReason
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
-from jaxpaged.status import Status
+from jaxpaged.status import PagedMemoryError, Status
 from tests import tiny, tiny_lora
 from tests.models.test_decoder import GOLDENS
+from tests.parallel.cases import differs
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
 TWO = {"data_parallel_size": 2, **tiny.SMALL}  # the same in most tests, which so share a program
@@ -91,6 +92,21 @@ def test_groups_answer_as_one_does_with_the_same_bits_in_any_company(options):
         if its is greedy:
             assert answer.token_ids == list(tiny.reference_answer(tuple(prompt), 24))
     assert_nothing_is_held(driver)
+    stops_by_the_last_group(driver)
+
+
+def stops_by_the_last_group(driver):
+    """What is wrong in one group stops the engine."""
+    if driver.config.tensor_parallel_size > 1:
+        differs(driver)
+        return
+    status = np.array(driver._state.status)
+    status[-1] = Status.OUT_OF_BLOCKS
+    placed = jax.device_put(status, driver._state.status.sharding)
+    driver._state = dataclasses.replace(driver._state, status=placed)
+    tiny.submit(driver, tiny.prompts([5]), tiny.greedy(2))
+    with pytest.raises(PagedMemoryError, match="out of blocks"):
+        tiny.drain(driver)
 
 
 def test_a_prompt_goes_to_the_group_that_has_its_beginning_and_others_to_the_one_with_less_to_do(driver):
@@ -110,8 +126,9 @@ def test_a_prompt_goes_to_the_group_that_has_its_beginning_and_others_to_the_one
     assert asked([*second[:24], 1, 2, 3], first) == ([there, here], [24, 32])
     assert driver.stats.num_hit_tokens == before + 32 + 24 + 32
     assert asked(*[second] * 5)[0] == [there, there, there, here, here]  # nor does the other idle
-    assert driver.reset_prefix_cache()
-    assert asked(first)[1] == [0]
+    for prompts in ([first, second], [second, first]):
+        assert driver.reset_prefix_cache()
+        assert asked(*prompts) == ([0, 1], [0, 0])  # nobody has anything, nor is it thought so
     assert_nothing_is_held(driver)
 
 
@@ -136,20 +153,25 @@ def test_a_long_request_holds_up_no_other_group_for_longer_than_a_run(driver):
     assert_nothing_is_held(driver)
 
 
-def test_an_abort_in_a_group_leaves_others_as_they_are_and_blocks_are_counted_through(driver):
-    prompts = tiny.prompts([20, 25], seed=3)
+@pytest.mark.parametrize("group", [0, 1])
+def test_an_abort_in_a_group_leaves_others_as_they_are_and_blocks_are_counted_through(driver, group):
+    assert driver.reset_prefix_cache()
+    prompts = tiny.prompts([20, 33], seed=3)
     ids = tiny.submit(driver, prompts, tiny.greedy(40))
     told = [delta for _ in range(3) for delta in driver.turn(max_steps=4)]
     groups = groups_of(driver, ids)
     assert sorted(groups) == [0, 1]
     seen = driver.occupancy()
     num_blocks = len(seen.holders) // 2
-    for group, progress in zip(groups, seen.requests, strict=True):
-        assert set(progress.block_ids // num_blocks) == {group}
+    for its_group, progress in zip(groups, seen.requests, strict=True):
+        assert set(progress.block_ids // num_blocks) == {its_group}
         assert np.all(seen.holders[progress.block_ids] == 1)
     assert seen.holders.sum() == sum(len(progress.block_ids) for progress in seen.requests)
-    assert [progress.prompt_len for progress in seen.requests] == [20, 25]
-    gone = ids[groups.index(1)]
+    assert [progress.prompt_len for progress in seen.requests] == [20, 33]
+    lens = driver._num_tokens[driver._arrivals != 0] - 1  # in the cache when the last report was made
+    assert driver.stats.num_free_blocks == driver.stats.num_blocks - sum(-(-lens // 8))
+    assert len({*(-(-lens // 8))}) == 2
+    gone = ids[groups.index(group)]
     [stays] = {*ids} - {gone}
     assert driver.abort([gone]) == []
     last = tiny.drain(driver)
@@ -158,6 +180,9 @@ def test_an_abort_in_a_group_leaves_others_as_they_are_and_blocks_are_counted_th
     prompt = prompts[ids.index(stays)]
     assert tokens + last[stays].token_ids == tiny.reference_answer(tuple(prompt), 40)
     assert_nothing_is_held(driver)
+    its_content = driver.occupancy().has_content.reshape(2, -1).sum(1)
+    assert driver.stats.num_cached_blocks == its_content.sum()
+    assert len({*its_content}) == 2
 
 
 def test_who_belongs_together_is_in_one_group_and_finds_the_same_in_each(driver):
@@ -191,7 +216,9 @@ def test_more_groups_than_there_are_devices_are_refused(options, message):
 def test_what_is_of_one_group_alone_is_refused(driver):
     with pytest.raises(InputError, match=r"^data_parallel_size=2 must be 1 for a snapshot$"):
         driver.snapshot()
-    with pytest.raises(InputError, match=r"^data_parallel_size=2 must be 1 to export or adopt blocks$"):
+    with pytest.raises(
+        InputError, match=r"^data_parallel_size=2 must be 1 to export or adopt blocks: make an"
+    ):
         driver.export_blocks(np.arange(20), None)
 
 
