@@ -47,9 +47,8 @@ class Blocks:
     kind: Kind
     token_ids: np.ndarray  # int32 [num_blocks, block_size]
     cache_salt: str | None
-    arrays: dict[
-        str, np.ndarray
-    ]  # by the layout's names: [num_blocks, num_layers, ...]; of devices [num_blocks, devices, ...]
+    # By the layout's names: [num_blocks, num_layers, ...], of several devices [num_blocks, devices, ...].
+    arrays: dict[str, np.ndarray]
 
     @property
     def num_blocks(self) -> int:
