@@ -36,7 +36,7 @@ CONFIG = ModelConfig(
     num_q_heads=6,
     num_kv_heads=2,
     head_dim=8,
-    norm_eps=1e-5,
+    norm_eps=float(np.float32(1e-5)),  # as a GGUF file has it, so that engines of one have the same program
     layers=uniform(2, rope=Rope(theta=10000.0, dim=8)),
     max_model_len=128,
     tie_word_embeddings=True,
