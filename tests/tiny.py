@@ -96,8 +96,13 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 # A pool in which four rows begin together and cannot all grow: someone must give way.
 SMALL = {"num_blocks": 1 + 16, "block_size": 8}
-ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is no multiple of anything
-SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
+# Such a pool, and one on the host; steps of one tile, and a length that is no multiple of anything.
+SWAP = SMALL | {
+    "preemption_mode": "swap",
+    "num_host_blocks": 12,
+    "max_num_batched_tokens": 4 + 32,
+    "max_model_len": 100,
+}
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from tests import tiny, tiny_lora
 
 pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
 
+SWAP = tiny.SWAP | {"max_model_len": 128}
+
 
 def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Delta]:
     ids = tiny.submit(driver, prompts, params)
@@ -24,13 +26,11 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
     [
         # Each two of: who multiplies, the dtype, how one gives way, and weights that are quantised or not.
         pytest.param("float32", tiny.SMALL, "0", id="all by XLA, float32, recompute"),
-        pytest.param(
-            "bfloat16", tiny.SWAP | {"quantization": "int4"}, "0", id="all by XLA, bfloat16, swap, int4"
-        ),
+        pytest.param("bfloat16", SWAP | {"quantization": "int4"}, "0", id="all by XLA, bfloat16, swap, int4"),
         pytest.param("bfloat16", tiny.SMALL, "1", id="bfloat16, recompute"),
         pytest.param(
             "float32",
-            tiny.SWAP | {"load_model": tiny.load_quantised},
+            SWAP | {"load_model": tiny.load_quantised},
             "1",
             id="float32, swap, weights of files",
         ),
