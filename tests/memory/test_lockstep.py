@@ -21,18 +21,15 @@ def run(policy: str, block_size: int, max_examples: int, steps: int, **options: 
     histories.run(make, block_size, max_examples=max_examples * SOAK, steps=steps)
 
 
-# In every run one block size; of "lru" the history in which all hashes are the same: with its own hash it is
-# compared in `tests/engine/test_scheduler.py`, too.
-QUICK = [(policy, 4) for policy in POLICIES if policy != "lru"]
+# Each policy at two block sizes, one of them in every run: of "lru" the one with the same hash for all. Its
+# own is compared in `tests/engine/test_scheduler.py`, too.
+QUICK = [("lifo", 4), ("naive", 4), ("lru_split", 4)]
+LONG = [("lifo", 1), ("naive", 16), ("lru", 1), ("lru", 16), ("lru_split", 16)]
+assert {policy for policy, _ in LONG} == POLICIES.keys()
 
 
 @pytest.mark.parametrize(
-    ("policy", "block_size"),
-    [
-        pytest.param(policy, size, marks=[] if (policy, size) in QUICK else pytest.mark.slow)
-        for policy in POLICIES
-        for size in (1, 4, 16)
-    ],
+    ("policy", "block_size"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)]
 )
 def test_policy_equals_its_oracle(policy: str, block_size: int) -> None:
     run(policy, block_size, max_examples=6, steps=36)
