@@ -24,7 +24,7 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
 @pytest.mark.parametrize(
     ("dtype", "options", "use_native"),
     [
-        # Each two of: who multiplies, the dtype, how one gives way, and weights that are quantised or not.
+        # Who multiplies, the dtype and how one gives way meet in pairs; some weights are quantised.
         pytest.param("float32", tiny.SMALL, "0", id="all by XLA, float32, recompute"),
         pytest.param("bfloat16", SWAP | {"quantization": "int4"}, "0", id="all by XLA, bfloat16, swap, int4"),
         pytest.param("bfloat16", tiny.SMALL, "1", id="bfloat16, recompute"),
