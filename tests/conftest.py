@@ -65,10 +65,14 @@ def few_mappings():
 
 @pytest.fixture(autouse=True, scope="module")
 def kept_programs():
-    """Engines of the same sizes share a compiled loop, in all modules and processes."""
+    """All modules and processes share what is compiled: loops of engines of the same sizes, and the rest."""
+    import jax
+
     from jaxpaged import disk_cache
 
     disk_cache.keep_in(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
+    # To write and read one takes a few ms. An engine with a server's options says otherwise.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.03)
 
 
 @pytest.fixture(scope="module")

@@ -59,10 +59,8 @@ def test_results_have_vllms_shape(llm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_native", ["1", "0"])
-def test_a_model_with_a_sliding_window_answers_as_transformers_does(use_native, monkeypatch):
+def test_a_model_with_a_sliding_window_answers_as_transformers_does():
     """Prompts longer and shorter than the window, beside each other and in more than one tile."""
-    monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
     folder = Path(__file__).parent / "goldens" / "mistral_window"
     golden = json.loads((folder / "golden.json").read_text())
     prompt, answer = golden["token_ids"], golden["answer"]

@@ -35,8 +35,9 @@ SETTING = Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14)
 STEP_CONFIG = SETTING.config
 MIDDLE = 14
 VOCAB_SIZE = tiny.CONFIG.vocab_size  # no less than the history's own; so all dumps have one
-# The driver's options for a state of just the same sizes, for which all is compiled once.
+# The driver's options for just the same step over a state of the same sizes: all is compiled once.
 OPTIONS = {
+    "attention": SETTING.config.attention,
     "max_num_seqs": 3,
     "max_num_batched_tokens": 3 + 3 * 32,
     "block_size": 4,
@@ -334,6 +335,7 @@ def test_a_report_has_the_engine_and_its_queue(driver, tmp_path):
     assert_equal(dump.state, before)
     assert_equal(jax.device_get(without_kv(driver._state)), before)
     assert (dump.step_config, dump.vocab_size) == (driver.step_config, tiny.CONFIG.vocab_size)
+    assert dump.step_config == STEP_CONFIG, "the program is that of other tests"
     [event] = dump.events
     assert event.num_steps == 0
     assert event.request.arrival.tolist() == [7]

@@ -38,13 +38,13 @@ def options(rows: list[dict], seeds: list[int]) -> SamplingState:
     defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     columns = {name: [(defaults | row)[name] for row in rows] for name in ("temperature", *defaults)}
     return SamplingState(
-        temperature=jnp.array(columns["temperature"], jnp.float32),
-        top_k=jnp.array(columns["top_k"], jnp.int32),
-        top_p=jnp.array(columns["top_p"], jnp.float32),
-        min_p=jnp.array(columns["min_p"], jnp.float32),
-        seed=jnp.array(seeds, jnp.uint32),
-        num_logprobs=jnp.full(len(seeds), -1, jnp.int32),
-        has_rules=jnp.zeros(len(seeds), bool),
+        temperature=np.array(columns["temperature"], np.float32),
+        top_k=np.array(columns["top_k"], np.int32),
+        top_p=np.array(columns["top_p"], np.float32),
+        min_p=np.array(columns["min_p"], np.float32),
+        seed=np.array(seeds, np.uint32),
+        num_logprobs=np.full(len(seeds), -1, np.int32),
+        has_rules=np.zeros(len(seeds), bool),
     )
 
 
@@ -273,31 +273,33 @@ def test_rows_in_which_nothing_can_be_drawn_are_greedy(temperature):
 
 
 def test_sets_of_tokens_are_what_they_were_made_of():
+    has_token, is_among = jax.jit(sampling.has_token, static_argnums=1), jax.jit(sampling.is_among)
     rng = np.random.default_rng(0)
     for vocab in (1, 31, 32, 33, 97):
         members = set(rng.integers(0, vocab, 9).tolist())
         bits = token_bits(members, vocab)
         assert tokens_of(bits) == members
-        mask = np.asarray(sampling.has_token(jnp.asarray(bits)[None], vocab))[0]
+        mask = np.asarray(has_token(bits[None], vocab))[0]
         assert set(np.flatnonzero(mask).tolist()) == members
-        tokens = jnp.arange(vocab, dtype=jnp.int32)
-        assert sampling.is_among(tokens, jnp.tile(bits, (vocab, 1))).tolist() == mask.tolist()
+        tokens = np.arange(vocab, dtype=np.int32)
+        assert is_among(tokens, np.tile(bits, (vocab, 1))).tolist() == mask.tolist()
 
 
 def test_a_draw_depends_on_its_seed_and_position_only(logits):
+    draw = jax.jit(sample)
     rows = [dict(OPTIONS[i % len(OPTIONS)], temperature=1.0) for i in range(8)]
-    spread = jnp.asarray(np.random.default_rng(1).normal(size=(8, VOCAB)), jnp.float32)
-    positions = jnp.arange(8, dtype=jnp.int32)
-    together = sample(spread, options(rows, list(range(8))), positions)
+    spread = np.random.default_rng(1).normal(size=(8, VOCAB)).astype(np.float32)
+    positions = np.arange(8, dtype=np.int32)
+    together = draw(spread, options(rows, list(range(8))), positions)
     for i in range(8):
-        alone = sample(spread[i : i + 1], options(rows[i : i + 1], [i]), positions[i : i + 1])
+        alone = draw(spread[i : i + 1], options(rows[i : i + 1], [i]), positions[i : i + 1])
         assert alone[0] == together[i]
-    flat = jnp.zeros((64, 1000))
+    flat = np.zeros((64, 1000), np.float32)
     free = [{"temperature": 1.0}] * 64
-    same = jnp.full(64, 3, jnp.int32)
-    assert len(set(sample(flat, options(free, list(range(64))), same).tolist())) > 50
-    assert len(set(sample(flat, options(free, [5] * 64), jnp.arange(64, dtype=jnp.int32)).tolist())) > 50
-    assert len(set(sample(flat, options(free, [5] * 64), same).tolist())) == 1
+    same = np.full(64, 3, np.int32)
+    assert len(set(draw(flat, options(free, list(range(64))), same).tolist())) > 50
+    assert len(set(draw(flat, options(free, [5] * 64), np.arange(64, dtype=np.int32)).tolist())) > 50
+    assert len(set(draw(flat, options(free, [5] * 64), same).tolist())) == 1
 
 
 def test_filters_keep_what_the_reference_keeps_of_many_tokens_among_them_equal_ones():
@@ -314,8 +316,8 @@ def test_filters_keep_what_the_reference_keeps_of_many_tokens_among_them_equal_o
         }
         for _ in many
     ]
-    largest = jnp.asarray(many.max(axis=1))
-    kept = np.isfinite(sampling.filtered(jnp.asarray(many), largest, options(rows, [0] * len(rows))))
+    largest = many.max(axis=1)
+    kept = np.isfinite(jax.jit(sampling.filtered)(many, largest, options(rows, [0] * len(rows))))
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(kept[i], reference.probabilities(many[i], **row) > 0, err_msg=str(row))
 
@@ -333,10 +335,9 @@ def test_a_top_p_of_1_keeps_all_of_a_large_vocabulary_whatever_its_neighbours_as
 
 @pytest.mark.parametrize("temperature", [1e-37, 2e-38])
 def test_the_smallest_temperatures_are_greedy(temperature, logits):
-    rows = jnp.stack([jnp.asarray(logits), 1e4 * jnp.asarray(logits), jnp.asarray(logits) - 1e30])
-    drawn = sample(
-        rows, options([{"temperature": temperature}] * 3, [1, 2, 3]), jnp.arange(3, dtype=jnp.int32)
-    )
+    rows = np.stack([logits, np.float32(1e4) * logits, logits - np.float32(1e30)])
+    some = [{"temperature": temperature}] * 3
+    drawn = jax.jit(sample)(rows, options(some, [1, 2, 3]), np.arange(3, dtype=np.int32))
     near = np.flatnonzero(logits == logits.max())
     assert drawn[0] in near
     assert drawn[1] in near

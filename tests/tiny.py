@@ -36,7 +36,7 @@ CONFIG = ModelConfig(
     num_q_heads=6,
     num_kv_heads=2,
     head_dim=8,
-    norm_eps=1e-5,
+    norm_eps=float(np.float32(1e-5)),  # as a GGUF file has it, so that engines of one have the same program
     layers=uniform(2, rope=Rope(theta=10000.0, dim=8)),
     max_model_len=128,
     tie_word_embeddings=True,
@@ -96,8 +96,13 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 # A pool in which four rows begin together and cannot all grow: someone must give way.
 SMALL = {"num_blocks": 1 + 16, "block_size": 8}
-ONE_TILE = {"max_num_batched_tokens": 4 + 32, "max_model_len": 100}  # which is no multiple of anything
-SWAP = SMALL | {"preemption_mode": "swap", "num_host_blocks": 12}
+# Such a pool, and one on the host; steps of one tile, and a length that is no multiple of anything.
+SWAP = SMALL | {
+    "preemption_mode": "swap",
+    "num_host_blocks": 12,
+    "max_num_batched_tokens": 4 + 32,
+    "max_model_len": 100,
+}
 
 
 @functools.cache

@@ -230,10 +230,11 @@ class Source:
             state = jax.eval_shape(lambda state: jax.tree.map(lambda x: x[0], state), state)
         report = jax.eval_shape(loop.report, state, told, state.rows.order)
         what = "run by host" if self.by_host else "run"
+        model_config = dataclasses.replace(self.model_config, eos_token_ids=())  # rows have theirs
         return programs.kept(
             self.lower,
             made_from=(
-                *(what, self.model_config, machine.resolve_dtype(self.config), self.step_config),
+                *(what, model_config, machine.resolve_dtype(self.config), self.step_config),
                 *(self.config.tensor_parallel_size, self.config.tensor_parallel_sums),
                 self.config.data_parallel_size,
             ),

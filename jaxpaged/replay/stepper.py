@@ -46,6 +46,8 @@ def replay(dump: Dump, model: Decoder | None = None) -> Iterator[Step]:
     state = jax.tree.map(jnp.array, without_layers(state))
     if model is not None:
         state = put_kv(state, *_zeros(dump.state))
+    # What a step gives back is bound to its device: a state that is not would be another program's.
+    state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
     before, queue = dump.state, list[Rows]()
     events = sorted(dump.events, key=lambda event: event.num_steps)
     for num_steps in itertools.count():

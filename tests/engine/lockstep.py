@@ -200,7 +200,9 @@ class Setting:
         if self.num_host_blocks:
             host = HostPool(tables(self.num_host_blocks, cached=False), arrays(self.num_host_blocks))
         device = tables(self.num_blocks, cached=self.prefix_caching)
-        return create_state(device, arrays(self.num_blocks), MAX_MODEL_LEN, VOCAB_ROOM, host)
+        state = create_state(device, arrays(self.num_blocks), MAX_MODEL_LEN, VOCAB_ROOM, host)
+        # Bound to its device, as what a step gives back is: else the second step would be another program.
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
 
 
 @functools.cache

@@ -16,6 +16,8 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.outputs import BeamSearchOutput, beam_search_output
 from jaxpaged.engine.state import FinishReason
+from jaxpaged.models import loading, weights
+from reference import model as reference_model
 from reference.beam_search import BeamSearch, Hypothesis, beam_search
 from tests import tiny
 
@@ -157,7 +159,26 @@ def test_a_temperature_divides_the_logits():
     assert_same(output, beam_search(flatter, BeamSearch(prompt, 2, len(prompt) + 3)))
 
 
-@pytest.mark.parametrize("model", ["gqa_tied", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_the_plain_searchs_answers_are_transformers():
+    checkpoint = loading.open_checkpoint(GOLDENS / "gqa_tied")
+    by_role = weights.by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
+
+    @functools.cache
+    def logprobs(tokens):
+        return log_softmax(reference_model.logits(checkpoint.config, by_role, list(tokens))[-1])
+
+    for golden in (golden for golden in SEARCHES if golden["model"] == "gqa_tied"):
+        num_tokens = len(golden["prompt"]) + len(golden["answers"][0])
+        search = BeamSearch(golden["prompt"], golden["width"], num_tokens, length_penalty=0)
+        found = beam_search(lambda tokens: logprobs(tuple(tokens)), search)
+        assert [each.tokens[len(golden["prompt"]) :] for each in found] == golden["answers"]
+        if golden["cum_logprobs"]:
+            sums = [each.cum_logprob for each in found]
+            np.testing.assert_allclose(sums, golden["cum_logprobs"], atol=1e-3)
+
+
+@pytest.mark.slow  # the plain search's they are in the other tests
+@pytest.mark.parametrize("model", ["gqa_tied", "smollm2"])
 def test_answers_are_transformers(model):
     path = model if model == "smollm2" else GOLDENS / model
     llm = LLM(path, dtype="float32", max_num_seqs=10, max_model_len=128, num_blocks=1 + 80)

@@ -67,7 +67,7 @@ def test_who_gives_way_answers_as_if_it_had_not(options):
 
 
 def test_a_long_prompt_is_computed_while_others_decode():
-    driver = tiny.driver(**tiny.ONE_TILE)
+    driver = tiny.driver(**tiny.SWAP)  # steps of one tile
     short, long = tiny.prompts([3, 97])
     [first] = tiny.submit(driver, [short], tiny.greedy(20))
     driver.turn(max_steps=2)

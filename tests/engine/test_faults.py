@@ -64,7 +64,7 @@ def gave_way(rows: Rows) -> np.ndarray:
 
 STAGES = {
     "waits in a row": (tiny.SMALL, lambda rows, done: rows.phase == Phase.WAITING),
-    "in its prompt": (tiny.ONE_TILE, lambda rows, done: (done > 0) & (done < rows.prompt_lens)),
+    "in its prompt": (tiny.SWAP, lambda rows, done: (done > 0) & (done < rows.prompt_lens)),
     "decodes": (
         tiny.SMALL,
         lambda rows, done: (rows.phase == Phase.RUNNING) & has_answer(rows),
@@ -82,7 +82,7 @@ STAGES = {
 def test_an_abort_at_any_stage_frees_all_and_hurts_nobody(stage):
     options, where = STAGES[stage]
     driver = tiny.driver(**options)
-    prompts = tiny.prompts([10, 90 if options is tiny.ONE_TILE else 20, 30, 12, 25, 9])
+    prompts = tiny.prompts([10, 90 if stage == "in its prompt" else 20, 30, 12, 25, 9])
     ids = tiny.submit(driver, prompts, tiny.greedy(60))
     deltas: dict[int, list[Delta]] = {i: [] for i in ids}
     turn = driver.turn
@@ -142,7 +142,7 @@ def test_who_finds_no_room_in_the_host_pool_is_computed_again():
     """Three rows hold 15 blocks between them when the first wants the pool; the host has 11."""
     driver = tiny.driver(**tiny.SWAP)
     prompts = tiny.prompts([1, 38, 37, 39])
-    ids = tiny.submit(driver, prompts, [tiny.greedy(127), *[tiny.greedy(50)] * 3])
+    ids = tiny.submit(driver, prompts, [tiny.greedy(99), *[tiny.greedy(50)] * 3])
     seen: set[Phase] = set()
     deltas: dict[int, list[Delta]] = {i: [] for i in ids}
     while driver.has_work:
@@ -152,7 +152,7 @@ def test_who_finds_no_room_in_the_host_pool_is_computed_again():
         seen |= {Phase(p) for p in rows.phase[gave_way(rows)].tolist()}
         assert_every_block_is_free_or_used(driver)
     assert seen == {Phase.WAITING, Phase.SWAPPED}
-    for request_id, prompt, n in zip(ids, prompts, [127, 50, 50, 50], strict=True):
+    for request_id, prompt, n in zip(ids, prompts, [99, 50, 50, 50], strict=True):
         assert collect(deltas[request_id]).token_ids == tiny.reference_answer(tuple(prompt), n)
     tiny.assert_nothing_is_held(driver)
 
@@ -167,7 +167,7 @@ def test_a_request_that_needs_the_whole_pool_gets_it_in_the_end():
 
 
 def test_a_model_length_within_a_block_and_a_tile_is_kept_to_the_token():
-    driver = tiny.driver(**tiny.ONE_TILE)
+    driver = tiny.driver(**tiny.SWAP)
     prompts = tiny.prompts([99, 98, 96, 64, 1, 33])
     answers = tiny.generate(driver, prompts, tiny.greedy(127))
     assert answers == [tiny.reference_answer(tuple(p), 100 - len(p)) for p in prompts]

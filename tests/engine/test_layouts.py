@@ -16,6 +16,7 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import machine, startup
 from jaxpaged.engine.driver import Driver
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
@@ -267,10 +268,12 @@ def test_combinations_that_mean_nothing_are_refused_at_the_door(wrong: dict[str,
         tiny.driver(**wrong)
 
 
-def test_a_block_takes_what_the_arrays_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+def test_a_block_takes_what_the_arrays_take() -> None:
+    model = tiny.load(F32)
     for name, layout in LAYOUTS.items():
-        driver = tiny.driver(**options(name, layout))
-        held = sum(x.nbytes for x in driver._state.kv_cache.blocks.values())
-        assert held == driver.cache_size.num_bytes, name
-        assert driver._state.kv_cache.dtype == jnp.float32
+        config = EngineConfig(**tiny.DEFAULTS | options(name, layout))
+        size = machine.cache_size(config, tiny.CONFIG)
+        cache = startup.state_shapes(config, tiny.CONFIG, model, size.num_blocks).kv_cache
+        held = sum(x.size * x.dtype.itemsize for x in cache.blocks.values())
+        assert held == size.num_bytes, name
+        assert cache.dtype == jnp.float32

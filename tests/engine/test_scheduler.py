@@ -13,7 +13,6 @@ from tests.engine.lockstep import VOCAB, Event, LockStep, Setting, workloads
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
 SETTINGS = [
-    Setting("roomy", num_blocks=1 + 90),
     Setting("tight", num_blocks=1 + 17),
     Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT),
     Setting("window", num_blocks=1 + 14, num_tiles=1, sliding_window=10, num_host_blocks=1 + 6),
@@ -43,7 +42,7 @@ def test_every_step_is_the_oracles(setting, data):
 
 def test_nobody_is_admitted_in_the_step_that_preempts():
     """Not even an urgent request that had no slot till then, and fits where the preempted row was."""
-    setting = SETTINGS[1]
+    setting = SETTINGS[0]
     lock = LockStep(setting)
     lock.happen(Event(tuple(request(arrival, 17, 40, priority=2 * (arrival > 1)) for arrival in (1, 2, 3))))
     lock.step()
@@ -60,7 +59,7 @@ def test_nobody_is_admitted_in_the_step_that_preempts():
 
 def test_answers_of_one_prompt_share_its_blocks_and_compute_it_once():
     """Four of them, where three can run: the fourth hits what the others left behind."""
-    lock = LockStep(SETTINGS[1])
+    lock = LockStep(SETTINGS[0])
     prompt_len, block_size = 39, 4
     leader = request(1, prompt_len, prompt_len + 6, priority=0)
     followers = [dataclasses.replace(leader, arrival=arrival, leader=1) for arrival in (2, 3, 4)]
@@ -82,7 +81,7 @@ def test_answers_of_one_prompt_share_its_blocks_and_compute_it_once():
 
 def test_who_was_turned_away_is_looked_up_again_when_others_hold_enough_of_it():
     """Its first 14 blocks are not there when it is first looked up, and are in the next step."""
-    lock = LockStep(SETTINGS[1])
+    lock = LockStep(SETTINGS[0])
     shared = tuple(i % VOCAB for i in range(56))
     lock.happen(Event((Request(0, shared, 60), Request(1, (*shared, 1, 2, 3, 4), 62))))
     lock.step()

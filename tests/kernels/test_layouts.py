@@ -170,8 +170,14 @@ def sequences(pool: Pool) -> tuple[np.ndarray, np.ndarray]:
     return tables.astype(np.int32), seq_lens
 
 
-@pytest.mark.parametrize("name", cases.EACH)
-@pytest.mark.parametrize("operation", ["decode", "v1", "v2"])
+# Read alike by all that reads them, with numbers as they are and with what is kept of a group.
+IN_ALL_WAYS = ("token_major", "int4_grouped")
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [(n, "decode") for n in cases.EACH] + [(n, "v2") for n in IN_ALL_WAYS] + [("token_major", "v1")],
+)
 def test_decode_attention_reads_every_layout(name: str, operation: str) -> None:
     pool, k, v = filled(name)
     tables, seq_lens = sequences(pool)
@@ -190,7 +196,7 @@ def test_decode_attention_reads_every_layout(name: str, operation: str) -> None:
 
 @pytest.mark.parametrize("name", cases.EACH)
 @pytest.mark.parametrize("implementation", ["xla", "native"])
-def test_tiles_and_flat_batches_read_every_layout(name: str, implementation: Any) -> None:
+def test_tiles_read_every_layout(name: str, implementation: Any) -> None:
     pool, k, v = filled(name)
     if implementation == "native" and (why := native.why_not(F32) or native.why_not_layout(pool.layout, F32)):
         if native.why_not(F32) is None:
@@ -198,6 +204,15 @@ def test_tiles_and_flat_batches_read_every_layout(name: str, implementation: Any
                 tiles_of(pool, k, v, implementation)
         pytest.skip(why)
     tiles_of(pool, k, v, implementation)
+
+
+@pytest.mark.parametrize("name", IN_ALL_WAYS)
+@pytest.mark.parametrize("implementation", ["xla", "native"])
+def test_flat_batches_read_layouts(name: str, implementation: Any) -> None:
+    """As tiles and decode steps do, which they are made of."""
+    pool, k, v = filled(name)
+    if implementation == "native" and (why := native.why_not(F32)):
+        pytest.skip(why)
     tables, seq_lens = sequences(pool)
     cu_query_lens = np.array([0, 3, 3, 4], np.int32)
     flat = np.random.default_rng(7).standard_normal((5, 6, cases.HEAD_DIM)).astype(np.float32)
@@ -219,7 +234,8 @@ def among_others(tables: np.ndarray) -> dict[str, np.ndarray]:
 def tiles_of(pool: Pool, k: np.ndarray, v: np.ndarray, implementation: str) -> None:
     tables, seq_lens = sequences(pool)
     starts = np.maximum(seq_lens - 5, 0).astype(np.int32)
-    for num_q_heads, window in ((6, None), (24, 20)):
+    many = pool.layout == LAYOUTS["token_major"] or implementation == "native"
+    for num_q_heads, window in ((6, 20), *([(24, None)] if many else [])):
         q = np.random.default_rng(6).standard_normal((3, 5, num_q_heads, cases.HEAD_DIM)).astype(np.float32)
         options = {"scale": 0.3, "sliding_window": window}
         given = {"query_starts": starts, "seq_lens": seq_lens, **among_others(tables)}

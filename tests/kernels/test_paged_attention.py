@@ -14,9 +14,29 @@ from tests.kernels.checks import OPERATIONS, PROGRAMS, STATIC, assert_close, inp
 QUICK = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
-@pytest.mark.parametrize("c", CASES, ids=str)
-def test_xla_equals_the_oracle(c: Case, version: str) -> None:
+# Sizes between others: to the kernels each is another, to XLA a number like the next. A program each.
+LIKE_OTHERS = {
+    *(f"group_{g}" for g in (1, 5, 6, 7, 8, 12)),
+    *(f"head_dim_{d}" for d in (96, 112, 128, 192)),
+    *(f"block_size_{b}" for b in (8, 32, 64)),
+}
+# v2 takes v1's steps over a partition at a time, and joins them: what may go wrong there.
+IN_PARTITIONS = {
+    "around_a_block", "partition_edges", "only_padding", "head_major", "window_over_tiles", "sinks",
+    "all_at_once", "thousands", "block_size_1", "block_size_256", "int8_per_head", "sparse_slide_kv",
+}  # fmt: skip
+SERVED = {
+    "v1": [c for c in CASES if c.name not in LIKE_OTHERS],
+    "v2": [c for c in CASES if c.name in IN_PARTITIONS],
+}
+assert len(SERVED["v1"]) == len(CASES) - len(LIKE_OTHERS)
+assert len(SERVED["v2"]) == len(IN_PARTITIONS)
+
+
+@pytest.mark.parametrize(
+    ("version", "c"), [(version, c) for version, cases in SERVED.items() for c in cases], ids=str
+)
+def test_xla_equals_the_oracle(version: str, c: Case) -> None:
     arrays, options = inputs(c, version)
     got = QUICK[version](**arrays, **options, implementation="xla")
     assert_close(c, np.asarray(got, np.float64), "float32")

@@ -40,13 +40,14 @@ def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_le
     return q, caches[0], caches[1], tables.astype(np.int32), np.array(seq_lens, np.int32)
 
 
-SHAPES = [
+SHAPES = {
     # num_q_heads, num_kv_heads, head_dim, block_size
-    pytest.param(9, 3, 16, 16, id="few heads"),
-    pytest.param(32, 4, 8, 8, id="many heads"),
-    pytest.param(5, 1, 8, 1, id="one kv head, blocks of one token"),
-    pytest.param(4, 4, 8, 256, id="a head each, blocks longer than a chunk"),
-]
+    "few heads": (9, 3, 16, 16),
+    "many heads": (32, 4, 8, 8),
+    "one kv head, blocks of one token": (5, 1, 8, 1),
+    "a head each, blocks longer than a chunk": (4, 4, 8, 256),
+}
+FEW, MANY, ONE, EACH = SHAPES
 LENGTHS = [1, 15, 16, 17, 128, 129, 300, 0]
 NO_NATIVE = native.why_not(jnp.dtype("float32"))
 IMPLEMENTATIONS = [
@@ -55,6 +56,29 @@ IMPLEMENTATIONS = [
         "native", marks=pytest.mark.skipif(bool(NO_NATIVE), reason=f"no native kernels: {NO_NATIVE}")
     ),
 ]
+
+
+def covering(*pairs):
+    """Each of these pairs of a shape and a window. For XLA a pair is a program to compile: so every shape has
+    two windows or none and one, and every window two shapes. The native kernels are compiled anyway.
+    """
+    windows = sorted({window for _, window in pairs}, key=str)
+    all_pairs = [(name, window) for name in SHAPES for window in windows]
+    assert all(sum(name == pair[0] for pair in pairs) == 2 for name in SHAPES)
+    assert all(sum(window == pair[1] for pair in pairs) >= 2 for window in windows)
+    native_params = IMPLEMENTATIONS[1]
+    params = [pytest.param(SHAPES[name], window, "xla", id=f"{name}-{window}-xla") for name, window in pairs]
+    params += [
+        pytest.param(
+            SHAPES[name],
+            window,
+            *native_params.values,
+            marks=native_params.marks,
+            id=f"{name}-{window}-native",
+        )
+        for name, window in all_pairs
+    ]
+    return pytest.mark.parametrize(("shape", "window", "implementation"), params)
 
 
 @functools.cache
@@ -84,23 +108,19 @@ def tile_case(shape, window):
     return (q, k, v, tables, starts, seq_lens), answers
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 1, 45, 128])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
-def test_decode_equals_the_oracle(num_q_heads, num_kv_heads, head_dim, block_size, window, implementation):
-    arrays, want = decode_case((num_q_heads, num_kv_heads, head_dim, block_size), window)
+@covering(
+    (FEW, None), (FEW, 45), (MANY, 1), (MANY, 128), (ONE, None), (ONE, 45), (EACH, 1), (EACH, 128)
+)  # fmt: skip
+def test_decode_equals_the_oracle(shape, window, implementation):
+    arrays, want = decode_case(shape, window)
     out = attend(*arrays, scale=0.3, sliding_window=window, implementation=implementation)[:, 0]
     np.testing.assert_allclose(out, want, atol=TOLERANCE, rtol=TOLERANCE)
     assert not np.any(out[LENGTHS.index(0)])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 4, 20])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
-def test_each_query_of_a_tile_equals_a_decode_at_its_place(
-    num_q_heads, num_kv_heads, head_dim, block_size, window, implementation
-):
-    arrays, answers = tile_case((num_q_heads, num_kv_heads, head_dim, block_size), window)
+@covering((FEW, None), (FEW, 4), (MANY, None), (MANY, 20), (ONE, 4), (ONE, 20), (EACH, None), (EACH, 20))
+def test_each_query_of_a_tile_equals_a_decode_at_its_place(shape, window, implementation):
+    arrays, answers = tile_case(shape, window)
     out = np.asarray(attend(*arrays, scale=0.3, sliding_window=window, implementation=implementation))
     for i, (want, used) in enumerate(answers):
         np.testing.assert_allclose(out[used, i], want[used], atol=TOLERANCE, rtol=TOLERANCE)

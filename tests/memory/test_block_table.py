@@ -21,6 +21,7 @@ from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.invariants import InvariantError, check_invariants, free_block_ids
 from jaxpaged.memory.policies import LIFO, LRU, LRU_SPLIT, NAIVE, POLICIES, Policy, Sweep, named, to_tail
 from jaxpaged.status import PagedMemoryError, Status, raise_if_error
+from jaxpaged.verify import quick
 from jaxpaged.verify.history import Disagreement
 from jaxpaged.verify.lockstep import Lockstep
 from jaxpaged.verify.subjects import commit, look_up
@@ -34,7 +35,18 @@ def create(policy: Policy = NAIVE, num_blocks: int = 9) -> BlockTables:
     return block_table.create(block_pool.create(num_blocks, policy), MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
 
 
-@functools.partial(jax.jit, static_argnames="max_new_blocks")
+# A program a verb and shape: without, each of their operations would be one.
+fork, free_rows, truncate, slide_window, slot_mapping, reset = (
+    quick.jit(getattr(block_table, verb))
+    for verb in ("fork", "free_rows", "truncate", "slide_window", "slot_mapping", "reset")
+)
+swap_out, swap_in = quick.jit(swap.swap_out, static_argnames="max_blocks"), quick.jit(swap.swap_in)
+free = quick.jit(block_pool.free)
+committed = quick.jit(functools.partial(commit, max_blocks=4))
+can_allocate = quick.jit(lambda pool, count: block_pool.can_allocate(pool, count, 1))
+
+
+@functools.partial(quick.jit, static_argnames="max_new_blocks")
 def append(tables: BlockTables, num: Any, max_new_blocks: int = 12) -> Any:
     return block_table.append(tables, num, max_new_blocks=max_new_blocks)
 
@@ -66,7 +78,7 @@ def test_policies(policy: str) -> None:
     rows, free = WALKS[policy]
     tables = taken(create(named(policy)), 8, 5, 0)
     assert tables.block_tables[:2, :2].tolist() == rows
-    tables, info = block_table.free_rows(tables, jnp.array([True, False, False]))
+    tables, info = free_rows(tables, jnp.array([True, False, False]))
     assert int(info.num_freed) == 2
     assert free_block_ids(tables.pool) == free
     check_invariants(tables)
@@ -78,8 +90,8 @@ def test_split_keeps_groups_and_content_apart() -> None:
     pool = block_pool.create(9, LRU_SPLIT, prefix_cache=cache)
     tables = taken(block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE), 7, 6, 0)
     tokens = jnp.arange(48).reshape(3, 16)
-    tables, _ = commit(tables, tokens, jnp.array([7, 6, 0]), max_blocks=4)
-    tables, _ = block_table.free_rows(tables, jnp.array([True, True, False]))
+    tables, _ = committed(tables, tokens, jnp.array([7, 6, 0]))
+    tables, _ = free_rows(tables, jnp.array([True, True, False]))
     assert free_block_ids(tables.pool) == [4, 2, 5, 6, 7, 8, 1, 3]
 
 
@@ -119,7 +131,7 @@ def test_copy_on_write_comes_first_but_for_naive(
     policy: Policy, table: list[int], pair: tuple[int, int]
 ) -> None:
     tables = taken(create(policy), 6, 0, 0)
-    tables, info = block_table.fork(tables, jnp.array([0]), jnp.array([2]), jnp.array([True]))
+    tables, info = fork(tables, jnp.array([0]), jnp.array([2]), jnp.array([True]))
     assert int(info.status) == Status.OK
     tables, info = append(tables, jnp.array([3, 0, 0]))
     assert tables.block_tables[0, :3].tolist() == table
@@ -131,7 +143,7 @@ def test_copy_on_write_comes_first_but_for_naive(
 def test_the_last_holder_writes_in_place() -> None:
     tables = taken(create(), 6, 0, 0)
     both = jnp.array([0, 0]), jnp.array([1, 2]), jnp.array([True, True])
-    tables, _ = block_table.fork(tables, *both)
+    tables, _ = fork(tables, *both)
     tables, info = append(tables, jnp.array([1, 1, 1]))
     assert info.copy_sources.tolist() == [2, 2, 0]
     assert info.copy_destinations.tolist() == [3, 4, 0]
@@ -139,9 +151,9 @@ def test_the_last_holder_writes_in_place() -> None:
     tables, info = append(tables, jnp.array([1, 1, 1]))
     assert not info.copy_sources.any()
     # Forked again, and only one of them writes: it copies, though nobody else does.
-    tables, _ = block_table.free_rows(tables, jnp.array([False, True, True]))
-    tables, _ = block_table.truncate(tables, jnp.array([1, 0, 0]))
-    tables, _ = block_table.fork(tables, *both)
+    tables, _ = free_rows(tables, jnp.array([False, True, True]))
+    tables, _ = truncate(tables, jnp.array([1, 0, 0]))
+    tables, _ = fork(tables, *both)
     tables, info = append(tables, jnp.array([0, 1, 0]))
     assert info.copy_sources.tolist() == [0, 3, 0]
     check_invariants(tables)
@@ -150,28 +162,28 @@ def test_the_last_holder_writes_in_place() -> None:
 def test_slots() -> None:
     tables = taken(create(), 6, 3, 0)
     rows, positions = jnp.array([0, 0, 1, 2]), jnp.array([3, 5, 2, 0])
-    slots = block_table.slot_mapping(tables, rows, positions, jnp.array([True, True, True, False]))
+    slots = slot_mapping(tables, rows, positions, jnp.array([True, True, True, False]))
     assert slots.tolist() == [1 * 4 + 3, 2 * 4 + 1, 3 * 4 + 2, 0]
 
 
 def test_a_row_passes_its_window_and_is_freed() -> None:
     tables = taken(create(), 14, 0, 0)
-    tables, _ = block_table.slide_window(tables, jnp.array([9, 0, 0]))
+    tables, _ = slide_window(tables, jnp.array([9, 0, 0]))
     assert tables.block_tables[0].tolist() == [0, 0, 3, 4]
     assert free_block_ids(tables.pool) == [2, 1, 5, 6, 7, 8]
-    again, info = block_table.slide_window(tables, jnp.array([4, 0, 0]))
+    again, info = slide_window(tables, jnp.array([4, 0, 0]))
     assert int(info.status) == Status.OK, "a window never moves back, and asking is no error"
     assert_equal_states(again, tables)
-    tables, info = block_table.free_rows(tables, jnp.array([True, False, False]))
+    tables, info = free_rows(tables, jnp.array([True, False, False]))
     assert int(info.num_freed) == 2
     check_invariants(tables)
 
 
 def test_swap_in_undoes_swap_out() -> None:
     tables, host = taken(create(LIFO), 6, 3, 0), create(LIFO)
-    tables, _ = block_table.fork(tables, jnp.array([0]), jnp.array([2]), jnp.array([True]))
+    tables, _ = fork(tables, jnp.array([0]), jnp.array([2]), jnp.array([True]))
     rows = jnp.array([True, False, True])
-    device, host, out = swap.swap_out(tables, host, rows)
+    device, host, out = swap_out(tables, host, rows)
     assert [(int(a), int(b)) for a, b in zip(out.sources, out.destinations, strict=True) if a] == [
         (8, 8),
         (7, 7),
@@ -179,7 +191,7 @@ def test_swap_in_undoes_swap_out() -> None:
     assert host.block_tables[:, :2].tolist() == [[8, 7], [0, 0], [8, 7]]
     assert device.seq_lens.tolist() == [0, 3, 0]
     assert host.seq_lens.tolist() == [6, 0, 6]
-    back, empty, into = swap.swap_in(device, host, rows)
+    back, empty, into = swap_in(device, host, rows)
     assert int(into.status) == Status.OK
     assert back.seq_lens.tolist() == [6, 3, 6]
     assert empty.seq_lens.tolist() == [0, 0, 0]
@@ -190,7 +202,7 @@ def test_swap_in_undoes_swap_out() -> None:
 
 
 def test_reset_frees_every_row() -> None:
-    tables, info = block_table.reset(taken(create(), 6, 3, 16))
+    tables, info = reset(taken(create(), 6, 3, 16))
     assert int(info.num_freed) == 7
     assert not tables.block_tables.any()
     assert float(tables.pool.usage) == 0
@@ -200,7 +212,7 @@ def test_reset_frees_every_row() -> None:
 def test_usage_and_admission() -> None:
     pool = taken(create(), 8, 4, 0).pool
     assert float(pool.usage) == 3 / 8
-    assert [int(block_pool.can_allocate(pool, jnp.int32(n), 1)) for n in (4, 5, 7, 8)] == [
+    assert [int(can_allocate(pool, n)) for n in (4, 5, 7, 8)] == [
         AllocStatus.OK, AllocStatus.LATER, AllocStatus.LATER, AllocStatus.NEVER,
     ]  # fmt: skip
 
@@ -209,16 +221,17 @@ def test_usage_and_admission() -> None:
 
 
 def forked(tables: BlockTables, source: int, destination: int) -> Any:
-    return block_table.fork(tables, jnp.array([source]), jnp.array([destination]), jnp.array([True]))
+    return fork(tables, jnp.array([source]), jnp.array([destination]), jnp.array([True]))
 
 
 def freed(tables: BlockTables, *block_ids: int) -> Any:
-    pool, info = block_pool.free(tables.pool, jnp.array(block_ids), jnp.ones(len(block_ids), bool))
+    ids = np.pad(np.array(block_ids, np.int32), (0, 3 - len(block_ids)))
+    pool, info = free(tables.pool, ids, np.arange(3) < len(block_ids))
     return dataclasses.replace(tables, pool=pool), info
 
 
 def swapped(tables: BlockTables, host: BlockTables, **limits: int) -> Any:
-    device, after, info = swap.swap_out(tables, host, jnp.array([True, False, False]), **limits)
+    device, after, info = swap_out(tables, host, jnp.array([True, False, False]), **limits)
     assert_equal_states(after, host)
     return device, info
 
@@ -254,7 +267,7 @@ REFUSALS: dict[str, Refusal] = {
     "fork: one destination twice": (
         Status.ROW_IN_USE,
         as_it_is,
-        lambda t: block_table.fork(t, jnp.array([0, 1]), jnp.array([2, 2]), jnp.array([True, True])),
+        lambda t: fork(t, jnp.array([0, 1]), jnp.array([2, 2]), jnp.array([True, True])),
     ),
     "free: twice": (Status.DOUBLE_FREE, as_it_is, lambda t: freed(t, 1, 2, 1)),
     "free: not held": (Status.DOUBLE_FREE, as_it_is, lambda t: freed(t, 1, 5)),
@@ -263,17 +276,17 @@ REFUSALS: dict[str, Refusal] = {
     "truncate: too few": (
         Status.TOO_FEW_TOKENS,
         as_it_is,
-        lambda t: block_table.truncate(t, jnp.array([1, 4, 0])),
+        lambda t: truncate(t, jnp.array([1, 4, 0])),
     ),
     "truncate: behind the window": (
         Status.TOO_FEW_TOKENS,
-        lambda t: block_table.slide_window(t, jnp.array([5, 0, 0]))[0],
-        lambda t: block_table.truncate(t, jnp.array([3, 0, 0])),
+        lambda t: slide_window(t, jnp.array([5, 0, 0]))[0],
+        lambda t: truncate(t, jnp.array([3, 0, 0])),
     ),
     "window: too few": (
         Status.TOO_FEW_TOKENS,
         as_it_is,
-        lambda t: block_table.slide_window(t, jnp.array([7, 0, 0])),
+        lambda t: slide_window(t, jnp.array([7, 0, 0])),
     ),
     "swap: no room": (Status.OUT_OF_BLOCKS, as_it_is, lambda t: swapped(t, create(num_blocks=2))),
     "swap: row in use": (Status.ROW_IN_USE, as_it_is, lambda t: swapped(t, taken(create(), 1, 0, 0))),
@@ -324,7 +337,7 @@ def test_every_status_has_a_sentence() -> None:
             "must have a prefix cache",
         ),
         (
-            lambda: swap.swap_out(
+            lambda: swap_out(
                 create(), block_table.create(block_pool.create(4, LRU), 3, 5, 4), jnp.zeros(3, bool)
             ),
             "must equal",

@@ -14,7 +14,7 @@ from jaxpaged.memory.invariants import InvariantError, check_invariants
 from jaxpaged.memory.policies import LRU, LRU_SPLIT, Policy
 from jaxpaged.memory.prefix_cache import PrefixCache
 from jaxpaged.status import Status
-from jaxpaged.verify import subjects
+from jaxpaged.verify import quick, subjects
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3
@@ -26,10 +26,14 @@ def constant_hash(token_ids: Int[Array, "*n block_size"], index: Int[Array, "*n"
     return jnp.zeros((*index.shape, 2), jnp.uint32)
 
 
-append = jax.jit(block_table.append, static_argnames="max_new_blocks")
-commit = jax.jit(subjects.commit, static_argnames="max_blocks")
-find = jax.jit(subjects.look_up)
-free_rows = jax.jit(block_table.free_rows)
+# A program a verb and shape: without, each of their operations would be one.
+append = quick.jit(block_table.append, static_argnames="max_new_blocks")
+commit = quick.jit(subjects.commit, static_argnames="max_blocks")
+find = quick.jit(subjects.look_up)
+free_rows, slide_window, truncate, adopt = (
+    quick.jit(getattr(block_table, verb)) for verb in ("free_rows", "slide_window", "truncate", "adopt")
+)
+evict_blocks, reset_prefix_cache = quick.jit(block_pool.evict), quick.jit(block_pool.reset_prefix_cache)
 
 
 def create(hash_fn: prefix_cache.HashFn = prefix_cache.hash_block, policy: Policy = LRU) -> BlockTables:
@@ -43,13 +47,13 @@ def prompt(*blocks: int) -> list[int]:
     return [10 * block + i for block in blocks for i in range(BLOCK_SIZE)]
 
 
-def lines(rows: dict[int, list[int]]) -> tuple[jax.Array, jax.Array]:
+def lines(rows: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.zeros((MAX_SEQS, MAX_BLOCKS * BLOCK_SIZE), np.int32)
     lens = np.zeros(MAX_SEQS, np.int32)
     for row, line in rows.items():
         tokens[row, : len(line)] = line
         lens[row] = len(line)
-    return jnp.array(tokens), jnp.array(lens)
+    return tokens, lens
 
 
 def add(tables: BlockTables, rows: dict[int, list[int]]) -> BlockTables:
@@ -66,13 +70,13 @@ def add(tables: BlockTables, rows: dict[int, list[int]]) -> BlockTables:
 def hits(tables: BlockTables, tokens: list[int], salt: int = 0) -> list[int]:
     line = np.zeros(MAX_BLOCKS * BLOCK_SIZE + 1, np.int32)
     line[: len(tokens)] = tokens
-    hit = find(tables.pool.prefix_cache, jnp.array(line), jnp.int32(len(tokens)), jnp.int32(salt))
+    hit = find(tables.pool.prefix_cache, line, np.int32(len(tokens)), np.int32(salt))
     return hit.block_ids[: int(hit.chain.num_blocks)].tolist()
 
 
 def evict(tables: BlockTables, *block_ids: int) -> BlockTables:
-    ids = jnp.array(block_ids)
-    pool, info = block_pool.evict(tables.pool, ids, jnp.ones(len(block_ids), bool))
+    ids = np.pad(np.array(block_ids, np.int32), (0, 3 - len(block_ids)))
+    pool, info = evict_blocks(tables.pool, ids, np.arange(3) < len(block_ids))
     assert int(info.status) == Status.OK
     tables = dataclasses.replace(tables, pool=pool)
     check_invariants(tables)
@@ -107,12 +111,12 @@ def test_a_planted_collision_does_not_match() -> None:
     assert [hits(tables, [*prompt(i), 9]) for i in (1, 2, 3)] == [[1], [2], [3]]
     assert hits(tables, [*prompt(4), 9]) == []
     # The same tokens with another parent: again one hash.
-    tables, _ = free_rows(tables, jnp.array([True, True, True]))
+    tables, _ = free_rows(tables, np.array([True, True, True]))
     for row, line in enumerate([prompt(5, 1), prompt(6, 1)]):
         for blocks in (1, 2):  # colliding blocks of one call would not all be cached
             tokens, lens = lines({row: line})
             tables, _ = append(tables, lens * (blocks == 1), max_new_blocks=MAX_SEQS * MAX_BLOCKS)
-            lens = jnp.minimum(lens, blocks * BLOCK_SIZE)
+            lens = np.minimum(lens, blocks * BLOCK_SIZE)
             tables, _ = commit(tables, tokens, lens, max_blocks=MAX_SEQS * MAX_BLOCKS)
             check_invariants(tables)
     assert hits(tables, [*prompt(5, 1), 9]) == tables.block_tables[0, :2].tolist()
@@ -140,7 +144,7 @@ def test_full_buckets_leave_content_uncached() -> None:
 def test_children_of_an_evicted_parent_are_not_found(parent: int) -> None:
     """The parent's block is reused, for the very same content or another: its child must not match."""
     tables = add(create(policy=LRU_SPLIT), {0: prompt(1, 2)})
-    tables, _ = block_table.slide_window(evict(tables, 1), jnp.array([BLOCK_SIZE, 0, 0]))
+    tables, _ = slide_window(evict(tables, 1), jnp.array([BLOCK_SIZE, 0, 0]))
     tables = add(tables, {1: prompt(parent)})
     assert tables.block_tables[:2, 0].tolist() == [0, 1]
     assert hits(tables, [*prompt(1, 2), 9]) == ([1] if parent == 1 else [])
@@ -188,7 +192,7 @@ def test_rows_of_one_call_share_what_is_new() -> None:
 def test_what_is_written_over_is_not_found() -> None:
     """A row cut in the middle of a cached block goes on writing there."""
     tables = add(create(), {0: prompt(1, 2)})
-    tables, _ = block_table.truncate(tables, jnp.array([2, 0, 0]))
+    tables, _ = truncate(tables, jnp.array([2, 0, 0]))
     assert len(hits(tables, [*prompt(1, 2), 9])) == 2
     tables, info = append(tables, jnp.array([1, 0, 0]), max_new_blocks=MAX_SEQS * MAX_BLOCKS)
     assert not info.copy_sources.any()
@@ -198,9 +202,10 @@ def test_what_is_written_over_is_not_found() -> None:
 def test_evicting_for_an_allocation_spares_what_is_touched() -> None:
     tables = add(create(), {0: prompt(1, 2)})
     tables, _ = free_rows(tables, jnp.array([True, False, False]))
-    line = jnp.array([*prompt(1, 2), 9, 0, 0, 0])
-    hit = find(tables.pool.prefix_cache, line, jnp.int32(9), jnp.int32(0))
-    tables, info = block_table.adopt(
+    line = np.zeros(MAX_BLOCKS * BLOCK_SIZE + 1, np.int32)
+    line[:9] = [*prompt(1, 2), 9]
+    hit = find(tables.pool.prefix_cache, line, np.int32(9), np.int32(0))
+    tables, info = adopt(
         tables,
         jnp.array([1]),
         hit.block_ids[None],
@@ -227,11 +232,11 @@ def test_an_allocated_block_forgets_its_content() -> None:
 
 def test_reset_is_refused_while_blocks_are_used() -> None:
     tables = add(create(), {0: prompt(1)})
-    pool, info = block_pool.reset_prefix_cache(tables.pool)
+    pool, info = reset_prefix_cache(tables.pool)
     assert int(info.status) == Status.BLOCKS_IN_USE
     assert hits(dataclasses.replace(tables, pool=pool), [*prompt(1), 9]) == [1]
-    tables, _ = free_rows(tables, jnp.ones(MAX_SEQS, bool))
-    pool, info = block_pool.reset_prefix_cache(tables.pool)
+    tables, _ = free_rows(tables, np.ones(MAX_SEQS, bool))
+    pool, info = reset_prefix_cache(tables.pool)
     assert int(info.status) == Status.OK
     tables = dataclasses.replace(tables, pool=pool)
     check_invariants(tables)

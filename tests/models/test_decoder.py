@@ -102,9 +102,9 @@ def test_the_paged_model_equals_transformers(golden, uses_native, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "bloom", "phi3"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 def test_the_engine_answers_as_transformers_does(name):
-    """With windows of some layers; with sinks and experts; with ALiBi; with RoPE's long factors."""
+    """With windows of some layers; with sinks and experts. What is of the model alone, passes show."""
     golden = stored(f"families/{name}")
     llm = LLM(GOLDENS / "families" / name, max_num_seqs=2, block_size=8, num_blocks=40, max_model_len=96)
     params = SamplingParams(max_tokens=len(golden["answer"]), temperature=0, ignore_eos=True)

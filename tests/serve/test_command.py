@@ -16,7 +16,7 @@ from jaxpaged import cli
 from jaxpaged.serve import command
 from jaxpaged.serve.options import ServerOptions
 
-FAST = ["--max-num-seqs", "4", "--block-size", "8", "--dtype", "float32", "--max-num-batched-tokens", "68"]
+FAST = ["--max-num-seqs", "4", "--block-size", "8", "--dtype", "float32", "--max-num-batched-tokens", "132"]
 FAST += ["--num-blocks", "65"]
 
 
