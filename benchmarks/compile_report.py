@@ -31,6 +31,7 @@ _WRITE = flags.DEFINE_boolean("write", False, "Write the table beside this file.
 # Seconds of processor time per program. They take one or two; layout inference that runs away takes for ever.
 COMPILE_LIMIT_S = 60
 TABLE = Path(__file__).with_suffix(".md")
+LONG_LAYOUTS = "int8_per_token", "int4_grouped"
 BLOCKS = "fp8"  # a scale for each 128 inputs of an output
 
 
@@ -179,7 +180,20 @@ def attention_programs() -> list[Program]:
         dataclasses.replace(eight_bits, head_dim=256, sliding_window=4096),
         dataclasses.replace(eight_bits, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
     ]
-    return found
+    # Where sequences may be longer than a part. Windows must be longer than two.
+    int8, int4 = (dataclasses.replace(prompt, block_size=64, kv_layout=name) for name in LONG_LAYOUTS)
+    long = [dataclasses.replace(prompt, head_dim=d) for d in (128, 64, 80, 192)]
+    long += [dataclasses.replace(prompt, num_q_heads=heads) for heads in (8, 24)]
+    long += [dataclasses.replace(prompt, num_q_heads=8, num_kv_heads=1)]
+    long += [dataclasses.replace(eight_bits, head_dim=d) for d in (64, 128, 192)]
+    long += [int8]
+    long += [dataclasses.replace(int4, head_dim=d) for d in (64, 128)]
+    long += [
+        dataclasses.replace(program, alibi=True, sliding_window=32768, soft_cap=50.0, sinks=True)
+        for program in (prompt, eight_bits, int4)
+    ]
+    long += [dataclasses.replace(prompt, sliding_window=32768)]
+    return found + [dataclasses.replace(program, capacity=131072) for program in long]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from benchmarks import attention_pool, device, record
 from benchmarks.attention_pool import MODELS, Pool
 from pallas_kernels import ops, support, tuning
 from pallas_kernels import paged_attention as mosaic
+from pallas_kernels._cut import Cut
 from reference import attention
 
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, in the interpreter.")
@@ -180,9 +181,9 @@ def sweep(setup: Setup, bandwidth: float) -> Iterator[dict[str, Any]]:
         pool = attention_pool.create(model, cache_dtype, block_size, setup.pool_bytes)
         for tile_kv, num_stages in itertools.product(tiles, stages):
             config = tuning.TuningConfig(tile_kv=tile_kv, num_stages=num_stages)
-            cuts = [mosaic.Cut(tokens, most) for tokens in (128, 256, 512) for most in (32, 64)]
+            cuts = [Cut(tokens, most) for tokens in (128, 256, 512) for most in (32, 64)]
             trials = [
-                (mosaic.Cut(setup.capacity, 1), busy),
+                (Cut(setup.capacity, 1), busy),
                 *((cut, lens) for cut in cuts for lens in (busy, long)),
             ]
             for cut, lens in trials:
@@ -200,7 +201,7 @@ def launch(
     pool: Pool,
     setup: Setup,
     config: tuning.TuningConfig,
-    cut: mosaic.Cut,
+    cut: Cut,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

@@ -15,26 +15,27 @@ from jax.experimental.mosaic.gpu import utils
 SCALAR = plgpu.Layout.WG_SPLAT  # a number that all threads of a warpgroup have
 
 
-def is_last(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
+def is_last(counter: Any, flag_smem: Any, count: jax.Array, transforms: tuple[Any, ...] = ()) -> jax.Array:
     """Count an arrival of a warpgroup; whether it is the last of `count`, whose writes are then all seen.
 
     counter: [1] int32 in the GPU's memory, 0 before the first arrival, and 0 again after the last.
-    flag_smem: [1] int32, of this warpgroup.
+    flag_smem: shared memory of this warpgroup of whatever type, with these transforms; its first 4 bytes are
+        overwritten, and free again afterwards.
 
     Every thread's own writes come first (fence), then those of its warpgroup (barrier), then one thread
     counts for all; whoever reads after the last arrival does so behind a fence too.
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR),
+        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), SCALAR),
         return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
     )
     def arrive(_: Any, counter: Any, flag: Any, count: Any) -> Any:
         from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import arith, memref
+        from jax._src.lib.mlir.dialects import arith, llvm
 
         int32 = ir.IntegerType.get_signless(32)
-        first = utils.c(0, ir.IndexType.get())
+        flag = utils.memref_ptr(flag)
         utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
         utils.warpgroup_barrier()
         with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
@@ -47,16 +48,19 @@ def is_last(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
                 has_side_effects=True,
             )
             equal = arith.cmpi(arith.CmpIPredicate.eq, before, last)
-            memref.store(arith.extui(int32, equal), flag, [first])
+            llvm.store(arith.extui(int32, equal), flag)
         utils.warpgroup_barrier()
-        flag = memref.load(flag, [first])
+        found = llvm.load(int32, flag)
+        utils.warpgroup_barrier()
         utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(flag, (), is_signed=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     return arrive(counter, flag_smem, count) == 1
 
 
-def is_last_in_turn(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
+def is_last_in_turn(
+    counter: Any, flag_smem: Any, count: jax.Array, transforms: tuple[Any, ...] = ()
+) -> jax.Array:
     """The same for programs that run one after another, as in Pallas' interpreter, which knows no atomics."""
     before = counter[0]
     counter[0] = jnp.where(before == count - 1, 0, before + 1)

@@ -23,7 +23,7 @@ cache of 4 bits a number (`_nibbles`) goes the same way; its newest tokens come 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,8 +39,8 @@ from pallas_kernels.layouts import PackedView, Place, View
 PER_ROW = WGMMA.reduce(1)  # one number per row of a wgmma's result
 WARPGROUP_ROWS = 64
 MAX_WARPGROUPS = 2  # consumers of a program
-PRODUCER_REGISTERS = 40  # of a thread, where two consumers share 65,536 with all others
-WIDENER_REGISTERS = 72
+PRODUCER_REGISTERS = 32  # of a thread, where two consumers share 65,536 with all others
+WIDENER_REGISTERS = 64
 TILE_LENS = (8, 16, 32, 64)  # other lengths are padded to the next of these
 
 
@@ -115,7 +115,7 @@ class Problem:
         """Of a thread; all warpgroups together have 512 for one thread of each."""
         if self.num_warpgroups < MAX_WARPGROUPS:
             return 256
-        return 200 if self.is_quantised else 232
+        return 208 if self.is_quantised else 240
 
     @property
     def copy_tokens(self) -> int:
@@ -208,26 +208,40 @@ def scratch_types(p: Problem) -> Scratch:
 
 
 class Span(NamedTuple):
-    """What a tile of queries sees: tokens [begin, end), in tiles of K and V from the first on."""
+    """What a tile of queries sees, tokens [begin, end), and which tiles of K and V a program reads for it."""
 
     position: jax.Array  # of the first query
     begin: jax.Array
     end: jax.Array
-    first: jax.Array
+    first: jax.Array  # of the program's tiles
     num_tiles: jax.Array
     full_from: jax.Array  # among these tiles, those of which every query sees all
     full_to: jax.Array
 
 
-def span_of(p: Problem, position: jax.Array, seq_len: jax.Array) -> Span:
-    tile_kv = jnp.int32(p.tile_kv)
+def seen_by(p: Problem, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the tile of queries at a position sees: the first token, and the one behind the last."""
     end = jnp.where(seq_len == 0, 0, jnp.minimum(seq_len, position + p.query_len))
-    begin = full_from = jnp.int32(0)
+    if p.sliding_window is None:
+        return jnp.int32(0), end
+    return jnp.clip(position + 1 - p.sliding_window, 0, end), end
+
+
+def span_of(
+    p: Problem, position: jax.Array, seq_len: jax.Array, mine: tuple[jax.Array, jax.Array] | None = None
+) -> Span:
+    """What a program computes of the tile of queries at a position: of all that it sees, or of `mine`.
+
+    mine: the first token, and the one behind the last.
+    """
+    tile_kv = jnp.int32(p.tile_kv)
+    begin, end = seen_by(p, position, seq_len)
+    full_from = jnp.int32(0)
     if p.sliding_window is not None:
-        begin = jnp.clip(position + 1 - p.sliding_window, 0, end)
         full_from = jnp.maximum(position + p.tile_len - p.sliding_window, 0)
-    first = lax.div(begin, tile_kv)
-    num_tiles = pl.cdiv(end, tile_kv) - first
+    from_, to = (begin, end) if mine is None else mine
+    first = lax.div(from_, tile_kv)
+    num_tiles = pl.cdiv(to, tile_kv) - first
     full_to = jnp.clip(lax.div(jnp.minimum(position + 1, end), tile_kv) - first, 0, num_tiles)
     full_from = jnp.clip(pl.cdiv(full_from, tile_kv) - first, 0, full_to)
     return Span(position, begin, end, first, num_tiles, full_from, full_to)
@@ -382,8 +396,8 @@ def consume(
     first_head: jax.Array,
     scratch: Scratch,
     warpgroup: jax.Array,
-) -> jax.Array:
-    """The warpgroup's output [64, head_dim], normalised; first_head among all query heads."""
+) -> Softmax:
+    """The softmax of the warpgroup's rows over the span's tiles; first_head among all query heads."""
     k_scale = None if extras.k_scale is None else extras.k_scale[kv_head]
     takes_turns, ring = p.num_warpgroups == MAX_WARPGROUPS, scratch.ring
     slopes = None
@@ -433,22 +447,27 @@ def consume(
 
     if takes_turns:  # the second begins half a turn later
         pl.when(warpgroup == 1)(give_and_take_turn)
-    state = Softmax(
-        _filled((WARPGROUP_ROWS, p.head_dim), 0.0, WGMMA),
-        _filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
-        _filled((WARPGROUP_ROWS,), 0.0, PER_ROW),
-    )
+    state = nothing(p.head_dim)
     bounds = (jnp.int32(0), span.full_from, span.full_to, span.num_tiles)
     for k, is_edge in enumerate((True, False, True)):
         if k or p.sliding_window is not None:
             state = lax.fori_loop(bounds[k], bounds[k + 1], _with(take, is_edge), state)
     if takes_turns:
         pl.when(warpgroup == 0)(give_and_take_turn)
-    return _normalised(p, state, extras, first_head)
+    return state
 
 
 def _with(take: Callable[..., Softmax], is_edge: bool) -> Callable[[jax.Array, Softmax], Softmax]:
     return lambda i, state: take(i, state, is_edge=is_edge)
+
+
+def nothing(width: int) -> Softmax:
+    """A softmax over no tokens, of so many columns of the output."""
+    return Softmax(
+        _filled((WARPGROUP_ROWS, width), 0.0, WGMMA),
+        _filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
+        _filled((WARPGROUP_ROWS,), 0.0, PER_ROW),
+    )
 
 
 def _filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
@@ -547,15 +566,18 @@ def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
 
 def store_output(
     p: Problem,
-    out: jax.Array,
+    pieces: Iterable[tuple[int, Softmax]],
+    extras: Extras,
     out_gmem: Any,
     kv_head: jax.Array,
     first_head: jax.Array,
     scratch: Scratch,
     warpgroup: jax.Array,
 ) -> None:
-    """Write the heads that the group has."""
-    scratch.q.at[warpgroup][...] = out.astype(p.dtype)
+    """Write the heads that the group has, of a softmax in pieces: each with its first column."""
+    for column, piece in pieces:
+        out = _normalised(p, piece, extras, kv_head * p.group_size + first_head)
+        scratch.q.at[warpgroup, :, pl.ds(column, out.shape[1])][...] = out.astype(p.dtype)
     plgpu.commit_smem()
     for h in range(p.warpgroup_heads):
 

@@ -32,6 +32,7 @@ from jax import lax
 
 from pallas_kernels import _arrival, _gpu, tuning
 from pallas_kernels import _decode_tile as tile
+from pallas_kernels._cut import MOST_COUNTED, Cut, listed
 from pallas_kernels.support import Arrays, Options
 
 MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together; fewer if that makes more than
@@ -41,15 +42,7 @@ MAX_PARTITIONS = 64
 MAX_QUERY_LEN = 16  # new tokens of a row
 MAX_COLUMNS = 64  # queries that share a kv head: heads of its group x new tokens
 MAX_OUTPUTS = 8192  # numbers of a unit's output: 64 registers a thread
-MOST_COUNTED = 2**15 - 1  # partitions of a row, and block tables, in the upper half of a number
 PARTIAL_COLUMNS = 2048  # of a row: partitions x kv heads x columns, unless that makes fewer than 8 partitions
-
-
-class Cut(NamedTuple):
-    """How a row is cut: at multiples of `tokens`, or of twice that, and so on, into `most` parts at most."""
-
-    tokens: int
-    most: int
 
 
 def default_cut(num_kv_heads: int, num_columns: int) -> Cut:
@@ -98,32 +91,18 @@ def plan(
     """
     end = jnp.minimum(seq_lens, positions + query_len)
     start = jnp.zeros_like(end) if window is None else jnp.clip(positions + 1 - window, 0, end)
-    size, longest = jnp.full_like(end, cut.tokens), cut.tokens
-    while longest < capacity:
-        size = jnp.where(-(-end // size) - start // size > cut.most, 2 * size, size)
-        longest *= 2
-    first = start // size
-    count = jnp.maximum(-(-end // size) - first, 1)
-    stop = jnp.cumsum(count, dtype=jnp.int32)
-    item = jnp.arange(seq_lens.shape[0] * max_partitions(cut, capacity), dtype=jnp.int32)
-    row = jnp.sum(item[:, None] >= stop[None, :], axis=1, dtype=jnp.int32)
-    row = jnp.minimum(row, seq_lens.shape[0] - 1)
-    partition = item - (stop - count)[row]
-    token = (first[row] + partition) * size[row]
-    bounds = jnp.maximum(start[row], token), jnp.minimum(end[row], token + size[row])
-    packed = row if table_rows is None else row + (table_rows[row] << 16)
-    return Plan(stop[-1:], jnp.stack([packed, *bounds, partition + (count[row] << 16)], axis=1), positions)
-
-
-def max_partitions(cut: Cut, capacity: int) -> int:
-    """How many a row can have, of `capacity` tokens at most."""
-    return max(1, min(cut.most, -(-capacity // cut.tokens)))
+    size = cut.sizes(start, end, capacity)
+    parts = listed(start, end, size, seq_lens.shape[0] * cut.max_parts(capacity))
+    items = parts.items
+    if table_rows is not None:
+        items = items.at[:, 0].add(table_rows[items[:, 0]] << 16)
+    return Plan(parts.num_items, items, positions)
 
 
 def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int) -> int:
     """What the partial results of a decode step take, cut by default; `capacity` tokens a row at most."""
     columns = tuning.num_columns(group_size)
-    parts = max_partitions(default_cut(num_kv_heads, columns), capacity)
+    parts = default_cut(num_kv_heads, columns).max_parts(capacity)
     kept = head_dim if head_dim % 64 == 0 else 128
     return num_rows * parts * num_kv_heads * columns * (kept + 2) * 4 if parts > 1 else 0
 
@@ -280,10 +259,10 @@ def paged_attention(
     cut = cut or default_cut(p.num_kv_heads, p.num_columns)
     capacity = arrays.block_tables.shape[1] * p.block_size
     positions = arrays.seq_lens - 1 if query_starts is None else query_starts
-    if max_partitions(cut, capacity) > MOST_COUNTED:
+    if cut.max_parts(capacity) > MOST_COUNTED:
         raise NotImplementedError(
             f"mosaic_gpu cuts a row into {MOST_COUNTED} partitions at most, not "
-            f"{max_partitions(cut, capacity)}: use longer ones, or implementation='xla'."
+            f"{cut.max_parts(capacity)}: use longer ones, or implementation='xla'."
         )
     window = options.sliding_window
     work = plan(arrays.seq_lens, positions, query_len, window, cut, capacity, arrays.table_rows)

@@ -7,15 +7,18 @@ with the options of `ops.tiled_paged_attention`. A program computes one tile for
 group, for example 4 query heads of 32 tokens; `_prompt_tile` is its code. The tiles of K and V lie on
 multiples of tile_kv whatever else is computed, so a token's bits do not depend on its company.
 
+A long context is cut into parts of 8,192 tokens or more by the tile's position alone, each a program's, so
+that few tiles behind it keep the GPU busy: `_prompt_parts`.
+
 A quantised cache is multiplied in float16: queries are brought into that type before, and the output, still
 in units of the cache, is multiplied by the scale of V and brought back after the kernel, by XLA.
 
 Not for: float32, block sizes under 8, tiles of more than 64 tokens, other head_dims than those in
-`support.SUPPORT`. A long sequence is not cut: its last tiles take longest.
+`support.SUPPORT`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -24,8 +27,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import _gpu, support
+from pallas_kernels import _arrival, _gpu, support
+from pallas_kernels import _prompt_parts as parts
 from pallas_kernels import _prompt_tile as tile
+from pallas_kernels._cut import Cut, Parts
 from pallas_kernels._prompt_tile import TILE_LENS, Problem
 from pallas_kernels.support import Arrays, Options, sizes_of, view_of
 
@@ -34,40 +39,74 @@ def _kernel(
     gmem: Any,  # `Arrays`, as refs, q as [num_tiles, tile_len, num_q_heads, head_dim]
     positions_gmem: Any,  # [num_tiles] of the tiles' first queries
     extras: _gpu.Extras,
+    work: Parts | None,  # None: an item is a tile
+    counters: Any,  # [num_tiles * num_chunks * num_kv_heads * num_warpgroups, 1] int32, zeros; or None
     out_gmem: Any,  # like q
+    partials: parts.Partials | None,
     scratch: tile.Scratch,
     *,
     problem: Problem,
+    is_last: Any,
 ) -> None:
     p = problem
-    row, chunk, kv_head, warpgroup = (
-        lax.axis_index(name) for name in ("tile", "chunk", "kv_head", "warpgroup")
+    item, chunk, kv_head, warpgroup = (
+        lax.axis_index(name) for name in ("item", "chunk", "kv_head", "warpgroup")
     )
-    span = tile.span_of(p, positions_gmem[row], gmem.seq_lens[row])
 
-    @pl.when(warpgroup == p.num_warpgroups)
-    def _producer() -> None:
-        if p.shares_registers:
-            plgpu.set_max_registers(tile.PRODUCER_REGISTERS, action="decrease")
-        plgpu.warp_map(lambda warp: tile.produce(p, span, gmem, extras, row, kv_head, scratch, warp))
+    def run(row: jax.Array, bounds: tuple[jax.Array, jax.Array] | None) -> None:
+        """The program of a tile, or of these tokens of it."""
+        span = tile.span_of(p, positions_gmem[row], gmem.seq_lens[row], bounds)
 
-    if scratch.raw is not None:
-
-        @pl.when(warpgroup == p.num_warpgroups + 1)
-        def _widener() -> None:
+        @pl.when(warpgroup == p.num_warpgroups)
+        def _producer() -> None:
             if p.shares_registers:
-                plgpu.set_max_registers(tile.WIDENER_REGISTERS, action="decrease")
-            tile.widen(p, span, gmem, extras, row, scratch)
+                plgpu.set_max_registers(tile.PRODUCER_REGISTERS, action="decrease")
+            plgpu.warp_map(lambda warp: tile.produce(p, span, gmem, extras, row, kv_head, scratch, warp))
 
-    @pl.when(warpgroup < p.num_warpgroups)
-    def _consumer() -> None:
-        if p.shares_registers:
-            plgpu.set_max_registers(p.consumer_registers, action="increase")
-        first_head = (chunk * p.num_warpgroups + warpgroup) * p.warpgroup_heads  # in the group
-        tile.load_queries(p, gmem.q.at[row], kv_head, first_head, scratch, warpgroup)
-        head = kv_head * p.group_size + first_head
-        out = tile.consume(p, span, extras, kv_head, head, scratch, warpgroup)
-        tile.store_output(p, out, out_gmem.at[row], kv_head, first_head, scratch, warpgroup)
+        if scratch.raw is not None:
+
+            @pl.when(warpgroup == p.num_warpgroups + 1)
+            def _widener() -> None:
+                if p.shares_registers:
+                    plgpu.set_max_registers(tile.WIDENER_REGISTERS, action="decrease")
+                tile.widen(p, span, gmem, extras, row, scratch)
+
+        @pl.when(warpgroup < p.num_warpgroups)
+        def _consumer() -> None:
+            if p.shares_registers:
+                plgpu.set_max_registers(p.consumer_registers, action="increase")
+            first_head = (chunk * p.num_warpgroups + warpgroup) * p.warpgroup_heads  # in the group
+            tile.load_queries(p, gmem.q.at[row], kv_head, first_head, scratch, warpgroup)
+            heads = kv_head, kv_head * p.group_size + first_head
+            state = tile.consume(p, span, extras, *heads, scratch, warpgroup)
+
+            def row_again() -> jax.Array:  # read again: registers are short while it is computed
+                return row if work is None else work.items[item, 0]
+
+            def write(pieces: Iterable[tuple[int, tile.Softmax]]) -> None:
+                place = out_gmem.at[row_again()], kv_head, first_head
+                tile.store_output(p, pieces, extras, *place, scratch, warpgroup)
+
+            if work is None or partials is None:
+                write([(0, state)])
+                return
+            mine = parts.Mine(work.items, item, partials, (kv_head, chunk, warpgroup))
+
+            def arrive() -> jax.Array:
+                index = (row_again() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
+                counter = counters.at[index * p.num_warpgroups + warpgroup]
+                # Queries are not needed any more.
+                return is_last(counter, scratch.q.at[warpgroup], mine.num_parts, _gpu.tiled(p.line))
+
+            parts.finish(p, mine, state, write, arrive)
+
+    if work is None:
+        run(item, None)
+        return
+
+    @pl.when(item < work.num_items[0])
+    def _run() -> None:
+        run(work.items[item, 0], (work.items[item, 1], work.items[item, 2]))
 
 
 def prompt_attention(
@@ -75,11 +114,13 @@ def prompt_attention(
     query_starts: jax.Array,
     options: Options,
     *,
+    cut: Cut | None = None,
     in_registers: bool | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Launch the kernel. Arguments as `ops.tiled_paged_attention` has checked them, with q of four axes.
 
+    cut: into which parts the context of a tile is cut, by default `_prompt_parts.cut_of`.
     in_registers: whether P stays in registers; by default unless it is interpreted.
     interpret: bool or plgpu.InterpretGPUParams.
     """
@@ -117,8 +158,21 @@ def prompt_attention(
     if q.dtype != p.dtype:  # bfloat16's numbers go further
         q = jnp.clip(q, -_gpu.FLOAT16_MAX, _gpu.FLOAT16_MAX).astype(p.dtype)
 
-    run = _kernel_of(p, num_tiles, interpret) if interpret else _shared_kernel_of(p, num_tiles)
-    out = run(arrays._replace(q=q), query_starts, _gpu.extras_of(options))
+    def launch(its: slice) -> jax.Array:
+        some = arrays._replace(q=q[its], block_tables=arrays.block_tables[its], seq_lens=arrays.seq_lens[its])
+        positions, num_tiles, work = query_starts[its], some.q.shape[0], None
+        if max_parts > 1:
+            work = parts.plan(p, positions, some.seq_lens, capacity, its_cut)
+        sizes = num_tiles, num_tiles * max_parts
+        run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
+        return run(some, positions, _gpu.extras_of(options), work)
+
+    its_cut = cut or parts.cut_of(p.num_kv_heads * p.num_chunks, is_interpreted=bool(interpret))
+    capacity = arrays.block_tables.shape[1] * p.block_size
+    max_parts = parts.max_parts(p, capacity, its_cut)
+    at_a_time = parts.tiles_of_a_launch(p, num_tiles, max_parts)
+    outs = [launch(slice(first, first + at_a_time)) for first in range(0, num_tiles, at_a_time)]
+    out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     out = out[:, :query_len]
     if options.v_scale is None:
         return out.astype(arrays.q.dtype)
@@ -126,27 +180,54 @@ def prompt_attention(
     return (out * per_head[:, None]).astype(arrays.q.dtype)
 
 
+def partial_bytes(
+    num_tiles: int, tile_len: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int
+) -> int:
+    """What the partial results of a call take at most; `capacity` tokens a sequence at most."""
+    num_chunks = -(-group_size * tile_len // (tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS))
+    count = parts.cut_of(num_kv_heads * num_chunks).max_parts(capacity)
+    rows = num_kv_heads * num_chunks * tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS
+    return (
+        min(num_tiles * count * rows * (head_dim + 2 * parts.STATS_WIDTH) * 4, parts.PARTIAL_BYTES)
+        if count > 1
+        else 0
+    )
+
+
 @functools.cache
-def _shared_kernel_of(p: Problem, num_tiles: int) -> Callable[..., jax.Array]:
+def _shared_kernel_of(p: Problem, sizes: tuple[int, int]) -> Callable[..., jax.Array]:
     """The kernel as one function for all calls of a shape: a model is lowered once, not layer by layer."""
-    return jax.jit(_kernel_of(p, num_tiles, interpret=False))
+    return jax.jit(_kernel_of(p, sizes, interpret=False))
 
 
-def _kernel_of(p: Problem, num_tiles: int, interpret: Any) -> Callable[..., jax.Array]:
-    """(arrays, positions, extras) -> output."""
+def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[..., jax.Array]:
+    """(arrays, positions, extras, work) -> output, for (tiles, parts at most)."""
+    num_tiles, max_items = sizes
+    partials = parts.partials_of(p, max_items) if max_items > num_tiles else None
 
     def prompt_attention_kernel(*refs: Any) -> None:
-        _kernel(*refs, problem=p)
+        is_last = _arrival.is_last_in_turn if interpret else _arrival.is_last
+        _kernel(*refs, problem=p, is_last=is_last)
 
     shape = (num_tiles, p.tile_len, p.num_kv_heads * p.group_size, p.head_dim)
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         prompt_attention_kernel,
-        out_type=jax.ShapeDtypeStruct(shape, p.dtype),
-        grid=(num_tiles, p.num_chunks, p.num_kv_heads),
-        grid_names=("tile", "chunk", "kv_head"),
+        out_type=(jax.ShapeDtypeStruct(shape, p.dtype), partials),
+        grid=(max_items, p.num_chunks, p.num_kv_heads),
+        grid_names=("item", "chunk", "kv_head"),
         num_threads=p.num_threads,
         thread_name="warpgroup",
         scratch_types=[tile.scratch_types(p)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=_gpu.interpret_params(interpret),
     )
+
+    def run(arrays: Arrays, positions: jax.Array, extras: _gpu.Extras, work: Parts | None) -> jax.Array:
+        counters = None
+        if work is not None:
+            num_counters = num_tiles * p.num_chunks * p.num_kv_heads * p.num_warpgroups
+            counters = jax.new_ref(jnp.zeros((num_counters, 1), jnp.int32))
+        out, _ = kernel(arrays, positions, extras, work, counters)
+        return out
+
+    return run

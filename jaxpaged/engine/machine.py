@@ -25,6 +25,7 @@ from pallas_kernels.compilation_cache import compilation_cache_dir
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation
 from pallas_kernels.paged_attention import partial_bytes
+from pallas_kernels.prompt_attention import partial_bytes as prompt_partial_bytes
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
 CPU_MEMORY_SHARE = 0.05
@@ -286,7 +287,7 @@ def activation_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """An upper estimate of what one step needs beside weights and cache.
 
     In float32: four copies of the widest intermediate of a layer, three of the logits (of a step with
-    filters; penalties take a little more), and what a GPU's decode kernel keeps of long rows.
+    filters; penalties take a little more), and what a GPU's kernels keep of long rows.
     """
     tokens = max(config.num_prefill_tiles * PREFILL_TILE, config.max_num_seqs)
     c = model_config
@@ -294,5 +295,7 @@ def activation_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     partials = 0
     if attention(config, model_config)[0] == "mosaic_gpu":
         group_size, max_len = c.num_q_heads // c.num_kv_heads, max_model_len(config, model_config)
-        partials = partial_bytes(config.max_num_seqs, max_len, c.num_kv_heads, group_size, c.head_dim)
+        heads = c.num_kv_heads, group_size, c.head_dim
+        partials = partial_bytes(config.max_num_seqs, max_len, *heads)
+        partials += prompt_partial_bytes(tiles_per_pass(config), PREFILL_TILE, max_len, *heads)
     return 4 * (4 * tokens * widest + 3 * config.max_num_seqs * c.vocab_size) + partials

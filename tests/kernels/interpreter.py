@@ -8,16 +8,20 @@ that no run shows.
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
-from pallas_kernels import paged_attention, prompt_attention, quantised_product
+from pallas_kernels import _arrival, paged_attention, prompt_attention, quantised_product
 
 
 @contextlib.contextmanager
@@ -67,6 +71,57 @@ def fresh_interpreter() -> Iterator[None]:
 def races_found(capsys: pytest.CaptureFixture[str]) -> bool:
     """Whether a race was reported since the last call (jax keeps the last kernel's verdict only)."""
     return "RACE DETECTED" in capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[None]:
+    """While tracing: programs run at the same time, and one that arrives last is told so.
+
+    The interpreter has no atomics, and runs programs one after another, unless they are of one cluster. Here
+    they are, arrivals are counted in place of the atomic, and the race detector's clocks are joined as its
+    acquire and release do.
+
+    last: False tells it the first one. ordered: False lets an arrival order nothing, as if its fences were
+    gone.
+    """
+    arrived: dict[int, int] = {}
+    clocks: dict[int, Any] = {}
+    axes: dict[str, int] = {}  # of the grid, and at the end that of a program's warpgroups
+    lock, kernel = threading.Lock(), plgpu.kernel
+
+    def arrive(index: Any, count: Any, program: Any, warpgroup: Any, _: Any) -> np.bool_:
+        index, memory = int(index), gpu_callbacks._get_shared_memory()
+        thread = shared_memory.Warpgroup(
+            device_id=0, cluster_id=0, block_id=int(program), warpgroup_id=int(warpgroup)
+        )
+        with lock:
+            before = arrived.get(index, 0)
+            arrived[index] = (before + 1) % int(count)
+            if ordered:
+                own = memory.clocks[thread]
+                clocks.setdefault(index, own.copy()).update(own)
+                own.update(clocks[index])
+        return np.bool_(before == (int(count) - 1 if last else 0))
+
+    def is_last(counter: Any, flag_smem: Any, count: jax.Array, _: Any = ()) -> jax.Array:
+        (index,) = counter.transforms[-1].indices[:1]
+        *programs, warpgroup = (jax.lax.axis_index(name) for name in axes)
+        program = jnp.int32(0)
+        for number, size in zip(programs, axes.values(), strict=False):
+            program = program * size + number
+        # Reading the counter keeps the call behind the stores that come before it.
+        arguments = index, count, program, warpgroup, counter[0]
+        return io_callback(arrive, jax.ShapeDtypeStruct((), bool), *arguments)
+
+    def one_cluster(*args: Any, grid: Any, grid_names: Any, **kwargs: Any) -> Any:
+        axes.clear()
+        axes.update(zip((*grid_names, kwargs["thread_name"]), (*grid, kwargs["num_threads"]), strict=True))
+        return kernel(*args, cluster=grid, cluster_names=grid_names, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, "kernel", one_cluster)
+        patch.setattr(_arrival, "is_last_in_turn", is_last)
+        yield
 
 
 SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")

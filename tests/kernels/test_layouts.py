@@ -9,14 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import layouts, native, ops, support
+from pallas_kernels import _prompt_parts, layouts, native, ops, support
+from pallas_kernels._cut import Cut
 from pallas_kernels.layouts import LAYOUTS, Fp8, Int8PerToken, Layout, Part, Pool, Sizes
 from reference import attention as reference_attention
 from reference import cache_ops
 from reference import layouts as reference
 from reference.layouts import Oracle
 from tests import layouts as cases
-from tests.kernels.interpreter import fresh_interpreter, races_found, shadow_reads, unnoticed_calls
+from tests.kernels.interpreter import (
+    fresh_interpreter,
+    races_found,
+    several_programs,
+    shadow_reads,
+    unnoticed_calls,
+)
 
 NUM_TOKENS = 6  # of a call
 write = jax.jit(ops.write)
@@ -303,7 +310,13 @@ def run_interpreted(name: str, tile_len: int) -> None:
     q = jnp.asarray(rng.standard_normal((2, tile_len, 4, 64)), bfloat16)
     given = {"query_starts": jnp.asarray(starts), "seq_lens": jnp.asarray(seq_lens)}
     given |= {name: jnp.asarray(x) for name, x in among_others(tables).items()}
-    out = ops.tiled_paged_attention(q, pool, None, **given, scale=0.125, interpret=True)
+    attend = functools.partial(ops.tiled_paged_attention, q, pool, None, **given, scale=0.125, interpret=True)
+    if layout.packed_view() is None:
+        out = attend()
+    else:  # prompts in two parts
+        with pytest.MonkeyPatch.context() as patch, several_programs():
+            patch.setattr(_prompt_parts, "cut_of", lambda *_, **__: Cut(64, 3))
+            out = attend()
     k, v = (np.asarray(x) for x in read(pool, jnp.arange(13), F32))
     for i in range(tile_len):
         want = reference_attention.paged_attention(

@@ -4,39 +4,33 @@
 `test_every_barrier_is_needed` takes the synchronising calls of a kernel away, one at a time. What that
 cannot show is named in INVISIBLE.
 
-The interpreter has no atomics, and runs programs one after another, unless they are of one cluster.
-`several_programs` makes them one, counts arrivals in place of the atomic, and joins the race detector's
-clocks as its acquire and release do.
+`several_programs` makes programs run at the same time.
 """
 
-import contextlib
 import functools
 import os
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
-from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
 from jaxpaged.verify.cases import CASES, Case, case
 from jaxpaged.verify.oracles.attention import BlockSparse
-from pallas_kernels import _arrival, _gpu, ops, tuning
+from pallas_kernels import _gpu, ops, tuning
 from pallas_kernels import paged_attention as mosaic
+from pallas_kernels._cut import Cut
 from pallas_kernels.checks import check_attention
-from pallas_kernels.paged_attention import Cut
 from pallas_kernels.support import Arrays
 from tests.kernels.checks import OPERATIONS, assert_close, inputs, is_served, weights_dtype
 from tests.kernels.interpreter import (
     fresh_interpreter,
     races_found,
     recorded_blocks,
+    several_programs,
     shadow_reads,
     unfenced_wgmmas,
     unnoticed_calls,
@@ -160,7 +154,7 @@ def test_partitions_hold_each_token_of_a_row_once_and_are_few(cut: Cut, window: 
     for length, spans in zip(lengths, found, strict=True):
         first = 0 if window is None else max(max(length - new_tokens, 0) + 1 - window, 0)
         assert [t for span in spans for t in range(*span)] == list(range(first, length))
-        assert 1 <= len(spans) <= mosaic.max_partitions(cut, capacity)
+        assert 1 <= len(spans) <= cut.max_parts(capacity)
         assert partitions_of(np.array([length], np.int32)) == [spans]
 
 
@@ -179,44 +173,6 @@ def launch(c: Case, cut: Cut, num_stages: int = 2, num_programs: int = 1) -> np.
 RING = Case("ring", seq_lens=(330, 150, 60), num_q_heads=2, num_kv_heads=1)
 CUT = Cut(128, 2)  # RING's rows have two partitions of 256 tokens, two of 128, and one
 WHOLE = Cut(512, 1)
-
-
-@contextlib.contextmanager
-def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[None]:
-    """While tracing: programs run at the same time, and one that arrives last is told so.
-
-    last: False tells it the first one. ordered: False lets an arrival order nothing, as if its fences were
-    gone.
-    """
-    arrived: dict[int, int] = {}
-    clocks: dict[int, Any] = {}
-    lock, kernel = threading.Lock(), plgpu.kernel
-
-    def arrive(index: Any, count: Any, program: Any, _: Any) -> np.bool_:
-        index, memory = int(index), gpu_callbacks._get_shared_memory()
-        thread = shared_memory.Warpgroup(device_id=0, cluster_id=0, block_id=int(program), warpgroup_id=0)
-        with lock:
-            before = arrived.get(index, 0)
-            arrived[index] = (before + 1) % int(count)
-            if ordered:
-                own = memory.clocks[thread]
-                clocks.setdefault(index, own.copy()).update(own)
-                own.update(clocks[index])
-        return np.bool_(before == (int(count) - 1 if last else 0))
-
-    def is_last(counter: Any, flag_smem: Any, count: jax.Array) -> jax.Array:
-        (index,) = counter.transforms[-1].indices[:1]
-        # Reading the counter keeps the call behind the stores that come before it.
-        arguments = index, count, jax.lax.axis_index("program"), counter[0]
-        return io_callback(arrive, jax.ShapeDtypeStruct((), bool), *arguments)
-
-    def one_cluster(*args: Any, grid: Any, grid_names: Any, **kwargs: Any) -> Any:
-        return kernel(*args, cluster=grid, cluster_names=grid_names, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "kernel", one_cluster)
-        patch.setattr(_arrival, "is_last_in_turn", is_last)
-        yield
 
 
 @functools.cache

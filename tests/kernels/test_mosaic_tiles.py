@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxpaged.verify.tiles import CASES, Case, assert_close, inputs
 from pallas_kernels import ops, prompt_attention
 from pallas_kernels import paged_attention as mosaic
+from pallas_kernels._cut import Cut
 from pallas_kernels.checks import check_attention
 from pallas_kernels.support import Arrays
 from tests.kernels.interpreter import (
@@ -49,7 +50,7 @@ def test_tiles_equal_the_oracle_without_a_race(
     c: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no table entry that no query of the tile sees is looked up."""
-    monkeypatch.setattr(mosaic, "default_cut", lambda *_: mosaic.Cut(64, 3))
+    monkeypatch.setattr(mosaic, "default_cut", lambda *_: Cut(64, 3))
     arrays, _, seen = inputs(c)
     with shadow_reads(), recorded_blocks(arrays.k_cache.shape) as fetched:
         got = launch(c)
