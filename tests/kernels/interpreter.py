@@ -7,6 +7,7 @@ that no run shows.
 """
 
 import contextlib
+import faulthandler
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -73,6 +74,9 @@ def races_found(capsys: pytest.CaptureFixture[str]) -> bool:
     return "RACE DETECTED" in capsys.readouterr().out
 
 
+WAIT_SECONDS = 400  # a case takes two
+
+
 @contextlib.contextmanager
 def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[None]:
     """While tracing: programs run at the same time, and one that arrives last is told so.
@@ -82,12 +86,13 @@ def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[Non
     acquire and release do.
 
     last: False tells it the first one. ordered: False lets an arrival order nothing, as if its fences were
-    gone.
+    gone. Where more threads wait for each other than XLA has, none goes on: then this process ends.
     """
     arrived: dict[int, int] = {}
     clocks: dict[int, Any] = {}
     axes: dict[str, int] = {}  # of the grid, and at the end that of a program's warpgroups
     lock, kernel = threading.Lock(), plgpu.kernel
+    faulthandler.dump_traceback_later(WAIT_SECONDS, exit=True, file=sys.__stderr__)
 
     def arrive(index: Any, count: Any, program: Any, warpgroup: Any, _: Any) -> np.bool_:
         index, memory = int(index), gpu_callbacks._get_shared_memory()
@@ -121,7 +126,10 @@ def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plgpu, "kernel", one_cluster)
         patch.setattr(_arrival, "is_last_in_turn", is_last)
-        yield
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")

@@ -20,13 +20,11 @@ from tests.kernels.interpreter import (
     races_found,
     several_programs,
     shadow_reads,
-    unnoticed_calls,
 )
-from tests.kernels.test_mosaic_tiles import OPTIONAL, P_FENCE, V_FENCE
 from tests.kernels.test_mosaic_tiles import launch as launch_in_turn
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
-ONE = Case("one", (500,), (530,))  # three parts of 256 tokens, the last begins within the tile
+ONE = Case("one", (240,), (272,))  # two parts of 256 tokens, the last begins within the tile; two consumers
 NARROW = Case("narrow", (240,), (272,), num_q_heads=2)  # one consumer a program
 TWO = Case("two", (240, 20), (272, 30), num_q_heads=2)  # two parts of 256, and one
 WINDOW = Case(
@@ -155,16 +153,3 @@ def test_folding_too_early_or_without_the_arrivals_order_is_noticed(
     except (AssertionError, jax.errors.JaxRuntimeError):
         noticed = True
     assert noticed
-
-
-@pytest.mark.slow
-def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    """As of a tile of one part; arrivals are above."""
-
-    def run() -> None:
-        with several_programs():
-            assert_close(ONE, launch_in_turn(ONE))
-
-    calls, unnoticed = unnoticed_calls(run, lambda call: call[0] == "barrier_arrive", capsys)
-    assert len(calls) == 16, calls
-    assert unnoticed - OPTIONAL == {P_FENCE, V_FENCE}
