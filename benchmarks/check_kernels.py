@@ -26,7 +26,6 @@ from benchmarks import device, record
 from jaxpaged.verify import tiles
 from jaxpaged.verify.cases import Case, case
 from pallas_kernels import paged_attention
-from pallas_kernels.support import Arrays
 from tests.kernels import checks
 
 _SMOKE = flags.DEFINE_boolean("smoke", False, "A few cases, in the interpreter.")
@@ -122,7 +121,7 @@ def compare_tiles(c: tiles.Case, interpret: bool) -> dict[str, Any]:
 def compare(c: Case, version: str, interpret: bool) -> dict[str, Any]:
     """Run a case, more than once on a device, and compare it with the oracle and with itself."""
     named, options = checks.inputs(c, version)
-    arrays = padded(Arrays(**named))._asdict()
+    arrays = padded(**named)
     program = functools.partial(checks.PROGRAMS[version], **options, implementation="mosaic_gpu")
     num_runs = 1 if interpret else NUM_RUNS
     first, *others = (np.asarray(program(**arrays, interpret=interpret), np.float64) for _ in range(num_runs))
@@ -137,20 +136,22 @@ def compare(c: Case, version: str, interpret: bool) -> dict[str, Any]:
     }
 
 
-def padded(a: Arrays) -> Arrays:
-    """The case's arrays with more rows, all without tokens, more columns of the table, and more blocks."""
+def padded(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
+) -> dict[str, jax.Array]:
+    """A case's arrays with more rows, all without tokens, more columns of the table, and more blocks."""
 
     def pad(x: jax.Array, *multiples: int) -> jax.Array:
         widths = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=False)]
         return jnp.pad(x, [*widths, *[(0, 0)] * (x.ndim - len(widths))])
 
-    return Arrays(
-        q=pad(a.q, ROWS),
-        k_cache=pad(a.k_cache, BLOCKS),
-        v_cache=pad(a.v_cache, BLOCKS),
-        block_tables=pad(a.block_tables, ROWS, TABLE_COLUMNS),
-        seq_lens=pad(a.seq_lens, ROWS),
-    )
+    return {
+        "q": pad(q, ROWS),
+        "k_cache": pad(k_cache, BLOCKS),
+        "v_cache": pad(v_cache, BLOCKS),
+        "block_tables": pad(block_tables, ROWS, TABLE_COLUMNS),
+        "seq_lens": pad(seq_lens, ROWS),
+    }
 
 
 if __name__ == "__main__":
