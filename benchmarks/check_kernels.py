@@ -1,8 +1,8 @@
 """The kernels on this machine's GPU, compiled, against the NumPy oracle: right, and the same every time.
 
-    python -m benchmarks.check_kernels [--out FILE]         on a Hopper GPU python -m benchmarks.check_kernels
-    --kernel prompts     one of the two kernels python -m benchmarks.check_kernels --smoke              a few
-    of the cases in Pallas' GPU interpreter, on a CPU
+    python -m benchmarks.check_kernels [--out FILE]         on a Hopper GPU
+    python -m benchmarks.check_kernels --kernel prompts     one of the kernels
+    python -m benchmarks.check_kernels --smoke              a few of the cases, interpreted, on a CPU
 
 JSON lines on stdout, one a case and version of the kernel: the error that is largest beside what is allowed
 there, and whether more runs gave the same bits. It fails if one is wrong or moves, and at once where JAX does
@@ -14,7 +14,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,13 +25,12 @@ from absl import app, flags
 from benchmarks import device, record
 from jaxpaged.verify import tiles
 from jaxpaged.verify.cases import Case, case
-from pallas_kernels import paged_attention
+from pallas_kernels import ops, paged_attention
 from tests.kernels import checks
 
+KERNELS = ["decode", "prompts", "products"]
 _SMOKE = flags.DEFINE_boolean("smoke", False, "A few cases, in the interpreter.")
-_KERNEL = flags.DEFINE_multi_enum(
-    "kernel", ["decode", "prompts"], ["decode", "prompts"], "Of which kernel: may be given twice."
-)
+_KERNEL = flags.DEFINE_multi_enum("kernel", KERNELS, KERNELS, "Of which kernel: may be given several times.")
 _OUT = flags.DEFINE_string("out", None, "Append one JSON line per case and version to this file.")
 
 CASES = (
@@ -48,6 +47,16 @@ IN_PARTITIONS = (
     "int8_per_head",
 )  # of a given size, too: "v2"
 SMOKE = ("head_major",)
+PRODUCTS = (  # rows, inputs, outputs, dtype
+    (9, 512, 128, "bfloat16"),
+    (20, 200, 200, "float16"),
+    (1, 64, 64, "bfloat16"),
+    (64, 4096, 4096, "bfloat16"),
+    (300, 576, 960, "bfloat16"),
+    (512, 1024, 28672, "bfloat16"),
+    (256, 14336, 256, "bfloat16"),
+)
+NUM_LAYERS = 2  # of a stack of weights
 NUM_RUNS = 4  # of each program: a result that moves is a race
 ROWS, TABLE_COLUMNS, BLOCKS = 5, 16, 64  # sizes are padded to multiples of these
 
@@ -62,7 +71,10 @@ def main(argv: list[str]) -> None:
     names, of_tiles = (SMOKE, tiles.CASES[:1]) if _SMOKE.value else (CASES, tiles.CASES)
     of_tiles = [c for c in of_tiles if kernel_of(c) in _KERNEL.value]
     names = names if "decode" in _KERNEL.value else ()
-    lines = check(names, interpret=_SMOKE.value), check_tiles(of_tiles, interpret=_SMOKE.value)
+    products = PRODUCTS[:1] if _SMOKE.value else PRODUCTS
+    lines = [check(names, interpret=_SMOKE.value), check_tiles(of_tiles, interpret=_SMOKE.value)]
+    if "products" in _KERNEL.value:
+        lines.append(check_products(products, interpret=_SMOKE.value))
     for line in itertools.chain(*lines):
         print(json.dumps(line), flush=True)
         record.append(context | line, _OUT.value)
@@ -98,6 +110,44 @@ def check_tiles(cases: list[tiles.Case], *, interpret: bool) -> Iterator[dict[st
             yield line | compare_tiles(c, interpret)
         except Exception as error:
             yield line | {"ok": False, "raised": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def check_products(
+    cases: Sequence[tuple[int, int, int, str]], *, interpret: bool
+) -> Iterator[dict[str, Any]]:
+    """A line for each product with a layer's weights."""
+    for sizes in cases:
+        line: dict[str, Any] = {"case": "x".join(map(str, sizes)), "version": "product"}
+        try:
+            yield line | compare_products(*sizes, interpret=interpret)
+        except Exception as error:
+            yield line | {"ok": False, "raised": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def compare_products(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: str, *, interpret: bool
+) -> dict[str, Any]:
+    """As `compare`. Bits must also be the same for rows alone and among fewer others."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((num_rows, num_inputs), np.float32).astype(jnp.dtype(dtype))
+    weights = rng.standard_normal((NUM_LAYERS, num_inputs, num_outputs), np.float32).astype(x.dtype)
+    stack, layer = jnp.asarray(weights), jnp.int32(NUM_LAYERS - 1)
+    run = jax.jit(functools.partial(ops.product, implementation="mosaic_gpu", interpret=interpret))
+    first, *others = (np.asarray(run(x, stack, layer)) for _ in range(1 if interpret else NUM_RUNS))
+    for its in {slice(num_rows - 1, num_rows), slice(0, num_rows // 2 + 1)} if not interpret else ():
+        others.append(first.copy())
+        others[-1][its] = run(x[its], stack, layer)
+    wide, its_weights = x.astype(np.float32), weights[-1].astype(np.float32)
+    error = np.abs(first - wide @ its_weights) / (np.abs(wide) @ np.abs(its_weights))
+    same_bits = all(np.array_equal(first, other) for other in others)
+    # A tensor core cuts each of up to 896 sums of 16 terms to 24 bits or a few less.
+    allowed = 1e-5
+    return {
+        "ok": same_bits and float(error.max()) <= allowed,
+        "error": float(f"{error.max():.3g}"),
+        "allowed": allowed,
+        "same_bits": same_bits,
+    }
 
 
 def compare_tiles(c: tiles.Case, interpret: bool) -> dict[str, Any]:

@@ -3,9 +3,9 @@
     python -m benchmarks.compile_loop            one JSON line per case
     python -m benchmarks.compile_loop NAME...    of these cases alone, compiled in this process, for the tests
 
-What it needs, `cuda_compiler` says. The model has two layers; memory is XLA's own analysis of the compiled
-program, and the thunks (what the runtime does, in order) are those that XLA dumps. A program that is one
-CUDA graph is one thunk, a command buffer, which holds all others.
+What it needs, `cuda_compiler` says. The model has two layers, or as many as the name says; memory is XLA's
+own analysis of the compiled program, and the thunks (what the runtime does, in order) are those that XLA
+dumps. A program that is one CUDA graph is one thunk, a command buffer, which holds all others.
 """
 
 import dataclasses
@@ -27,7 +27,6 @@ CONTAINERS = ("kCommandBuffer", "kWhile", "kConditional")  # of other thunks
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
 ADAPTER_RANK = 16
-NUM_LAYERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +41,8 @@ class Case:
     num_tiles: int = 2
     num_adapters: int = 0  # that the model has room for
     quantization: str | None = None  # of the weights, on load
+    num_layers: int = 2
+    loops: bool = False  # over layers: `EngineConfig.loop_over_layers`
     flags: bool = True  # whether the package's XLA flags are set
 
     def __str__(self) -> str:
@@ -54,6 +55,8 @@ class Case:
         words += [f"{self.num_host_blocks} on the host"] * bool(self.num_host_blocks)
         words += [f"{self.num_adapters} adapters"] * bool(self.num_adapters)
         words += [self.quantization] if self.quantization else []
+        words += [f"{self.num_layers} layers"] * (self.num_layers != Case.num_layers)
+        words += ["in a loop"] * self.loops
         words += ["default flags"] * (not self.flags)
         return " ".join(words)
 
@@ -65,6 +68,9 @@ def cases() -> list[Case]:
         for num_blocks, num_host_blocks in ((512, 0), (1024, 0), (512, 256), (1024, 512))
     ]
     found += [Case("mosaic_gpu", 128, num_adapters=4), Case("mosaic_gpu", 128, quantization="int4")]
+    found += [Case("mosaic_gpu", 128, num_layers=layers, loops=True) for layers in (2, 4)]
+    found += [Case("mosaic_gpu", 128, quantization=name, loops=True) for name in ("int4", "fp8")]
+    found.append(Case("mosaic_gpu", 128, num_adapters=4, loops=True))
     found.append(Case("constant", flags=False))
     found.append(Case("constant", num_blocks=65536, max_num_seqs=256, num_tiles=16))
     return found
@@ -120,8 +126,8 @@ def _report_here(name: str) -> Report:
     dumps = Path(folder).glob("*jit_run*thunk_sequence_after_thunk_passes.txt")
     thunks = read_thunks(max(dumps, key=lambda file: file.stat().st_mtime_ns).read_text())
     kinds = sorted({kind for _, kind in thunks})
-    layer_nodes, step_nodes = count_nodes(thunks)
-    adapted_layer_nodes = count_nodes(thunks, passes_behind=1)[0] if case.num_adapters else 0
+    layer_nodes, step_nodes = count_nodes(thunks, case)
+    adapted_layer_nodes = count_nodes(thunks, case, passes_behind=1)[0] if case.num_adapters else 0
     return Report(
         case=name,
         state_bytes=_bytes(state) - _bytes(state.host and state.host.kv_cache),
@@ -145,28 +151,35 @@ def read_thunks(dump: str) -> list[tuple[int, str]]:
     return [(len(indent), kind) for indent, kind in found]
 
 
-def count_nodes(thunks: list[tuple[int, str]], passes_behind: int = 0) -> tuple[int, int]:
+def count_nodes(
+    thunks: list[tuple[int, str]], case: Case | None = None, passes_behind: int = 0
+) -> tuple[int, int]:
     """Kernels and copies of a decode layer, and of every step beside its layers.
 
     A layer's are those from one kernel of ours to the same of the next layer, in the last sequence that has
     such for each, or that of so many before it: the branch that decodes. A step's are those that lie in the
     loop itself and in the branches around those layers: what lies in other branches, and in loops within, is
-    not counted.
+    not counted. Where layers are in a loop, a layer's nodes are those of its body and its condition.
     """
+    case = case or Case("mosaic_gpu")
+    num_layers = 1 if case.loops else case.num_layers
     body = 4 + next(depth for depth, kind in thunks if kind == "kWhile")
     rest = sum(depth == body and kind not in CONTAINERS for depth, kind in thunks)
     calls = [i for i, (_, kind) in enumerate(thunks) if kind == "kCustomCall"]
     passes = []
     while calls:
         sequence = _sequence(thunks, calls[-1])
-        if len(its := [i for i in calls if i in sequence]) >= NUM_LAYERS:
+        if len(its := [i for i in calls if i in sequence]) >= num_layers:
             passes.append((sequence, its))
         calls = [i for i in calls if i < sequence[0]]
     if not passes:
         return 0, rest
     sequence, calls = passes[passes_behind]
-    of_layer = calls[-1] - calls[-1 - len(calls) // NUM_LAYERS]
-    rest += len(sequence) - NUM_LAYERS * of_layer
+    if case.loops:
+        of_layer = sum(thunks[i][1] not in CONTAINERS for i in sequence)
+    else:
+        of_layer = calls[-1] - calls[-1 - len(calls) // num_layers]
+        rest += len(sequence) - num_layers * of_layer
     while thunks[outside := sequence[0] - 1][0] > body:
         sequence = _sequence(thunks, outside)
         rest += sum(thunks[i][1] not in CONTAINERS for i in sequence)
@@ -217,7 +230,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         num_kv_heads=2,
         head_dim=case.head_dim,
         norm_eps=1e-5,
-        layers=uniform(NUM_LAYERS, rope=Rope(theta=1e4, dim=case.head_dim)),
+        layers=uniform(case.num_layers, rope=Rope(theta=1e4, dim=case.head_dim)),
         max_model_len=MAX_MODEL_LEN,
         tie_word_embeddings=True,
     )
@@ -249,7 +262,8 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
             return ConstantModel()
         quantisation = None if case.quantization is None else OnLoad(case.quantization)
         with mock.patch.object(ops, "default_implementation", return_value="mosaic_gpu"):  # an H200's
-            model = decoder.abstract(config, dtype, NAMES, quantisation)
+            loops = case.loops or None
+            model = decoder.abstract(config, dtype, NAMES, quantisation, loop_over_layers=loops)
         if case.num_adapters:
             lora.make_room(model, NAMES, case.num_adapters, ADAPTER_RANK)
         return model

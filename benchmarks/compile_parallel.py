@@ -51,10 +51,12 @@ class Case:
     max_num_seqs: int = 256
     max_model_len: int = 131072
     vocab_size: int = 128256
+    loops: bool = False  # `EngineConfig.loop_over_layers`
     graphs: str = FLAGS["xla_gpu_enable_command_buffer"]  # of what XLA makes CUDA graphs
 
     def __str__(self) -> str:
         name = f"{self.model} {self.quantization or 'bfloat16'} {self.num_layers} layers"
+        name += " in a loop" * self.loops
         return name if self.graphs in FLAGS.values() else f"{name} {self.graphs}"
 
     def model_config(self) -> ModelConfig:
@@ -78,9 +80,11 @@ class Case:
             tensor_parallel_size=self.num_devices,
             gpu_memory_utilization=SHARE,
             attention="mosaic_gpu",
+            loop_over_layers=self.loops or None,
         )
 
 
+LLAMA_8B = Case("llama-3.1-8b", 32, 4096, 14336, 32, num_devices=1)
 SMALL = Case("small", 2, 1024, 2048, 8, max_num_seqs=8, max_model_len=512, vocab_size=4096)
 
 
@@ -88,7 +92,8 @@ def cases() -> list[Case]:
     return [
         SMALL,
         dataclasses.replace(SMALL, graphs=f"{SMALL.graphs},+COLLECTIVES"),
-        *(Case("llama-3.1-8b", layers, 4096, 14336, 32, num_devices=1) for layers in (2, 32)),
+        *(dataclasses.replace(LLAMA_8B, num_layers=layers) for layers in (2, 32)),
+        *(dataclasses.replace(LLAMA_8B, num_layers=layers, loops=True) for layers in (2, 16, 32)),
         Case("llama-3.1-70b", 80, 8192, 28672, 64),
         Case("llama-3.1-405b", 126, 16384, 53248, 128, quantization="fp8"),
     ]
@@ -193,7 +198,8 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
 
     config, model_config = case.engine_config(), case.model_config()
     quantisation = None if case.quantization is None else OnLoad(case.quantization)
-    shapes_of = functools.partial(decoder.abstract, model_config, names=NAMES, quantisation=quantisation)
+    kept_as: Any = {"quantisation": quantisation, "loop_over_layers": config.loop_over_layers}
+    shapes_of = functools.partial(decoder.abstract, model_config, names=NAMES, **kept_as)
     with _on_h200s(case.num_devices):
         split = startup.split(config, model_config, shapes_of, shapes_of)
         assert split.shapes is not None

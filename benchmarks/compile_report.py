@@ -10,6 +10,7 @@ thread, 227 KiB of shared memory of which each program also takes 1 KiB, and 2,0
 """
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -31,7 +32,9 @@ _WRITE = flags.DEFINE_boolean("write", False, "Write the table beside this file.
 # Seconds of processor time per program. They take one or two; layout inference that runs away takes for ever.
 COMPILE_LIMIT_S = 60
 TABLE = Path(__file__).with_suffix(".md")
+LAYERS = 2  # of a stack
 LONG_LAYOUTS = "int8_per_token", "int4_grouped"
+DENSE = "bfloat16"  # weights, of which a product is told the layer
 BLOCKS = "fp8"  # a scale for each 128 inputs of an output
 
 
@@ -82,7 +85,9 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One compilation of a product with a quantised weight of one of GGUF's kinds, or of fp8 in blocks."""
+    """One compilation of a product with a quantised weight of one of GGUF's kinds, or of fp8 in blocks; or
+    with a layer of a stack of weights in a dtype.
+    """
 
     kind: str = "Q4_0"
     num_rows: int = 16
@@ -101,6 +106,9 @@ def programs() -> list[Program | Product]:
         for num_rows in (8, 16, 64)
     ]
     products += [Product("Q4_K", 32), Product("Q4_0", 128), Product("Q4_0", num_outputs=28672)]
+    products += [Product(DENSE, num_rows) for num_rows in (8, 16, 64, 128, 256, 512)]
+    products += [Product(DENSE, num_rows, num_outputs=28672) for num_rows in (16, 256)]
+    products += [Product(DENSE, 256, 576, 1536), Product("float16", 16)]
     return [*attention_programs(), *products]
 
 
@@ -240,7 +248,8 @@ def markdown(reports: list[Report]) -> str:
         "sm_90a, not run.",
         "Heads are query heads / kv heads / head_dim. CTAs: programs that fit on one multiprocessor.",
         "Temporary memory is of 16 rows of 8,192 tokens, or as said. Products are of rows in bfloat16",
-        "with weights of a GGUF kind, or of fp8 in blocks of 128, outputs x inputs.",
+        "with weights of a GGUF kind, or of fp8 in blocks of 128, outputs x inputs; or with a layer of a",
+        "stack of weights in bfloat16 or float16.",
         "",
         "| program | kernel | registers | spilled bytes | shared memory, KiB | CTAs | temporary, MB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -280,8 +289,13 @@ def _product(p: Product) -> tuple[Any, tuple[Any, ...]]:
 
     from jaxpaged.models.gguf_blocks import KINDS
     from jaxpaged.models.quantised import Kind, Segment, zeros
-    from pallas_kernels import ops
+    from pallas_kernels import ops, product
 
+    if p.kind in product.DTYPES:
+        shapes = (p.num_rows, p.num_inputs), (LAYERS, p.num_inputs, p.num_outputs)
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(p.kind)) for shape in shapes]
+        operation = functools.partial(ops.product, implementation="mosaic_gpu")
+        return operation, (*arrays, jax.ShapeDtypeStruct((), jnp.int32))
     blocks = Kind(8, 128, "float32", has_minima=False, is_float=True)
     dtype, segment = jnp.dtype("bfloat16"), Segment((KINDS | {BLOCKS: blocks})[p.kind], p.num_outputs)
     [weight] = jax.eval_shape(lambda: zeros([segment], p.num_inputs, dtype, "mosaic_gpu")).segments
@@ -289,8 +303,6 @@ def _product(p: Product) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
-    import functools
-
     import jax
     import jax.numpy as jnp
 

@@ -104,6 +104,7 @@ WEIGHT_SCALE = 0.02
 _MODELS = flags.DEFINE_multi_enum("models", list(MODELS), MODELS, "A model; may be given several times.")
 _BATCHES = flags.DEFINE_multi_integer("batches", BATCHES, "A number of rows; may be given several times.")
 _CONTEXT = flags.DEFINE_integer("context", 960, "Tokens a row has at least at first.")
+_LOOP = flags.DEFINE_boolean("loop_over_layers", False, "As `EngineConfig` has it.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, f"Runs of {MAX_STEPS} steps.", lower_bound=1)
 _BUDGET = flags.DEFINE_float("budget", 400, "Seconds after which no case begins.")
 _SMOKE = flags.DEFINE_boolean("smoke", False, "One tiny model, two batches.")
@@ -167,6 +168,7 @@ def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidt
     return {
         "dtype": str(dtype),
         "attention": attention,
+        "loop_over_layers": model.form.loops,
         "num_rows": batch,
         "num_blocks": num_blocks,
         "tokens_a_row": round(num_seen / batch),
@@ -183,7 +185,8 @@ def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidt
 
 def random_model(config: ModelConfig) -> Decoder:
     """A model with normal weights, made on the device."""
-    graphdef, params = nnx.split(decoder.abstract(config, machine.resolve_dtype(EngineConfig())))
+    dtype = machine.resolve_dtype(EngineConfig())
+    graphdef, params = nnx.split(decoder.abstract(config, dtype, loop_over_layers=_LOOP.value or None))
     return nnx.merge(graphdef, _random_like(params, seed=0))
 
 

@@ -1,11 +1,13 @@
 #!/bin/sh
-# Everything that needs a Hopper GPU, in three commands that each end within nine minutes, with a table.
+# Everything that needs a Hopper GPU, in four commands that each end within nine minutes, with a table.
 #
 #   sh benchmarks/gpu.sh [FOLDER] [--sweep]     decode attention: is it right on this chip, then how fast; its peers
 #   sh benchmarks/gpu.sh [FOLDER] --prefill     attention of prompts, likewise
 #   sh benchmarks/gpu.sh [FOLDER] --engine      the engine: a step's overhead, with and without CUDA graphs, then
 #                                               decoding in the shapes of well-known models
-#   sh benchmarks/gpu.sh [FOLDER] --smoke       all three, tiny, on a CPU
+#   sh benchmarks/gpu.sh [FOLDER] --products    products with a layer's weights: is the kernel right, and how fast beside
+#                                               cuBLAS; then decoding with and without the loop over layers
+#   sh benchmarks/gpu.sh [FOLDER] --smoke       all four, tiny, on a CPU
 #
 # What --engine shows of three choices that were made without a chip. step_overhead fails, and decode_shapes with it,
 # where a GPU does not launch a graph of loops: the engine would log that and let the host turn its loop
@@ -86,6 +88,20 @@ engine() {
     step 400 engine.jsonl decode_shapes --budget 280
 }
 
+# The kernel is the default of nothing but experts. Where its times are cuBLAS's, and ms_per_step of the loop over layers
+# those of layers one by one, EngineConfig.loop_over_layers may be; seconds_to_start is what it is for.
+products() {
+    step 80 products.jsonl check_kernels --kernel products
+    step 180 products.jsonl products --budget 150
+    if [ -n "$smoke" ]; then
+        step 60 products.jsonl decode_shapes --loop_over_layers
+    else
+        for loop in --noloop_over_layers --loop_over_layers; do
+            step 130 products.jsonl decode_shapes --models llama-3.1-8b-shaped --batches 256 $loop
+        done
+    fi
+}
+
 table() {
     "$python" -m benchmarks.record "$@"
     [ -z "$failed" ] || {
@@ -102,7 +118,8 @@ if [ "$mode" = --smoke ]; then
     decode
     prefill
     engine
-    table "$folder/decode.jsonl" "$folder/prefill.jsonl" "$folder/engine.jsonl"
+    products
+    table "$folder/decode.jsonl" "$folder/prefill.jsonl" "$folder/engine.jsonl" "$folder/products.jsonl"
     exit
 fi
 # JAX looks for ptxas in NVIDIA's Python packages, or where this says.
@@ -117,9 +134,10 @@ fi
 case "$mode" in
 --prefill) prefill && table "$folder/prefill.jsonl" ;;
 --engine) engine && table "$folder/engine.jsonl" ;;
+--products) products && table "$folder/products.jsonl" ;;
 '' | --sweep) decode "$@" && table "$folder/decode.jsonl" ;;
 *)
-    echo "gpu.sh: $mode must be --prefill, --engine, --sweep or --smoke" >&2
+    echo "gpu.sh: $mode must be --prefill, --engine, --products, --sweep or --smoke" >&2
     exit 2
     ;;
 esac

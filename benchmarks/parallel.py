@@ -35,7 +35,7 @@ from jaxpaged.engine.programs import Program
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
-from jaxpaged.models.layers import loops_over_layers
+from jaxpaged.models.form import form_of
 from jaxpaged.models.weights import Parts, Share, random_weights
 from jaxpaged.parallel.mesh import mesh_of
 
@@ -106,7 +106,7 @@ def collectives(driver: Driver) -> dict[str, dict[str, int]]:
     program: Any = driver._kept_run
     assert isinstance(program, Program)
     config = driver.door.model_config
-    times = config.num_layers if loops_over_layers(jnp.dtype("float32")) else 1
+    times = config.num_layers if form_of(jnp.dtype("float32")).loops else 1
     found: dict[str, dict[str, int]] = {}
     text = program.call.as_text() or ""
     for results, kind in re.findall(r" = (.*?) (all-[a-z]+)(?:-start)?\(", text):

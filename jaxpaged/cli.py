@@ -200,6 +200,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "GPU fails to run the loop as one program",
     )
     group.add_argument(
+        "--loop-over-layers",
+        action=argparse.BooleanOptionalAction,
+        help="layers in a loop, so that compiling takes as long for many as for few (default: where our CPU "
+        "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)",
+    )
+    group.add_argument(
         "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
     )
 
@@ -316,6 +322,7 @@ def _info(args: argparse.Namespace) -> None:
 
     from jaxpaged.engine import gpu_flags, machine, startup
     from jaxpaged.models import loading, quantised
+    from jaxpaged.models.form import form_of
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
 
@@ -325,17 +332,22 @@ def _info(args: argparse.Namespace) -> None:
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
     checkpoint = loading.open_checkpoint(args.model)
     model = checkpoint.config
-    shapes = functools.partial(checkpoint.abstract, quantization=config.quantization)
+    shapes = functools.partial(
+        checkpoint.abstract, quantization=config.quantization, loop_over_layers=config.loop_over_layers
+    )
     implementation, why = machine.attention(config, model)
     dtype = machine.resolve_dtype(config)
     how = config.quantization or checkpoint.quant_method
     kernels = quantised.implementations(nnx.state(shapes(dtype))) if how else {}
-    no_native = native.why_not(dtype)
+    no_native, form = native.why_not(dtype), form_of(dtype, config.loop_over_layers)
+    products = f"xla: {no_native}" if no_native else f"native: {native.instructions()}"
+    if no_native and form.loops:
+        products = f"{form.stacked}: loop_over_layers"
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
     cache, folder = startup.cache_size(config, model, shapes), compilation_cache_dir()
     lines += [
         ("attention", f"{implementation}: {why}"),
-        ("products", f"xla: {no_native}" if no_native else f"native: {native.instructions()}"),
+        ("products", products),
         ("programs", f"kept in {folder}" if folder else "not kept"),
         (
             "model",

@@ -67,6 +67,10 @@ class EngineConfig:
     # Rows of narrower decode passes, rising, each below max_num_seqs: a step takes the narrowest that holds
     # all that run. A token's last bits may then depend on how many run beside it, and each is compiled.
     decode_widths: tuple[int, ...] = ()
+    # Whether layers are computed in a loop, so that compiling does not take longer for more of them. None:
+    # where our CPU kernels multiply. On a GPU True needs Hopper, 16 bits and its attention kernel: products
+    # are then by our kernel, which was never measured, in place of cuBLAS.
+    loop_over_layers: bool | None = None
     seed: int = 0  # for requests without a seed
 
     def __post_init__(self) -> None:
@@ -88,6 +92,8 @@ class EngineConfig:
             check("quantization", self.quantization, f"None or one of {', '.join(kinds)}", is_one)
         for name in ("enable_prefix_caching", "reuse_answers", "calculate_kv_scales", "enable_lora"):
             checked_bool(name, getattr(self, name))
+        if self.loop_over_layers is not None:
+            checked_bool("loop_over_layers", self.loop_over_layers)
         rule = "False without enable_prefix_caching"
         check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)
         for name, most in (("block_size", 1024), ("max_num_seqs", 4096)):

@@ -24,11 +24,13 @@ from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import checks, layouts, native, ragged, xla, xla_tiles
 from pallas_kernels import paged_attention as mosaic
+from pallas_kernels import product as mosaic_products
 from pallas_kernels import prompt_attention as mosaic_prompts
-from pallas_kernels import quantised_product as mosaic_products
+from pallas_kernels import quantised_product as mosaic_quantised
 from pallas_kernels.checks import AttentionOptions
 from pallas_kernels.layouts import Layout, Pool
 from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
@@ -395,6 +397,45 @@ def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array, axis: in
     return xla.swap_blocks(source, target, pairs, axis)
 
 
+def product(
+    x: jax.Array,
+    weights: jax.Array,
+    layer: int | jax.Array | None = None,
+    *,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`x @ weights`, of a stack of one a layer that of `layer`, [num_rows, num_outputs] float32.
+
+    Of a stack "mosaic_gpu" reads the layer's weights alone; "xla" may copy them first, if the layer is
+    traced. With "mosaic_gpu" a row's bits depend on no other row, nor on how many there are.
+
+    x: [num_rows, num_inputs] float16, bfloat16 or float32.
+    weights: of x's type, [num_inputs, num_outputs]; with a layer [num_layers, num_inputs, num_outputs].
+    implementation: "mosaic_gpu" serves 16 bits, and numbers of inputs and of outputs that are multiples of 8,
+        64 or more. None is that one on a Hopper GPU if it serves the weights, else "xla".
+    """
+    sizes = "[num_inputs, num_outputs]" if layer is None else "[num_layers, num_inputs, num_outputs]"
+    if weights.ndim != 2 + (layer is not None):
+        raise ValueError(f"{weights.shape=} must be {sizes} with {layer=}")
+    if x.ndim != 2 or not x.shape[0] or x.shape[1] != weights.shape[-2]:
+        raise ValueError(f"{x.shape=} must be [num_rows, num_inputs={weights.shape[-2]}], one row or more")
+    if x.dtype != weights.dtype:
+        raise ValueError(f"{x.dtype=} must be {weights.dtype=}")
+    if isinstance(layer, int) and not 0 <= layer < weights.shape[0]:
+        raise ValueError(f"{layer=} must be one of {weights.shape[0]} layers, counted from 0")
+    why_not = mosaic_products.why_not(x.dtype, *weights.shape[-2:])
+    if implementation is None:
+        chosen = "mosaic_gpu" if interpret else default_implementation()
+        implementation = "xla" if why_not and not interpret else chosen
+    if _is_mosaic(implementation, interpret=interpret):
+        if why_not:
+            raise NotImplementedError(f"mosaic_gpu products: {why_not}. Use implementation='xla'.")
+        return mosaic_products.product(x, weights, layer, interpret=interpret)
+    one = weights if layer is None else lax.dynamic_index_in_dim(weights, layer, keepdims=False)
+    return xla.product(x, one, contract=0)
+
+
 def quantised_product(
     x: jax.Array,
     weight: Quantised | Halfwords,
@@ -421,7 +462,7 @@ def quantised_product(
     if implementation == "mosaic_gpu":
         if why_not or isinstance(weight, Quantised):
             raise NotImplementedError(f"mosaic_gpu products: {why_not}. Use implementation='xla'.")
-        return mosaic_products.product(x, weight, layer, interpret=interpret)
+        return mosaic_quantised.product(x, weight, layer, interpret=interpret)
     if implementation == "native":
         if not isinstance(weight, Quantised):
             raise NotImplementedError(
@@ -437,9 +478,9 @@ def quantised_product(
 def _why_no_product_kernel(x: jax.Array, weight: Quantised | Halfwords) -> str | None:
     if not isinstance(weight, Halfwords):
         return "the weight must be packed as halfwords"
-    if x.shape[0] > mosaic_products.MAX_ROWS:
-        return f"{x.shape[0]} rows must be at most {mosaic_products.MAX_ROWS}"
-    return mosaic_products.why_not(x.dtype, weight.bits, weight.group_size, is_float=weight.is_float)
+    if x.shape[0] > mosaic_quantised.MAX_ROWS:
+        return f"{x.shape[0]} rows must be at most {mosaic_quantised.MAX_ROWS}"
+    return mosaic_quantised.why_not(x.dtype, weight.bits, weight.group_size, is_float=weight.is_float)
 
 
 @functools.cache
@@ -495,15 +536,21 @@ def _seen(arrays: Arrays, options: Options) -> tuple[Arrays, Options]:
     return arrays, options
 
 
+def _is_mosaic(implementation: Implementation, *, interpret: bool) -> bool:
+    """Whether it is that of the two. Raises ValueError if it is none, or cannot be interpreted."""
+    if implementation not in ("mosaic_gpu", "xla"):
+        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
+    if interpret and implementation != "mosaic_gpu":
+        raise ValueError(f"{interpret=} needs implementation='mosaic_gpu', not {implementation!r}")
+    return implementation == "mosaic_gpu"
+
+
 def _choose(
     implementation: Implementation | None, interpret: bool, arrays: Arrays, options: Options
 ) -> Implementation:
     if implementation is None:
         implementation = "mosaic_gpu" if interpret else default_implementation()
-    if implementation not in ("mosaic_gpu", "xla"):
-        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
-    if interpret and implementation != "mosaic_gpu":
-        raise ValueError(f"{interpret=} needs implementation='mosaic_gpu', not {implementation!r}")
+    _is_mosaic(implementation, interpret=interpret)
     pool = _pool(options)
     cache, view = pool.sizes, pool.layout.view()
     refuse_unserved(

@@ -50,8 +50,9 @@ def test_everything_for_a_gpu_runs_tiny_on_a_cpu(tmp_path):
         file.stem: [json.loads(line) for line in file.read_text().splitlines()]
         for file in tmp_path.glob("*.jsonl")
     }
-    assert set(found) == {"decode", "prefill", "engine"}
-    for name, rate in (("decode", "share_of_4.8_tb_per_s"), ("prefill", "share_of_790_tflops")):
+    assert set(found) == {"decode", "prefill", "engine", "products"}
+    rates = {"decode": "share_of_4.8_tb_per_s", "prefill": "share_of_790_tflops"}
+    for name, rate in (rates | {"products": "share_of_790_tflops"}).items():
         lines = found[name]
         checked = [i for i, line in enumerate(lines) if "ok" in line]
         timed = [i for i, line in enumerate(lines) if rate in line]
@@ -61,11 +62,12 @@ def test_everything_for_a_gpu_runs_tiny_on_a_cpu(tmp_path):
                     and "skipped" not in line]  # fmt: skip
         assert {line.get("what") for line in lines} >= {"flash attention 3"}
     assert {line["model"] for line in found["engine"]} == {"constant", "tiny"}
+    assert [line["loop_over_layers"] for line in found["products"] if "model" in line] == [True]
     assert found["engine"][-1]["floor_tokens_per_s"] > found["engine"][-1]["tokens_per_s"]
     assert "share_of_790_tflops" in done.stdout.splitlines()[-1] + done.stdout
 
 
-@pytest.mark.parametrize("mode", ["", "--prefill", "--engine"])
+@pytest.mark.parametrize("mode", ["", "--prefill", "--engine", "--products"])
 def test_a_gpu_that_jax_does_not_use_is_a_failure(mode, tmp_path):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho NVIDIA H200\n")

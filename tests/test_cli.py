@@ -140,6 +140,7 @@ def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, ca
         ("--max-model-len 64 --attention xla", {"max_model_len": 64, "attention": "xla"}),
         ("--quantization int8", {"quantization": "int8"}),
         ("--loop host --decode-widths 1 3", {"loop": "host", "decode_widths": [1, 3]}),
+        ("--no-loop-over-layers", {"loop_over_layers": False}),
     ],
 )
 def test_engine_options_reach_the_engine(arguments, options):

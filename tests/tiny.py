@@ -154,10 +154,15 @@ def load_quantised(dtype: Any) -> Decoder:
 
 
 def load(
-    dtype: Any, config: ModelConfig = CONFIG, quantization: str | None = None, share: Share | None = None
+    dtype: Any,
+    config: ModelConfig = CONFIG,
+    quantization: str | None = None,
+    share: Share | None = None,
+    loop_over_layers: bool | None = None,
 ) -> Decoder:
     """The tiny model in this dtype; `config` may be one with the same weights."""
-    return Decoder(Parts(config, NAMES, weights(), dtype, quantization and OnLoad(quantization), share))
+    quantisation = quantization and OnLoad(quantization)
+    return Decoder(Parts(config, NAMES, weights(), dtype, quantisation, share, loop_over_layers))
 
 
 def with_window(sliding_window: int | None) -> ModelConfig:
@@ -170,7 +175,8 @@ def driver(load_model: Callable[[Any], Decoder] | None = None, **options: Any) -
 
     Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
-    model = functools.partial(load, quantization=options.get("quantization"))
+    kept_as: Any = {name: options.get(name) for name in ("quantization", "loop_over_layers")}
+    model = functools.partial(load, **kept_as)
     return Driver(EngineConfig(**DEFAULTS | options), CONFIG, load_model or model)
 
 

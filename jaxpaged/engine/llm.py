@@ -77,14 +77,14 @@ class LLM:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
         machine.keep_on_disk()
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
-        load = functools.partial(checkpoint.model, quantization=self.config.quantization)
+        kept_as: Any = {"quantization": c.quantization, "loop_over_layers": c.loop_over_layers}
         self.engine = Engine(
             self.config,
             checkpoint.config,
-            load,
+            functools.partial(checkpoint.model, **kept_as),
             self.tokenizer,
             record_trace=record_trace,
-            shapes=functools.partial(checkpoint.abstract, quantization=self.config.quantization),
+            shapes=functools.partial(checkpoint.abstract, **kept_as),
             adapter_names=checkpoint.module_names,
             processes=processes,
         )

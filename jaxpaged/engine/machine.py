@@ -18,6 +18,7 @@ from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.form import form_of
 from jaxpaged.models.weights import num_weights
 from jaxpaged.parallel.mesh import mesh_of
 from pallas_kernels import layouts, native, ops, support
@@ -107,6 +108,18 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImp
             no_native = None
         return wanted, no_native or "the kernels are for Hopper GPUs"
     return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else native.instructions()
+
+
+def refuse_loop(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Raise `InputError` if layers cannot be computed in a loop here: on a GPU XLA cannot multiply there."""
+    if not config.loop_over_layers or jax.default_backend() == "cpu":
+        return
+    dtype, (kernel, _) = resolve_dtype(config), attention(config, model_config)
+    serves = form_of(dtype).stacked == "mosaic_gpu" and kernel == "mosaic_gpu"
+    rule = (
+        f"None or False with {dtype} and attention by {kernel} on this device: on a GPU a loop over layers "
+    )
+    check("loop_over_layers", True, f"{rule}needs Hopper's kernels for both, and 16 bits", serves)
 
 
 def _why_not(

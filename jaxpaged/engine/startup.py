@@ -62,6 +62,7 @@ def split(
     several. Raises `InputError` if it cannot be split into so many.
     """
     machine.refuse_other_heads(config, model_config)
+    machine.refuse_loop(config, model_config)
     mesh = machine.mesh(config)
     if mesh is None:
         return Split(model_config, load_model, shapes, ())
@@ -74,7 +75,8 @@ def split(
     def load(dtype: jnp.dtype) -> Decoder:
         return assembled(mesh, lambda number: load_model(dtype, share=shares[number]))
 
-    shapes = functools.partial(shapes or functools.partial(abstract, model_config), share=shares[0])
+    whole = functools.partial(abstract, model_config, loop_over_layers=config.loop_over_layers)
+    shapes = functools.partial(shapes or whole, share=shares[0])
     return Split(shares[0].config, load, shapes, shares)
 
 
@@ -88,7 +90,8 @@ def cache_size(config: EngineConfig, model_config: ModelConfig, shapes: Shapes |
     if known is not None:
         return known
     dtype = machine.resolve_dtype(config)
-    return fitted(config, model_config, shapes(dtype) if shapes else abstract(model_config, dtype))[0]
+    shapes = shapes or functools.partial(abstract, model_config, loop_over_layers=config.loop_over_layers)
+    return fitted(config, model_config, shapes(dtype))[0]
 
 
 def known_size(
@@ -236,7 +239,7 @@ class Source:
             made_from=(
                 *(what, model_config, machine.resolve_dtype(self.config), self.step_config),
                 *(self.config.tensor_parallel_size, self.config.tensor_parallel_sums),
-                self.config.data_parallel_size,
+                *(self.config.data_parallel_size, self.config.loop_over_layers),
             ),
             arrays=self.arrays,
             result=(self.arrays[1], np.bool_(False)) if self.by_host else (self.state, report),

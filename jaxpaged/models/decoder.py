@@ -16,7 +16,6 @@ from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.quantised import Quantisation, QuantisedWeight
 from jaxpaged.models.weights import Abstract, Names, Parts, Share
-from pallas_kernels import native
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
 Norm = layers.RMSNorm | layers.LayerNorm
@@ -28,6 +27,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, parts: Parts) -> None:
         self.config, self.dtype, self.shards = parts.config, parts.dtype, parts.shards
+        self.form = parts.form
         c = self.config
         table = parts.get("embedding.weight")
         assert table is not None
@@ -46,12 +46,12 @@ class Decoder(nnx.Module):
             table = parts.get("lm_head.weight")
         elif isinstance(self.embedding.get_value(), QuantisedWeight):
             return None
-        elif native.serves(self.dtype):
+        elif self.form.own == "native":
             table = self.embedding[...]
         else:
             return None
         assert table is not None
-        return layers.Linear([table], together=layers.loops_over_layers(self.dtype))
+        return layers.Linear([table], form=self.form, together=False)
 
     @property
     def hidden_size(self) -> int:
@@ -105,7 +105,7 @@ class Decoder(nnx.Module):
             return self.layers(*carry, layer, angles, batch)
 
         carry = x, cache
-        if layers.loops_over_layers(self.dtype):
+        if self.form.loops:
             return lax.fori_loop(0, self.config.num_layers, apply, carry)
         return functools.reduce(
             lambda carry, layer: apply(layer, carry), range(self.config.num_layers), carry
@@ -290,14 +290,14 @@ def linear(parts: Parts, role: str) -> layers.Linear:
     """Every layer's product of this role."""
     weights = parts.each(f"{role}.weight")
     assert weights is not None
-    return layers.Linear(weights, parts.each(f"{role}.bias"))
+    return layers.Linear(weights, parts.each(f"{role}.bias"), form=parts.form)
 
 
 def stack(parts: Parts, role: str) -> layers.Stack | None:
     arrays = parts.each(role)
     if arrays is None:
         return None
-    return layers.Stack(arrays, len(arrays), together=layers.loops_over_layers(parts.dtype))
+    return layers.Stack(arrays, len(arrays), together=parts.form.loops)
 
 
 def norm(parts: Parts, role: str) -> Norm | None:
@@ -308,11 +308,10 @@ def norm(parts: Parts, role: str) -> Norm | None:
 
 def last_norm(parts: Parts, role: str) -> Norm:
     """A norm that the decoder has once."""
-    together = layers.loops_over_layers(parts.dtype)
     weight, bias = parts.get(f"{role}.weight"), parts.get(f"{role}.bias")
     assert weight is not None
-    biases = None if bias is None else layers.Stack([bias], 1, together=together)
-    return made_norm(parts.config, layers.Stack([weight], 1, together=together), biases)
+    biases = None if bias is None else layers.Stack([bias], 1, together=False)
+    return made_norm(parts.config, layers.Stack([weight], 1, together=False), biases)
 
 
 def made_norm(config: ModelConfig, weights: layers.Stack, biases: layers.Stack | None) -> Norm:
@@ -362,7 +361,12 @@ def abstract(
     names: Names | None = None,
     quantisation: Quantisation | None = None,
     share: Share | None = None,
+    loop_over_layers: bool | None = None,
 ) -> Decoder:
-    """The model with shapes for arrays; with `share` that part of it."""
-    model: Decoder = nnx.eval_shape(lambda: Decoder(Abstract(config, dtype, names, quantisation, share)))
+    """The model with shapes for arrays; with `share` that part of it, and a loop as `EngineConfig` says."""
+
+    def create() -> Decoder:
+        return Decoder(Abstract(config, dtype, names, quantisation, share, loop_over_layers))
+
+    model: Decoder = nnx.eval_shape(create)
     return model

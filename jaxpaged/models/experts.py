@@ -18,13 +18,13 @@ class ExpertLinear(nnx.Module):
 
     def __init__(self, parts: Parts, role: str) -> None:
         self.num_experts = parts.config.experts.num_experts if parts.config.experts else 0
-        loops, count = layers.loops_over_layers(parts.dtype), parts.config.num_layers
-        groups = [range(count)] if loops else [[layer] for layer in range(count)]
+        count = parts.config.num_layers
+        groups = [range(count)] if parts.form.loops else [[layer] for layer in range(count)]
         self.linears = nnx.List(self._linear(parts, role, group) for group in groups)
 
     def _linear(self, parts: Parts, role: str, group: range | list[int]) -> layers.Linear:
         weights, biases = parts.of_experts(f"{role}.weight", group), parts.of_experts(f"{role}.bias", group)
-        return layers.Linear(weights or (), biases, together=True)
+        return layers.Linear(weights or (), biases, form=parts.form, together=True)
 
     def __call__(
         self,
@@ -49,7 +49,7 @@ class ExpertsMLP(nnx.Module):
         self.config, self.activation = config, parts.config.activation
         self.shards = parts.shards
         weights, biases = parts.each("router.weight"), parts.each("router.bias")
-        self.router = layers.Linear(weights or (), biases)
+        self.router = layers.Linear(weights or (), biases, form=parts.form)
         self.gate_up = ExpertLinear(parts, "experts.gate_up")
         self.down = ExpertLinear(parts, "experts.down")
 

@@ -13,8 +13,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
+from jaxpaged.models.form import Form, form_of
 from jaxpaged.models.quantised import QuantisedWeight
-from pallas_kernels import low_rank, native, ops, xla
+from pallas_kernels import low_rank, native, ops, product, xla
+from pallas_kernels.ops import ProductImplementation
 
 Values = Array | np.ndarray  # a weight that is being made
 type Weight = Float[Values, "..."] | QuantisedWeight
@@ -25,15 +27,6 @@ def kind_of[T](kinds: Sequence[T], each: Sequence[T], layer: Layer) -> Layer:
     """Which of the kinds a layer is of, if `each` has every layer's."""
     numbers = np.array([kinds.index(kind) for kind in each], np.int32)
     return int(numbers[layer]) if isinstance(layer, int) else jnp.asarray(numbers)[layer]
-
-
-def loops_over_layers(dtype: jnp.dtype) -> bool:
-    """Whether a program computes layers in a loop, so that it does not grow with their number.
-
-    Not where XLA multiplies: it would copy a layer's weights out of the array of all in every turn, or, on a
-    GPU, read their place on the host, and then the serving loop is no CUDA graph (LOG.md).
-    """
-    return native.serves(dtype)
 
 
 class Each:
@@ -116,14 +109,18 @@ class Stack(nnx.Module):
             return self.all[layer][...]
         return lax.dynamic_index_in_dim(self.all[...], layer, keepdims=False)
 
+    def holding(self, layer: Layer) -> tuple[Any, Layer | None]:
+        """What holds a layer's weight, and which one it is there; None: all of it."""
+        if isinstance(self.all, nnx.List):
+            assert isinstance(layer, int)
+            return self.all[layer].get_value(), None
+        return self.all.get_value(), layer
+
     def multiply(
         self, x: Float[Array, "num_tokens in_features"], layer: Layer
     ) -> Float[Array, "num_tokens out_features"]:
         """`x @ weight.T` of a layer's quantised weight."""
-        if isinstance(self.all, nnx.List):
-            assert isinstance(layer, int)
-            return quantised_product(x, self.all[layer].get_value())
-        return quantised_product(x, self.all.get_value(), layer)
+        return quantised_product(x, *self.holding(layer))
 
 
 class AdapterParam(nnx.Param):
@@ -142,14 +139,17 @@ class Linear(nnx.Module):
         weights: Sequence[Float[Values, "out_features in_features"] | QuantisedWeight] | Each,
         biases: Sequence[Float[Values, " out_features"]] | Each | None = None,
         *,
+        form: Form | None = None,
         together: bool | None = None,
     ) -> None:
+        """`form`: None is that of this machine. `together`: in a stack; None: if layers are in a loop."""
         rest = iter(weights)
         first = next(rest)
-        self.out_features, dtype = first.shape[0], first.dtype
+        self.out_features = first.shape[0]
         self.is_quantised = isinstance(first, QuantisedWeight)
-        self.is_packed = native.serves(dtype)
-        together = loops_over_layers(dtype) if together is None else together
+        form = form or form_of(jnp.dtype(first.dtype))
+        together = form.loops if together is None else together
+        self.implementation = form.stacked if together else form.own
         groups = weights.groups if isinstance(weights, Each) and together else ()
         each = itertools.chain([first], rest)
         del first  # it need not stay while the others are read
@@ -159,7 +159,7 @@ class Linear(nnx.Module):
         elif self.is_quantised:
             self.kernel = Stack(each, len(weights), together=together)
         else:
-            kernels = (native.pack(w) if self.is_packed else w.T for w in each)
+            kernels = (_PACKED[self.implementation](w) for w in each)
             self.kernel = Stack(kernels, len(weights), together=together)
         self.bias = None if biases is None else Stack(biases, len(biases), together=together)
 
@@ -179,8 +179,12 @@ class Linear(nnx.Module):
     ) -> Float[Array, "num_tokens out_features"]:
         if self.is_quantised:
             y = self._quantised(x, layer)
-        elif self.is_packed:
-            y = native.product(x, self.kernel.all[...], self.out_features, layer)
+        elif self.implementation == "native":
+            packed, number = self.kernel.holding(layer)
+            y = native.product(x, packed, self.out_features, 0 if number is None else number)
+        elif self.implementation == "mosaic_gpu":
+            packed, number = self.kernel.holding(layer)
+            y = product.packed_product(x, packed, self.out_features, number)
         else:
             y = xla.product(x, self.kernel[layer], contract=0)
         return y if self.bias is None else y + self.bias[layer].astype(jnp.float32)
@@ -192,6 +196,14 @@ class Linear(nnx.Module):
             return self.kernel.multiply(x, layer)
         kind, place = self.places[...][:, layer]
         return lax.switch(kind, [kernel.multiply for kernel in self.kernels], x, place)
+
+
+# A weight [out_features, in_features] as who multiplies by it reads it.
+_PACKED: dict[ProductImplementation, Callable[[Any], Any]] = {
+    "native": native.pack,
+    "mosaic_gpu": product.pack,
+    "xla": lambda weight: weight.T,
+}
 
 
 def _places(count: int, groups: Sequence[Sequence[int]]) -> Int[Array, "2 num_layers"]:

@@ -37,29 +37,42 @@ class Checkpoint:
     keep_quantised: Callable[[], Quantisation] | None = None
     quant_method: str | None = None  # of such a directory: what its config calls it
 
-    def model(self, dtype: jnp.dtype, quantization: str | None = None, share: Share | None = None) -> Decoder:
-        """The model, with arrays of this dtype, and quantised weights as `EngineConfig` says; with `share`
-        that part of it.
+    def model(
+        self,
+        dtype: jnp.dtype,
+        quantization: str | None = None,
+        share: Share | None = None,
+        loop_over_layers: bool | None = None,
+    ) -> Decoder:
+        """The model, with arrays of this dtype, and quantised weights and a loop as `EngineConfig` says; with
+        `share` that part of it.
 
         Raises `InputError` if the weights are not the config's, or cannot be quantised so.
         """
         quantisation = self.quantisation(quantization)
 
         def build() -> Decoder:
-            return Decoder(Parts(self.config, self.names, self.load_weights(), dtype, quantisation, share))
+            tensors = self.load_weights()
+            parts = Parts(self.config, self.names, tensors, dtype, quantisation, share, loop_over_layers)
+            return Decoder(parts)
 
         found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
         return kept.model(
             build,
-            lambda: self.abstract(dtype, quantization, share),
-            (str(self.path.resolve()), found, self.config, str(dtype), quantization, share),
+            lambda: self.abstract(dtype, quantization, share, loop_over_layers),
+            (str(self.path.resolve()), found, self.config, str(dtype), quantization, share, loop_over_layers),
         )
 
     def abstract(
-        self, dtype: jnp.dtype, quantization: str | None = None, share: Share | None = None
+        self,
+        dtype: jnp.dtype,
+        quantization: str | None = None,
+        share: Share | None = None,
+        loop_over_layers: bool | None = None,
     ) -> Decoder:
         """The same with shapes for arrays: no weight is read."""
-        return abstract(self.config, dtype, self.names, self.quantisation(quantization), share)
+        quantisation = self.quantisation(quantization)
+        return abstract(self.config, dtype, self.names, quantisation, share, loop_over_layers)
 
     def quantisation(self, quantization: str | None) -> Quantisation | None:
         """What `EngineConfig.quantization` means for this model. Raises `InputError` where it means

@@ -17,6 +17,7 @@ import numpy as np
 from jaxpaged.checks import InputError
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.form import form_of
 from jaxpaged.models.quantised import Cut, Quantisation, Segment, zeros
 from jaxpaged.parallel.shards import Shards
 from pallas_kernels import native
@@ -211,8 +212,9 @@ class Parts:
         dtype: jnp.dtype,
         quantisation: Quantisation | None = None,
         share: Share | None = None,
+        loop_over_layers: bool | None = None,
     ) -> None:
-        self._describe(config, names, dtype, quantisation, share)
+        self._describe(config, names, dtype, quantisation, share, loop_over_layers)
         self._tensors = without_prefix(names, tensors)
         check_names(config, names, self._tensors)
 
@@ -223,7 +225,9 @@ class Parts:
         dtype: jnp.dtype,
         quantisation: Quantisation | None,
         share: Share | None,
+        loop_over_layers: bool | None,
     ) -> None:
+        self.form = form_of(jnp.dtype(dtype), loop_over_layers)
         self._whole, self._share, self.dtype, self._quantisation = (
             config,
             share,
@@ -373,8 +377,9 @@ class Abstract(Parts):
         names: Names | None = None,
         quantisation: Quantisation | None = None,
         share: Share | None = None,
+        loop_over_layers: bool | None = None,
     ) -> None:
-        self._describe(config, names, dtype, quantisation, share)
+        self._describe(config, names, dtype, quantisation, share, loop_over_layers)
 
     def _made(
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int

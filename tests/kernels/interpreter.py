@@ -22,7 +22,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
-from pallas_kernels import _arrival, paged_attention, prompt_attention, quantised_product
+from pallas_kernels import _arrival, paged_attention, product, prompt_attention, quantised_product
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[Non
             faulthandler.cancel_dump_traceback_later()
 
 
-SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")
+SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem", "wgmma_wait")
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
 
         return call
 
-    for kernel in (paged_attention, prompt_attention, quantised_product):
+    for kernel in (paged_attention, product, prompt_attention, quantised_product):
         kernel._shared_kernel_of.cache_clear()  # to be traced anew
     with pytest.MonkeyPatch.context() as patch:
         for name in SYNCHRONISING:
@@ -166,7 +166,7 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
             if shadows:  # count an arrival where the kernel makes it, not where its shadow does
                 patch.setattr(plgpu, "barrier_arrive", dropping("barrier_arrive", plgpu.barrier_arrive))
             yield met
-    for kernel in (paged_attention, prompt_attention, quantised_product):
+    for kernel in (paged_attention, product, prompt_attention, quantised_product):
         kernel._shared_kernel_of.cache_clear()
 
 
@@ -205,12 +205,36 @@ def unfenced_wgmmas(
     readers: what else must not follow: "barrier_arrive", where another thread's wgmma reads what this one
     stored.
     """
+
+    def is_store(equation: Any) -> bool:
+        return equation.primitive.name == "swap" and "smem" in str(equation.invars[0].aval)
+
+    return _not_parted(jaxpr, is_store, "commit_smem", readers, dirty)
+
+
+def unwaited_wgmmas(jaxpr: core.Jaxpr) -> int:
+    """How many arrivals, which give what a wgmma reads away, may follow one that nobody has waited for."""
+
+    def is_wgmma(equation: Any) -> bool:
+        return bool(equation.primitive.name == "wgmma_ref")
+
+    return _not_parted(jaxpr, is_wgmma, "wgmma_wait", ("barrier_arrive",))[0]
+
+
+def _not_parted(
+    jaxpr: core.Jaxpr,
+    is_first: Callable[[Any], bool],
+    parting: str,
+    readers: tuple[str, ...],
+    dirty: bool = False,
+) -> tuple[int, bool]:
+    """How many readers may follow what is first with no `parting` between, and whether one still may."""
     count = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name == "swap" and "smem" in str(equation.invars[0].aval):
+        if is_first(equation):
             dirty = True
-        elif name == "commit_smem":
+        elif name == parting:
             dirty = False
         elif name in readers:
             count += dirty
@@ -223,9 +247,9 @@ def unfenced_wgmmas(
         ]
         ends = []
         for body in bodies:
-            found, end = unfenced_wgmmas(body, dirty, readers)
+            found, end = _not_parted(body, is_first, parting, readers, dirty)
             if name == "while":  # the second time round begins where the first ended
-                found, end = unfenced_wgmmas(body, dirty or end, readers)
+                found, end = _not_parted(body, is_first, parting, readers, dirty or end)
             count += found
             ends.append(end)
         if ends:

@@ -47,9 +47,12 @@ LEAN = {
         "product 64 rows Q5_1 4096 x 4096",
         "product 64 rows Q6_K 4096 x 4096",
         "product 16 rows fp8 4096 x 4096",
+        "product 16 rows bfloat16 4096 x 4096",
+        "product 256 rows bfloat16 4096 x 4096",
+        "product 256 rows bfloat16 576 x 1536",
     )
 }  # fmt: skip
-assert len(LEAN) == 31
+assert len(LEAN) == 34
 WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
 
@@ -60,7 +63,12 @@ def reports() -> list[compile_report.Report]:
 
 def test_every_kernel_compiles_and_spills_nothing(reports: list[compile_report.Report]) -> None:
     assert {r.program for r in reports} == WANTED
-    kernels = {"paged_attention_kernel", "prompt_attention_kernel", "quantised_product_kernel"}
+    kernels = {
+        "paged_attention_kernel",
+        "prompt_attention_kernel",
+        "quantised_product_kernel",
+        "product_kernel",
+    }
     assert {r.kernel for r in reports} == kernels
     assert [r for r in reports if r.spill_bytes] == []
 

@@ -265,7 +265,7 @@ def test_a_layer_is_the_same_without_it(dtype: str, monkeypatch: pytest.MonkeyPa
     packed = layers.Linear(weights, biases)
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     plain = layers.Linear(weights, biases)
-    assert (packed.is_packed, plain.is_packed) == (True, False)
+    assert (packed.implementation, plain.implementation) == ("native", "xla")
     np.testing.assert_allclose(packed(x, 1), plain(x, 1), rtol=1e-5, atol=1e-5)
 
 
@@ -397,6 +397,6 @@ def test_without_a_compiler_xla_does_the_work_and_it_is_said_once(
     assert re.search(why, said), said
     assert "XLA's attention and products take two to three times as long; " in said
     assert "\n" not in said
-    assert not layers.Linear([jnp.zeros((8, 8))]).is_packed
+    assert layers.Linear([jnp.zeros((8, 8))]).implementation == "xla"
     assert [record.getMessage() for record in caplog.records] == [f"no native kernels: {said}"]
     assert not [*tmp_path.glob("native*")]

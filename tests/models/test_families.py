@@ -15,6 +15,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.models import decoder, experts, families, layers, loading
 from jaxpaged.models.config import LongScaling, Rope
 from jaxpaged.models.families import from_hf
+from jaxpaged.models.form import form_of
 from tests.models.test_decoder import GOLDENS, batch_of
 
 
@@ -128,7 +129,7 @@ def test_a_tokens_experts_add_up_alike_in_any_company(moe):
 
 def program(config):
     """Of one pass, in words."""
-    model = decoder.abstract(config, jnp.dtype("float32"))
+    model = decoder.abstract(config, jnp.dtype("float32"), loop_over_layers=True)
     graphdef, params = nnx.split(model)
     cache = jax.eval_shape(lambda: model.create_cache(5, 8))
     positions = np.arange(32, dtype=np.int32)
@@ -145,6 +146,4 @@ def test_a_program_does_not_grow_with_the_number_of_layers(name):
     """With layers of several kinds in a period, too."""
     config = from_hf(hf(name))
     deeper = dataclasses.replace(config, layers=config.layers * 3)
-    if not layers.loops_over_layers(jnp.dtype("float32")):
-        pytest.skip("layers are computed one by one where XLA multiplies")
     assert program(config).count(" = ") == program(deeper).count(" = ")

@@ -1,0 +1,30 @@
+"""How a decoder's layers are computed: who multiplies by their weights, and whether in a loop."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_kernels import native, ops, product
+from pallas_kernels.ops import ProductImplementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """It is chosen once, for all of a model's weights that are not quantised.
+
+    In a loop over layers, and over experts, a product must be told which of a stack of weights it is to read.
+    XLA's cannot be: it copies the weights out of the stack in every turn; or, on a GPU, reads their place on
+    the host, and then the serving loop is no CUDA graph (LOG.md).
+    """
+
+    own: ProductImplementation  # multiplies by a weight that is an array of its own
+    stacked: ProductImplementation  # multiplies by one of a stack, whose number may be traced
+    loops: bool  # over layers: the program does not grow with their number, and weights of all are stacks
+
+
+def form_of(dtype: jnp.dtype, loop_over_layers: bool | None = None) -> Form:
+    """That of this machine for weights of a dtype; `loop_over_layers` as `EngineConfig` has it."""
+    if native.serves(dtype):
+        return Form("native", "native", loop_over_layers is not False)
+    by_kernel = ops.default_implementation() == "mosaic_gpu" and dtype.name in product.DTYPES
+    return Form("xla", "mosaic_gpu" if by_kernel else "xla", bool(loop_over_layers))
