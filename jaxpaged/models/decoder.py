@@ -1,7 +1,6 @@
 """A decoder in Flax NNX, as its description says: each part is made once, and computed in one place."""
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 from flax import nnx
@@ -99,17 +98,23 @@ class Decoder(nnx.Module):
         angles: Angles | None,
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-        type Carry = tuple[Float[Array, "num_tokens hidden"], KVCache]
+        count = self.config.num_layers
+        if not self.form.loops:
+            for layer in range(count):
+                x, cache = self.layers(x, cache, layer, angles, batch)
+            return x, cache
 
-        def apply(layer: layers.Layer, carry: Carry) -> Carry:
-            return self.layers(*carry, layer, angles, batch)
+        type Carry = tuple[Int[Array, ""], Float[Array, "num_tokens hidden"], KVCache]
 
-        carry = x, cache
-        if self.form.loops:
-            return lax.fori_loop(0, self.config.num_layers, apply, carry)
-        return functools.reduce(
-            lambda carry, layer: apply(layer, carry), range(self.config.num_layers), carry
-        )
+        def apply(_: Int[Array, ""], carry: Carry) -> Carry:
+            layer, x, cache = carry
+            return layer + 1, *self.layers(x, cache, layer, angles, batch)
+
+        # The layer's number goes along, and XLA cannot see where it begins: on a GPU, what is read at a place
+        # that follows from the loop's own counter is read where the host says, and so in no CUDA graph.
+        first = lax.optimization_barrier(jnp.int32(0))
+        _, x, cache = lax.fori_loop(0, count, apply, (first, x, cache))
+        return x, cache
 
     def embed(
         self, token_ids: Int[Array, " num_tokens"], positions: Int[Array, " num_tokens"]

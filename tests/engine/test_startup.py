@@ -17,6 +17,7 @@ from jaxpaged.engine.plan import plan, slots_of
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import EngineState, Phase
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from pallas_kernels import ops
 from tests import tiny
 
 # One program for both: a step for the host to turn, with decode passes of 1, 3 and 4 rows.
@@ -146,6 +147,42 @@ def test_a_gpu_without_memory_is_not_one_that_fails_to_launch(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert machine.may_fail_to_launch(failed)
     assert not machine.may_fail_to_launch(full)
+
+
+@pytest.mark.parametrize(
+    ("loops", "use_native"), [(True, "0"), pytest.param(False, "1", marks=pytest.mark.slow)]
+)
+def test_layers_in_a_loop_and_one_by_one_answer_alike(loops, use_native, monkeypatch):
+    """In a loop where XLA multiplies, too; and one by one where our kernels do."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
+    driver = tiny.driver(loop_over_layers=loops, **tiny.SMALL)
+    prompts = tiny.prompts([40, 3, 33])
+    want = [tiny.reference_answer(tuple(prompt), 9) for prompt in prompts]
+    assert tiny.generate(driver, prompts, tiny.greedy(9)) == want
+
+
+def test_a_loop_over_layers_that_a_gpu_cannot_have_is_refused(monkeypatch):
+    """At once: nothing is loaded."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", "0")
+    asked = {"loop_over_layers": True, "dtype": "bfloat16", "attention": "mosaic_gpu", "block_size": 16}
+
+    def refuse(**options):
+        machine.refuse_loop(EngineConfig(**asked | options), dataclasses.replace(tiny.CONFIG, head_dim=64))
+
+    refuse()  # on a CPU XLA may copy what it likes
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    rule = r"loop_over_layers=True must be None or False with {} and attention by {} on this device"
+    with pytest.raises(InputError, match=rule.format("bfloat16", "mosaic_gpu")):
+        refuse()  # no Hopper GPU
+    monkeypatch.setattr(ops, "default_implementation", lambda: "mosaic_gpu")
+    refuse()
+    refuse(loop_over_layers=None, dtype="float32", attention="xla")
+    with pytest.raises(InputError, match=rule.format("float32", "xla")):
+        refuse(dtype="float32", attention="xla")
+    with pytest.raises(InputError, match=rule.format("bfloat16", "xla")):
+        refuse(attention="xla")
+    with pytest.raises(InputError, match="loop_over_layers=2 must be"):
+        refuse(loop_over_layers=2)
 
 
 @pytest.mark.parametrize("widths", [(0,), (4,), (2, 1), (1, 1), 2, "1", (1, 1.5), (1, 2, 3, 4, 5)])

@@ -16,6 +16,7 @@ from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families import BY_TYPE
 from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.form import Form
 from jaxpaged.models.weights import Parts
 from reference import model as reference_model
 from tests import tiny
@@ -99,6 +100,16 @@ def test_the_paged_model_equals_transformers(golden, uses_native, monkeypatch):
     block_size, tile_len = (4, 8) if uses_native else (16, 1)
     model = checkpoint.model(jnp.dtype("float32"))
     assert_equal(paged_logits(model, stored["token_ids"], block_size, tile_len), stored)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "gpt_oss"])
+def test_layers_in_a_loop_equal_transformers_where_xla_multiplies(name, monkeypatch):
+    """With windows and RoPEs of some layers, and with sinks, biases and experts."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", "0")
+    stored_, checkpoint = stored(f"families/{name}"), loading.open_checkpoint(GOLDENS / "families" / name)
+    model = checkpoint.model(jnp.dtype("float32"), loop_over_layers=True)
+    assert model.form == Form("xla", "xla", loops=True)
+    assert_equal(paged_logits(model, stored_["token_ids"], 16, 1), stored_)
 
 
 @pytest.mark.slow

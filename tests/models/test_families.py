@@ -15,7 +15,6 @@ from jaxpaged.checks import InputError
 from jaxpaged.models import decoder, experts, families, layers, loading
 from jaxpaged.models.config import LongScaling, Rope
 from jaxpaged.models.families import from_hf
-from jaxpaged.models.form import form_of
 from tests.models.test_decoder import GOLDENS, batch_of
 
 
