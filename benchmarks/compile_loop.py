@@ -162,14 +162,14 @@ def count_nodes(
     not counted. Where layers are in a loop, a layer's nodes are those of its body and its condition.
     """
     case = case or Case("mosaic_gpu")
-    num_layers = 1 if case.loops else case.num_layers
+    least = 2 if case.loops else case.num_layers  # attention and a product, or a call of each layer
     body = 4 + next(depth for depth, kind in thunks if kind == "kWhile")
     rest = sum(depth == body and kind not in CONTAINERS for depth, kind in thunks)
     calls = [i for i, (_, kind) in enumerate(thunks) if kind == "kCustomCall"]
     passes = []
     while calls:
         sequence = _sequence(thunks, calls[-1])
-        if len(its := [i for i in calls if i in sequence]) >= num_layers:
+        if len(its := [i for i in calls if i in sequence]) >= least:
             passes.append((sequence, its))
         calls = [i for i in calls if i < sequence[0]]
     if not passes:
@@ -178,8 +178,8 @@ def count_nodes(
     if case.loops:
         of_layer = sum(thunks[i][1] not in CONTAINERS for i in sequence)
     else:
-        of_layer = calls[-1] - calls[-1 - len(calls) // num_layers]
-        rest += len(sequence) - num_layers * of_layer
+        of_layer = calls[-1] - calls[-1 - len(calls) // case.num_layers]
+        rest += len(sequence) - case.num_layers * of_layer
     while thunks[outside := sequence[0] - 1][0] > body:
         sequence = _sequence(thunks, outside)
         rest += sum(thunks[i][1] not in CONTAINERS for i in sequence)
