@@ -93,11 +93,11 @@ class Problem:
         return min(MAX_STAGES, shared if shared >= 4 else alone)
 
 
-def problem(num_rows: int, weight_shape: tuple[int, ...], dtype: jnp.dtype) -> Problem:
+def problem(num_rows: int, num_inputs: int, num_outputs: int, dtype: jnp.dtype) -> Problem:
     """The problem of so many rows, in as few blocks as are enough, all alike."""
     num_blocks = pl.cdiv(num_rows, MAX_COLUMNS)
     num_columns = tuning.num_columns(pl.cdiv(num_rows, num_blocks))
-    return Problem(num_blocks, num_columns, *weight_shape, jnp.dtype(dtype))
+    return Problem(num_blocks, num_columns, num_inputs, num_outputs, jnp.dtype(dtype))
 
 
 class Scratch(NamedTuple):
@@ -248,7 +248,7 @@ def product(
     interpret: bool or plgpu.InterpretGPUParams.
     """
     num_rows = x.shape[0]
-    p = problem(num_rows, weights.shape[-2:], x.dtype)
+    p = problem(num_rows, *weights.shape[-2:], x.dtype)
     x = jnp.pad(x, ((0, p.num_rows - num_rows), (0, 0)))
     number = jnp.full((1,), 0 if layer is None else layer, jnp.int32)
     run = _kernel_of(p, interpret) if interpret else _shared_kernel_of(p)

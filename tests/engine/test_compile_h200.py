@@ -16,7 +16,10 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile e
 # A case takes 15 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them.
 SMALL, LARGE = Case("mosaic_gpu", 128, 512, 256), Case("mosaic_gpu", 128, 1024, 512)
 ADAPTED = Case("mosaic_gpu", 128, num_adapters=4)
-LEAN = {str(case) for case in (SMALL, LARGE, ADAPTED, Case("xla"), Case("constant", flags=False))}
+LOOPED, DEEPER = (Case("mosaic_gpu", 128, num_layers=layers, loops=True) for layers in (2, 4))
+OTHERS = Case("xla"), Case("constant", flags=False)
+LEAN = {str(case) for case in (SMALL, LARGE, ADAPTED, LOOPED, DEEPER, *OTHERS)}
+LOOPED_NODES = 23  # of a layer, some of which copy a few numbers
 STEP_NODES = 66
 EVERY = {str(case): case for case in compile_loop.cases()}
 WANTED = set(EVERY) if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
@@ -75,12 +78,21 @@ def test_a_decode_layer_and_the_rest_of_a_step_have_few_nodes(reports: dict[str,
     Room for adapters costs a layer one, and a row with one nine: two products for each of its four.
     """
     for name, report in reports.items():
-        if EVERY[name].attention == "mosaic_gpu":
+        if EVERY[name].attention == "mosaic_gpu" and not EVERY[name].loops:
             has_room = EVERY[name].num_adapters > 0
             assert 0 < report.layer_nodes <= 11 + has_room, report
             assert 0 < report.step_nodes <= STEP_NODES + 4 * has_room, report
             assert (report.adapted_layer_nodes > report.layer_nodes) == has_room, report
             assert report.adapted_layer_nodes <= 20, report
+
+
+def test_a_loop_over_layers_grows_with_no_layer_and_copies_no_weights(reports: dict[str, Report]) -> None:
+    looped, deeper = reports[str(LOOPED)], reports[str(DEEPER)]
+    assert looped.thunks == deeper.thunks
+    assert looped.layer_nodes == deeper.layer_nodes <= LOOPED_NODES
+    assert looped.step_nodes <= STEP_NODES
+    # Beside one without room on the host, activations alone: the smallest of a layer's weights is 256 KiB.
+    assert looped.temp_bytes == deeper.temp_bytes < 0.8e6
 
 
 def test_nodes_are_counted_by_layer() -> None:
@@ -104,6 +116,10 @@ def test_nodes_are_counted_by_layer() -> None:
     thunks = [*thunks[:4], (12, "kCopy"), *longer, *shorter, *thunks[-3:]]
     assert compile_loop.count_nodes(thunks) == (3, 2 + 1 + 2)
     assert compile_loop.count_nodes(thunks, passes_behind=1)[0] == 4
+    # A loop over layers in the branch, its condition before its body.
+    loop = [(12, "kWhile"), *((16, kind) for kind in ("kCustomKernel", *inside))]
+    thunks = [*thunks[:4], (12, "kCopy"), *loop, *thunks[-3:]]
+    assert compile_loop.count_nodes(thunks, LOOPED) == (1 + len(inside), 2 + 1)
 
 
 def test_thunks_are_read_with_their_depth() -> None:

@@ -92,7 +92,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
 
 def test_inputs_are_shared_out_by_the_weights_shape_alone() -> None:
     def problem(num_rows: int, num_outputs: int) -> mosaic.Problem:
-        return mosaic.problem(num_rows, (4096, num_outputs), jnp.dtype("bfloat16"))
+        return mosaic.problem(num_rows, 4096, num_outputs, jnp.dtype("bfloat16"))
 
     shares = {outs: {problem(rows, outs).num_shares for rows in (1, 64, 65, 512)} for outs in (4096, 28672)}
     assert shares == {4096: {4}, 28672: {1}}
