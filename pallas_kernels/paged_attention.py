@@ -85,7 +85,7 @@ def plan(
     capacity: int,
     table_rows: jax.Array | None = None,
 ) -> Plan:
-    """16 bytes a partition, computed by XLA (once a step: the layers of a model share it).
+    """16 bytes a partition, computed by XLA (once a step, if layers are no loop: they share it then).
 
     A row without tokens has one partition, to be written with zeros.
     """
