@@ -50,7 +50,8 @@ class Decoder(nnx.Module):
         else:
             return None
         assert table is not None
-        return layers.Linear([table], form=self.form, together=False)
+        # What is packed becomes an array in a stack, of one, without a copy more.
+        return layers.Linear([table], form=self.form, together=self.form.own == "native")
 
     @property
     def hidden_size(self) -> int:
