@@ -45,7 +45,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Call, Leader, Processes
 from jaxpaged.status import raise_if_error

@@ -29,7 +29,7 @@ from jaxpaged.engine.texts import Texts, texts
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 from jaxpaged.parallel.processes import Follower, Processes
 from jaxpaged.sampling_params import SamplingParams
 
