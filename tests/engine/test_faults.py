@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.engine import collect
+from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import FinishReason, Phase, Rows
 from jaxpaged.memory.invariants import check_invariants
