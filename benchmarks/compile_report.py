@@ -33,7 +33,6 @@ _WRITE = flags.DEFINE_boolean("write", False, "Write the table beside this file.
 COMPILE_LIMIT_S = 60
 TABLE = Path(__file__).with_suffix(".md")
 LAYERS = 2  # of a stack
-LONG_LAYOUTS = "int8_per_token", "int4_grouped"
 DENSE = "bfloat16"  # weights, of which a product is told the layer
 BLOCKS = "fp8"  # a scale for each 128 inputs of an output
 
@@ -58,7 +57,9 @@ class Program:
     tile_len: int = 1
     num_seqs: int = 16
     capacity: int = 8192  # tokens a row can have
-    num_layers: int = 1  # whose blocks the arrays have: with several the pool is a part
+    # Whose blocks the arrays have: of several the pool is a part, and rows say which table is theirs, as the
+    # engine has it.
+    num_layers: int = 1
 
     def __str__(self) -> str:
         heads = f"{self.num_q_heads}/{self.num_kv_heads}"
@@ -189,12 +190,12 @@ def attention_programs() -> list[Program]:
         dataclasses.replace(eight_bits, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
     ]
     # Where sequences may be longer than a part. Windows must be longer than two.
-    int8, int4 = (dataclasses.replace(prompt, block_size=64, kv_layout=name) for name in LONG_LAYOUTS)
+    int4 = dataclasses.replace(prompt, block_size=64, kv_layout="int4_grouped")
     long = [dataclasses.replace(prompt, head_dim=d) for d in (128, 64, 80, 192)]
     long += [dataclasses.replace(prompt, num_q_heads=heads) for heads in (8, 24)]
     long += [dataclasses.replace(prompt, num_q_heads=8, num_kv_heads=1)]
     long += [dataclasses.replace(eight_bits, head_dim=d) for d in (64, 128, 192)]
-    long += [int8]
+    long += [dataclasses.replace(prompt, block_size=64, kv_layout="int8_per_token")]
     long += [dataclasses.replace(int4, head_dim=d) for d in (64, 128)]
     long += [
         dataclasses.replace(program, alibi=True, sliding_window=32768, soft_cap=50.0, sinks=True)
@@ -319,7 +320,8 @@ def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
     # Two arrays with scales as options, or a pool of another kind.
     is_pair = isinstance(kv_layout, layouts.Dense) and kv_layout.names == ("k", "v") and pool.part is None
     caches = (pool.arrays["k"], pool.arrays["v"]) if is_pair else (pool, None)
-    rows = (num_seqs,) if p.version != "tiles" else (num_seqs, p.tile_len)
+    is_tiled = p.version == "tiles" or p.num_layers > 1
+    rows = (num_seqs, p.tile_len) if is_tiled else (num_seqs,)
     arrays: dict[str, Any] = {
         "q": jax.ShapeDtypeStruct((*rows, p.num_q_heads, p.head_dim), jnp.dtype(p.dtype)),
         **dict(zip(("k_cache", "v_cache"), caches, strict=True)),
@@ -332,9 +334,10 @@ def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
         arrays |= dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct((p.num_kv_heads,), jnp.float32))
     options: dict[str, Any] = {"sliding_window": p.sliding_window, "soft_cap": p.soft_cap}
     operation: Any = ops.tiled_paged_attention
-    if p.version == "tiles":
+    if is_tiled:
         options |= {"scale": p.head_dim**-0.5}
         arrays["query_starts"] = arrays["seq_lens"]
+        arrays |= {"table_rows": arrays["seq_lens"]} if p.num_layers > 1 else {}
     else:
         operation = ops.paged_attention if p.version == "decode" else ops.paged_attention_v1
         options |= {"kv_layout": p.kv_layout}

@@ -249,7 +249,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     from tqdm import tqdm
 
-    from jaxpaged.engine.engine import EngineDeadError
+    from jaxpaged.engine.handle import EngineDeadError
     from jaxpaged.engine.llm import LLM, speeds
 
     start = time.perf_counter()

@@ -187,8 +187,6 @@ def tiled_paged_attention(
     if q.ndim != 4:
         raise ValueError(f"{q.shape=} must be [num_tiles, tile_len, num_q_heads, head_dim]")
     num_tiles, tile_len = q.shape[:2]
-    if table_rows is not None:  # a tile of nothing may say anything
-        table_rows = jnp.clip(table_rows, 0, block_tables.shape[0] - 1)
     decode = Arrays(q[:, 0], k_cache, v_cache, block_tables, seq_lens, table_rows)
     given = AttentionOptions(
         scale=scale,
@@ -202,6 +200,9 @@ def tiled_paged_attention(
     )
     options = checks.check_attention(decode, given)
     checks.check_int32("query_starts", query_starts, (num_tiles,))
+    if table_rows is not None:  # a tile of nothing may say anything
+        table_rows = jnp.clip(table_rows, 0, block_tables.shape[0] - 1)
+        decode = decode._replace(table_rows=table_rows)
     not_native = ("alibi_slopes", "soft_cap", "sinks", "k_scale", "v_scale")
     biases = [name for name in not_native if getattr(options, name) is not None]
     pool = _pool(options)

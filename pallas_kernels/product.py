@@ -247,8 +247,8 @@ def product(
 
     interpret: bool or plgpu.InterpretGPUParams.
     """
-    num_rows = x.shape[0]
-    p = problem(num_rows, *weights.shape[-2:], x.dtype)
+    num_rows, num_inputs = x.shape
+    p = problem(num_rows, num_inputs, weights.shape[-1], x.dtype)
     x = jnp.pad(x, ((0, p.num_rows - num_rows), (0, 0)))
     number = jnp.full((1,), 0 if layer is None else layer, jnp.int32)
     run = _kernel_of(p, interpret) if interpret else _shared_kernel_of(p)

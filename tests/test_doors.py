@@ -14,7 +14,7 @@ import jaxpaged
 from jaxpaged import InputError, SamplingParams
 from jaxpaged.checks import shown
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.engine import EngineDeadError
+from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.engine.llm import engine_config
 from jaxpaged.engine.request import Salts, arrival_of, since
 from jaxpaged.vllm_options import IRRELEVANT, NEUTRAL

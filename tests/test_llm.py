@@ -18,7 +18,7 @@ from jaxpaged import InputError, RequestOutputKind, SamplingParams
 from jaxpaged.engine import llm as llm_module
 from jaxpaged.engine.async_engine import AsyncEngine
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.engine import EngineDeadError
+from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.models import loading
 from jaxpaged.models.weights import by_role
 from reference import model as reference_model

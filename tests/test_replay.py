@@ -16,7 +16,7 @@ import pytest
 from jaxpaged import replay
 from jaxpaged.checks import InputError
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.engine import EngineDeadError
+from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.engine.plan import Plan
 from jaxpaged.engine.scheduler import Decision
 from jaxpaged.engine.state import EngineState, FinishReason, Phase, empty_rows, token_bits, without_kv

@@ -14,7 +14,8 @@ import pytest
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.engine import Engine, collect
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.models.config import ModelConfig, Rope, uniform

@@ -21,7 +21,7 @@ from jaxpaged.models import lora
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 from jaxpaged.parallel.mesh import repeated
 from jaxpaged.parallel.shares import Share
 

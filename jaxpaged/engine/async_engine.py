@@ -7,7 +7,8 @@ from contextlib import aclosing
 
 import numpy as np
 
-from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import RequestOutput, request_output
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpaged.checks import check
 from jaxpaged.engine.async_engine import CHECKED_HERE, AsyncEngine
-from jaxpaged.engine.engine import EngineDeadError, Handle
+from jaxpaged.engine.handle import EngineDeadError, Handle
 from jaxpaged.engine.llm import LLM, Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.request import Request

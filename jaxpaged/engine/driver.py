@@ -1,6 +1,7 @@
 """The driver: fills rows, dispatches runs of the loop, reads their reports. For one thread only.
 
-The only object that holds a variable: the current `EngineState`, and who is in which row.
+The only object that holds a variable: the current `EngineState`, who waits for a row, and in `Places` who has
+one.
 """
 
 import dataclasses
@@ -25,7 +26,8 @@ from jaxpaged.engine.blocks import Blocks, Kind
 from jaxpaged.engine.groups import Groups
 from jaxpaged.engine.loop import Report
 from jaxpaged.engine.occupancy import Occupancy, occupancy
-from jaxpaged.engine.request import Beam, Delta, Door, Request, Score, arrival_of
+from jaxpaged.engine.places import Place, Places
+from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.startup import Shapes
 from jaxpaged.engine.state import (
     MAX_STEPS,
@@ -37,24 +39,20 @@ from jaxpaged.engine.state import (
     empty_rows,
     without_kv,
 )
-from jaxpaged.engine.step import PromptScores
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.models import quantised
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Call, Leader, Processes
-from jaxpaged.sampling import Scores
 from jaxpaged.status import raise_if_error
 
 # Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8
 SUBMIT_TOKENS = 2048
-# Phases of requests in rows that are not held for others, and do not run.
-WAITS = (Phase.WAITING, Phase.SWAPPED, Phase.FOLLOWING)
 # A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
 SECONDS_PER_RUN = 0.1
 
@@ -75,27 +73,6 @@ class Stats:
     num_blocks: int = 0  # of the pool, the null block left out
     num_free_blocks: int = 0
     num_cached_blocks: int = 0  # free ones whose content can still be found
-
-
-@dataclasses.dataclass
-class _Place:
-    """A row that has a request."""
-
-    request: Request
-    answer: list[int]  # tokens read so far
-    is_aborted: bool = False
-    prompt_scores: dict[int, list[Score]] = dataclasses.field(default_factory=dict)  # by a tile's first place
-    scores: list[Score] = dataclasses.field(default_factory=list)  # of the answer, in a beam search
-
-    @property
-    def arrival(self) -> int:
-        return arrival_of(self.request.request_id)
-
-    def scores_of_prompt(self) -> list[Score | None] | None:
-        """What was told of the prompt's tokens, where it is wanted and the answer has not begun."""
-        if self.answer or self.request.params.prompt_logprobs is None:
-            return None
-        return [None, *(score for _, tile in sorted(self.prompt_scores.items()) for score in tile)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,13 +156,7 @@ class Driver:
         self._state = startup.create_state(config, model_config, model, size.num_blocks)
         self._counters: Any = np.zeros(len(Counter), np.int32)
         self._queue: list[Queued] = []  # a heap of those without a row
-        self._places: list[_Place | None] = [None] * num_rows  # those of each group, one after the other
-        # Of each place, for NumPy: its arrival (0 if it is free), tokens known, phase when last heard of.
-        self._arrivals, self._num_tokens, self._phases = np.zeros((3, num_rows), np.int32)
-        # And whether log-probabilities are wanted of its answer, and of its prompt.
-        self._wants_scores, self._wants_prompt_scores = np.zeros((2, num_rows), bool)
-        self._is_beam = np.zeros(num_rows, bool)  # or holds what has ended of a beam search
-        self._has_run = np.zeros(num_rows, bool)
+        self._places = Places(num_rows)
         self.first_run: list[int] = []  # requests that the last report was the first to see run
         self._unread: Report | None = None
         self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
@@ -196,7 +167,7 @@ class Driver:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue) or self._unread is not None or bool(self._arrivals.any())
+        return bool(self._queue) or self._unread is not None or self._places.has_any
 
     @property
     def _wants_a_row(self) -> bool:
@@ -216,7 +187,7 @@ class Driver:
         if gone:
             self._queue = [queued for queued in self._queue if queued.request.request_id not in wanted]
             heapq.heapify(self._queue)
-        in_rows = [place for place in self._places if place and place.request.request_id in wanted]
+        in_rows = [place for _, place in self._places.taken() if place.request.request_id in wanted]
         for place in in_rows:
             place.is_aborted = True
         self._abort_rows(in_rows)
@@ -243,11 +214,11 @@ class Driver:
         if self._unread is None:
             self._last_read = None  # the device was idle: the next report does not tell a run's time
         dispatched = None
-        if self._arrivals.any():
+        if self._places.has_any:
             dispatched = self._run(max_steps or self._steps_of_a_short_while())
         self.first_run = []
         deltas = [] if self._unread is None else self._read(self._unread)
-        self._unread = dispatched if self._arrivals.any() else None
+        self._unread = dispatched if self._places.has_any else None
         return deltas
 
     def reset_prefix_cache(self) -> bool:
@@ -308,10 +279,10 @@ class Driver:
 
     def occupancy(self) -> Occupancy:
         """Waits for the run under way, and disturbs nothing."""
-        requests = {row: place.request for row, place in enumerate(self._places) if place is not None}
+        requests = {row: place.request for row, place in self._places.taken()}
         return occupancy(self._state, requests, len(self._queue))
 
-    def _abort_rows(self, places: Sequence[_Place]) -> None:
+    def _abort_rows(self, places: Sequence[Place]) -> None:
         if places:
             arrivals = np.zeros(len(self._places), np.int32)  # 0: nobody's
             arrivals[: len(places)] = [place.arrival for place in places]
@@ -361,7 +332,7 @@ class Driver:
         jax.block_until_ready((self._run(max_steps=0), scores))
 
     def _run(self, max_steps: int) -> Report:
-        return self._dispatch(max_steps, self._wants_a_row, bool(self._wants_scores.any()))
+        return self._dispatch(max_steps, self._wants_a_row, self._places.wants_scores)
 
     @told
     def _dispatch(self, max_steps: int, wants_a_row: bool, wants_scores: bool) -> Report:
@@ -383,25 +354,19 @@ class Driver:
         """
         if not self._queue:
             return
-        waits = (self._arrivals != 0) & np.isin(self._phases, (Phase.WAITING, Phase.SWAPPED))
-        waiting = [
-            (place.request.order, row)
-            for row in np.flatnonzero(waits).tolist()
-            if (place := self._places[row]) and not place.is_aborted and place.request.beams is None
-        ]
+        waiting = sorted(self._places.waiting(), reverse=True)
         if not waiting:
             return
-        waiting.sort(reverse=True)
         if self._queue[0].request.order > waiting[0][0]:
             return  # always so where the first to come is the first served
-        num_free = int(np.count_nonzero(self._arrivals == 0))
+        num_free = len(self._places.free_rows)
         urgent = heapq.nsmallest(num_free + len(waiting), self._queue)[num_free:]
         recalled = []
         for (order, row), queued in zip(waiting, urgent, strict=False):
             place = self._places[row]
             if place is not None and queued.request.order < order:
                 recalled.append(place)
-                self._leave(row)
+                self._places.leave(row)
         self._abort_rows(recalled)
         for place in recalled:
             self.add(place.request, place.answer)
@@ -414,9 +379,9 @@ class Driver:
         if not self._queue:
             self._waits_for_adapter = False
             return
-        free_rows = self._groups.split(np.flatnonzero(self._arrivals == 0))
+        free_rows = self._groups.split(self._places.free_rows)
         placed: list[tuple[int, int, Queued]] = []
-        in_use = {place.request.adapter for place in self._places if place is not None}
+        in_use = {place.request.adapter for _, place in self._places.taken()}
         wait: list[Queued] = []
         while self._queue and self._queue[0].request.group_size <= max(map(len, free_rows)):
             adapter = self._queue[0].request.adapter
@@ -465,14 +430,7 @@ class Driver:
             positions = np.arange(len(token_ids), dtype=np.int32)
             tokens.append(np.stack([np.full_like(token_ids, row), positions, token_ids]))
             rows[line] = row
-            place = self._places[row] = _Place(queued.request, queued.answer)
-            self._arrivals[row], self._num_tokens[row] = place.arrival, len(token_ids)
-            self._phases[row] = Phase.WAITING
-            params = queued.request.params
-            self._wants_scores[row] = params.logprobs is not None
-            self._wants_prompt_scores[row] = params.prompt_logprobs is not None
-            self._is_beam[row] = queued.request.beams is not None
-            self._has_run[row] = False
+            self._places.take(row, queued.request, queued.answer)
             np.asarray(requests.beams.head)[line] = head % self.config.num_rows  # by its group's numbers
             if requests.lora is not None:
                 np.asarray(requests.lora)[line] = self._on_device.number_of(queued.request.adapter)
@@ -498,96 +456,15 @@ class Driver:
         token_ids = loop.write_tokens(rows.token_ids, piece, mesh=self._mesh)
         self._state = dataclasses.replace(self._state, rows=dataclasses.replace(rows, token_ids=token_ids))
 
-    def _leave(self, row: int) -> None:
-        self._places[row] = None
-        self._arrivals[row] = 0
-        self._wants_scores[row] = self._wants_prompt_scores[row] = self._is_beam[row] = False
-
     def _read(self, unread: Report) -> list[Delta]:
         report = self._groups.merged(jax.device_get(dataclasses.replace(unread, prompt_scores=None)))
         raise_if_error(int(report.status))
-        if self._wants_prompt_scores.any():
-            told_of_prompts = self._groups.merged_prompts(jax.device_get(unread.prompt_scores))
-            self._note_prompts(report, told_of_prompts)
-        # A row filled after this run began is not in its report.
-        told = (self._arrivals != 0) & (np.asarray(report.arrival) == self._arrivals)
-        num_new = report.num_tokens - self._num_tokens[report.origin]
-        changed = told & ((num_new != 0) | (report.finish_reason != 0))
-        self._phases[told], self._num_tokens[told] = report.phase[told], report.num_tokens[told]
-        begins = told & ~self._has_run & ((report.phase == Phase.RUNNING) | (num_new != 0))
-        self._has_run |= begins
-        self.first_run = [p.request.request_id for row in np.flatnonzero(begins) if (p := self._places[row])]
-        deltas = self._deltas(report, np.flatnonzero(changed & ~self._is_beam), num_new)
-        if self._is_beam.any():
-            deltas += self._follow_beams(report, np.flatnonzero(changed & self._is_beam), num_new)
-        for row in np.flatnonzero(told & (report.finish_reason != 0)).tolist():
-            self._leave(row)
+        prompts = None
+        if self._places.wants_prompt_scores:
+            prompts = self._groups.merged_prompts(jax.device_get(unread.prompt_scores))
+        deltas, self.first_run = self._places.read(report, prompts)
         self._note(report)
         return deltas
-
-    def _deltas(self, report: Any, rows: np.ndarray, num_new: Any) -> list[Delta]:
-        """These rows' newest `num_new` tokens: the report has each row's last MAX_STEPS, oldest first."""
-        ends = np.minimum(report.num_tokens, MAX_STEPS)
-        told = report.new_token_ids, report.num_hit_tokens, report.finish_reason
-        columns = [column[rows].tolist() for column in (ends, num_new, *told)]
-        deltas = []
-        for row, end, n, token_ids, num_hits, reason in zip(rows.tolist(), *columns, strict=True):
-            place = self._places[row]
-            assert place is not None  # for it has an arrival
-            request, new = place.request, slice(end - n, end)
-            num_top, its_tokens = request.params.logprobs, token_ids[new]
-            its_own = reason == FinishReason.STOP and its_tokens[-1] not in request.eos_token_ids
-            deltas.append(
-                Delta(
-                    request_id=request.request_id,
-                    token_ids=its_tokens,
-                    scores=None if num_top is None else scores_of(report.new_scores, (row, new), num_top),
-                    num_hit_tokens=num_hits,
-                    finish_reason=FinishReason(reason),
-                    stop_reason=its_tokens[-1] if its_own else None,
-                    prompt_scores=place.scores_of_prompt() if its_tokens else None,
-                    index=request.index,
-                )
-            )
-            place.answer += its_tokens
-        return deltas
-
-    def _follow_beams(self, report: Any, rows: np.ndarray, num_new: Any) -> list[Delta]:
-        """What rows of beam searches hold goes on from where it was when the run began; told at the end."""
-        before = {row: (place.answer, place.scores) for row, place in enumerate(self._places) if place}
-        deltas = []
-        for row in rows.tolist():
-            place, end = self._places[row], min(int(report.num_tokens[row]), MAX_STEPS)
-            assert place is not None  # for it has an arrival
-            request, new = place.request, slice(end - int(num_new[row]), end)
-            answer, scores = before[int(report.origin[row])]
-            num_top = request.params.logprobs or 0
-            place.answer = answer + report.new_token_ids[row][new].tolist()
-            place.scores = scores + scores_of(report.new_scores, (row, new), num_top)
-            if reason := FinishReason(int(report.finish_reason[row])):
-                deltas.append(
-                    Delta(
-                        request_id=request.request_id,
-                        token_ids=place.answer,
-                        scores=place.scores,
-                        num_hit_tokens=int(report.num_hit_tokens[row]),
-                        finish_reason=reason,
-                        index=request.index,
-                        beam=Beam(float(report.cum_logprob[row]), int(report.beam_rank[row])),
-                    )
-                )
-        return deltas
-
-    def _note_prompts(self, report: Report, told: PromptScores) -> None:
-        """Keep what was told of prompts until the first token of their answers."""
-        for tile, row in enumerate(told.row.tolist()):
-            place = self._places[row] if row < len(self._places) else None
-            if place is None or report.arrival[row] != place.arrival:
-                continue
-            request, start = place.request, int(told.start[tile])
-            places = tile, slice(len(request.prompt_token_ids) - 1 - start)
-            num_top = request.params.prompt_logprobs or 0
-            place.prompt_scores[start] = scores_of(told.scores, places, num_top)
 
     def _note(self, report: Report) -> None:
         """Bring the statistics up to date, and the time that a step takes."""
@@ -604,19 +481,7 @@ class Driver:
             self.stats,
             **{c.name.lower(): getattr(self.stats, c.name.lower()) + more for c, more in done.items()},
             num_running=num_running,
-            num_waiting=len(self._queue) + int(np.isin(self._phases[self._arrivals != 0], WAITS).sum()),
+            num_waiting=len(self._queue) + self._places.num_waiting,
             num_free_blocks=int(report.num_free_blocks),
             num_cached_blocks=int(report.num_cached_blocks),
         )
-
-
-def scores_of(scores: Scores | None, at: Any, num_top: int) -> list[Score]:
-    """What NumPy arrays say of the tokens in these places, with so many likeliest of each."""
-    assert scores is not None
-    each = (scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
-    logprob, rank, ids, logprobs = (np.asarray(values)[at].tolist() for values in each)
-    top = (
-        tuple((token, value) for token, value in zip(*its, strict=True) if token >= 0)[:num_top]
-        for its in zip(ids, logprobs, strict=True)
-    )
-    return [Score(*its) for its in zip(logprob, rank, top, strict=True)]

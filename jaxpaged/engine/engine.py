@@ -2,12 +2,11 @@
 
 import atexit
 import dataclasses
-import itertools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
@@ -20,119 +19,17 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.blocks import Blocks
 from jaxpaged.engine.driver import Driver, Snapshot, Stats
 from jaxpaged.engine.exchange import Piece
+from jaxpaged.engine.handle import EngineDeadError, Handle, Sink, or_raise
 from jaxpaged.engine.occupancy import Occupancy
-from jaxpaged.engine.outputs import RequestMetrics
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.startup import Shapes
-from jaxpaged.engine.texts import Texts, texts
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 from jaxpaged.parallel.processes import Follower, Processes
 from jaxpaged.sampling_params import SamplingParams
-
-
-class EngineDeadError(RuntimeError):
-    """The engine has stopped, by an error (its cause) or because it was closed, and answers nothing more."""
-
-
-type Item = Delta | EngineDeadError
-Sink = Callable[[Item], None]
-
-
-class Handle:
-    """A submitted request: iterate over it for its tokens as they come, or wait for all with `result`.
-
-    Any number of threads may do so, any number of times.
-    """
-
-    def __init__(self, engine: "Engine", request: Request, sink: Sink | None = None) -> None:
-        self.request = request
-        self._engine = engine
-        self._sink = sink
-        self._items: list[Item] = []
-        # In the engine's thread, where a stop string is to end the row as soon as it is there.
-        self.stops = Texts(engine.tokenizer, request.params) if request.params.stop else None
-        self.metrics = RequestMetrics(time.time(), None, None)
-        self._more = threading.Condition()
-
-    @property
-    def request_id(self) -> int:
-        return self.request.request_id
-
-    def __iter__(self) -> Iterator[Delta]:
-        """The deltas, the last with a reason. Raises `EngineDeadError` if the engine stops before."""
-        with_text = texts(self._engine.tokenizer, self.request.params)
-        for place in itertools.count():
-            with self._more:
-                if len(self._items) <= place:
-                    self._engine.refuse_here("wait for an answer")
-                self._more.wait_for(lambda: len(self._items) > place)  # noqa: B023, called at once
-            delta = with_text(or_raise(self._items[place]))
-            yield delta
-            if delta.finish_reason:
-                return
-
-    def result(self) -> Delta:
-        """Wait for the whole answer."""
-        return collect(list(self))
-
-    def abort(self) -> None:
-        """Give the request up. Its last delta says so, unless it had finished before."""
-        self._engine.abort([self])
-
-    def put(self, item: Item) -> None:
-        """What the engine's thread calls. A sink that raises must not stop the others' answers."""
-        if isinstance(item, Delta):
-            self._note_time(item)
-        with self._more:
-            self._items.append(item)
-            self._more.notify_all()
-        if self._sink is not None:
-            try:
-                self._sink(item)
-            except Exception:
-                logging.exception("request %d: its sink raised, so it is given up", self.request_id)
-                self._sink = None
-                self.abort()
-
-    def note_scheduled(self, run_began: float) -> None:
-        """What the engine's thread calls when the request is first seen to run."""
-        if self.metrics.first_scheduled_time is None:
-            began = max(run_began, self.metrics.arrival_time)
-            self.metrics = dataclasses.replace(self.metrics, first_scheduled_time=began)
-
-    def _note_time(self, delta: Delta) -> None:
-        metrics, now = self.metrics, time.time()
-        self.metrics = dataclasses.replace(
-            metrics,
-            first_token_time=now
-            if metrics.first_token_time is None and delta.token_ids
-            else metrics.first_token_time,
-            finished_time=now if delta.finish_reason else metrics.finished_time,
-        )
-
-
-def or_raise(item: Item) -> Delta:
-    """The delta; or the error, raised anew for each who waits, with its cause."""
-    if isinstance(item, EngineDeadError):
-        raise EngineDeadError(str(item)) from item.__cause__
-    return item
-
-
-def collect(deltas: Sequence[Delta]) -> Delta:
-    """A request's deltas, all of them, as one."""
-    last = deltas[-1]
-    return dataclasses.replace(
-        last,
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        scores=None if last.scores is None else [score for delta in deltas for score in delta.scores or ()],
-        prompt_scores=next((d.prompt_scores for d in deltas if d.prompt_scores is not None), None),
-        num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
-        text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
-    )
 
 
 class Engine:

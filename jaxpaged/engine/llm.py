@@ -19,7 +19,8 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.blocks import Blocks
-from jaxpaged.engine.engine import Engine, Handle, Item, collect, or_raise
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts

@@ -17,16 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from absl import logging
 
 from jaxpaged.checks import InputError
+from jaxpaged.engine.handle import Handle, Item, Sink
 from jaxpaged.engine.request import Delta, Request
-
-if TYPE_CHECKING:
-    from jaxpaged.engine.engine import Handle, Item, Sink
 
 ID_BYTES = 7  # so that ids fit into an int64
 
@@ -56,7 +53,7 @@ class Recorder:
         self._asked: dict[int, _Asked] = {}  # not yet written, by request id, in their order
 
     def record(
-        self, requests: Sequence[Request], sink: "Sink | None", queue: Callable[["Sink"], "list[Handle]"]
+        self, requests: Sequence[Request], sink: "Sink | None", queue: Callable[[Sink], "list[Handle]"]
     ) -> "list[Handle]":
         """Let requests be queued, with a sink that also notes what becomes of them.
 
@@ -70,7 +67,7 @@ class Recorder:
                     self._asked[handle.request_id] = _Asked(now, handle.request)
         return handles
 
-    def _note(self, sink: "Sink | None", item: "Item") -> None:
+    def _note(self, sink: "Sink | None", item: Item) -> None:
         with self._lock:
             if isinstance(item, Delta):
                 asked = self._asked.get(item.request_id)

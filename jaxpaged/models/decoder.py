@@ -13,8 +13,9 @@ from jaxpaged.models import layers
 from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
+from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import Quantisation, QuantisedWeight
-from jaxpaged.models.weights import Abstract, Names, Parts, Share
+from jaxpaged.models.weights import Abstract, Parts, Share
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
 Norm = layers.RMSNorm | layers.LayerNorm

@@ -22,9 +22,9 @@ from jaxpaged.models.config import LayerKind, LongScaling, ModelConfig
 from jaxpaged.models.families import ARCHITECTURES, of_architecture
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.names import Names
 from jaxpaged.models.quantisation import PRODUCTS, TABLES, FromFile
 from jaxpaged.models.quantised import Kind, Part, Rows
-from jaxpaged.models.weights import Names
 
 BLOCK = "blk.{layer}"
 TABLE: dict[str, str | tuple[str, ...]] = {

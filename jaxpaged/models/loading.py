@@ -14,8 +14,9 @@ from jaxpaged.models import hf, kept
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.families import family_of, from_hf
+from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import Quantisation
-from jaxpaged.models.weights import Names, Parts, Share
+from jaxpaged.models.weights import Parts, Share
 
 SMOLLM2 = "smollm2"
 

@@ -21,7 +21,8 @@ from jaxpaged.models import hf, safetensors_files
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import MLP, Decoder
 from jaxpaged.models.layers import AdapterParam, Linear
-from jaxpaged.models.weights import TRANSPOSED, Names, Share, in_layer, piece_shapes
+from jaxpaged.models.names import TRANSPOSED, Names, in_layer, piece_shapes
+from jaxpaged.models.weights import Share
 from pallas_kernels import low_rank, native
 from pallas_kernels.low_rank import LowRank
 

@@ -14,9 +14,9 @@ import numpy as np
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.names import Names, Shape, stored_shapes, without_prefix
 from jaxpaged.models.quantisation import FromFile
 from jaxpaged.models.quantised import Kind, Part, Rows, in_words, wide
-from jaxpaged.models.weights import Names, Shape, stored_shapes, without_prefix
 
 type Said = Mapping[str, Any]  # quantization_config
 type Found = tuple[Kind, Callable[[Part], Rows]]

@@ -1,14 +1,8 @@
-"""A decoder's weights by their role in it, made of a file's tensors one by one, as they are asked for.
+"""A decoder's weights by their role in it, made of a file's tensors one by one, as they are asked for."""
 
-A role has one shape in every model; `Names` says what a family's files call it, and in which form it lies
-there.
-"""
-
-import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -18,157 +12,21 @@ from jaxpaged.checks import InputError
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.form import form_of
+from jaxpaged.models.names import (
+    Names,
+    Pieces,
+    Shape,
+    Tensors,
+    in_expert,
+    in_layer,
+    once,
+    stored_pieces,
+    stored_shapes,
+    without_prefix,
+)
 from jaxpaged.models.quantised import Cut, Quantisation, Segment, zeros
 from jaxpaged.parallel.shards import Shards
 from pallas_kernels import native
-
-type Shape = tuple[int, ...]
-type Tensors = Mapping[str, Any]  # by the name in the file, read when asked for
-type Pieces = list[np.ndarray]  # what a role is made of in a file: q, k and v, for example
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """How a role's weight lies in a file.
-
-    `restored` gives the decoder's outputs in its order, in as many pieces as it takes for all to be views
-    where they can: a share then reads its own alone.
-    """
-
-    stored: Callable[[ModelConfig, Shape], Shape]  # the shape there, from the one in the decoder
-    restored: Callable[[ModelConfig, Pieces], Pieces]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Names:
-    """What the files of a family call things.
-
-    `table`: by role, the names of its pieces, without ".weight" and ".bias"; or by role and ending, in full.
-    "{layer}" and "{expert}" stand for numbers; experts without one lie side by side in one tensor. A file may
-    lack `prefix` in all its names. `spare` are endings of tensors that are no weights.
-    """
-
-    table: Mapping[str, str | tuple[str, ...]]
-    forms: Mapping[str, Form] = dataclasses.field(default_factory=dict)  # by role and ending
-    prefix: str = ""
-    spare: tuple[str, ...] = ()
-
-    def pieces(self, role: str) -> tuple[str, ...]:
-        """The names' templates of one role, with its ending."""
-        names = self.table.get(role)
-        if names is not None:
-            return (names,) if isinstance(names, str) else names
-        stem, _, ending = role.rpartition(".")
-        names = self.table[stem]
-        return tuple(f"{name}.{ending}" for name in ((names,) if isinstance(names, str) else names))
-
-
-def once(config: ModelConfig) -> dict[str, Shape]:
-    """The shapes of what a decoder has once, by role."""
-    hidden, c = (config.hidden_size,), config
-    shapes: dict[str, Shape] = {"embedding.weight": (c.vocab_size, *hidden)}
-    if c.num_positions is not None:
-        shapes["positions.weight"] = (c.num_positions, *hidden)
-    if c.embedding_norm:
-        shapes |= _norm("embedding_norm", hidden, c)
-    shapes |= _norm("norm", hidden, c)
-    if not c.tie_word_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, *hidden)
-    return shapes
-
-
-def in_layer(config: ModelConfig) -> dict[str, Shape]:
-    """The shapes of what each layer has, by role."""
-    c, hidden, mlp = config, config.hidden_size, config.intermediate_size
-    heads, kv_heads = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    before, after = c.norm_place in ("before", "both"), c.norm_place in ("after", "both")
-    shapes: dict[str, Shape] = {}
-    for name, exists in (
-        ("attention_norm", before),
-        ("attention_out_norm", after),
-        ("mlp_norm", before and not c.shared_norm),
-        ("mlp_out_norm", after),
-    ):
-        if exists:
-            shapes |= _norm(name, (hidden,), c)
-    shapes |= _linear("qkv", (heads + 2 * kv_heads, hidden), c.qkv_bias)
-    shapes |= _linear("o", (hidden, heads), c.o_bias)
-    if c.qk_norm is not None:
-        is_head = c.qk_norm == "head"
-        shapes["q_norm.weight"] = (c.head_dim if is_head else heads,)
-        shapes["k_norm.weight"] = (c.head_dim if is_head else kv_heads,)
-    if c.sinks:
-        shapes["sinks"] = (c.num_q_heads,)
-    if c.experts is not None:
-        return shapes | _linear("router", (c.experts.num_experts, hidden), c.experts.router_bias)
-    first = ("gate_up", 2 * mlp) if c.gated else ("up", mlp)
-    return (
-        shapes
-        | _linear(first[0], (first[1], hidden), c.mlp_bias)
-        | _linear("down", (hidden, mlp), c.mlp_bias)
-    )
-
-
-def in_expert(config: ModelConfig) -> dict[str, Shape]:
-    """The shapes of what each expert of a layer has, by role."""
-    e, hidden, mlp = config.experts, config.hidden_size, config.intermediate_size
-    if e is None:
-        return {}
-    gate_up, down = (2 * mlp, hidden), (hidden, mlp)
-    return _linear("experts.gate_up", gate_up, e.bias) | _linear("experts.down", down, e.bias)
-
-
-def _norm(name: str, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
-    return _linear(name, shape, config.norm_bias)
-
-
-def _linear(name: str, shape: Shape, has_bias: bool) -> dict[str, Shape]:
-    return {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if has_bias else {})
-
-
-def num_weights(config: ModelConfig) -> int:
-    """Numbers in all its weights."""
-    num_experts = config.experts.num_experts if config.experts else 0
-
-    def total(shapes: Mapping[str, Shape]) -> int:
-        return sum(math.prod(shape) for shape in shapes.values())
-
-    each = total(in_layer(config)) + num_experts * total(in_expert(config))
-    return total(once(config)) + config.num_layers * each
-
-
-def stored_shapes(config: ModelConfig, names: Names) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of every tensor that a file of this model has."""
-    for role, shape in once(config).items():
-        yield from _stored(config, names, role, shape)
-    for layer in range(config.num_layers):
-        for role, shape in in_layer(config).items():
-            yield from _stored(config, names, role, shape, layer=layer)
-        for role, shape in in_expert(config).items():
-            num_experts = config.experts.num_experts if config.experts else 0
-            if "{expert}" not in names.pieces(role)[0]:
-                for name, its in _stored(config, names, role, shape, layer=layer):
-                    yield name, (num_experts, *its)
-                continue
-            for expert in range(num_experts):
-                yield from _stored(config, names, role, shape, layer=layer, expert=expert)
-
-
-def _stored(
-    config: ModelConfig, names: Names, role: str, shape: Shape, **numbers: int
-) -> Iterator[tuple[str, Shape]]:
-    pieces, form = names.pieces(role), names.forms.get(role)
-    for name, its in zip(pieces, piece_shapes(config, role, shape, len(pieces)), strict=True):
-        yield name.format(**numbers), form.stored(config, its) if form else its
-
-
-def piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> list[Shape]:
-    """The shapes of a role's pieces: of queries, keys and values, or of gate and up."""
-    if count == 1:
-        return [shape]
-    kv = config.num_kv_heads * config.head_dim
-    sizes = [shape[0] - 2 * kv, kv, kv] if role.startswith("qkv") else [shape[0] // 2] * 2
-    return [(size, *shape[1:]) for size in sizes]
 
 
 @runtime_checkable
@@ -286,7 +144,7 @@ class Parts:
             return
         pieces = [
             self._read(name, (num_experts, *its))
-            for name, its in _stored(self._whole, self._names, role, shape, layer=layer)
+            for name, its in stored_pieces(self._whole, self._names, role, shape, layer=layer)
         ]
         segments = self._expert_segments(role, shape, num_experts)
         for expert in range(num_experts):
@@ -308,7 +166,7 @@ class Parts:
         if self._quantisation is None:
             return None
         source = self._source(role)
-        stored = _stored(self._whole, self._names, source, shape, **numbers)
+        stored = stored_pieces(self._whole, self._names, source, shape, **numbers)
         segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
         for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
             native.serves(self.dtype, native.quantised_function(is_float=kind.is_float))
@@ -318,7 +176,7 @@ class Parts:
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
     ) -> layers.Weight:
         source = self._source(role)
-        stored = list(_stored(self._whole, self._names, source, shape, **numbers))
+        stored = list(stored_pieces(self._whole, self._names, source, shape, **numbers))
         if segments is not None and self._quantisation is not None:
             restored = functools.partial(self._restored, role)
             kept = self._quantisation.of_blocks(stored, restored, self.dtype, self._cut(role, shape))
@@ -406,34 +264,6 @@ def _padded(taken: list[Any], padding: int, like: Any) -> list[Any]:
     return [*taken, np.zeros((padding, *like.shape[1:]), like.dtype)] if padding else taken
 
 
-def without_prefix(names: Names, tensors: Tensors) -> Tensors:
-    """The tensors with the prefix in their names, where the file lacks it."""
-    prefix = names.prefix
-    if not prefix or any(name.startswith(prefix) for name in tensors):
-        return tensors
-    return _Renamed(tensors, prefix)
-
-
-class _Renamed(Mapping[str, Any]):
-    def __init__(self, tensors: Tensors, prefix: str) -> None:
-        self._tensors, self._prefix = tensors, prefix
-
-    def __getitem__(self, name: str) -> Any:
-        if not name.startswith(self._prefix):
-            raise KeyError(name)
-        return self._tensors[name.removeprefix(self._prefix)]
-
-    def __contains__(self, name: object) -> bool:
-        prefix = self._prefix
-        return isinstance(name, str) and name.startswith(prefix) and name[len(prefix) :] in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return (f"{self._prefix}{name}" for name in self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
 def check_weights(config: ModelConfig, names: Names, tensors: Tensors) -> None:
     """Read all of them, and refuse any that is not the config's, as `Parts` does."""
     tensors = without_prefix(names, tensors)
@@ -519,26 +349,3 @@ def by_role(config: ModelConfig, names: Names, tensors: Tensors) -> dict[str, np
             each = enumerate(parts.of_experts(role, [layer]) or ())
             found |= {f"layers.{layer}.experts.{i}.{name}": weight for i, weight in each}
     return {role: np.asarray(weight) for role, weight in found.items()}
-
-
-def _same(config: ModelConfig, shape: Shape) -> Shape:
-    return shape
-
-
-def reordered(order: Callable[[ModelConfig, np.ndarray], Pieces]) -> Form:
-    """One tensor of the same shape, its rows in another order."""
-    return Form(_same, lambda config, pieces: order(config, pieces[0]))
-
-
-def _grouped(config: ModelConfig, weight: np.ndarray) -> Pieces:
-    """From each kv head's queries, key and value together, to all queries, all keys, all values."""
-    c = config
-    groups = weight.reshape(
-        c.num_kv_heads, c.num_q_heads // c.num_kv_heads + 2, c.head_dim, *weight.shape[1:]
-    )
-    rest = weight.shape[1:]
-    return [*(group[:-2].reshape(-1, *rest) for group in groups), *groups[:, -2], *groups[:, -1]]
-
-
-GROUPED_QKV = reordered(_grouped)
-TRANSPOSED = Form(lambda config, shape: shape[::-1], lambda config, pieces: [piece.T for piece in pieces])

@@ -14,7 +14,7 @@ from starlette.responses import Response
 import jaxpaged
 from jaxpaged.checks import InputError
 from jaxpaged.engine.async_llm import AsyncLLM
-from jaxpaged.engine.engine import EngineDeadError
+from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.serve import adapters, chat, completions, health, models, page, responses, tokens
 from jaxpaged.serve.guard import Guard, Load
 from jaxpaged.serve.options import ServerOptions

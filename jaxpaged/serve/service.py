@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from jaxpaged.checks import shown
 from jaxpaged.engine.async_llm import Admitted, AsyncLLM
-from jaxpaged.engine.engine import EngineDeadError
+from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.engine.llm import Prompt
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.lora import LoRARequest

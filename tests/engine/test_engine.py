@@ -20,7 +20,8 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.engine.async_engine import AsyncEngine
-from jaxpaged.engine.engine import Engine, EngineDeadError, Handle, Item, collect
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.sampling_params import SamplingParams

@@ -190,7 +190,7 @@ def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks,
     tiny.submit(driver, long, tiny.greedy(16))
     for _ in range(4):
         driver.turn(2)
-    running = [place for place in driver._places if place is not None]
+    running = [place for _, place in driver._places.taken()]
     assert driver.stats.num_running == 4, "with 13 or 14 of 64 blocks each"
     with pytest.raises(OSError, match="the line is cut"):
         driver.adopt(blocks.token_ids, None, broken())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.engine import collect
+from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import FinishReason, Phase, Rows
 from jaxpaged.memory.invariants import check_invariants
@@ -47,7 +47,8 @@ def someone(driver: Driver, where: Callable[[Rows, np.ndarray], np.ndarray]) -> 
     """Step until some row is so; its request. `where` gets the rows and how many tokens each has computed."""
     for _ in range(300):
         rows = jax.device_get(driver._state.rows)
-        wanted = where(rows, computed(driver)) & [place is not None for place in driver._places]
+        wanted = where(rows, computed(driver))
+        wanted[driver._places.free_rows] = False
         if np.any(wanted):
             return int(rows.arrival[np.argmax(wanted)])
         driver.turn(max_steps=1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxpaged.engine.engine import collect
+from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Score
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.engine.texts import Texts

@@ -210,6 +210,12 @@ def test_reshape_and_cache_equals_the_oracle(num_tokens):
         ),
         ({"block_tables": jnp.zeros((2, 2), jnp.int32)}, r"block_tables.shape=\(2, 2\) must be \(3, 2\)"),
         ({"seq_lens": jnp.zeros(3, jnp.uint8)}, "seq_lens.dtype=uint8 must be int32"),
+        ({"table_rows": jnp.zeros(3)}, "table_rows.dtype=float32 must be int32"),
+        ({"table_rows": jnp.zeros(2, jnp.int32)}, r"table_rows.shape=\(2,\) must be \(3,\)"),
+        (
+            {"table_rows": jnp.zeros(3, jnp.int32), "block_tables": jnp.int32(0)},
+            r"block_tables.shape=\(\) must be \[num_seqs",
+        ),
         ({"query_starts": jnp.zeros((3, 1), jnp.int32)}, "query_starts.shape=.* must be"),
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
     ],

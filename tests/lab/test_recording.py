@@ -7,7 +7,7 @@ import pytest
 
 import jaxpaged
 from jaxpaged import InputError, SamplingParams
-from jaxpaged.engine.engine import EngineDeadError
+from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, FinishReason, Request
 from jaxpaged.lab import traces

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.checks import InputError
-from jaxpaged.models import loading, weights
+from jaxpaged.models import loading, names, weights
 from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families import BY_TYPE
@@ -193,5 +193,5 @@ def test_weights_that_do_not_fit_are_refused(change, message):
 
 def test_random_weights_are_those_of_the_config():
     drawn = weights.random_weights(tiny.CONFIG, NAMES, seed=1)
-    assert {name: w.shape for name, w in drawn.items()} == dict(weights.stored_shapes(tiny.CONFIG, NAMES))
-    assert weights.num_weights(tiny.CONFIG) == sum(w.size for w in drawn.values())
+    assert {name: w.shape for name, w in drawn.items()} == dict(names.stored_shapes(tiny.CONFIG, NAMES))
+    assert names.num_weights(tiny.CONFIG) == sum(w.size for w in drawn.values())

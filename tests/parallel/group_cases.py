@@ -27,12 +27,12 @@ NUM_ROWS = 2 * tiny.DEFAULTS["max_num_seqs"]
 
 def groups_of(driver, ids):
     """Where these requests are."""
-    rows = {place.request.request_id: row for row, place in enumerate(driver._places) if place}
+    rows = {place.request.request_id: row for row, place in driver._places.taken()}
     return [rows[i] // NUM_ROWS for i in ids]
 
 
 def assert_nothing_is_held(driver):
-    assert not any(driver._places)
+    assert not any(driver._places.taken())
     for group in range(driver.config.data_parallel_size):
         state = jax.tree.map(lambda x, group=group: np.asarray(x)[group], driver._state.tables)
         check_invariants(state)
@@ -168,7 +168,8 @@ def test_an_abort_in_a_group_leaves_others_as_they_are_and_blocks_are_counted_th
         assert np.all(seen.holders[progress.block_ids] == 1)
     assert seen.holders.sum() == sum(len(progress.block_ids) for progress in seen.requests)
     assert [progress.prompt_len for progress in seen.requests] == [20, 33]
-    lens = driver._num_tokens[driver._arrivals != 0] - 1  # in the cache when the last report was made
+    places = driver._places
+    lens = places._num_tokens[places._arrivals != 0] - 1  # in the cache when the last report was made
     assert driver.stats.num_free_blocks == driver.stats.num_blocks - sum(-(-lens // 8))
     assert len({*(-(-lens // 8))}) == 2
     gone = ids[groups.index(group)]

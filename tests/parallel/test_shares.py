@@ -15,8 +15,9 @@ from jaxpaged.checks import InputError
 from jaxpaged.models import loading, quantised_checkpoints, safetensors_files
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder, abstract
+from jaxpaged.models.names import in_expert, in_layer, num_weights
 from jaxpaged.models.quantised import QuantisedWeight
-from jaxpaged.models.weights import Abstract, Parts, in_expert, in_layer, num_weights
+from jaxpaged.models.weights import Abstract, Parts
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
 from tests import tiny_gguf

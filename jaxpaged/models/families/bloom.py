@@ -4,7 +4,7 @@ from jaxpaged.models.config import ModelConfig, alibi_slopes, uniform
 from jaxpaged.models.families.early import ALL_BIASES, GROUPED, common
 from jaxpaged.models.families.family import FUSED, Family, Gguf
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 
 LAYERS = "transformer.h.{layer}"
 TABLE: dict[str, str | tuple[str, ...]] = {

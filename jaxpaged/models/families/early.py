@@ -5,7 +5,7 @@ and values.
 from typing import Any
 
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import GROUPED_QKV
+from jaxpaged.models.names import GROUPED_QKV
 
 GROUPED = {"qkv.weight": GROUPED_QKV, "qkv.bias": GROUPED_QKV}
 ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}

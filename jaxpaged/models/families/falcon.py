@@ -7,7 +7,7 @@ from jaxpaged.models.families.bloom import LAYERS, TABLE
 from jaxpaged.models.families.early import GROUPED, common
 from jaxpaged.models.families.family import FUSED, Family, Gguf, Metadata
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 
 
 def read_falcon(f: Fields) -> ModelConfig:

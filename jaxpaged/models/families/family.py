@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Form, Names
+from jaxpaged.models.names import Form, Names
 
 type Metadata = Callable[[str], Any]  # a value by its name, less the architecture's in front; None without it
 FUSED: dict[str, str | tuple[str, ...]] = {"qkv": "blk.{layer}.attn_qkv"}  # queries, keys and values in one

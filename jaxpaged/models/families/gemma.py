@@ -8,7 +8,7 @@ from jaxpaged.models.config import LayerKind, ModelConfig, uniform
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf, Metadata
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Form, Names
+from jaxpaged.models.names import Form, Names
 
 FOUR_NORMS = Names(
     table=llama.TABLE

@@ -4,7 +4,7 @@ from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families.early import ALL_BIASES, common
 from jaxpaged.models.families.family import FUSED, Family, Gguf
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import TRANSPOSED, Names
+from jaxpaged.models.names import TRANSPOSED, Names
 
 LAYER = "transformer.h.{layer}"
 NAMES = Names(

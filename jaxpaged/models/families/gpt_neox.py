@@ -4,7 +4,7 @@ from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families.early import GROUPED, common
 from jaxpaged.models.families.family import FUSED, Family, Gguf, rotated_part
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 
 LAYER = "gpt_neox.layers.{layer}"
 NAMES = Names(

@@ -6,7 +6,7 @@ from jaxpaged.models.config import Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Form, Names, Pieces, Shape
+from jaxpaged.models.names import Form, Names, Pieces, Shape
 
 MLP = f"{llama.LAYER}.mlp"
 YARN = {

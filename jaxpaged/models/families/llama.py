@@ -9,7 +9,7 @@ from jaxpaged.checks import InputError, checked_bool, shown
 from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Form, Names, Pieces, Shape
+from jaxpaged.models.names import Form, Names, Pieces, Shape
 
 LAYER = "model.layers.{layer}"
 TABLE: dict[str, str | tuple[str, ...]] = {

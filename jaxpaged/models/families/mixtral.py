@@ -4,7 +4,7 @@ from jaxpaged.models.config import Experts, ModelConfig, uniform
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 
 MOE = f"{llama.LAYER}.block_sparse_moe"
 EXPERT = f"{MOE}.experts.{{expert}}"

@@ -7,7 +7,7 @@ from jaxpaged.models.config import ModelConfig, alibi_slopes, uniform
 from jaxpaged.models.families.early import common
 from jaxpaged.models.families.family import FUSED, Family, Gguf, Metadata
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 
 LAYER = "transformer.blocks.{layer}"
 NAMES = Names(

@@ -4,7 +4,7 @@ from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families.early import common
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 
 LAYER = "model.decoder.layers.{layer}"
 NAMES = Names(

@@ -6,7 +6,7 @@ from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import FUSED, Family, Gguf, rotated_part
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 
 NAMES = Names(
     table=llama.TABLE

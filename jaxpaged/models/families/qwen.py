@@ -6,7 +6,7 @@ from jaxpaged.models.config import Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 
 EXPERT = f"{llama.LAYER}.mlp.experts.{{expert}}"
 MOE_NAMES = Names(

@@ -4,7 +4,7 @@ from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.weights import Names
+from jaxpaged.models.names import Names
 
 NAMES = Names(table=llama.TABLE | {"up": f"{llama.LAYER}.mlp.c_fc", "down": f"{llama.LAYER}.mlp.c_proj"})
 

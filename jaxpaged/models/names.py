@@ -1,0 +1,214 @@
+"""What weights a decoder has, by their roles in it, and what the files of a family call them.
+
+A role has one shape in every model; `Names` says what its pieces are called, and in which form they lie
+there.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.models.config import ModelConfig
+
+type Shape = tuple[int, ...]
+type Tensors = Mapping[str, Any]  # by the name in the file, read when asked for
+type Pieces = list[np.ndarray]  # what a role is made of in a file: q, k and v, for example
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a role's weight lies in a file.
+
+    `restored` gives the decoder's outputs in its order, in as many pieces as it takes for all to be views
+    where they can: a share then reads its own alone.
+    """
+
+    stored: Callable[[ModelConfig, Shape], Shape]  # the shape there, from the one in the decoder
+    restored: Callable[[ModelConfig, Pieces], Pieces]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+    """What the files of a family call things.
+
+    `table`: by role, the names of its pieces, without ".weight" and ".bias"; or by role and ending, in full.
+    "{layer}" and "{expert}" stand for numbers; experts without one lie side by side in one tensor. A file may
+    lack `prefix` in all its names. `spare` are endings of tensors that are no weights.
+    """
+
+    table: Mapping[str, str | tuple[str, ...]]
+    forms: Mapping[str, Form] = dataclasses.field(default_factory=dict)  # by role and ending
+    prefix: str = ""
+    spare: tuple[str, ...] = ()
+
+    def pieces(self, role: str) -> tuple[str, ...]:
+        """The names' templates of one role, with its ending."""
+        names = self.table.get(role)
+        if names is not None:
+            return (names,) if isinstance(names, str) else names
+        stem, _, ending = role.rpartition(".")
+        names = self.table[stem]
+        return tuple(f"{name}.{ending}" for name in ((names,) if isinstance(names, str) else names))
+
+
+def once(config: ModelConfig) -> dict[str, Shape]:
+    """The shapes of what a decoder has once, by role."""
+    hidden, c = (config.hidden_size,), config
+    shapes: dict[str, Shape] = {"embedding.weight": (c.vocab_size, *hidden)}
+    if c.num_positions is not None:
+        shapes["positions.weight"] = (c.num_positions, *hidden)
+    if c.embedding_norm:
+        shapes |= _norm("embedding_norm", hidden, c)
+    shapes |= _norm("norm", hidden, c)
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, *hidden)
+    return shapes
+
+
+def in_layer(config: ModelConfig) -> dict[str, Shape]:
+    """The shapes of what each layer has, by role."""
+    c, hidden, mlp = config, config.hidden_size, config.intermediate_size
+    heads, kv_heads = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    before, after = c.norm_place in ("before", "both"), c.norm_place in ("after", "both")
+    shapes: dict[str, Shape] = {}
+    for name, exists in (
+        ("attention_norm", before),
+        ("attention_out_norm", after),
+        ("mlp_norm", before and not c.shared_norm),
+        ("mlp_out_norm", after),
+    ):
+        if exists:
+            shapes |= _norm(name, (hidden,), c)
+    shapes |= _linear("qkv", (heads + 2 * kv_heads, hidden), c.qkv_bias)
+    shapes |= _linear("o", (hidden, heads), c.o_bias)
+    if c.qk_norm is not None:
+        is_head = c.qk_norm == "head"
+        shapes["q_norm.weight"] = (c.head_dim if is_head else heads,)
+        shapes["k_norm.weight"] = (c.head_dim if is_head else kv_heads,)
+    if c.sinks:
+        shapes["sinks"] = (c.num_q_heads,)
+    if c.experts is not None:
+        return shapes | _linear("router", (c.experts.num_experts, hidden), c.experts.router_bias)
+    first = ("gate_up", 2 * mlp) if c.gated else ("up", mlp)
+    return (
+        shapes
+        | _linear(first[0], (first[1], hidden), c.mlp_bias)
+        | _linear("down", (hidden, mlp), c.mlp_bias)
+    )
+
+
+def in_expert(config: ModelConfig) -> dict[str, Shape]:
+    """The shapes of what each expert of a layer has, by role."""
+    e, hidden, mlp = config.experts, config.hidden_size, config.intermediate_size
+    if e is None:
+        return {}
+    gate_up, down = (2 * mlp, hidden), (hidden, mlp)
+    return _linear("experts.gate_up", gate_up, e.bias) | _linear("experts.down", down, e.bias)
+
+
+def _norm(name: str, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
+    return _linear(name, shape, config.norm_bias)
+
+
+def _linear(name: str, shape: Shape, has_bias: bool) -> dict[str, Shape]:
+    return {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if has_bias else {})
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Numbers in all its weights."""
+    num_experts = config.experts.num_experts if config.experts else 0
+
+    def total(shapes: Mapping[str, Shape]) -> int:
+        return sum(math.prod(shape) for shape in shapes.values())
+
+    each = total(in_layer(config)) + num_experts * total(in_expert(config))
+    return total(once(config)) + config.num_layers * each
+
+
+def stored_shapes(config: ModelConfig, names: Names) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of every tensor that a file of this model has."""
+    for role, shape in once(config).items():
+        yield from stored_pieces(config, names, role, shape)
+    for layer in range(config.num_layers):
+        for role, shape in in_layer(config).items():
+            yield from stored_pieces(config, names, role, shape, layer=layer)
+        for role, shape in in_expert(config).items():
+            num_experts = config.experts.num_experts if config.experts else 0
+            if "{expert}" not in names.pieces(role)[0]:
+                for name, its in stored_pieces(config, names, role, shape, layer=layer):
+                    yield name, (num_experts, *its)
+                continue
+            for expert in range(num_experts):
+                yield from stored_pieces(config, names, role, shape, layer=layer, expert=expert)
+
+
+def stored_pieces(
+    config: ModelConfig, names: Names, role: str, shape: Shape, **numbers: int
+) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of a role's tensors; `numbers`: of the layer and the expert, where it has some."""
+    pieces, form = names.pieces(role), names.forms.get(role)
+    for name, its in zip(pieces, piece_shapes(config, role, shape, len(pieces)), strict=True):
+        yield name.format(**numbers), form.stored(config, its) if form else its
+
+
+def piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> list[Shape]:
+    """The shapes of a role's pieces: of queries, keys and values, or of gate and up."""
+    if count == 1:
+        return [shape]
+    kv = config.num_kv_heads * config.head_dim
+    sizes = [shape[0] - 2 * kv, kv, kv] if role.startswith("qkv") else [shape[0] // 2] * 2
+    return [(size, *shape[1:]) for size in sizes]
+
+
+def without_prefix(names: Names, tensors: Tensors) -> Tensors:
+    """The tensors with the prefix in their names, where the file lacks it."""
+    prefix = names.prefix
+    if not prefix or any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return _Renamed(tensors, prefix)
+
+
+class _Renamed(Mapping[str, Any]):
+    def __init__(self, tensors: Tensors, prefix: str) -> None:
+        self._tensors, self._prefix = tensors, prefix
+
+    def __getitem__(self, name: str) -> Any:
+        if not name.startswith(self._prefix):
+            raise KeyError(name)
+        return self._tensors[name.removeprefix(self._prefix)]
+
+    def __contains__(self, name: object) -> bool:
+        prefix = self._prefix
+        return isinstance(name, str) and name.startswith(prefix) and name[len(prefix) :] in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{self._prefix}{name}" for name in self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _same(config: ModelConfig, shape: Shape) -> Shape:
+    return shape
+
+
+def reordered(order: Callable[[ModelConfig, np.ndarray], Pieces]) -> Form:
+    """One tensor of the same shape, its rows in another order."""
+    return Form(_same, lambda config, pieces: order(config, pieces[0]))
+
+
+def _grouped(config: ModelConfig, weight: np.ndarray) -> Pieces:
+    """From each kv head's queries, key and value together, to all queries, all keys, all values."""
+    c = config
+    groups = weight.reshape(
+        c.num_kv_heads, c.num_q_heads // c.num_kv_heads + 2, c.head_dim, *weight.shape[1:]
+    )
+    rest = weight.shape[1:]
+    return [*(group[:-2].reshape(-1, *rest) for group in groups), *groups[:, -2], *groups[:, -1]]
+
+
+GROUPED_QKV = reordered(_grouped)
+TRANSPOSED = Form(lambda config, shape: shape[::-1], lambda config, pieces: [piece.T for piece in pieces])
