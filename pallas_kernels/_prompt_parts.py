@@ -25,7 +25,8 @@ from jax import lax
 
 from pallas_kernels import _gpu
 from pallas_kernels._cut import Cut, Parts, listed
-from pallas_kernels._prompt_tile import WARPGROUP_ROWS, Problem, Softmax, nothing, seen_by
+from pallas_kernels._prompt_softmax import Softmax, nothing
+from pallas_kernels._prompt_tile import WARPGROUP_ROWS, Problem, seen_by
 
 MIN_TOKENS = 8192  # of a part: keeping and folding it takes a few microseconds, computing it 150
 PROGRAMS = 64  # of the parts of one tile: half of an H200's multiprocessors

@@ -4,8 +4,9 @@
                 applied to v[t]
 
 with the options of `ops.tiled_paged_attention`. A program computes one tile for up to 128 rows of a kv head's
-group, for example 4 query heads of 32 tokens; `_prompt_tile` is its code. The tiles of K and V lie on
-multiples of tile_kv whatever else is computed, so a token's bits do not depend on its company.
+group, for example 4 query heads of 32 tokens: `_prompt_fetch` brings K and V, `_prompt_softmax` takes the
+softmax over them. The tiles of K and V lie on multiples of tile_kv whatever else is computed, so a token's
+bits do not depend on its company.
 
 A long context is cut into parts of 8,192 tokens or more by the tile's position alone, each a program's, so
 that few tiles behind it keep the GPU busy: `_prompt_parts`.
@@ -28,7 +29,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _arrival, _gpu, support
+from pallas_kernels import _prompt_fetch as fetch
 from pallas_kernels import _prompt_parts as parts
+from pallas_kernels import _prompt_softmax as softmax
 from pallas_kernels import _prompt_tile as tile
 from pallas_kernels._cut import Cut, Parts
 from pallas_kernels._prompt_tile import TILE_LENS, Problem
@@ -61,7 +64,7 @@ def _kernel(
         def _producer() -> None:
             if p.shares_registers:
                 plgpu.set_max_registers(tile.PRODUCER_REGISTERS, action="decrease")
-            plgpu.warp_map(lambda warp: tile.produce(p, span, gmem, extras, row, kv_head, scratch, warp))
+            plgpu.warp_map(lambda warp: fetch.produce(p, span, gmem, extras, row, kv_head, scratch, warp))
 
         if scratch.raw is not None:
 
@@ -69,23 +72,23 @@ def _kernel(
             def _widener() -> None:
                 if p.shares_registers:
                     plgpu.set_max_registers(tile.WIDENER_REGISTERS, action="decrease")
-                tile.widen(p, span, gmem, extras, row, scratch)
+                fetch.widen(p, span, gmem, extras, row, scratch)
 
         @pl.when(warpgroup < p.num_warpgroups)
         def _consumer() -> None:
             if p.shares_registers:
                 plgpu.set_max_registers(p.consumer_registers, action="increase")
             first_head = (chunk * p.num_warpgroups + warpgroup) * p.warpgroup_heads  # in the group
-            tile.load_queries(p, gmem.q.at[row], kv_head, first_head, scratch, warpgroup)
+            softmax.load_queries(p, gmem.q.at[row], kv_head, first_head, scratch, warpgroup)
             heads = kv_head, kv_head * p.group_size + first_head
-            state = tile.consume(p, span, extras, *heads, scratch, warpgroup)
+            state = softmax.consume(p, span, extras, *heads, scratch, warpgroup)
 
             def row_again() -> jax.Array:  # read again: registers are short while it is computed
                 return row if work is None else work.items[item, 0]
 
-            def write(pieces: Iterable[tuple[int, tile.Softmax]]) -> None:
+            def write(pieces: Iterable[tuple[int, softmax.Softmax]]) -> None:
                 place = out_gmem.at[row_again()], kv_head, first_head
-                tile.store_output(p, pieces, extras, *place, scratch, warpgroup)
+                softmax.store_output(p, pieces, extras, *place, scratch, warpgroup)
 
             if work is None or partials is None:
                 write([(0, state)])
