@@ -182,15 +182,16 @@ def attention_programs() -> list[Program]:
     ]
     # Where sequences may be longer than a part. Windows must be longer than two.
     int8, int4 = (dataclasses.replace(prompt, block_size=64, kv_layout=name) for name in LONG_LAYOUTS)
-    long = [dataclasses.replace(prompt, head_dim=d) for d in (128, 64, 80, 192)]
+    long = [dataclasses.replace(prompt, head_dim=d) for d in (128, 64, 80, 192, 256)]
     long += [dataclasses.replace(prompt, num_q_heads=heads) for heads in (8, 24)]
     long += [dataclasses.replace(prompt, num_q_heads=8, num_kv_heads=1)]
-    long += [dataclasses.replace(eight_bits, head_dim=d) for d in (64, 128, 192)]
-    long += [int8]
+    long += [dataclasses.replace(eight_bits, head_dim=d) for d in (64, 128, 192, 256)]
+    long += [dataclasses.replace(int8, head_dim=d) for d in (128, 256)]
     long += [dataclasses.replace(int4, head_dim=d) for d in (64, 128)]
+    wide = [dataclasses.replace(program, head_dim=256) for program in (prompt, eight_bits, int8)]
     long += [
         dataclasses.replace(program, alibi=True, sliding_window=32768, soft_cap=50.0, sinks=True)
-        for program in (prompt, eight_bits, int4)
+        for program in (prompt, eight_bits, int4, *wide)
     ]
     long += [dataclasses.replace(prompt, sliding_window=32768)]
     return found + [dataclasses.replace(program, capacity=131072) for program in long]

@@ -24,7 +24,7 @@ from pallas_kernels import _gpu
 from pallas_kernels._gpu import LOG2E, LOWEST, WGMMA, Extras
 from pallas_kernels._prompt_tile import MAX_WARPGROUPS, WARPGROUP_ROWS, Problem, Scratch, Span
 
-PER_ROW = WGMMA.reduce(1)  # one number per row of a wgmma's result
+PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one number per row, or column, of a wgmma's result
 
 
 def load_queries(
@@ -153,23 +153,32 @@ def _logits(
         s, factor = s * factor, 1.0
     if slopes is None and not is_edge:
         return s, factor
-    row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA)
-    position = span.position + (row & (p.tile_len - 1))
-    token = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA) + first_token
+    position = span.position + (_numbers(WARPGROUP_ROWS, PER_ROW) & (p.tile_len - 1))
+    token = lax.broadcast_in_dim(_numbers(p.tile_kv, PER_COLUMN) + first_token, s.shape, [1])
+
+    def of_rows(values: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(values, s.shape, [0])
+
     if slopes is not None:
-        s = s + lax.broadcast_in_dim(slopes, s.shape, [0]) * (token - position).astype(jnp.float32)
+        s = s + of_rows(slopes) * (token - of_rows(position)).astype(jnp.float32)
     if is_edge:
-        seen = (token <= position) & (token < span.end)
+        seen = token <= of_rows(jnp.minimum(position, span.end - 1))
         if p.sliding_window is not None:
-            seen = seen & (token > position - p.sliding_window)
+            seen = seen & (token > of_rows(position - p.sliding_window))
         s = jnp.where(seen, s, -jnp.inf)
     return s, factor
+
+
+def _numbers(count: int, layout: Any) -> jax.Array:
+    """0, 1, ... of rows or columns. Numbered element by element they would take a register each."""
+    return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
 
 
 def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -> None:
     """Zero a tile's V outside the span."""
     for row in range(0, p.tile_kv, WARPGROUP_ROWS):
-        place = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS, 64), 0, layout=WGMMA) + (first_token + row)
+        place = _numbers(WARPGROUP_ROWS, PER_ROW) + (first_token + row)
+        place = lax.broadcast_in_dim(place, (WARPGROUP_ROWS, 64), [0])
         for column in _gpu.columns_of(p.head_dim):
             piece = v.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, 64)]
             old = piece[...]

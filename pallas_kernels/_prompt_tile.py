@@ -20,9 +20,15 @@ from pallas_kernels.layouts import PackedView, View
 
 WARPGROUP_ROWS = 64
 MAX_WARPGROUPS = 2  # consumers of a program
-PRODUCER_REGISTERS = 32  # of a thread, where two consumers share 65,536 with all others
-WIDENER_REGISTERS = 64
 TILE_LENS = (8, 16, 32, 64)  # other lengths are padded to the next of these
+
+
+class Registers(NamedTuple):
+    """Of a thread of each warpgroup, where they share unequally."""
+
+    consumer: int
+    producer: int
+    widener: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +98,11 @@ class Problem:
         return self.in_registers and (self.num_warpgroups == MAX_WARPGROUPS or self.is_quantised)
 
     @property
-    def consumer_registers(self) -> int:
+    def registers(self) -> Registers:
         """Of a thread; all warpgroups together have 512 for one thread of each."""
         if self.num_warpgroups < MAX_WARPGROUPS:
-            return 256
-        return 208 if self.is_quantised else 240
+            return Registers(consumer=256, producer=64, widener=128)
+        return Registers(208, 32, 64) if self.is_quantised else Registers(240, 32, 0)
 
     @property
     def copy_tokens(self) -> int:
