@@ -322,7 +322,7 @@ def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
     options: dict[str, Any] = {"sliding_window": p.sliding_window, "soft_cap": p.soft_cap}
     operation: Any = ops.tiled_paged_attention
     if p.version == "tiles":
-        options |= {"scale": p.head_dim**-0.5}
+        options |= {"scale": p.head_dim**-0.5, "kv_layout": p.kv_layout}
         arrays["query_starts"] = arrays["seq_lens"]
     else:
         operation = ops.paged_attention if p.version == "decode" else ops.paged_attention_v1
