@@ -190,16 +190,20 @@ def attention_programs() -> list[Program]:
         dataclasses.replace(eight_bits, alibi=True, sliding_window=4096, soft_cap=50.0, sinks=True),
     ]
     # Where sequences may be longer than a part. Windows must be longer than two.
-    int4 = dataclasses.replace(prompt, block_size=64, kv_layout="int4_grouped")
-    long = [dataclasses.replace(prompt, head_dim=d) for d in (128, 64, 80, 192)]
+    int8, int4 = (
+        dataclasses.replace(prompt, block_size=64, kv_layout=name)
+        for name in ("int8_per_token", "int4_grouped")
+    )
+    long = [dataclasses.replace(prompt, head_dim=d) for d in (128, 64, 80, 192, 256)]
     long += [dataclasses.replace(prompt, num_q_heads=heads) for heads in (8, 24)]
     long += [dataclasses.replace(prompt, num_q_heads=8, num_kv_heads=1)]
-    long += [dataclasses.replace(eight_bits, head_dim=d) for d in (64, 128, 192)]
-    long += [dataclasses.replace(prompt, block_size=64, kv_layout="int8_per_token")]
+    long += [dataclasses.replace(eight_bits, head_dim=d) for d in (64, 128, 192, 256)]
+    long += [dataclasses.replace(int8, head_dim=d) for d in (128, 256)]
     long += [dataclasses.replace(int4, head_dim=d) for d in (64, 128)]
+    wide = [dataclasses.replace(program, head_dim=256) for program in (prompt, eight_bits, int8)]
     long += [
         dataclasses.replace(program, alibi=True, sliding_window=32768, soft_cap=50.0, sinks=True)
-        for program in (prompt, eight_bits, int4)
+        for program in (prompt, eight_bits, int4, *wide)
     ]
     long += [dataclasses.replace(prompt, sliding_window=32768)]
     return found + [dataclasses.replace(program, capacity=131072) for program in long]
@@ -335,7 +339,7 @@ def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
     options: dict[str, Any] = {"sliding_window": p.sliding_window, "soft_cap": p.soft_cap}
     operation: Any = ops.tiled_paged_attention
     if is_tiled:
-        options |= {"scale": p.head_dim**-0.5}
+        options |= {"scale": p.head_dim**-0.5, "kv_layout": p.kv_layout}
         arrays["query_starts"] = arrays["seq_lens"]
         arrays |= {"table_rows": arrays["seq_lens"]} if p.num_layers > 1 else {}
     else:

@@ -10,8 +10,7 @@ however many tiles there are.
 A tile of one part is written at once. Otherwise each consumer of a program keeps its rows' part in memory,
 and that which arrives last (`_arrival`) folds them.
 
-Not cut: tiles with a window of no more than two parts, and where no sequence can have two; nor heads of 256,
-whose programs would need a few registers more than there are.
+Not cut: tiles with a window of no more than two parts, and where no sequence can have two.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,8 @@ from jax import lax
 
 from pallas_kernels import _gpu
 from pallas_kernels._cut import Cut, Parts, listed
-from pallas_kernels._prompt_tile import WARPGROUP_ROWS, Problem, Softmax, nothing, seen_by
+from pallas_kernels._prompt_softmax import Softmax, nothing
+from pallas_kernels._prompt_tile import WARPGROUP_ROWS, Problem, seen_by
 
 MIN_TOKENS = 8192  # of a part: keeping and folding it takes a few microseconds, computing it 150
 PROGRAMS = 64  # of the parts of one tile: half of an H200's multiprocessors
@@ -52,7 +52,7 @@ def max_parts(p: Problem, capacity: int, cut: Cut) -> int:
             f"{cut.tokens=} must be a multiple of the {p.tile_kv} tokens that are read at a time"
         )
     is_short = p.sliding_window is not None and p.sliding_window <= 2 * cut.tokens
-    return 1 if is_short or p.head_dim == 256 else cut.max_parts(capacity)
+    return 1 if is_short else cut.max_parts(capacity)
 
 
 def plan(p: Problem, positions: jax.Array, seq_lens: jax.Array, capacity: int, cut: Cut) -> Parts:
@@ -151,9 +151,15 @@ def _fold(so_far: Softmax, part: Softmax) -> Softmax:
     return Softmax(out + more, largest, so_far.sum * old + part.sum * new)
 
 
+def bytes_of(num_items: int, num_rows: int, head_dim: int) -> int:
+    """What `Partials` of so many parts take, each of as many rows."""
+    return num_items * num_rows * (head_dim + 2 * STATS_WIDTH) * 4
+
+
 def tiles_of_a_launch(p: Problem, num_tiles: int, max_parts: int) -> int:
     """Calls of more tiles than so many, whose parts take `PARTIAL_BYTES`, are launches of as many each."""
     if max_parts == 1:
         return num_tiles
-    total = sum(leaf.size * 4 for leaf in jax.tree.leaves(partials_of(p, num_tiles * max_parts)))
+    rows = p.num_kv_heads * p.num_chunks * p.num_warpgroups * WARPGROUP_ROWS
+    total = bytes_of(num_tiles * max_parts, rows, p.head_dim)
     return -(-num_tiles // -(-total // PARTIAL_BYTES))

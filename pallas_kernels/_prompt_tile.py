@@ -1,29 +1,12 @@
-"""A program of the prompt kernel: tiles of K and V are fetched, and the softmax over them is taken.
+"""A program of the prompt kernel: the problem that it computes a part of, its memory and its tokens.
 
 Up to two consumer warpgroups have 64 rows of queries each: row = head * tile_len + token, for example 2 query
-heads of 32 tokens. A producer warpgroup fetches tiles of K and V by TMA into a ring, every fourth copy to
-each of its warps. Per slot and array there is a barrier `full` (it may be read) and one `free` (every
-consumer has done with it).
-
-    S [64, tile_kv] = Q @ K^T          O [64, head_dim] += P @ V
-
-Two consumers take turns: while one multiplies, the other takes its softmax. P goes to the second product from
-registers, where O is added up in place; Pallas' interpreter can do neither, so there (`in_registers` False) P
-goes through shared memory and the product is added afterwards. Nothing else differs.
-
-Only tiles at the edge of what the queries see are masked: the last ones, those where a window begins, and
-none between. There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the
-first does it, before it gives the second its turn.
-
-A quantised cache comes into a ring of its own as it is. One more warpgroup widens it from there into the ring
-that the consumers read, in float16, which holds every 8-bit number exactly: both are the second operand of a
-product, which must lie in shared memory. The scale of K is a factor of the logits; that of V, and of the
-output, is the caller's. Scales of each token come into the former ring, too: factors of what is widened. A
-cache of 4 bits a number (`_nibbles`) goes the same way; its newest tokens come once, before the tiles.
+heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`_prompt_fetch`), of
+which they take the softmax (`_prompt_softmax`). Per slot and array there is a barrier `full` (it may be read)
+and one `free` (every consumer has done with it).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,15 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _gpu, _nibbles
-from pallas_kernels._gpu import LOG2E, LOWEST, NUM_WARPS, WGMMA, Extras
-from pallas_kernels.layouts import PackedView, Place, View
+from pallas_kernels.layouts import PackedView, View
 
-PER_ROW = WGMMA.reduce(1)  # one number per row of a wgmma's result
 WARPGROUP_ROWS = 64
 MAX_WARPGROUPS = 2  # consumers of a program
-PRODUCER_REGISTERS = 32  # of a thread, where two consumers share 65,536 with all others
-WIDENER_REGISTERS = 64
 TILE_LENS = (8, 16, 32, 64)  # other lengths are padded to the next of these
+
+
+class Registers(NamedTuple):
+    """Of a thread of each warpgroup, where they share unequally."""
+
+    consumer: int
+    producer: int
+    widener: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +98,11 @@ class Problem:
         return self.in_registers and (self.num_warpgroups == MAX_WARPGROUPS or self.is_quantised)
 
     @property
-    def consumer_registers(self) -> int:
+    def registers(self) -> Registers:
         """Of a thread; all warpgroups together have 512 for one thread of each."""
         if self.num_warpgroups < MAX_WARPGROUPS:
-            return 256
-        return 208 if self.is_quantised else 240
+            return Registers(consumer=256, producer=64, widener=128)
+        return Registers(208, 32, 64) if self.is_quantised else Registers(240, 32, 0)
 
     @property
     def copy_tokens(self) -> int:
@@ -245,345 +232,3 @@ def span_of(
     full_to = jnp.clip(lax.div(jnp.minimum(position + 1, end), tile_kv) - first, 0, num_tiles)
     full_from = jnp.clip(pl.cdiv(full_from, tile_kv) - first, 0, full_to)
     return Span(position, begin, end, first, num_tiles, full_from, full_to)
-
-
-def _last_block(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array) -> jax.Array:
-    """The place of the span's last token's block; that of the null block, if it has none."""
-    column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
-    block_id = jnp.where(span.end > span.begin, gmem.block_tables[row, column], 0)
-    return _gpu.places(extras, p.block_stride)(block_id)
-
-
-def produce(
-    p: Problem,
-    span: Span,
-    gmem: Any,
-    extras: Extras,
-    row: jax.Array,
-    kv_head: jax.Array,
-    scratch: Scratch,
-    warp: jax.Array,
-) -> None:
-    """Fetch what this warp has of the tiles of K and V."""
-    place_of = _gpu.places(extras, p.block_stride)
-    # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
-    first_block = lax.div(span.begin, jnp.int32(p.block_size))
-    last_block = jnp.maximum(pl.cdiv(span.end, jnp.int32(p.block_size)) - 1, first_block)
-
-    ring, num_stages = (
-        (scratch.ring, p.num_stages) if scratch.raw is None else (scratch.raw, p.num_raw_stages)
-    )
-
-    if (packed := p.packed) is not None:
-
-        @pl.when(warp == 0)
-        def _fetch_newest() -> None:
-            its = packed.k_new.at(_last_block(p, span, gmem, extras, row), pl.ds(0, _nibbles.GROUP), kv_head)
-            plgpu.copy_gmem_to_smem(extras.packed.k_new.at[its], scratch.k_new, scratch.new_full)
-
-    def fetch(i: jax.Array, _: None) -> None:
-        slot = lax.rem(i, jnp.int32(num_stages))
-
-        def tokens_of(place: Any, num_tokens: int) -> tuple[jax.Array, Any]:
-            """The block of the tile's tokens from a place on, and where in it they are."""
-            token = (span.first + i) * p.tile_kv + place
-            column = jnp.clip(lax.div(token, jnp.int32(p.block_size)), first_block, last_block)
-            offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
-            return place_of(gmem.block_tables[row, column]), pl.ds(offset, num_tokens)
-
-        def source(its: Place, place: jax.Array, num_tokens: int) -> Any:
-            return its.at(*tokens_of(place, num_tokens), kv_head)
-
-        caches = (gmem.k_cache, p.view.k, p.view.k_scale), (gmem.v_cache, p.view.v, p.view.v_scale)
-        for which, ((cache, its, scale), (tiles, full, free)) in enumerate(
-            zip(caches, ring.arrays, strict=True)
-        ):
-
-            @pl.when(i >= num_stages)
-            def _wait(free: Any = free) -> None:
-                plgpu.barrier_wait(free.at[slot])
-
-            for copy in range(p.copies_per_tile // NUM_WARPS):
-                place = (copy * NUM_WARPS + warp) * p.copy_tokens  # in the tile
-                target = tiles.at[slot, pl.ds(place, p.copy_tokens)]
-                plgpu.copy_gmem_to_smem(cache.at[source(its, place, p.copy_tokens)], target, full.at[slot])
-            if p.packed is not None:
-                for number, name in enumerate(_nibbles.Scales._fields[2 * which : 2 * which + 2]):
-
-                    @pl.when(warp == number)
-                    def _fetch_packed(name: str = name, full: Any = full) -> None:
-                        at = tokens_of, kv_head, p.block_size
-                        _nibbles.fetch(name, p.packed, extras.packed, ring.packed, slot, full.at[slot], *at)
-
-            if scale is not None:
-
-                @pl.when(warp < p.scale_copies)
-                def _fetch_scales(which: int = which, scale: Place = scale, full: Any = full) -> None:
-                    num_tokens = _gpu.scale_tokens(p.block_size, p.tile_kv)
-                    place = warp * num_tokens
-                    found = extras.token_scales[which].at[source(scale, place, num_tokens)]
-                    target = ring.scales[which].at[slot, pl.ds(place, num_tokens)]
-                    plgpu.copy_gmem_to_smem(found, target, full.at[slot])
-
-    lax.fori_loop(0, span.num_tiles, fetch, None)
-    for _, _, free in ring.arrays:
-        _gpu.drain(free, num_stages, span.num_tiles)
-
-
-def widen(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array, scratch: Scratch) -> None:
-    """Widen the tiles of a quantised cache, from one ring into the other."""
-    raw, ring = scratch.raw, scratch.ring
-    assert raw is not None
-    newest = jnp.int32(-1)
-    if p.packed is not None:  # the group of tokens, of all of the row's, that is not yet codes
-        group = extras.packed.new_group[_last_block(p, span, gmem, extras, row)]
-        column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
-        newest = jnp.where(group < 0, -1, column * (p.block_size // _nibbles.GROUP) + group)
-        plgpu.barrier_wait(scratch.new_full)
-
-    def widen_tile(i: jax.Array, _: None) -> None:
-        slot, raw_slot = lax.rem(i, jnp.int32(p.num_stages)), lax.rem(i, jnp.int32(p.num_raw_stages))
-        for which, ((source, source_full, source_free), scales, (target, full, free)) in enumerate(
-            zip(raw.arrays, raw.scales, ring.arrays, strict=True)
-        ):
-
-            @pl.when(i >= p.num_stages)
-            def _wait_for_readers(free: Any = free) -> None:
-                plgpu.barrier_wait(free.at[slot])
-
-            plgpu.barrier_wait(source_full.at[raw_slot])
-            if raw.packed is None:
-                its = None if scales is None else scales.at[raw_slot]
-                _gpu.widen(source.at[raw_slot], target.at[slot], its, is_interpreted=p.is_interpreted)
-            else:
-                scale, zero = (each.at[raw_slot] for each in raw.packed[2 * which : 2 * which + 2])
-                place = newest - (span.first + i) * (p.tile_kv // _nibbles.GROUP)
-                news = () if which else (scratch.k_new, place)
-                _nibbles.widen(source.at[raw_slot], scale, zero, target.at[slot], *news)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(full.at[slot])
-            plgpu.barrier_arrive(source_free.at[raw_slot])
-
-    lax.fori_loop(0, span.num_tiles, widen_tile, None)
-    for _, _, free in ring.arrays:
-        _gpu.drain(free, p.num_stages, span.num_tiles)
-
-
-def load_queries(
-    p: Problem, q_gmem: Any, kv_head: jax.Array, first_head: jax.Array, scratch: Scratch, warpgroup: jax.Array
-) -> None:
-    """The queries of the warpgroup's heads; a head that the group does not have has the last one's."""
-    for h in range(p.warpgroup_heads):
-        head = kv_head * p.group_size + jnp.minimum(first_head + h, p.group_size - 1)
-        target = scratch.q.at[warpgroup, pl.ds(h * p.tile_len, p.tile_len)]
-        plgpu.copy_gmem_to_smem(q_gmem.at[:, head], target, scratch.q_full.at[warpgroup])
-    plgpu.barrier_wait(scratch.q_full.at[warpgroup])
-
-
-class Softmax(NamedTuple):
-    """A softmax under way; maxima times log2(e)."""
-
-    out: jax.Array  # [64, head_dim] float32, sum of exp2(s - max) * v
-    max: jax.Array  # [64]
-    sum: jax.Array  # [64]
-
-
-def consume(
-    p: Problem,
-    span: Span,
-    extras: Extras,
-    kv_head: jax.Array,
-    first_head: jax.Array,
-    scratch: Scratch,
-    warpgroup: jax.Array,
-) -> Softmax:
-    """The softmax of the warpgroup's rows over the span's tiles; first_head among all query heads."""
-    k_scale = None if extras.k_scale is None else extras.k_scale[kv_head]
-    takes_turns, ring = p.num_warpgroups == MAX_WARPGROUPS, scratch.ring
-    slopes = None
-    if extras.alibi_slopes is not None:
-        slopes = _per_row(p, extras.alibi_slopes, first_head) * LOG2E
-
-    def give_and_take_turn() -> None:
-        plgpu.barrier_arrive(scratch.turn)
-        plgpu.barrier_wait(scratch.turn)
-
-    def take(i: jax.Array, state: Softmax, *, is_edge: bool) -> Softmax:
-        slot = lax.rem(i, jnp.int32(p.num_stages))
-        first_token = (span.first + i) * p.tile_kv
-        plgpu.barrier_wait(ring.k_full.at[slot])
-
-        def scores(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, scratch.q.at[warpgroup], ring.k.at[slot].T)
-            if takes_turns:
-                give_and_take_turn()
-            return acc[...]
-
-        s = pl.run_scoped(scores, plgpu.ACC((WARPGROUP_ROWS, p.tile_kv), jnp.float32))
-        plgpu.barrier_arrive(ring.k_free.at[slot])
-        s, factor = _logits(p, span, s, k_scale, first_token, slopes, is_edge=is_edge)
-        largest = jnp.maximum(state.max, s.max(axis=1) * factor)
-        rescale = jnp.exp2(state.max - largest)
-        weights = jnp.exp2(s * factor - lax.broadcast_in_dim(largest, s.shape, [0]))
-        total = state.sum * rescale + weights.sum(axis=1)
-        out = state.out * lax.broadcast_in_dim(rescale, state.out.shape, [0])
-        weights = weights.astype(p.dtype)
-        if takes_turns:
-            # What comes before stays before the turn is given away.
-            out, total, largest, weights = lax.optimization_barrier((out, total, largest, weights))
-        if is_edge or not takes_turns:
-            plgpu.barrier_wait(ring.v_full.at[slot])
-        if is_edge:
-            is_first = (warpgroup == 0) & ((first_token < span.begin) | (first_token + p.tile_kv > span.end))
-            pl.when(is_first)(lambda: _zero_stale_tokens(p, span, ring.v.at[slot], first_token))
-        if takes_turns:
-            plgpu.barrier_arrive(scratch.turn)
-            if not is_edge:
-                plgpu.barrier_wait(ring.v_full.at[slot])
-            plgpu.barrier_wait(scratch.turn)
-        out = _add_weighted(p, out, weights, scratch, slot, warpgroup)
-        plgpu.barrier_arrive(ring.v_free.at[slot])
-        return Softmax(out, largest, total)
-
-    if takes_turns:  # the second begins half a turn later
-        pl.when(warpgroup == 1)(give_and_take_turn)
-    state = nothing(p.head_dim)
-    bounds = (jnp.int32(0), span.full_from, span.full_to, span.num_tiles)
-    for k, is_edge in enumerate((True, False, True)):
-        if k or p.sliding_window is not None:
-            state = lax.fori_loop(bounds[k], bounds[k + 1], _with(take, is_edge), state)
-    if takes_turns:
-        pl.when(warpgroup == 0)(give_and_take_turn)
-    return state
-
-
-def _with(take: Callable[..., Softmax], is_edge: bool) -> Callable[[jax.Array, Softmax], Softmax]:
-    return lambda i, state: take(i, state, is_edge=is_edge)
-
-
-def nothing(width: int) -> Softmax:
-    """A softmax over no tokens, of so many columns of the output."""
-    return Softmax(
-        _filled((WARPGROUP_ROWS, width), 0.0, WGMMA),
-        _filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
-        _filled((WARPGROUP_ROWS,), 0.0, PER_ROW),
-    )
-
-
-def _filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _logits(
-    p: Problem,
-    span: Span,
-    s: jax.Array,
-    k_scale: jax.Array | None,
-    first_token: jax.Array,
-    slopes: jax.Array | None,
-    *,
-    is_edge: bool,
-) -> tuple[jax.Array, float]:
-    """What times the factor returned is the logits times log2(e), [64, tile_kv]; -inf where unseen."""
-    factor = p.scale * LOG2E
-    if k_scale is not None:
-        s = s * k_scale
-    if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
-        s = (1 - 2 / (1 + jnp.exp2(s * (2 * p.scale / p.soft_cap * LOG2E)))) * (p.soft_cap * LOG2E)
-        factor = 1.0
-    elif slopes is not None or factor <= 0:  # else it is multiplied where the maximum is subtracted
-        s, factor = s * factor, 1.0
-    if slopes is None and not is_edge:
-        return s, factor
-    row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA)
-    position = span.position + (row & (p.tile_len - 1))
-    token = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA) + first_token
-    if slopes is not None:
-        s = s + lax.broadcast_in_dim(slopes, s.shape, [0]) * (token - position).astype(jnp.float32)
-    if is_edge:
-        seen = (token <= position) & (token < span.end)
-        if p.sliding_window is not None:
-            seen = seen & (token > position - p.sliding_window)
-        s = jnp.where(seen, s, -jnp.inf)
-    return s, factor
-
-
-def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -> None:
-    """Zero a tile's V outside the span."""
-    for row in range(0, p.tile_kv, WARPGROUP_ROWS):
-        place = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS, 64), 0, layout=WGMMA) + (first_token + row)
-        for column in _gpu.columns_of(p.head_dim):
-            piece = v.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, 64)]
-            old = piece[...]
-            piece[...] = jnp.where((place >= span.begin) & (place < span.end), old, jnp.zeros_like(old))
-    plgpu.commit_smem()
-
-
-def _add_weighted(
-    p: Problem, out: jax.Array, weights: jax.Array, scratch: Scratch, slot: jax.Array, warpgroup: jax.Array
-) -> jax.Array:
-    """out + weights @ V, for the V of a slot."""
-    if p.in_registers:
-
-        def add(acc: Any) -> None:
-            plgpu.wgmma(acc, weights, scratch.ring.v.at[slot])
-
-        return pl.run_state(add)(plgpu.ACC.init(out))
-    scratch.p.at[warpgroup][...] = weights
-    plgpu.commit_smem()
-
-    def product(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, scratch.p.at[warpgroup], scratch.ring.v.at[slot])
-        return acc[...]
-
-    return out + pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, p.head_dim), jnp.float32))
-
-
-def _normalised(p: Problem, state: Softmax, extras: Extras, first_head: jax.Array) -> jax.Array:
-    """out / sum, with the sinks' shares in the sum; zeros where there was no token."""
-    out, largest, total = state
-    factor = jnp.full_like(total, 1.0)
-    is_empty = total == 0
-    if extras.sinks is not None:
-        sinks = _per_row(p, extras.sinks, first_head) * LOG2E
-        with_sink = jnp.maximum(largest, sinks)
-        factor = jnp.exp2(largest - with_sink)
-        total = total * factor + jnp.exp2(sinks - with_sink)
-    factor = factor / jnp.where(is_empty, 1.0, total)
-    return out * lax.broadcast_in_dim(factor, out.shape, [0])
-
-
-def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
-    """The numbers of the rows' heads, of values_gmem [num_q_heads], as [64]."""
-    shape = WARPGROUP_ROWS, 8  # the narrowest result that a wgmma has
-    head = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA), p.tile_len)
-    values = _filled(shape, 0.0, WGMMA)
-    last = values_gmem.shape[0] - 1
-    for h in range(p.warpgroup_heads):
-        values = jnp.where(head == h, values_gmem[jnp.minimum(first_head + h, last)], values)
-    return values.max(axis=1)
-
-
-def store_output(
-    p: Problem,
-    pieces: Iterable[tuple[int, Softmax]],
-    extras: Extras,
-    out_gmem: Any,
-    kv_head: jax.Array,
-    first_head: jax.Array,
-    scratch: Scratch,
-    warpgroup: jax.Array,
-) -> None:
-    """Write the heads that the group has, of a softmax in pieces: each with its first column."""
-    for column, piece in pieces:
-        out = _normalised(p, piece, extras, kv_head * p.group_size + first_head)
-        scratch.q.at[warpgroup, :, pl.ds(column, out.shape[1])][...] = out.astype(p.dtype)
-    plgpu.commit_smem()
-    for h in range(p.warpgroup_heads):
-
-        @pl.when(first_head + h < p.group_size)
-        def _copy(h: int = h) -> None:
-            source = scratch.q.at[warpgroup, pl.ds(h * p.tile_len, p.tile_len)]
-            plgpu.copy_smem_to_gmem(source, out_gmem.at[:, kv_head * p.group_size + first_head + h])
-
-    plgpu.wait_smem_to_gmem(0)

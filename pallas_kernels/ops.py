@@ -31,6 +31,7 @@ from pallas_kernels import paged_attention as mosaic
 from pallas_kernels import product as mosaic_products
 from pallas_kernels import prompt_attention as mosaic_prompts
 from pallas_kernels import quantised_product as mosaic_quantised
+from pallas_kernels._cut import Cut
 from pallas_kernels.checks import AttentionOptions
 from pallas_kernels.layouts import Layout, Pool
 from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
@@ -105,7 +106,7 @@ def paged_attention_v1(
     checked = checks.check_attention(arrays, options)
     if _choose(implementation, interpret, arrays, checked) == "xla":
         return xla.paged_attention_v1(_batch(arrays, checked), checked)
-    whole = mosaic.Cut(_capacity(arrays, checked), most=1)
+    whole = Cut(_capacity(arrays, checked), most=1)
     return mosaic.paged_attention(*_seen(arrays, checked), cut=whole, interpret=interpret)
 
 
@@ -135,7 +136,7 @@ def paged_attention_v2(
         raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
     if _choose(implementation, interpret, arrays, checked) == "xla":
         return xla.paged_attention_v2(_batch(arrays, checked), checked, partition_size)
-    cut = mosaic.Cut(partition_size, most=-(-_capacity(arrays, checked) // partition_size))
+    cut = Cut(partition_size, most=-(-_capacity(arrays, checked) // partition_size))
     return mosaic.paged_attention(*_seen(arrays, checked), cut=cut, interpret=interpret)
 
 

@@ -8,10 +8,10 @@ with the options of `ops.paged_attention`, for one new token a row or a few. A r
     the row:               sum_p exp(m_p - m) * o_p / sum_p exp(m_p - m) * l_p        with m = max m_p
 
 A unit of work is a partition and a kv head. `plan` lists the partitions, row by row; a fixed number of
-programs shares the units out, and a program's ring of tiles runs on from one unit to the next. `_decode_tile`
-is the code of a unit. A row of one partition is written at once. Of a row with several, each is kept in
-float32 in memory, and the program that finishes last (`_arrival`) merges them, in their order: nobody waits,
-and there is no second kernel.
+programs shares the units out, and a program's ring of tiles runs on from one unit to the next:
+`_decode_fetch` fills it, `_decode_softmax` takes from it. A row of one partition is written at once. Of a row
+with several, each is kept in float32 in memory, and the program that finishes last (`_arrival`) merges them,
+in their order: nobody waits, and there is no second kernel.
 
 How a row is cut follows from its own tokens alone (`Cut`), so its bits depend neither on the rest of the
 batch nor on the number of programs.
@@ -31,6 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _arrival, _gpu, tuning
+from pallas_kernels import _decode_fetch as fetch
+from pallas_kernels import _decode_softmax as softmax
 from pallas_kernels import _decode_tile as tile
 from pallas_kernels._cut import MOST_COUNTED, Cut, listed
 from pallas_kernels.support import Arrays, Options
@@ -149,7 +151,7 @@ def _kernel(
         @plgpu.warp_map
         def _fetch(warp: jax.Array) -> None:
             def produce(i: jax.Array, done: jax.Array) -> jax.Array:
-                return tile.produce(p, unit(i)[1], i, gmem, extras, scratch, done, warp)
+                return fetch.produce(p, unit(i)[1], i, gmem, extras, scratch, done, warp)
 
             done = lax.fori_loop(0, num_mine, produce, jnp.int32(0))
             _gpu.drain(scratch.empty, p.num_stages, done)
@@ -159,11 +161,11 @@ def _kernel(
     def _consumer() -> None:
         def consume(i: jax.Array, done: jax.Array) -> jax.Array:
             item, span = unit(i)
-            state, done = tile.consume(p, span, i, gmem, extras, scratch, done)
+            state, done = softmax.consume(p, span, i, gmem, extras, scratch, done)
 
-            def write(state: tile.Softmax) -> None:
-                tile.store_outputs(
-                    p, tile.normalised(p, state, extras, span.kv_head), span, out_smem, out_gmem
+            def write(state: softmax.Softmax) -> None:
+                softmax.store_outputs(
+                    p, softmax.normalised(p, state, extras, span.kv_head), span, out_smem, out_gmem
                 )
 
             if partials is None:
@@ -188,7 +190,7 @@ def _kernel(
 
 
 def _store(
-    p: tile.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: tile.Softmax
+    p: tile.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: softmax.Softmax
 ) -> None:
     """Keep a partition's result, straight from the registers."""
     for i, piece in enumerate(state.out):
@@ -199,7 +201,7 @@ def _store(
 
 def _merged(
     p: tile.Problem, partials: Partials, first: jax.Array, count: jax.Array, kv_head: jax.Array
-) -> tile.Softmax:
+) -> softmax.Softmax:
     """The softmax of a whole row, whose partitions are `count` items from `first` on."""
 
     def load(ref: Any, layout: Any) -> jax.Array:
@@ -208,17 +210,17 @@ def _merged(
     numbers = len(p.pieces) * p.piece_rows * p.num_columns
     at_a_time = max(1, min(MERGED_AT_A_TIME, MERGED_NUMBERS // numbers))
 
-    def merge(i: jax.Array, state: tile.Softmax) -> tile.Softmax:
+    def merge(i: jax.Array, state: softmax.Softmax) -> softmax.Softmax:
         parts = []
         for k in range(at_a_time):
             number = i * at_a_time + k
             item = first + jnp.minimum(number, count - 1)  # past the end: the last one again, with no weight
-            largest, total = (load(partials.stats.at[item, kv_head, k], tile.PER_HEAD) for k in range(2))
+            largest, total = (load(partials.stats.at[item, kv_head, k], softmax.PER_HEAD) for k in range(2))
             out = tuple(
                 load(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], _gpu.WGMMA)
                 for i in range(len(p.pieces))
             )
-            parts.append(tile.Softmax(out, largest + jnp.where(number < count, 0.0, _gpu.LOWEST), total))
+            parts.append(softmax.Softmax(out, largest + jnp.where(number < count, 0.0, _gpu.LOWEST), total))
         new_max = state.max
         for part in parts:
             new_max = jnp.maximum(new_max, part.max)
@@ -230,9 +232,9 @@ def _merged(
             total = total + part.sum * weight
             weights = lax.broadcast_in_dim(weight, out[0].shape, [1])
             out = tuple(piece + new * weights for piece, new in zip(out, part.out, strict=True))
-        return tile.Softmax(out, new_max, total)
+        return softmax.Softmax(out, new_max, total)
 
-    return lax.fori_loop(0, pl.cdiv(count, jnp.int32(at_a_time)), merge, tile.nothing(p))
+    return lax.fori_loop(0, pl.cdiv(count, jnp.int32(at_a_time)), merge, softmax.nothing(p))
 
 
 def paged_attention(

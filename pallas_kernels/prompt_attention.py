@@ -4,8 +4,9 @@
                 applied to v[t]
 
 with the options of `ops.tiled_paged_attention`. A program computes one tile for up to 128 rows of a kv head's
-group, for example 4 query heads of 32 tokens; `_prompt_tile` is its code. The tiles of K and V lie on
-multiples of tile_kv whatever else is computed, so a token's bits do not depend on its company.
+group, for example 4 query heads of 32 tokens: `_prompt_fetch` brings K and V, `_prompt_softmax` takes the
+softmax over them. The tiles of K and V lie on multiples of tile_kv whatever else is computed, so a token's
+bits do not depend on its company.
 
 A long context is cut into parts of 8,192 tokens or more by the tile's position alone, each a program's, so
 that few tiles behind it keep the GPU busy: `_prompt_parts`.
@@ -28,7 +29,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _arrival, _gpu, support
+from pallas_kernels import _prompt_fetch as fetch
 from pallas_kernels import _prompt_parts as parts
+from pallas_kernels import _prompt_softmax as softmax
 from pallas_kernels import _prompt_tile as tile
 from pallas_kernels._cut import Cut, Parts
 from pallas_kernels._prompt_tile import TILE_LENS, Problem
@@ -53,60 +56,67 @@ def _kernel(
         lax.axis_index(name) for name in ("item", "chunk", "kv_head", "warpgroup")
     )
 
-    def run(row: jax.Array, bounds: tuple[jax.Array, jax.Array] | None) -> None:
-        """The program of a tile, or of these tokens of it."""
-        span = tile.span_of(p, positions_gmem[row], gmem.seq_lens[row], bounds)
+    def row() -> jax.Array:
+        return item if work is None else work.items[item, 0]
 
+    def row_and_span() -> tuple[jax.Array, tile.Span]:
+        """The program's tile, and its tokens of it. Each warpgroup reads them for itself: what is known
+        before they part stays in registers while the producer runs, who has few.
+        """
+        its = row()
+        bounds = None if work is None else (work.items[item, 1], work.items[item, 2])
+        return its, tile.span_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
+
+    def run() -> None:
         @pl.when(warpgroup == p.num_warpgroups)
         def _producer() -> None:
             if p.shares_registers:
-                plgpu.set_max_registers(tile.PRODUCER_REGISTERS, action="decrease")
-            plgpu.warp_map(lambda warp: tile.produce(p, span, gmem, extras, row, kv_head, scratch, warp))
+                plgpu.set_max_registers(p.registers.producer, action="decrease")
+            its, span = row_and_span()
+            plgpu.warp_map(lambda warp: fetch.produce(p, span, gmem, extras, its, kv_head, scratch, warp))
 
         if scratch.raw is not None:
 
             @pl.when(warpgroup == p.num_warpgroups + 1)
             def _widener() -> None:
                 if p.shares_registers:
-                    plgpu.set_max_registers(tile.WIDENER_REGISTERS, action="decrease")
-                tile.widen(p, span, gmem, extras, row, scratch)
+                    plgpu.set_max_registers(p.registers.widener, action="decrease")
+                its, span = row_and_span()
+                fetch.widen(p, span, gmem, extras, its, scratch)
 
         @pl.when(warpgroup < p.num_warpgroups)
         def _consumer() -> None:
             if p.shares_registers:
-                plgpu.set_max_registers(p.consumer_registers, action="increase")
-            first_head = (chunk * p.num_warpgroups + warpgroup) * p.warpgroup_heads  # in the group
-            tile.load_queries(p, gmem.q.at[row], kv_head, first_head, scratch, warpgroup)
+                plgpu.set_max_registers(p.registers.consumer, action="increase")
+            number = warpgroup if p.num_warpgroups > 1 else jnp.int32(0)  # which takes no register
+            first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # in the group
+            its, span = row_and_span()
+            softmax.load_queries(p, gmem.q.at[its], kv_head, first_head, scratch, number)
             heads = kv_head, kv_head * p.group_size + first_head
-            state = tile.consume(p, span, extras, *heads, scratch, warpgroup)
+            state = softmax.consume(p, span, extras, *heads, scratch, number)
 
-            def row_again() -> jax.Array:  # read again: registers are short while it is computed
-                return row if work is None else work.items[item, 0]
-
-            def write(pieces: Iterable[tuple[int, tile.Softmax]]) -> None:
-                place = out_gmem.at[row_again()], kv_head, first_head
-                tile.store_output(p, pieces, extras, *place, scratch, warpgroup)
+            # From here on the row is read again: registers were short.
+            def write(pieces: Iterable[tuple[int, softmax.Softmax]]) -> None:
+                place = out_gmem.at[row()], kv_head, first_head
+                softmax.store_output(p, pieces, extras, *place, scratch, number)
 
             if work is None or partials is None:
                 write([(0, state)])
                 return
-            mine = parts.Mine(work.items, item, partials, (kv_head, chunk, warpgroup))
+            mine = parts.Mine(work.items, item, partials, (kv_head, chunk, number))
 
             def arrive() -> jax.Array:
-                index = (row_again() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
-                counter = counters.at[index * p.num_warpgroups + warpgroup]
+                index = (row() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
+                counter = counters.at[index * p.num_warpgroups + number]
                 # Queries are not needed any more.
-                return is_last(counter, scratch.q.at[warpgroup], mine.num_parts, _gpu.tiled(p.line))
+                return is_last(counter, scratch.q.at[number], mine.num_parts, _gpu.tiled(p.line))
 
             parts.finish(p, mine, state, write, arrive)
 
     if work is None:
-        run(item, None)
-        return
-
-    @pl.when(item < work.num_items[0])
-    def _run() -> None:
-        run(work.items[item, 0], (work.items[item, 1], work.items[item, 2]))
+        run()
+    else:
+        pl.when(item < work.num_items[0])(run)
 
 
 def prompt_attention(
@@ -185,13 +195,12 @@ def partial_bytes(
 ) -> int:
     """What the partial results of a call take at most; `capacity` tokens a sequence at most."""
     num_chunks = -(-group_size * tile_len // (tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS))
-    count = parts.cut_of(num_kv_heads * num_chunks).max_parts(capacity)
-    rows = num_kv_heads * num_chunks * tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS
-    return (
-        min(num_tiles * count * rows * (head_dim + 2 * parts.STATS_WIDTH) * 4, parts.PARTIAL_BYTES)
-        if count > 1
-        else 0
-    )
+    num_programs = num_kv_heads * num_chunks
+    count = parts.cut_of(num_programs).max_parts(capacity)
+    if count == 1:
+        return 0
+    rows = num_programs * tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS
+    return min(parts.bytes_of(num_tiles * count, rows, head_dim), parts.PARTIAL_BYTES)
 
 
 @functools.cache

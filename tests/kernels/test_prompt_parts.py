@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 # run at once may wait for ever in the interpreter; those run one after the other, in `test_mosaic_tiles`.
 NARROW = Case("narrow", (240,), (272,), num_q_heads=2)
 TWO = Case("two", (240, 20), (272, 30), num_q_heads=2)  # two parts of 256, and one
+WIDE = Case("heads of 256", (110,), (142,), num_q_heads=2, head_dim=256)
 WINDOW = Case(
     "window, all at once", (600,), (620,), num_q_heads=2, cache_dtype="float8_e4m3fn",
     sliding_window=300, soft_cap=3.0, alibi=True, sinks=True,
@@ -135,7 +136,7 @@ def test_bits_do_not_depend_on_what_else_is_in_the_pass(monkeypatch: pytest.Monk
     np.testing.assert_array_equal(launch_in_turn(TWO), together)
 
 
-@pytest.mark.parametrize("c", [NARROW, WINDOW], ids=str)
+@pytest.mark.parametrize("c", [NARROW, WIDE, WINDOW], ids=str)
 def test_the_last_of_programs_that_run_at_once_folds_the_parts(
     c: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
