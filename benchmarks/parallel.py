@@ -35,7 +35,7 @@ from jaxpaged.engine.programs import Program
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
-from jaxpaged.models.form import form_of
+from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.weights import Parts, Share, random_weights
 from jaxpaged.parallel.mesh import mesh_of
 

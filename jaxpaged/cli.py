@@ -322,7 +322,7 @@ def _info(args: argparse.Namespace) -> None:
 
     from jaxpaged.engine import gpu_flags, machine, startup
     from jaxpaged.models import loading, quantised
-    from jaxpaged.models.form import form_of
+    from jaxpaged.models.layer_form import form_of
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
 

@@ -18,7 +18,7 @@ from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.form import form_of
+from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import num_weights
 from jaxpaged.parallel.mesh import mesh_of
 from pallas_kernels import layouts, native, ops, support

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
-from jaxpaged.models.form import Form, form_of
+from jaxpaged.models.layer_form import LayerForm, form_of
 from jaxpaged.models.quantised import QuantisedWeight
 from pallas_kernels import low_rank, native, ops, product, xla
 from pallas_kernels.ops import ProductImplementation
@@ -139,7 +139,7 @@ class Linear(nnx.Module):
         weights: Sequence[Float[Values, "out_features in_features"] | QuantisedWeight] | Each,
         biases: Sequence[Float[Values, " out_features"]] | Each | None = None,
         *,
-        form: Form | None = None,
+        form: LayerForm | None = None,
         together: bool | None = None,
     ) -> None:
         """`form`: None is that of this machine. `together`: in a stack; None: if layers are in a loop."""

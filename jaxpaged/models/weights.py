@@ -11,7 +11,7 @@ import numpy as np
 from jaxpaged.checks import InputError
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.form import form_of
+from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import (
     Names,
     Pieces,

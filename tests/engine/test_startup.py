@@ -149,9 +149,8 @@ def test_a_gpu_without_memory_is_not_one_that_fails_to_launch(monkeypatch):
     assert not machine.may_fail_to_launch(full)
 
 
-@pytest.mark.parametrize(
-    ("loops", "use_native"), [(True, "0"), pytest.param(False, "1", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("loops", "use_native"), [(True, "0"), (False, "1")])
 def test_layers_in_a_loop_and_one_by_one_answer_alike(loops, use_native, monkeypatch):
     """In a loop where XLA multiplies, too; and one by one where our kernels do."""
     monkeypatch.setenv("JAXPAGED_NATIVE", use_native)

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.models import layers
-from jaxpaged.models.form import Form, form_of
+from jaxpaged.models.layer_form import LayerForm, form_of
 from pallas_kernels import ops
 from pallas_kernels import product as mosaic
 from tests.kernels.interpreter import (
@@ -143,7 +143,7 @@ def test_a_models_product_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(mosaic, "product", functools.partial(mosaic.product, interpret=True))
     weights, biases = draw(0, "bfloat16", 3 * 9, 70).reshape(3, 9, 70), draw(2, "bfloat16", 3, 9)
     form = form_of(jnp.dtype("bfloat16"), loop_over_layers=True)
-    assert form == Form("xla", "mosaic_gpu", loops=True)
+    assert form == LayerForm("xla", "mosaic_gpu", loops=True)
     linear = layers.Linear(list(weights), list(biases), form=form)
     assert linear.kernel.all.shape == (3, 72, 64)
     x = draw(1, "bfloat16", 5, 70)

@@ -16,7 +16,7 @@ from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families import BY_TYPE
 from jaxpaged.models.families.llama import NAMES
-from jaxpaged.models.form import Form
+from jaxpaged.models.layer_form import LayerForm
 from jaxpaged.models.weights import Parts
 from reference import model as reference_model
 from tests import tiny
@@ -108,7 +108,7 @@ def test_layers_in_a_loop_equal_transformers_where_xla_multiplies(name, monkeypa
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     stored_, checkpoint = stored(f"families/{name}"), loading.open_checkpoint(GOLDENS / "families" / name)
     model = checkpoint.model(jnp.dtype("float32"), loop_over_layers=True)
-    assert model.form == Form("xla", "xla", loops=True)
+    assert model.form == LayerForm("xla", "xla", loops=True)
     assert_equal(paged_logits(model, stored_["token_ids"], 16, 1), stored_)
 
 

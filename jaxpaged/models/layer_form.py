@@ -9,7 +9,7 @@ from pallas_kernels.ops import ProductImplementation
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class LayerForm:
     """It is chosen once, for all of a model's weights that are not quantised.
 
     In a loop over layers, and over experts, a product must be told which of a stack of weights it is to read.
@@ -22,9 +22,9 @@ class Form:
     loops: bool  # over layers: the program does not grow with their number, and weights of all are stacks
 
 
-def form_of(dtype: jnp.dtype, loop_over_layers: bool | None = None) -> Form:
+def form_of(dtype: jnp.dtype, loop_over_layers: bool | None = None) -> LayerForm:
     """That of this machine for weights of a dtype; `loop_over_layers` as `EngineConfig` has it."""
     if native.serves(dtype):
-        return Form("native", "native", loop_over_layers is not False)
+        return LayerForm("native", "native", loop_over_layers is not False)
     by_kernel = ops.default_implementation() == "mosaic_gpu" and dtype.name in product.DTYPES
-    return Form("xla", "mosaic_gpu" if by_kernel else "xla", bool(loop_over_layers))
+    return LayerForm("xla", "mosaic_gpu" if by_kernel else "xla", bool(loop_over_layers))
