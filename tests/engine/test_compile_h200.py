@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import compile_loop, cuda_compiler
 from benchmarks.compile_loop import Case, Report
+from tests.once import once
 
 missing = cuda_compiler.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
@@ -26,8 +27,9 @@ WANTED = set(EVERY) if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, Report]:
-    return {report.case: report for report in compile_loop.run(sorted(WANTED))}
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    found = once(tmp_path_factory, "compiled_loops", lambda: compile_loop.run(sorted(WANTED)))
+    return {report.case: report for report in found}
 
 
 def test_every_case_compiles(reports: dict[str, Report]) -> None:

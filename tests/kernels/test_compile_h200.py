@@ -7,6 +7,7 @@ import pytest
 from benchmarks import compile_report, cuda_compiler
 from pallas_kernels.paged_attention import partial_bytes
 from pallas_kernels.prompt_attention import partial_bytes as prompt_partial_bytes
+from tests.once import once
 
 missing = cuda_compiler.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
@@ -60,8 +61,8 @@ WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED
 
 
 @pytest.fixture(scope="module")
-def reports() -> list[compile_report.Report]:
-    return compile_report.run(sorted(WANTED))
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[compile_report.Report]:
+    return once(tmp_path_factory, "compiled_kernels", lambda: compile_report.run(sorted(WANTED)))
 
 
 def test_every_kernel_compiles_and_spills_nothing(reports: list[compile_report.Report]) -> None:
