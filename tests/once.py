@@ -1,9 +1,11 @@
 """What takes long and is the same for all processes of a test run."""
 
+import contextlib
 import fcntl
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +16,17 @@ def once[T](factory: pytest.TempPathFactory, name: str, make: Callable[[], T]) -
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     path = folder / name
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time(path.with_suffix(".lock")):
         if not path.exists():
             path.write_bytes(pickle.dumps(make()))
     found: T = pickle.loads(path.read_bytes())
     return found
+
+
+@contextlib.contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """Other processes wait while one is inside, with a file of that name."""
+    lock.parent.mkdir(exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

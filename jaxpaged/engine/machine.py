@@ -118,8 +118,9 @@ def refuse_loop(config: EngineConfig, model_config: ModelConfig) -> None:
     serves = form_of(dtype).stacked == "mosaic_gpu" and kernel == "mosaic_gpu"
     rule = (
         f"None or False with {dtype} and attention by {kernel} on this device: on a GPU a loop over layers "
+        "needs Hopper's kernels for both, and 16 bits"
     )
-    check("loop_over_layers", True, f"{rule}needs Hopper's kernels for both, and 16 bits", serves)
+    check("loop_over_layers", True, rule, serves)
 
 
 def _why_not(

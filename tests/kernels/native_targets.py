@@ -1,13 +1,10 @@
 """The native kernels as XLA calls them, and in a program of their own for each target."""
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +16,7 @@ from pallas_kernels import native, ops
 from pallas_kernels.layouts import TOKEN_MAJOR, Pool, Sizes
 from pallas_kernels.native import attention, library
 from pallas_kernels.quantised import Quantised
+from tests.once import one_at_a_time
 
 DRIVER = Path(__file__).parent / "native_driver.cc"
 CACHE = Path(__file__).parents[2] / ".pytest_cache"
@@ -146,7 +144,7 @@ def kernels(target: str) -> Kernels:
 
 def why_not(dtype: str) -> str | None:
     """`native.why_not`, by one process at a time: so that only one of them compiles."""
-    with _one_at_a_time():
+    with one_at_a_time(CACHE / "native.lock"):
         return native.why_not(jnp.dtype(dtype))
 
 
@@ -157,16 +155,8 @@ def _driver(target: str, compiler: str) -> str:
     command += ["-static", "-I", str(library.SOURCES), str(DRIVER)]
     key = hashlib.sha256("\0".join([*command, *(file.read_text() for file in sources)]).encode()).hexdigest()
     program = CACHE / f"native-{target}-{key[:16]}"
-    with _one_at_a_time():
+    with one_at_a_time(CACHE / "native.lock"):
         if not program.exists():
             subprocess.run([*command, "-o", f"{program}.new"], check=True)
             os.replace(f"{program}.new", program)
     return str(program)
-
-
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    CACHE.mkdir(exist_ok=True)
-    with (CACHE / "native.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -9,13 +9,11 @@ cannot show is named in INVISIBLE.
 
 import functools
 import os
-import sys
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
 from jaxpaged.verify.cases import CASES, Case, case
@@ -27,11 +25,14 @@ from pallas_kernels.checks import check_attention
 from pallas_kernels.support import Arrays
 from tests.kernels.checks import OPERATIONS, assert_close, inputs, is_served, weights_dtype
 from tests.kernels.interpreter import (
+    OPTIONAL,
     fresh_interpreter,
+    is_race_to_release_early,
     races_found,
     recorded_blocks,
     several_programs,
     shadow_reads,
+    slot_of_scratch,
     unfenced_wgmmas,
     unnoticed_calls,
     without_call,
@@ -225,8 +226,6 @@ def test_merging_too_early_or_without_the_arrivals_order_is_noticed(
 # What neither the race detector nor the oracle notices when it is missing: the fences between an ordinary
 # store to shared memory and the wgmma that reads it. `test_every_store_is_fenced_before_a_wgmma` sees these.
 INVISIBLE = {("commit_smem", caller) for caller in ("_load_queries", "_await_tile", "take")}
-# Missed by jax 0.11's interpreter only, and by nothing on a GPU.
-OPTIONAL = {("barrier_wait", "_see_arrival")}
 # Without it the producer waits for ever. `test_an_early_release_is_a_race` moves it instead.
 DEADLOCK = {("barrier_arrive", "take"), ("barrier_arrive", "_load_queries")}
 
@@ -243,28 +242,8 @@ def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     """Hand a slot back before its V is read."""
-    wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
-    with shadow_reads(), pytest.MonkeyPatch.context() as patch:
-
-        def arrive_except_for_tiles(barrier: Any) -> None:
-            if sys._getframe(1).f_code.co_name != "take":
-                arrive(barrier)
-
-        patch.setattr(plgpu, "barrier_arrive", arrive_except_for_tiles)
-
-        def wait_and_release(barrier: Any) -> None:
-            wait(barrier)
-            frame = sys._getframe(1)
-            if frame.f_code.co_name == "_await_tile":
-                arrive(frame.f_locals["scratch"].empty.at[frame.f_locals["slot"]])
-
-        patch.setattr(plgpu, "barrier_wait", wait_and_release)
-        try:
-            launch(RING, WHOLE)
-            raced = races_found(capsys)
-        except jax.errors.JaxRuntimeError as error:  # jax 0.12 stops at a race
-            raced = "RACE DETECTED" in str(error)
-    assert raced
+    slot_in = slot_of_scratch("_await_tile", "take")
+    assert is_race_to_release_early(lambda: launch(RING, WHOLE), slot_in, capsys)
 
 
 @pytest.mark.parametrize("c", [RING, case("float8_e4m3fn_per_head")], ids=str)

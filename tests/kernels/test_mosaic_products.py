@@ -5,14 +5,11 @@ what a GPU has as a wgmma's operand goes through shared memory here.
 """
 
 import functools
-import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.models import gguf_blocks, layers
 from jaxpaged.models.quantisation import float8, float8_kind
@@ -23,9 +20,12 @@ from pallas_kernels.quantised import OFFSET, Halfwords, Quantised
 from reference import quantisation, quantised_checkpoints
 from tests.kernels import test_quantised_product
 from tests.kernels.interpreter import (
+    OPTIONAL,
     fresh_interpreter,
+    is_race_to_release_early,
     races_found,
     shadow_reads,
+    slot_of_scratch,
     unfenced_wgmmas,
     unnoticed_calls,
     without_call,
@@ -186,9 +186,6 @@ def launch(ring: tuple[str, int, int] = RING) -> None:
 
 # The fence between codes' way through shared memory and the wgmma that reads them: no run shows it.
 FENCE = ("commit_smem", "_add")
-OPTIONAL = {
-    ("barrier_wait", "_see_arrival")
-}  # missed by jax 0.11's interpreter only, and by nothing on a GPU
 
 
 @pytest.mark.slow
@@ -204,23 +201,7 @@ def test_every_barrier_is_needed(ring: tuple[str, int, int], capsys: pytest.Capt
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11's interpreter does not see this race")
 def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     """Hand a slot back as soon as it is there."""
-    wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
-
-    def wait_and_release(barrier: Any) -> None:
-        wait(barrier)
-        frame = sys._getframe(1)
-        if frame.f_code.co_name == "_consume":
-            arrive(frame.f_locals["scratch"].empty.at[frame.f_locals["slot"]])
-
-    with shadow_reads(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "barrier_wait", wait_and_release)
-        patch.setattr(plgpu, "barrier_arrive", lambda barrier: None)
-        try:
-            launch()
-            raced = races_found(capsys)
-        except (AssertionError, jax.errors.JaxRuntimeError) as error:  # jax 0.12 stops at a race
-            raced = "RACE DETECTED" in str(error)
-    assert raced
+    assert is_race_to_release_early(launch, slot_of_scratch("_consume"), capsys)
 
 
 @pytest.mark.parametrize("by_memory", [True, False])

@@ -6,14 +6,12 @@ which the interpreter cannot do: of that only the compiler's word is known, all 
 """
 
 import functools
-import sys
-from typing import Any
+from types import FrameType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.verify.tiles import CASES, Case, assert_close, inputs
 from pallas_kernels import ops, prompt_attention
@@ -22,7 +20,10 @@ from pallas_kernels._cut import Cut
 from pallas_kernels.checks import check_attention
 from pallas_kernels.support import Arrays
 from tests.kernels.interpreter import (
+    OPTIONAL,
+    Slot,
     fresh_interpreter,
+    is_race_to_release_early,
     races_found,
     recorded_blocks,
     shadow_reads,
@@ -79,8 +80,6 @@ RINGS = Case("rings", (300,), (330,), num_q_heads=2, cache_dtype="float8_e4m3fn"
 # What neither the race detector nor the oracle notices when it is missing, but `unfenced_wgmmas` does.
 P_FENCE, V_FENCE = ("commit_smem", "_add_weighted"), ("commit_smem", "_zero_stale_tokens")
 WIDEN_FENCE = ("commit_smem", "widen_tile")
-# Missed by jax's interpreter only, and by nothing on a GPU.
-OPTIONAL = {("barrier_wait", "_see_arrival")}
 
 
 @pytest.mark.slow
@@ -117,35 +116,14 @@ def test_an_early_release_is_a_race(c: Case, early: str, capsys: pytest.CaptureF
     """Hand a slot back as soon as it is there, instead of when it has been read, or widened."""
     reader = "widen_tile" if c.cache_dtype else "take"
 
-    def of_take(number: int) -> tuple[Any, Any, Any] | None:
-        frame = sys._getframe(number + 1)
+    def slot_in(frame: FrameType) -> Slot | None:
         if frame.f_code.co_name != reader:
             return None
         names = frame.f_locals
         ring, slot = (names["raw"], names["raw_slot"]) if c.cache_dtype else (names["ring"], names["slot"])
-        return getattr(ring, f"{early}_full"), getattr(ring, f"{early}_free"), slot
+        return Slot(getattr(ring, f"{early}_full"), getattr(ring, f"{early}_free"), slot)
 
-    with shadow_reads(), pytest.MonkeyPatch.context() as patch:
-        wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
-
-        def wait_and_release(barrier: Any) -> None:
-            wait(barrier)
-            if (found := of_take(1)) and getattr(barrier, "ref", None) is found[0]:
-                arrive(found[1].at[found[2]])
-
-        def arrive_unless_released(barrier: Any) -> None:
-            found = of_take(1)
-            if not (found and getattr(barrier, "ref", None) is found[1]):
-                arrive(barrier)
-
-        patch.setattr(plgpu, "barrier_wait", wait_and_release)
-        patch.setattr(plgpu, "barrier_arrive", arrive_unless_released)
-        try:
-            launch(c)
-            raced = races_found(capsys)
-        except jax.errors.JaxRuntimeError as error:  # jax 0.12 stops at a race
-            raced = "RACE DETECTED" in str(error)
-    assert raced
+    assert is_race_to_release_early(lambda: launch(c), slot_in, capsys)
 
 
 @pytest.mark.parametrize(

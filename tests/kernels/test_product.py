@@ -4,23 +4,24 @@ As `test_mosaic_products.py` has it for quantised weights.
 """
 
 import functools
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.models import layers
 from jaxpaged.models.layer_form import LayerForm, form_of
 from pallas_kernels import ops
 from pallas_kernels import product as mosaic
 from tests.kernels.interpreter import (
+    OPTIONAL,
     fresh_interpreter,
+    is_race_to_release_early,
     races_found,
     shadow_reads,
+    slot_of_scratch,
     unnoticed_calls,
     unwaited_wgmmas,
     without_call,
@@ -172,9 +173,6 @@ def launch() -> None:
 
 # No run shows it: the interpreter's wgmma is done at once.
 WAIT = ("wgmma_wait", "add")
-OPTIONAL = {
-    ("barrier_wait", "_see_arrival")
-}  # missed by jax 0.11's interpreter only, and by nothing on a GPU
 
 
 @pytest.mark.slow
@@ -188,23 +186,7 @@ def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11's interpreter does not see this race")
 def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     """Hand a slot back as soon as it is there."""
-    wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
-
-    def wait_and_release(barrier: Any) -> None:
-        wait(barrier)
-        frame = sys._getframe(1)
-        if frame.f_code.co_name == "add":
-            arrive(frame.f_locals["scratch"].empty.at[frame.f_locals["slot"]])
-
-    with shadow_reads(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "barrier_wait", wait_and_release)
-        patch.setattr(plgpu, "barrier_arrive", lambda barrier: None)
-        try:
-            launch()
-            raced = races_found(capsys)
-        except (AssertionError, jax.errors.JaxRuntimeError) as error:  # jax 0.12 stops at a race
-            raced = "RACE DETECTED" in str(error)
-    assert raced
+    assert is_race_to_release_early(launch, slot_of_scratch("add"), capsys)
 
 
 def test_every_wgmma_is_waited_for_before_its_slot_is_given_back() -> None:
