@@ -8,8 +8,6 @@ written and read again, for each expert that some token chose.
 """
 
 import json
-import math
-import re
 from typing import Any
 from unittest import mock
 
@@ -38,14 +36,13 @@ CONFIG = ModelConfig(
 )
 NUM_ROWS, DTYPE = 16, jnp.dtype("bfloat16")
 NAMES = {"xla": "xla", "kernel": "mosaic_gpu"}
-NOTHING = ("parameter", "bitcast", "constant", "get-tuple-element", "tuple", "while", "conditional")
 
 
 def main(argv: list[str]) -> None:
     """Compile those that are named, or both, and print the lines."""
     for name in argv[1:] or NAMES:
         with mock.patch.object(ops, "default_implementation", return_value=NAMES[name]):
-            made = nnx.eval_shape(lambda: experts.ExpertsMLP(_parts(), EXPERTS))
+            made = nnx.eval_shape(lambda: experts.ExpertsMLP(weights.Abstract(CONFIG, DTYPE), EXPERTS))
         graphdef, params = nnx.split(made)
 
         def run(params: Any, x: jax.Array, graphdef: nnx.GraphDef = graphdef) -> jax.Array:
@@ -57,31 +54,14 @@ def main(argv: list[str]) -> None:
         line = {
             "products": name,
             "expert_bytes": 3 * down,
-            "written": written(program.as_text() or "", down),
+            "written": {
+                its.name: its.num_bytes
+                for its in cuda_compiler.instructions(program.as_text() or "")
+                if its.num_bytes >= down
+            },
             "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
         }
         print(json.dumps(line), flush=True)
-
-
-def _parts() -> weights.Parts:
-    return weights.Abstract(CONFIG, DTYPE)
-
-
-def written(hlo: str, least: int) -> dict[str, int]:
-    """The instructions of a compiled program that write so many bytes or more, and how many."""
-    fused = set(re.findall(r"calls=%([\w.-]+)", hlo))
-    found, computation = {}, ""
-    for line in hlo.splitlines():
-        if head := re.match(r"(?:ENTRY )?%([\w.-]+) \(", line):
-            computation = head.group(1)
-        its = re.match(r"\s+(?:ROOT )?%(\S+) = [a-z]+(\d+)\S*?\[([\d,]+)\]\S* ([a-z][a-z-]*)\(", line)
-        if its is None or computation in fused:
-            continue
-        name, bits, dimensions, operation = its.groups()
-        num_bytes = math.prod(map(int, dimensions.split(","))) * int(bits) // 8
-        if operation not in NOTHING and num_bytes >= least:
-            found[f"{operation} {name}"] = num_bytes
-    return found
 
 
 if __name__ == "__main__":

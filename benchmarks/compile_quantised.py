@@ -9,8 +9,6 @@ widened weight is written to memory and read again, it is among the second.
 
 import functools
 import json
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +50,11 @@ def main(argv: list[str]) -> None:
         program = cuda_compiler.compiled(_product, jax.ShapeDtypeStruct((_ROWS.value, SIZE), DTYPE), weight)
         memory = program.memory_analysis()
         assert memory is not None
-        kernels = kernels_of(program.as_text() or "")
+        kernels = [
+            (its.name, its.num_bytes + its.taken_bytes)
+            for its in cuda_compiler.instructions(program.as_text() or "")
+            if its.computation == "ENTRY"
+        ]
         line = {
             "weights": name,
             "weight_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight)),
@@ -61,29 +63,6 @@ def main(argv: list[str]) -> None:
             "kernels": kernels,
         }
         print(json.dumps(line), flush=True)
-
-
-def kernels_of(hlo: str) -> list[tuple[str, int]]:
-    """The instructions of a compiled program's entry that move numbers, and the bytes of what each takes and
-    gives.
-    """
-    sizes: dict[str, int] = {}
-    kernels = []
-    for line in hlo[hlo.index("\nENTRY") :].splitlines():
-        found = re.match(r"\s+(?:ROOT )?%(\S+) = (.+?) ([a-z][a-z-]*)\((.*?)\)(?:,|$)", line)
-        if found is None:
-            continue
-        name, types, operation, operands = found.groups()
-        sizes[name] = sum(_num_bytes(*each) for each in re.findall(r"([a-z]+[0-9a-z]*)\[([0-9,]*)\]", types))
-        if operation not in ("parameter", "bitcast", "constant", "get-tuple-element", "tuple"):
-            taken = sum(sizes.get(operand, 0) for operand in re.findall(r"%([^\s,)]+)", operands))
-            kernels.append((f"{operation} {name}", sizes[name] + taken))
-    return kernels
-
-
-def _num_bytes(dtype: str, dimensions: str) -> int:
-    bits = int(next(iter(re.findall(r"\d+", dtype)), "8"))  # pred
-    return math.prod(int(size) for size in dimensions.split(",") if size) * bits // 8
 
 
 def _weight(kind: Kind | None, implementation: ProductImplementation) -> jax.Array | QuantisedWeight:

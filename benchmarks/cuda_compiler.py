@@ -6,11 +6,13 @@ Needs the `cuda-compile` extra: the CUDA plugin of jax and ptxas, no driver and 
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from benchmarks import record
 
@@ -86,3 +88,38 @@ def compiled(operation: Callable[..., Any], *arguments: Any) -> Any:
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
     return lowered.compile()
+
+
+class Instruction(NamedTuple):
+    """One of a compiled program's that moves numbers."""
+
+    computation: str  # that it is in; "ENTRY" for the program's own
+    name: str  # with its operation
+    num_bytes: int  # of what it gives
+    taken_bytes: int  # of what it takes of the same computation
+
+
+def instructions(hlo: str) -> Iterator[Instruction]:
+    """Those of a compiled program's text, but those inside fusions: their numbers stay in registers."""
+    fused = set(re.findall(r"calls=%([\w.-]+)", hlo))
+    computation, sizes = "", dict[str, int]()
+    for line in hlo.splitlines():
+        if head := re.match(r"(ENTRY )?%([\w.-]+) \(", line):
+            computation, sizes = "ENTRY" if head.group(1) else head.group(2), {}
+        found = re.match(r"\s+(?:ROOT )?%(\S+) = (.+?) ([a-z][a-z-]*)\((.*?)\)(?:,|$)", line)
+        if found is None or computation in fused:
+            continue
+        name, types, operation, operands = found.groups()
+        sizes[name] = sum(_num_bytes(*each) for each in re.findall(r"([a-z]+[0-9a-z]*)\[([0-9,]*)\]", types))
+        if operation not in _NOTHING:
+            taken = sum(sizes.get(operand, 0) for operand in re.findall(r"%([^\s,)]+)", operands))
+            yield Instruction(computation, f"{operation} {name}", sizes[name], taken)
+
+
+# What moves nothing itself.
+_NOTHING = ("parameter", "bitcast", "constant", "get-tuple-element", "tuple", "while", "conditional")
+
+
+def _num_bytes(dtype: str, dimensions: str) -> int:
+    bits = int(next(iter(re.findall(r"\d+", dtype)), "8"))  # pred
+    return math.prod(int(size) for size in dimensions.split(",") if size) * bits // 8
