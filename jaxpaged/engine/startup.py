@@ -26,6 +26,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
+from jaxpaged.models.layer_form import form_of
 from jaxpaged.parallel.mesh import BY_SHARD, assembled, by_group, from_host, num_groups, placed
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
@@ -234,12 +235,13 @@ class Source:
         report = jax.eval_shape(loop.report, state, told, state.rows.order)
         what = "run by host" if self.by_host else "run"
         model_config = dataclasses.replace(self.model_config, eos_token_ids=())  # rows have theirs
+        dtype = machine.resolve_dtype(self.config)
         return programs.kept(
             self.lower,
             made_from=(
-                *(what, model_config, machine.resolve_dtype(self.config), self.step_config),
+                *(what, model_config, dtype, self.step_config),
                 *(self.config.tensor_parallel_size, self.config.tensor_parallel_sums),
-                *(self.config.data_parallel_size, self.config.loop_over_layers),
+                *(self.config.data_parallel_size, form_of(dtype, self.config.loop_over_layers)),
             ),
             arrays=self.arrays,
             result=(self.arrays[1], np.bool_(False)) if self.by_host else (self.state, report),

@@ -14,6 +14,7 @@ from jaxpaged.models import hf, kept
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.families import family_of, from_hf
+from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import Quantisation
 from jaxpaged.models.weights import Parts, Share
@@ -58,10 +59,11 @@ class Checkpoint:
             return Decoder(parts)
 
         found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
+        form = form_of(jnp.dtype(dtype), loop_over_layers)
         return kept.model(
             build,
             lambda: self.abstract(dtype, quantization, share, loop_over_layers),
-            (str(self.path.resolve()), found, self.config, str(dtype), quantization, share, loop_over_layers),
+            (str(self.path.resolve()), found, self.config, str(dtype), quantization, share, form),
         )
 
     def abstract(

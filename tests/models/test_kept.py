@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from jaxpaged import disk_cache
 from jaxpaged.models import kept, loading, safetensors_files
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.weights import Parts
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "mha_biased"
@@ -36,10 +37,10 @@ def load(path, monkeypatch):
     """Opens the model as a new process would, and says whether its weights were read."""
     read = safetensors_files.load
 
-    def loaded(dtype="float32", quantization=None):
+    def loaded(dtype="float32", quantization=None, **options):
         reads = []
         monkeypatch.setattr(safetensors_files, "load", lambda path: reads.append(path) or read(path))
-        model = loading.open_checkpoint(path).model(jnp.dtype(dtype), quantization)
+        model = loading.open_checkpoint(path).model(jnp.dtype(dtype), quantization, **options)
         kept.wait()
         return model, bool(reads)
 
@@ -67,6 +68,12 @@ def test_the_second_to_ask_gets_the_same_arrays_from_disk(folder, load, path, ho
     assert_equal(mapped, built)
     assert_equal(mapped, built_from(path, *how))
     assert [path.suffix for path in folder.iterdir()] == [".model"]
+
+
+def test_a_loop_over_layers_is_another_model_where_it_is_another_form(folder, load):
+    load()
+    loops = form_of(jnp.dtype("float32")).loops
+    assert [load(loop_over_layers=asked)[1] for asked in (loops, not loops)] == [False, True]
 
 
 def test_other_weights_are_another_model(folder, load, path):
