@@ -281,7 +281,7 @@ def _need_no_prefix(case: Prompt) -> None:
 
 def _gathered(pool: Pool, num_seqs: int, tokens: int, number: int) -> tuple[jax.Array, jax.Array]:
     """K and V of rows of one length, [num_seqs, tokens, num_kv_heads, head_dim]."""
-    table = next(itertools.islice(pool.tables(num_seqs, _blocks(pool, tokens), number + 1), number, None))
+    table = pool.table(num_seqs, _blocks(pool, tokens), number)
     k, v = (c[table].reshape(num_seqs, -1, *c.shape[2:])[:, :tokens] for c in (pool.k, pool.v))
     return k, v
 

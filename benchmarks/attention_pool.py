@@ -1,7 +1,6 @@
 """Pools of blocks in the shapes of well-known models, and what of attention is measured on them."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -60,10 +59,14 @@ class Pool:
         """[*rows, num_q_heads, head_dim] normal values."""
         return jax.random.normal(jax.random.key(3), (*rows, self.num_q_heads, self.k.shape[3]), jnp.bfloat16)
 
-    def tables(self, num_seqs: int, max_blocks: int, count: int) -> Iterator[jax.Array]:
-        """`count` tables [num_seqs, max_blocks] of block ids drawn from the whole pool."""
-        for key in jax.random.split(jax.random.key(2), count):
-            yield jax.random.randint(key, (num_seqs, max_blocks), 1, self.k.shape[0], jnp.int32)
+    def table(self, num_seqs: int, max_blocks: int, number: int = 0) -> jax.Array:
+        """[num_seqs, max_blocks] block ids drawn from the whole pool: for each number others."""
+        rng = np.random.default_rng(number)
+        return jnp.asarray(rng.integers(1, self.k.shape[0], (num_seqs, max_blocks), np.int32))
+
+    def tables(self, num_seqs: int, max_blocks: int, count: int) -> list[jax.Array]:
+        """The first so many tables."""
+        return [self.table(num_seqs, max_blocks, number) for number in range(count)]
 
     def read(self, table: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """K and V of the first kv head in a table's blocks, on the host, and the table of these alone."""

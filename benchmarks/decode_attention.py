@@ -116,7 +116,7 @@ def check(program: Any, pool: Pool, setup: Setup, num_seqs: int) -> dict[str, An
     longest = min(1030, setup.capacity)
     some = np.array([longest, 1, 0, pool.block_size + 1], np.int32)
     lens = np.resize(some, num_seqs)
-    (table,) = pool.tables(num_seqs, setup.capacity // pool.block_size, 1)
+    table = pool.table(num_seqs, setup.capacity // pool.block_size)
     q, rows, heads = pool.queries(num_seqs), slice(0, len(some)), slice(0, pool.group_size)
     got = np.asarray(program(q, pool.k, pool.v, table, jnp.asarray(lens)), np.float64)[rows, heads]
     few = pool.read(table[rows, : -(-longest // pool.block_size)])

@@ -62,7 +62,7 @@ step() {
     fi
 }
 
-# In a smoke run one process stands for two that differ in flags: it is their start that takes time.
+# In a smoke run one process stands for two that differ in flags: starting and compiling takes the time.
 decode() {
     step 120 decode.jsonl check_kernels --kernel decode
     step 240 decode.jsonl decode_attention --budget 190 "$@"
@@ -85,7 +85,7 @@ engine() {
         step 60 engine.jsonl step_overhead --gpu
         export XLA_FLAGS="$flags"
     fi
-    step 400 engine.jsonl decode_shapes --budget 280
+    step 400 engine.jsonl decode_shapes --budget 280 ${smoke:+--loop_over_layers}
 }
 
 # The kernel is the default of nothing but experts. Where its times are cuBLAS's, and ms_per_step of the loop over layers
@@ -93,13 +93,9 @@ engine() {
 products() {
     step 80 products.jsonl check_kernels --kernel products
     step 180 products.jsonl products --budget 150
-    if [ -n "$smoke" ]; then
-        step 60 products.jsonl decode_shapes --loop_over_layers
-    else
-        for loop in --noloop_over_layers --loop_over_layers; do
-            step 130 products.jsonl decode_shapes --models llama-3.1-8b-shaped --batches 256 $loop
-        done
-    fi
+    [ -n "$smoke" ] || for loop in --noloop_over_layers --loop_over_layers; do
+        step 130 products.jsonl decode_shapes --models llama-3.1-8b-shaped --batches 256 $loop
+    done
 }
 
 table() {
