@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys, jaxpaged
 assert "site-packages" in jaxpaged.__file__, jaxpaged.__file__
-llm = jaxpaged.LLM(sys.argv[1], max_num_seqs=4, block_size=8, num_blocks=65, max_num_batched_tokens=68)
+llm = jaxpaged.LLM(sys.argv[1], num_blocks=65, max_num_seqs=4, max_num_batched_tokens=68)
 [result] = llm.generate([[5, 6]], jaxpaged.SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
 print(result.outputs[0].token_ids)
 """
@@ -52,7 +52,8 @@ def test_a_wheel_on_its_own_answers(tmp_path):
     assert json.loads(run(binaries / "python", "-c", PROGRAM, model, cwd=tmp_path)) == want
     (tmp_path / "prompts").write_text(json.dumps({"prompt_token_ids": [5, 6]}))
     arguments = ["generate", "--model", model, "--prompts-file", "prompts", "--max-tokens", "3", "--json"]
-    answer = json.loads(run(binaries / "jaxpaged", *arguments, "--num-blocks", "65", cwd=tmp_path))
+    arguments += ["--num-blocks=65", "--max-num-seqs=4", "--max-num-batched-tokens=68"]  # compiled before
+    answer = json.loads(run(binaries / "jaxpaged", *arguments, cwd=tmp_path))
     assert answer["token_ids"] == want
     run(binaries / "python", "-c", ORACLES, cwd=tmp_path)
     assert run(binaries / "jaxpaged", "--version", cwd=tmp_path).startswith("jaxpaged ")

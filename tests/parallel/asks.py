@@ -83,6 +83,7 @@ def main(arguments):
     )
     if options.pop("differs", False):
         Driver.follow = differ_in_the_end(Driver.follow)
+    is_brief = options.pop("brief", False)
     llm = LLM(
         GOLDENS / "families/llama",
         skip_tokenizer_init=True,
@@ -96,7 +97,10 @@ def main(arguments):
         max_num_batched_tokens=64,
         **options,
     )
-    ask(llm)
+    if is_brief:
+        say(free=llm.reset_prefix_cache())
+    else:
+        ask(llm)
     if sys.stdin.readline() == "more\n":
         llm.engine.submit(np.array(PROMPTS[0]), SamplingParams(max_tokens=100, ignore_eos=True))
         say(more=True)
