@@ -68,7 +68,7 @@ def cases() -> list[Case]:
         for num_blocks, num_host_blocks in ((512, 0), (1024, 0), (512, 256), (1024, 512))
     ]
     found += [Case("mosaic_gpu", 128, num_adapters=4), Case("mosaic_gpu", 128, quantization="int4")]
-    found += [Case("mosaic_gpu", 128, num_layers=layers, loops=True) for layers in (2, 4)]
+    found += [Case("mosaic_gpu", 128, 256 * layers, num_layers=layers, loops=True) for layers in (2, 4)]
     found += [Case("mosaic_gpu", 128, quantization=name, loops=True) for name in ("int4", "fp8")]
     found.append(Case("mosaic_gpu", 128, num_adapters=4, loops=True))
     found.append(Case("constant", flags=False))

@@ -14,12 +14,11 @@ from tests.once import once
 missing = cuda_compiler.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
 
-# A case takes 15 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them.
-SMALL, LARGE = Case("mosaic_gpu", 128, 512, 256), Case("mosaic_gpu", 128, 1024, 512)
-ADAPTED = Case("mosaic_gpu", 128, num_adapters=4)
-LOOPED, DEEPER = (Case("mosaic_gpu", 128, num_layers=layers, loops=True) for layers in (2, 4))
-OTHERS = Case("xla"), Case("constant", flags=False)
-LEAN = {str(case) for case in (SMALL, LARGE, ADAPTED, LOOPED, DEEPER, *OTHERS)}
+# A case takes 35 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them.
+SWAPPED, ADAPTED = Case("mosaic_gpu", 128, 512, 256), Case("mosaic_gpu", 128, num_adapters=4)
+# Layers one by one, and two and four of them in a loop, the four with twice the blocks.
+LOOPED, DEEPER = (Case("mosaic_gpu", 128, 256 * layers, num_layers=layers, loops=True) for layers in (2, 4))
+LEAN = {str(case) for case in (SWAPPED, ADAPTED, LOOPED, DEEPER, Case("xla"))}
 LOOPED_NODES = 24  # of a layer: what there is to do for attention is made anew in each turn
 STEP_NODES = 66
 EVERY = {str(case): case for case in compile_loop.cases()}
@@ -40,22 +39,16 @@ def test_the_whole_state_is_updated_in_place(reports: dict[str, Report]) -> None
     for report in reports.values():
         assert report.alias_bytes == report.state_bytes, report
         assert report.alias_host_bytes == report.state_host_bytes, report
-    assert reports[str(SMALL)].state_host_bytes == 256 * 2 * 2 * 16 * 2 * 128 * 2  # K and V of two layers
+    assert reports[str(SWAPPED)].state_host_bytes == 256 * 2 * 2 * 16 * 2 * 128 * 2  # K and V of two layers
 
 
-def test_no_temporary_grows_with_the_cache(reports: dict[str, Report]) -> None:
-    """Twice the blocks: a few words more for each block, of the allocator's, where K and V take 32 KiB."""
-    for name, report in reports.items():
-        case = EVERY[name]
-        twice = Case(case.attention, case.head_dim, 2 * case.num_blocks, 2 * case.num_host_blocks)
-        if str(twice) not in reports:
-            continue
-        more = reports[str(twice)].temp_bytes - report.temp_bytes
-        assert more <= 64 * (case.num_blocks + case.num_host_blocks), (report, more)
-
-
-def test_no_array_of_the_cache_is_copied_for_adapters(reports: dict[str, Report]) -> None:
-    assert reports[str(ADAPTED)].temp_bytes < 512 * 2 * 16 * 2 * 128 * 2 // 2  # half of K's
+def test_no_array_of_the_cache_is_copied(reports: dict[str, Report]) -> None:
+    """Not even K of one layer, of which products' room takes three quarters. With twice the blocks there are
+    a few words more for each, of the allocator's, where K and V take 32 KiB.
+    """
+    for name in (SWAPPED, ADAPTED, LOOPED, DEEPER):
+        assert reports[str(name)].temp_bytes < 512 * 16 * 2 * 128 * 2
+    assert 0 <= reports[str(DEEPER)].temp_bytes - reports[str(LOOPED)].temp_bytes <= 64 * 512
 
 
 def test_nothing_is_gathered_in_the_hosts_memory(reports: dict[str, Report]) -> None:
@@ -94,7 +87,7 @@ def test_a_loop_over_layers_grows_with_no_layer_and_copies_no_weights(reports: d
     assert looped.layer_nodes == deeper.layer_nodes <= LOOPED_NODES
     assert looped.step_nodes <= STEP_NODES
     # Sums of 64 rows are the largest of them, 384 KiB. A layer has 2.1 MB of weights.
-    assert looped.temp_bytes == deeper.temp_bytes < 0.8e6
+    assert looped.temp_bytes < 0.8e6
 
 
 def test_nodes_are_counted_by_layer() -> None:
