@@ -34,6 +34,7 @@ from pallas_kernels import quantised_product as mosaic_quantised
 from pallas_kernels._cut import Cut
 from pallas_kernels.checks import AttentionOptions
 from pallas_kernels.layouts import Layout, Pool
+from pallas_kernels.paged_attention import SharedPlan
 from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
 from pallas_kernels.support import (
     Arrays,
@@ -157,6 +158,7 @@ def tiled_paged_attention(
     v_scale: jax.Array | float | None = None,
     kv_layout: str | Layout = layouts.TOKEN_MAJOR,
     table_rows: jax.Array | None = None,
+    plan: SharedPlan | None = None,
     implementation: TiledImplementation | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -176,6 +178,8 @@ def tiled_paged_attention(
         sliding_window, alibi_slopes, soft_cap, sinks, k_scale, v_scale, kv_layout: see `AttentionOptions`.
         table_rows: [num_tiles] int32, each tile's row of block_tables, which may then have any number of
             them; None: tile t has row t. The kernels for decode steps, and for CPUs, copy no rows.
+        plan: by `plan_of_tiles` of the same lengths, places and window, for calls that share it; None: each
+            call makes its own, where it needs one.
         implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" takes tiles of up to 64
             tokens, a few (`paged_attention.serves`) with the kernel for decode steps; "native" serves CPUs as
             `native.why_not` says, without slopes, soft cap, sinks and scales; "xla" serves everything.
@@ -221,7 +225,9 @@ def tiled_paged_attention(
     chosen = _choose(implementation, interpret, decode, options)
     group_size = q.shape[2] // pool.sizes.num_kv_heads
     is_prompt = tile_len > 1 and not mosaic.serves(tile_len, group_size, q.shape[3])
-    if table_rows is not None and (chosen == "xla" or is_prompt or not mosaic.finds_tables(decode)):
+    if table_rows is not None and (
+        chosen == "xla" or is_prompt or not mosaic.finds_tables(num_tiles, block_tables.shape[0])
+    ):
         block_tables = block_tables[table_rows]
         decode = decode._replace(block_tables=block_tables, table_rows=None)
     if chosen == "xla":
@@ -232,8 +238,40 @@ def tiled_paged_attention(
             decode._replace(q=q), query_starts, options, interpret=interpret
         )
     rows = decode._replace(q=q.reshape(-1, *q.shape[2:]))
-    out = mosaic.paged_attention(rows, options, query_starts=query_starts, interpret=interpret)
+    out = mosaic.paged_attention(rows, options, query_starts=query_starts, shared=plan, interpret=interpret)
     return out.reshape(q.shape)
+
+
+def plan_of_tiles(
+    pool: Pool,
+    block_tables: jax.Array,
+    query_starts: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    tile_len: int,
+    num_q_heads: int,
+    sliding_window: int | None = None,
+    table_rows: jax.Array | None = None,
+    implementation: TiledImplementation,
+) -> SharedPlan | None:
+    """What calls of `tiled_paged_attention` with these arguments have to do, for all layers of a model.
+
+    In a loop over layers XLA would make it anew in each turn. None where no such list is made: only the
+    kernel for decode steps on Hopper GPUs has one.
+    """
+    cache = pool.sizes
+    group_size = num_q_heads // cache.num_kv_heads
+    if implementation != "mosaic_gpu" or not mosaic.serves(tile_len, group_size, cache.head_dim):
+        return None
+    num_tables, width = block_tables.shape
+    capacity = width * cache.block_size
+    sizes = mosaic.PlanSizes(
+        seq_lens.shape[0], tile_len, cache.num_kv_heads, group_size, capacity, sliding_window
+    )
+    if table_rows is not None:
+        finds_tables = mosaic.finds_tables(seq_lens.shape[0], num_tables)
+        table_rows = jnp.clip(table_rows, 0, num_tables - 1) if finds_tables else None
+    return mosaic.shared_plan(sizes, seq_lens, query_starts, table_rows)
 
 
 def ragged_paged_attention(

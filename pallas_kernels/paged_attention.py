@@ -20,6 +20,7 @@ Not for: float32, block sizes under 8, other head_dims than those in `support.SU
 is served, but blocks it leaves out are read all the same.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -73,9 +74,9 @@ class Plan(NamedTuple):
     positions: jax.Array  # [num_rows] of each row's first new token
 
 
-def finds_tables(arrays: Arrays) -> bool:
+def finds_tables(num_rows: int, num_tables: int) -> bool:
     """Whether rows and block tables are few enough for both their numbers to be in one of an item."""
-    return max(arrays.seq_lens.shape[0], arrays.block_tables.shape[0]) <= MOST_COUNTED
+    return max(num_rows, num_tables) <= MOST_COUNTED
 
 
 def plan(
@@ -87,7 +88,7 @@ def plan(
     capacity: int,
     table_rows: jax.Array | None = None,
 ) -> Plan:
-    """16 bytes a partition, computed by XLA (once a step, if layers are no loop: they share it then).
+    """16 bytes a partition, computed by XLA.
 
     A row without tokens has one partition, to be written with zeros.
     """
@@ -99,6 +100,46 @@ def plan(
     if table_rows is not None:
         items = items.at[:, 0].add(table_rows[items[:, 0]] << 16)
     return Plan(parts.num_items, items, positions)
+
+
+class PlanSizes(NamedTuple):
+    """What a plan depends on beside the numbers in its arrays."""
+
+    num_rows: int
+    query_len: int  # new tokens of a row
+    num_kv_heads: int
+    group_size: int
+    capacity: int  # tokens that a row of the block tables can hold
+    sliding_window: int | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedPlan:
+    """A plan for several calls, which differ in queries and caches alone: those of a model's layers."""
+
+    plan: Plan
+    sizes: PlanSizes = dataclasses.field(metadata={"static": True})
+
+
+def shared_plan(
+    sizes: PlanSizes,
+    seq_lens: jax.Array,
+    query_starts: jax.Array | None = None,
+    table_rows: jax.Array | None = None,
+    cut: Cut | None = None,
+) -> SharedPlan:
+    """The plan of calls of these sizes; the arrays as `paged_attention` takes them."""
+    num_columns = tuning.num_columns(sizes.group_size * sizes.query_len)
+    cut = cut or default_cut(sizes.num_kv_heads, num_columns)
+    if cut.max_parts(sizes.capacity) > MOST_COUNTED:
+        raise NotImplementedError(
+            f"mosaic_gpu cuts a row into {MOST_COUNTED} partitions at most, not "
+            f"{cut.max_parts(sizes.capacity)}: use longer ones, or implementation='xla'."
+        )
+    positions = seq_lens - 1 if query_starts is None else query_starts
+    its = plan(seq_lens, positions, sizes.query_len, sizes.sliding_window, cut, sizes.capacity, table_rows)
+    return SharedPlan(its, sizes)
 
 
 def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int) -> int:
@@ -243,6 +284,7 @@ def paged_attention(
     *,
     cut: Cut | None = None,
     query_starts: jax.Array | None = None,
+    shared: SharedPlan | None = None,
     config: tuning.TuningConfig | None = None,
     num_programs: int | None = None,
     interpret: Any = False,
@@ -251,6 +293,7 @@ def paged_attention(
 
     query_starts: [num_rows] int32 where rows have several new tokens, the position of the first; q is then
         [num_rows * query_len, num_q_heads, head_dim], row by row.
+    shared: by `shared_plan` of the same rows, cut and query_starts; None: it is made for this call.
     num_programs: how many programs share the units of work; by default what fills the GPU, and one in the
         interpreter. Results do not depend on it.
     """
@@ -258,16 +301,12 @@ def paged_attention(
     query_len = arrays.q.shape[0] // num_rows
     config = config or tuning.config_for(arrays, options, query_len)
     p = tile.make_problem(arrays, options, config, query_len, is_interpreted=bool(interpret))
-    cut = cut or default_cut(p.num_kv_heads, p.num_columns)
     capacity = arrays.block_tables.shape[1] * p.block_size
-    positions = arrays.seq_lens - 1 if query_starts is None else query_starts
-    if cut.max_parts(capacity) > MOST_COUNTED:
-        raise NotImplementedError(
-            f"mosaic_gpu cuts a row into {MOST_COUNTED} partitions at most, not "
-            f"{cut.max_parts(capacity)}: use longer ones, or implementation='xla'."
-        )
-    window = options.sliding_window
-    work = plan(arrays.seq_lens, positions, query_len, window, cut, capacity, arrays.table_rows)
+    its = PlanSizes(num_rows, query_len, p.num_kv_heads, p.group_size, capacity, p.sliding_window)
+    shared = shared or shared_plan(its, arrays.seq_lens, query_starts, arrays.table_rows, cut)
+    if shared.sizes != its:
+        raise ValueError(f"plan must be made for {its}, not for {shared.sizes}")
+    work = shared.plan
     max_items = work.items.shape[0]
     if interpret:
         num_programs = num_programs or 1

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 from jax import lax
@@ -13,6 +13,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.layers import kind_of
 from pallas_kernels import ops
 from pallas_kernels.ops import TiledImplementation
+from pallas_kernels.paged_attention import SharedPlan
 
 
 @jax.tree_util.register_dataclass
@@ -28,11 +29,34 @@ class AttentionBatch:
     # Which adapter each tile has, from 1 on, and 0 for none; None where the model has no room for any.
     adapters: Int[Array, " num_tiles"] | None = None
     table_rows: Int[Array, " num_tiles"] | None = None  # of each tile, of block_tables; None: in their order
+    # What there is to do, for each kind of window, the same in all layers: by `planned`.
+    plans: tuple[SharedPlan | None, ...] | None = None
 
     @property
     def is_padding(self) -> Bool[Array, " num_tokens"]:
         """The tokens that are none: their K and V go to the null block."""
         return self.slot_mapping == 0
+
+
+def planned(
+    batch: AttentionBatch, cache: KVCache, num_q_heads: int, sliding_windows: Sequence[int | None]
+) -> AttentionBatch:
+    """The batch with what each layer would find out again, for layers with these windows."""
+    plans = tuple(
+        ops.plan_of_tiles(
+            cache.pool(0),
+            batch.block_tables,
+            batch.query_starts,
+            batch.seq_lens,
+            tile_len=batch.slot_mapping.shape[0] // batch.query_starts.shape[0],
+            num_q_heads=num_q_heads,
+            sliding_window=window,
+            table_rows=batch.table_rows,
+            implementation=batch.implementation,
+        )
+        for window in dict.fromkeys(sliding_windows)
+    )
+    return replace(batch, plans=plans)
 
 
 def attend(
@@ -56,6 +80,7 @@ def attend(
     anything in their places of the block table.
     """
     cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
+    kinds = list(dict.fromkeys(sliding_windows))
 
     def look(
         window: int | None, q: Float[Array, "num_tokens num_q_heads head_dim"]
@@ -73,11 +98,11 @@ def attend(
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             table_rows=batch.table_rows,
+            plan=None if batch.plans is None else batch.plans[kinds.index(window)],
             implementation=batch.implementation,
         )
         return out.reshape(q.shape)
 
-    kinds = list(dict.fromkeys(sliding_windows))
     if len(kinds) == 1:
         return look(kinds[0], q), cache
     if isinstance(layer, int):

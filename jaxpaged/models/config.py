@@ -193,9 +193,14 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def sliding_windows(self) -> list[int | None]:
+        """Of each layer."""
+        return [kind.sliding_window for kind in self.layers]
+
+    @property
     def sliding_window(self) -> int | None:
         """The widest window: blocks that have left it are of no use to any layer. None if one sees all."""
-        windows = [kind.sliding_window for kind in self.layers]
+        windows = self.sliding_windows
         return max((w for w in windows if w is not None), default=None) if None not in windows else None
 
     @property

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
-from jaxpaged.models.attention import AttentionBatch, attend
+from jaxpaged.models.attention import AttentionBatch, attend, planned
 from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.names import Names
@@ -77,6 +77,7 @@ class Decoder(nnx.Module):
         x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
         max_len = batch.block_tables.shape[1] * cache.block_size
         angles = rope_tables(self.config, positions, max_len)
+        batch = planned(batch, cache, self.config.num_q_heads, self.config.sliding_windows)
         if batch.adapters is None:
             x, cache = self._through_layers(x, cache, angles, batch)
         else:  # nothing is paid for adapters while no token has one
@@ -215,7 +216,6 @@ class Attention(nnx.Module):
         slopes = None if c.alibi_slopes is None else jnp.asarray(c.alibi_slopes, jnp.float32)
         if slopes is not None and self.shards is not None:
             slopes = self.shards.mine(slopes)
-        windows = [kind.sliding_window for kind in c.layers]
         attended, cache = attend(
             cache,
             layer,
@@ -224,7 +224,7 @@ class Attention(nnx.Module):
             v.astype(dtype),
             batch,
             scale=c.scale,
-            sliding_windows=windows,
+            sliding_windows=c.sliding_windows,
             soft_cap=c.attention_soft_cap,
             alibi_slopes=slopes,
             sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),

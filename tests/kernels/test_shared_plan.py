@@ -1,0 +1,116 @@
+"""What there is to do for attention, made once for all layers: in Pallas' GPU interpreter."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxpaged.memory import kv_cache
+from jaxpaged.models import attention
+from jaxpaged.models.attention import AttentionBatch
+from pallas_kernels import ops
+from pallas_kernels import paged_attention as mosaic
+from pallas_kernels._cut import Cut
+from tests.kernels.interpreter import fresh_interpreter
+
+pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
+
+WINDOWS = (None, 40, None)  # of the layers
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 64, 16
+SEQ_LENS, TABLE_ROWS = np.array([1, 100, 170], np.int32), np.array([2, 0, 3], np.int32)
+WIDTH = 12  # of the block tables
+
+
+def draw(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+
+def made_batch(rng: np.random.Generator) -> AttentionBatch:
+    tables = 1 + rng.permutation(4 * WIDTH).astype(np.int32).reshape(4, WIDTH)
+    last = SEQ_LENS - 1
+    slots = tables[TABLE_ROWS, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+    arrays = [jnp.asarray(x) for x in (slots, tables, last, SEQ_LENS)]
+    return AttentionBatch(*arrays, implementation="mosaic_gpu", table_rows=jnp.asarray(TABLE_ROWS))
+
+
+def made_cache(num_layers: int = 1) -> kv_cache.KVCache:
+    sizes = 1 + 4 * WIDTH, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM
+    return kv_cache.create(num_layers, *sizes, jnp.dtype("bfloat16"))
+
+
+def planned(batch: AttentionBatch, cache: kv_cache.KVCache) -> AttentionBatch:
+    return attention.planned(batch, cache, NUM_Q_HEADS, WINDOWS)
+
+
+def test_layers_in_a_loop_share_it_and_answer_as_each_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows of some, and rows of the block tables in another order."""
+    rng = np.random.default_rng(0)
+    monkeypatch.setattr(mosaic, "default_cut", lambda *_: Cut(64, 3))
+    operation = functools.partial(ops.tiled_paged_attention, interpret=True)
+    monkeypatch.setattr(attention.ops, "tiled_paged_attention", operation)
+    cache = made_cache(len(WINDOWS))
+    cache = dataclasses.replace(cache, blocks={name: draw(rng, *x.shape) for name, x in cache.blocks.items()})
+    batch = made_batch(rng)
+    q, k, v = (draw(rng, len(SEQ_LENS), heads, HEAD_DIM) for heads in (NUM_Q_HEADS, 2, 2))
+
+    def through_layers(batch: AttentionBatch, cache: kv_cache.KVCache) -> jax.Array:
+        def layer(
+            i: jax.Array, carry: tuple[jax.Array, kv_cache.KVCache]
+        ) -> tuple[jax.Array, kv_cache.KVCache]:
+            out, cache = carry
+            its, cache = attention.attend(
+                cache, i, q, k, v, batch, scale=HEAD_DIM**-0.5, sliding_windows=WINDOWS
+            )
+            return out.at[i].set(its), cache
+
+        out = jnp.zeros((len(WINDOWS), *q.shape), q.dtype)
+        return lax.fori_loop(0, len(WINDOWS), layer, (out, cache))[0]
+
+    shared = jax.jit(lambda batch, cache: through_layers(planned(batch, cache), cache))(batch, cache)
+    own = jax.jit(through_layers)(batch, cache)
+    np.testing.assert_array_equal(shared, own)
+    monkeypatch.undo()
+    want = jax.jit(through_layers)(dataclasses.replace(batch, implementation="xla"), cache)
+    np.testing.assert_allclose(np.float32(shared), np.float32(want), atol=0.02)
+    assert len({np.asarray(line).tobytes() for line in shared}) == len(WINDOWS)
+
+
+def test_a_plan_of_other_sizes_is_refused() -> None:
+    rng = np.random.default_rng(0)
+    batch = made_batch(rng)
+    cache = made_cache()
+    plans = planned(batch, cache).plans
+    assert plans is not None
+    assert [plan and plan.sizes.sliding_window for plan in plans] == [None, 40]
+
+    def call(num_rows: int) -> None:
+        ops.tiled_paged_attention(
+            draw(rng, num_rows, 1, NUM_Q_HEADS, HEAD_DIM),
+            cache.pool(0),
+            None,
+            *(x[:num_rows] for x in (batch.block_tables, batch.query_starts, batch.seq_lens)),
+            scale=0.1,
+            sliding_window=40 if num_rows < 3 else None,
+            plan=plans[1],
+            implementation="mosaic_gpu",
+            interpret=True,
+        )
+
+    with pytest.raises(ValueError, match=r"plan must be made for .*sliding_window=None\), not for .*=40\)"):
+        call(3)
+    with pytest.raises(ValueError, match="plan must be made for .*num_rows=2"):
+        call(2)
+
+
+def test_only_the_decode_kernel_has_a_plan() -> None:
+    rng = np.random.default_rng(0)
+    cache = made_cache()
+    batch = made_batch(rng)
+    for other in ("xla", "native"):
+        assert planned(dataclasses.replace(batch, implementation=other), cache).plans == (None, None)
+    of_prompts = dataclasses.replace(batch, slot_mapping=jnp.tile(batch.slot_mapping, 32))
+    assert planned(of_prompts, cache).plans == (None, None)
