@@ -34,8 +34,9 @@ from jaxpaged.models import loading
 from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.loading import Checkpoint
-from pallas_kernels import layouts, native, ops
+from pallas_kernels import layouts, native
 from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout
+from pallas_kernels.ops import choice
 
 _LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: the quantised ones.")
 _QUANTIZATIONS = flags.DEFINE_list(
@@ -124,7 +125,7 @@ def logits(graphdef: nnx.GraphDef, params: nnx.State, token_ids: jax.Array, *, l
     width, num_tiles = cdiv(num_tokens, block_size), num_tokens // PREFILL_TILE
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
     starts = positions[::PREFILL_TILE]
-    implementation = ops.default_tiled_implementation(DTYPE, PREFILL_TILE)
+    implementation = choice.default_tiled_implementation(DTYPE, PREFILL_TILE)
     if implementation != "native" or native.why_not_layout(layout, DTYPE):
         implementation = "xla"
     batch = AttentionBatch(

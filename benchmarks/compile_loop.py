@@ -215,7 +215,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
     from jaxpaged.models.families.llama import NAMES
     from jaxpaged.models.quantisation import OnLoad
-    from pallas_kernels import ops
+    from pallas_kernels.ops import choice
 
     mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))
     on_device = NamedSharding(mesh, PartitionSpec())
@@ -261,7 +261,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         if case.attention == "constant":
             return ConstantModel()
         quantisation = None if case.quantization is None else OnLoad(case.quantization)
-        with mock.patch.object(ops, "default_implementation", return_value="mosaic_gpu"):  # an H200's
+        with mock.patch.object(choice, "default_implementation", return_value="mosaic_gpu"):  # an H200's
             loops = case.loops or None
             model = decoder.abstract(config, dtype, NAMES, quantisation, loop_over_layers=loops)
         if case.num_adapters:

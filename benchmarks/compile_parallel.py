@@ -218,7 +218,7 @@ def _on_h200s(num_devices: int) -> Iterator[None]:
 
     from jaxpaged.engine import gpu_flags, machine
     from jaxpaged.parallel.shards import DATA, MODEL
-    from pallas_kernels import ops
+    from pallas_kernels.ops import choice
 
     devices = np.array(cuda_compiler.topology(num_devices).devices)
     mesh = Mesh(devices.reshape(1, num_devices), (DATA, MODEL)) if num_devices > 1 else None
@@ -226,7 +226,7 @@ def _on_h200s(num_devices: int) -> Iterator[None]:
     answers = (
         (jax, "default_backend", "gpu"),
         (jax, "local_devices", list(devices)),
-        (ops, "default_implementation", "mosaic_gpu"),
+        (choice, "default_implementation", "mosaic_gpu"),
         (machine, "mesh", mesh),
         (machine, "memory_stats", memory),
         (gpu_flags, "memory_share", SHARE),

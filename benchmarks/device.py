@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import record
-from pallas_kernels import ops, support
+from pallas_kernels import support
+from pallas_kernels.ops import choice
 
 PEAK_BYTES = 4.8e12  # a second, of an H200's memory by its datasheet
 PEAK_FLOPS = 790e12  # a second, of a large product in bfloat16 of random numbers on an H200
@@ -33,7 +34,7 @@ def main() -> None:
 def require_hopper() -> dict[str, Any]:
     """What GPU and compiler there are. Ends the process with one line where JAX uses no Hopper GPU."""
     try:
-        used, is_hopper = jax.devices()[0].device_kind, ops.default_implementation() == "mosaic_gpu"
+        used, is_hopper = jax.devices()[0].device_kind, choice.default_implementation() == "mosaic_gpu"
     except RuntimeError as error:  # a backend that was asked for does not start
         used, is_hopper = f"nothing ({str(error).splitlines()[0]})", False
     if not is_hopper:

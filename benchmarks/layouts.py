@@ -33,6 +33,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import AttentionBatch
 from pallas_kernels import layouts, native, ops, support
 from pallas_kernels.layouts import LAYOUTS, Layout
+from pallas_kernels.ops import choice
 
 _LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: all.")
 _BLOCK_SIZES = flags.DEFINE_list("block_sizes", ["1", "8", "16", "32", "64", "128"], "Tokens.")
@@ -78,7 +79,7 @@ def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float)
     cache = create(1 + NUM_SEQS * width, block_size, *shape, dtype, layout)
     blocks = 1 + np.random.default_rng(0).permutation(NUM_SEQS * width).reshape(NUM_SEQS, width)
     tables = jnp.asarray(blocks, jnp.int32)
-    implementation = ops.default_tiled_implementation(dtype, 1)
+    implementation = choice.default_tiled_implementation(dtype, 1)
     if implementation == "native" and native.why_not_layout(layout, dtype):
         implementation = "xla"
     served = support.SUPPORT["mosaic_gpu"]

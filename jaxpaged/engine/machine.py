@@ -21,10 +21,10 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import num_weights
 from jaxpaged.parallel.mesh import mesh_of
-from pallas_kernels import layouts, native, ops, support
+from pallas_kernels import layouts, native, support
 from pallas_kernels.compilation_cache import compilation_cache_dir
 from pallas_kernels.layouts import Layout
-from pallas_kernels.ops import TiledImplementation
+from pallas_kernels.ops import TiledImplementation, choice
 from pallas_kernels.paged_attention import partial_bytes
 from pallas_kernels.prompt_attention import partial_bytes as prompt_partial_bytes
 
@@ -94,7 +94,7 @@ def attention(config: EngineConfig, model_config: ModelConfig) -> tuple[TiledImp
     except ValueError as error:
         raise InputError(str(error)) from error
     if config.attention == "auto":
-        wanted = ops.default_tiled_implementation(dtype, tile_len=1)
+        wanted = choice.default_tiled_implementation(dtype, tile_len=1)
     else:
         wanted = config.attention
     if why := _why_not(wanted, dtype, config, model_config):

@@ -10,8 +10,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxpaged.memory.block_pool import NULL_BLOCK
-from pallas_kernels import ops
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout, Part, Pool, Sizes
+from pallas_kernels.ops import caches
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +93,7 @@ def write(
     if cache.shared:  # of all tokens: what is none must not count
         is_padding = (slot_mapping < cache.block_size)[:, None, None]
         k, v = jnp.where(is_padding, 0, k), jnp.where(is_padding, 0, v)
-    new = ops.write(cache.pool(layer), k, v, slot_mapping).arrays
+    new = caches.write(cache.pool(layer), k, v, slot_mapping).arrays
     return replace(
         cache,
         blocks={name: new[name].reshape(old.shape) for name, old in cache.blocks.items()},
@@ -113,7 +113,8 @@ def copy_blocks(
     """
     pairs = jnp.where(sources == NULL_BLOCK, -1, jnp.stack([sources, destinations])).T
     blocks = {
-        name: ops.swap_blocks(source.blocks[name], x, pairs, source.axis) for name, x in target.blocks.items()
+        name: caches.swap_blocks(source.blocks[name], x, pairs, source.axis)
+        for name, x in target.blocks.items()
     }
     return replace(target, blocks=blocks)
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels import native, ops, product
-from pallas_kernels.ops import ProductImplementation
+from pallas_kernels import native, product
+from pallas_kernels.ops import ProductImplementation, choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,5 +26,5 @@ def form_of(dtype: jnp.dtype, loop_over_layers: bool | None = None) -> LayerForm
     """That of this machine for weights of a dtype; `loop_over_layers` as `EngineConfig` has it."""
     if native.serves(dtype):
         return LayerForm("native", "native", loop_over_layers is not False)
-    by_kernel = ops.default_implementation() == "mosaic_gpu" and dtype.name in product.DTYPES
+    by_kernel = choice.default_implementation() == "mosaic_gpu" and dtype.name in product.DTYPES
     return LayerForm("xla", "mosaic_gpu" if by_kernel else "xla", bool(loop_over_layers))

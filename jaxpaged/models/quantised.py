@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError
-from pallas_kernels import native, ops, quantised_product
-from pallas_kernels.ops import ProductImplementation
+from pallas_kernels import native, quantised_product
+from pallas_kernels.ops import ProductImplementation, choice
 from pallas_kernels.quantised import (
     NUM_INPUTS,
     NUM_OUTPUTS,
@@ -326,7 +326,7 @@ def implementation_for(kind: Kind, dtype: jnp.dtype) -> ProductImplementation:
     """Of products with few rows of that dtype on this machine: their weight is packed for it."""
     if native.serves(dtype, native.quantised_function(is_float=kind.is_float)):
         return "native"
-    if ops.default_implementation() == "xla":
+    if choice.default_implementation() == "xla":
         return "xla"
     why_not = quantised_product.why_not(dtype, kind.halfword_bits, kind.group_size, is_float=kind.is_float)
     return "xla" if why_not else "mosaic_gpu"

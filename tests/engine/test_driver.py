@@ -14,7 +14,8 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
-from pallas_kernels import native, ops
+from pallas_kernels import native
+from pallas_kernels.ops import choice
 from reference import sampler as reference_sampler
 from tests import tiny
 
@@ -317,7 +318,7 @@ def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_token
     ],
 )
 def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, chosen, why, monkeypatch):
-    monkeypatch.setattr(ops, "default_tiled_implementation", lambda dtype, tile_len: default)
+    monkeypatch.setattr(choice, "default_tiled_implementation", lambda dtype, tile_len: default)
     why_not = None if default == "native" else "JAXPAGED_NATIVE is 0"
     monkeypatch.setattr(native, "why_not_cache", lambda layout, dtype: why_not)
     monkeypatch.setattr(native, "instructions", lambda: "AVX2 with FMA")

@@ -17,7 +17,7 @@ from jaxpaged.engine.plan import plan, slots_of
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.state import EngineState, Phase
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
-from pallas_kernels import ops
+from pallas_kernels.ops import choice
 from tests import tiny
 
 # One program for both: a step for the host to turn, with decode passes of 1, 3 and 4 rows.
@@ -173,7 +173,7 @@ def test_a_loop_over_layers_that_a_gpu_cannot_have_is_refused(monkeypatch):
     rule = r"loop_over_layers=True must be None or False with {} and attention by {} on this device"
     with pytest.raises(InputError, match=rule.format("bfloat16", "mosaic_gpu")):
         refuse()  # no Hopper GPU
-    monkeypatch.setattr(ops, "default_implementation", lambda: "mosaic_gpu")
+    monkeypatch.setattr(choice, "default_implementation", lambda: "mosaic_gpu")
     refuse()
     refuse(loop_over_layers=None, dtype="float32", attention="xla")
     with pytest.raises(InputError, match=rule.format("float32", "xla")):

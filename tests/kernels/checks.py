@@ -44,7 +44,7 @@ def is_served(c: Case) -> bool:
     named, options = inputs(c)
     arrays = Arrays(**named)
     try:
-        ops._choose("mosaic_gpu", False, arrays, check_attention(arrays, options))
+        ops.attention._choose("mosaic_gpu", False, arrays, check_attention(arrays, options))
     except NotImplementedError:
         return False
     return True

@@ -16,6 +16,7 @@ from jaxpaged.models.quantisation import float8, float8_kind
 from jaxpaged.models.quantised import Kind, QuantisedWeight, Rows, Segment, implementations, packed, zeros
 from pallas_kernels import ops
 from pallas_kernels import quantised_product as mosaic
+from pallas_kernels.ops import choice
 from pallas_kernels.quantised import OFFSET, Halfwords, Quantised
 from reference import quantisation, quantised_checkpoints
 from tests.kernels import test_quantised_product
@@ -127,7 +128,7 @@ def test_a_models_product_has_a_kernel_for_each_of_its_segments(monkeypatch: pyt
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     kernel = mosaic.product
     monkeypatch.setattr(mosaic, "product", lambda *args, interpret: kernel(*args, interpret=True))
-    monkeypatch.setattr(ops, "default_implementation", lambda: "mosaic_gpu")
+    monkeypatch.setattr(choice, "default_implementation", lambda: "mosaic_gpu")
     rng, pieces, want = np.random.default_rng(2), [], []
     for name in ("Q4_0", "Q4_1", "Q6_K"):
         kind, its = gguf_blocks.KINDS[name], blocks(name, 40, 256)

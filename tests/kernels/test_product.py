@@ -15,6 +15,7 @@ from jaxpaged.models import layers
 from jaxpaged.models.layer_form import LayerForm, form_of
 from pallas_kernels import ops
 from pallas_kernels import product as mosaic
+from pallas_kernels.ops import choice
 from tests.kernels.interpreter import (
     OPTIONAL,
     fresh_interpreter,
@@ -140,7 +141,7 @@ def test_what_means_nothing(
 def test_a_models_product_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer of a stack, with sizes that have to be filled up, and biases; outside of stacks XLA's."""
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
-    monkeypatch.setattr(ops, "default_implementation", lambda: "mosaic_gpu")
+    monkeypatch.setattr(choice, "default_implementation", lambda: "mosaic_gpu")
     monkeypatch.setattr(mosaic, "product", functools.partial(mosaic.product, interpret=True))
     weights, biases = draw(0, "bfloat16", 3 * 9, 70).reshape(3, 9, 70), draw(2, "bfloat16", 3, 9)
     form = form_of(jnp.dtype("bfloat16"), loop_over_layers=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ops, support
+from pallas_kernels.ops import choice
 from pallas_kernels.support import BlockSparse
 
 
@@ -181,7 +182,7 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
 def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
     if jax.devices()[0].platform != "cpu":
         pytest.skip("the default device is not a CPU")
-    assert ops.default_implementation() == "xla"
+    assert choice.default_implementation() == "xla"
 
 
 def test_the_readme_has_the_tables() -> None:

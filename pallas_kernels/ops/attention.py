@@ -1,41 +1,20 @@
-"""The public operations on a paged KV cache: check the arguments, choose an implementation, call it.
-
-Wrong arguments raise ValueError while tracing. An implementation that cannot serve a combination raises
-NotImplementedError with what can; nothing is ever replaced in silence. `support.SUPPORT` says who serves
-what.
-
-Shared by all operations:
-
-* A block is `block_size` neighbouring token places of a cache. A cache is a `layouts.Pool`, in any layout,
-  with None in the place of v_cache; or two arrays, as a layout of that kind has them: kv_layout
-  "token_major", the default, is [num_blocks, block_size, num_kv_heads, head_dim], "head_major"
-  [num_blocks, num_kv_heads, block_size, head_dim].
-* Block 0 is the null block: nobody owns it, padding may be written into it, its content means nothing.
-* Two arrays of a quantised type (float8_e4m3fn, float8_e5m2, int8) hold x / scale, with a float32 scale for
-  all heads, shape (), or per kv head, shape [num_kv_heads]. Another cache takes no scale; a pool has its own.
-* implementation: "mosaic_gpu" (Hopper GPUs), "xla" (anything), or None: the kernel if the default device is a
-  Hopper GPU, XLA otherwise. interpret=True runs the Mosaic kernel in Pallas' GPU interpreter, on the CPU.
-"""
+"""Attention of decode steps, of prompts, and of any mixture."""
 
 import dataclasses
-import functools
-from collections.abc import Sequence
-from typing import Literal, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import checks, layouts, native, ragged, xla, xla_tiles
 from pallas_kernels import paged_attention as mosaic
-from pallas_kernels import product as mosaic_products
 from pallas_kernels import prompt_attention as mosaic_prompts
-from pallas_kernels import quantised_product as mosaic_quantised
 from pallas_kernels._cut import Cut
 from pallas_kernels.checks import AttentionOptions
 from pallas_kernels.layouts import Layout, Pool
+from pallas_kernels.ops import choice
+from pallas_kernels.ops.choice import Implementation, TiledImplementation
 from pallas_kernels.paged_attention import SharedPlan
-from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
 from pallas_kernels.support import (
     Arrays,
     Options,
@@ -43,10 +22,6 @@ from pallas_kernels.support import (
     refuse_unserved,
     view_of,
 )
-
-Implementation = Literal["mosaic_gpu", "xla"]
-TiledImplementation = Literal["mosaic_gpu", "native", "xla"]
-ProductImplementation = Literal["mosaic_gpu", "native", "xla"]
 
 
 def paged_attention(
@@ -213,7 +188,7 @@ def tiled_paged_attention(
     pool = _pool(options)
     not_native_layout = native.why_not_layout(pool.layout, q.dtype)
     if implementation is None and not interpret:
-        implementation = default_tiled_implementation(q.dtype, tile_len)
+        implementation = choice.default_tiled_implementation(q.dtype, tile_len)
         if implementation == "native" and (biases or not_native_layout):
             implementation = "xla"
     if implementation == "native":
@@ -354,190 +329,6 @@ def ragged_paged_attention(
     return jnp.where(places.is_query[:, None, None], out, 0)
 
 
-def reshape_and_cache(
-    k: jax.Array,
-    v: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    slot_mapping: jax.Array,
-    *,
-    k_scale: jax.Array | float | None = None,
-    v_scale: jax.Array | float | None = None,
-    kv_layout: str | Layout = layouts.TOKEN_MAJOR,
-) -> tuple[jax.Array, jax.Array]:
-    """`write` to two arrays; in place where they are donated to the surrounding jit.
-
-    Args:
-        k, v: [num_tokens, num_kv_heads, head_dim], any floating type.
-        slot_mapping: [num_tokens] int32, slot = block_id * block_size + offset. A slot outside the cache
-            (-1, say) is padding and goes to slot 0, in the null block. Other slots must be distinct.
-
-    Returns: the new k_cache and v_cache. A quantised cache stores x / scale, saturated (int8: rounded).
-    Raises: ValueError on wrong shapes or types.
-    """
-    pool = checks.pool_of(k_cache, v_cache, kv_layout)
-    k_scale, v_scale = checks.check_scales(k_scale, v_scale, k_cache.dtype, pool.sizes.num_kv_heads)
-    checks.check_new(pool, k, v, slot_mapping)
-    k, v = xla.quantise(k, k_scale, k_cache.dtype), xla.quantise(v, v_scale, k_cache.dtype)
-    new = xla.write(pool, k, v, slot_mapping).arrays
-    return new["k"], new["v"]
-
-
-def write(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pool:
-    """Write new tokens to their slots; in place where the pool is donated to the surrounding jit.
-
-    One implementation, XLA's scatter: compiled for a GPU it has no temporary and no copy, so there is
-    nothing for a kernel to save.
-
-    Args: as those of `reshape_and_cache`; tokens of a sequence in their order, next to each other.
-    Returns: the new pool. Raises: ValueError on wrong shapes or types.
-    """
-    checks.check_new(pool, k, v, slot_mapping)
-    return xla.write(pool, k, v, slot_mapping)
-
-
-def copy_blocks(caches: Sequence[jax.Array], pairs: jax.Array) -> list[jax.Array]:
-    """Copy block pairs[i, 0] onto block pairs[i, 1] in every cache, as if one pair came after the other.
-
-    Args:
-        caches: arrays [num_blocks, ...] with one num_blocks, such as the k and v of every layer.
-        pairs: [num_pairs, 2] int32. Chains and repeated targets are fine. (0, 0), or a pair that names a
-            block outside the cache, is padding and changes nothing.
-
-    Returns: the new caches, in place where they are donated.
-    Raises: ValueError on wrong shapes or types.
-    """
-    checks.check_int32("pairs", pairs, (pairs.shape[0] if pairs.ndim else 0, 2))
-    for i, cache in enumerate(caches):
-        if cache.shape[0] != (num_blocks := caches[0].shape[0]):
-            raise ValueError(f"caches[{i}].shape={cache.shape} must begin with {num_blocks=}")
-    return xla.copy_blocks(caches, pairs) if caches else []
-
-
-def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array, axis: int = 0) -> jax.Array:
-    """Copy block pairs[i, 0] of one pool onto block pairs[i, 1] of another, between device and host memory.
-
-    Each pool may lie in device memory or in the host's (`jax.device_put(pool, jax.memory.Space.Host)`);
-    only the named blocks travel. Call it under jit, with the target donated to have it written in place.
-
-    Args:
-        source, target: [num_blocks, ...] with equal block shapes and types; num_blocks may differ. Blocks may
-            be counted along another `axis`.
-        pairs: [num_pairs, 2] int32, done in order. A pair with a block outside its pool changes nothing.
-
-    Returns: the new target, in target's memory.
-    Raises: ValueError on wrong shapes or types.
-    """
-    checks.check_int32("pairs", pairs, (pairs.shape[0] if pairs.ndim else 0, 2))
-    shapes = [(*pool.shape[:axis], *pool.shape[axis + 1 :]) for pool in (source, target)]
-    if shapes[0] != shapes[1] or source.dtype != target.dtype:
-        raise ValueError(
-            f"source {source.dtype}{source.shape} must hold blocks like target's {target.dtype}{target.shape}"
-        )
-    return xla.swap_blocks(source, target, pairs, axis)
-
-
-def product(
-    x: jax.Array,
-    weights: jax.Array,
-    layer: int | jax.Array | None = None,
-    *,
-    implementation: Implementation | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """`x @ weights`, of a stack of one a layer that of `layer`, [num_rows, num_outputs] float32.
-
-    Of a stack "mosaic_gpu" reads the layer's weights alone; "xla" may copy them first, if the layer is
-    traced. With "mosaic_gpu" a row's bits depend on no other row, nor on how many there are.
-
-    x: [num_rows, num_inputs] float16, bfloat16 or float32.
-    weights: of x's type, [num_inputs, num_outputs]; with a layer [num_layers, num_inputs, num_outputs].
-    implementation: "mosaic_gpu" serves 16 bits, and numbers of inputs and of outputs that are multiples of 8,
-        64 or more. None is that one on a Hopper GPU if it serves the weights, else "xla".
-    """
-    sizes = "[num_inputs, num_outputs]" if layer is None else "[num_layers, num_inputs, num_outputs]"
-    if weights.ndim != 2 + (layer is not None):
-        raise ValueError(f"{weights.shape=} must be {sizes} with {layer=}")
-    if x.ndim != 2 or not x.shape[0] or x.shape[1] != weights.shape[-2]:
-        raise ValueError(f"{x.shape=} must be [num_rows, num_inputs={weights.shape[-2]}], one row or more")
-    if x.dtype != weights.dtype:
-        raise ValueError(f"{x.dtype=} must be {weights.dtype=}")
-    if isinstance(layer, int) and not 0 <= layer < weights.shape[0]:
-        raise ValueError(f"{layer=} must be one of {weights.shape[0]} layers, counted from 0")
-    why_not = mosaic_products.why_not(x.dtype, *weights.shape[-2:])
-    if implementation is None:
-        chosen = "mosaic_gpu" if interpret else default_implementation()
-        implementation = "xla" if why_not and not interpret else chosen
-    if _is_mosaic(implementation, interpret=interpret):
-        if why_not:
-            raise NotImplementedError(f"mosaic_gpu products: {why_not}. Use implementation='xla'.")
-        return mosaic_products.product(x, weights, layer, interpret=interpret)
-    one = weights if layer is None else lax.dynamic_index_in_dim(weights, layer, keepdims=False)
-    return xla.product(x, one, contract=0)
-
-
-def quantised_product(
-    x: jax.Array,
-    weight: Quantised | Halfwords,
-    layer: int | jax.Array | None = None,
-    *,
-    implementation: ProductImplementation | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """`x @ weight.T` for a weight of few bits, or a stack of one a layer, [num_rows, out_features] float32.
-
-    x: [num_rows, in_features] bfloat16, float16 or float32, of no more inputs than the weight has: what a row
-        lacks is zeros.
-    weight: `Halfwords` for "mosaic_gpu", which serves up to 256 rows in bfloat16; `Quantised`, in panels, for
-        "native"; either for "xla", which widens it in the program, and multiplies numbers of x's type.
-    implementation: None is the one that the weight is packed for, if it serves x, else "xla".
-    """
-    if x.ndim != 2 or x.shape[1] > weight.in_features:
-        raise ValueError(f"{x.shape=} must be [num_rows, in_features], at most {weight.in_features} of them")
-    why_not = _why_no_product_kernel(x, weight)
-    if implementation is None:
-        in_panels = isinstance(weight, Quantised) and weight.panel_width == PANEL_WIDTH
-        is_native = in_panels and native.serves(x.dtype, native.quantised_function(is_float=weight.is_float))
-        implementation = "native" if is_native else "xla" if why_not else "mosaic_gpu"
-    if implementation == "mosaic_gpu":
-        if why_not or isinstance(weight, Quantised):
-            raise NotImplementedError(f"mosaic_gpu products: {why_not}. Use implementation='xla'.")
-        return mosaic_quantised.product(x, weight, layer, interpret=interpret)
-    if implementation == "native":
-        if not isinstance(weight, Quantised):
-            raise NotImplementedError(
-                "native products: the weight must be packed in panels. Use implementation='xla'."
-            )
-        return native.quantised_product(x, weight, 0 if layer is None else layer)
-    one = weight if layer is None else weight.of_layer(layer)
-    wide, scales = one.factors(x.dtype)
-    y = xla.product(x, wide[:, : x.shape[1]], contract=1)
-    return y if scales is None else y * scales
-
-
-def _why_no_product_kernel(x: jax.Array, weight: Quantised | Halfwords) -> str | None:
-    if not isinstance(weight, Halfwords):
-        return "the weight must be packed as halfwords"
-    if x.shape[0] > mosaic_quantised.MAX_ROWS:
-        return f"{x.shape[0]} rows must be at most {mosaic_quantised.MAX_ROWS}"
-    return mosaic_quantised.why_not(x.dtype, weight.bits, weight.group_size, is_float=weight.is_float)
-
-
-@functools.cache
-def default_implementation() -> Implementation:
-    """What implementation=None stands for: "mosaic_gpu" if the default device is a Hopper GPU, else "xla"."""
-    device = jax.devices()[0]
-    is_hopper = device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-    return "mosaic_gpu" if is_hopper else "xla"
-
-
-def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplementation:
-    """What None stands for in `tiled_paged_attention`: a kernel of this device if one serves, else "xla"."""
-    if native.serves(dtype):
-        return "native"
-    return default_implementation() if tile_len <= mosaic_prompts.TILE_LENS[-1] else "xla"
-
-
 def _capacity(arrays: Arrays, options: Options) -> int:
     """Tokens that a row of the block table can hold."""
     return arrays.block_tables.shape[1] * _pool(options).sizes.block_size
@@ -576,21 +367,12 @@ def _seen(arrays: Arrays, options: Options) -> tuple[Arrays, Options]:
     return arrays, options
 
 
-def _is_mosaic(implementation: Implementation, *, interpret: bool) -> bool:
-    """Whether it is that of the two. Raises ValueError if it is none, or cannot be interpreted."""
-    if implementation not in ("mosaic_gpu", "xla"):
-        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
-    if interpret and implementation != "mosaic_gpu":
-        raise ValueError(f"{interpret=} needs implementation='mosaic_gpu', not {implementation!r}")
-    return implementation == "mosaic_gpu"
-
-
 def _choose(
     implementation: Implementation | None, interpret: bool, arrays: Arrays, options: Options
 ) -> Implementation:
     if implementation is None:
-        implementation = "mosaic_gpu" if interpret else default_implementation()
-    _is_mosaic(implementation, interpret=interpret)
+        implementation = "mosaic_gpu" if interpret else choice.default_implementation()
+    choice.is_mosaic(implementation, interpret=interpret)
     pool = _pool(options)
     cache, view = pool.sizes, pool.layout.view()
     refuse_unserved(

@@ -1,0 +1,48 @@
+"""The public operations on a paged KV cache: check the arguments, choose an implementation, call it.
+
+Wrong arguments raise ValueError while tracing. An implementation that cannot serve a combination raises
+NotImplementedError with what can; nothing is ever replaced in silence. `support.SUPPORT` says who serves
+what.
+
+Shared by all operations:
+
+* A block is `block_size` neighbouring token places of a cache. A cache is a `layouts.Pool`, in any layout,
+  with None in the place of v_cache; or two arrays, as a layout of that kind has them: kv_layout
+  "token_major", the default, is [num_blocks, block_size, num_kv_heads, head_dim], "head_major"
+  [num_blocks, num_kv_heads, block_size, head_dim].
+* Block 0 is the null block: nobody owns it, padding may be written into it, its content means nothing.
+* Two arrays of a quantised type (float8_e4m3fn, float8_e5m2, int8) hold x / scale, with a float32 scale for
+  all heads, shape (), or per kv head, shape [num_kv_heads]. Another cache takes no scale; a pool has its own.
+* implementation: "mosaic_gpu" (Hopper GPUs), "xla" (anything), or None: the kernel if the default device is a
+  Hopper GPU, XLA otherwise. interpret=True runs the Mosaic kernel in Pallas' GPU interpreter, on the CPU.
+"""
+
+from pallas_kernels.ops.attention import (
+    paged_attention,
+    paged_attention_v1,
+    paged_attention_v2,
+    plan_of_tiles,
+    ragged_paged_attention,
+    tiled_paged_attention,
+)
+from pallas_kernels.ops.caches import copy_blocks, reshape_and_cache, swap_blocks, write
+from pallas_kernels.ops.choice import Implementation, ProductImplementation, TiledImplementation
+from pallas_kernels.ops.products import product, quantised_product
+
+__all__ = [
+    "Implementation",
+    "ProductImplementation",
+    "TiledImplementation",
+    "copy_blocks",
+    "paged_attention",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "plan_of_tiles",
+    "product",
+    "quantised_product",
+    "ragged_paged_attention",
+    "reshape_and_cache",
+    "swap_blocks",
+    "tiled_paged_attention",
+    "write",
+]
