@@ -56,7 +56,7 @@ def max_parts(p: Problem, capacity: int, cut: Cut) -> int:
 
 
 def plan(p: Problem, positions: jax.Array, seq_lens: jax.Array, capacity: int, cut: Cut) -> Parts:
-    """16 bytes a part, computed by XLA (once a step: the layers of a model share it)."""
+    """16 bytes a part, computed by XLA (once a step, if layers are no loop: they share it then)."""
     begin, end = jnp.broadcast_arrays(*seen_by(p, positions, seq_lens))
     window = capacity if p.sliding_window is None else p.sliding_window
     # By the tile's place alone: a sequence may grow, or end within the tile.

@@ -111,6 +111,7 @@ class PlanSizes(NamedTuple):
     group_size: int
     capacity: int  # tokens that a row of the block tables can hold
     sliding_window: int | None
+    has_table_rows: bool  # whether rows name their row of the block tables
 
 
 @jax.tree_util.register_dataclass
@@ -302,7 +303,9 @@ def paged_attention(
     config = config or tuning.config_for(arrays, options, query_len)
     p = tile.make_problem(arrays, options, config, query_len, is_interpreted=bool(interpret))
     capacity = arrays.block_tables.shape[1] * p.block_size
-    its = PlanSizes(num_rows, query_len, p.num_kv_heads, p.group_size, capacity, p.sliding_window)
+    its = PlanSizes(
+        *(num_rows, query_len, p.num_kv_heads, p.group_size, capacity, p.sliding_window, p.has_table_rows)
+    )
     shared = shared or shared_plan(its, arrays.seq_lens, query_starts, arrays.table_rows, cut)
     if shared.sizes != its:
         raise ValueError(f"plan must be made for {its}, not for {shared.sizes}")

@@ -42,9 +42,10 @@ def planned(
     batch: AttentionBatch, cache: KVCache, num_q_heads: int, sliding_windows: Sequence[int | None]
 ) -> AttentionBatch:
     """The batch with what each layer would find out again, for layers with these windows."""
+    pool = cache.pool(0)  # of any layer: their sizes are the same
     plans = tuple(
         ops.plan_of_tiles(
-            cache.pool(0),
+            pool,
             batch.block_tables,
             batch.query_starts,
             batch.seq_lens,

@@ -153,11 +153,11 @@ def tiled_paged_attention(
         sliding_window, alibi_slopes, soft_cap, sinks, k_scale, v_scale, kv_layout: see `AttentionOptions`.
         table_rows: [num_tiles] int32, each tile's row of block_tables, which may then have any number of
             them; None: tile t has row t. The kernels for decode steps, and for CPUs, copy no rows.
-        plan: by `plan_of_tiles` of the same lengths, places and window, for calls that share it; None: each
-            call makes its own, where it needs one.
-        implementation: None stands for `default_tiled_implementation`. "mosaic_gpu" takes tiles of up to 64
-            tokens, a few (`paged_attention.serves`) with the kernel for decode steps; "native" serves CPUs as
-            `native.why_not` says, without slopes, soft cap, sinks and scales; "xla" serves everything.
+        plan: by `plan_of_tiles` of the same lengths, places, window and table_rows, for calls that share it;
+            None: each call makes its own, where it needs one.
+        implementation: None stands for `choice.default_tiled_implementation`. "mosaic_gpu" takes tiles of up
+            to 64 tokens, a few (`paged_attention.serves`) with the kernel for decode steps; "native" serves
+            CPUs as `native.why_not` says, without slopes, soft cap, sinks and scales; "xla" all.
 
     Returns: [num_tiles, tile_len, num_q_heads, head_dim] of q's type. Queries at or beyond seq_lens are
         padding: what they get has no meaning.
@@ -239,13 +239,18 @@ def plan_of_tiles(
     if implementation != "mosaic_gpu" or not mosaic.serves(tile_len, group_size, cache.head_dim):
         return None
     num_tables, width = block_tables.shape
-    capacity = width * cache.block_size
-    sizes = mosaic.PlanSizes(
-        seq_lens.shape[0], tile_len, cache.num_kv_heads, group_size, capacity, sliding_window
-    )
     if table_rows is not None:
         finds_tables = mosaic.finds_tables(seq_lens.shape[0], num_tables)
         table_rows = jnp.clip(table_rows, 0, num_tables - 1) if finds_tables else None
+    sizes = mosaic.PlanSizes(
+        num_rows=seq_lens.shape[0],
+        query_len=tile_len,
+        num_kv_heads=cache.num_kv_heads,
+        group_size=group_size,
+        capacity=width * cache.block_size,
+        sliding_window=sliding_window,
+        has_table_rows=table_rows is not None,
+    )
     return mosaic.shared_plan(sizes, seq_lens, query_starts, table_rows)
 
 

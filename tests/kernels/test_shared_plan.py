@@ -87,23 +87,27 @@ def test_a_plan_of_other_sizes_is_refused() -> None:
     assert plans is not None
     assert [plan and plan.sizes.sliding_window for plan in plans] == [None, 40]
 
-    def call(num_rows: int) -> None:
+    def call(num_rows: int, window: int | None, table_rows: jax.Array | None = None) -> None:
         ops.tiled_paged_attention(
             draw(rng, num_rows, 1, NUM_Q_HEADS, HEAD_DIM),
             cache.pool(0),
             None,
-            *(x[:num_rows] for x in (batch.block_tables, batch.query_starts, batch.seq_lens)),
+            batch.block_tables if table_rows is not None else batch.block_tables[:num_rows],
+            *(x[:num_rows] for x in (batch.query_starts, batch.seq_lens)),
             scale=0.1,
-            sliding_window=40 if num_rows < 3 else None,
+            sliding_window=window,
+            table_rows=table_rows,
             plan=plans[1],
             implementation="mosaic_gpu",
             interpret=True,
         )
 
-    with pytest.raises(ValueError, match=r"plan must be made for .*sliding_window=None\), not for .*=40\)"):
-        call(3)
+    with pytest.raises(ValueError, match=r"plan must be made for .*sliding_window=None, .*, not for .*=40,"):
+        call(3, None, batch.table_rows)
     with pytest.raises(ValueError, match="plan must be made for .*num_rows=2"):
-        call(2)
+        call(2, 40)
+    with pytest.raises(ValueError, match=r"has_table_rows=False\), not for .*has_table_rows=True\)"):
+        call(3, 40)
 
 
 def test_only_the_decode_kernel_has_a_plan() -> None:
