@@ -55,6 +55,14 @@ inline void Store(void* p, Value x) {
 inline F32 Splat(uint32_t word) { return (F32)(Words{} + word); }
 inline F32 Splat(float number) { return number - F32{}; }  // an addition would remain, for it makes 0 of -0
 
+// The larger one in each lane, b if there is none. A vector's `a > b ? a : b` would not become one instruction.
+inline F32 Max(F32 a, F32 b) {
+  float x[kLanes], y[kLanes];
+  Store(x, a), Store(y, b);
+  for (int i = 0; i < kLanes; ++i) x[i] = x[i] > y[i] ? x[i] : y[i];
+  return Load<F32>(x);
+}
+
 // The lanes from(0), from(1), ... of a with b behind it.
 template <typename Vector, typename From, int... i>
 inline Vector Pick(Vector a, Vector b, From from, std::integer_sequence<int, i...>) {
@@ -69,9 +77,16 @@ inline Vector Pick(Vector a, Vector b, From from) {
   return Pick(a, b, from, std::make_integer_sequence<int, sizeof(Vector) / 4>());
 }
 
-// Asks for memory, into the second-level cache: the first is too small for what is in use and what comes next.
-inline void Prefetch(const char* p, int64_t bytes) {
+// Asks for memory, into the second-level cache: the first is too small for what is in use and what comes next. Inline,
+// and so must be who calls it: GCC 12 takes a function that only asks for one that does nothing, and drops its calls.
+[[gnu::always_inline]] inline void Prefetch(const char* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(p + line, 0, 2);
+}
+
+// Makes the compiler read again what lies there, rather than keep it in a register that sums need.
+template <typename Value>
+inline void Forget(const Value*& p) {
+  asm volatile("" : "+r"(p));
 }
 
 // Numbers as they lie in memory: `Read` makes kBytes of them a register, with kValues in a word. In a product each word

@@ -106,14 +106,14 @@ def test_attention_of_any_head(
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_of_a_tile(kernels: Kernels, dtype: str, window: int | None) -> None:
     """Each query sees the tokens up to its own, and has the bits that it has alone; padding gives zeros."""
-    lengths = np.array([70, 33, 0, 104])
-    starts = np.array([65, 30, 0, 99])
-    _, k, v, tables = paged(dtype, 6, 2, 64, block_size=16, lengths=lengths, window=window and window + 4)
-    q = draw(9, dtype, 4, 5, 6, 64)
+    lengths, num_queries = np.array([70, 33, 0, 104]), 7  # as many rows as K is turned for, and a few
+    starts = np.array([63, 30, 0, 97])
+    _, k, v, tables = paged(dtype, 6, 2, 64, block_size=16, lengths=lengths, window=window and window + 6)
+    q = draw(9, dtype, 4, num_queries, 6, 64)
     out = kernels.attend(q, k, v, tables, starts, lengths, scale=0.125, window=window)
     check(out, q, k, v, tables, starts, lengths, window=window)
     assert not out[1, 3:].any()
-    for i in range(5):
+    for i in range(num_queries):
         alone = kernels.attend(q[:, i : i + 1], k, v, tables, starts + i, lengths, scale=0.125, window=window)
         np.testing.assert_array_equal(bits(alone[:, 0]), bits(out[:, i]))
 
@@ -134,6 +134,7 @@ def test_attention_reads_layouts_where_they_lie(
 ) -> None:
     """Strides, and 8 bits a number with scales of all kinds: the same as of what is read of the blocks."""
     layout, lengths = LAYOUTS[name], np.array([1, 50, 33])
+    starts = np.maximum(lengths - 6, 0)
     if isinstance(layout, Fp8):
         layout = dataclasses.replace(layout, k_scale=(0.5, 0.25), v_scale=2.0, as_bytes=as_bytes)
     block_size = 1 if name == "token" else 8
@@ -143,10 +144,12 @@ def test_attention_reads_layouts_where_they_lie(
     k, v = draw(3, dtype, 2, len(slots), 2, head_dim)
     pool = ops.write(pool, k, v, slots)
     tables = 1 + np.random.default_rng(4).permutation(num_blocks - 1).reshape(3, -1)
-    q = draw(5, dtype, 3, 1, 6, head_dim)
-    out = kernels.attend_to(q, pool, tables, lengths - 1, lengths, scale=0.125)
+    q = draw(5, dtype, 3, 6, 6, head_dim)
     k, v = (np.asarray(x) for x in pool.read(jnp.arange(num_blocks), jnp.dtype("float32")))
-    check(out, q, k, v, tables, lengths - 1, lengths, window=None)
+    out = kernels.attend_to(q, pool, tables, starts, lengths, scale=0.125)
+    check(out, q, k, v, tables, starts, lengths, window=None)
+    alone = kernels.attend_to(q[:, :1], pool, tables, starts, lengths, scale=0.125)
+    check(alone, q[:, :1], k, v, tables, starts, lengths, window=None)
 
 
 @each_dtype
@@ -188,8 +191,9 @@ def test_attention_weights_of_far_apart_scores(kernels: Kernels, dtype: str) -> 
     lengths = np.array([40])
     q, k, v, tables = paged(dtype, 1, 1, 32, block_size=8, lengths=lengths)
     k[tables[0, 2], 5] = q[0, 0] * 50
-    out = kernels.attend(q, k, v, tables, lengths - 1, lengths, scale=1.0)[0, 0, 0]
-    np.testing.assert_array_equal(out, v[tables[0, 2], 5, 0])
+    for sign in (1, -1):
+        out = kernels.attend(sign * q, k, v, tables, lengths - 1, lengths, scale=float(sign))[0, 0, 0]
+        np.testing.assert_array_equal(out, v[tables[0, 2], 5, 0])
 
 
 def paged(dtype, num_q_heads, num_kv_heads, head_dim, *, block_size, lengths, window=None):

@@ -1,0 +1,133 @@
+// What attention is about: a call, and what one thread does of it at a time.
+
+#ifndef PALLAS_KERNELS_NATIVE_ATTENTION_JOB_H_
+#define PALLAS_KERNELS_NATIVE_ATTENTION_JOB_H_
+
+#include "vector.h"
+#include "work.h"
+
+namespace native {
+
+// Columns of V are summed in groups of so many, in registers; see `values.h`.
+constexpr int kSumVectors = kLanes == 8 ? 2 : 4;
+constexpr int64_t kGroup = kSumVectors * kLanes;
+
+// From one block, token and head to the next.
+struct Strides {
+  int64_t block, token, head;
+  int64_t At(int64_t block_id, int64_t offset) const { return block_id * block + offset * token; }
+};
+
+// What packed numbers of K and V need to be unpacked (`nibbles.h`); others are read where they lie.
+template <typename C>
+struct Packing {
+  static constexpr bool kIsPacked = false;
+  static constexpr int64_t kChunk = 32;  // tokens whose K or V stays in the first-level cache for all rows
+  static int64_t HeadBytes(int64_t head_dim) { return head_dim * sizeof(typename C::Value); }
+  // Tokens are looked at from a multiple of so many on.
+  static constexpr int64_t kAlignment = 1;
+};
+
+// Queries and outputs are numbers of T, those of K and V of C.
+template <typename T, typename C>
+struct AttentionCall {
+  const typename T::Value* q;
+  const char *k, *v;  // of block 0, its first token and head
+  const int32_t *block_tables, *query_starts, *seq_lens;
+  const float *k_scales, *v_scales;  // what numbers of K and V are to be multiplied by; null: by nothing
+  typename T::Value* out;
+  int64_t num_tiles, tile_len, num_q_heads, head_dim, num_kv_heads, block_size, max_blocks;
+  Strides strides;        // of K and V, in bytes
+  Strides scale_strides;  // in numbers
+  float scale;
+  int64_t window;
+  Packing<C> packing{};
+  // Block i of the tables is block first_block + i * block_stride of the arrays.
+  int64_t first_block = 0, block_stride = 1;
+  const int32_t* table_rows = nullptr;  // of each tile; null: in their order
+
+  const int32_t* TableOf(int64_t tile) const { return block_tables + (table_rows ? table_rows[tile] : tile) * max_blocks; }
+
+  int64_t head_bytes() const { return Packing<C>::HeadBytes(head_dim); }
+};
+
+// Where a head of K or V lies, for some tokens.
+struct Heads {
+  const char* base;
+  const int64_t* offsets;
+  const char* operator[](int64_t token) const { return base + offsets[token]; }
+};
+
+// One tile and some of its kv heads: the rows of queries that share each of these, and the tokens that some row sees,
+// counted from the first, in whole chunks. A row is one head of one token.
+template <typename T, typename C>
+struct Job {
+  static constexpr int64_t kChunk = Packing<C>::kChunk;
+  const AttentionCall<T, C>& call;
+  int64_t first_head, num_heads, num_rows, num_tokens;
+  int64_t width, num_groups;  // of a head: narrow ones are read as if they had a whole group of columns
+  int64_t num_factors;        // of a query
+  const char *k, *v;          // of the first kv head
+  int64_t* offsets;           // [num_tokens + kChunk]: from k and v, in bytes, and behind these from `copy`
+  int64_t* scale_offsets;     // [num_tokens]: from the first scale of a head; of packed numbers the slots
+  int64_t* ends;              // [num_rows]: how many tokens there are up to a row's own
+  int64_t* places;            // [num_heads, num_rows]: in q and out
+  uint32_t* factors;          // [num_heads, num_rows, num_factors]
+  float* weights;             // [num_heads, num_rows, num_tokens]
+  float* totals;              // [num_heads, num_rows], of weights
+  float* sums;                // [num_heads, num_rows, num_groups * kGroup]
+  char* copy;                 // [kChunk, width], of narrow heads and of unpacked ones
+
+  int64_t index(int64_t head, int64_t row) const { return head * num_rows + row; }
+  float* weight(int64_t head, int64_t row) const { return weights + index(head, row) * num_tokens; }
+  int64_t begin(int64_t row) const { return std::max<int64_t>(ends[row] - call.window, 0); }
+  // Whether one of `count` rows sees one of `tokens` tokens.
+  bool Sees(int64_t row, int64_t count, int64_t token, int64_t tokens) const {
+    return token < ends[row + count - 1] && begin(row) < token + tokens;
+  }
+  // The first column of a group. The last group ends with the head, and begins within the one before.
+  int64_t column(int64_t group) const { return std::min(group * kGroup, width - kGroup); }
+  Heads At(const char* base, int64_t head, int64_t token) const {
+    return {base + head * call.strides.head, offsets + token};
+  }
+  // A chunk of tokens, of which whole registers can be read.
+  Heads Chunk(const char* base, int64_t head, int64_t token) const {
+    const Heads heads = At(base, head, token), copies{copy, offsets + num_tokens};
+    if (width == call.head_dim) return heads;
+    for (int64_t i = 0; i < kChunk; ++i) std::memcpy(copy + copies.offsets[i], heads[i], call.head_bytes());
+    return copies;
+  }
+  Heads ChunkOfK(int64_t head, int64_t token) const {
+    if constexpr (Packing<C>::kIsPacked) {
+      call.packing.UnpackK(At(k, head, token), scale_offsets[token], first_head + head, call.head_dim, width, copy);
+      return {copy, offsets + num_tokens};
+    } else {
+      return Chunk(k, head, token);
+    }
+  }
+  Heads ChunkOfV(int64_t head, int64_t token) const {
+    if constexpr (Packing<C>::kIsPacked) {
+      call.packing.UnpackV(At(v, head, token), scale_offsets[token], first_head + head, call.head_dim, width, copy);
+      return {copy, offsets + num_tokens};
+    } else {
+      return Chunk(v, head, token);
+    }
+  }
+};
+
+// What is asked for while others are computed, token by token; 0 bytes: nothing.
+struct NextHeads {
+  Heads heads;
+  int64_t bytes;
+  [[gnu::always_inline]] void Ask(int64_t token) const {
+    if (bytes > 0) Prefetch(heads[token], bytes);
+  }
+  // The `part`th of so many parts of the tokens: all at once would be more than a processor asks for at a time.
+  [[gnu::always_inline]] void AskPart(int64_t part, int64_t num_parts, int64_t num_tokens) const {
+    for (int64_t t = part * num_tokens / num_parts; t < (part + 1) * num_tokens / num_parts; ++t) Ask(t);
+  }
+};
+
+}  // namespace native
+
+#endif  // PALLAS_KERNELS_NATIVE_ATTENTION_JOB_H_

@@ -1,0 +1,84 @@
+// Weights of scores: their softmax, but for the division by the sum.
+
+#ifndef PALLAS_KERNELS_NATIVE_SOFTMAX_H_
+#define PALLAS_KERNELS_NATIVE_SOFTMAX_H_
+
+#include <algorithm>
+#include <limits>
+
+#include "vector.h"
+
+namespace native {
+
+// 2^x for x <= 0: 2^n 2^r with |r| <= 1/2, and 2^r by a polynomial that is 1 at 0 and has the least largest error of
+// its degree, 1.7e-7 in float32.
+inline F32 Exp2(F32 x) {
+  x = Max(x, Splat(-126.0f));
+  // From 2^23 on float32 numbers are whole: the first sum is rounded, and has n in its lowest bits.
+  const F32 shifted = x + 12582912.0f, r = x - (shifted - 12582912.0f);
+  F32 p = Splat(1.326470869e-3f);
+  for (const float c : {9.671511129e-3f, 5.550733954e-2f, 2.402224243e-1f, 6.931470037e-1f, 1.0f}) p = p * r + c;
+  return (F32)((Words)p + ((Words)shifted << 23));
+}
+
+// f of all lanes: each meets the one half a register on, so that it does not matter in which the first token is.
+template <typename F>
+inline float Across(F32 x, F f) {
+  float lanes[kLanes];
+  Store(lanes, x);
+  UNROLL
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    UNROLL
+    for (int i = 0; i < half; ++i) lanes[i] = f(lanes[i], lanes[i + half]);
+  }
+  return lanes[0];
+}
+
+// A register all of whose lanes count.
+struct AllLanes {};
+inline F32 Where(I32 counts, F32 x, float otherwise) { return counts ? x : Splat(otherwise); }
+inline F32 Where(AllLanes, F32 x, float) { return x; }
+
+// f(first, which lanes count) for the registers that have the tokens [begin, end).
+template <typename F>
+inline void ForTokens(int64_t begin, int64_t end, F f) {
+  I32 lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  const auto edge = [&](int64_t first) {
+    const I32 token = lane + static_cast<int32_t>(first);
+    f(first, token >= static_cast<int32_t>(begin) & token < static_cast<int32_t>(end));
+  };
+  int64_t first = begin / kLanes * kLanes;
+  if (first < begin) edge(first), first += kLanes;
+  for (; first + kLanes <= end; first += kLanes) f(first, AllLanes());
+  if (first < end) edge(first);
+}
+
+// weights = exp(scale * (weights - the largest)) for the tokens [begin, end), 0 for others. Returns their sum.
+inline float Soften(float* weights, int64_t num_tokens, int64_t begin, int64_t end, float scale) {
+  if (scale < 0) {
+    for (int64_t token = 0; token < num_tokens; ++token) weights[token] = -weights[token];
+    scale = -scale;
+  }
+  constexpr float kLowest = -std::numeric_limits<float>::infinity();
+  const float factor = scale * 1.44269504f;  // powers of 2 are less work
+  F32 largest = Splat(kLowest), sum = {};
+  ForTokens(begin, end, [&](int64_t first, auto counts) {
+    const F32 score = Where(counts, Load<F32>(weights + first), kLowest);
+    largest = Max(score, largest);
+  });
+  const float top = Across(largest, [](float a, float b) { return a > b ? a : b; });
+  ForTokens(begin, end, [&](int64_t first, auto counts) {
+    const F32 weight = Where(counts, Exp2((Load<F32>(weights + first) - top) * factor), 0.0f);
+    sum += weight;
+    Store(weights + first, weight);
+  });
+  const int64_t behind = (end + kLanes - 1) / kLanes * kLanes;
+  std::fill(weights, weights + begin / kLanes * kLanes, 0.0f);
+  std::fill(weights + behind, weights + num_tokens, 0.0f);
+  return Across(sum, [](float a, float b) { return a + b; });
+}
+
+}  // namespace native
+
+#endif  // PALLAS_KERNELS_NATIVE_SOFTMAX_H_
