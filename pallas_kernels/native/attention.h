@@ -27,15 +27,49 @@ void Rescale(const Job<T, C>& job, const float* scales, int64_t head) {
   }
 }
 
-// The queries of one tile, with the kv heads [first_head, first_head + num_heads).
+// What a tile's queries see: `num_queries` of them, the first at `start`, and the tokens [begin, end).
+struct Seen {
+  int64_t start, num_queries, begin, end;
+};
+
 template <typename T, typename C>
-void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, int64_t num_heads) {
-  using Value = typename T::Value;
+Seen SeenBy(const AttentionCall<T, C>& call, int64_t tile) {
+  constexpr int64_t kAlignment = Packing<C>::kAlignment;
   const int64_t start = call.query_starts[tile], end = std::min<int64_t>(start + call.tile_len, call.seq_lens[tile]);
   // Padding: queries at or beyond the sequence's end, all of them if it has no tokens.
   const int64_t num_queries = start < 0 ? 0 : std::max<int64_t>(end - start, 0);
+  return {start, num_queries, std::max<int64_t>(start + 1 - call.window, 0) / kAlignment * kAlignment, end};
+}
+
+// Where the tokens [begin, end) of a tile lie, and what scales them, if anything does. Up to `num_tokens` the last one is
+// read again, with no weight: behind it the cache may end.
+template <typename T, typename C>
+void Locate(const AttentionCall<T, C>& call, int64_t tile, int64_t begin, int64_t end, int64_t num_tokens,
+            int64_t* offsets, int64_t* scale_offsets) {
+  const int32_t* const table = call.TableOf(tile);
+  for (int64_t position = begin; position < end;) {
+    const int64_t block = position / call.block_size, block_end = std::min((block + 1) * call.block_size, end);
+    const int64_t block_id = call.first_block + table[block] * call.block_stride;
+    for (; position < block_end; ++position) {
+      const int64_t offset = position - block * call.block_size;
+      offsets[position - begin] = call.strides.At(block_id, offset);
+      if (scale_offsets) scale_offsets[position - begin] = call.scale_strides.At(block_id, offset);
+    }
+  }
+  const int64_t count = end - begin;
+  std::fill(offsets + count, offsets + num_tokens, offsets[count - 1]);
+  if (scale_offsets) std::fill(scale_offsets + count, scale_offsets + num_tokens, scale_offsets[count - 1]);
+}
+
+// The queries of one tile, with the kv heads [first_head, first_head + num_heads). Meanwhile K's first tokens of
+// `next_tile`, and of as many heads from `next_head` on, come into the cache.
+template <typename T, typename C>
+void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, int64_t num_heads, int64_t next_tile,
+            int64_t next_head) {
+  using Value = typename T::Value;
+  const auto [start, num_queries, begin, end] = SeenBy(call, tile);
   const int64_t group = call.num_q_heads / call.num_kv_heads;
-  const auto place = [&](int64_t query, int64_t head) {
+  const auto place = [&, tile = tile](int64_t query, int64_t head) {
     return ((tile * call.tile_len + query) * call.num_q_heads + head) * call.head_dim;
   };
   for (int64_t query = num_queries; query < call.tile_len; ++query) {
@@ -43,14 +77,17 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
   }
   if (num_queries == 0) return;
 
-  constexpr int64_t kChunk = Packing<C>::kChunk, kAlignment = Packing<C>::kAlignment;
-  const int64_t begin = std::max<int64_t>(start + 1 - call.window, 0) / kAlignment * kAlignment;
+  constexpr int64_t kChunk = Packing<C>::kChunk;
   const int64_t num_tokens = (end - begin + kChunk - 1) / kChunk * kChunk;
   const int64_t num_rows = num_queries * group, num_places = num_heads * num_rows;
   const int64_t width = std::max(call.head_dim, kGroup), num_groups = (width + kGroup - 1) / kGroup;
   const int64_t width_bytes = width * sizeof(typename C::Value);
   const bool has_offsets = Packing<C>::kIsPacked || call.k_scales;
   const int64_t num_factors = (width_bytes + C::kBytes - 1) / C::kBytes * kLanes * C::kFactors;
+  const Seen next = SeenBy(call, next_tile);
+  const int64_t num_next = next.num_queries ? std::min(next.end - next.begin, kChunk) : 0;
+  int64_t next_offsets[kChunk];
+  if (num_next) Locate(call, next_tile, next.begin, next.begin + num_next, kChunk, next_offsets, nullptr);
   thread_local Scratch<int64_t> offsets, scale_offsets, ends, places;
   thread_local Scratch<uint32_t> factors;
   thread_local Scratch<float> weights, totals, sums;
@@ -60,24 +97,10 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
                       offsets.Get(num_tokens + kChunk), scale_offsets.Get(has_offsets ? num_tokens : 0),
                       ends.Get(num_rows), places.Get(num_places), factors.Get(num_places * num_factors),
                       weights.Get(num_places * num_tokens), totals.Get(num_places),
-                      sums.Get(num_places * num_groups * kGroup), copy.Get(kChunk * width_bytes)};
+                      sums.Get(num_places * num_groups * kGroup), copy.Get(kChunk * width_bytes),
+                      call.k + next_head * call.strides.head, next_offsets, num_next};
 
-  const int32_t* const table = call.TableOf(tile);
-  for (int64_t position = begin; position < end;) {
-    const int64_t block = position / call.block_size, block_end = std::min((block + 1) * call.block_size, end);
-    const int64_t block_id = call.first_block + table[block] * call.block_stride;
-    for (; position < block_end; ++position) {
-      const int64_t offset = position - block * call.block_size;
-      job.offsets[position - begin] = call.strides.At(block_id, offset);
-      if (has_offsets) job.scale_offsets[position - begin] = call.scale_strides.At(block_id, offset);
-    }
-  }
-  // Up to a whole chunk the last token is read again, with no weight: behind it the cache may end.
-  std::fill(job.offsets + (end - begin), job.offsets + num_tokens, job.offsets[end - begin - 1]);
-  if (has_offsets) {
-    int64_t* last = job.scale_offsets + (end - begin - 1);
-    std::fill(last + 1, job.scale_offsets + num_tokens, *last);
-  }
+  Locate(call, tile, begin, end, num_tokens, job.offsets, has_offsets ? job.scale_offsets : nullptr);
   for (int64_t i = 0; i < kChunk; ++i) job.offsets[num_tokens + i] = i * width_bytes;
   if (width > call.head_dim) std::memset(job.copy, 0, kChunk * width_bytes);
 
@@ -108,8 +131,8 @@ void AttendAll(Pool& pool, const AttentionCall<T, C>& call) {
   // All kv heads at once read K and V as they lie in memory; one by one they occupy more threads.
   const int64_t num_heads = call.num_tiles < 2 * pool.num_threads() ? 1 : call.num_kv_heads;
   const int64_t parts = call.num_kv_heads / num_heads;
-  Share(pool, call.num_tiles * parts, [=](int64_t item, int64_t) {
-    Attend(call, item / parts, item % parts * num_heads, num_heads);
+  Share(pool, call.num_tiles * parts, [=](int64_t item, int64_t next) {
+    Attend(call, item / parts, item % parts * num_heads, num_heads, next / parts, next % parts * num_heads);
   });
 }
 

@@ -58,6 +58,22 @@ struct Heads {
   const char* operator[](int64_t token) const { return base + offsets[token]; }
 };
 
+// What is asked for while others are computed, token by token; 0 bytes: nothing.
+struct NextHeads {
+  Heads heads;
+  int64_t bytes;
+  [[gnu::always_inline]] void Ask(int64_t token) const {
+    if (bytes > 0) Prefetch(heads[token], bytes);
+  }
+  NextHeads Part(int64_t first_byte, int64_t num_bytes) const {
+    return {{heads.base + first_byte, heads.offsets}, std::min(bytes, num_bytes)};
+  }
+  // The `part`th of so many parts of the tokens: all at once would be more than a processor asks for at a time.
+  [[gnu::always_inline]] void AskPart(int64_t part, int64_t num_parts, int64_t num_tokens) const {
+    for (int64_t t = part * num_tokens / num_parts; t < (part + 1) * num_tokens / num_parts; ++t) Ask(t);
+  }
+};
+
 // One tile and some of its kv heads: the rows of queries that share each of these, and the tokens that some row sees,
 // counted from the first, in whole chunks. A row is one head of one token.
 template <typename T, typename C>
@@ -77,6 +93,9 @@ struct Job {
   float* totals;              // [num_heads, num_rows], of weights
   float* sums;                // [num_heads, num_rows, num_groups * kGroup]
   char* copy;                 // [kChunk, width], of narrow heads and of unpacked ones
+  const char* next_k;         // of the first kv head of the job after this one
+  const int64_t* next_offsets;  // [kChunk]: from next_k
+  int64_t num_next;             // how many of these there are
 
   int64_t index(int64_t head, int64_t row) const { return head * num_rows + row; }
   float* weight(int64_t head, int64_t row) const { return weights + index(head, row) * num_tokens; }
@@ -89,6 +108,11 @@ struct Job {
   int64_t column(int64_t group) const { return std::min(group * kGroup, width - kGroup); }
   Heads At(const char* base, int64_t head, int64_t token) const {
     return {base + head * call.strides.head, offsets + token};
+  }
+  // V's head of the chunk after one; behind the last one the next job's K.
+  NextHeads AfterV(int64_t head, int64_t chunk_end) const {
+    if (chunk_end < num_tokens) return {At(v, head, chunk_end), call.head_bytes()};
+    return {{next_k + head * call.strides.head, next_offsets}, num_next ? call.head_bytes() : 0};
   }
   // A chunk of tokens, of which whole registers can be read.
   Heads Chunk(const char* base, int64_t head, int64_t token) const {
@@ -112,19 +136,6 @@ struct Job {
     } else {
       return Chunk(v, head, token);
     }
-  }
-};
-
-// What is asked for while others are computed, token by token; 0 bytes: nothing.
-struct NextHeads {
-  Heads heads;
-  int64_t bytes;
-  [[gnu::always_inline]] void Ask(int64_t token) const {
-    if (bytes > 0) Prefetch(heads[token], bytes);
-  }
-  // The `part`th of so many parts of the tokens: all at once would be more than a processor asks for at a time.
-  [[gnu::always_inline]] void AskPart(int64_t part, int64_t num_parts, int64_t num_tokens) const {
-    for (int64_t t = part * num_tokens / num_parts; t < (part + 1) * num_tokens / num_parts; ++t) Ask(t);
   }
 };
 

@@ -75,17 +75,22 @@ template <int kUnit, int kRows, size_t kCount>
   }
 }
 
-// Dot products of kRows rows with kCount tokens from `token` on: side by side, each in kLanes / kCount parts.
+// Dot products of kRows rows with kCount tokens from `token` on: side by side, each in kLanes / kCount parts. Some
+// tokens of `next` are asked for before each few: to ask for all at once would take longer than what is computed then.
 template <typename C, int kRows, int kCount>
-[[gnu::always_inline]] inline Registers<kRows> Dots(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes) {
+[[gnu::always_inline]] inline Registers<kRows> Dots(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes,
+                                                     const NextHeads& next) {
   if constexpr (kCount > DotTokens(kRows)) {
-    return Fold<kCount>(Dots<C, kRows, kCount / 2>(x, k, token, bytes),
-                        Dots<C, kRows, kCount / 2>(x, k, token + kCount / 2, bytes));
+    const auto first = Dots<C, kRows, kCount / 2>(x, k, token, bytes, next);
+    return Fold<kCount>(first, Dots<C, kRows, kCount / 2>(x, k, token + kCount / 2, bytes, next));
   } else {
     const char* heads[kCount];
     Registers<kRows> sum[kCount] = {};
     UNROLL
-    for (int t = 0; t < kCount; ++t) heads[t] = k[token + t];
+    for (int t = 0; t < kCount; ++t) {
+      next.Ask(token + t);
+      heads[t] = k[token + t];
+    }
     for (int64_t byte = 0, i = 0; byte < bytes; byte += C::kBytes) {
       const int64_t here = std::min(byte, bytes - C::kBytes);
       UNROLL
@@ -111,8 +116,7 @@ template <typename C, int kRows>
 [[gnu::noinline]] void Dot(const uint32_t* const* x, Heads k, int64_t first, int64_t end, int64_t bytes,
                            NextHeads next, float* const* y) {
   for (int64_t token = first; token < end; token += kLanes) {
-    for (int64_t i = token; i < token + kLanes; ++i) next.Ask(i);
-    const auto dots = Dots<C, kRows, kLanes>(x, k, token, bytes);
+    const auto dots = Dots<C, kRows, kLanes>(x, k, token, bytes, next);
     for (int r = 0; r < kRows; ++r) Store(y[r] + token, dots.row[r]);
   }
 }

@@ -61,7 +61,7 @@ void GatherFew(const Job<T, C>& job) {
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
     for (int64_t head = 0; head < job.num_heads; ++head) {
       const Heads v = job.ChunkOfV(head, chunk);
-      const bool is_last = chunk + kChunk == job.num_tokens;
+      const NextHeads next = job.AfterV(head, chunk + kChunk);
       InBlocks(job.num_rows, kSumRows, [&](int64_t row, int64_t count) {
         if (!job.Sees(row, count, chunk, kChunk)) return;
         const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0);
@@ -69,13 +69,15 @@ void GatherFew(const Job<T, C>& job) {
         float* sums = job.sums + job.index(head, row) * stride;
         const float* weights = job.weight(head, row) + chunk;
         WithConstant<kSumRows>(count, [&](auto rows) {
+          // Each call asks for the columns that it adds, if they are some lines of the cache, else the first for all.
+          constexpr bool kAskAll = SumGroups(rows) * kGroup * sizeof(typename C::Value) < 2 * kCacheLine;
           const auto add = [&](int64_t group, auto groups) {
             int64_t group_bytes[groups];
             for (int i = 0; i < groups; ++i) group_bytes[i] = job.column(group + i) * sizeof(typename C::Value);
-            const bool asks = row == 0 && group == 0 && !is_last;
-            const NextHeads next{job.At(job.v, head, chunk + kChunk), asks ? job.call.head_bytes() : 0};
-            AddValues<C, rows, groups>(weights, job.num_tokens, v, group_bytes, first, end, next,
-                                       sums + group * kGroup, stride);
+            NextHeads ask = kAskAll ? next : next.Part(group_bytes[0], groups * kGroup * sizeof(typename C::Value));
+            if (row > 0 || (kAskAll && group > 0)) ask.bytes = 0;
+            AddValues<C, rows, groups>(weights, job.num_tokens, v, group_bytes, first, end, ask, sums + group * kGroup,
+                                       stride);
           };
           int64_t group = 0;
           for (; group + SumGroups(rows) <= job.num_groups; group += SumGroups(rows)) {
