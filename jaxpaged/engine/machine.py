@@ -1,5 +1,6 @@
 """What the engine will use on this machine: dtype, lengths, and the size of its cache."""
 
+import ctypes
 import functools
 import os
 from collections.abc import Mapping
@@ -33,6 +34,9 @@ CPU_MEMORY_SHARE = 0.05
 # Bytes of JAX's memory on a GPU for what runs beside the loop: requests written into rows, reports read, and
 # what is lost between arrays.
 GPU_BYTES_FREE = 256 * 2**20
+# What glibc's `mallopt` calls its parameters, and the threshold up to which it learns by itself what to keep.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+_kept_bytes = 32 * 2**20
 # The share of blocks that stays free, as vLLM's, when a request is admitted beside running ones.
 WATERMARK = 0.01
 
@@ -211,6 +215,25 @@ def keep_on_disk() -> None:
     disk_cache.keep_in(folder)
     jax.config.update("jax_compilation_cache_dir", folder and str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def keep_freed(num_bytes: int) -> None:
+    """Let the C library keep pieces of memory of up to so many bytes when they are freed, for the next use.
+
+    They are what the loop takes on a CPU while it runs. glibc gives pieces of more than 32 MiB back to the
+    system at once, which has to zero their pages in each run of the loop anew. It does so with pieces of more
+    than 64 MiB in any case, for its threads cannot keep them. Who has set MALLOC_MMAP_THRESHOLD_ or
+    GLIBC_TUNABLES has chosen already.
+    """
+    global _kept_bytes
+    is_told = not {"MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}.isdisjoint(os.environ)
+    threshold = num_bytes + 2**20  # a piece is somewhat more than was asked for
+    if is_told or threshold <= _kept_bytes or jax.default_backend() != "cpu" or os.name != "posix":
+        return
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        _kept_bytes = threshold
+        mallopt(M_MMAP_THRESHOLD, min(threshold, 2**31 - 1))
+        mallopt(M_TRIM_THRESHOLD, min(2 * threshold, 2**31 - 1))  # as where glibc learns by itself
 
 
 def weight_bytes(config: EngineConfig, model_config: ModelConfig) -> int:

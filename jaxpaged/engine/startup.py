@@ -178,7 +178,9 @@ def run_of(
     program = source.kept()
     if program is None and not by_host and config.num_processes == 1:
         return None
-    return source.run(program or source.compiled())
+    program = program or source.compiled()
+    machine.keep_freed(program.temporary_bytes)
+    return source.run(program)
 
 
 @dataclasses.dataclass(frozen=True)

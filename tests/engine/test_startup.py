@@ -2,6 +2,10 @@
 
 import dataclasses
 import logging
+import os
+import platform
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -191,3 +195,33 @@ def test_decode_widths_that_mean_nothing_are_refused(widths):
     ):
         EngineConfig(max_num_seqs=9 if len(str(widths)) > 12 else 4, decode_widths=widths)
     assert EngineConfig(max_num_seqs=4, decode_widths=[1, 3]).decode_widths == (1, 3)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what it will")
+@pytest.mark.parametrize(("chosen", "is_kept"), [({}, True), ({"MALLOC_MMAP_THRESHOLD_": "1048576"}, False)])
+def test_memory_that_the_loop_frees_is_kept_for_its_next_run(chosen: dict[str, str], is_kept: bool) -> None:
+    """48 MiB, asked for again, are zeroed by the system once; by who has chosen otherwise, each time."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC", "GLIBC"))}
+    command = [sys.executable, "-c", TOUCHED_AGAIN]
+    faults = subprocess.run(command, env=environ | chosen, check=True, capture_output=True, text=True).stdout
+    assert (int(faults) < 1000) == is_kept
+
+
+TOUCHED_AGAIN = """
+import ctypes, resource
+from jaxpaged.engine import machine
+
+size, libc = 48 * 2**20, ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+machine.keep_freed(size)
+
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size)))
+    ctypes.memset(memory, 1, size)
+    libc.free(memory)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+touch()
+print(touch())
+"""
