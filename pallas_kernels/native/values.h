@@ -119,12 +119,13 @@ void GatherMany(const Job<T, C>& job) {
   for (int64_t t = 0; t < kSome; ++t) offsets[t] = t * kGroup * sizeof(float);
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kSome) {
     const int64_t num_tokens = std::min(kSome, job.num_tokens - chunk);
-    const int64_t num_next = std::min(kSome, job.num_tokens - chunk - num_tokens);
+    const int64_t num_left = job.num_tokens - chunk - num_tokens;
+    const int64_t num_next = num_left > 0 ? std::min(kSome, num_left) : job.num_next;
     for (int64_t head = 0; head < job.num_heads; ++head) {
       for (int64_t t = 0; t < num_tokens; t += kChunk) {
         WidenValues<C>(job, job.ChunkOfV(head, chunk + t), panels + t * kGroup, kSome * kGroup);
       }
-      const NextHeads next{job.At(job.v, head, chunk + num_tokens), job.call.head_bytes()};
+      const NextHeads next = job.AfterV(head, chunk + num_tokens);
       const int64_t num_blocks = (job.num_rows + kSumRows - 1) / kSumRows;
       int64_t block = 0;
       InBlocks(job.num_rows, kSumRows, [&](int64_t row, int64_t count) {

@@ -20,7 +20,8 @@ from tests.once import one_at_a_time
 
 DRIVER = Path(__file__).parent / "native_driver.cc"
 CACHE = Path(__file__).parents[2] / ".pytest_cache"
-CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
+EMULATORS = "qemu-aarch64", "qemu-aarch64-static"
 
 
 class Kernels(Protocol):
@@ -133,8 +134,8 @@ def kernels(target: str) -> Kernels:
         compiler, emulator = library.find_compiler(), []
         missing = compiler is None and "C++ compiler"
     elif target == "neon":
-        compiler, emulator = CROSS_COMPILER, [EMULATOR]
-        missing = next((tool for tool in (CROSS_COMPILER, EMULATOR) if shutil.which(tool) is None), None)
+        compiler, emulator = CROSS_COMPILER, [tool for tool in EMULATORS if shutil.which(tool)][:1]
+        missing = CROSS_COMPILER if shutil.which(CROSS_COMPILER) is None else not emulator and EMULATORS[0]
     else:
         pytest.skip(f"no native kernels: this {platform.machine()} lacks {library.TARGETS[target].words}")
     if missing:
