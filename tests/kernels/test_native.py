@@ -118,6 +118,15 @@ def test_attention_of_a_tile(kernels: Kernels, dtype: str, window: int | None) -
         np.testing.assert_array_equal(bits(alone[:, 0]), bits(out[:, i]))
 
 
+def test_a_window_of_some_row_begins_at_each_token(kernels: Kernels) -> None:
+    """Nine heads a query and 32 queries: of every 32 tokens each is the first that some few rows see."""
+    lengths = np.array([70])
+    q, k, v, tables = paged("float32", 9, 1, 16, block_size=16, lengths=lengths)
+    q = draw(9, "float32", 1, 32, 9, 16)
+    out = kernels.attend(q, k, v, tables, lengths - 32, lengths, scale=0.125, window=20)
+    check(out, q, k, v, tables, lengths - 32, lengths, window=20)
+
+
 @each_dtype
 @pytest.mark.parametrize("head_dim", [64, 24])
 @pytest.mark.parametrize(
