@@ -38,7 +38,7 @@ from pallas_kernels import native
 lap("imports")
 config = EngineConfig(dtype=sys.argv[2])
 gpu_flags.set_defaults()
-native.prepare()
+native.prepare(machine.resolve_dtype(config))
 checkpoint = loading.open_checkpoint(sys.argv[1])
 lap("header and tokenizer")
 machine.keep_on_disk()

@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 
 import pallas_kernels
-from pallas_kernels import native
 
 _folder: Path | None = None  # None: nothing is kept. A process has one.
 
@@ -72,7 +71,6 @@ def _machine() -> tuple[object, ...]:
         jax.device_count(),
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         *(os.environ.get(name) for name in ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAXPAGED_NATIVE")),
-        [str(native.why_not(jax.numpy.dtype(name))) for name in ("float32", "bfloat16")],
         _cpu_features(),
     )
 

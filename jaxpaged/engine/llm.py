@@ -70,7 +70,7 @@ class LLM:
         processes = None
         if c.distributed_init is not None:
             processes = join(c.distributed_init, c.num_processes, c.process_id)
-        native.prepare()
+        native.prepare(machine.resolve_dtype(c))
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})

@@ -30,7 +30,7 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.parallel.mesh import BY_SHARD, assembled, by_group, from_host, num_groups, placed
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
-from pallas_kernels import layouts
+from pallas_kernels import layouts, native
 
 # `loop.run` of one model and config.
 type Run = Callable[[nnx.State, EngineState, np.int32, np.bool_], tuple[EngineState, Report]]
@@ -241,7 +241,7 @@ class Source:
         return programs.kept(
             self.lower,
             made_from=(
-                *(what, model_config, dtype, self.step_config),
+                *(what, model_config, dtype, native.why_not(dtype), self.step_config),
                 *(self.config.tensor_parallel_size, self.config.tensor_parallel_sums),
                 *(self.config.data_parallel_size, form_of(dtype, self.config.loop_over_layers)),
             ),

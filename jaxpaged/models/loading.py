@@ -18,6 +18,7 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import Quantisation
 from jaxpaged.models.weights import Parts, Share
+from pallas_kernels import native
 
 SMOLLM2 = "smollm2"
 
@@ -59,11 +60,11 @@ class Checkpoint:
             return Decoder(parts)
 
         found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
-        form = form_of(jnp.dtype(dtype), loop_over_layers)
+        form = (str(dtype), native.why_not(dtype), form_of(jnp.dtype(dtype), loop_over_layers))
         return kept.model(
             build,
             lambda: self.abstract(dtype, quantization, share, loop_over_layers),
-            (str(self.path.resolve()), found, self.config, str(dtype), quantization, share, form),
+            (str(self.path.resolve()), found, self.config, quantization, share, *form),
         )
 
     def abstract(

@@ -12,8 +12,8 @@ using namespace native;
 
 // f(Float32() or another type of the cache): with CACHE_OF_BYTES one of a byte, else the queries'. A float8 that
 // is kept as bytes is known by the bits of its exponent.
-template <typename T, typename F>
-ffi::Error WithCacheType(ffi::DataType type, int64_t exponent_bits, ffi::DataType queries, F f) {
+template <typename F>
+ffi::Error WithCacheType(ffi::DataType type, int64_t exponent_bits, F f) {
 #ifdef CACHE_OF_BYTES
   if (type == ffi::S8) {
     f(Int8());
@@ -25,8 +25,8 @@ ffi::Error WithCacheType(ffi::DataType type, int64_t exponent_bits, ffi::DataTyp
     return ffi::Error::InvalidArgument("numbers of a cache must be int8 or float8");
   }
 #else
-  if (type != queries) return ffi::Error::InvalidArgument("numbers of a cache must be of the queries' type");
-  f(T());
+  if (auto error = CheckType(type); error.failure()) return error;
+  f(Numbers());
 #endif
   return ffi::Error::Success();
 }
@@ -41,41 +41,37 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const auto queries = q.dimensions();
   const int64_t* at = places.begin();
   const bool has_scales = k_scales.element_count() > 0;
-  ffi::Error error;
-  const auto unknown = WithType(q.element_type(), [&](auto type) {
-    using T = decltype(type);
-    error = WithCacheType<T>(k.element_type(), at[12], q.element_type(), [&](auto cache_type) {
-      using C = decltype(cache_type);
-      using Value = typename T::Value;
-      const int64_t bytes = sizeof(typename C::Value);
-      const AttentionCall<T, C> call{static_cast<const Value*>(q.untyped_data()),
-                                     static_cast<const char*>(k.untyped_data()) + at[2] * bytes,
-                                     static_cast<const char*>(v.untyped_data()) + at[3] * bytes,
-                                     block_tables.typed_data(),
-                                     query_starts.typed_data(),
-                                     seq_lens.typed_data(),
-                                     has_scales ? k_scales.typed_data() + at[7] : nullptr,
-                                     has_scales ? v_scales.typed_data() + at[8] : nullptr,
-                                     static_cast<Value*>(out->untyped_data()),
-                                     queries[0],
-                                     queries[1],
-                                     queries[2],
-                                     queries[3],
-                                     at[0],
-                                     at[1],
-                                     block_tables.dimensions()[1],
-                                     {at[4] * bytes, at[5] * bytes, at[6] * bytes},
-                                     {at[9], at[10], at[11]},
-                                     scale,
-                                     window,
-                                     {},
-                                     first_block.typed_data()[0],
-                                     block_stride,
-                                     table_rows.element_count() ? table_rows.typed_data() : nullptr};
-      AttendAll(pool, call);
-    });
+  if (auto error = CheckType(q.element_type()); error.failure()) return error;
+  return WithCacheType(k.element_type(), at[12], [&](auto cache_type) {
+    using C = decltype(cache_type);
+    using Value = typename Numbers::Value;
+    const int64_t bytes = sizeof(typename C::Value);
+    const AttentionCall<Numbers, C> call{static_cast<const Value*>(q.untyped_data()),
+                                         static_cast<const char*>(k.untyped_data()) + at[2] * bytes,
+                                         static_cast<const char*>(v.untyped_data()) + at[3] * bytes,
+                                         block_tables.typed_data(),
+                                         query_starts.typed_data(),
+                                         seq_lens.typed_data(),
+                                         has_scales ? k_scales.typed_data() + at[7] : nullptr,
+                                         has_scales ? v_scales.typed_data() + at[8] : nullptr,
+                                         static_cast<Value*>(out->untyped_data()),
+                                         queries[0],
+                                         queries[1],
+                                         queries[2],
+                                         queries[3],
+                                         at[0],
+                                         at[1],
+                                         block_tables.dimensions()[1],
+                                         {at[4] * bytes, at[5] * bytes, at[6] * bytes},
+                                         {at[9], at[10], at[11]},
+                                         scale,
+                                         window,
+                                         {},
+                                         first_block.typed_data()[0],
+                                         block_stride,
+                                         table_rows.element_count() ? table_rows.typed_data() : nullptr};
+    AttendAll(pool, call);
   });
-  return unknown.failure() ? unknown : error;
 }
 
 }  // namespace

@@ -66,7 +66,7 @@ def tiled_paged_attention(
     Queries at or beyond seq_lens get zeros.
     """
     window = np.iinfo(np.int32).max if sliding_window is None else sliding_window
-    function = library.registered(_function(pool.layout, q.dtype))
+    function = library.registered(_function(pool.layout, q.dtype), q.dtype)
     call = jax.ffi.ffi_call(function, jax.ShapeDtypeStruct(q.shape, q.dtype))
     at = (block_tables, query_starts, seq_lens)
     if pool.layout.packed_view() is not None:

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "vector.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -9,17 +11,13 @@ namespace native {
 
 namespace ffi = xla::ffi;
 
-// f(Float32() or BFloat16()), or an error for another type.
-template <typename F>
-ffi::Error WithType(ffi::DataType type, F f) {
-  if (type == ffi::F32) {
-    f(Float32());
-  } else if (type == ffi::BF16) {
-    f(BFloat16());
-  } else {
-    return ffi::Error::InvalidArgument("numbers must be float32 or bfloat16");
-  }
-  return ffi::Error::Success();
+// A library has kernels for one type, Float32 or BFloat16, which -DNUMBERS tells: nobody waits for those of the other.
+using Numbers = NUMBERS;
+
+// An error unless an array is of that type.
+inline ffi::Error CheckType(ffi::DataType type) {
+  if (type == (std::is_same_v<Numbers, Float32> ? ffi::F32 : ffi::BF16)) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("the library has kernels for numbers of another type");
 }
 
 }  // namespace native

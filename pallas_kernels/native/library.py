@@ -41,6 +41,7 @@ FUNCTIONS = {
     "low_rank": Function("low_rank"),
 }
 USUAL = ("product", "attention")  # compiled together at first, the others when they are called for
+NUMBERS = {"float32": "Float32", "bfloat16": "BFloat16"}  # what `vector.h` calls them; a library is for one
 
 _LOADING = threading.Lock()  # one compiles, the others wait for it
 
@@ -84,13 +85,13 @@ def why_not(dtype: jnp.dtype, *functions: str) -> str | None:
         return f"the device is a {jax.default_backend()}"
     if os.environ.get("JAXPAGED_NATIVE") == "0":
         return "JAXPAGED_NATIVE is 0"
-    if dtype not in (jnp.float32, jnp.bfloat16):
+    if dtype.name not in NUMBERS:
         return f"the dtype is {dtype.name}"
     name = target()
     if name is None:
         return f"there are no faster kernels for this {platform.machine()}"
     for these in (USUAL, *map(_with, functions)):
-        if problem := _load(name, these):
+        if problem := _load(name, dtype, these):
             return problem
     return None
 
@@ -120,22 +121,26 @@ def targets() -> list[str]:
     return [name for name, t in TARGETS.items() if machine in t.machines and features.issuperset(t.features)]
 
 
-def registered(function: str) -> str:
-    """The name under which XLA knows one of FUNCTIONS, as it is for the target in use."""
+def registered(function: str, dtype: jnp.dtype) -> str:
+    """The name under which XLA knows one of FUNCTIONS for a dtype, as it is for the target in use."""
     name = target()
-    if name is None or (why := _load(name, _with(function))):
+    if name is None or (why := _load(name, dtype, _with(function))):
         raise NotImplementedError(f"there is no native {function}: {why}")
-    return f"jaxpaged_{function}_{name}"
+    return _registered(function, dtype, name)
 
 
-def prepare() -> None:
+def _registered(function: str, dtype: jnp.dtype, name: str) -> str:
+    return f"jaxpaged_{function}_{dtype.name}_{name}"
+
+
+def prepare(dtype: jnp.dtype) -> None:
     """Compile the kernels in a thread of their own, if that is to be done: for who will soon ask for them."""
-    threading.Thread(target=_prepare, daemon=True).start()
+    threading.Thread(target=_prepare, args=(dtype,), daemon=True).start()
 
 
-def _prepare() -> None:
+def _prepare(dtype: jnp.dtype) -> None:
     with contextlib.suppress(ValueError):  # about JAXPAGED_NATIVE: who asks is told
-        serves(jnp.dtype("float32"))
+        serves(dtype)
 
 
 def _with(function: str) -> tuple[str, ...]:
@@ -143,20 +148,20 @@ def _with(function: str) -> tuple[str, ...]:
     return USUAL if function in USUAL else (function,)
 
 
-def _load(name: str, functions: tuple[str, ...]) -> str | None:
+def _load(name: str, dtype: jnp.dtype, functions: tuple[str, ...]) -> str | None:
     """Compile functions for a target and make them known to JAX; in words, what prevents it."""
     with _LOADING:
-        return _loaded(name, functions)
+        return _loaded(name, dtype, functions)
 
 
 @functools.cache
-def _loaded(name: str, functions: tuple[str, ...]) -> str | None:
+def _loaded(name: str, dtype: jnp.dtype, functions: tuple[str, ...]) -> str | None:
     compiler = find_compiler()
     if compiler is None:
         return _without("there is no C++ compiler", "install one, for example with apt install g++")
     try:
         with ThreadPoolExecutor() as pool:  # the compiler runs for all of them at the same time
-            made = [pool.submit(_handler, function, TARGETS[name], compiler) for function in functions]
+            made = [pool.submit(_handler, function, dtype, TARGETS[name], compiler) for function in functions]
         handlers = dict(zip(functions, (each.result() for each in made), strict=True))
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()[:1]
@@ -166,7 +171,7 @@ def _loaded(name: str, functions: tuple[str, ...]) -> str | None:
     else:
         for function, handler in handlers.items():
             pointer = jax.ffi.pycapsule(handler)
-            jax.ffi.register_ffi_target(f"jaxpaged_{function}_{name}", pointer, platform="cpu")
+            jax.ffi.register_ffi_target(_registered(function, dtype, name), pointer, platform="cpu")
         return None
     return _without(f"the C++ compiler {compiler!r} {problem}", "let CXX name one that works")
 
@@ -178,15 +183,15 @@ def _without(problem: str, remedy: str) -> str:
     return words
 
 
-def _handler(function: str, target: Target, compiler: str) -> Any:
+def _handler(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> Any:
     """One of these functions, from its library in the user's cache. If there is none, one is made, and kept
     if it can be.
     """
     source, options = FUNCTIONS[function]
-    command = [*compile_command(target, compiler), *options]
+    command = [*compile_command(target, compiler), *options, f"-DNUMBERS={NUMBERS[dtype.name]}"]
     sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cc", ".h")]
     key = hashlib.sha256("\0".join([jax.__version__, *command, *sources]).encode()).hexdigest()
-    name, folder = f"native-{function}-{key[:16]}.so", compilation_cache_dir()
+    name, folder = f"native-{function}-{dtype.name}-{key[:16]}.so", compilation_cache_dir()
     if folder and (folder / name).exists():
         with contextlib.suppress(OSError):  # it is damaged: another is made
             return _open(folder / name, source)

@@ -17,13 +17,13 @@ ffi::Error LowRank(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> y, ffi::AnyBuffer
   const int64_t num_choices = a.dimensions()[1], number = layer.typed_data()[0];
   const char* of_a = static_cast<const char*>(a.untyped_data()) + number * (a.size_bytes() / a.dimensions()[0]);
   const char* of_b = static_cast<const char*>(b.untyped_data()) + number * (b.size_bytes() / b.dimensions()[0]);
+  if (auto error = CheckType(x.element_type()); error.failure()) return error;
   float* result = out->typed_data();
   if (result != y.typed_data()) std::copy_n(y.typed_data(), y.element_count(), result);
-  return WithType(x.element_type(), [&](auto type) {
-    using N = std::conditional_t<std::is_same_v<decltype(type), Float32>, NarrowFloat32, NarrowBFloat16>;
-    AddLowRanks<N>(pool, static_cast<const char*>(x.untyped_data()), of_a, of_b, choices.typed_data(), num_choices,
-                   result, shape);
-  });
+  using Narrow = std::conditional_t<std::is_same_v<Numbers, Float32>, NarrowFloat32, NarrowBFloat16>;
+  AddLowRanks<Narrow>(pool, static_cast<const char*>(x.untyped_data()), of_a, of_b, choices.typed_data(), num_choices,
+                      result, shape);
+  return ffi::Error::Success();
 }
 
 }  // namespace

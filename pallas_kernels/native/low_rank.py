@@ -27,6 +27,6 @@ def add_low_rank(
     if not x.dtype == a.dtype == b.dtype:
         raise TypeError(f"{x.dtype=} must be that of a and b, {a.dtype} and {b.dtype}")
     result = jax.ShapeDtypeStruct(y.shape, jnp.float32)
-    call = jax.ffi.ffi_call(registered("low_rank"), result, input_output_aliases={0: 0})
+    call = jax.ffi.ffi_call(registered("low_rank", x.dtype), result, input_output_aliases={0: 0})
     of_layer = jnp.asarray(layer, jnp.int32)
     return call(y, x, a, b, choices, of_layer, widths=np.array(widths, np.int64))

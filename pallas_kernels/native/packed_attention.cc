@@ -7,57 +7,55 @@ namespace {
 
 using namespace native;
 
-using Numbers = ffi::Buffer<ffi::BF16>;
+using Scales = ffi::Buffer<ffi::BF16>;
 
-const uint16_t* Bits(const Numbers& numbers) { return static_cast<const uint16_t*>(numbers.untyped_data()); }
+const uint16_t* Bits(const Scales& scales) { return static_cast<const uint16_t*>(scales.untyped_data()); }
 
 // As `ops.tiled_paged_attention`. `places` says where everything lies, as `attention.py` packs it.
 ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::S32> block_tables,
                            ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::U8> k,
-                           Numbers k_scale, Numbers k_zero, ffi::AnyBuffer k_new, ffi::Buffer<ffi::S32> new_group,
-                           ffi::Buffer<ffi::U8> v, Numbers v_scale, Numbers v_zero,
+                           Scales k_scale, Scales k_zero, ffi::AnyBuffer k_new, ffi::Buffer<ffi::S32> new_group,
+                           ffi::Buffer<ffi::U8> v, Scales v_scale, Scales v_zero,
                            ffi::Buffer<ffi::S32> first_block, ffi::Buffer<ffi::S32> table_rows,
                            ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window,
                            ffi::Span<const int64_t> places, int64_t block_stride) {
-  if (k_new.element_type() != q.element_type()) {
-    return ffi::Error::InvalidArgument("the newest tokens must be of the queries' type");
+  for (const auto& numbers : {q, k_new}) {
+    if (auto error = CheckType(numbers.element_type()); error.failure()) return error;
   }
+  using Value = typename Numbers::Value;
   const auto queries = q.dimensions();
   const int64_t* at = places.begin();
-  return WithType(q.element_type(), [&](auto type) {
-    using T = decltype(type);
-    using Value = typename T::Value;
-    const Packing<Nibbles<T>> packing{Bits(k_scale),          Bits(k_zero),           Bits(v_scale),
-                                      Bits(v_zero),           static_cast<const Value*>(k_new.untyped_data()),
-                                      new_group.typed_data(), at[1],                  {at[5], at[6], at[7]},
-                                      {at[11], at[12], at[13]}, {at[8], at[9], at[10]}};
-    // The offsets that others have of scales are slots here.
-    const AttentionCall<T, Nibbles<T>> call{static_cast<const Value*>(q.untyped_data()),
-                                            static_cast<const char*>(k.untyped_data()),
-                                            static_cast<const char*>(v.untyped_data()),
-                                            block_tables.typed_data(),
-                                            query_starts.typed_data(),
-                                            seq_lens.typed_data(),
-                                            nullptr,
-                                            nullptr,
-                                            static_cast<Value*>(out->untyped_data()),
-                                            queries[0],
-                                            queries[1],
-                                            queries[2],
-                                            queries[3],
-                                            at[0],
-                                            at[1],
-                                            block_tables.dimensions()[1],
-                                            {at[2], at[3], at[4]},
-                                            {at[1], 1, 0},
-                                            scale,
-                                            window,
-                                            packing,
-                                            first_block.typed_data()[0],
-                                            block_stride,
-                                            table_rows.element_count() ? table_rows.typed_data() : nullptr};
-    AttendAll(pool, call);
-  });
+  const Packing<Nibbles<Numbers>> packing{Bits(k_scale),          Bits(k_zero),           Bits(v_scale),
+                                          Bits(v_zero),           static_cast<const Value*>(k_new.untyped_data()),
+                                          new_group.typed_data(), at[1],                  {at[5], at[6], at[7]},
+                                          {at[11], at[12], at[13]}, {at[8], at[9], at[10]}};
+  // The offsets that others have of scales are slots here.
+  const AttentionCall<Numbers, Nibbles<Numbers>> call{static_cast<const Value*>(q.untyped_data()),
+                                                      static_cast<const char*>(k.untyped_data()),
+                                                      static_cast<const char*>(v.untyped_data()),
+                                                      block_tables.typed_data(),
+                                                      query_starts.typed_data(),
+                                                      seq_lens.typed_data(),
+                                                      nullptr,
+                                                      nullptr,
+                                                      static_cast<Value*>(out->untyped_data()),
+                                                      queries[0],
+                                                      queries[1],
+                                                      queries[2],
+                                                      queries[3],
+                                                      at[0],
+                                                      at[1],
+                                                      block_tables.dimensions()[1],
+                                                      {at[2], at[3], at[4]},
+                                                      {at[1], 1, 0},
+                                                      scale,
+                                                      window,
+                                                      packing,
+                                                      first_block.typed_data()[0],
+                                                      block_stride,
+                                                      table_rows.element_count() ? table_rows.typed_data() : nullptr};
+  AttendAll(pool, call);
+  return ffi::Error::Success();
 }
 
 }  // namespace
@@ -70,13 +68,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_packed_attention, PackedAttention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<Numbers>()
-                                  .Arg<Numbers>()
+                                  .Arg<Scales>()
+                                  .Arg<Scales>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<Numbers>()
-                                  .Arg<Numbers>()
+                                  .Arg<Scales>()
+                                  .Arg<Scales>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()

@@ -12,9 +12,9 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel
                    ffi::ResultBuffer<ffi::F32> y) {
   const ProductShape shape{x.dimensions()[0], kernels.dimensions()[2], y->dimensions()[1]};
   const char* kernel = static_cast<const char*>(kernels.untyped_data()) + layer.typed_data()[0] * shape.kernel_bytes();
-  return WithType(kernels.element_type(), [&](auto type) {
-    Multiply<decltype(type)>(pool, x.untyped_data(), kernel, y->typed_data(), shape);
-  });
+  if (auto error = CheckType(kernels.element_type()); error.failure()) return error;
+  Multiply<Numbers>(pool, x.untyped_data(), kernel, y->typed_data(), shape);
+  return ffi::Error::Success();
 }
 
 }  // namespace

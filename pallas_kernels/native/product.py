@@ -53,4 +53,4 @@ def product(
     stack = packed.reshape(-1, *packed.shape[-4:])
     result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
     layer = jnp.asarray(layer, jnp.int32)
-    return jax.ffi.ffi_call(registered("product"), result)(x, stack, layer)
+    return jax.ffi.ffi_call(registered("product", x.dtype), result)(x, stack, layer)

@@ -22,19 +22,19 @@ ffi::Error QuantisedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<
   const int64_t number = layer.typed_data()[0], num_words = codes.dimensions()[2];
   const int64_t layer_bytes = codes.size_bytes() / codes.dimensions()[0];
   const char* of_layer = static_cast<const char*>(codes.untyped_data()) + number * layer_bytes;
-  const auto multiply = [&](auto type, auto kind) {
-    MultiplyQuantised<decltype(type), decltype(kind)>(pool, x.untyped_data(), of_layer, OfLayer(scales, number),
-                                                      OfLayer(minima, number), y->typed_data(), num_words,
-                                                      scales.dimensions()[2], x.dimensions()[0], y->dimensions()[1]);
+  const auto multiply = [&](auto kind) {
+    MultiplyQuantised<Numbers, decltype(kind)>(pool, x.untyped_data(), of_layer, OfLayer(scales, number),
+                                               OfLayer(minima, number), y->typed_data(), num_words,
+                                               scales.dimensions()[2], x.dimensions()[0], y->dimensions()[1]);
   };
-  return WithType(x.element_type(), [&](auto type) {
+  if (auto error = CheckType(x.element_type()); error.failure()) return error;
 #ifdef FLOAT_CODES
-    multiply(type, Float8Codes{});
+  multiply(Float8Codes{});
 #else
-    const int64_t bits = 32 * num_words / x.dimensions()[1];
-    bits == 8 ? multiply(type, Int8Codes{}) : multiply(type, Int4Codes{});
+  const int64_t bits = 32 * num_words / x.dimensions()[1];
+  bits == 8 ? multiply(Int8Codes{}) : multiply(Int4Codes{});
 #endif
-  });
+  return ffi::Error::Success();
 }
 
 }  // namespace

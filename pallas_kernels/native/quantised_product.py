@@ -30,7 +30,8 @@ def quantised_product(
     codes, scales = _stack(weight.codes), _stack(weight.scales)
     minima = jnp.zeros((0,) * 4, scales.dtype) if weight.minima is None else _stack(weight.minima)
     result = jax.ShapeDtypeStruct((x.shape[0], weight.out_features), jnp.float32)
-    call = jax.ffi.ffi_call(registered(quantised_function(is_float=weight.is_float)), result)
+    function = registered(quantised_function(is_float=weight.is_float), x.dtype)
+    call = jax.ffi.ffi_call(function, result)
     return call(x, codes, scales, minima, jnp.asarray(layer, jnp.int32))
 
 

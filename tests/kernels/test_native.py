@@ -30,6 +30,7 @@ DTYPES = [
     for dtype in ("float32", "bfloat16")
     for why in [native_targets.why_not(dtype)]
 ]
+F32, BF16 = map(jnp.dtype, ("float32", "bfloat16"))
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
@@ -318,7 +319,7 @@ def test_the_target_is_the_fastest_of_the_processor(machine, features, served, w
     monkeypatch.setattr(library, "_load", lambda *_: None)
     for target in set(served.split(", ")) - {"none"}:
         monkeypatch.setenv("JAXPAGED_NATIVE", target)
-        assert library.registered("product") == f"jaxpaged_product_{target}"
+        assert library.registered("product", jnp.dtype("bfloat16")) == f"jaxpaged_product_bfloat16_{target}"
         assert native.instructions() == library.TARGETS[target].words
 
 
@@ -332,11 +333,13 @@ def test_the_target_is_the_fastest_of_the_processor(machine, features, served, w
 )
 def test_what_a_cache_needs_is_made_known_before_its_programs_are_read(name, more, monkeypatch) -> None:
     """A program that is read from the disk is not traced: nothing else asks for its functions."""
-    asked: list[tuple[str, ...]] = []
+    asked: list[tuple[str, tuple[str, ...]]] = []
     monkeypatch.setattr(library, "target", lambda: "avx2")
-    monkeypatch.setattr(library, "_load", lambda target, functions: asked.append(functions))
+    monkeypatch.setattr(
+        library, "_load", lambda target, dtype, functions: asked.append((dtype.name, functions))
+    )
     assert native.why_not_cache(LAYOUTS[name], jnp.dtype("bfloat16")) is None
-    assert list(dict.fromkeys(asked)) == [library.USUAL, *more]
+    assert list(dict.fromkeys(asked)) == [("bfloat16", functions) for functions in (library.USUAL, *more)]
 
 
 @pytest.fixture
@@ -366,24 +369,26 @@ def test_it_is_compiled_once(compiler, tmp_path: Path, monkeypatch: pytest.Monke
     command, (first, second, *_) = compiler(SOME_LIBRARY), library.TARGETS.values()
     calls = tmp_path / "calls"
     for _ in range(2):
-        library._handler("product", first, command)
+        library._handler("product", F32, first, command)
     assert len(calls.read_text()) == 1
-    library._handler("product", second, command)
+    library._handler("product", F32, second, command)
     assert len(calls.read_text()) == 2, "for another target"
+    library._handler("product", BF16, second, command)
+    assert len(calls.read_text()) == 3, "for another dtype"
     for file in tmp_path.glob("native*"):
         file.unlink()
         file.write_bytes(b"damaged")
-    library._handler("product", second, command)
-    assert len(calls.read_text()) == 3, "instead of a damaged one"
+    library._handler("product", F32, second, command)
+    assert len(calls.read_text()) == 4, "instead of a damaged one"
     sources = shutil.copytree(library.SOURCES, tmp_path / "sources")
     (sources / "vector.h").write_text("")
     monkeypatch.setattr(library, "SOURCES", sources)
-    library._handler("product", first, command)
-    assert len(calls.read_text()) == 4, "from other sources"
+    library._handler("product", F32, first, command)
+    assert len(calls.read_text()) == 5, "from other sources"
     monkeypatch.setattr(library, "compilation_cache_dir", lambda: None)
     for _ in range(2):
-        library._handler("product", first, command)
-    assert len(calls.read_text()) == 6, "each time where it cannot be kept"
+        library._handler("product", F32, first, command)
+    assert len(calls.read_text()) == 7, "each time where it cannot be kept"
 
 
 @pytest.mark.skipif(not library.targets(), reason="no native kernels for this processor")
