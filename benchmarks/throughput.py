@@ -48,13 +48,15 @@ _INSTRUCTIONS = flags.DEFINE_enum(
     "What every engine may use of the processor's; llama.cpp must be built for them.",
 )
 
-# What keeps each engine to these instructions: ours and XLA, PyTorch (and vLLM: see its runner), oneDNN.
+# What keeps each engine to these instructions: ours and XLA, PyTorch (and vLLM: see its runner), oneDNN, and
+# MKL, which computes PyTorch's products in float32 and would otherwise take AVX-512 on an Intel processor.
 LIMITS = {
     "avx2": {
         "JAXPAGED_NATIVE": "avx2",
         "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     }
 }
 RUNNERS = Path(__file__).parent / "peers"
