@@ -22,7 +22,7 @@ PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
 # The slow ones, too.
 ALL := -m 'slow or not slow'
 
-.PHONY: demo serve-demo test test-all test-kernels lint format clean
+.PHONY: demo serve-demo test test-all test-kernels kernels-ready lint format clean
 
 demo: $(READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96
@@ -42,6 +42,9 @@ test-all: $(RAY_READY)
 # Without what is not JAX's: the C++ kernels in programs of their own, and barriers left out one by one (slow).
 test-kernels: $(KERNELS_READY)
 	$(KERNELS_VENV)/bin/python -m pytest tests/kernels tests/engine/test_compile_h200.py -k 'not (avx or sse2 or neon)' $(PARALLEL) $(ARGS)
+
+# Only its environment.
+kernels-ready: $(KERNELS_READY)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
