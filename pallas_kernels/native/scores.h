@@ -79,7 +79,7 @@ template <int kUnit, int kRows, size_t kCount>
 // tokens of `next` are asked for before each few: to ask for all at once would take longer than what is computed then.
 template <typename C, int kRows, int kCount>
 [[gnu::always_inline]] inline Registers<kRows> Dots(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes,
-                                                     const NextHeads& next) {
+                                                     NextHeads& next) {
   if constexpr (kCount > DotTokens(kRows)) {
     const auto first = Dots<C, kRows, kCount / 2>(x, k, token, bytes, next);
     return Fold<kCount>(first, Dots<C, kRows, kCount / 2>(x, k, token + kCount / 2, bytes, next));
@@ -88,7 +88,7 @@ template <typename C, int kRows, int kCount>
     Registers<kRows> sum[kCount] = {};
     UNROLL
     for (int t = 0; t < kCount; ++t) {
-      next.Ask(token + t);
+      next.Ask();
       heads[t] = k[token + t];
     }
     for (int64_t byte = 0, i = 0; byte < bytes; byte += C::kBytes) {
@@ -128,13 +128,11 @@ void ScoreFew(const Job<T, C>& job) {
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
     for (int64_t head = 0; head < job.num_heads; ++head) {
       const Heads k = job.ChunkOfK(head, chunk);
-      const bool is_last = chunk + kChunk == job.num_tokens;
-      const Heads heads = is_last ? job.At(job.v, head, 0) : job.At(job.k, head, chunk + kChunk);
       InBlocks(job.num_rows, kDotRows, [&](int64_t row, int64_t count) {
         if (!job.Sees(row, count, chunk, kChunk)) return;
         const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0) / kLanes * kLanes;
         const int64_t end = std::min(job.ends[row + count - 1] - chunk, kChunk);
-        const NextHeads next{heads, row == 0 ? job.call.head_bytes() : 0};
+        const NextHeads next = row == 0 ? job.AfterK(head, chunk + kChunk) : NextHeads{};
         const uint32_t* x[kDotRows];
         float* y[kDotRows];
         for (int64_t i = 0; i < count; ++i) {
@@ -244,14 +242,12 @@ void ScoreMany(const Job<T, C>& job) {
   thread_local Scratch<char> scratch;
   char* turned = scratch.Get(kChunk / kTileTokens * tile_bytes);  // [tiles, kLanes, num_registers, kTileTokens]
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
-    const bool is_last = chunk + kChunk == job.num_tokens;
     for (int64_t head = 0; head < job.num_heads; ++head) {
       const Heads k = job.ChunkOfK(head, chunk);
       for (int64_t t = 0; t < kChunk; t += kLanes) {
         TurnHeads<C>(k, t, bytes, num_registers, turned + t / kTileTokens * tile_bytes + t % kTileTokens * 4);
       }
-      const NextHeads next{is_last ? job.At(job.v, head, 0) : job.At(job.k, head, chunk + kChunk),
-                           job.call.head_bytes()};
+      NextHeads next = job.AfterK(head, chunk + kChunk);
       for (int64_t block = 0; block < num_blocks; ++block) {
         next.AskPart(block, num_blocks, kChunk);
         // The last block may have some rows of the one before: they get the same sums again.

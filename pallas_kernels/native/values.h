@@ -26,7 +26,7 @@ template <typename C, int kRows, int kGroups>
   }
   int64_t t = first;
   do {  // at least one: a loop that may have none makes GCC keep two copies of the sums
-    next.Ask(t);
+    next.Ask();
     const char* head = v[t];
     UNROLL
     for (int i = 0; i < kVectors; i += kStep) {
@@ -61,7 +61,6 @@ void GatherFew(const Job<T, C>& job) {
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kChunk) {
     for (int64_t head = 0; head < job.num_heads; ++head) {
       const Heads v = job.ChunkOfV(head, chunk);
-      const NextHeads next = job.AfterV(head, chunk + kChunk);
       InBlocks(job.num_rows, kSumRows, [&](int64_t row, int64_t count) {
         if (!job.Sees(row, count, chunk, kChunk)) return;
         const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0);
@@ -69,14 +68,14 @@ void GatherFew(const Job<T, C>& job) {
         float* sums = job.sums + job.index(head, row) * stride;
         const float* weights = job.weight(head, row) + chunk;
         WithConstant<kSumRows>(count, [&](auto rows) {
-          // Each call asks for the columns that it adds, if they are some lines of the cache, else the first for all.
-          constexpr bool kAskAll = SumGroups(rows) * kGroup * sizeof(typename C::Value) < 2 * kCacheLine;
+          const int64_t num_calls = job.num_groups / SumGroups(rows) + job.num_groups % SumGroups(rows);
+          int64_t call = 0;
           const auto add = [&](int64_t group, auto groups) {
             int64_t group_bytes[groups];
             for (int i = 0; i < groups; ++i) group_bytes[i] = job.column(group + i) * sizeof(typename C::Value);
-            NextHeads ask = kAskAll ? next : next.Part(group_bytes[0], groups * kGroup * sizeof(typename C::Value));
-            if (row > 0 || (kAskAll && group > 0)) ask.bytes = 0;
-            AddValues<C, rows, groups>(weights, job.num_tokens, v, group_bytes, first, end, ask, sums + group * kGroup,
+            const NextHeads next =
+                row > 0 ? NextHeads{} : job.AfterV(head, chunk + kChunk, kChunk, call++, num_calls);
+            AddValues<C, rows, groups>(weights, job.num_tokens, v, group_bytes, first, end, next, sums + group * kGroup,
                                        stride);
           };
           int64_t group = 0;
@@ -125,7 +124,7 @@ void GatherMany(const Job<T, C>& job) {
       for (int64_t t = 0; t < num_tokens; t += kChunk) {
         WidenValues<C>(job, job.ChunkOfV(head, chunk + t), panels + t * kGroup, kSome * kGroup);
       }
-      const NextHeads next = job.AfterV(head, chunk + num_tokens);
+      NextHeads next = job.AfterV(head, chunk + num_tokens, num_next);
       const int64_t num_blocks = (job.num_rows + kSumRows - 1) / kSumRows;
       int64_t block = 0;
       InBlocks(job.num_rows, kSumRows, [&](int64_t row, int64_t count) {
