@@ -83,10 +83,11 @@ inline Vector Pick(Vector a, Vector b, From from) {
   for (int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(p + line, 0, 2);
 }
 
-// Makes the compiler read again what lies there, rather than keep it in a register that sums need.
+// Makes the compiler take a pointer or a number for another one: so it reads again what lies there, rather than keep it
+// in a register that sums need.
 template <typename Value>
-inline void Forget(const Value*& p) {
-  asm volatile("" : "+r"(p));
+inline void Forget(Value& place) {
+  asm volatile("" : "+r"(place));
 }
 
 // Numbers as they lie in memory: `Read` makes kBytes of them a register, with kValues in a word. In a product each word
