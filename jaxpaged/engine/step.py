@@ -233,11 +233,17 @@ def compute(
 ) -> tuple[KVCache, Hidden, Float[Array, "num_tiles tile_len hidden"]]:
     """Run the model over tiles whose tokens have places already.
 
-    Each row's newest goes to `hidden`, and its prompt's last. Returns the hidden states of all places, too.
+    Each row's newest goes to `hidden`, and its prompt's last. Returns all places' hidden states, too, for
+    rows that tell of their prompts.
     """
     positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
     row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
     valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
+    # A prompt that is computed again may end for a follower, who has no answer yet.
+    is_prompts_last = tiles.end == rows.prompt_lens[tiles.row]
+    is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))
+    is_last = is_newest[:, None] & (positions == tiles.end[:, None] - 1)
+    wanted = is_last | rows.tells_prompt[tiles.row][:, None]
     batch = AttentionBatch(
         slot_mapping=block_table.slot_mapping(tables, row, positions, valid).reshape(-1),
         block_tables=tables.block_tables,
@@ -246,12 +252,10 @@ def compute(
         implementation=attention,
         adapters=None if rows.lora is None else jnp.where(tiles.end > 0, rows.lora[tiles.row], 0),
         table_rows=tiles.row,
+        wanted=wanted.reshape(-1) if tiles.tile_len > 1 else None,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     out, kv_cache = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), kv_cache, batch)
-    # A prompt that is computed again may end for a follower, who has no answer yet.
-    is_prompts_last = tiles.end == rows.prompt_lens[tiles.row]
-    is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))
     out = out.reshape(*positions.shape, -1)
     last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])

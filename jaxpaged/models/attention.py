@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -31,11 +32,23 @@ class AttentionBatch:
     table_rows: Int[Array, " num_tiles"] | None = None  # of each tile, of block_tables; None: in their order
     # What there is to do, for each kind of window, the same in all layers: by `planned`.
     plans: tuple[SharedPlan | None, ...] | None = None
+    # The tokens whose hidden states are asked for; None: all. What others have may be anything.
+    wanted: Bool[Array, " num_tokens"] | None = None
 
     @property
     def is_padding(self) -> Bool[Array, " num_tokens"]:
         """The tokens that are none: their K and V go to the null block."""
         return self.slot_mapping == 0
+
+    def in_layer(self, is_last: bool | Bool[Array, ""]) -> "AttentionBatch":
+        """The batch for one layer. In the last one K and V of all tokens matter, and else what is wanted:
+        tiles without any of that see nothing. In the others all is `wanted`.
+        """
+        if self.wanted is None:
+            return self
+        wanted = self.wanted | jnp.logical_not(is_last)
+        has_some = jnp.any(wanted.reshape(self.seq_lens.shape[0], -1), axis=1)
+        return replace(self, wanted=wanted, seq_lens=jnp.where(has_some, self.seq_lens, 0))
 
 
 def planned(

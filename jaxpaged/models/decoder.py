@@ -72,12 +72,14 @@ class Decoder(nnx.Module):
         cache: KVCache,
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-        """Hidden states after the last norm, and the cache with these tokens written."""
+        """The wanted tokens' hidden states after the last norm, and the cache with all tokens written."""
         # Zeros stay zeros in every layer without biases, and products on a CPU skip rows of zeros.
         x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
         max_len = batch.block_tables.shape[1] * cache.block_size
         angles = rope_tables(self.config, positions, max_len)
         batch = planned(batch, cache, self.config.num_q_heads, self.config.sliding_windows)
+        if self.form.own != "native":  # where rows of zeros cost as much as others
+            batch = dataclasses.replace(batch, wanted=None)
         if batch.adapters is None:
             x, cache = self._through_layers(x, cache, angles, batch)
         else:  # nothing is paid for adapters while no token has one
@@ -167,6 +169,7 @@ class DecoderLayers(nnx.Module):
         angles: Angles | None,
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        batch = batch.in_layer(layer == self.config.num_layers - 1)
         normed = self.attention_norm(x, layer) if self.attention_norm else x
         attended, cache = self.attention(normed, cache, layer, angles, batch)
         after = self._added(x, attended, self.attention_out_norm, layer)
@@ -176,6 +179,8 @@ class DecoderLayers(nnx.Module):
             given = self.mlp_norm(given, layer)
         elif self.config.shared_norm:
             given = normed
+        if batch.wanted is not None:
+            given = jnp.where(batch.wanted[:, None], given, 0)
         out = self.mlp(given, layer, batch.is_padding, batch.adapters)
         return self._added(after, out, self.mlp_out_norm, layer), cache
 

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "helpers.h"
 #include "vector.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -21,3 +22,9 @@ inline ffi::Error CheckType(ffi::DataType type) {
 }
 
 }  // namespace native
+
+// Lets threads wait where those of another library do, if there is one; returns where.
+extern "C" void* jaxpaged_wait_at(void* others) {
+  if (others) native::places = static_cast<native::Places*>(others);
+  return native::places;
+}

@@ -44,6 +44,8 @@ USUAL = ("product", "attention")  # compiled together at first, the others when 
 NUMBERS = {"float32": "Float32", "bfloat16": "BFloat16"}  # what `vector.h` calls them; a library is for one
 
 _LOADING = threading.Lock()  # one compiles, the others wait for it
+_OPENING = threading.Lock()
+_waiting: list[int | None] = []  # where each library's threads wait for work: the same address for all
 
 
 class Target(NamedTuple):
@@ -209,7 +211,13 @@ def _handler(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> 
 
 
 def _open(file: Path, source: str) -> Any:
-    return getattr(ctypes.CDLL(str(file)), f"jaxpaged_{source}")
+    """The handler in a library, whose threads wait for work where those of the first one do."""
+    library = ctypes.CDLL(str(file))
+    wait_at = library.jaxpaged_wait_at
+    wait_at.argtypes, wait_at.restype = [ctypes.c_void_p], ctypes.c_void_p
+    with _OPENING:
+        _waiting.append(wait_at(_waiting[0] if _waiting else None))
+    return getattr(library, f"jaxpaged_{source}")
 
 
 def find_compiler() -> str | None:

@@ -10,18 +10,13 @@
 #include <type_traits>
 #include <vector>
 
+#include "helpers.h"
+
 namespace native {
 
-inline void Pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Calls work(item, next item) for all items: from this thread, and from those of the pool that come in time.
-// Nobody waits for a thread that has not begun, so calls that fill the pool cannot wait for each other for ever.
+// Calls work(item, next item) for all items: from this thread, from those that wait to help, and from those of the pool
+// that come in time, who then wait to help with the next call. Nobody waits for a thread that has not begun, so calls
+// that fill the pool cannot wait for each other for ever.
 template <typename Pool, typename Work>
 void Share(Pool& pool, int64_t num_items, Work work) {
   struct Progress {
@@ -37,8 +32,12 @@ void Share(Pool& pool, int64_t num_items, Work work) {
     }
     progress->done.fetch_add(done, std::memory_order_release);
   };
-  const int64_t helpers = std::min(pool.num_threads(), num_items) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::decay_t<decltype(take_part)>(take_part));
+  const int64_t num_helpers = std::min(pool.num_threads(), num_items) - 1;
+  for (int64_t i = 0; i < num_helpers; ++i) {
+    if (!GiveToHelper(take_part)) {
+      pool.Schedule([take_part] { Helper().Help(take_part); });
+    }
+  }
   take_part();
   while (progress->done.load(std::memory_order_acquire) < num_items) Pause();
 }

@@ -11,6 +11,7 @@ import pytest
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.checks import InputError
+from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading, names, weights
 from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.decoder import Decoder
@@ -69,6 +70,11 @@ def paged_logits(model, token_ids, block_size, tile_len, adapter=None) -> np.nda
 
 def logits_of(model, token_ids, block_size, tile_len, adapter=None) -> jax.Array:
     """The same, to be compiled."""
+    hidden, _ = passed(model, token_ids, block_size, tile_len, adapter)
+    return model.logits(hidden)[: len(token_ids)]
+
+
+def passed(model, token_ids, block_size, tile_len, adapter=None, wanted=None) -> tuple[jax.Array, KVCache]:
     num_tokens = -(-len(token_ids) // tile_len) * tile_len
     num_blocks = -(-num_tokens // block_size)
     cache = model.create_cache(num_blocks + 1, block_size)
@@ -79,9 +85,8 @@ def logits_of(model, token_ids, block_size, tile_len, adapter=None) -> jax.Array
     if adapter is not None:
         adapters = jnp.full_like(batch.query_starts, adapter)
         batch = dataclasses.replace(batch, adapters=adapters)
-
-    hidden, _ = model(padded, jnp.asarray(positions), cache, batch)
-    return model.logits(hidden)[: len(token_ids)]
+    batch = dataclasses.replace(batch, wanted=wanted)
+    return model(padded, jnp.asarray(positions), cache, batch)
 
 
 def test_the_numpy_model_equals_transformers(golden):
@@ -100,6 +105,21 @@ def test_the_paged_model_equals_transformers(golden, uses_native, monkeypatch):
     block_size, tile_len = (4, 8) if uses_native else (16, 1)
     model = checkpoint.model(jnp.dtype("float32"))
     assert_equal(paged_logits(model, stored["token_ids"], block_size, tile_len), stored)
+
+
+@pytest.mark.parametrize("name", ["gqa_tied", "families/gpt_oss"])
+def test_of_the_last_layer_only_what_is_wanted_is_computed(name):
+    """What is wanted has the same bits, and so have all K and V; with biases and experts, too."""
+    checkpoint, token_ids = loading.open_checkpoint(GOLDENS / name), stored(name)["token_ids"][:24]
+    model = checkpoint.model(jnp.dtype("float32"))
+    wanted = np.isin(np.arange(24), [7, 18])  # of the second of three tiles nothing
+    run = jax.jit(lambda model, wanted: passed(model, token_ids, 4, 8, wanted=wanted))
+    some, some_cache = run(model, jnp.asarray(wanted))
+    all_, all_cache = run(model, jnp.ones(24, bool))
+    np.testing.assert_array_equal(some[wanted], all_[wanted])
+    jax.tree.map(np.testing.assert_array_equal, some_cache, all_cache)
+    if model.form.own == "native":
+        assert (some != all_).any(axis=1).tolist() == (~wanted).tolist()
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "gpt_oss"])
