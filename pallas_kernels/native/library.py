@@ -213,11 +213,12 @@ def _handler(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> 
 def _open(file: Path, source: str) -> Any:
     """The handler in a library, whose threads wait for work where those of the first one do."""
     library = ctypes.CDLL(str(file))
+    handler = getattr(library, f"jaxpaged_{source}")
     wait_at = library.jaxpaged_wait_at
     wait_at.argtypes, wait_at.restype = [ctypes.c_void_p], ctypes.c_void_p
     with _OPENING:
         _waiting.append(wait_at(_waiting[0] if _waiting else None))
-    return getattr(library, f"jaxpaged_{source}")
+    return handler
 
 
 def find_compiler() -> str | None:
