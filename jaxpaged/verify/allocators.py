@@ -184,7 +184,7 @@ def replay(path: Path | str, theirs: Any = None) -> Iterator[str]:
             [(str(verb), list(args)) for verb, args in trace["history"]],
         )
         for verb, _ in lines:
-            checked_choice("verb", verb, sorted(VERBS))
+            checked_choice("verb", verb, VERBS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{str(path)!r} must be a file of a history: {error}") from error
     try:

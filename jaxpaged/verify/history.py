@@ -17,26 +17,10 @@ MAX_EVICTED = 4  # ids named in one call
 
 
 # What a history may ask for, by the names of the methods that do it.
-VERBS = frozenset(
-    [
-        "admit",
-        "append",
-        "can_allocate",
-        "commit",
-        "evict",
-        "fork",
-        "free",
-        "free_host",
-        "free_twice",
-        "reset",
-        "reset_cache",
-        "swap_in",
-        "swap_out",
-        "touch",
-        "truncate",
-        "window",
-    ]
-)
+VERBS = (
+    "admit", "append", "can_allocate", "commit", "evict", "fork", "free", "free_host", "free_twice", "reset",
+    "reset_cache", "swap_in", "swap_out", "touch", "truncate", "window",
+)  # fmt: skip
 
 
 class Disagreement(AssertionError):
