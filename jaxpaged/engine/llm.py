@@ -76,7 +76,7 @@ class LLM:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
-        machine.keep_on_disk()
+        machine.keep_on_disk(c.keep_programs)
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
         kept_as: Any = {"quantization": c.quantization, "loop_over_layers": c.loop_over_layers}
         self.engine = Engine(
