@@ -41,11 +41,12 @@ class Channel:
     def send(self, *pieces: bytes | bytearray | memoryview) -> None:
         """Send one message, given in pieces; return when all of it is on its way."""
         views = [memoryview(piece).cast("B") for piece in pieces]
-        self._connection.sendall(sum(map(len, views)).to_bytes(LENGTH_BYTES, "big"))
-        for view in views:
-            self._connection.sendall(view)
+        length = sum(map(len, views))
+        whole = [memoryview(length.to_bytes(LENGTH_BYTES, "big")), *views]
         if self._sending_key:
-            self._connection.sendall(_tag(self._sending_key, self._num_sent, views))
+            whole.append(memoryview(_tag(self._sending_key, self._num_sent, views)))
+        for part in whole if length > PIECE else [b"".join(whole)]:  # a short one goes in one packet
+            self._connection.sendall(part)
         self._num_sent += 1
 
     def receive(self) -> bytearray | None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpaged import replay, strangers_data
+from jaxpaged import replay, untrusted
 from jaxpaged.checks import InputError
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import EngineDeadError
@@ -336,7 +336,7 @@ def test_an_archive_is_unpacked_up_to_a_limit(tmp_path):
     np.savez_compressed(tmp_path / "bomb", zeros=np.zeros(2**24, np.int8))
     assert (tmp_path / "bomb.npz").stat().st_size < 2**15
     with pytest.raises(InputError, match=r"have 16777\d+ bytes, must have at most 1048576$"):
-        strangers_data.read_npz(tmp_path / "bomb.npz", max_bytes=2**20)
+        untrusted.read_npz(tmp_path / "bomb.npz", max_bytes=2**20)
 
 
 def test_whatever_byte_is_wrong_a_dump_is_refused_or_whole(file, tmp_path):

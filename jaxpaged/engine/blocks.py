@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from jaxpaged.checks import InputError, check, check_salt, is_int, shown
-from jaxpaged.strangers_data import dtype_named, read_json
+from jaxpaged.untrusted import dtype_named, read_json
 
 FORMAT = "jaxpaged blocks, version 1"  # the one entry of the metadata
 TOKENS = "token_ids"

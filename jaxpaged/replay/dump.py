@@ -19,7 +19,7 @@ from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.strangers_data import dtype_named, read_json, read_npz
+from jaxpaged.untrusted import dtype_named, read_json, read_npz
 from pallas_kernels import layouts
 
 VERSION = 4  # of the file's format

@@ -35,7 +35,7 @@ from jaxpaged.checks import (
     checked_number,
     shown,
 )
-from jaxpaged.strangers_data import read_json
+from jaxpaged.untrusted import read_json
 from jaxpaged.verify import adapters, class_lockstep
 from jaxpaged.verify.history import VERBS, History
 
