@@ -51,9 +51,12 @@ def _described(value: Any, classes: Mapping[str, type], arrays: list[memoryview]
     if isinstance(value, Mapping) and all(type(key) is str for key in value):
         return ["dict", list(value), each(value.values())]
     if classes.get(type(value).__name__) is type(value):
-        fields = dataclasses.fields(value)
-        return ["of", type(value).__name__, each(getattr(value, field.name) for field in fields)]
+        return ["of", type(value).__name__, each(getattr(value, name) for name in _fields(type(value)))]
     raise TypeError(f"a value of type {type(value).__name__} cannot go into a message")
+
+
+def _fields(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def decode(data: bytes | bytearray, classes: Sequence[type] = ()) -> Any:
@@ -94,9 +97,7 @@ class _Reader:
             return {str(key): self.value(one) for key, one in zip(keys, values, strict=True)}
         if form == "of" and content[0] in self.classes:
             kind, values = self.classes[content[0]], content[1]
-            fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
-            pairs = zip(fields, values, strict=True)
-            return kind(**{field.name: self.value(one) for field, one in pairs})
+            return kind(**{name: self.value(one) for name, one in zip(_fields(kind), values, strict=True)})
         raise InputError(f"{shown(described)} describes no value")
 
     def _array(self, dtype_name: Any, shape: Any) -> np.ndarray:

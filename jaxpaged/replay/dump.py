@@ -201,7 +201,7 @@ def _layout(words: Mapping[str, Any], given: str | None) -> layouts.Layout:
         raise InputError(
             f"its layout {shown(named)} is not one of ours: name it with --layout, to have it imported"
         )
-    return layouts.choose(**words | {"kv_layout": named if given is None else given})
+    return layouts.choose(**{**words, "kv_layout": named if given is None else given})
 
 
 def _lines(requests: Rows, tokens: np.ndarray) -> Iterator[Rows]:
