@@ -206,6 +206,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)",
     )
     group.add_argument(
+        "--keep-programs",
+        action=argparse.BooleanOptionalAction,
+        help="keep compiled programs and packed weights on disk for the next start (default: yes)",
+    )
+    group.add_argument(
         "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
     )
 

@@ -19,6 +19,7 @@ GROUND = {
     "jaxpaged/lora.py",
     "jaxpaged/sampling_params.py",
     "jaxpaged/status.py",
+    "jaxpaged/untrusted.py",
 }
 ENGINE = {"jaxpaged/memory", "jaxpaged/models", "jaxpaged/engine"}
 # Each part, and the parts of our own that it may import.
@@ -31,6 +32,8 @@ ALLOWED = {
     "jaxpaged/config.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {"jaxpaged/checks.py"},
     "jaxpaged/lora.py": {"jaxpaged/checks.py"},
+    "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
+    "jaxpaged/channel.py": {"jaxpaged/checks.py"},
     "jaxpaged/vllm_options.py": {"jaxpaged/checks.py"},
     "jaxpaged/chat.py": {"jaxpaged/checks.py"},
     "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
@@ -41,7 +44,13 @@ ALLOWED = {
     "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/memory": {"pallas_kernels", *GROUND},
     "jaxpaged/digest.py": set(),
-    "jaxpaged/parallel": {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/parallel/shards.py", *GROUND},
+    "jaxpaged/parallel": {
+        "jaxpaged/models",
+        "jaxpaged/channel.py",
+        "jaxpaged/digest.py",
+        "jaxpaged/parallel/shards.py",
+        *GROUND,
+    },
     "jaxpaged/parallel/shards.py": {
         "jaxpaged/config.py",
         "jaxpaged/digest.py",
@@ -60,6 +69,7 @@ ALLOWED = {
         "jaxpaged/models",
         "jaxpaged/parallel",
         "jaxpaged/parallel/shards.py",
+        "jaxpaged/channel.py",
         "jaxpaged/digest.py",
         "jaxpaged/routing.py",
         "jaxpaged/sampling.py",

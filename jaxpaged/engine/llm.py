@@ -19,6 +19,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.blocks import Blocks
+from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
@@ -69,14 +70,14 @@ class LLM:
         c = self.config
         processes = None
         if c.distributed_init is not None:
-            processes = join(c.distributed_init, c.num_processes, c.process_id)
+            processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
         native.prepare(machine.resolve_dtype(c))
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
-        machine.keep_on_disk()
+        machine.keep_on_disk(c.keep_programs)
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
         kept_as: Any = {"quantization": c.quantization, "loop_over_layers": c.loop_over_layers}
         self.engine = Engine(
