@@ -223,7 +223,7 @@ def test_long_texts_are_cut_only_where_it_is_asked_for(embedder):
         (lambda model: model.embed(7), "prompts=7 must be a prompt or a list of prompts"),
         (lambda model: model.classify("a"), "pooling_task='classify' must be 'embed' or 'token_embed'"),
         (lambda model: model.encode("a", pooling_task="rank"), "pooling_task='rank' must be one of embed"),
-        (lambda model: model.embed(["a", "b"], [None]), "pooling_params has 1 entries, must have one for each"),
+        (lambda model: model.embed(["a", "b"], [None]), "pooling_params has 1 entries, must have one for"),
         (lambda model: model.embed("a", 3), "pooling_params=3 must be a PoolingParams"),
         (lambda _: PoolingParams(dimensions=0), "dimensions=0 must be None or a positive int"),
         (lambda _: PoolingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens=0 must be None, -1 or"),
