@@ -10,6 +10,18 @@ from jaxpaged.engine.state import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 
 
+class TextError(RuntimeError):
+    """A request whose tokens could not be made text: it ends, and no other is touched. Its cause says why."""
+
+    def __init__(self, request_id: int, cause: BaseException) -> None:
+        super().__init__(
+            f"the text of request {request_id} could not be made from its tokens: "
+            f"{type(cause).__name__}: {cause}"
+        )
+        self.request_id = request_id
+        self.__cause__ = cause
+
+
 class Texts:
     """Called with one request's deltas, one after the other, it gives them back with their text.
 
@@ -35,6 +47,15 @@ class Texts:
         self._num_given = 0  # of these characters
 
     def __call__(self, delta: Delta) -> Delta:
+        """Return the delta with its text. Raises `TextError` for whatever goes wrong in the tokenizer."""
+        try:
+            return self._with_text(delta)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust code is no `Exception`
+            raise TextError(delta.request_id, error) from error
+
+    def _with_text(self, delta: Delta) -> Delta:
         is_last = delta.finish_reason is not FinishReason.NONE
         # A token that stops is no text, unless it is to be included.
         leaves_out = delta.finish_reason is FinishReason.STOP and not self._includes
