@@ -45,7 +45,9 @@ class Handle:
         self._sink = sink
         self._items: list[Item] = []
         # In the engine's thread, where a stop string is to end the row as soon as it is there.
-        self.stops = Texts(engine.tokenizer, request.params) if request.params.stop else None
+        self.stops = (
+            Texts(engine.tokenizer, request.params, request.prompt_token_ids) if request.params.stop else None
+        )
         self.metrics = RequestMetrics(time.time(), None, None)
         self._more = threading.Condition()
 
@@ -58,7 +60,7 @@ class Handle:
 
         Raises `EngineDeadError` if the engine stops before, `TextError` if there is no text for the tokens.
         """
-        with_text = texts(self._engine.tokenizer, self.request.params)
+        with_text = texts(self._engine.tokenizer, self.request)
         for place in itertools.count():
             with self._more:
                 if len(self._items) <= place:
