@@ -256,6 +256,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     from jaxpaged.engine.handle import EngineDeadError
     from jaxpaged.engine.llm import LLM, speeds
+    from jaxpaged.engine.texts import TextError
 
     start = time.perf_counter()
     num_written = 0
@@ -279,7 +280,7 @@ def _generate(args: argparse.Namespace) -> None:
             num_new_tokens += sum(len(answer.token_ids) for answer in output.outputs)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f": {num_written} of {len(asked)} answers are written") from None
-    except (EngineDeadError, OutputError) as error:
+    except (EngineDeadError, OutputError, TextError) as error:
         raise OutputError(f"{error}; {num_written} of {len(asked)} answers are written") from error
     seconds = time.perf_counter() - loaded
     _say(

@@ -123,9 +123,7 @@ class AsyncEngine:
                 event_loop.call_soon_threadsafe(items.put_nowait, item)
 
         handles = self.engine.submit_all(requests, sink)
-        with_text = {
-            handle.request_id: texts(self.engine.tokenizer, handle.request.params) for handle in handles
-        }
+        with_text = {handle.request_id: texts(self.engine.tokenizer, handle.request) for handle in handles}
         unfinished = {handle.request_id: handle for handle in handles}
         try:
             started(handles)

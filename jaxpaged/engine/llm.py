@@ -281,7 +281,7 @@ class LLM:
 
     def _output(self, group: Sequence[Handle], prompt: str | None, answers: Sequence[Delta]) -> RequestOutput:
         request = group[0].request
-        answers = [a if a.text is not None else texts(self.tokenizer, request.params)(a) for a in answers]
+        answers = [a if a.text is not None else texts(self.tokenizer, request)(a) for a in answers]
         metrics = [handle.metrics for handle in group]
         return request_output(request, prompt, answers, metrics, self.tokenizer, finished=True)
 
