@@ -250,7 +250,8 @@ def _generate(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from jaxpaged.engine.handle import EngineDeadError
-    from jaxpaged.engine.llm import LLM, speeds
+    from jaxpaged.engine.llm import LLM
+    from jaxpaged.engine.progress import speeds
 
     start = time.perf_counter()
     num_written = 0
