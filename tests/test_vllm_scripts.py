@@ -1,7 +1,5 @@
 """Scripts written for vLLM, with their imports changed and nothing else; and the names they import."""
 
-import argparse
-import asyncio
 import dataclasses
 import re
 import runpy
@@ -104,7 +102,9 @@ def test_logprobs_prefixes_and_beams(script, llm):
 
 def test_adapters(script, folder):
     path = tiny_lora.write(folder / "adapter", 1)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in tiny_lora.LORA.items() if value is not True]
+    flags = [
+        f"--{name.replace('_', '-')}={value}" for name, value in tiny_lora.LORA.items() if value is not True
+    ]
     alone, adapted = script("lora", "--enable-lora", *flags, lora_path=str(path))
     assert alone.outputs[0].token_ids == tiny_lora.reference_answer(None, alone.prompt_token_ids, 6)
     assert adapted.outputs[0].token_ids == tiny_lora.reference_answer(1, alone.prompt_token_ids, 6)

@@ -14,7 +14,9 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 def main(args: dict[str, Any]) -> list[RequestOutput]:
     llm = LLM(**args)
     params = SamplingParams(temperature=0, max_tokens=16)
-    asked = [{"role": "user", "content": [{"type": "text", "text": "Who"}, {"type": "text", "text": "am I?"}]}]
+    asked = [
+        {"role": "user", "content": [{"type": "text", "text": "Who"}, {"type": "text", "text": "am I?"}]}
+    ]
     others = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
     outputs = llm.chat([asked, others], params, use_tqdm=False)
     outputs += llm.chat(asked, params, use_tqdm=False, chat_template=PLAIN)
