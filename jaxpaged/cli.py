@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
     serve_command.add_serve(commands, _add_engine_options, _engine_options)
     batch_command.add_run_batch(commands, _add_engine_options, _engine_options)
-    bench_command.add_bench(commands)
+    bench_command.add_bench(commands, _add_engine_options, _engine_options)
     verify_command.add_verify(commands)
     lab_command.add_lab(commands)
     return parser

@@ -92,7 +92,7 @@ ALLOWED = {
         "jaxpaged/engine",
         *GROUND,
     },
-    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", "jaxpaged/lab", *GROUND},
+    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", "jaxpaged/lab", "jaxpaged/engine", *GROUND},
     "jaxpaged/verify": {"jaxpaged/memory", *GROUND},
     "jaxpaged/lab": {"jaxpaged/serve", *ENGINE, *GROUND},
     "jaxpaged/__init__.py": {"jaxpaged/engine", *GROUND},
