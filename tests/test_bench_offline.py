@@ -63,6 +63,8 @@ def test_latency_tells_each_batch(bench):
     assert len(told["latencies"]) == 4
     assert told["avg_latency"] == pytest.approx(sum(told["latencies"]) / 4)
     assert list(told["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    # What an earlier batch has left would be found: without being asked, nothing is kept.
+    assert cli._parser().parse_args(["bench", "latency"]).enable_prefix_caching is False
     assert told["percentiles"]["99"] <= max(told["latencies"])
     assert f"Avg latency: {told['avg_latency']} seconds" in out
     assert f"99% percentile latency: {told['percentiles']['99']} seconds" in out

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 
 import pytest
 
@@ -56,7 +55,7 @@ def asking(custom_id, prompt="ab c", url="/v1/completions", **body):
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": its}
 
 
-def test_answers_are_the_servers_and_what_is_there_is_not_asked_again(run, served, llm):
+def test_answers_are_the_servers_and_what_is_there_is_not_asked_again(run, served):
     lines = [asking("a", n=2, logprobs=1, seed=1, temperature=1), asking("b", url="/v1/chat/completions")]
     lines += [asking(f"c{i}", prompt=[5, i]) for i in range(6)]
     counts, told = run([*lines[:2], b"", *lines[2:]])
@@ -72,12 +71,10 @@ def test_answers_are_the_servers_and_what_is_there_is_not_asked_again(run, serve
             assert body[name] == want[name]
         assert body["id"].endswith(answer["response"]["request_id"])
 
-    before = llm.engine.stats.num_new_tokens if hasattr(llm.engine.stats, "num_new_tokens") else None
     counts, again = run([*lines, asking("late")])
     assert (counts.answered, counts.skipped) == (1, 8)
     assert again[:8] == told
     assert again[8]["custom_id"] == "late"
-    assert before is None or llm.engine.stats.num_new_tokens == before + 5
 
 
 def test_a_wrong_line_costs_itself_alone(run):
@@ -107,7 +104,7 @@ def test_a_wrong_line_costs_itself_alone(run):
 
 def test_what_a_route_refuses_is_told_as_the_server_tells_it(run):
     lines = [asking("t", temperature=-1), asking("m", model="other"), asking("f", prompt=None), asking("ok")]
-    lines.append(asking("deep", metadata=eval("[" * 80 + "]" * 80)))
+    lines.append(asking("deep", metadata=json.loads("[" * 80 + "]" * 80)))
     counts, told = run(lines)
     assert (counts.answered, counts.failed) == (5, 4)
     by_id = {line["custom_id"]: line for line in told}
@@ -158,7 +155,6 @@ def test_a_run_that_ends_early_keeps_what_it_wrote(run, llm, monkeypatch):
 
     def full(self, answer):
         if self.num_written == 2:
-            monkeypatch.setattr(os, "ftruncate", None)
             raise InputError("no space")
         write(self, answer)
 
@@ -177,21 +173,13 @@ def test_the_command_answers_a_file_and_says_how_many(model, tmp_path, capsys):
     command = ["run-batch", "-i", str(source), "-o", str(out), "--model", model, *FAST]
     assert cli.main([*command, "--served-model-name", "tiny"]) == 0
     assert "2 answers are written, 1 of them with an error; 0 were there before" in capsys.readouterr().err
-    assert [json.loads(line)["custom_id"] for line in sorted(out.read_text().splitlines())].sort() is None
+    assert {json.loads(line)["custom_id"] for line in out.read_text().splitlines()} == {"a", "b"}
     for flags, said in (
         (["-i", str(tmp_path / "none"), "-o", str(out)], "must be a file that exists"),
         (["-i", str(source), "-o", str(source)], "must be another file than --input-file"),
         (["-i", "https://host/a", "-o", str(out)], "not of a place on the web"),
         (["-i", str(source), "-o", str(out), "--max-inflight", "0"], "max_inflight=0 must be an int in"),
         (["-i", str(source), "-o", str(tmp_path / "no" / "out")], "cannot be written"),
-        (["-o", str(out)], "-i/--input-file"),
     ):
-        with pytest.raises(SystemExit) if "-i" not in flags else _nothing():
-            assert cli.main(["run-batch", "--model", model, *flags]) == 2
+        assert cli.main(["run-batch", "--model", model, *flags]) == 2
         assert said in capsys.readouterr().err
-
-
-def _nothing():
-    import contextlib
-
-    return contextlib.nullcontext()
