@@ -16,7 +16,8 @@ GROUND = {
     "jaxpaged/arithmetic.py",
     "jaxpaged/checks.py",
     "jaxpaged/config.py",
-    "jaxpaged/lora.py",
+    "jaxpaged/inputs.py",
+    "jaxpaged/lora",
     "jaxpaged/sampling_params.py",
     "jaxpaged/status.py",
     "jaxpaged/untrusted.py",
@@ -31,7 +32,8 @@ ALLOWED = {
     "jaxpaged/status.py": set(),
     "jaxpaged/config.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {"jaxpaged/checks.py"},
-    "jaxpaged/lora.py": {"jaxpaged/checks.py"},
+    "jaxpaged/lora": {"jaxpaged/checks.py"},
+    "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
     "jaxpaged/channel.py": {"jaxpaged/checks.py"},
     "jaxpaged/vllm_options.py": {"jaxpaged/checks.py"},
@@ -102,10 +104,14 @@ ALLOWED = {
         "jaxpaged/engine",
         *GROUND,
     },
-    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", "jaxpaged/lab", *GROUND},
+    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", "jaxpaged/lab", "jaxpaged/engine", *GROUND},
     "jaxpaged/verify": {"jaxpaged/memory", *GROUND},
     "jaxpaged/lab": {"jaxpaged/serve", *ENGINE, *GROUND},
     "jaxpaged/__init__.py": {"jaxpaged/engine", *GROUND},
+    # Where vLLM's scripts import names from.
+    "jaxpaged/outputs.py": {"jaxpaged/engine"},
+    "jaxpaged/utils": set(),
+    "jaxpaged/v1": {"jaxpaged/engine"},
 }
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}

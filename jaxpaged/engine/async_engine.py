@@ -72,7 +72,7 @@ class AsyncEngine:
 
         All are queued at once; then `queued` is called, with their handles.
         """
-        told = [_Told(requests, self.engine) for requests in prompts]
+        told = [Told(requests, self.engine) for requests in prompts]
         place = {}
 
         def started(handles: list[Handle]) -> None:
@@ -137,8 +137,8 @@ class AsyncEngine:
             self.engine.abort([*unfinished.values()])
 
 
-class _Told:
-    """What has been told of the answers to one prompt."""
+class Told:
+    """The answers to one prompt, as far as they have been told."""
 
     def __init__(self, requests: Sequence[Request], engine: Engine) -> None:
         self.requests, self._tokenizer = requests, engine.tokenizer
@@ -149,7 +149,7 @@ class _Told:
         self._unfinished = len(requests)
 
     def output(self, delta: Delta) -> RequestOutput | None:
-        """What is to be told after one more delta, by the prompt's `output_kind`."""
+        """Return what is to be told after one more delta, by the prompt's `output_kind`."""
         self._unfinished -= bool(delta.finish_reason)
         answers = [delta]
         if self._kind is not RequestOutputKind.DELTA:
