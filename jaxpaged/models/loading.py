@@ -247,7 +247,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         names=names,
         module_names=gguf_file.family(reader, path)[0].names(config),
         tokenizer=tokenizer,
-        files=(path,),
+        files=reader.paths,
         load_weights=lambda: gguf_file.load_weights(reader, path),
         keep_quantised=lambda: gguf_file.quantisation(reader),
     )

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import gguf_file, loading
+from jaxpaged.models.config import LinearScaling
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.layers import rope_frequencies
@@ -108,6 +109,62 @@ def test_a_llama_has_no_window():
 def test_a_gguf_file_may_name_a_window(tmp_path, key, window):
     path = write_gguf(tmp_path / "tiny.gguf", sliding_window=key)
     assert loading.open_checkpoint(path).config.sliding_window == window
+
+
+FACTOR = ("llama.rope.scaling.factor", 4.0)
+TYPE = ("llama.rope.scaling.type", "none")
+SCALINGS = {
+    "a factor of no type is linear": ([FACTOR], LinearScaling(4.0)),
+    "old files": ([("llama.rope.scale_linear", 2.0)], LinearScaling(2.0)),
+    "the newer name goes first": ([FACTOR, ("llama.rope.scale_linear", 2.0)], LinearScaling(4.0)),
+    "none": ([FACTOR, TYPE], None),
+    "linear of no factor": ([("llama.rope.scaling.type", "linear")], None),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_gguf_file_s_scaling_of_positions(tmp_path, name):
+    said, want = SCALINGS[name]
+
+    def also(writer):
+        for key, value in said:
+            (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
+
+    path = write_gguf(tmp_path / "tiny.gguf", also=also)
+    assert loading.open_checkpoint(path).config.layers[0].rope.scaling == want
+
+
+def test_a_scaling_beside_a_factor_for_each_frequency(tmp_path):
+    def also(writer):
+        writer.add_float32(*FACTOR)
+
+    checkpoint = loading.open_checkpoint(
+        write_gguf(tmp_path / "a.gguf", extra="rope_freqs.weight", also=also)
+    )
+    assert checkpoint.config.layers[0].rope.scaling.short_factors == (8.0,) * 4
+
+
+def test_a_gguf_file_in_parts_is_read_by_its_first(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", tensors_a_part=8)
+    assert path.name == "tiny-00001-of-00003.gguf"
+    checkpoint = loading.open_checkpoint(path)
+    assert [file.name for file in checkpoint.files] == [f"tiny-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    found = by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
+    for role, weight in tiny.reference_weights().items():
+        np.testing.assert_array_equal(found[role], weight, err_msg=role)
+    second, third = checkpoint.files[1:]
+    with pytest.raises(InputError, match="is part 2 of 3: give the first, tiny-00001-of-00003.gguf"):
+        loading.open_checkpoint(second)
+    shutil.copy(third, second)
+    with pytest.raises(
+        InputError, match=r"tiny-00002-of-00003.gguf must be part 2 of 3, its header says part 3"
+    ):
+        loading.open_checkpoint(path)
+    second.unlink()
+    with pytest.raises(InputError, match="first of 3 parts: tiny-00002-of-00003.gguf must lie beside it"):
+        loading.open_checkpoint(path)
+    with pytest.raises(InputError, match="first of 3 parts: it must be called NAME-00001-of-00003.gguf"):
+        loading.open_checkpoint(path.rename(tmp_path / "mine.gguf"))
 
 
 @pytest.mark.parametrize("name", ["nowhere/at/all", "./missing", "missing.gguf", "llama", ""])
