@@ -133,6 +133,9 @@ class Tensors(Mapping[str, np.ndarray]):
 def read(said: Any) -> Method:
     """The method that a quantization_config names. Raises `InputError` for what is not served."""
     method = said.get("quant_method") if isinstance(said, Mapping) else said
+    is_of_mlx = isinstance(said, Mapping) and method is None and {"bits", "group_size"} <= said.keys()
+    rule = "taken from a file in AWQ, GPTQ, fp8 or GGUF: without quant_method it is MLX's, which is not read"
+    check("quantization_config", said, rule, not is_of_mlx)
     found = METHODS.get(method) if isinstance(method, str) else None
     known = ", ".join(METHODS)
     check("quantization_config: quant_method", method, f"one of {known}", found is not None)

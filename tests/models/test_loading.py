@@ -8,10 +8,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import gguf_file, loading
+from jaxpaged.models import gguf_file, loading, safetensors_files
 from jaxpaged.models.config import LinearScaling
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.families.llama import NAMES
@@ -80,6 +83,102 @@ def test_bfloat16_and_sharded_safetensors_are_read(tmp_path):
     assert weights.keys() == {"a", "b"}
     assert weights["a"].astype(np.float32).tolist() == [0, 1, 2]
     assert weights["b"].shape == (2, 2)
+
+
+WEIGHTS = "model.safetensors"
+
+
+def test_shards_and_indices_that_people_have(tmp_path, caplog):
+    """Shards without an index; a single file beside an index, and beside one whose files are gone."""
+    (tmp_path / "config.json").write_text((GOLDENS / "gqa_tied" / "config.json").read_text())
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for i, shard in enumerate(shards):
+        save_file({f"w{i}": np.full(2, i, np.float32)}, tmp_path / shard)
+    read = safetensors_files.load(tmp_path)
+    assert {name: read[name].tolist() for name in read} == {"w0": [0, 0], "w1": [1, 1]}
+    save_file({"w0": np.full(2, 7, np.float32)}, tmp_path / WEIGHTS)
+    index = {"weight_map": {"w0": shards[0], "w1": shards[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert safetensors_files.load(tmp_path).keys() == {"w0", "w1"}
+    assert "the index's files are read" in caplog.text
+    (tmp_path / shards[1]).unlink()
+    assert safetensors_files.load(tmp_path)["w0"].tolist() == [7, 7]
+    assert f"model.safetensors is read, for model.safetensors.index.json names {shards[1]}" in caplog.text
+
+
+def test_a_tied_head_may_be_there_alone_or_differ(tmp_path, caplog):
+    shutil.copytree(GOLDENS / "gqa_tied", tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / WEIGHTS)
+    table = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors | {"lm_head.weight": table}, tmp_path / WEIGHTS)
+    alone = loading.open_checkpoint(tmp_path)
+    assert alone.config.tie_word_embeddings
+    got, want = (
+        by_role(each.config, each.names, each.load_weights())
+        for each in (alone, loading.open_checkpoint(GOLDENS / "gqa_tied"))
+    )
+    assert got.keys() == want.keys()
+    np.testing.assert_array_equal(got["embedding.weight"], table)
+    assert "differ" not in caplog.text
+    head = np.array(table)
+    head[-1, -1] += 1
+    save_file(tensors | {"model.embed_tokens.weight": table, "lm_head.weight": head}, tmp_path / WEIGHTS)
+    untied = loading.open_checkpoint(tmp_path)
+    found = by_role(untied.config, untied.names, untied.load_weights())
+    np.testing.assert_array_equal(found["lm_head.weight"], head)
+    np.testing.assert_array_equal(found["embedding.weight"], table)
+    assert "'model.embed_tokens.weight' and 'lm_head.weight' differ: the head is the latter" in caplog.text
+    save_file({"lm_head.weight": table}, tmp_path / WEIGHTS)
+    with pytest.raises(InputError, match="the weights lack 'model.norm.weight"):
+        loading.open_checkpoint(tmp_path).model(jnp.dtype("float32"))
+
+
+def test_an_opt_s_table_may_be_called_the_head(tmp_path):
+    """As in opt-125m's file, with and without the family's prefix."""
+    folder = GOLDENS / "families" / "opt"
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / WEIGHTS)
+    for prefix in ("model.", ""):
+        renamed = {
+            name.replace("model.decoder.embed_tokens", "lm_head"): its for name, its in tensors.items()
+        }
+        renamed = {name.removeprefix("" if prefix else "model."): its for name, its in renamed.items()}
+        save_file(renamed, tmp_path / WEIGHTS)
+        checkpoint = loading.open_checkpoint(tmp_path)
+        found = by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
+        np.testing.assert_array_equal(found["embedding.weight"], tensors["model.decoder.embed_tokens.weight"])
+
+
+def test_ends_that_are_no_tokens_end_nothing(caplog):
+    said = json.loads((GOLDENS / "gqa_tied" / "config.json").read_text())
+    assert from_hf(said | {"eos_token_id": [3, 10**12, -1]}).eos_token_ids == (3,)
+    assert "[1000000000000, -1] is no token of" in caplog.text
+
+
+def test_the_tokenizer_s_own_end_ends_an_answer(tmp_path):
+    """Beside what the config says, as in vLLM; it may be another model's, too large for this vocabulary."""
+    shutil.copytree(GOLDENS / "gqa_tied", tmp_path, dirs_exist_ok=True)
+    for tokens, want in ((["a", "</s>"], (1, 2)), ([*map(str, range(999)), "</s>"], (2,))):
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}, "a")),
+            eos_token="</s>",
+        )
+        made.save_pretrained(tmp_path)
+        assert loading.open_checkpoint(tmp_path).config.eos_token_ids == want
+        assert loading.open_checkpoint(GOLDENS / "gqa_tied", tokenizer=tmp_path).config.eos_token_ids == want
+
+
+def test_what_a_config_says_twice_of_rope(caplog):
+    """Transformers takes `rope_scaling` before `rope_parameters`, and the config's own original length."""
+    said = json.loads((GOLDENS / "gqa_tied" / "config.json").read_text()) | {"max_position_embeddings": 512}
+    parameters, scaling = {"rope_theta": 77.0, "rope_type": "default"}, {"type": "linear", "factor": 4.0}
+    rope = from_hf(said | {"rope_parameters": parameters, "rope_scaling": scaling}).layers[0].rope
+    assert (rope.theta, rope.scaling) == (77.0, LinearScaling(4.0))
+    assert "rope_scaling={'type': 'linear', 'factor': 4.0} goes before rope_parameters=" in caplog.text
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for change, want in (({}, 512), ({"original_max_position_embeddings": 128}, 128)):
+        scaled = from_hf(said | {"rope_parameters": {"rope_theta": 1e4} | llama3} | change)
+        assert scaled.layers[0].rope.scaling.original_max_len == want
 
 
 def test_a_mistral_is_read_with_its_window_or_without(tmp_path):
@@ -189,9 +288,14 @@ def test_a_hub_id_without_a_network_is_refused_with_the_reason(monkeypatch):
 def test_a_hub_id_is_loaded_from_its_snapshot(monkeypatch):
     import huggingface_hub
 
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **kwargs: str(GOLDENS / "gqa_tied")
-    )
+    def snapshot(name, *, allow_patterns, ignore_patterns, **kwargs):
+        files = ["config.json", "model.safetensors", "consolidated.00.safetensors", "original/params.json"]
+        files += ["original/consolidated.safetensors", "pytorch_model.bin"]
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        assert [*huggingface_hub.utils.filter_repo_objects(files, **patterns)] == files[:2]
+        return str(GOLDENS / "gqa_tied")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert loading.open_checkpoint("owner/name").config.hidden_size == 24
 
 
