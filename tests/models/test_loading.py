@@ -1,6 +1,7 @@
 """Models from directories and GGUF files: what is read, and what is refused with which sentence."""
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import gguf_file, loading, safetensors_files
+from jaxpaged.models import gguf_file, hf, loading, safetensors_files
 from jaxpaged.models.config import LinearScaling
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.families.llama import NAMES
@@ -166,6 +167,33 @@ def test_the_tokenizer_s_own_end_ends_an_answer(tmp_path):
         made.save_pretrained(tmp_path)
         assert loading.open_checkpoint(tmp_path).config.eos_token_ids == want
         assert loading.open_checkpoint(GOLDENS / "gqa_tied", tokenizer=tmp_path).config.eos_token_ids == want
+
+
+def test_a_tokenizer_model_alone_is_read(tmp_path):
+    """One of SentencePiece, as Llama 2 and Mistral 7B first came with."""
+    import sentencepiece
+
+    texts, written = ["the quick brown fox jumps over the lazy dog", "Grüße und Küsse"], io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts * 5),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=290,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}'
+    )
+    (tmp_path / "config.json").write_text((GOLDENS / "gqa_tied" / "config.json").read_text())
+    ours, theirs = (
+        hf.tokenizer(tmp_path),
+        sentencepiece.SentencePieceProcessor(model_proto=written.getvalue()),
+    )
+    for text in [*texts, "the Grüße é"]:
+        assert ours.encode(text) == [theirs.bos_id(), *theirs.encode(text)]
+        assert ours.decode(ours.encode(text), skip_special_tokens=True) == text
 
 
 def test_what_a_config_says_twice_of_rope(caplog):
