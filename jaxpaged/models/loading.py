@@ -22,6 +22,7 @@ from jaxpaged.models.weights import Parts, Share
 from pallas_kernels import native
 
 SMOLLM2 = "smollm2"
+MODELOPT = "hf_quant_config.json"  # where NVIDIA's Model Optimizer says how weights are quantised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,10 +204,11 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
             config_json |= {"eos_token_id": generation["eos_token_id"]}
     try:
         config, family = from_hf(config_json), family_of(config_json)
-        names = family.names(config)
         said = config_json.get("quantization_config", config_json.get("compression_config"))
+        if said is None and (path / MODELOPT).is_file():
+            said = {"quant_method": "modelopt"} | hf.read_object(path / MODELOPT)
         if said is not None:
-            quantised_checkpoints.read(said)
+            quantised_checkpoints.check_served(said, family.quantised_names)
         elif _is_of_mlx(config_json.get("quantization")):
             raise InputError(
                 f"config.json: quantization={shown(config_json['quantization'])} is MLX's form of quantised "
@@ -214,11 +216,13 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
             )
     except InputError as error:
         raise InputError(f"model={str(path)!r}: {error}") from error
+    method = None if said is None else said["quant_method"]
+    names = family.quantised_names.get(method) or family.names(config)
     if config.tie_word_embeddings:
         with contextlib.suppress(InputError):  # of files that are missing or damaged: who loads them says so
             if not tied.is_tied(config, names, safetensors_files.load(path)):
                 config = dataclasses.replace(config, tie_word_embeddings=False)
-                names = family.names(config)
+                names = family.quantised_names.get(method) or family.names(config)
 
     def load() -> Mapping[str, Any]:
         return tied.with_embedding(config, names, safetensors_files.load(path))
@@ -227,7 +231,7 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
         path=path,
         config=config,
         names=names,
-        module_names=names,
+        module_names=family.names(config),
         tokenizer=hf.tokenizer(path) if own_tokenizer else None,
         files=tuple(sorted(path.glob("*.safetensors*"))),
         load_weights=load,
@@ -236,14 +240,14 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
     if said is None:
         return checkpoint
 
-    def tensors() -> quantised_checkpoints.Tensors:
-        return quantised_checkpoints.Tensors(load(), said, config, names)
+    def tensors() -> Any:
+        return quantised_checkpoints.opened(load(), said, config, names)
 
     return dataclasses.replace(
         checkpoint,
         load_weights=tensors,
         keep_quantised=lambda: tensors().quantisation(),
-        quant_method=said["quant_method"],
+        quant_method=method,
     )
 
 

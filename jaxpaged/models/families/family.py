@@ -65,3 +65,5 @@ class Family:
     names: Callable[[ModelConfig], Names]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what transformers takes
     gguf: tuple[Gguf, ...] = ()
+    # By a `quant_method` whose files call the weights otherwise, or have them in another form: what they do.
+    quantised_names: Mapping[str, Names] = dataclasses.field(default_factory=dict)
