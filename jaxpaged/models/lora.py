@@ -39,9 +39,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "layer_replication": ([],),
     "alora_invocation_tokens": ([],),
     "use_qalora": (False,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
 }
 # Ways to begin training that change the model's own weights, too.
-CHANGING_WEIGHTS = ("pissa", "olora", "corda", "loftq")
+CHANGING_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 type Arrays = Mapping[

@@ -169,7 +169,7 @@ class Parts:
         stored = stored_pieces(self._whole, self._names, source, shape, **numbers)
         segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
         for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
-            native.serves(self.dtype, native.quantised_function(is_float=kind.is_float))
+            native.serves(self.dtype, native.quantised_function(kind.bits, is_float=kind.is_float))
         return segments
 
     def _made(
