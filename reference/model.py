@@ -178,8 +178,8 @@ def attention(
 def qk_normed(
     config: Config, weights: Weights, name: str, q: np.ndarray, k: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return queries and keys, [num_tokens, heads, head_dim]: normed each head by itself, with weights that all
-    share or with its own, or all heads as one.
+    """Return queries and keys, [num_tokens, heads, head_dim]: normed each head by itself, with weights that
+    all share or with its own, or all heads as one.
     """
     if config.qk_norm is None:
         return q, k

@@ -12,8 +12,7 @@ from jaxpaged.models.weights import Parts
 class MLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`.
 
-    `prefix`: that of its roles. Experts that all tokens have are such a part, whose sum over shards the caller
-    makes.
+    `prefix`: that of its roles. An expert that all tokens have is such a part; its caller sums over shards.
     """
 
     def __init__(self, parts: Parts, prefix: str = "") -> None:

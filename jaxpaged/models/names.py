@@ -36,9 +36,9 @@ class Names:
 
     `table`: by role, the names of its pieces, without ".weight" and ".bias"; or by role and ending, in full.
     "{layer}" and "{expert}" stand for numbers; experts without one lie side by side in one tensor. A file may
-    lack `prefix` in all its names. `spare` are endings of tensors that are no weights. `inside`: beginnings of
-    names in files that hold more than the decoder, and what stands for each here; `ignored`: beginnings of
-    those of everything else that such files hold.
+    lack `prefix` in all its names. `spare` are endings of tensors that are no weights. `inside`: beginnings
+    of names in files that hold more than the decoder, and what stands for each here; `ignored`: beginnings
+    of those of everything else that such files hold.
     """
 
     table: Mapping[str, str | tuple[str, ...]]

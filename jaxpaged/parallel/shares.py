@@ -131,7 +131,7 @@ class Share:
         return first + start * self.whole.head_dim, first + stop * self.whole.head_dim
 
     def _kv_heads(self) -> tuple[int, int]:
-        """Return which kv heads are this shard's. Of fewer heads than shards, neighbours have the same one."""
+        """Return which kv heads are this shard's. Where there are fewer, neighbours have the same one."""
         c, size = self.whole, self.shards.size
         head = self.number * c.num_kv_heads // size
         return head, head + max(c.num_kv_heads // size, 1)
