@@ -27,6 +27,8 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 # What a config may say only if it means nothing, or if its family reads it: with anything else the arithmetic
 # is another.
@@ -54,6 +56,17 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_experts": (None, 0, 1),
     "clip_qkv": (None,),
     "rope_scaling": (None, {}),
+    "n_routed_experts": (None, 0, 1),
+    "n_shared_experts": (None, 0),
+    "shared_intermediate_size": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "moe_num_shared_experts": (None, 0),
+    "first_k_dense_replace": (None, 0),
+    "scoring_func": (None, "softmax"),
+    "routed_scaling_factor": (None, 1),
+    "n_group": (None, 1),
+    "lm_head_bias": (None, False),
+    "position_embedding_type": (None, "absolute", "rope"),
 }
 
 
@@ -83,6 +96,10 @@ class Fields:
     def size(self, name: str, default: int | None = None) -> int:
         value = self.required(name) if default is None else self.get(name, default)
         return checked_int(f"model config: {name}", value, "an int >= 1", 1)
+
+    def count(self, name: str, default: int) -> int:
+        value = self.get(name, default)
+        return checked_int(f"model config: {name}", value, "an int >= 0", 0)
 
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.required(name) if default is None else self.get(name, default)
