@@ -329,7 +329,7 @@ def activation_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """
     tokens = max(config.num_prefill_tiles * PREFILL_TILE, config.max_num_seqs)
     c = model_config
-    widest = max(2 * c.intermediate_size, (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)
+    widest = max(2 * c.widest_mlp, (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)
     partials = 0
     if attention(config, model_config)[0] == "mosaic_gpu":
         group_size, max_len = c.num_q_heads // c.num_kv_heads, max_model_len(config, model_config)

@@ -1,4 +1,4 @@
-"""The command line of `jaxpaged serve` and `jaxpaged bench serve`. Imports nothing heavy at the top."""
+"""The command line of `jaxpaged serve`. Imports nothing heavy at the top."""
 
 import argparse
 import importlib.util
@@ -37,18 +37,7 @@ def add_serve(
         metavar="KEY",
         help=f"asked for under /v1; may be given repeatedly (default: ${KEY_VARIABLE}, or none)",
     )
-    group.add_argument(
-        "--served-model-name",
-        nargs="+",
-        dest="served_model_names",
-        metavar="NAME",
-        help="what the model is called, the first one in answers (default: as --model)",
-    )
-    group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own")
-    group.add_argument(
-        "--tool-call-parser",
-        help="how the model writes calls of tools: auto (default), hermes, llama3_json or mistral",
-    )
+    add_model_options(group)
     group.add_argument(
         "--max-queue", type=int, help="answers that may wait; more are refused with 429 (default 1000)"
     )
@@ -73,12 +62,6 @@ def add_serve(
         "--allow-credentials", action="store_true", default=None, help="let browsers send them, too"
     )
     group.add_argument(
-        "--lora-modules",
-        nargs="+",
-        metavar="NAME=DIR",
-        help="adapters of PEFT's, each asked for by its name in place of the model's; with --enable-lora",
-    )
-    group.add_argument(
         "--enable-lora-updates",
         action="store_true",
         default=None,
@@ -86,6 +69,28 @@ def add_serve(
     )
     group.add_argument("--log-level", help="debug, info (default: a line a request), warning or error")
     add_engine_options(serve)
+
+
+def add_model_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of a server that say how the model is called, and what its answers mean."""
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        dest="served_model_names",
+        metavar="NAME",
+        help="what the model is called, the first one in answers (default: as --model)",
+    )
+    group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own")
+    group.add_argument(
+        "--tool-call-parser",
+        help="how the model writes calls of tools: auto (default), hermes, llama3_json or mistral",
+    )
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=DIR",
+        help="adapters of PEFT's, each asked for by its name in place of the model's; with --enable-lora",
+    )
 
 
 def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:

@@ -37,7 +37,8 @@ FUNCTIONS = {
     "attention_of_bytes": Function("attention", ("-DCACHE_OF_BYTES",)),  # of 8-bit caches
     "attention_of_nibbles": Function("packed_attention"),
     "quantised_product": Function("quantised_product"),
-    "quantised_product_of_floats": Function("quantised_product", ("-DFLOAT_CODES",)),
+    "quantised_product_of_floats": Function("quantised_product", ("-DFLOAT_CODES=Float8Codes",)),
+    "quantised_product_of_short_floats": Function("quantised_product", ("-DFLOAT_CODES=Float4Codes",)),
     "low_rank": Function("low_rank"),
 }
 USUAL = ("product", "attention")  # compiled together at first, the others when they are called for
