@@ -21,6 +21,9 @@ from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
+from jaxpaged.engine.pooling.head import is_for_pooling
+from jaxpaged.engine.pooling.head import read as read_head
+from jaxpaged.engine.pooling.llm import Pooling, PoolingMethods
 from jaxpaged.engine.progress import Progress
 from jaxpaged.engine.prompts import (
     Loras,
@@ -48,18 +51,20 @@ if TYPE_CHECKING:
 Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
 
 
-class LLM:
-    """Loads a model once and generates for batches of prompts.
+class LLM(PoolingMethods):
+    """Loads a model once and generates for batches of prompts, or pools them.
 
     `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id (of
     which `revision` is one). `tokenizer`: a directory or hub id with another tokenizer than the model's;
     `skip_tokenizer_init`: have none, for token ids only. `generation_config`: "auto" takes the model's own
     sampling defaults, "vllm" `SamplingParams`'. `chat_template`: a file, or a text, in place of the model's.
     `record_trace`: a file to write what is asked to, without any
-    text, as a trace for `jaxpaged lab` (see `engine.recording`). `options`: the fields of `EngineConfig`, and
-    those of vLLM's options that change nothing. With `num_processes`, every process makes the same: process 0
-    has the model to ask, the others work for it and raise `SystemExit` when it ends. Raises `InputError`, a
-    `ValueError`, for a user's mistake.
+    text, as a trace for `jaxpaged lab` (see `engine.recording`). `runner`: "generate", "pooling" for vectors,
+    classes and scores in place of answers, or "auto": what the model's files are made for; `pooler_config`
+    and `hf_overrides` say how, where the files do not (see `engine.pooling.head`). `options`: the fields of
+    `EngineConfig`, and those of vLLM's options that change nothing. With `num_processes`, every process makes
+    the same: process 0 has the model to ask, the others work for it and raise `SystemExit` when it ends.
+    Raises `InputError`, a `ValueError`, for a user's mistake.
     """
 
     def __init__(
@@ -72,9 +77,13 @@ class LLM:
         generation_config: str | None = "auto",
         chat_template: str | os.PathLike[str] | None = None,
         record_trace: str | os.PathLike[str] | None = None,
+        runner: str | None = "auto",
+        pooler_config: Any = None,
+        hf_overrides: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
+        runner = checked_choice("runner", runner or "auto", ("auto", "generate", "pooling"))
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
         self.chat_template = None if chat_template is None else template_text(chat_template)
@@ -85,6 +94,13 @@ class LLM:
             processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
         native.prepare(machine.resolve_dtype(c))
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
+        if runner == "pooling" or (runner == "auto" and is_for_pooling(checkpoint.path)):
+            machine.keep_on_disk(c.keep_programs)
+            self.tokenizer = checkpoint.tokenizer
+            self.pooling = Pooling(c, checkpoint, read_head(checkpoint, pooler_config, hf_overrides))
+            return
+        for name, value in (("pooler_config", pooler_config), ("hf_overrides", hf_overrides)):
+            check(name, value, "None unless runner is 'pooling'", not value)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxpaged import LLM
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.pooling import head
+from jaxpaged.engine.pooling.llm import Pooling
+from jaxpaged.engine.pooling.outputs import PoolingParams
 from jaxpaged.models import loading
-from jaxpaged.pooling import head
-from jaxpaged.pooling.llm import Pooling
-from jaxpaged.pooling.outputs import PoolingParams
 from reference import pooling as oracle
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "pooling"
@@ -244,3 +245,21 @@ def test_long_texts_are_cut_only_where_it_is_asked_for(embedder):
 def test_a_mistake_is_one_sentence(ask, why, embedder):
     with pytest.raises(InputError, match=f"^{why}"):
         ask(embedder)
+
+
+def test_llm_pools_what_is_made_for_it(embedder, tmp_path):
+    """And answers with all else; each says so when it is asked for the other."""
+    shutil.copytree(CLASSIFIER, tmp_path / "classifier")
+    llm = LLM(tmp_path / "classifier", dtype="float32", max_num_seqs=4, block_size=8, keep_programs=False)
+    [found] = llm.classify([GOLDEN["token_ids"][1]])
+    assert found.outputs.num_classes == 3
+    with pytest.raises(InputError, match=r"^runner='pooling' must be 'generate' for a model to answer$"):
+        llm.generate([[3]])
+    options = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "runner": "pooling"}
+    llm = LLM(CAUSAL, **options, pooler_config={"pooling_type": "MEAN"})
+    vectors = [out.outputs.embedding for out in llm.embed(GOLDEN["texts"])]
+    np.testing.assert_allclose(vectors, GOLDEN["mean"], **CLOSE)
+    assert len(llm.encode("a", pooling_task="token_embed")[0].outputs.data) == 2
+    assert llm.score("a", "a")[0].outputs.score == pytest.approx(1)
+    with pytest.raises(InputError, match=r"^pooler_config=.* must be None unless runner is 'pooling'$"):
+        LLM(CAUSAL, pooler_config={"pooling_type": "MEAN"})

@@ -8,10 +8,9 @@ import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_choice
 from jaxpaged.config import EngineConfig
-from jaxpaged.models.loading import Checkpoint
-from jaxpaged.pooling.engine import PoolingEngine, Text
-from jaxpaged.pooling.head import Head
-from jaxpaged.pooling.outputs import (
+from jaxpaged.engine.pooling.engine import PoolingEngine, Text
+from jaxpaged.engine.pooling.head import Head
+from jaxpaged.engine.pooling.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -22,6 +21,7 @@ from jaxpaged.pooling.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from jaxpaged.models.loading import Checkpoint
 
 TASKS = ("embed", "classify", "score", "token_embed")
 type Texts = str | Sequence[str]
@@ -158,3 +158,54 @@ def as_many(prompts: Any) -> Sequence[Any]:
     check("prompts", prompts, "a prompt or a list of prompts", is_list)
     is_one = len(prompts) > 0 and np.ndim(prompts[0]) == 0 and not isinstance(prompts[0], str | dict)
     return [prompts] if is_one else prompts
+
+
+class PoolingMethods:
+    """What `LLM` has of a pooling model. Progress bars, which vLLM has here, are not shown."""
+
+    pooling: Pooling | None = None  # None: the model answers
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `InputError` where a model that pools is asked to answer."""
+        if name in ("engine", "_default_params") and self.pooling is not None:
+            raise InputError("runner='pooling' must be 'generate' for a model to answer")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _pooling(self) -> Pooling:
+        if self.pooling is None:
+            raise InputError("runner='generate' must be 'pooling' for vectors, classes and scores")
+        return self.pooling
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str = "embed",
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what the model makes of each text: see `Pooling.encode`."""
+        return self._pooling().encode(prompts, pooling_params, pooling_task=pooling_task)
+
+    def embed(
+        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Return each text's vector."""
+        return self._pooling().embed(prompts, pooling_params)
+
+    def classify(
+        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None
+    ) -> list[ClassificationRequestOutput]:
+        """Return the chances of each text's classes."""
+        return self._pooling().classify(prompts, pooling_params)
+
+    def score(
+        self,
+        data_1: Texts,
+        data_2: Texts,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts go together: see `Pooling.score`."""
+        return self._pooling().score(data_1, data_2, pooling_params)

@@ -16,11 +16,11 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check, checked_int, is_int, shown
 from jaxpaged.config import PREFILL_TILE, EngineConfig
 from jaxpaged.engine import machine
+from jaxpaged.engine.pooling import loop
+from jaxpaged.engine.pooling.head import Head, body
+from jaxpaged.engine.pooling.outputs import PoolingParams
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.loading import Checkpoint
-from jaxpaged.pooling import loop
-from jaxpaged.pooling.head import Head, body
-from jaxpaged.pooling.outputs import PoolingParams
 
 ROW_TOKENS = 512  # of each row that may run, there is room in the cache, besides for one text of full length
 # Options of engines that answer, which change what is computed and are not served here.
