@@ -1,5 +1,6 @@
 """How one request's tokens are chosen, and how its answer is told. Names and defaults are vLLM's."""
 
+import copy
 import dataclasses
 import enum
 from collections.abc import Mapping
@@ -141,7 +142,10 @@ class SamplingParams:
             return self
         seed = None if self.seed is None else (self.seed + index) % 2**32
         prompt_logprobs = None if index else self.prompt_logprobs
-        return dataclasses.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+        made = copy.copy(self)  # all is checked already, and there may be many answers
+        for name, value in (("n", 1), ("seed", seed), ("prompt_logprobs", prompt_logprobs)):
+            object.__setattr__(made, name, value)
+        return made
 
     @classmethod
     def from_optional(cls, **options: Any) -> Self:

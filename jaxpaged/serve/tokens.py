@@ -6,11 +6,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxpaged.checks import InputError, checked_int
+from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.replies import reply
 from jaxpaged.serve.schemas import DetokenizeRequest, TokenizeRequest
 from jaxpaged.serve.service import service_of
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 DECODED_HERE = 4_000  # tokens: more are decoded in another thread
 
 
