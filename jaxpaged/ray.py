@@ -145,7 +145,7 @@ def application(
     checked_int("num_replicas", num_replicas, "an int >= 1", 1)
     checked_number("max_lead", max_lead, "a number >= 0", 0)
     checked_int("router_blocks", router_blocks, "an int >= 1", 1)
-    settings = ServerOptions(**(server_options or {}))
+    settings = ServerOptions(**({"allowed_hosts": ("*",)} | (server_options or {})))
     check("enable_lora_updates", settings.enable_lora_updates, "False: each replica has adapters of its own",
           not settings.enable_lora_updates)  # fmt: skip
     config = engine_config({name: value for name, value in options.items() if name not in NOT_THE_ENGINES})
@@ -228,7 +228,7 @@ class Ingress:
 
     def __init__(self, replicas: DeploymentHandle, options: ServerOptions) -> None:
         self._answer = replicas.options(method_name="answer", stream=True)
-        self._app = _AsResponse(Guard(self._forward, options))
+        self._app = _AsResponse(Guard(self._forward, options, replays_body=True))
         self._timeout_s = options.request_timeout_s
 
     async def __call__(self, request: Request) -> Response:

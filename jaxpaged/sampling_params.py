@@ -14,6 +14,7 @@ from jaxpaged.checks import (
     checked_int,
     checked_number,
     is_int,
+    is_int_type,
     shown,
 )
 
@@ -208,10 +209,15 @@ def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     """Each once, in their order. Whether the model has them is checked when the request comes to it."""
     if ids is None:
         return ()
-    ok = isinstance(ids, tuple | list) and all(is_int(token) and token >= 0 for token in ids)
+    # There may be as many as the model has tokens: no loop of Python's own goes over them.
+    ok = (
+        isinstance(ids, tuple | list)
+        and all(map(is_int_type, set(map(type, ids))))
+        and min(ids, default=0) >= 0
+    )
     check(name, ids, "a list of token ids, ints >= 0", ok)
     assert isinstance(ids, tuple | list)
-    return tuple(dict.fromkeys(int(token) for token in ids))
+    return tuple(map(int, dict.fromkeys(ids)))
 
 
 def _texts(name: str, texts: object) -> tuple[str, ...]:

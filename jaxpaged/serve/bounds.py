@@ -38,6 +38,7 @@ class Most(NamedTuple):
 
 
 FIELDS = {
+    "allowed_token_ids": Most(2**18),  # no model has more tokens
     "bad_words": Most(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
     "cache_salt": Most(chars=MAX_SALT_CHARS),
     "logit_bias": Most(MAX_EDITS),
@@ -51,7 +52,7 @@ FIELDS = {
 }
 # Lists of token ids, or of prompts: as long as the body's values allow. What is done with them is checked
 # where the model's length and the queue are known.
-LONG_FIELDS = frozenset({"prompt", "tokens", "allowed_token_ids"})
+LONG_FIELDS = frozenset({"prompt", "tokens"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,10 @@ class Room:
         self.max_connections = max_connections or options.max_connections
         self._waiting: dict[Connection, None] = {}  # the oldest first
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def enter(self, connection: "Connection") -> bool:
         """Take in a new connection, and drop the oldest of too many that wait; False if there is no room."""
         is_full = len(connection.connections) > self.max_connections

@@ -70,10 +70,11 @@ class Server(uvicorn.Server):
     """Tells when it is ready, and gives up what still runs when the time to drain is over."""
 
     def __init__(self, app: FastAPI, options: ServerOptions, ready: Callable[[], None]) -> None:
+        self.room = Room(options, file_room(options))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=functools.partial(Connection, room=Room(options, file_room(options))),  # type: ignore[arg-type]
+                http=functools.partial(Connection, room=self.room),  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
                 access_log=False,
