@@ -228,7 +228,7 @@ class Ingress:
 
     def __init__(self, replicas: DeploymentHandle, options: ServerOptions) -> None:
         self._answer = replicas.options(method_name="answer", stream=True)
-        self._app = _AsResponse(Guard(self._forward, options, replays_body=True))
+        self._app = _AsResponse(Guard(self._forward, options))
         self._timeout_s = options.request_timeout_s
 
     async def __call__(self, request: Request) -> Response:

@@ -19,7 +19,7 @@ MAX_MEMORY = 2**17  # bytes of a compiled pattern
 
 
 class Patterns:
-    """PEFT's: the first pattern that is all of a module's name, or all behind one of its dots, says the value.
+    """PEFT's patterns: the first that is all of a name, or all behind one of its dots, says the value.
 
     `name` is what messages call them. Raises `InputError` for what is no pattern of RE2's, which has no
     lookaround and no backreferences, and for too many.

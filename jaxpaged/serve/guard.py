@@ -31,12 +31,10 @@ class Guard:
     """ASGI middleware. What comes through may be answered, and has a whole body, which is parsed.
 
     In the request's state: `request_id`; `key`, the place of the key that was given among the server's, None
-    where there are none; `json`, the body's value, where there is a body. The bytes of a large one are given
-    only with `replays_body`: else they would be kept, unread, until the answer is complete.
+    where there are none; `json`, the body's value, where there is a body.
     """
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, *, replays_body: bool = False) -> None:
-        self._replays_body = replays_body
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._options, self._hosts = app, options, Hosts(options)
         self._keys = [_digest(key) for key in options.api_keys]
         self._limits = Limits.of(options.max_body_bytes, options.max_nesting)
@@ -105,8 +103,6 @@ class Guard:
             if len(body) > SMALL:
                 loop = asyncio.get_running_loop()
                 state["json"] = await loop.run_in_executor(self._parsers, parsed, body, self._limits)
-                if not self._replays_body:
-                    body = bytearray(b"{}")
             elif body:
                 state["json"] = parsed(body, self._limits)
         finally:

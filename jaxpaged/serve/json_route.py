@@ -9,14 +9,22 @@ from starlette.responses import Response
 
 
 class JsonRequest(Request):
-    """A request that gives the value that `Guard` has made of its body."""
+    """A request that gives the value that `Guard` has made of its body, and forgets the bytes."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            self._body = b"{}" if await super().body() else b""
+        return self._body
 
     async def json(self) -> Any:
         return self.state.json
 
 
 class JsonRoute(APIRoute):
-    """The class of every route that takes a body: `APIRouter(route_class=JsonRoute)`."""
+    """The class of routes that take a body: `APIRouter(route_class=JsonRoute)`.
+
+    Of other classes the event loop parses the body once more.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()

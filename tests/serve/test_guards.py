@@ -10,7 +10,9 @@ import httpx
 import pytest
 
 from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.serve import guard
 from jaxpaged.serve.app import create_app
+from jaxpaged.serve.json_route import JsonRequest
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import EventStream
 from tests import tiny
@@ -84,6 +86,63 @@ def test_bodies_have_limits(llm):
     assert [reply.status_code for reply in replies] == [status for _, status in post]
     assert "levels of nesting" in replies[1].json()["error"]["message"]
     assert "characters" in replies[2].json()["error"]["message"], "brackets in a text are no nesting"
+
+
+def test_of_large_bodies_only_so_many_come_at_once(llm, monkeypatch):
+    """What is not yet received whole takes memory, too; small ones come in beside them."""
+    monkeypatch.setattr(guard, "SMALL", 100)
+    monkeypatch.setattr(guard, "MOST_LARGE_BODIES", 2)
+
+    async def run():
+        rest = asyncio.Event()
+        app = create_app(llm, "tiny", ServerOptions(max_body_bytes=1024))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+
+            async def body():
+                yield b'{"prompt": "a", "max_tokens": 1, "user": "' + b"x" * 800
+                await rest.wait()
+                yield b'"}'
+
+            def ask(content):
+                kind = {"content-type": "application/json"}
+                return asyncio.ensure_future(http.post("/v1/completions", content=content, headers=kind))
+
+            asked = [ask(body()) for _ in range(4)]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            small = await ask(b'{"prompt": "a", "max_tokens": 1}')
+            rest.set()
+            replies = await asyncio.gather(*asked)
+            return [reply.status_code for reply in (*replies, small, await ask(body()))]
+
+    *asked, small, later = asyncio.run(run())
+    assert sorted(asked) == [200, 200, 503, 503]
+    assert (small, later) == (200, 200)
+
+
+def test_a_body_is_parsed_once_and_its_bytes_are_not_kept(llm, monkeypatch):
+    """Else each answer that is waited for would hold them."""
+    seen = []
+    parse = guard.parsed
+    monkeypatch.setattr(guard, "parsed", lambda body, limits: seen.append(parse(body, limits)) or seen[-1])
+    json_of = JsonRequest.json
+
+    async def told(self):
+        assert await self.body() == b"{}"
+        value = await json_of(self)
+        assert value is seen[-1]
+        return value
+
+    monkeypatch.setattr(JsonRequest, "json", told)
+    app = create_app(llm, "tiny", ServerOptions(enable_lora_updates=True))
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            routes = ("v1/completions", "v1/chat/completions", "v1/responses", "tokenize", "detokenize")
+            updates = ("v1/load_lora_adapter", "v1/unload_lora_adapter")
+            return [(await http.post(f"/{each}", json={"x": 1})).status_code for each in (*routes, *updates)]
+
+    assert asyncio.run(run()) == [400] * 7
+    assert len(seen) == 7
 
 
 def test_a_full_queue_refuses_and_takes_again(llm, brake):
@@ -202,7 +261,7 @@ def test_the_end_waits_for_what_runs_and_then_no_longer(llm, brake, has_time):
         stopping = threading.Thread(target=served.stop)
         stopping.start()
         soon(served.service.is_stopping.is_set)
-        with pytest.raises(httpx.ConnectError):
+        with pytest.raises(httpx.TransportError):
             served.http.get("/health")
         if not has_time:
             time.sleep(0.3)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpaged.engine import async_llm
 from tests import tiny
 from tests.serve.conftest import soon
 from tests.serve.hostile import BODIES, SIZE
@@ -108,3 +109,27 @@ def test_a_hostile_body_stops_nobody(served, victim, name):
 def test_no_hostile_body_stops_anybody(served, victim):
     for name in BODIES:
         attack(served, name, victim)
+
+
+def test_a_text_that_is_slow_to_cut_holds_up_nobody(served, monkeypatch):
+    """Not the event loop, and those of its kind for a time only, however many they are."""
+    encode, go_on = served.llm.tokenizer.encode, threading.Event()
+
+    def slow(text, **options):
+        if len(text) > 10:
+            go_on.wait(30)
+        return encode(text, **options)
+
+    monkeypatch.setattr(async_llm, "TOKENIZED_HERE", 10)
+    monkeypatch.setattr(served.llm, "max_read_s", 0.3)
+    monkeypatch.setattr(served.llm.tokenizer, "encode", slow)
+
+    def ask(prompt):
+        return served.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+
+    asked = [tiny.start(ask, "ab" * 10) for _ in range(async_llm.NUM_READERS + 2)]
+    assert ask("ab").status_code == 200
+    for each in asked:
+        assert "was not cut into tokens within 0.3 s" in each.result(30).json()["error"]["message"]
+    go_on.set()
+    assert ask("ab" * 10).status_code == 200
