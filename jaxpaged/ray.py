@@ -145,7 +145,7 @@ def application(
     checked_int("num_replicas", num_replicas, "an int >= 1", 1)
     checked_number("max_lead", max_lead, "a number >= 0", 0)
     checked_int("router_blocks", router_blocks, "an int >= 1", 1)
-    settings = ServerOptions(**(server_options or {}))
+    settings = ServerOptions(**({"allowed_hosts": ("*",)} | (server_options or {})))
     check("enable_lora_updates", settings.enable_lora_updates, "False: each replica has adapters of its own",
           not settings.enable_lora_updates)  # fmt: skip
     config = engine_config({name: value for name, value in options.items() if name not in NOT_THE_ENGINES})

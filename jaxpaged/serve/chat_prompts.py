@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxpaged.checks import InputError, shown
 from jaxpaged.engine.async_llm import TOKENIZED_HERE, AsyncLLM
+from jaxpaged.serve.bounds import size_of
 
 # By what a template must have in it, if its model writes calls in that form.
 SIGNS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>"}
@@ -77,7 +78,7 @@ class ChatPrompts:
             continue_final_message=continue_final_message,
             **(kwargs or {}),
         )
-        is_long = sum(len(message["content"]) for message in conversation) > TOKENIZED_HERE
+        is_long = size_of((conversation, tools, kwargs)) > TOKENIZED_HERE
         try:
             text = await asyncio.to_thread(write) if is_long else write()
         except Exception as error:  # templates raise errors of their own

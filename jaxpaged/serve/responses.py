@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from jaxpaged.checks import InputError, shown
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.replies import ApiError, event, reply
 from jaxpaged.serve.schemas import ResponsesRequest, seed_of
 from jaxpaged.serve.service import Choice, Run, service_of
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/responses")
