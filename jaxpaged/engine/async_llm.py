@@ -154,10 +154,10 @@ class AsyncLLM:
         finally:
             del self._handles[request_id]
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Raises `InputError`."""
-        encode = functools.partial(self.llm.encode, text, add_special_tokens=add_special_tokens)
-        return await self._read(_is_long(text), encode)
+        read = functools.partial(self.llm.tokenize, text, add_special_tokens=add_special_tokens)
+        return await self._read(_is_long(text), read)
 
     async def _read[T](self, is_long: bool, read: Callable[..., T], *args: Any) -> T:
         """Return what `read` gives; where that takes long, from one of few threads, and within a time.

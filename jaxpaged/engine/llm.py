@@ -343,7 +343,7 @@ class LLM(PoolingMethods):
             kwargs=kwargs,
         )
         # The template writes the special tokens itself: none are added.
-        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.tokenize(text, add_special_tokens=False)}
 
     def _submit(
         self, asked: Sequence[tuple[str | None, list[Request]]]
@@ -423,10 +423,10 @@ class LLM(PoolingMethods):
                 "or 'prompt_token_ids'"
             )
         if token_ids is None:
-            token_ids = self.encode(str(text), **tokenization(tokenization_kwargs))
+            token_ids = self.tokenize(str(text), **tokenization(tokenization_kwargs))
         return text, admit(token_ids, cache_salt=salt)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt.
 
         One too long for any model's context is refused without being read whole.

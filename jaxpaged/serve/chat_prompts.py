@@ -84,7 +84,7 @@ class ChatPrompts:
         except Exception as error:  # templates raise errors of their own
             raise InputError(f"messages: the chat template refuses them: {error}") from error
         # The template writes the special tokens itself.
-        ids = await self._llm.encode(text, add_special_tokens=add_special_tokens)
+        ids = await self._llm.tokenize(text, add_special_tokens=add_special_tokens)
         return {"prompt": text, "prompt_token_ids": ids}
 
 

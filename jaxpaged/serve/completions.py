@@ -24,7 +24,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     writer = Writer(body, service)
     service.check_num_answers(len(body.prompts) * (body.n or 1))
     prompts: list[Prompt] = [
-        await service.llm.encode(each, add_special_tokens=False)
+        await service.llm.tokenize(each, add_special_tokens=False)
         if isinstance(each, str) and not body.add_special_tokens
         else each
         for each in body.prompts

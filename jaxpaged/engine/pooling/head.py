@@ -36,6 +36,7 @@ class Head:
     normalise: bool = True  # a vector to length 1
     classifier: np.ndarray | None = None  # float32 [num_classes, hidden]; None: the model gives vectors
     activation: Activation = "none"  # of the classes
+    labels: tuple[str, ...] = ()  # the classes' names
     dimensions: tuple[int, ...] | None = ()  # of shorter vectors that it is trained for; None: any
 
 
@@ -154,7 +155,10 @@ def _with_classifier(head: Head, checkpoint: Checkpoint, config: Mapping[str, An
     kind = config.get("problem_type")
     one = len(classifier) == 1 or kind == "multi_label_classification"
     activation: Activation = "none" if kind == "regression" else "sigmoid" if one else "softmax"
-    return dataclasses.replace(head, classifier=classifier, activation=activation)
+    said = config.get("id2label")
+    names = said if isinstance(said, dict) else {}
+    labels = tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(len(classifier)))
+    return dataclasses.replace(head, classifier=classifier, activation=activation, labels=labels)
 
 
 def _rows_of_tokens(checkpoint: Checkpoint, tensors: Mapping[str, Any], tokens: Any) -> np.ndarray:

@@ -39,6 +39,11 @@ class Pooling:
     def is_classifier(self) -> bool:
         return self.engine.head.classifier is not None
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of a classifier's classes."""
+        return self.engine.head.labels
+
     def encode(
         self, prompts: Any, pooling_params: Any = None, *, pooling_task: str = "embed"
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
