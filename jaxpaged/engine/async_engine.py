@@ -14,6 +14,7 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.vocabulary import Names
 
 # Checking a prompt takes some 20 ns a token: a longer one is checked in another thread, so that who else
 # awaits something does not wait for it.
@@ -146,6 +147,8 @@ class _Told:
         self._kind = requests[0].params.output_kind
         self._prompt_token_ids: list[int] = requests[0].prompt_token_ids.tolist()
         self._so_far: dict[int, Delta] = {}
+        # Of each answer that is told part by part: what its tokens are called goes on.
+        self._names: dict[int, Names] = {}
         self._unfinished = len(requests)
 
     def output(self, delta: Delta) -> RequestOutput | None:
@@ -169,4 +172,5 @@ class _Told:
             self._tokenizer,
             finished=not self._unfinished,
             prompt_token_ids=self._prompt_token_ids,
+            names=self._names if self._kind is RequestOutputKind.DELTA else None,
         )
