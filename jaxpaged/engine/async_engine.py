@@ -40,7 +40,7 @@ class AsyncEngine:
 
         Leaving the iteration early, or cancelling the task, aborts the request; an event loop that is closed
         does so, too. Raises `InputError` at once for a request that could never run, `EngineDeadError` if the
-        engine stops.
+        engine stops, `TextError` if the tokenizer fails on the answer's tokens.
         """
         requests = await self._admit(prompt_token_ids, params, priority, cache_salt, lora_request)
         async with aclosing(self._stream(requests, lambda handles: None)) as stream:

@@ -71,7 +71,7 @@ class AsyncLLM:
         `prompt`: as `LLM.generate` takes one; `sampling_params`: None for the model's own. `request_id` is
         the caller's, and must not be that of a request under way. Leaving the iteration, or cancelling the
         task, aborts the request. Raises `InputError` for what could never run, `EngineDeadError` if the
-        engine stops.
+        engine stops, `TextError` if the tokenizer fails on the answer's tokens.
         """
         admitted = await self.admit(prompt, sampling_params, priority=priority, lora_request=lora_request)
         async with aclosing(self.stream([admitted], request_id)) as outputs:

@@ -2,11 +2,14 @@
 
 import concurrent.futures
 import json
+import re
+from contextlib import aclosing
 
 import openai
 import pytest
 
 from jaxpaged import SamplingParams
+from jaxpaged.engine.texts import TextError
 from tests import tiny
 
 PROMPT = "ab c12"
@@ -110,6 +113,40 @@ def test_echo_and_logprobs_cover_prompt_and_answer(served, stream):
         likeliest = [e for e in entries.values() if e.rank <= 2]
         assert {e.decoded_token: e.logprob for e in [*likeliest, entries[token]]} == top
     assert told["top_logprobs"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            TextError(7, ValueError("no text")),
+            "the text of request 7 could not be made .*ValueError: no text",
+        ),
+        (RuntimeError("mine"), "RuntimeError: the server's log says more"),
+    ],
+    ids=["text", "unexpected"],
+)
+def test_an_error_in_one_answer_is_told_to_its_client_alone(served, monkeypatch, error, message):
+    stream = served.llm.stream
+
+    async def broken(prompts, request_id):
+        async with aclosing(stream(prompts, request_id)) as outputs:
+            async for each in outputs:
+                yield each
+                raise error
+
+    asked = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(served.llm, "stream", broken)
+        whole = served.http.post("/v1/completions", json=asked)
+        streamed = served.http.post("/v1/completions", json=asked | {"stream": True}).text
+    assert whole.status_code == 500
+    [last] = re.findall('data: ({"error".*)', streamed)
+    for told in (whole.json()["error"], json.loads(last)["error"]):
+        assert (told["type"], told["code"]) == ("InternalServerError", 500)
+        assert re.search(message, told["message"])
+    served.wait_for_silence()
+    assert served.http.post("/v1/completions", json=asked).status_code == 200
 
 
 @pytest.mark.parametrize("echo", [False, True])
