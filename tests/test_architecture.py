@@ -95,7 +95,14 @@ ALLOWED = {
         *ENGINE,
         *GROUND,
     },
-    "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/routing.py", "jaxpaged/engine", *GROUND},
+    "jaxpaged/serve": {
+        "jaxpaged/__init__.py",
+        "jaxpaged/routing.py",
+        "jaxpaged/engine",
+        "jaxpaged/detokenizer.py",
+        "jaxpaged/vocabulary.py",
+        *GROUND,
+    },
     "jaxpaged/ray.py": {
         "jaxpaged/__init__.py",
         "jaxpaged/prompt_parts.py",

@@ -88,7 +88,7 @@ class AsyncLLM:
         `prompt`: as `LLM.generate` takes one; `sampling_params`: None for the model's own. `request_id` is
         the caller's, and must not be that of a request under way; `trace_headers` change nothing. Leaving the
         iteration, or cancelling the task, aborts the request. Raises `InputError` for what could never run,
-        `EngineDeadError` if the engine stops.
+        `EngineDeadError` if the engine stops, `TextError` if the tokenizer fails on the answer's tokens.
         """
         admitted = await self.admit(
             prompt,
