@@ -39,9 +39,13 @@ def render(
         raise InputError("tools: the model's chat template has no place for them; give another template")
     if continue_final_message and add_generation_prompt:
         raise InputError("continue_final_message must be false with add_generation_prompt")
-    rule = "a list with at least one message"
-    check("messages", messages, rule, isinstance(messages, Sequence) and len(messages) > 0)
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    check("messages", messages, "a list with at least one message", is_list and bool(messages))
     assert isinstance(messages, Sequence)
+    for message in messages:
+        is_one = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_one or not isinstance(message.get("content"), str | list):
+            raise InputError(f"message {shown(message)} must have a 'role' and a 'content'")
     made = [
         {**message, "content": _content(message.get("content"), f"messages.{i}", content_format == "openai")}
         for i, message in enumerate(messages)
