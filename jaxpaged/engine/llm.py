@@ -125,27 +125,31 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Loras = None,
         priority: Sequence[int] | None = None,
+        on_error: Callable[[int, InputError], None] | None = None,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but each result as soon as it and all before it are there.
+        """Do as `generate`, but give each result as soon as it and all before it are there.
 
-        Requests are checked and queued at once. Leaving the iteration gives up what is left.
+        Requests are checked and queued at once. Leaving the iteration gives up what is left. `on_error` is
+        called with the place of a prompt that is refused, and why: then all others are answered. Without it
+        the error is raised, and nothing runs.
         """
         many = self._as_many(prompts)
         params = _one_each("sampling_params", self._params(sampling_params), len(many))
         priorities = [0] * len(many) if priority is None else _one_each("priority", priority, len(many))
         adapters = _one_each("lora_request", lora_request, len(many))
-        asked = [
-            _naming_prompt(
-                i,
-                len(many),
-                self.read_prompt,
-                prompt,
-                functools.partial(self.engine.door.admit, params=its, priority=urgency, lora_request=adapter),
+        asked = []
+        for i, (prompt, its, urgency, adapter) in enumerate(
+            zip(many, params, priorities, adapters, strict=True)
+        ):
+            admit = functools.partial(
+                self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
             )
-            for i, (prompt, its, urgency, adapter) in enumerate(
-                zip(many, params, priorities, adapters, strict=True)
-            )
-        ]
+            try:
+                asked.append(self.read_prompt(prompt, admit))
+            except InputError as error:
+                if on_error is None:
+                    raise _of_prompt(i, len(many), error) from error
+                on_error(i, error)
         outputs = self._gather(*self._submit(asked), use_tqdm, self._output)
         next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
         return outputs
@@ -400,4 +404,9 @@ def _naming_prompt[T](i: int, num_prompts: int, read: Callable[..., T], *args: A
     try:
         return read(*args)
     except InputError as error:
-        raise error if num_prompts == 1 else InputError(f"prompt {i}: {error}") from error
+        raise _of_prompt(i, num_prompts, error) from error
+
+
+def _of_prompt(i: int, num_prompts: int, error: InputError) -> InputError:
+    """Return an error that says which of several prompts is at fault."""
+    return error if num_prompts == 1 else InputError(f"prompt {i}: {error}")
