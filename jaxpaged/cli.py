@@ -268,7 +268,10 @@ def _generate(args: argparse.Namespace) -> None:
     try:
         llm = LLM(args.model, **options)
         loaded = time.perf_counter()
-        answered = prompt_files.answered(llm, asked, adapter, chat=args.chat, skip_errors=args.skip_errors)
+        answer = functools.partial(llm.generate_each, lora_request=adapter)
+        answered = prompt_files.answered(
+            asked, answer, llm.render_chat, chat=args.chat, skip_errors=args.skip_errors
+        )
         num_prompt_tokens = num_new_tokens = 0
         for each, output in answered:
             with tqdm.external_write_mode():  # the bar, on the same terminal perhaps, makes room

@@ -8,16 +8,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpaged.chat import check_messages
 from jaxpaged.checks import InputError, shown
 from jaxpaged.sampling_params import SamplingParams, token_id
-
-if TYPE_CHECKING:
-    from jaxpaged.engine.llm import LLM
-    from jaxpaged.engine.outputs import RequestOutput
-    from jaxpaged.lora import LoRARequest
 
 STANDARD_INPUT = "-"
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
@@ -99,19 +94,22 @@ def read(
 
 
 def answered(
-    llm: "LLM",
     asked: Sequence[Asked | Refused],
-    lora_request: "LoRARequest | None",
+    generate_each: Callable[..., Iterator[Any]],
+    render_chat: Callable[[Any], dict[str, Any]],
     *,
     chat: bool,
     skip_errors: bool,
-) -> "Iterator[tuple[Asked | Refused, RequestOutput | None]]":
+) -> Iterator[tuple[Asked | Refused, Any]]:
     """Ask all, and give each with its answer, in their order; with None what is refused.
 
+    `generate_each` and `render_chat`: those of `LLM`.
     Raises `InputError`, before anything runs, for the first that cannot be asked; with `skip_errors` it is
     `Refused` in its place.
     """
-    found, places, prompts = list(asked), [], []
+    found = list(asked)
+    places: list[int] = []
+    prompts: list[dict[str, Any]] = []
 
     def refuse(place: int, error: InputError) -> None:
         its = found[place]
@@ -123,15 +121,14 @@ def answered(
     for place, each in enumerate(asked):
         if isinstance(each, Asked):
             try:
-                prompts.append(for_llm(each, llm.render_chat, chat))
+                prompts.append(for_llm(each, render_chat, chat))
                 places.append(place)
             except InputError as error:
                 refuse(place, error)
     its = [each for each in found if isinstance(each, Asked)]
-    outputs = llm.generate_each(
+    outputs = generate_each(
         prompts,
         [each.params for each in its],
-        lora_request=lora_request,
         priority=[each.priority for each in its],
         on_error=lambda i, error: refuse(places[i], error),
     )

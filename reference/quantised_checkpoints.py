@@ -5,7 +5,7 @@ Tensors have the names that they have in a file. All numbers are float32 [output
 
 import numpy as np
 
-from reference.quantisation import E2M1
+from .quantisation import E2M1
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs whose codes a word has, from its lowest bits on
 

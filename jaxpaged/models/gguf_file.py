@@ -158,11 +158,11 @@ def _with_factors(reader: GgufFile, path: Path, config: ModelConfig, read: Metad
             return kind
         its, before = scaling, kind.rope.scaling
         if isinstance(before, LinearScaling):  # of all frequencies, beside that of each
-            wider = {
-                name: tuple(before.factor * factor for factor in getattr(scaling, name))
-                for name in ("short_factors", "long_factors")
-            }
-            its = dataclasses.replace(scaling, **wider)
+            short, long = (
+                tuple(before.factor * factor for factor in factors)
+                for factors in (scaling.short_factors, scaling.long_factors)
+            )
+            its = dataclasses.replace(scaling, short_factors=short, long_factors=long)
         elif before is not None:
             raise InputError(
                 f"model={str(path)!r}: {ROPE_FACTORS} must not be there with rope.scaling.type=yarn"
