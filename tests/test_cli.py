@@ -277,8 +277,8 @@ def test_a_bad_prompts_file_is_refused_with_the_line(model, content, message, tm
 
 SOME_REFUSED = [
     {"prompt": "ab", "id": "good"},
-    {"prompt": "a b " * 60, "id": "long"},
     {"prompt": "ab", "top_p": 7, "id": "wrong"},
+    {"prompt": "a b " * 60, "id": "long"},
     {"messages": [{"role": "user", "content": "c"}]},
 ]
 
@@ -287,7 +287,7 @@ def test_errors_at_the_door_say_file_and_line(model, tmp_path, capsys, monkeypat
     """As those of a line's text do; and nothing runs."""
     monkeypatch.setattr(Driver, "_compile", lambda self: None)
     file = tmp_path / "prompts"
-    file.write_text(f"{json.dumps(SOME_REFUSED[0])}\n\n{json.dumps(SOME_REFUSED[1])}\n")
+    file.write_text(f"{json.dumps(SOME_REFUSED[0])}\n\n{json.dumps(SOME_REFUSED[2])}\n")
     assert cli.main(["generate", "--model", model, *FAST, "--prompts-file", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -303,10 +303,10 @@ def test_prompts_that_are_refused_may_be_skipped(model, tmp_path, capsys):
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["index"] for line in lines] == [0, 1, 2, 3, 4]
-    assert [line.get("id") for line in lines] == ["good", "long", "wrong", None, None]
+    assert [line.get("id") for line in lines] == ["good", "wrong", "long", None, None]
     assert [len(line.get("token_ids", [])) > 0 for line in lines] == [True, False, False, True, False]
     where = f"--prompts-file '{file}', line"
-    for place, message in ((1, "2: the prompt has"), (2, "3: top_p=7 must be"), (4, "5: must be JSON: ")):
+    for place, message in ((1, "2: top_p=7 must be"), (2, "3: the prompt has"), (4, "5: must be JSON: ")):
         assert lines[place]["error"].startswith(f"{where} {message}")
     assert "2 answers in" in err
     assert "; 3 prompts were refused" in err
