@@ -28,6 +28,7 @@ from jaxpaged.engine.prompts import (
     as_many,
     is_list,
     naming_prompt,
+    of_prompt,
     one_each,
     template_text,
     tokenization,
@@ -164,28 +165,31 @@ class LLM:
         lora_request: Loras = None,
         priority: Priority = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        on_error: Callable[[int, InputError], None] | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer as `generate` does, but give each result as soon as it and all before it are there.
 
-        Requests are checked and queued at once. Leaving the iteration gives up what is left.
+        Requests are checked and queued at once. Leaving the iteration gives up what is left. `on_error` is
+        called with the place of a prompt that is refused, and why: then all others are answered. Without it
+        the error is raised, and nothing runs.
         """
         many = as_many(prompts)
         params = one_each("sampling_params", self._params(sampling_params), len(many))
         priorities = one_each("priority", 0 if priority is None else priority, len(many))
         adapters = one_each("lora_request", lora_request, len(many))
-        read = functools.partial(self.read_prompt, tokenization_kwargs=tokenization_kwargs)
-        asked = [
-            naming_prompt(
-                i,
-                len(many),
-                read,
-                prompt,
-                functools.partial(self.engine.door.admit, params=its, priority=urgency, lora_request=adapter),
+        asked = []
+        for i, (prompt, its, urgency, adapter) in enumerate(
+            zip(many, params, priorities, adapters, strict=True)
+        ):
+            admit = functools.partial(
+                self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
             )
-            for i, (prompt, its, urgency, adapter) in enumerate(
-                zip(many, params, priorities, adapters, strict=True)
-            )
-        ]
+            try:
+                asked.append(self.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs))
+            except InputError as error:
+                if on_error is None:
+                    raise of_prompt(i, len(many), error) from error
+                on_error(i, error)
         outputs = self._gather(*self._submit(asked), use_tqdm, self._output)
         next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
         return outputs

@@ -154,7 +154,7 @@ class Fields:
         if "rope_parameters" not in self._given:
             return dict(scaling)
         renamed = {"rope_type": scaling["type"]} if "type" in scaling else {}
-        if any(parameters.get(key) != value for key, value in (scaling | renamed).items()):
+        if any(parameters.get(key) != value for key, value in {**scaling, **renamed}.items()):
             logging.warning("rope_scaling=%s goes before rope_parameters=%s", scaling, parameters)
         return {**parameters, **renamed, **scaling}
 
