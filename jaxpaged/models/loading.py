@@ -13,7 +13,7 @@ from jaxpaged.checks import InputError, check
 from jaxpaged.models import hf, kept
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
-from jaxpaged.models.families import family_of, from_hf
+from jaxpaged.models.families import described
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import Quantisation
@@ -190,8 +190,7 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
         if generation.get("eos_token_id") is not None:
             config_json |= {"eos_token_id": generation["eos_token_id"]}
     try:
-        config = from_hf(config_json)
-        names = family_of(config_json).names(config)
+        config, names = described(config_json)
         said = config_json.get("quantization_config", config_json.get("compression_config"))
         if said is not None:
             quantised_checkpoints.read(said)

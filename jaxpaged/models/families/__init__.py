@@ -31,7 +31,9 @@ from jaxpaged.models.families.phi3 import PHI3
 from jaxpaged.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from jaxpaged.models.families.stablelm import STABLELM
 from jaxpaged.models.families.starcoder2 import STARCODER2
+from jaxpaged.models.families.wrappers import WRAPPERS
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.names import Names
 
 FAMILIES = (
     LLAMA,
@@ -86,13 +88,28 @@ BY_TYPE = {family.model_type: family for family in FAMILIES}
 ARCHITECTURES = tuple(dict.fromkeys(gguf.architecture for family in FAMILIES for gguf in family.gguf))
 
 
-def family_of(said: Mapping[str, Any]) -> Family:
-    """The family of a Hugging Face config. Raises `InputError`, with those that are known, for another."""
+WRAPPER_OF = {wrapper.model_type: wrapper for wrapper in WRAPPERS}
+
+
+def described(said: Mapping[str, Any]) -> tuple[ModelConfig, Names]:
+    """Return the description of a model from its Hugging Face config, and what its files call the weights; of
+    a model of images and text those of its text part.
+
+    Raises `InputError` for unknown model types, for values of the wrong type, and for whatever changes the
+    arithmetic in a way that is not supported.
+    """
     model_type = said.get("model_type")
-    if not isinstance(model_type, str) or model_type not in BY_TYPE:
-        known = ", ".join(map(repr, BY_TYPE))
-        raise InputError(f"model config: model_type={shown(model_type)} must be one of {known}")
-    return BY_TYPE[model_type]
+    known = [*BY_TYPE, *WRAPPER_OF]
+    if not isinstance(model_type, str) or model_type not in known:
+        types = ", ".join(map(repr, known))
+        raise InputError(f"model config: model_type={shown(model_type)} must be one of {types}")
+    wrapper = WRAPPER_OF.get(model_type)
+    family, its = (BY_TYPE[model_type], said) if wrapper is None else wrapper.inside(said)
+    fields = Fields(its, family.defaults)
+    config = family.read(fields)
+    fields.refuse_rest()
+    names = family.names(config)
+    return config, names if wrapper is None else wrapper.names(names)
 
 
 def of_architecture(architecture: str, tensors: Collection[str]) -> tuple[Family, Gguf] | None:
@@ -104,16 +121,8 @@ def of_architecture(architecture: str, tensors: Collection[str]) -> tuple[Family
 
 
 def from_hf(said: Mapping[str, Any]) -> ModelConfig:
-    """The description of a model from its Hugging Face config, as a dictionary.
-
-    Raises `InputError` for unknown model types, for values of the wrong type, and for whatever changes the
-    arithmetic in a way that is not supported.
-    """
-    family = family_of(said)
-    fields = Fields(said, family.defaults)
-    config = family.read(fields)
-    fields.refuse_rest()
-    return config
+    """Return the description alone; see `described`."""
+    return described(said)[0]
 
 
 def markdown_table() -> str:
@@ -122,4 +131,7 @@ def markdown_table() -> str:
     for family in FAMILIES:
         gguf = f"`{family.gguf[0].architecture}`" if family.gguf else ""
         lines.append(f"| `{family.model_type}` | {family.models} | {gguf} |")
+    for wrapper in WRAPPERS:
+        gguf = f"`{wrapper.gguf}`" if wrapper.gguf else ""
+        lines.append(f"| `{wrapper.model_type}` | {wrapper.models} | {gguf} |")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from jaxpaged.models.config import Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.names import Names
+from jaxpaged.models.names import TRANSPOSED, Names
 
 EXPERT = f"{llama.LAYER}.mlp.experts.{{expert}}"
 MOE_NAMES = Names(
@@ -27,6 +27,16 @@ QWEN2_MOE_NAMES = Names(
         "shared.down": f"{SHARED}.down_proj",
         "shared_gate": f"{SHARED}_gate",
     }
+)
+
+# Experts of which each tensor has those of a layer side by side, inputs first.
+VL_MOE_NAMES = Names(
+    table=MOE_NAMES.table
+    | {
+        "experts.gate_up.weight": f"{llama.LAYER}.mlp.experts.gate_up_proj",
+        "experts.down.weight": f"{llama.LAYER}.mlp.experts.down_proj",
+    },
+    forms={"experts.gate_up.weight": TRANSPOSED, "experts.down.weight": TRANSPOSED},
 )
 
 
@@ -128,4 +138,12 @@ QWEN3_MOE = Family(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
     # That weights add up to 1 the files do not say; it is so in all of these models.
     gguf=(Gguf(architecture="qwen3moe", fields=lambda read: {"norm_topk_prob": True}),),
+)
+# The text part of Qwen3-VL of experts, which has no config of its own: weights add up to 1, whatever it says.
+QWEN3_VL_MOE_TEXT = Family(
+    model_type="qwen3_moe",
+    models="",
+    read=read_qwen3_moe,
+    names=lambda config: VL_MOE_NAMES,
+    defaults={**QWEN3_MOE.defaults, "norm_topk_prob": True},
 )
