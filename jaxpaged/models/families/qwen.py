@@ -112,7 +112,7 @@ QWEN2 = Family(
     read=read_qwen2,
     names=llama.names,
     defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
-    gguf=(Gguf(architecture="qwen2"),),
+    gguf=(Gguf(architecture="qwen2"), Gguf(architecture="qwen2vl")),
 )
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
@@ -128,7 +128,7 @@ QWEN3 = Family(
     read=read_qwen3,
     names=llama.names,
     defaults={**QWEN2.defaults, "head_dim": 128},
-    gguf=(Gguf(architecture="qwen3"),),
+    gguf=(Gguf(architecture="qwen3"), Gguf(architecture="qwen3vl")),
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -137,7 +137,10 @@ QWEN3_MOE = Family(
     names=lambda config: MOE_NAMES,
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
     # That weights add up to 1 the files do not say; it is so in all of these models.
-    gguf=(Gguf(architecture="qwen3moe", fields=lambda read: {"norm_topk_prob": True}),),
+    gguf=tuple(
+        Gguf(architecture=name, fields=lambda read: {"norm_topk_prob": True})
+        for name in ("qwen3moe", "qwen3vlmoe")
+    ),
 )
 # The text part of Qwen3-VL of experts, which has no config of its own: weights add up to 1, whatever it says.
 QWEN3_VL_MOE_TEXT = Family(
