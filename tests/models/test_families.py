@@ -102,6 +102,12 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     del spread["original_max_position_embeddings"], spread["rope_theta"]
     old |= {"rope_scaling": spread, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
     assert from_hf(old) == from_hf(hf("phi3"))
+    said = {name: value for name, value in hf("cwm").items() if name != "rope_parameters"}
+    assert from_hf(said).layers[0].rope.theta == 1000000
+    assert from_hf(said | {"rope_scaling": hf("cwm")["rope_parameters"]}) == from_hf(hf("cwm"))
+    # This one changes nothing up to the model's length.
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    assert from_hf(hf("qwen3") | dynamic) == from_hf(hf("qwen3"))
 
 
 def test_old_configs_of_the_newer_families_are_read():

@@ -42,9 +42,12 @@ def read_glm4_moe(f: Fields) -> ModelConfig:
     """Sigmoid routing, an expert that all tokens have, and dense layers at first."""
     same = _common(f)
     experts, width = routing.read(f, same["intermediate_size"], dense_layers=1)
-    qk_norm = "head" if f.flag("use_qk_norm") else None
     f.get("num_nextn_predict_layers")
-    return ModelConfig(**same | {"intermediate_size": width}, qk_norm=qk_norm, experts=experts)
+    return ModelConfig(
+        **same | {"intermediate_size": width},
+        qk_norm="head" if f.flag("use_qk_norm") else None,
+        experts=experts,
+    )
 
 
 def _gguf_moe(*, use_qk_norm: bool, marker: str | None = None) -> Gguf:

@@ -9,7 +9,7 @@ from jaxpaged.models.families.family import Family, Gguf, Metadata
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
 
-TABLE = mixtral.NAMES.table | {"correction": f"{mixtral.MOE}.e_score_correction_bias"}
+TABLE = {**mixtral.NAMES.table, "correction": f"{mixtral.MOE}.e_score_correction_bias"}
 
 
 def read_minimax(f: Fields) -> ModelConfig:

@@ -21,8 +21,8 @@ MOE_NAMES = Names(
 
 SHARED = f"{llama.LAYER}.mlp.shared_expert"
 QWEN2_MOE_NAMES = Names(
-    table=MOE_NAMES.table
-    | {
+    table={
+        **MOE_NAMES.table,
         "shared.gate_up": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
         "shared.down": f"{SHARED}.down_proj",
         "shared_gate": f"{SHARED}_gate",
@@ -31,8 +31,8 @@ QWEN2_MOE_NAMES = Names(
 
 # Experts of which each tensor has those of a layer side by side, inputs first.
 VL_MOE_NAMES = Names(
-    table=MOE_NAMES.table
-    | {
+    table={
+        **MOE_NAMES.table,
         "experts.gate_up.weight": f"{llama.LAYER}.mlp.experts.gate_up_proj",
         "experts.down.weight": f"{llama.LAYER}.mlp.experts.down_proj",
     },
