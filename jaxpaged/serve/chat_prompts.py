@@ -110,6 +110,12 @@ def _content(content: Any, name: str, *, is_needed: bool) -> str:
         raise InputError(f"{name}={shown(content)} must be a string or a list of parts")
     texts = []
     for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            rule = (
+                "{'type': 'text', 'text': ...}: of models of images and sounds the text part alone is served"
+            )
+            raise InputError(f"{name}: a part of type {shown(kind)} must be {rule}")
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") in TEXT_PARTS else None
         if not isinstance(text, str):
             raise InputError(f"{name}: part {shown(part)} must be {{'type': 'text', 'text': ...}}")
