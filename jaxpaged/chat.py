@@ -1,17 +1,244 @@
-"""What a conversation must look like. Imports nothing heavy: the command line checks files with it."""
+"""Conversations as a chat template writes them. Imports nothing heavy: tokenizers are the caller's.
 
+What a template gets of a conversation depends on the template in five things, which `Template` finds out:
+
+- Role "developer": a template that names it gets it, others get "system".
+- Content in parts: as one text, with a line feed between parts; as a list of parts for a template that only
+  loops over them.
+- Content of an assistant that only calls: None for a template that asks whether it is none, else "".
+- Arguments of calls: as objects; as their JSON text for a template that fails with an object or writes it as
+  Python does. Arguments that are no JSON object are the text that they are, or, for a template that can't
+  write a text, an object with the text as its only member, "arguments".
+- Reasoning: as `reasoning_content` and `reasoning`, and as `thinking` for a template that names that one.
+"""
+
+import dataclasses
+import functools
+import json
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
-from jaxpaged.checks import InputError
+from jaxpaged.checks import InputError, checked_choice
+from jaxpaged.conversations import Message, check_tools, joined, read_messages
 
-Message = Mapping[str, str]
+__all__ = [
+    "CONTENT_FORMATS",
+    "ContentFormat",
+    "Message",
+    "Template",
+    "check_tools",
+    "read_messages",
+    "render",
+]
+
+ContentFormat = Literal["auto", "string", "openai"]
+CONTENT_FORMATS = get_args(ContentFormat)
+# What only we may say to a template.
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "padding",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tools",
+    }
+)
 
 
-def check_messages(messages: object) -> None:
-    """Raise `InputError` unless `messages` is a non-empty list of {"role": str, "content": str}."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InputError(f"messages={messages!r} must be a list with at least one message")
-    for message in messages:
-        texts = [message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content")]
-        if not all(isinstance(text, str) for text in texts):
-            raise InputError(f"message {message!r} must have a 'role' and a 'content', both strings")
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """A chat template's text, and what it does with conversations, found in it by patterns."""
+
+    text: str
+
+    @functools.cached_property
+    def takes_tools(self) -> bool:
+        return re.search(r"\btools\b", self.text) is not None
+
+    @functools.cached_property
+    def names_developer(self) -> bool:
+        return re.search(r"""['"]developer['"]""", self.text) is not None
+
+    @functools.cached_property
+    def names_thinking(self) -> bool:
+        return re.search(r"""\.thinking\b|\[['"]thinking['"]\]""", self.text) is not None
+
+    @functools.cached_property
+    def asks_for_none(self) -> bool:
+        return re.search(r"""\bcontent['"]?\]?\s+is\s+(not\s+)?none""", self.text) is not None
+
+    @functools.cached_property
+    def wants_parts(self) -> bool:
+        """Whether it loops over a content and never asks whether that is a text."""
+        loops = re.search(r"""\bin\s+\w+(\.content\b|\[['"]content['"]\])""", self.text)
+        asks = re.search(
+            r"""\bcontent['"]?\]?\s+is\s+(not\s+)?(string|iterable|sequence|mapping)""", self.text
+        )
+        return loops is not None and asks is None
+
+
+def template_of(tokenizer: Any, chat_template: str | None, tools: object = None) -> Template | None:
+    """Return the template that a conversation is written by; None where there is none.
+
+    `chat_template` is a text in place of the tokenizer's own, or the name of one of those.
+    """
+    own = getattr(tokenizer, "chat_template", None)
+    if isinstance(own, dict):
+        name = (
+            chat_template
+            if chat_template in own
+            else "tool_use"
+            if tools and "tool_use" in own
+            else "default"
+        )
+        own = own.get(name)
+        chat_template = None if chat_template == name else chat_template
+    text = chat_template or own
+    return _template(text) if text else None
+
+
+_template = functools.lru_cache(maxsize=16)(Template)
+
+
+def render(
+    tokenizer: Any,
+    messages: object,
+    *,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    content_format: str = "auto",
+    kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the text that a chat template makes of a conversation.
+
+    `tokenizer` is a transformers tokenizer; the other names are those of vLLM's `LLM.chat`. `messages` are as
+    clients write them, or as `read_messages` gives them. `kwargs` are variables for the template. Raises
+    `InputError` for what breaks the rule of `conversations`, and for what the template refuses.
+    """
+    checked_choice("chat_template_content_format", content_format, CONTENT_FORMATS)
+    template = template_of(tokenizer, chat_template, tools)
+    if template is None:
+        raise InputError(
+            "chat: the model must have a chat template; a server may be given one by --chat-template"
+        )
+    check_tools(tools)
+    if tools and not template.takes_tools:
+        raise InputError("tools: the model's chat template has no place for them; give another template")
+    for name in kwargs or {}:
+        if name in RESERVED:
+            raise InputError(f"chat_template_kwargs: {name!r} must be left out")
+    if continue_final_message and add_generation_prompt:
+        raise InputError("continue_final_message must be false with add_generation_prompt")
+    read = read_messages(messages)
+    write = functools.partial(
+        tokenizer.apply_chat_template,
+        tools=[dict(tool) for tool in tools] if tools else None,
+        chat_template=template.text,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **(kwargs or {}),
+    )
+    as_parts = template.wants_parts if content_format == "auto" else content_format == "openai"
+    first: Exception | None = None
+    for form in _forms_of_arguments(tokenizer, template, read):
+        try:
+            return str(write([_for_template(message, template, as_parts, form) for message in read]))
+        except Exception as error:  # templates raise errors of their own, and are wrong about types
+            first = first or error
+    raise InputError(f"messages: the model's chat template refuses them: {first}") from first
+
+
+def has_template(tokenizer: Any, chat_template: str | None = None) -> bool:
+    """Return whether conversations can be written at all."""
+    return tokenizer is not None and template_of(tokenizer, chat_template) is not None
+
+
+ArgumentsForm = Literal["object", "text", "member"]
+
+
+def _forms_of_arguments(
+    tokenizer: Any, template: Template, messages: Sequence[Message]
+) -> tuple[ArgumentsForm, ...]:
+    """Return the forms to try for the arguments of calls, first the one that fits the template best.
+
+    What a template does with an object and with a text is found out by short conversations, once a template.
+    """
+    if not any(message.get("tool_calls") for message in messages):
+        return ("object",)
+    known = _FORMS.get(template)
+    if known is None:
+        as_object = _probed(tokenizer, template, PROBE)
+        # Some templates write an object as Python does; some loop over a text character by character.
+        takes_objects = PROBE["probe_key"] in as_object and repr(PROBE) not in as_object
+        takes_texts = PROBE_TEXT in _probed(tokenizer, template, PROBE_TEXT)
+        if takes_objects:
+            known = ("object", "member", "text") if takes_texts else ("member", "object", "text")
+        else:
+            known = ("text", "object", "member") if takes_texts else ("object", "text", "member")
+        if len(_FORMS) >= 64:
+            _FORMS.clear()
+        _FORMS[template] = known
+    return known
+
+
+PROBE, PROBE_TEXT = {"probe_key": "probe value"}, "probe text"
+_FORMS: dict[Template, tuple[ArgumentsForm, ...]] = {}
+
+
+def _probed(tokenizer: Any, template: Template, arguments: object) -> str:
+    """Return what the template makes of a conversation with one call; "" where it fails."""
+    # Mistral's templates take ids of nine letters alone.
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None if template.asks_for_none else "", "tool_calls": [call]},
+        {"role": "tool", "content": "b", "tool_call_id": "abcdefghi", "name": "f"},
+    ]
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=template.text, tokenize=False))
+    except Exception:  # templates raise errors of their own
+        return ""
+
+
+def _for_template(
+    message: Message, template: Template, as_parts: bool, form: ArgumentsForm
+) -> dict[str, Any]:
+    made = {key: value for key, value in message.items() if key != "reasoning"}
+    if made["role"] == "developer" and not template.names_developer:
+        made["role"] = "system"
+    content, reasoning = message["content"], message.get("reasoning")
+    calls = message.get("tool_calls")
+    if reasoning:
+        if template.names_thinking and calls and joined(content):  # which gpt-oss' template wants in one
+            reasoning, content = f"{reasoning}\n{joined(content)}", ""
+        made |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if template.names_thinking:
+            made["thinking"] = reasoning
+    if calls and not content and template.asks_for_none:
+        made["content"] = None
+    elif as_parts:
+        parts = [content] if isinstance(content, str) else content or ()
+        made["content"] = [{"type": "text", "text": text} for text in parts]
+    else:
+        made["content"] = joined(content)
+    if calls:
+        made["tool_calls"] = [_call(call, form) for call in calls]
+    return made
+
+
+def _call(call: Message, form: ArgumentsForm) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if form == "text" and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif form == "member" and isinstance(arguments, str):
+        arguments = {"arguments": arguments}
+    return {**call, "function": {**call["function"], "arguments": arguments}}

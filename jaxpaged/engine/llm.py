@@ -13,9 +13,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpaged import vllm_options
-from jaxpaged.chat import Message, check_messages
+from jaxpaged.chat import render
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, is_int, shown
 from jaxpaged.config import EngineConfig
+from jaxpaged.conversations import Message
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.blocks import Blocks
@@ -225,18 +226,8 @@ class LLM:
         return self.engine.adopt_blocks(blocks)
 
     def render_chat(self, conversation: Sequence[Message]) -> dict[str, Any]:
-        """The prompt, as text and as token ids, that the chat template makes of a conversation."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise InputError("chat: the model must have a chat template")
-        check_messages(conversation)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(conversation), tokenize=False, add_generation_prompt=True
-            )
-        except (
-            Exception
-        ) as error:  # templates raise errors of their own, for example about the order of roles
-            raise InputError(f"chat: the model's chat template refuses these messages: {error}") from error
+        """Return the prompt, as text and as token ids, that the chat template makes of a conversation."""
+        text = render(self.tokenizer, conversation)
         # The template writes the special tokens itself: none are added.
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
