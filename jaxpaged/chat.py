@@ -1,6 +1,6 @@
 """Conversations as a chat template writes them. Imports nothing heavy: tokenizers are the caller's.
 
-What a template gets of a conversation depends on the template in five things, which `Template` finds out:
+What a template gets of a conversation depends on the template in six things, which are found out here:
 
 - Role "developer": a template that names it gets it, others get "system".
 - Content in parts: as one text, with a line feed between parts; as a list of parts for a template that only
@@ -9,9 +9,12 @@ What a template gets of a conversation depends on the template in five things, w
 - Arguments of calls: as objects; as their JSON text for a template that fails with an object or writes it as
   Python does. Arguments that are no JSON object are the text that they are, or, for a template that can't
   write a text, an object with the text as its only member, "arguments".
+- Several calls in a message: as several messages with a call each, every one before the output of its call,
+  for a template that refuses or forgets all but one.
 - Reasoning: as `reasoning_content` and `reasoning`, and as `thinking` for a template that names that one.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -149,7 +152,10 @@ def render(
     )
     as_parts = template.wants_parts if content_format == "auto" else content_format == "openai"
     first: Exception | None = None
-    for form in _forms_of_arguments(tokenizer, template, read):
+    way = _way_of_calls(tokenizer, template, read)
+    if not way.takes_several:
+        read = _one_call_a_message(read)
+    for form in way.forms:
         try:
             return str(write([_for_template(message, template, as_parts, form) for message in read]))
         except Exception as error:  # templates raise errors of their own, and are wrong about types
@@ -165,48 +171,85 @@ def has_template(tokenizer: Any, chat_template: str | None = None) -> bool:
 ArgumentsForm = Literal["object", "text", "member"]
 
 
-def _forms_of_arguments(
-    tokenizer: Any, template: Template, messages: Sequence[Message]
-) -> tuple[ArgumentsForm, ...]:
-    """Return the forms to try for the arguments of calls, first the one that fits the template best.
+@dataclasses.dataclass(frozen=True)
+class CallsWay:
+    """What a template does with calls: which forms of arguments it takes, best first; if several calls."""
 
-    What a template does with an object and with a text is found out by short conversations, once a template.
-    """
+    forms: tuple[ArgumentsForm, ...] = ("object",)
+    takes_several: bool = True
+
+
+def _way_of_calls(tokenizer: Any, template: Template, messages: Sequence[Message]) -> CallsWay:
+    """Return how to write calls for the template, found out by short conversations, once a template."""
     if not any(message.get("tool_calls") for message in messages):
-        return ("object",)
-    known = _FORMS.get(template)
+        return CallsWay()
+    known = _WAYS.get(template)
     if known is None:
-        as_object = _probed(tokenizer, template, PROBE)
+        as_object, as_text, several = (
+            _probed(tokenizer, template, arguments)
+            for arguments in ([PROBE], [PROBE_TEXT], [PROBE_TEXT, SECOND_TEXT])
+        )
+        if SECOND_TEXT not in several:
+            several = _probed(tokenizer, template, [PROBE, {"k": SECOND_TEXT}])
         # Some templates write an object as Python does; some loop over a text character by character.
         takes_objects = PROBE["probe_key"] in as_object and repr(PROBE) not in as_object
-        takes_texts = PROBE_TEXT in _probed(tokenizer, template, PROBE_TEXT)
+        takes_texts = PROBE_TEXT in as_text
+        forms: tuple[ArgumentsForm, ...]
         if takes_objects:
-            known = ("object", "member", "text") if takes_texts else ("member", "object", "text")
+            forms = ("object", "member", "text") if takes_texts else ("member", "object", "text")
         else:
-            known = ("text", "object", "member") if takes_texts else ("object", "text", "member")
-        if len(_FORMS) >= 64:
-            _FORMS.clear()
-        _FORMS[template] = known
+            forms = ("text", "object", "member") if takes_texts else ("object", "text", "member")
+        known = CallsWay(forms, SECOND_TEXT in several or not (as_object or as_text))
+        if len(_WAYS) >= 64:
+            _WAYS.clear()
+        _WAYS[template] = known
     return known
 
 
-PROBE, PROBE_TEXT = {"probe_key": "probe value"}, "probe text"
-_FORMS: dict[Template, tuple[ArgumentsForm, ...]] = {}
+PROBE, PROBE_TEXT, SECOND_TEXT = {"probe_key": "probe value"}, "probe text", "second probe"
+_WAYS: dict[Template, CallsWay] = {}
 
 
-def _probed(tokenizer: Any, template: Template, arguments: object) -> str:
-    """Return what the template makes of a conversation with one call; "" where it fails."""
+def _probed(tokenizer: Any, template: Template, arguments: Sequence[object]) -> str:
+    """Return what the template makes of a conversation with these calls; "" where it fails."""
     # Mistral's templates take ids of nine letters alone.
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    ids = [f"abcdefgh{i}" for i in range(len(arguments))]
+    calls = [
+        {"id": each, "type": "function", "function": {"name": "f", "arguments": its}}
+        for each, its in zip(ids, arguments, strict=True)
+    ]
     messages = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None if template.asks_for_none else "", "tool_calls": [call]},
-        {"role": "tool", "content": "b", "tool_call_id": "abcdefghi", "name": "f"},
+        {"role": "assistant", "content": None if template.asks_for_none else "", "tool_calls": calls},
+        *[{"role": "tool", "content": "b", "tool_call_id": each, "name": "f"} for each in ids],
     ]
     try:
         return str(tokenizer.apply_chat_template(messages, chat_template=template.text, tokenize=False))
     except Exception:  # templates raise errors of their own
         return ""
+
+
+def _one_call_a_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation with a message for each call, each followed by the output of its call."""
+    made: list[dict[str, Any]] = []
+    rest = collections.deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        outputs: dict[object, dict[str, Any]] = {}
+        while rest and rest[0]["role"] == "tool" and rest[0].get("tool_call_id") not in outputs:
+            output = rest.popleft()
+            outputs[output.get("tool_call_id")] = output
+        for i, call in enumerate(calls):
+            others = {"role": "assistant", "content": None} if i else message
+            made.append({**others, "tool_calls": [call]})
+            if (own := outputs.pop(call.get("id"), None)) is not None:
+                made.append(own)
+        made += outputs.values()
+    return made
 
 
 def _for_template(

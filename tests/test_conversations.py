@@ -131,6 +131,35 @@ def test_contents_are_texts_or_parts_as_the_template_has_them(message, plain, lo
         assert wants == str([{"type": "text", "text": message["content"]}])
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}{{ m.tool_calls }}",
+        "<{{ m.tool_calls[0].function.arguments | tojson }}>",
+    ],
+)
+def test_calls_in_one_message_are_several_messages_for_a_template_that_takes_one(template):
+    """Llama 3.1's refuses two calls, which its model makes; that of gpt-oss forgets the second."""
+    text = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}" + template
+    tokenizer = Tokenizer(text + "{% endif %};{% endfor %}")
+    [user, call, output] = asked('{"k": 1}')
+    second = call["tool_calls"][0] | {"id": "2", "function": {"name": "f", "arguments": {"k": 2}}}
+    several = [
+        user,
+        call | {"content": "x", "tool_calls": [*call["tool_calls"], second]},
+        {"role": "tool", "content": "two", "tool_call_id": "2"},
+        output,
+        user,
+    ]
+    got = render(tokenizer, several)
+    alone = [call | {"content": "x"}, output, call | {"tool_calls": [second]}, several[2]]
+    assert got == render(tokenizer, [user, *alone, user])
+    places = [
+        got.index(each) for each in ("x", '"k": 1' if '"k": 1' in got else "'k': 1", "tool:b", "tool:two")
+    ]
+    assert places == sorted(places)
+
+
 def test_a_template_that_asks_whether_content_is_none_gets_none_beside_calls():
     """DeepSeek's loses the calls of a message whose content is an empty text."""
     template = (

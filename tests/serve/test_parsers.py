@@ -71,6 +71,12 @@ CASES = [
         "\nthen",
         (("f", "{}"), ("g", "{}"), ("h", "{}")),
     ),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {}\n<tool_call>{"name": "g"}</tool_call>',
+        "",
+        (("f", "{}"), ("g", "{}")),
+    ),
     Case("hermes", '<tool_call> <tool_call>{"name": "f"}</tool_call>', "<tool_call> ", (("f", "{}"),)),
     Case(
         "llama3_json",
@@ -248,7 +254,7 @@ def test_what_a_model_writes_is_read_as_it_is_meant(case):
     assert told(case, [*case.text]) == want
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_cut_and_no_mistake_of_a_model_makes_stream_and_whole_differ(data):
     """Texts of the cases with pieces exchanged, left out and told twice, cut anywhere."""
@@ -292,7 +298,7 @@ def test_ids_are_the_models_own_where_it_has_some_and_fit_its_template():
     "form", ["hermes", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "kimi_k2", "openai"]
 )
 def test_long_arguments_arrive_whole_and_the_cost_is_linear(form, monkeypatch):
-    """Of 400,000 characters, whole and in pieces: no character waits to be looked at again and again."""
+    """Of 100,000 characters, whole and in pieces: no character waits to be looked at again and again."""
     add, waiting = Source.add, []
 
     def adds(source, text):
@@ -300,7 +306,7 @@ def test_long_arguments_arrive_whole_and_the_cost_is_linear(form, monkeypatch):
         waiting.append(len(source._text) - len(text))
 
     monkeypatch.setattr(Source, "add", adds)
-    value = "x{}\"'<\\n" * 50_000
+    value = "x{}\"'<\\n" * 12_500
     arguments = json.dumps({"a": value})
     text = {
         "hermes": f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>',

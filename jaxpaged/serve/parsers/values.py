@@ -73,7 +73,7 @@ def _types_of_value(value: object) -> set[str]:
         return {"integer", "number"}
     if isinstance(value, float):
         return {"integer", "number"} if value.is_integer() else {"number"}
-    return {{str: "string", list: "array"}.get(type(value), "object")}
+    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
 def _refuse(constant: str) -> Any:
