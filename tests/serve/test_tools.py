@@ -5,6 +5,8 @@ import dataclasses
 import openai
 import pytest
 
+from jaxpaged.serve.parsers.base import Text
+from jaxpaged.serve.response_items import Items
 from tests.serve.test_parsers import CASES
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -233,3 +235,10 @@ def test_top_logprobs_of_a_response_are_those_of_a_chat(served):
     assert [each.logprob for each in deltas] == [each["logprob"] for each in want][: len(deltas)]
     plain = served.openai.responses.create(model="tiny", input="ab", max_output_tokens=2)
     assert plain.output[0].content[0].logprobs == []
+
+
+def test_tokens_without_a_text_that_they_could_go_with_are_scored_at_the_end():
+    items = Items()
+    told = [*items.add(iter([Text("a")]), [1]), *items.add(iter([]), [2, 3]), *items.end("completed")]
+    assert [value["logprobs"] for kind, value in told if kind.startswith("output_text")] == [[1], [1, 2, 3]]
+    assert items.output[0]["content"][0]["logprobs"] == [1, 2, 3]
