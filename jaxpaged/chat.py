@@ -79,7 +79,7 @@ class Template:
     @functools.cached_property
     def wants_parts(self) -> bool:
         """Whether it loops over a content and never asks whether that is a text."""
-        loops = re.search(r"""\bin\s+\w+(\.content\b|\[['"]content['"]\])""", self.text)
+        loops = re.search(r"""\bfor\s+\w+\s+in\s+\w+(\.content\b|\[['"]content['"]\])""", self.text)
         asks = re.search(
             r"""\bcontent['"]?\]?\s+is\s+(not\s+)?(string|iterable|sequence|mapping)""", self.text
         )

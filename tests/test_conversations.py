@@ -160,6 +160,23 @@ def test_calls_in_one_message_are_several_messages_for_a_template_that_takes_one
     assert places == sorted(places)
 
 
+def test_a_template_that_looks_for_a_mark_in_a_content_gets_a_text():
+    """As DeepSeek R1's does, to leave reasoning out: it does not loop."""
+    template = "{% set m = messages[0] %}{% if '</think>' in m.content %}!{% endif %}{{ 'a' + m['content'] }}"
+    assert render(Tokenizer(template), [{"role": "user", "content": ["x"]}]) == "ax"
+
+
+def test_the_template_for_tools_is_taken_of_several():
+    several = {"default": PLAIN, "tool_use": "{{ tools | length }} tools", "other": "other"}
+    messages = [{"role": "user", "content": "a"}]
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert render(Tokenizer(several), messages) == "user:a;"
+    assert render(Tokenizer(several), messages, tools=[tool]) == "1 tools"
+    assert render(Tokenizer(several), messages, chat_template="other") == "other"
+    with pytest.raises(InputError, match="the model's chat template has no place for them"):
+        render(Tokenizer(PLAIN), messages, tools=[tool])
+
+
 def test_a_template_that_asks_whether_content_is_none_gets_none_beside_calls():
     """DeepSeek's loses the calls of a message whose content is an empty text."""
     template = (
