@@ -1,4 +1,4 @@
-"""The command line: `jaxpaged generate`, `info`, `serve`, `bench serve` and `verify`.
+"""The command line: `jaxpaged generate`, `info`, `serve`, `run-batch`, `bench`, `verify` and `lab`.
 
 Imports at the top are light, so that `--help` answers at once; jax comes in when a command runs.
 """
@@ -22,6 +22,7 @@ from jaxpaged.lab import command as lab_command
 from jaxpaged.lora import LoRARequest
 from jaxpaged.prompt_files import Asked
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serve import batch_command
 from jaxpaged.serve import command as serve_command
 from jaxpaged.verify import command as verify_command
 
@@ -110,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine_options(info)
 
     serve_command.add_serve(commands, _add_engine_options, _engine_options)
-    bench_command.add_bench(commands)
+    batch_command.add_run_batch(commands, _add_engine_options, _engine_options)
+    bench_command.add_bench(commands, _add_engine_options, _engine_options)
     verify_command.add_verify(commands)
     lab_command.add_lab(commands)
     return parser
@@ -206,6 +208,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)",
     )
     group.add_argument(
+        "--keep-programs",
+        action=argparse.BooleanOptionalAction,
+        help="keep compiled programs and packed weights on disk for the next start (default: yes)",
+    )
+    group.add_argument(
         "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
     )
 
@@ -250,7 +257,9 @@ def _generate(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from jaxpaged.engine.handle import EngineDeadError
-    from jaxpaged.engine.llm import LLM, speeds
+    from jaxpaged.engine.llm import LLM
+    from jaxpaged.engine.progress import speeds
+    from jaxpaged.engine.texts import TextError
 
     start = time.perf_counter()
     num_written = 0
@@ -274,7 +283,7 @@ def _generate(args: argparse.Namespace) -> None:
             num_new_tokens += sum(len(answer.token_ids) for answer in output.outputs)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f": {num_written} of {len(asked)} answers are written") from None
-    except (EngineDeadError, OutputError) as error:
+    except (EngineDeadError, OutputError, TextError) as error:
         raise OutputError(f"{error}; {num_written} of {len(asked)} answers are written") from error
     seconds = time.perf_counter() - loaded
     _say(

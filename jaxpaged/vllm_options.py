@@ -77,6 +77,12 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
+def defaults() -> dict[str, object]:
+    """Return vLLM's options that are not ours, each with a value that asks for nothing."""
+    neutral = {name: next(iter(values), None) for name, values in NEUTRAL.items()}
+    return dict.fromkeys((*RENAMED, *sorted(IRRELEVANT))) | neutral
+
+
 def translated(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
     """The options by our own names, without those that change nothing: None stands for the default, as in
     vLLM.
@@ -87,10 +93,11 @@ def translated(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, 
     for name, value in options.items():
         if name in known or name in RENAMED:
             name = RENAMED.get(name, name)
+            if value is None:
+                continue
             if name in ours:
                 raise InputError(f"{name} is given twice, the second time as {shown(value)}: give it once")
-            if value is not None:
-                ours[name] = value
+            ours[name] = value
         elif name in NEUTRAL:
             if value is not None and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
                 rule = " or ".join(map(repr, (None, *NEUTRAL[name])))

@@ -72,7 +72,7 @@ class AsyncEngine:
 
         All are queued at once; then `queued` is called, with their handles.
         """
-        told = [_Told(requests, self.engine) for requests in prompts]
+        told = [Told(requests, self.engine) for requests in prompts]
         place = {}
 
         def started(handles: list[Handle]) -> None:
@@ -123,9 +123,7 @@ class AsyncEngine:
                 event_loop.call_soon_threadsafe(items.put_nowait, item)
 
         handles = self.engine.submit_all(requests, sink)
-        with_text = {
-            handle.request_id: texts(self.engine.tokenizer, handle.request.params) for handle in handles
-        }
+        with_text = {handle.request_id: texts(self.engine.tokenizer, handle.request) for handle in handles}
         unfinished = {handle.request_id: handle for handle in handles}
         try:
             started(handles)
@@ -139,8 +137,8 @@ class AsyncEngine:
             self.engine.abort([*unfinished.values()])
 
 
-class _Told:
-    """What has been told of the answers to one prompt."""
+class Told:
+    """The answers to one prompt, as far as they have been told."""
 
     def __init__(self, requests: Sequence[Request], engine: Engine) -> None:
         self.requests, self._tokenizer = requests, engine.tokenizer
@@ -151,7 +149,7 @@ class _Told:
         self._unfinished = len(requests)
 
     def output(self, delta: Delta) -> RequestOutput | None:
-        """What is to be told after one more delta, by the prompt's `output_kind`."""
+        """Return what is to be told after one more delta, by the prompt's `output_kind`."""
         self._unfinished -= bool(delta.finish_reason)
         answers = [delta]
         if self._kind is not RequestOutputKind.DELTA:

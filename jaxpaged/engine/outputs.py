@@ -53,6 +53,7 @@ class BeamSearchSequence:
     text: str | None  # of all tokens, special ones included; None without a tokenizer
     finish_reason: Literal["stop", "length"]
     stop_reason: int | None  # the token that ended it
+    lora_request: LoRARequest | None = None  # the adapter it was found with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +144,7 @@ def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any)
                 text=None if tokenizer is None else tokenizer.decode(tokens),
                 finish_reason="stop" if has_ended else "length",
                 stop_reason=tokens[-1] if has_ended else None,
+                lora_request=request.adapter.request if request.adapter else None,
             )
         )
     return BeamSearchOutput(sequences)

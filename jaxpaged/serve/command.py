@@ -1,4 +1,4 @@
-"""The command line of `jaxpaged serve` and `jaxpaged bench serve`. Imports nothing heavy at the top."""
+"""The command line of `jaxpaged serve`. Imports nothing heavy at the top."""
 
 import argparse
 import importlib.util
@@ -37,6 +37,42 @@ def add_serve(
         metavar="KEY",
         help=f"asked for under /v1; may be given repeatedly (default: ${KEY_VARIABLE}, or none)",
     )
+    add_model_options(group)
+    group.add_argument(
+        "--max-queue", type=int, help="answers that may wait; more are refused with 429 (default 1000)"
+    )
+    group.add_argument("--max-body-bytes", type=int, help="of a request (default 4 MiB)")
+    group.add_argument("--max-nesting", type=int, help="levels of a request's JSON (default 64)")
+    group.add_argument(
+        "--body-timeout", type=float, dest="body_timeout_s", metavar="S", help="to receive one (default 30)"
+    )
+    group.add_argument(
+        "--request-timeout", type=float, dest="request_timeout_s", metavar="S", help="to answer (default 600)"
+    )
+    group.add_argument(
+        "--max-unread-bytes", type=int, help="of a stream, before its reader is too slow (default 1 MiB)"
+    )
+    group.add_argument(
+        "--drain-seconds", type=float, metavar="S", help="for what runs, after SIGTERM (default 30)"
+    )
+    for name, what in (("origins", "pages"), ("methods", "methods"), ("headers", "headers")):
+        help_ = f"{what} of other sites that browsers may use (default: all)"
+        group.add_argument(f"--allowed-{name}", nargs="*", metavar=name[:-1].upper(), help=help_)
+    group.add_argument(
+        "--allow-credentials", action="store_true", default=None, help="let browsers send them, too"
+    )
+    group.add_argument(
+        "--enable-lora-updates",
+        action="store_true",
+        default=None,
+        help="let clients have adapters loaded and unloaded: from any directory that the server can read",
+    )
+    group.add_argument("--log-level", help="debug, info (default: a line a request), warning or error")
+    add_engine_options(serve)
+
+
+def add_model_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of a server that say how the model is called, and what its answers mean."""
     group.add_argument(
         "--served-model-name",
         nargs="+",
@@ -62,42 +98,11 @@ def add_serve(
         f"openai_gptoss for its template and none for others): {', '.join(REASONING_PARSER_NAMES)}",
     )
     group.add_argument(
-        "--max-queue", type=int, help="answers that may wait; more are refused with 429 (default 1000)"
-    )
-    group.add_argument("--max-body-bytes", type=int, help="of a request (default 4 MiB)")
-    group.add_argument("--max-nesting", type=int, help="levels of a request's JSON (default 64)")
-    group.add_argument(
-        "--body-timeout", type=float, dest="body_timeout_s", metavar="S", help="to receive one (default 30)"
-    )
-    group.add_argument(
-        "--request-timeout", type=float, dest="request_timeout_s", metavar="S", help="to answer (default 600)"
-    )
-    group.add_argument(
-        "--max-unread-bytes", type=int, help="of a stream, before its reader is too slow (default 1 MiB)"
-    )
-    group.add_argument(
-        "--drain-seconds", type=float, metavar="S", help="for what runs, after SIGTERM (default 30)"
-    )
-    for name, what in (("origins", "pages"), ("methods", "methods"), ("headers", "headers")):
-        help_ = f"{what} of other sites that browsers may use (default: all)"
-        group.add_argument(f"--allowed-{name}", nargs="*", metavar=name[:-1].upper(), help=help_)
-    group.add_argument(
-        "--allow-credentials", action="store_true", default=None, help="let browsers send them, too"
-    )
-    group.add_argument(
         "--lora-modules",
         nargs="+",
         metavar="NAME=DIR",
         help="adapters of PEFT's, each asked for by its name in place of the model's; with --enable-lora",
     )
-    group.add_argument(
-        "--enable-lora-updates",
-        action="store_true",
-        default=None,
-        help="let clients have adapters loaded and unloaded: from any directory that the server can read",
-    )
-    group.add_argument("--log-level", help="debug, info (default: a line a request), warning or error")
-    add_engine_options(serve)
 
 
 def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:

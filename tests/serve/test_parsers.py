@@ -78,6 +78,7 @@ CASES = [
         "",
         (("f", "{}"), ("g", "{}")),
     ),
+    Case("hermes", "<tool_call> \n\t <", "<tool_call> \n\t <"),
     Case("hermes", '<tool_call> <tool_call>{"name": "f"}</tool_call>', "<tool_call> ", (("f", "{}"),)),
     Case(
         "llama3_json",
@@ -93,6 +94,7 @@ CASES = [
     ),
     Case("llama3_json", '{"name": "Bob", "age": 3} is', '{"name": "Bob", "age": 3} is'),
     Case("llama3_json", 'It is {"name": "f", "parameters": {}}', 'It is {"name": "f", "parameters": {}}'),
+    Case("llama3_json", " \n {} \n", " \n {} \n"),
     Case("llama3_json", '{"name": "f", "parameters": null}', "", (("f", "{}"),)),
     Case(
         "mistral",

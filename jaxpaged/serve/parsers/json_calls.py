@@ -7,6 +7,7 @@ from typing import Any
 from jaxpaged.serve.parsers.base import SPACE, Arguments, Begin, Give, Reads, Source
 
 ARGUMENTS = ("arguments", "parameters")
+KEYS = ("name", "type", "id", *ARGUMENTS)  # of a call: plain JSON with others is an answer
 _IN_STRING = re.compile(r'["\\]')
 _BESIDE_STRINGS = re.compile(r"[^-+.0-9A-Za-z_\s,:]")  # the first character that has a meaning, or none
 _SCALAR = re.compile(r"[-+.0-9A-Za-z_]*")
@@ -90,8 +91,8 @@ def call_object(source: Source, *, needs_arguments: bool = False) -> Reads[bool]
     """Read an object with a name and arguments, and give it as a call. Return whether it is one.
 
     It begins with the next character. A call is given as soon as name and arguments are known, and stays,
-    even if what follows is wrong. `needs_arguments`: whether an object without any is no call. The source
-    forgets its record where it is one.
+    even if what follows is wrong. `needs_arguments`: whether an object without any, or with other keys, is no
+    call. The source forgets its record where it is one.
     """
     name: str | None = None
     waiting: str | None = None  # arguments that came before the name
@@ -103,7 +104,7 @@ def call_object(source: Source, *, needs_arguments: bool = False) -> Reads[bool]
         if (yield from source.takes("}")):
             break
         key = yield from _key(source)
-        if key is None:
+        if key is None or (needs_arguments and not is_announced and key not in KEYS):
             return is_announced
         if key in ARGUMENTS and not is_announced and waiting is None and name is not None:
             source.forget()
