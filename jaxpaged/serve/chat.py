@@ -72,7 +72,9 @@ class Writer:
 
     def answers(self, prompt: str) -> None:
         """Take in the text that the answers follow, which tells how they begin."""
-        self._form = dataclasses.replace(self._form, prompt=prompt)
+        content = self._body.messages[-1].get("content") if self._body.continue_final_message else ""
+        begun = content if isinstance(content, str) else ""
+        self._form = dataclasses.replace(self._form, prompt=prompt, begun=begun)
 
     @property
     def is_plain(self) -> bool:

@@ -21,14 +21,15 @@ class Form:
     """How an answer is read: by which parsers, and for which request.
 
     `calls` and `reasoning` are names of parsers, or None. `tools` are those of the request, `prompt` is the
-    text that the answer follows. `parallel`: whether calls beside the first are told. `includes_reasoning`:
-    whether reasoning is.
+    text that the answer follows, `begun` the part of it that the answer continues. `parallel`: whether calls
+    beside the first are told. `includes_reasoning`: whether reasoning is.
     """
 
     calls: str | None = None
     reasoning: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     prompt: str = ""
+    begun: str = ""
     parallel: bool = True
     includes_reasoning: bool = True
 
@@ -50,7 +51,9 @@ class AnswerPieces:
 
     def __init__(self, form: Form) -> None:
         self._form = form
-        self._parser = answer_parser(form.calls, form.reasoning, tools=form.tools, prompt=form.prompt)
+        self._parser = answer_parser(
+            form.calls, form.reasoning, tools=form.tools, prompt=form.prompt, begun=form.begun
+        )
         self._num_calls = 0
         self._has_text = self._is_dropped = False
         self._space: list[str] = []  # held back until text follows

@@ -24,6 +24,7 @@ class Case:
     reasoning: str = ""
     reads: str | None = None  # the parser of reasoning
     prompt: str = ""
+    begun: str = ""
 
 
 def tool(name, **properties):
@@ -208,6 +209,8 @@ CASES = [
     Case(None, "<think>\nHm.\n\nSo.\n</think>\n\nYes.\n", "Yes.\n", (), "Hm.\n\nSo.", "qwen3"),
     Case(None, "No </think> here", "No </think> here", (), "", "qwen3"),
     Case(None, "Hm</think>\nYes", "Yes", (), "Hm", "qwen3", "user: a\nassistant: <think>\n"),
+    Case(None, "m\n</think>\nYes", "Yes", (), "m", "qwen3", "assistant: <think>\nH", "<think>\nH"),
+    Case(None, "es", "es", (), "", "deepseek_r1", "assistant: <think>H</think>Y", "<think>H</think>Y"),
     Case(None, "<think>Hm</th", "", (), "Hm</th", "qwen3"),
     Case(None, "Hm\n</think>\n\nYes", "Yes", (), "Hm", "deepseek_r1"),
     Case(None, "<think>Hm", "", (), "Hm", "deepseek_r1"),
@@ -234,7 +237,7 @@ CASES = [
 
 def told(case, pieces):
     """What comes of an answer in pieces: content, calls and reasoning; told twice, which must agree."""
-    form = Form(calls=case.form, reasoning=case.reads, tools=TOOLS, prompt=case.prompt)
+    form = Form(calls=case.form, reasoning=case.reads, tools=TOOLS, prompt=case.prompt, begun=case.begun)
     deltas, content, reasoning, streamed = ToolDeltas(form), "", "", {}
     for i, piece in enumerate(pieces):
         for delta in deltas.feed(piece, is_last=i == len(pieces) - 1):

@@ -213,14 +213,15 @@ def without_end[T](reads: Reads[T], give: Give, chars: str, most: int | None = N
 class Parser:
     """Reads one answer. Subclasses have the generator `read`.
 
-    `tools` are those of the request, as OpenAI's; `prompt` is the text that the answer follows.
+    `tools` are those of the request, as OpenAI's; `prompt` is the text that the answer follows, `begun` what
+    of that is the answer's own beginning, where a message is continued.
     """
 
     # A chat template that has all of these is of a model that writes in this form.
     signs: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] = (), prompt: str = "") -> None:
-        self.tools, self.prompt = tools, prompt
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = (), prompt: str = "", begun: str = "") -> None:
+        self.tools, self.prompt, self.begun = tools, prompt, begun
         self._source = Source()
         self._reading = self.read(self._source)
 

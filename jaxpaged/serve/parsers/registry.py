@@ -43,17 +43,18 @@ def answer_parser(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     prompt: str = "",
+    begun: str = "",
 ) -> ReadsAnswers | None:
     """Return what reads an answer by these two parsers; None where there is neither.
 
     A form that is read for both by one class is read once.
     """
-    of_calls = TOOL_PARSERS[calls](tools, prompt) if calls else None
+    of_calls = TOOL_PARSERS[calls](tools, prompt, begun) if calls else None
     if reasoning is None:
         return of_calls
     if of_calls is not None and isinstance(of_calls, REASONING_PARSERS[reasoning]):
         return of_calls
-    of_reasoning = REASONING_PARSERS[reasoning](tools, prompt)
+    of_reasoning = REASONING_PARSERS[reasoning](tools, prompt, begun)
     return NoCalls(of_reasoning) if of_calls is None else Chain(of_reasoning, of_calls)
 
 

@@ -24,12 +24,15 @@ class Qwen3(Parser):
 
     def read(self, source: Source) -> Reads[None]:
         """Yield the reasoning, if there is any, then the answer's text."""
-        prompt = self.prompt.rstrip()
-        is_open = prompt.endswith(BEGIN) or (self.is_open and not prompt.endswith(END))
-        space = yield from source.run(SPACE)
-        if (yield from source.takes(BEGIN)):
-            is_open = True
-            yield from source.run(SPACE)
+        prompt, begun, space = self.prompt.rstrip(), self.begun.strip(), ""
+        if begun:
+            is_open = END not in begun and (self.is_open or begun.startswith(BEGIN))
+        else:
+            is_open = prompt.endswith(BEGIN) or (self.is_open and not prompt.endswith(END))
+            space = yield from source.run(SPACE)
+            if (yield from source.takes(BEGIN)):
+                is_open = True
+                yield from source.run(SPACE)
         if is_open:
             at_end = Marks(END, *self.other_ends)
             _, mark = yield from without_end(source.until(at_end, Reasoning), Reasoning, "\r\n")
