@@ -67,10 +67,12 @@ def read_items(items: Sequence[object], name: str = "input") -> list[dict[str, A
             raise InputError(f"{path}.type={shown(kind)} must be one of {', '.join(ITEMS)}")
         made = _ITEM_READERS[kind](item, path)
         is_turn = made.get("role") == "assistant"
+        if is_turn:
+            made["reasoning"] = [made["reasoning"]] if made.get("reasoning") else []
         if turn is not None and is_turn and _joins(turn, made):
-            turn["reasoning"] = "\n".join(filter(None, (turn.get("reasoning"), made.get("reasoning"))))
-            turn["tool_calls"] = [*turn.get("tool_calls", ()), *made.get("tool_calls", ())]
-            turn["content"] = made.get("content") if turn.get("content") is None else turn["content"]
+            turn["reasoning"] += made["reasoning"]
+            turn.setdefault("tool_calls", []).extend(made.get("tool_calls", ()))
+            turn["content"] = made["content"] if turn["content"] is None else turn["content"]
             continue
         turn = made if is_turn else None
         messages.append(made)
@@ -147,8 +149,9 @@ def _message(message: object, name: str) -> dict[str, Any]:
         made["content"] = _content(content, f"{name}.content")
     for field in REASONING:
         reasoning = message.get(field)
-        if reasoning is not None and not made.get("reasoning"):
-            made["reasoning"] = joined(_content(reasoning, f"{name}.{field}"))
+        text = "" if reasoning is None else joined(_content(reasoning, f"{name}.{field}"))
+        if text:
+            made.setdefault("reasoning", text)
     return made
 
 

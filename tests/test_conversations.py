@@ -238,6 +238,15 @@ def test_the_items_of_a_response_are_turns_of_messages():
     ]
 
 
+def test_reasoning_and_calls_of_one_turn_add_up_and_a_text_begins_another():
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = {"role": "assistant", "content": "y"}
+    first, second = read_items([thought, thought, call, call, said, call])
+    assert (first["reasoning"], len(first["tool_calls"]), first["content"]) == ("x\nx", 2, None)
+    assert (second.get("reasoning"), len(second["tool_calls"]), second["content"]) == (None, 1, "y")
+
+
 CALL = {"function": {"name": "f", "arguments": "{}"}}
 
 

@@ -14,6 +14,7 @@ from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS, detected
 from jaxpaged.serve.tools import Form
 
+MANY = 64  # messages: more, and calls, whose arguments may be long, are written in another thread
 HARMONY = "openai_gptoss"  # the one form in which even a plain answer can't be read without a parser
 
 
@@ -58,7 +59,8 @@ class ChatPrompts:
             content_format=self._content_format,
             kwargs=kwargs,
         )
-        is_long = sum(len(joined(message["content"])) for message in read) > TOKENIZED_HERE
+        is_long = len(read) > MANY or any("tool_calls" in message for message in read)
+        is_long |= sum(len(joined(message["content"])) for message in read) > TOKENIZED_HERE
         text = await asyncio.to_thread(write) if is_long else write()
         # The template writes the special tokens itself.
         ids = await self._llm.encode(text, add_special_tokens=add_special_tokens)
