@@ -65,6 +65,10 @@ class Template:
         return re.search(r"\btools\b", self.text) is not None
 
     @functools.cached_property
+    def takes_documents(self) -> bool:
+        return re.search(r"\bdocuments\b", self.text) is not None
+
+    @functools.cached_property
     def names_developer(self) -> bool:
         return re.search(r"""['"]developer['"]""", self.text) is not None
 
@@ -135,6 +139,8 @@ def render(
     check_tools(tools)
     if tools and not template.takes_tools:
         raise InputError("tools: the model's chat template has no place for them; give another template")
+    if (kwargs or {}).get("documents") and not template.takes_documents:
+        raise InputError("documents: the model's chat template has no place for them; give another template")
     for name in kwargs or {}:
         if name in RESERVED:
             raise InputError(f"chat_template_kwargs: {name!r} must be left out")

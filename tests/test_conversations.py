@@ -173,8 +173,9 @@ def test_the_template_for_tools_is_taken_of_several():
     assert render(Tokenizer(several), messages) == "user:a;"
     assert render(Tokenizer(several), messages, tools=[tool]) == "1 tools"
     assert render(Tokenizer(several), messages, chat_template="other") == "other"
-    with pytest.raises(InputError, match="the model's chat template has no place for them"):
-        render(Tokenizer(PLAIN), messages, tools=[tool])
+    for options in ({"tools": [tool]}, {"kwargs": {"documents": [{"title": "a", "text": "b"}]}}):
+        with pytest.raises(InputError, match="the model's chat template has no place for them"):
+            render(Tokenizer(PLAIN), messages, **options)
 
 
 def test_a_template_that_asks_whether_content_is_none_gets_none_beside_calls():
