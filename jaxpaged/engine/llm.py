@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from tqdm import tqdm
 
 from jaxpaged import chat, vllm_options
-from jaxpaged.chat import Message
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, shown
 from jaxpaged.config import EngineConfig
+from jaxpaged.conversations import Message
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.arg_utils import EngineArgs

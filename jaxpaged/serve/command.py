@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
-from jaxpaged.serve.options import ServerOptions
+from jaxpaged.serve.options import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, ServerOptions
 
 # What the extra `serve` brings, and what each of our commands needs of it.
 SERVER_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -82,8 +82,20 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own")
     group.add_argument(
+        "--chat-template-content-format",
+        help="how templates get a message's content: auto (default), string, or openai: a list of parts",
+    )
+    group.add_argument(
         "--tool-call-parser",
-        help="how the model writes calls of tools: auto (default), hermes, llama3_json or mistral",
+        metavar="NAME",
+        help="how the model writes calls of tools (default auto, by the template): "
+        f"{', '.join(TOOL_PARSER_NAMES)}",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="how the model writes reasoning, which is then told beside the content (default auto, which is "
+        f"openai_gptoss for its template and none for others): {', '.join(REASONING_PARSER_NAMES)}",
     )
     group.add_argument(
         "--lora-modules",

@@ -42,6 +42,11 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
+    @property
+    def asks(self) -> bool:
+        """Whether any of them is on."""
+        return bool(self.include_usage or self.continuous_usage_stats)
+
 
 class Sampled(Queued):
     """What chooses tokens, the same for all kinds of requests; None for the model's or the engine's own."""
@@ -128,7 +133,7 @@ class Sampled(Queued):
         for name, neutral in (("best_of", self.n), ("use_beam_search", False), ("suffix", "")):
             if extra.get(name) not in (None, neutral):
                 raise InputError(f"{name} is not supported: leave it out")
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.asks and not self.stream:
             raise InputError("stream_options must be left out unless stream is true")
 
     @property
@@ -187,6 +192,7 @@ class ChatRequest(Sampled):
     add_special_tokens: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = True
 
 
 class ResponsesRequest(Queued):
@@ -204,6 +210,10 @@ class ResponsesRequest(Queued):
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    reasoning: dict[str, Any] | None = None
     top_k: int | None = None
     seed: int | None = None
 
