@@ -9,13 +9,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxpaged.checks import InputError
+from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from jaxpaged.serve.replies import DONE, ApiError, event, reply
 from jaxpaged.serve.schemas import ChatRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 from jaxpaged.serve.tools import ToolDeltas, contents, reasoning_fields
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions")

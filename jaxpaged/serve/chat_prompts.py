@@ -8,8 +8,9 @@ from typing import Any
 
 from jaxpaged.chat import Template, render
 from jaxpaged.checks import InputError, shown
-from jaxpaged.conversations import check_tools, joined, read_messages
+from jaxpaged.conversations import check_tools, read_messages
 from jaxpaged.engine.async_llm import TOKENIZED_HERE, AsyncLLM
+from jaxpaged.serve.bounds import size_of
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS, detected
 from jaxpaged.serve.tools import Form
@@ -59,8 +60,7 @@ class ChatPrompts:
             content_format=self._content_format,
             kwargs=kwargs,
         )
-        is_long = len(read) > MANY or any("tool_calls" in message for message in read)
-        is_long |= sum(len(joined(message["content"])) for message in read) > TOKENIZED_HERE
+        is_long = size_of((read, tools, kwargs)) > TOKENIZED_HERE
         text = await asyncio.to_thread(write) if is_long else write()
         # The template writes the special tokens itself.
         ids = await self._llm.encode(text, add_special_tokens=add_special_tokens)

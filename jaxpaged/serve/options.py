@@ -1,6 +1,7 @@
 """What a user may choose of the server, checked once. Imports nothing heavy: the command line reads it."""
 
 import dataclasses
+import ipaddress
 from typing import Literal, get_args
 
 from jaxpaged.chat import CONTENT_FORMATS, ContentFormat
@@ -28,11 +29,15 @@ class ServerOptions:
     max_queue: int = 1000  # answers that may wait beside those that run: more are refused with 429
     max_body_bytes: int = 4 * 2**20
     max_nesting: int = 64  # objects and lists in one another, in a body
+    max_head_bytes: int = 64 * 2**10  # of a request's line and headers, and of what frames its body
+    max_connections: int = 4096  # an eighth of them without a complete head
+    head_timeout_s: float = 10.0  # to receive a request's line and headers
     body_timeout_s: float = 30.0  # to receive a body
     request_timeout_s: float = 600.0  # from a request to the end of its answer
     drain_seconds: float = 30.0  # after SIGTERM, for what runs
     max_unread_bytes: int = 2**20  # of a stream that its client does not read
-    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_hosts: tuple[str, ...] = ()  # names to be asked by, beside this machine's own; "*": any
+    allowed_origins: tuple[str, ...] = ()  # sites whose pages may read the answers; "*": all
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
@@ -41,15 +46,23 @@ class ServerOptions:
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
-        for name in ("api_keys", "served_model_names", "allowed_origins", "lora_modules"):
+        for name in (
+            "api_keys",
+            "served_model_names",
+            "allowed_hosts",
+            "allowed_origins",
+            "lora_modules",
+        ):
             values = getattr(self, name)
             check(name, values, "texts that are not empty", all(isinstance(v, str) and v for v in values))
         checked_int("port", self.port, "an int in [0, 65535]", 0, 65535)
         checked_int("max_queue", self.max_queue, "an int >= 0", 0)
         checked_int("max_body_bytes", self.max_body_bytes, "an int >= 1024", 1024)
         checked_int("max_nesting", self.max_nesting, "an int in [8, 256]", 8, 256)
+        checked_int("max_head_bytes", self.max_head_bytes, "an int in [1024, 2**20]", 1024, 2**20)
+        checked_int("max_connections", self.max_connections, "an int >= 8", 8)
         checked_int("max_unread_bytes", self.max_unread_bytes, "an int >= 1024", 1024)
-        for name in ("body_timeout_s", "request_timeout_s", "drain_seconds"):
+        for name in ("head_timeout_s", "body_timeout_s", "request_timeout_s", "drain_seconds"):
             checked_number(name, getattr(self, name), "a number > 0", 0, above=True)
         checked_choice("log_level", self.log_level, get_args(LogLevel))
         checked_choice("tool_call_parser", self.tool_call_parser, TOOL_PARSER_NAMES)
@@ -63,3 +76,11 @@ class ServerOptions:
             name, _, path = module.partition("=")
             check("lora_modules", module, rule, bool(name and path) and name not in names)
             names.append(name)
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"

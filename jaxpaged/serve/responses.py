@@ -12,6 +12,7 @@ from starlette.responses import Response
 from jaxpaged.checks import InputError, checked_int, shown
 from jaxpaged.conversations import read_items
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import TokenNames, chat_logprobs
 from jaxpaged.serve.replies import ApiError, event, reply
 from jaxpaged.serve.response_items import Event, Items, chat_tools
@@ -19,7 +20,7 @@ from jaxpaged.serve.schemas import ResponsesRequest, seed_of
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 from jaxpaged.serve.tools import AnswerPieces, Form
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 LOGPROBS = "message.output_text.logprobs"
 # What may be asked to be included: all but the first is of tools and inputs that are not there.

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from jaxpaged.checks import InputError, is_int
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.serve.bounds import first_error_only
 
 Number = float | None
 Count = int | None
@@ -29,6 +31,10 @@ class Asked(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return first_error_only(handler(source))
 
 
 class Queued(Asked):
