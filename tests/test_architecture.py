@@ -19,6 +19,7 @@ GROUND = {
     "jaxpaged/lora.py",
     "jaxpaged/sampling_params.py",
     "jaxpaged/status.py",
+    "jaxpaged/vllm_names",
 }
 ENGINE = {"jaxpaged/memory", "jaxpaged/models", "jaxpaged/engine"}
 # Each part, and the parts of our own that it may import.
@@ -28,10 +29,11 @@ ALLOWED = {
     "jaxpaged/arithmetic.py": set(),
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
-    "jaxpaged/config.py": {"jaxpaged/checks.py"},
-    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py"},
+    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
+    "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora.py": {"jaxpaged/checks.py"},
-    "jaxpaged/vllm_options.py": {"jaxpaged/checks.py"},
+    "jaxpaged/vllm_options.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
     "jaxpaged/chat.py": {"jaxpaged/checks.py"},
     "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
     "jaxpaged/prompt_parts.py": {"jaxpaged/prompt_files.py", "jaxpaged/engine", *GROUND},

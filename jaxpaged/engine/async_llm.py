@@ -79,13 +79,16 @@ class AsyncLLM:
                 yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Give requests up: their streams end with the reason "abort". Others' ids change nothing."""
+        """Give requests up: their streams end with the reason "abort", and their ids are free at once.
+
+        Others' ids change nothing.
+        """
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self.abort_now(each)
 
     def abort_now(self, request_id: str) -> None:
-        """The same for one, from a callback."""
-        self.engine.abort(self._handles.get(request_id, []))
+        """Give up one request, as `abort` does, from a callback."""
+        self.engine.abort(self._handles.pop(request_id, []))
 
     async def admit(
         self,
@@ -102,7 +105,8 @@ class AsyncLLM:
         admit = functools.partial(
             self.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )
-        return Admitted(*await _here_or_in_a_thread(self.llm.read_prompt, prompt, admit))
+        read = functools.partial(self.llm.read_prompt, cuts=getattr(params, "cuts", None))
+        return Admitted(*await _here_or_in_a_thread(read, prompt, admit))
 
     async def stream(
         self, prompts: Sequence[Admitted], request_id: str
@@ -112,22 +116,22 @@ class AsyncLLM:
         """
         rule = "a string that no request under way has"
         check("request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._handles)
-        self._handles[request_id] = []
-        outputs = self._async_engine.outputs_of(
-            [each.requests for each in prompts], self._handles[request_id].extend
-        )
+        handles = self._handles[request_id] = []
+        outputs = self._async_engine.outputs_of([each.requests for each in prompts], handles.extend)
         try:
             async with aclosing(outputs):
                 async for i, output in outputs:
                     yield i, dataclasses.replace(output, request_id=request_id, prompt=prompts[i].prompt)
         finally:
-            del self._handles[request_id]
+            if self._handles.get(request_id) is handles:  # not another's that was asked after an abort
+                del self._handles[request_id]
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises `InputError`."""
-        return await _here_or_in_a_thread(
-            lambda text: self.llm.encode(text, add_special_tokens=add_special_tokens), text
-        )
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None
+    ) -> list[int]:
+        """Return the token ids of a text, as `LLM.encode` does. Raises `InputError`."""
+        read = functools.partial(self.llm.encode, add_special_tokens=add_special_tokens, cuts=cuts)
+        return await _here_or_in_a_thread(read, text)
 
     @property
     def tokenizer(self) -> Any:

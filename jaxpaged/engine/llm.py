@@ -91,8 +91,8 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` take where no parameters are given."""
-        return self._default_params
+        """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""
+        return self._default_params.clone()
 
     def generate(
         self,
@@ -138,7 +138,7 @@ class LLM:
             _naming_prompt(
                 i,
                 len(many),
-                self.read_prompt,
+                functools.partial(self.read_prompt, cuts=getattr(its, "cuts", None)),
                 prompt,
                 functools.partial(self.engine.door.admit, params=its, priority=urgency, lora_request=adapter),
             )
@@ -307,8 +307,13 @@ class LLM:
         )
         return [prompts] if is_one else prompts
 
-    def read_prompt[T](self, prompt: Any, admit: Callable[..., T]) -> tuple[str | None, T]:
-        """A prompt's text, where it was given as text, and what is made of its token ids and its salt."""
+    def read_prompt[T](
+        self, prompt: Any, admit: Callable[..., T], *, cuts: str | None = None
+    ) -> tuple[str | None, T]:
+        """Return a prompt's text, where it was given as text, and what is made of its token ids and its salt.
+
+        `cuts`: as `encode` takes it.
+        """
         text, token_ids, salt = prompt, None, None
         if isinstance(prompt, Mapping):
             for key in prompt:
@@ -322,23 +327,26 @@ class LLM:
                 "or 'prompt_token_ids'"
             )
         if token_ids is None:
-            token_ids = self.encode(str(text))
+            token_ids = self.encode(str(text), cuts=cuts)
         return text, admit(token_ids, cache_salt=salt)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt.
+    def encode(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
+        """Return the token ids of a prompt. Raises `InputError`.
 
-        One too long for any model's context is refused without being read whole.
+        A text too long for any model's context is refused without being read whole. With `cuts`, "left" or
+        "right", so much is cut off at that end that the rest surely has as many tokens as the context.
         """
         if not text:
             raise InputError("prompt='' must not be empty")
         if self.tokenizer is None:
             raise InputError("prompt must be token ids: the model has no tokenizer")
         max_model_len = self.engine.door.max_model_len
-        if len(text) > max_model_len and len(text) > max_model_len * self._longest_token:
-            raise InputError(
-                f"the prompt has {len(text)} characters, more than max_model_len={max_model_len} tokens hold"
-            )
+        if len(text) > max_model_len and len(text) > (most := max_model_len * self._longest_token):
+            if cuts is None:
+                raise InputError(
+                    f"the prompt has {len(text)} characters, more than max_model_len={max_model_len} tokens hold"
+                )
+            text = text[: 2 * most] if cuts == "right" else text[-2 * most :]
         try:
             text.encode()
             token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -38,6 +38,7 @@ class ChatPrompts:
         given = template or getattr(llm.tokenizer, "chat_template", None) or ""
         text = given if isinstance(given, str) else json.dumps(given)
         self.takes_tools = re.search(r"\btools\b", text) is not None
+        self.takes_documents = re.search(r"\bdocuments\b", text) is not None
         found = [name for name, sign in SIGNS.items() if sign in text]
         # Without its sign in a template that takes tools, Llama 3's plain JSON.
         detected = found[0] if found else "llama3_json" if self.takes_tools else None
@@ -52,8 +53,12 @@ class ChatPrompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
     ) -> dict[str, Any]:
-        """The prompt, as text and as token ids. Raises `InputError`."""
+        """Return the prompt, as text and as token ids. Raises `InputError`.
+
+        `cuts`: the end, "left" or "right", that the text may lose where it is far too long for the model.
+        """
         tokenizer = self._llm.tokenizer
         if tokenizer is None or not (self._own or tokenizer.chat_template):
             raise InputError("messages: the model must have a chat template; give one by --chat-template")
@@ -61,6 +66,8 @@ class ChatPrompts:
             raise InputError(
                 "tools: the model's chat template has no place for them; give another by --chat-template"
             )
+        if (kwargs or {}).get("documents") and not self.takes_documents:
+            raise InputError("documents: the model's chat template has no place for them")
         for name in kwargs or {}:
             if name in RESERVED:
                 raise InputError(f"chat_template_kwargs: {name!r} must be left out")
@@ -83,7 +90,7 @@ class ChatPrompts:
         except Exception as error:  # templates raise errors of their own
             raise InputError(f"messages: the chat template refuses them: {error}") from error
         # The template writes the special tokens itself.
-        ids = await self._llm.encode(text, add_special_tokens=add_special_tokens)
+        ids = await self._llm.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
         return {"prompt": text, "prompt_token_ids": ids}
 
 

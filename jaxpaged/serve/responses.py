@@ -9,9 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxpaged.checks import InputError, shown
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.serve.replies import ApiError, event, reply
-from jaxpaged.serve.schemas import ResponsesRequest, seed_of
+from jaxpaged.serve.schemas import ResponsesRequest
 from jaxpaged.serve.service import Choice, Run, service_of
 
 router = APIRouter()
@@ -22,18 +21,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     service = service_of(request)
     model = service.check_model(body.model)
     _refuse_missing(body)
-    prompt = await service.chat_prompts.render(_messages(body))
-    defaults = service.defaults
-    params = SamplingParams.from_optional(
-        max_tokens=body.max_output_tokens,
-        temperature=defaults.temperature if body.temperature is None else body.temperature,
-        top_p=defaults.top_p if body.top_p is None else body.top_p,
-        top_k=defaults.top_k if body.top_k is None else body.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        seed=seed_of(body.seed),
-        output_kind=RequestOutputKind.DELTA,
-    )
+    prompt = await service.chat_prompts.render(_messages(body), kwargs=body.template_kwargs, cuts=body.cuts)
+    params = body.params(service.defaults, max_tokens=body.max_output_tokens, logprobs=None)
     run = await service.start(request, body, "resp", [prompt], params)
     writer = Writer(body, model, run)
     if body.stream:
@@ -57,6 +46,8 @@ def _refuse_missing(body: ResponsesRequest) -> None:
     for name, is_asked in (
         ("previous_response_id", body.previous_response_id is not None),
         ("background", bool(body.background)),
+        ("prompt", body.prompt is not None),
+        ("top_logprobs", bool(body.top_logprobs)),
         ("tools", bool(body.tools) and body.tool_choice != "none"),
     ):
         if is_asked:
