@@ -24,6 +24,8 @@ from jaxpaged.prompt_files import Asked
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import command as serve_command
 from jaxpaged.verify import command as verify_command
+from jaxpaged.vllm_names.flags import without_vllms
+from jaxpaged.vllm_options import MODEL_OPTIONS
 
 if TYPE_CHECKING:
     from jaxpaged.engine.outputs import RequestOutput
@@ -38,11 +40,11 @@ class OutputError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Its exit code: its own (0, unless it says other), or 2 with one line about the user's
-    mistake, or 130 after Ctrl-C.
+    """Run the command, and return its exit code: its own (0, unless it says other), or 2 with one line about
+    the user's mistake, or 130 after Ctrl-C.
     """
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         code = args.command(args)
     except (InputError, OutputError) as error:
         _say(f"jaxpaged: {_one_line(str(error))}")
@@ -57,6 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    takes_vllms = False  # whether flags of vLLM's pass where they ask for nothing
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse what is left when vLLM's flags are taken out. Raises `InputError`."""
+        if self.takes_vllms:
+            args = without_vllms(sys.argv[1:] if args is None else args, self._has_flag)
+        return super().parse_known_args(args, namespace)
+
+    def _has_flag(self, flag: str) -> bool:
+        return flag in self._option_string_actions
+
     def error(self, message: str) -> NoReturn:
         """One clear line, without the usage in front of it."""
         _say(f"jaxpaged: {_one_line(message)}")
@@ -107,9 +120,10 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="versions, devices, implementation, and the cache for a model")
     info.set_defaults(command=_info)
+    info.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
     _add_engine_options(info)
 
-    serve_command.add_serve(commands, _add_engine_options, _engine_options)
+    serve_command.add_serve(commands, _add_engine_options, _engine_options, _model_options)
     bench_command.add_bench(commands)
     verify_command.add_verify(commands)
     lab_command.add_lab(commands)
@@ -117,20 +131,36 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
+    if isinstance(parser, _Parser):
+        parser.takes_vllms = True
+    group = parser.add_argument_group("engine", "flags of vLLM's that change nothing are accepted, too")
     group.add_argument(
         "--model",
         default="smollm2",
         help="smollm2 (default), a directory with config and safetensors, a .gguf file, or a hub id",
     )
+    group.add_argument("--tokenizer", metavar="DIR", help="another than the model's: a directory or hub id")
+    group.add_argument("--revision", help="of a hub id")
+    group.add_argument(
+        "--generation-config", help="sampling defaults: the model's own (auto, default), or none (vllm)"
+    )
     group.add_argument("--dtype", help="auto (default), float32, bfloat16 or float16")
     group.add_argument(
         "--quantization",
+        "-q",
         help="weights that stay quantised in memory: gguf (as a file has them), int8, int4 or fp8 (on load)",
     )
     group.add_argument("--attention", help="auto (default), mosaic_gpu, native or xla")
     group.add_argument("--block-size", type=int, help="tokens a block (default 16)")
-    group.add_argument("--num-blocks", type=int, help="blocks of the cache (default: what memory allows)")
+    group.add_argument(
+        "--num-blocks",
+        "--num-gpu-blocks-override",
+        type=int,
+        help="blocks of the cache (default: what memory allows)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, help="share of a device's memory to use (default 0.9)"
+    )
     group.add_argument(
         "--kv-layout", help="how K and V lie in a block: token_major (default), another name, or module:Name"
     )
@@ -186,9 +216,14 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--num-processes", type=int, help="that have the model's devices (default 1)")
     group.add_argument("--process-id", type=int, help="which of them this one is, from 0 (default)")
-    group.add_argument("--tensor-parallel-size", type=int, help="devices that share the model (default 1)")
     group.add_argument(
-        "--data-parallel-size", type=int, help="groups of so many devices, each with the model (default 1)"
+        "--tensor-parallel-size", "-tp", type=int, help="devices that share the model (default 1)"
+    )
+    group.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=int,
+        help="groups of so many devices, each with the model (default 1)",
     )
     group.add_argument(
         "--tensor-parallel-sums",
@@ -206,6 +241,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)",
     )
     group.add_argument(
+        "--max-logprobs", type=int, help="likeliest tokens that a request may ask for (default and most: 20)"
+    )
+    group.add_argument(
         "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
     )
 
@@ -214,6 +252,12 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options given; the others keep `EngineConfig`'s defaults."""
     # `seed` is the request's on the command line.
     given = {name: getattr(args, name, None) for name in EngineConfig.__dataclass_fields__}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options given of `LLM`'s own."""
+    given = {name: getattr(args, name, None) for name in MODEL_OPTIONS}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -258,7 +302,7 @@ def _generate(args: argparse.Namespace) -> None:
     if args.distributed_init is not None:
         _keep_output()
     try:
-        llm = LLM(args.model, **options)
+        llm = LLM(args.model, **_model_options(args), **options)
         prompts = [prompt_files.for_llm(each, llm.render_chat, args.chat) for each in asked]
         loaded = time.perf_counter()
         priority = [each.priority for each in asked]

@@ -113,7 +113,8 @@ class SamplingParams:
     # The log-probability of each of the answer's tokens, and of so many likeliest.
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the prompt
-    # Of a longer prompt, take so many tokens; -1: as many as leave room for one of the answer. None: refuse it.
+    # Take so many tokens of a longer prompt; -1: as many as leave room for one of the answer; None: refuse
+    # what is too long.
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None  # which end is cut off; None: left
     detokenize: bool = True  # give the answer's text
@@ -211,7 +212,7 @@ class BeamSearchParams:
 
 
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:
-    """Return each once, in their order. Whether the model has them is checked when the request comes to it."""
+    """Return each once, in their order. Whether the model has them is checked with the request."""
     if ids is None:
         return ()
     ok = isinstance(ids, tuple | list) and all(is_int(token) and token >= 0 for token in ids)

@@ -6,6 +6,8 @@ from typing import Any
 from jaxpaged.checks import InputError, shown
 from jaxpaged.vllm_names.judge import ENGINE_NAMES, passes
 
+# What `LLM` takes beside the fields of `EngineConfig`.
+MODEL_OPTIONS = ("tokenizer", "skip_tokenizer_init", "revision", "generation_config")
 # By another name here.
 RENAMED = {"num_gpu_blocks_override": "num_blocks"}
 

@@ -76,6 +76,7 @@ ALLOWED = {
         "jaxpaged/__init__.py",
         "jaxpaged/chat.py",
         "jaxpaged/prompt_files.py",
+        "jaxpaged/vllm_options.py",
         "jaxpaged/serve",
         "jaxpaged/bench",
         "jaxpaged/verify",

@@ -108,6 +108,22 @@ def test_chat_applies_the_template_to_one_conversation_or_several(llm):
     assert two[0].outputs == one.outputs
 
 
+def test_what_is_changed_after_a_request_was_made_does_not_reach_it(llm):
+    params = SamplingParams(max_tokens=6, temperature=0, logit_bias={5: 3.0})
+    want = llm.generate([[4, 2]], params, use_tqdm=False)[0].outputs[0].token_ids
+    [request] = llm.engine.door.admit([4, 2], params)
+    params.max_tokens, params.logit_bias = 1, None
+    assert (request.params.max_tokens, request.params.logit_bias) == (6, {5: 3.0})
+    assert [len(r.outputs[0].token_ids) for r in llm.generate([[4, 2]], params, use_tqdm=False)] == [1]
+    params.max_tokens, params.logit_bias = 6, {5: 3}
+    assert llm.generate([[4, 2]], params, use_tqdm=False)[0].outputs[0].token_ids == want
+    params.logit_bias[5] = float("nan")  # in place, where no assignment sees it
+    with pytest.raises(InputError, match="^logit_bias={5: nan} must be"):
+        llm.generate([[4, 2]], params, use_tqdm=False)
+    llm.get_default_sampling_params().max_tokens = 3
+    assert llm.get_default_sampling_params().max_tokens == 16
+
+
 def test_sampling_is_repeatable_by_seed_and_differs_without(llm):
     def sampled(seed):
         params = SamplingParams(max_tokens=12, temperature=3.0, seed=seed, ignore_eos=True)
@@ -137,7 +153,7 @@ def test_several_answers_share_a_prompt_and_each_is_what_it_is_alone(llm):
             alone = SamplingParams(
                 max_tokens=9,
                 temperature=3.0,
-                seed=(params.seed + answer.index) % 2**32,
+                seed=params.seed + answer.index,
                 ignore_eos=True,
                 logprobs=1,
             )
@@ -545,6 +561,22 @@ def test_a_second_start_traces_no_step(path, tmp_path):
         (["a", "b"], [GREEDY], "sampling_params has 1 entries, must have one for each of 2 prompts"),
         ("a", [{"max_tokens": 3}], "sampling_params={'max_tokens': 3} must be a SamplingParams"),
         ("a", 3, "sampling_params=3 must be a SamplingParams or a list of them"),
+        (
+            "a",
+            SamplingParams(allowed_token_ids=[0], min_tokens=3),
+            "^allowed_token_ids must leave some token to choose as the answer's first token: min_tokens=3",
+        ),
+        (
+            "a",
+            SamplingParams(allowed_token_ids=[5], bad_words=["#"]),
+            "^allowed_token_ids must leave some token to choose .* first token: bad_words bar them all there$",
+        ),
+        (
+            "a",
+            SamplingParams(allowed_token_ids=[5, 6], bad_words=["##", "#$"]),
+            r"^allowed_token_ids must leave some token to choose after the answer's tokens \[5\]: bad_words",
+        ),
+        ("a", SamplingParams(stop_token_ids=range(97), min_tokens=1), "^stop_token_ids must be a list"),
     ],
 )
 def test_bad_prompts_are_refused_and_nothing_runs(llm, prompts, params, message):

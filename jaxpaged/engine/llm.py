@@ -343,9 +343,8 @@ class LLM:
         max_model_len = self.engine.door.max_model_len
         if len(text) > max_model_len and len(text) > (most := max_model_len * self._longest_token):
             if cuts is None:
-                raise InputError(
-                    f"the prompt has {len(text)} characters, more than max_model_len={max_model_len} tokens hold"
-                )
+                rule = f"more than max_model_len={max_model_len} tokens hold"
+                raise InputError(f"the prompt has {len(text)} characters, {rule}")
             text = text[: 2 * most] if cuts == "right" else text[-2 * most :]
         try:
             text.encode()

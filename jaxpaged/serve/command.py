@@ -24,9 +24,13 @@ def add_serve(
     commands: Commands,
     add_engine_options: Callable[[argparse.ArgumentParser], None],
     engine_options: Callable[[argparse.Namespace], dict[str, Any]],
+    model_options: Callable[[argparse.Namespace], dict[str, Any]],
 ) -> None:
+    """Add the command. The options of the engine and the model are those of the other commands."""
     serve = commands.add_parser("serve", help="an OpenAI-compatible server, with metrics and a live page")
-    serve.set_defaults(command=lambda args: run(args, engine_options(args)))
+    serve.set_defaults(command=lambda args: run(args, engine_options(args), model_options(args)))
+    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    serve.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
     group = serve.add_argument_group("server")
     group.add_argument("--host", help="address to listen at (default 127.0.0.1: this machine alone)")
     group.add_argument("--port", type=int, help="default 8000; 0 for any that is free")
@@ -88,8 +92,11 @@ def add_serve(
     add_engine_options(serve)
 
 
-def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
+def run(
+    args: argparse.Namespace, engine_options: Mapping[str, Any], model_options: Mapping[str, Any]
+) -> None:
     """Serve until a signal ends it. Raises `InputError`, also where the packages are missing."""
+    args.model = args.model if args.model_tag is None else args.model_tag
     options = server_options(args)
     config = EngineConfig(**engine_options)  # mistakes are told before anything heavy is loaded
     if options.lora_modules or options.enable_lora_updates:
@@ -102,7 +109,7 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     from jaxpaged.serve import server
 
     if config.process_id:  # works for process 0, which listens; ends by `SystemExit`
-        AsyncLLM(args.model, **engine_options)
+        AsyncLLM(args.model, **model_options, **engine_options)
     bound = server.bind(options)
     logging.use_absl_handler()
     if args.verbose:
@@ -111,7 +118,7 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     if not (options.host in LOOPBACK or options.host.startswith("127.") or options.api_keys):
         _say(f"jaxpaged: anybody who reaches {options.host} may use the model: there is no --api-key")
     with bound:
-        llm = AsyncLLM(args.model, **engine_options)
+        llm = AsyncLLM(args.model, **model_options, **engine_options)
         name = (options.served_model_names or (args.model,))[0]
         server.run(llm, str(args.model), options, bound, lambda url: print(_ready(url, name), flush=True))
 

@@ -10,6 +10,7 @@ never run, and nothing of vLLM is needed otherwise.
 import ast
 import dataclasses
 import json
+import re
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -222,9 +223,8 @@ def _kind(annotation: str) -> str:
     parts = {part.strip() for part in annotation.replace("Optional[", "").rstrip("]").split("|")}
     if parts - {"None"} == {"bool"}:
         return "flag"
-    return (
-        "list" if any(part.startswith(("list[", "set[", "List[", "Sequence[")) for part in parts) else "value"
-    )
+    is_list = any(re.match(r"(list|set|List|Set|Sequence)\b", part) for part in parts)
+    return "list" if is_list else "value"
 
 
 def _last_name(node: ast.expr) -> str:
