@@ -48,7 +48,7 @@ def _taking_vllms[T](names: Names) -> Callable[[type[T]], type[T]]:
         def __init__(self: Any, **options: Any) -> None:
             if not options.keys() <= fields.keys():
                 options = without_neutral(options, fields, names)
-            if None in options.values():
+            if any(value is None for value in options.values()):
                 options = {n: v for n, v in options.items() if v is not None or n not in not_none}
             init(self, **options)
 
@@ -250,6 +250,13 @@ def _output_kind(kind: object) -> RequestOutputKind:
     return kind
 
 
+def _num_kept(value: object) -> int:
+    rule = "None, -1 or a positive int"
+    kept = checked_int("truncate_prompt_tokens", value, rule, -1)
+    check("truncate_prompt_tokens", value, rule, kept != 0)
+    return kept
+
+
 def _or_none(value: object, checked: Callable[[object], Any]) -> Any:
     return None if value is None else checked(value)
 
@@ -320,13 +327,7 @@ def _checkers() -> dict[str, Callable[[Any], Any]]:
         "bad_words": lambda v: _texts("bad_words", v),
         "stop_token_ids": lambda v: _token_ids("stop_token_ids", v),
         "stop": lambda v: _texts("stop", (v,) if isinstance(v, str) else v),
-        "truncate_prompt_tokens": lambda v: _or_none(
-            v,
-            lambda v: (
-                checked_int("truncate_prompt_tokens", v, "None, -1 or a positive int", -1)
-                or check("truncate_prompt_tokens", v, "None, -1 or a positive int", False)
-            ),
-        ),
+        "truncate_prompt_tokens": lambda v: _or_none(v, _num_kept),
         "truncation_side": lambda v: _or_none(
             v, lambda v: checked_choice("truncation_side", v, ("left", "right"))
         ),

@@ -233,7 +233,7 @@ def test_options_have_vllms_names_and_others_are_named():
     for options, message in (
         (
             {"pipeline_parallel_size": 2},
-            "^pipeline_parallel_size=2, an option of vLLM's .*, is not supported: must be None or 1; use tensor",
+            "^pipeline_parallel_size=2, an option of vLLM's .*, is not supported: must be None or 1; use ",
         ),
         ({"pipeline_parallel_size": True}, "^pipeline_parallel_size=True, an option of vLLM's"),
         ({"data_parallel_size": 0}, "^data_parallel_size=0 must be a positive int, at most 256$"),

@@ -27,7 +27,7 @@ from tests.tiny_gguf import write_gguf
 
 GREEDY = tiny.greedy(6)
 # Few and small shapes, for quick compiling.
-OPTIONS = tiny.DEFAULTS
+OPTIONS = tiny.DEFAULTS | {"max_logprobs": 4}
 
 
 @pytest.fixture(scope="module")
@@ -569,14 +569,19 @@ def test_a_second_start_traces_no_step(path, tmp_path):
         (
             "a",
             SamplingParams(allowed_token_ids=[5], bad_words=["#"]),
-            "^allowed_token_ids must leave some token to choose .* first token: bad_words bar them all there$",
+            "^allowed_token_ids must leave some token .* first token: bad_words bar them all there$",
         ),
         (
             "a",
             SamplingParams(allowed_token_ids=[5, 6], bad_words=["##", "#$"]),
             r"^allowed_token_ids must leave some token to choose after the answer's tokens \[5\]: bad_words",
         ),
-        ("a", SamplingParams(stop_token_ids=range(97), min_tokens=1), "^stop_token_ids must be a list"),
+        (
+            "a",
+            SamplingParams(stop_token_ids=[*range(97)], min_tokens=1),
+            "^bad_words and stop_token_ids must leave some token to choose as the answer's first token",
+        ),
+        ("a", SamplingParams(logprobs=5), "^logprobs=5 must be at most max_logprobs=4$"),
     ],
 )
 def test_bad_prompts_are_refused_and_nothing_runs(llm, prompts, params, message):

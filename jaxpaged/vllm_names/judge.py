@@ -64,7 +64,7 @@ def passes(name: str, value: object, names: Names, others: Mapping[str, Any] | N
     if verdict.like and others is not None:
         neutral.append(1 if others.get(verdict.like) is None else others[verdict.like])
     if not verdict.is_strict:
-        neutral += [empty for empty in ("", [], {}) if type(empty) is type(_plain(value))]
+        neutral += [kind() for kind in (str, list, dict) if isinstance(_plain(value), kind)]
     if any(_same(value, each) for each in neutral):
         return True
     raise InputError(_refusal(name, value, verdict, neutral, entry))

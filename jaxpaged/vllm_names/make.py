@@ -136,8 +136,8 @@ class Version:
         given = {keyword.arg: keyword.value for keyword in node.keywords}
         if called in ("Field", "field"):
             if "default_factory" in given:
-                empty = {"list": [], "dict": {}, "set": []}.get(_last_name(given["default_factory"]))
-                return empty, empty is not None
+                kind = {"list": list, "dict": dict, "set": list}.get(_last_name(given["default_factory"]))
+                return (kind() if kind else None), kind is not None
             return self._value(given.get("default", node.args[0] if node.args else None))
         return None, False
 
