@@ -11,12 +11,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import jaxpaged
 from jaxpaged import prompt_files
 from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
+from jaxpaged.command_line import EXIT_USER_ERROR, Parser
 from jaxpaged.config import EngineConfig
 from jaxpaged.lab import command as lab_command
 from jaxpaged.lora import LoRARequest
@@ -24,14 +25,12 @@ from jaxpaged.prompt_files import Asked
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import command as serve_command
 from jaxpaged.verify import command as verify_command
-from jaxpaged.vllm_names.flags import without_vllms
 from jaxpaged.vllm_options import MODEL_OPTIONS
 
 if TYPE_CHECKING:
     from jaxpaged.engine.outputs import RequestOutput
 
 EXIT_ERROR = 1  # of ours
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell says of Ctrl-C
 
 
@@ -58,29 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or 0
 
 
-class _Parser(argparse.ArgumentParser):
-    takes_vllms = False  # whether flags of vLLM's pass where they ask for nothing
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse what is left when vLLM's flags are taken out. Raises `InputError`."""
-        if self.takes_vllms:
-            args = without_vllms(sys.argv[1:] if args is None else args, self._has_flag)
-        return super().parse_known_args(args, namespace)
-
-    def _has_flag(self, flag: str) -> bool:
-        return flag in self._option_string_actions
-
-    def error(self, message: str) -> NoReturn:
-        """One clear line, without the usage in front of it."""
-        _say(f"jaxpaged: {_one_line(message)}")
-        sys.exit(EXIT_USER_ERROR)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jaxpaged", description="Generate text with a paged KV cache, in JAX.")
+    parser = Parser(prog="jaxpaged", description="Generate text with a paged KV cache, in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxpaged {jaxpaged.__version__}")
     parser.set_defaults(command=lambda args: parser.print_help())
-    commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
 
     generate = commands.add_parser("generate", help="answer prompts in one batch")
     generate.set_defaults(command=_generate)
@@ -131,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    if isinstance(parser, _Parser):
+    if isinstance(parser, Parser):
         parser.takes_vllms = True
     group = parser.add_argument_group("engine", "flags of vLLM's that change nothing are accepted, too")
     group.add_argument(

@@ -564,22 +564,22 @@ def test_a_second_start_traces_no_step(path, tmp_path):
         (
             "a",
             SamplingParams(allowed_token_ids=[0], min_tokens=3),
-            "^allowed_token_ids must leave some token to choose as the answer's first token: min_tokens=3",
+            r"^allowed_token_ids=\[0\] must have a token to choose as an answer's first: min_tokens=3 bars",
         ),
         (
             "a",
             SamplingParams(allowed_token_ids=[5], bad_words=["#"]),
-            "^allowed_token_ids must leave some token .* first token: bad_words bar them all there$",
+            r"^allowed_token_ids=\[5\] must have a token to choose as an answer's first: bad_words bar some$",
         ),
         (
             "a",
             SamplingParams(allowed_token_ids=[5, 6], bad_words=["##", "#$"]),
-            r"^allowed_token_ids must leave some token to choose after the answer's tokens \[5\]: bad_words",
+            r"^allowed_token_ids=\[5, 6\] must have a token to choose behind the answer's tokens \[5\]: ",
         ),
         (
             "a",
             SamplingParams(stop_token_ids=[*range(97)], min_tokens=1),
-            "^bad_words and stop_token_ids must leave some token to choose as the answer's first token",
+            "^the vocabulary must have a token to choose as an answer's first: min_tokens=1 bars those that",
         ),
         ("a", SamplingParams(logprobs=5), "^logprobs=5 must be at most max_logprobs=4$"),
     ],

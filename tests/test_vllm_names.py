@@ -39,7 +39,7 @@ def defaults(title):
 
 def flags_of(command):
     [commands] = [action for action in _parser()._actions if action.dest == "==SUPPRESS=="]
-    return commands.choices[command]._has_flag
+    return commands.choices[command].has_flag
 
 
 def test_no_name_of_vllms_is_unknown():
@@ -155,6 +155,18 @@ def test_sampling_options_that_ask_for_more_are_refused_by_name(options, message
         SamplingParams(**options)
     with pytest.raises(InputError, match=message):
         SamplingParams.from_optional(**options)
+
+
+def test_a_line_of_json_has_the_same_names():
+    line = {"prompt": "a", "max_completion_tokens": 7, "temperature": None, "seed": 2**63, "priority": None}
+    asked = of_row(line | {"response_format": {"type": "text", "json_schema": None}}, {"temperature": 0.5})
+    assert asked.params == SamplingParams(max_tokens=7, temperature=0.5, seed=2**63)
+    assert asked.priority == 0
+    assert of_row({"prompt": "a", "max_tokens": None}, {"max_tokens": 3}).params.max_tokens is None
+    for option in ({"guided_json": {}}, {"response_format": {"type": "json_object"}}, {"suffix": "x"}):
+        [name] = option
+        with pytest.raises(InputError, match=f"^{name}="):
+            of_row({"prompt": "a"} | option, {})
 
 
 def test_what_nobody_knows_is_a_type_error_or_named():

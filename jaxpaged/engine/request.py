@@ -351,10 +351,14 @@ class Door:
         allowed = params.allowed_token_ids or range(self.model_config.vocab_size)
         found = dead_end(allowed, words, stops, params.min_tokens, params.max_tokens)
         if found is not None:
-            where = f"after the answer's tokens {shown([*found])}" if found else "as the answer's first token"
-            what = f"min_tokens={params.min_tokens} and bad_words" if params.min_tokens else "bad_words"
-            name = "allowed_token_ids" if params.allowed_token_ids else "bad_words and stop_token_ids"
-            raise InputError(f"{name} must leave some token to choose {where}: {what} bar them all there")
+            where = f"behind the answer's tokens {shown([*found])}" if found else "as an answer's first"
+            bars = ["bad_words bar some"] if words else []
+            if len(found) < params.min_tokens:
+                bars.append(f"min_tokens={params.min_tokens} bars those that end an answer")
+            name = "the vocabulary"
+            if params.allowed_token_ids is not None:
+                name = f"allowed_token_ids={shown([*params.allowed_token_ids])}"
+            raise InputError(f"{name} must have a token to choose {where}: {' and '.join(bars)}")
 
     def _check_blocks(self, request: Request) -> None:
         # An answer's last token is never written to the cache.

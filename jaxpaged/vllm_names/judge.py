@@ -112,5 +112,7 @@ def _plain(value: object) -> object:
 def _same(value: object, neutral: object) -> bool:
     """Return whether a value is the neutral one; 1 is not True, and anything odd is not equal."""
     value = _plain(value)
+    if isinstance(value, dict) and neutral:  # {"type": "text", "schema": None} says no more than the type
+        value = {key: each for key, each in value.items() if each is not None}
     is_plain = isinstance(value, str | numbers.Real | list | dict)
     return is_plain and isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
