@@ -73,13 +73,16 @@ def read(file: str | None, sampling: Mapping[str, Any]) -> list[Asked]:
     return asked
 
 
-def for_llm(asked: Asked, render_chat: Callable[[Any], dict[str, Any]], chat: bool) -> dict[str, Any]:
-    """What `LLM.generate` takes for a request; messages always go through the chat template."""
-    prompt = dict(asked.prompt)
+def for_llm(asked: Asked, render_chat: Callable[..., dict[str, Any]], chat: bool) -> dict[str, Any]:
+    """Return what `LLM.generate` takes for a request; messages always go through the chat template.
+
+    `render_chat`: `LLM.render_chat`.
+    """
+    prompt, cuts = dict(asked.prompt), asked.params.cuts
     if "messages" in prompt:
-        prompt = render_chat(prompt["messages"])
+        prompt = render_chat(prompt["messages"], cuts=cuts)
     elif chat and "prompt" in prompt:
-        prompt = render_chat([{"role": "user", "content": prompt["prompt"]}])
+        prompt = render_chat([{"role": "user", "content": prompt["prompt"]}], cuts=cuts)
     return prompt | ({} if asked.cache_salt is None else {"cache_salt": asked.cache_salt})
 
 

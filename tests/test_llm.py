@@ -108,6 +108,19 @@ def test_chat_applies_the_template_to_one_conversation_or_several(llm):
     assert two[0].outputs == one.outputs
 
 
+def test_a_conversation_that_is_too_long_is_cut_where_that_is_asked_for(llm):
+    """At the end that is said, also where no context could hold it; what is short stays whole."""
+    messages = [{"role": "user", "content": "ab" * 3000 + "12"}]
+    params = SamplingParams(truncate_prompt_tokens=3, max_tokens=1)
+    [left] = llm.chat(messages, params, use_tqdm=False)
+    assert llm.tokenizer.decode(left.prompt_token_ids) == "12<|end|>"
+    params.truncation_side = "right"
+    [right] = llm.chat(messages, params, use_tqdm=False)
+    assert llm.tokenizer.decode(right.prompt_token_ids) == "use"
+    with pytest.raises(InputError, match="characters, more than max_model_len=128 tokens hold"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
 def test_what_is_changed_after_a_request_was_made_does_not_reach_it(llm):
     params = SamplingParams(max_tokens=6, temperature=0, logit_bias={5: 3.0})
     want = llm.generate([[4, 2]], params, use_tqdm=False)[0].outputs[0].token_ids

@@ -162,7 +162,11 @@ class LLM:
         check("messages", messages, "a list of messages, or of such lists", isinstance(messages, Sequence))
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
-        prompts = [self.render_chat(conversation) for conversation in conversations]
+        params = _one_each("sampling_params", self._params(sampling_params), len(conversations))
+        prompts = [
+            self.render_chat(conversation, cuts=getattr(its, "cuts", None))
+            for conversation, its in zip(conversations, params, strict=True)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
@@ -224,8 +228,11 @@ class LLM:
         """Let prompts find what another engine has computed: see `Engine.adopt_blocks`."""
         return self.engine.adopt_blocks(blocks)
 
-    def render_chat(self, conversation: Sequence[Message]) -> dict[str, Any]:
-        """The prompt, as text and as token ids, that the chat template makes of a conversation."""
+    def render_chat(self, conversation: Sequence[Message], *, cuts: str | None = None) -> dict[str, Any]:
+        """Return the prompt, as text and as token ids, that the chat template makes of a conversation.
+
+        `cuts`: as `encode` takes it.
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise InputError("chat: the model must have a chat template")
         check_messages(conversation)
@@ -238,7 +245,7 @@ class LLM:
         ) as error:  # templates raise errors of their own, for example about the order of roles
             raise InputError(f"chat: the model's chat template refuses these messages: {error}") from error
         # The template writes the special tokens itself: none are added.
-        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False, cuts=cuts)}
 
     def _submit(
         self, asked: Sequence[tuple[str | None, list[Request]]]

@@ -2,13 +2,14 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError, check
+from jaxpaged.checks import InputError, check, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.serve.options import ServerOptions
 
@@ -124,8 +125,14 @@ def run(
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    """Those given; the others keep their defaults. Raises `InputError`."""
+    """Return the options given; the others keep their defaults. Raises `InputError`.
+
+    Lists may be in JSON, as for vLLM: `--allowed-origins '["*"]'`, and adapters objects with a name and a path.
+    """
     given = {name: getattr(args, name, None) for name in ServerOptions.__dataclass_fields__}
+    for name, values in given.items():
+        if isinstance(values, list):
+            given[name] = [text for value in values for text in _texts(name, value)]
     if given["api_keys"] is None and os.environ.get(KEY_VARIABLE):
         given["api_keys"] = [os.environ[KEY_VARIABLE]]
     if given["chat_template"] is not None:
@@ -140,6 +147,19 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         if value is not None
     }
     return ServerOptions(**made)
+
+
+def _texts(name: str, text: str) -> list[str]:
+    """Return the texts that one value of a list stands for: itself, or what it says in JSON."""
+    if not text.startswith(("[", "{")):
+        return [text]
+    try:
+        said = json.loads(text)
+        items = said if isinstance(said, list) else [said]
+        return [item if isinstance(item, str) else f"{item['name']}={item['path']}" for item in items]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        rule = "texts, JSON lists of texts, or for adapters objects with a name and a path"
+        raise InputError(f"{name}={shown(text)} must be {rule}") from None
 
 
 def require(packages: tuple[str, ...], extra: str) -> None:
