@@ -127,7 +127,7 @@ def run(
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """Return the options given; the others keep their defaults. Raises `InputError`.
 
-    Lists may be in JSON, as for vLLM: `--allowed-origins '["*"]'`, and adapters objects with a name and a path.
+    Lists may be in JSON, as for vLLM: `--allowed-origins '["*"]'`; adapters are objects there.
     """
     given = {name: getattr(args, name, None) for name in ServerOptions.__dataclass_fields__}
     for name, values in given.items():
