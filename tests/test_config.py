@@ -10,7 +10,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig, EvictionPolicy
 from jaxpaged.memory.eviction import EVICTION_POLICIES
 from jaxpaged.memory.policies import POLICIES
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import SamplingParams, seed_bits
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,18 @@ def test_sampling_params_are_brought_into_one_form_and_copied():
     assert copy == params
     assert copy.logit_bias is not params.logit_bias
     assert SamplingParams(logit_bias={}, stop=None, bad_words=None) == SamplingParams()
+
+
+def test_each_bit_of_a_seed_counts_and_small_ones_are_the_devices_own():
+    assert [seed_bits(seed) for seed in (0, 7, 2**32 - 1)] == [0, 7, 2**32 - 1]
+    large = 0x123456789ABCDEF0
+    drawn = {seed_bits(seed) for seed in (large, *(large ^ 2**bit for bit in range(64)))}
+    assert len(drawn) == 33  # a bit and the one 32 places above it change the same
+    assert large not in drawn
+    assert all(0 <= bits < 2**32 for bits in (*drawn, seed_bits(-(2**63)), seed_bits(2**64 - 1)))
+    assert SamplingParams(n=2, seed=2**64 - 1).of_answer(1).seed == 0
+    assert SamplingParams(n=2, seed=-2).of_answer(1).seed == 2**64 - 1
+    assert EngineConfig(seed=2**63).seed == 2**63
 
 
 def test_optional_parameters_are_as_servers_get_them():
