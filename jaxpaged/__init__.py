@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxpaged.inputs import PromptType, TextPrompt, TokensPrompt
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.engine.async_llm_engine import AsyncLLMEngine
     from jaxpaged.engine.blocks import Blocks
     from jaxpaged.engine.llm import LLM
+    from jaxpaged.engine.llm_engine import LLMEngine
     from jaxpaged.engine.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -26,18 +30,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "Blocks",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "InputError",
+    "LLMEngine",
     "LoRARequest",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _HOME = {
@@ -45,6 +56,8 @@ _HOME = {
     "BeamSearchOutput": "jaxpaged.engine.outputs",
     "BeamSearchSequence": "jaxpaged.engine.outputs",
     "AsyncLLM": "jaxpaged.engine.async_llm",
+    "AsyncLLMEngine": "jaxpaged.engine.async_llm_engine",
+    "LLMEngine": "jaxpaged.engine.llm_engine",
     "Blocks": "jaxpaged.engine.blocks",
     "CompletionOutput": "jaxpaged.engine.outputs",
     "RequestOutput": "jaxpaged.engine.outputs",

@@ -1,6 +1,7 @@
 """The engine's fixed sizes and choices, checked once; each message names the value and the rule."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, checked_number
@@ -23,6 +24,11 @@ DEFAULT_PREFILL_TOKENS = 512
 MOST_BATCHED_TOKENS = 2**20
 MOST_WIDTHS = 4  # each is a pass through all layers to compile
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
+
+
+def config_of(options: Mapping[str, Any]) -> "EngineConfig":
+    """Return the config of those of `LLM`'s options that are the engine's. Raises `InputError`."""
+    return EngineConfig(**{n: v for n, v in options.items() if n in EngineConfig.__dataclass_fields__})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,8 @@ class EngineConfig:
     # are then by our kernel, which was never measured, in place of cuBLAS.
     loop_over_layers: bool | None = None
     max_logprobs: int = MAX_LOGPROBS  # likeliest tokens that a request may ask to be told of
+    # Whether compiled programs and weights as programs read them are kept on disk for the next start.
+    keep_programs: bool = True
     seed: int = 0  # for requests without a seed: any number of 64 bits
 
     def __post_init__(self) -> None:
@@ -92,7 +100,13 @@ class EngineConfig:
             kinds = get_args(Quantization)
             is_one = isinstance(self.quantization, str) and self.quantization in kinds
             check("quantization", self.quantization, f"None or one of {', '.join(kinds)}", is_one)
-        for name in ("enable_prefix_caching", "reuse_answers", "calculate_kv_scales", "enable_lora"):
+        for name in (
+            "enable_prefix_caching",
+            "reuse_answers",
+            "calculate_kv_scales",
+            "enable_lora",
+            "keep_programs",
+        ):
             checked_bool(name, getattr(self, name))
         if self.loop_over_layers is not None:
             checked_bool("loop_over_layers", self.loop_over_layers)

@@ -188,6 +188,8 @@ class BeamSearchParams:
     ignore_eos: bool = False  # take the model's end-of-sequence tokens for tokens like others
     temperature: float = 0.0  # log-probabilities are of logits divided by it; 0, as 1: the model's own
     length_penalty: float = 1.0  # above 0 prefers long answers, 0 is the sum itself
+    # Of vLLM's server. `LLM.beam_search` gives the token that ended a sequence, there and here.
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         """Raises `InputError` for a value out of its range; what is kept is Python's own numbers."""
@@ -196,6 +198,9 @@ class BeamSearchParams:
             "beam_width": checked_int("beam_width", self.beam_width, rule, 1, MAX_BEAM_WIDTH),
             "max_tokens": checked_int("max_tokens", self.max_tokens, "a positive int, at most 2**31 - 1", 1),
             "ignore_eos": checked_bool("ignore_eos", self.ignore_eos),
+            "include_stop_str_in_output": checked_bool(
+                "include_stop_str_in_output", self.include_stop_str_in_output
+            ),
             "temperature": checked_number(
                 "temperature", self.temperature, "a number >= 0, at most 3.4e38", 0
             ),

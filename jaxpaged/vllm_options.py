@@ -4,12 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged.checks import InputError, shown
-from jaxpaged.vllm_names.judge import ENGINE_NAMES, passes
+from jaxpaged.vllm_names.judge import ENGINE_NAMES, known_names, passes
+from jaxpaged.vllm_names.table import ENGINE
 
-# What `LLM` takes beside the fields of `EngineConfig`.
-MODEL_OPTIONS = ("tokenizer", "skip_tokenizer_init", "revision", "generation_config")
 # By another name here.
 RENAMED = {"num_gpu_blocks_override": "num_blocks"}
+
+
+def defaults() -> dict[str, object]:
+    """Return vLLM's options that are not ours, each with its default in vLLM; None where that is unknown."""
+    names = known_names()["names"]["EngineArgs"]
+    others = {name: names.get(name, {}).get("default") for name in sorted(ENGINE)}
+    return dict.fromkeys(RENAMED) | others
 
 
 def translated(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
@@ -21,10 +27,11 @@ def translated(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, 
     for name, value in options.items():
         if name in known or name in RENAMED:
             name = RENAMED.get(name, name)
+            if value is None:
+                continue
             if name in ours:
                 raise InputError(f"{name} is given twice, the second time as {shown(value)}: give it once")
-            if value is not None:
-                ours[name] = value
+            ours[name] = value
         elif not passes(name, value, ENGINE_NAMES, options):
             raise InputError(f"option {name!r} must be one of {', '.join(sorted(known))}")
     return ours

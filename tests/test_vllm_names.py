@@ -9,6 +9,7 @@ import pytest
 from jaxpaged import BeamSearchParams, InputError, SamplingParams
 from jaxpaged.cli import _parser
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.arg_utils import OF_LLM
 from jaxpaged.engine.llm import engine_config
 from jaxpaged.prompt_files import of_row
 from jaxpaged.serve import schemas
@@ -16,11 +17,12 @@ from jaxpaged.vllm_names import make
 from jaxpaged.vllm_names.flags import without_vllms
 from jaxpaged.vllm_names.judge import known_names
 from jaxpaged.vllm_names.table import BEAM, ENGINE, REQUEST, SERVER
-from jaxpaged.vllm_options import MODEL_OPTIONS, RENAMED
+from jaxpaged.vllm_options import RENAMED
+from jaxpaged.vllm_options import defaults as engine_defaults
 
 NAMES = known_names()["names"]
-# What we serve, by the door's own names; `model` is what all of them are about.
-ENGINE_SERVED = {*EngineConfig.__dataclass_fields__, *MODEL_OPTIONS, *RENAMED, "model"}
+# What we serve of `LLM`'s options.
+ENGINE_SERVED = {*EngineConfig.__dataclass_fields__, *OF_LLM, *RENAMED}
 BODIES = {
     "ChatCompletionRequest": (schemas.ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
     "CompletionRequest": (schemas.CompletionRequest, {"prompt": "a"}),
@@ -68,13 +70,14 @@ def test_no_name_of_vllms_is_unknown():
 
 def test_each_default_of_vllms_passes_at_its_door():
     """One by one, for an error about one of them would hide the others; and all at once."""
-    engine = {n: v for n, v in defaults("EngineArgs").items() if n not in (*MODEL_OPTIONS, "model")}
+    engine = {n: v for n, v in defaults("EngineArgs").items() if n not in OF_LLM}
     for name, value in engine.items():
         engine_config({name: value})
     ours = engine_config(engine)
     assert ours == EngineConfig(
         gpu_memory_utilization=NAMES["EngineArgs"]["gpu_memory_utilization"]["default"]
     )
+    assert engine_config(engine_defaults()) == EngineConfig()
     sampling = defaults("SamplingParams")
     for name, value in sampling.items():
         assert SamplingParams(**{name: value}) == SamplingParams.from_optional(**{name: value})

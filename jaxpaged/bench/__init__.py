@@ -1,1 +1,1 @@
-"""Load for any OpenAI-compatible server, and what it makes of it: `jaxpaged bench serve`."""
+"""`jaxpaged bench`: load for any OpenAI-compatible server, or for the engine in this process."""

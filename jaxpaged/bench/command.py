@@ -1,9 +1,10 @@
-"""The command line of `jaxpaged bench serve`. Imports nothing heavy at the top."""
+"""The command line of `jaxpaged bench`, and that of its `serve`. Imports nothing heavy at the top."""
 
 import argparse
 import sys
 from pathlib import Path
 
+from jaxpaged.bench import offline_command
 from jaxpaged.checks import InputError, checked_int, checked_number
 from jaxpaged.serve.command import Commands, require
 
@@ -11,10 +12,16 @@ LIMITS = ("ttft", "tpot", "e2e")
 WORKLOADS = ("ragged", "shared-prefix", "trace")
 
 
-def add_bench(commands: Commands) -> None:
-    bench = commands.add_parser("bench", help="measure a server")
+def add_bench(
+    commands: Commands,
+    add_engine_options: offline_command.AddOptions,
+    engine_options: offline_command.EngineOptions,
+) -> None:
+    bench = commands.add_parser("bench", help="measure a server, or the engine")
     bench.set_defaults(command=lambda args: bench.print_help())
     kinds = bench.add_subparsers(metavar="WHAT", parser_class=type(bench))
+    offline_command.add_latency(kinds, add_engine_options, engine_options)
+    offline_command.add_throughput(kinds, add_engine_options, engine_options)
     serve = kinds.add_parser("serve", help="load an OpenAI-compatible server, and tell how it bears it")
     serve.set_defaults(command=run)
     server = serve.add_argument_group("server")

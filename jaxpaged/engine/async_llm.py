@@ -4,17 +4,19 @@ import asyncio
 import dataclasses
 import functools
 import os
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self
 
 import numpy as np
 
 from jaxpaged.checks import check
+from jaxpaged.engine.arg_utils import EngineArgs
 from jaxpaged.engine.async_engine import CHECKED_HERE, AsyncEngine
 from jaxpaged.engine.handle import EngineDeadError, Handle
 from jaxpaged.engine.llm import LLM, Prompt
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.prompts import with_cut
 from jaxpaged.engine.request import Request
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
@@ -46,8 +48,22 @@ class AsyncLLM:
         self._take(LLM(model, **options))
 
     @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+    ) -> Self:
+        """Load the model of `AsyncEngineArgs`. vLLM's other arguments change nothing here.
+
+        Raises `InputError`.
+        """
+        return cls.of(LLM.from_engine_args(engine_args))
+
+    @classmethod
     def of(cls, llm: LLM) -> Self:
-        """The same of a model that is there already, and that others may go on to use."""
+        """Return the same of a model that is there already, and that others may go on to use."""
         made = cls.__new__(cls)
         made._take(llm)
         return made
@@ -64,16 +80,24 @@ class AsyncLLM:
         request_id: str,
         *,
         lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
         """The answer's outputs as they come, by `sampling_params.output_kind`; the last is `finished`.
 
         `prompt`: as `LLM.generate` takes one; `sampling_params`: None for the model's own. `request_id` is
-        the caller's, and must not be that of a request under way. Leaving the iteration, or cancelling the
-        task, aborts the request. Raises `InputError` for what could never run, `EngineDeadError` if the
-        engine stops.
+        the caller's, and must not be that of a request under way; `trace_headers` change nothing. Leaving the
+        iteration, or cancelling the task, aborts the request. Raises `InputError` for what could never run,
+        `EngineDeadError` if the engine stops, `TextError` if the tokenizer fails on the answer's tokens.
         """
-        admitted = await self.admit(prompt, sampling_params, priority=priority, lora_request=lora_request)
+        admitted = await self.admit(
+            prompt,
+            sampling_params,
+            priority=priority,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
         async with aclosing(self.stream([admitted], request_id)) as outputs:
             async for _, output in outputs:
                 yield output
@@ -97,15 +121,19 @@ class AsyncLLM:
         *,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Admitted:
         """Check a prompt, and cut it into tokens; `InputError` if it could never run."""
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = with_cut(params, tokenization_kwargs)
         if self.engine.door.must_read(lora_request):
             await self.add_lora(lora_request)  # in another thread
         admit = functools.partial(
             self.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )
-        read = functools.partial(self.llm.read_prompt, cuts=getattr(params, "cuts", None))
+        read = functools.partial(
+            self.llm.read_prompt, tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None)
+        )
         return Admitted(*await _here_or_in_a_thread(read, prompt, admit))
 
     async def stream(

@@ -1,41 +1,53 @@
 """LLM: a model to ask. Names and result shapes are vLLM's, so that a user of it changes one import."""
 
-import dataclasses
 import functools
 import itertools
 import os
 import queue
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
-import numpy as np
 from tqdm import tqdm
 
-from jaxpaged import vllm_options
-from jaxpaged.chat import Message, check_messages
-from jaxpaged.checks import InputError, check, checked_bool, checked_choice, is_int, shown
+from jaxpaged import chat, vllm_options
+from jaxpaged.chat import Message
+from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
+from jaxpaged.engine.arg_utils import EngineArgs
 from jaxpaged.engine.blocks import Blocks
+from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
+from jaxpaged.engine.progress import Progress
+from jaxpaged.engine.prompts import (
+    Loras,
+    Priority,
+    as_many,
+    is_list,
+    naming_prompt,
+    of_prompt,
+    one_each,
+    template_text,
+    tokenization,
+    with_cut,
+)
+from jaxpaged.engine.prompts import Prompt as Prompt
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
+from jaxpaged.inputs import check_prompt_keys
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
 from jaxpaged.parallel.processes import join
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from pallas_kernels import native
 
-Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
-# One for all prompts, or a list with one each.
-Loras = LoRARequest | None | Sequence[LoRARequest | None]
-Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+if TYPE_CHECKING:
+    from jaxpaged.engine.llm_engine import LLMEngine
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
 
 
 class LLM:
@@ -44,7 +56,8 @@ class LLM:
     `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id (of
     which `revision` is one). `tokenizer`: a directory or hub id with another tokenizer than the model's;
     `skip_tokenizer_init`: have none, for token ids only. `generation_config`: "auto" takes the model's own
-    sampling defaults, "vllm" `SamplingParams`'. `record_trace`: a file to write what is asked to, without any
+    sampling defaults, "vllm" `SamplingParams`'. `chat_template`: a file, or a text, in place of the model's.
+    `record_trace`: a file to write what is asked to, without any
     text, as a trace for `jaxpaged lab` (see `engine.recording`). `options`: the fields of `EngineConfig`, and
     those of vLLM's options that change nothing. With `num_processes`, every process makes the same: process 0
     has the model to ask, the others work for it and raise `SystemExit` when it ends. Raises `InputError`, a
@@ -59,24 +72,26 @@ class LLM:
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
         generation_config: str | None = "auto",
+        chat_template: str | os.PathLike[str] | None = None,
         record_trace: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
+        self.chat_template = None if chat_template is None else template_text(chat_template)
         gpu_flags.set_defaults(self.config)
         c = self.config
         processes = None
         if c.distributed_init is not None:
-            processes = join(c.distributed_init, c.num_processes, c.process_id)
+            processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
         native.prepare(machine.resolve_dtype(c))
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
-        machine.keep_on_disk()
+        machine.keep_on_disk(c.keep_programs)
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
         kept_as: Any = {"quantization": c.quantization, "loop_over_layers": c.loop_over_layers}
         self.engine = Engine(
@@ -90,6 +105,24 @@ class LLM:
             processes=processes,
         )
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load the model of `EngineArgs`. Raises `InputError`."""
+        check("engine_args", engine_args, "an EngineArgs", isinstance(engine_args, EngineArgs))
+        return cls(**engine_args.options())
+
+    @functools.cached_property
+    def llm_engine(self) -> "LLMEngine":
+        """This model as an engine to step: see `LLMEngine`."""
+        from jaxpaged.engine.llm_engine import LLMEngine
+
+        return LLMEngine.of(self)
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer, one of transformers'. Raises `InputError` where there is none."""
+        check("tokenizer", self.tokenizer, "there: the model has none", self.tokenizer is not None)
+        return self.tokenizer
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""
         return self._default_params.clone()
@@ -101,19 +134,27 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Loras = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer each prompt, in order.
 
-        A prompt is a string, a list or array of token ids, or a mapping with "prompt" or "prompt_token_ids",
-        and with a "cache_salt" if only prompts of the same salt may share its blocks. `sampling_params` is
-        one for all prompts or a list with one each, and so is `lora_request`, None for the model alone;
-        `priority` one int a prompt, lower first, with `scheduling_policy="priority"`. Nothing runs unless all
-        are valid. May be called from several threads, which then share the engine.
+        A prompt is a string, a list or array of token ids, or a mapping with "prompt" or "prompt_token_ids"
+        (`TextPrompt`, `TokensPrompt`), and with a "cache_salt" if only prompts of the same salt may share its
+        blocks. `sampling_params` is one for all prompts or a list with one each, and so are `lora_request`,
+        None for the model alone, and `priority`, lower first, with `scheduling_policy="priority"`.
+        `tokenization_kwargs` may say whether texts get special tokens ({"add_special_tokens": False}), and how
+        long prompts are cut ({"truncate_prompt_tokens": 100}, as `SamplingParams` may). Nothing
+        runs unless all are valid. May be called from several threads, which then share the engine.
         """
         return list(
             self.generate_each(
-                prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
+                prompts,
+                sampling_params,
+                use_tqdm=use_tqdm,
+                lora_request=lora_request,
+                priority=priority,
+                tokenization_kwargs=tokenization_kwargs,
             )
         )
 
@@ -124,28 +165,37 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Loras = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        on_error: Callable[[int, InputError], None] | None = None,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but each result as soon as it and all before it are there.
+        """Answer as `generate` does, but give each result as soon as it and all before it are there.
 
-        Requests are checked and queued at once. Leaving the iteration gives up what is left.
+        Requests are checked and queued at once. Leaving the iteration gives up what is left. `on_error` is
+        called with the place of a prompt that is refused, and why: then all others are answered. Without it
+        the error is raised, and nothing runs.
         """
-        many = self._as_many(prompts)
-        params = _one_each("sampling_params", self._params(sampling_params), len(many))
-        priorities = [0] * len(many) if priority is None else _one_each("priority", priority, len(many))
-        adapters = _one_each("lora_request", lora_request, len(many))
-        asked = [
-            _naming_prompt(
-                i,
-                len(many),
-                functools.partial(self.read_prompt, cuts=getattr(its, "cuts", None)),
-                prompt,
-                functools.partial(self.engine.door.admit, params=its, priority=urgency, lora_request=adapter),
-            )
-            for i, (prompt, its, urgency, adapter) in enumerate(
-                zip(many, params, priorities, adapters, strict=True)
-            )
-        ]
+        many = as_many(prompts)
+        params = one_each("sampling_params", self._params(sampling_params), len(many))
+        priorities = one_each("priority", 0 if priority is None else priority, len(many))
+        adapters = one_each("lora_request", lora_request, len(many))
+        asked = []
+        for i, (prompt, its, urgency, adapter) in enumerate(
+            zip(many, params, priorities, adapters, strict=True)
+        ):
+            try:
+                its = with_cut(its, tokenization_kwargs)
+                admit = functools.partial(
+                    self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
+                )
+                cuts = getattr(its, "cuts", None)
+                asked.append(
+                    self.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs, cuts=cuts)
+                )
+            except InputError as error:
+                if on_error is None:
+                    raise of_prompt(i, len(many), error) from error
+                on_error(i, error)
         outputs = self._gather(*self._submit(asked), use_tqdm, self._output)
         next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
         return outputs
@@ -154,44 +204,81 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Loras = None,
+        priority: Priority = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of {"role", "content"}, by the chat template."""
+        """Answer one conversation or several, each a list of {"role", "content"}, by the chat template.
+
+        A content is a text or a list of parts that are texts, {"type": "text", "text": ...}. The template
+        gets it as one text, or as parts with `chat_template_content_format="openai"`; "auto" takes what suits
+        the template. `chat_template` stands in place of the model's own, `tools` are those that the model may
+        call, `chat_template_kwargs` are variables of the template. `continue_final_message` lets the answer
+        go on where the last message ends; `add_generation_prompt` must then be False. Others: as `generate`.
+        """
         check("messages", messages, "a list of messages, or of such lists", isinstance(messages, Sequence))
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
-        params = _one_each("sampling_params", self._params(sampling_params), len(conversations))
+        params = one_each("sampling_params", self._params(sampling_params), len(conversations))
+        render = functools.partial(
+            self.render_chat,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            kwargs=chat_template_kwargs,
+        )
         prompts = [
-            self.render_chat(conversation, cuts=getattr(its, "cuts", None))
+            render(conversation, cuts=getattr(its, "cuts", None))
             for conversation, its in zip(conversations, params, strict=True)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
+        )
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
-        use_tqdm: bool | Callable[..., Any] = False,
         lora_request: Loras = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+        priority: Priority = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers to each prompt, as far as a search of so many beams finds them.
+        """Return the likeliest answers to each prompt, as far as a search of so many beams finds them.
 
-        `params` is one for all prompts, `lora_request` as in `generate`. Nothing runs unless all are valid.
+        `params` is one for all prompts, `lora_request` and `priority` as in `generate`. At most
+        `concurrency_limit` prompts are searched at a time; None sets no limit. Nothing runs unless all are
+        valid.
         """
-        many = self._as_many(prompts)
+        many = as_many(prompts)
+        if concurrency_limit is not None:
+            concurrency_limit = checked_int("concurrency_limit", concurrency_limit, "None or an int >= 1", 1)
         admit = functools.partial(self.engine.door.admit_search, params=params)
-        adapters = _one_each("lora_request", lora_request, len(many))
+        adapters = one_each("lora_request", lora_request, len(many))
+        priorities = one_each("priority", 0 if priority is None else priority, len(many))
         asked = [
-            _naming_prompt(
-                i, len(many), self.read_prompt, prompt, functools.partial(admit, lora_request=adapter)
+            naming_prompt(
+                i,
+                len(many),
+                self.read_prompt,
+                prompt,
+                functools.partial(admit, lora_request=adapter, priority=urgency),
             )
-            for i, (prompt, adapter) in enumerate(zip(many, adapters, strict=True))
+            for i, (prompt, adapter, urgency) in enumerate(zip(many, adapters, priorities, strict=True))
         ]
-        outputs = self._gather(*self._submit(asked), use_tqdm, self._beam_search_output)
-        return list(itertools.islice(outputs, 1, None))
+        found: list[BeamSearchOutput] = []
+        for some in itertools.batched(asked, concurrency_limit or len(asked) or 1):
+            outputs = self._gather(*self._submit(some), use_tqdm, self._beam_search_output)
+            found += itertools.islice(outputs, 1, None)
+        return found
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model."""
@@ -228,22 +315,32 @@ class LLM:
         """Let prompts find what another engine has computed: see `Engine.adopt_blocks`."""
         return self.engine.adopt_blocks(blocks)
 
-    def render_chat(self, conversation: Sequence[Message], *, cuts: str | None = None) -> dict[str, Any]:
+    def render_chat(
+        self,
+        conversation: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
+    ) -> dict[str, Any]:
         """Return the prompt, as text and as token ids, that the chat template makes of a conversation.
 
-        `cuts`: as `encode` takes it.
+        Options are those of `chat`; `cuts`: as `encode` takes it. Raises `InputError`.
         """
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise InputError("chat: the model must have a chat template")
-        check_messages(conversation)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(conversation), tokenize=False, add_generation_prompt=True
-            )
-        except (
-            Exception
-        ) as error:  # templates raise errors of their own, for example about the order of roles
-            raise InputError(f"chat: the model's chat template refuses these messages: {error}") from error
+        text = chat.render(
+            self.tokenizer,
+            conversation,
+            chat_template=self.chat_template if chat_template is None else chat_template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            content_format=content_format,
+            kwargs=kwargs,
+        )
         # The template writes the special tokens itself: none are added.
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False, cuts=cuts)}
 
@@ -265,7 +362,7 @@ class LLM:
         """First None, then what `output` makes of each group's answers; with a bar that shows both speeds."""
         handles = [handle for _, group in groups for handle in group]
         deltas: dict[int, list[Delta]] = {handle.request_id: [] for handle in handles}
-        progress = _Progress(
+        progress = Progress(
             {group[0].request_id: len(group[0].request.prompt_token_ids) for _, group in groups}
         )
         bar_of = use_tqdm if callable(use_tqdm) else tqdm
@@ -287,7 +384,7 @@ class LLM:
 
     def _output(self, group: Sequence[Handle], prompt: str | None, answers: Sequence[Delta]) -> RequestOutput:
         request = group[0].request
-        answers = [a if a.text is not None else texts(self.tokenizer, request.params)(a) for a in answers]
+        answers = [a if a.text is not None else texts(self.tokenizer, request)(a) for a in answers]
         metrics = [handle.metrics for handle in group]
         return request_output(request, prompt, answers, metrics, self.tokenizer, finished=True)
 
@@ -299,34 +396,26 @@ class LLM:
     def _params(self, params: Any) -> Any:
         if params is None:
             return self._default_params
-        ok = isinstance(params, SamplingParams) or _is_list(params)
+        ok = isinstance(params, SamplingParams) or is_list(params)
         check("sampling_params", params, "a SamplingParams or a list of them", ok)
         return params
 
-    def _as_many(self, prompts: Any) -> Sequence[Any]:
-        """The prompts as a sequence, whether one was given or several."""
-        if isinstance(prompts, str | bytes | Mapping):
-            return [prompts]
-        rule = "a prompt or a list of prompts"
-        check("prompts", prompts, rule, _is_list(prompts))
-        is_one = len(prompts) > 0 and (
-            is_int(prompts[0]) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1)
-        )
-        return [prompts] if is_one else prompts
-
     def read_prompt[T](
-        self, prompt: Any, admit: Callable[..., T], *, cuts: str | None = None
+        self,
+        prompt: Any,
+        admit: Callable[..., T],
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
     ) -> tuple[str | None, T]:
-        """Return a prompt's text, where it was given as text, and what is made of its token ids and its salt.
-
-        `cuts`: as `encode` takes it.
+        """Return a prompt's text, where it was given as text, and what `admit` makes of its token ids and its
+        salt. `cuts`: as `encode` takes it. Raises `InputError`.
         """
         text, token_ids, salt = prompt, None, None
         if isinstance(prompt, Mapping):
-            for key in prompt:
-                check("key of a prompt", key, f"one of {', '.join(PROMPT_KEYS)}", key in PROMPT_KEYS)
-            text, token_ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
-        elif _is_list(prompt):
+            check_prompt_keys(prompt)
+            text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
+        elif is_list(prompt):
             text, token_ids = None, prompt
         if not isinstance(text, str) and not (text is None and token_ids is not None):
             raise InputError(
@@ -334,7 +423,7 @@ class LLM:
                 "or 'prompt_token_ids'"
             )
         if token_ids is None:
-            token_ids = self.encode(str(text), cuts=cuts)
+            token_ids = self.encode(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
         return text, admit(token_ids, cache_salt=salt)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
@@ -368,50 +457,6 @@ class LLM:
         return max(map(len, self.tokenizer.get_vocab() if self.tokenizer else [""]))
 
 
-@dataclasses.dataclass
-class _Progress:
-    """How a call of `generate` goes; both speeds are over its whole time."""
-
-    prompt_lens: dict[int, int]  # of requests without an answer so far
-    num_prompt_tokens: int = 0
-    num_new_tokens: int = 0
-    start: float = dataclasses.field(default_factory=time.perf_counter)
-
-    def after(self, delta: Delta) -> str:
-        self.num_prompt_tokens += self.prompt_lens.pop(delta.request_id, 0)
-        self.num_new_tokens += len(delta.token_ids)
-        return speeds(time.perf_counter() - self.start, self.num_prompt_tokens, self.num_new_tokens)
-
-
-def speeds(seconds: float, num_prompt_tokens: int, num_new_tokens: int) -> str:
-    prompt, new = (n / (seconds or 1) for n in (num_prompt_tokens, num_new_tokens))
-    return f"prompt {prompt:.0f} tok/s, generated {new:.0f} tok/s"
-
-
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     """The config of `LLM`'s options. Raises `InputError`."""
     return EngineConfig(**vllm_options.translated(options, tuple(EngineConfig.__dataclass_fields__)))
-
-
-def _is_list(value: Any) -> bool:
-    """Whether it has members that count: of an array, a dimension; a text is one thing."""
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
-    """A list with one for each prompt; one value that is no list is everybody's."""
-    if not _is_list(value):
-        return [value] * num_prompts
-    if len(value) != num_prompts:
-        raise InputError(f"{name} has {len(value)} entries, must have one for each of {num_prompts} prompts")
-    return list(value)
-
-
-def _naming_prompt[T](i: int, num_prompts: int, read: Callable[..., T], *args: Any) -> T:
-    """What `read` gives; its `InputError` says which prompt is at fault, where there are several."""
-    try:
-        return read(*args)
-    except InputError as error:
-        raise error if num_prompts == 1 else InputError(f"prompt {i}: {error}") from error

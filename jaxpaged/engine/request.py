@@ -179,10 +179,11 @@ class Door:
         prompt_token_ids: Sequence[int] | np.ndarray,
         params: BeamSearchParams,
         *,
+        priority: int = 0,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[Request]:
-        """The requests of a beam search, a row each, to be queued together. Raises `InputError`."""
+        """Return the requests of a beam search, a row each, to be queued together. Raises `InputError`."""
         check("params", params, "a BeamSearchParams", isinstance(params, BeamSearchParams))
         width, most = params.beam_width, self.config.max_num_seqs
         check("beam_width", width, f"at most max_num_seqs={most}", width <= most)
@@ -193,7 +194,7 @@ class Door:
             logprobs=2 * width,
             detokenize=False,
         )
-        first = self._first(prompt_token_ids, as_sampled, 0, cache_salt, lora_request)
+        first = self._first(prompt_token_ids, as_sampled, priority, cache_salt, lora_request)
         first = dataclasses.replace(first, beams=params)
         self._check_blocks(first)
         return [dataclasses.replace(first, index=i) for i in range(first.group_size)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -68,8 +69,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
     async def sample() -> None:
         while True:
-            service.metrics.sample()
-            service.metrics.keep()
+            try:
+                service.metrics.sample()
+                service.metrics.keep()
+            except Exception:
+                logging.getLogger("jaxpaged.serve").exception("the statistics of this moment are missing")
             await asyncio.sleep(SAMPLE_S)
 
     sampling = asyncio.create_task(sample())

@@ -1,4 +1,4 @@
-"""The command line of `jaxpaged serve` and `jaxpaged bench serve`. Imports nothing heavy at the top."""
+"""The command line of `jaxpaged serve`. Imports nothing heavy at the top."""
 
 import argparse
 import importlib.util
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.checks import InputError, check, shown
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import config_of
 from jaxpaged.serve.options import ServerOptions
 
 # What the extra `serve` brings, and what each of our commands needs of it.
@@ -25,11 +25,10 @@ def add_serve(
     commands: Commands,
     add_engine_options: Callable[[argparse.ArgumentParser], None],
     engine_options: Callable[[argparse.Namespace], dict[str, Any]],
-    model_options: Callable[[argparse.Namespace], dict[str, Any]],
 ) -> None:
-    """Add the command. The options of the engine and the model are those of the other commands."""
+    """Add the command. Options of the engine are those of the other commands."""
     serve = commands.add_parser("serve", help="an OpenAI-compatible server, with metrics and a live page")
-    serve.set_defaults(command=lambda args: run(args, engine_options(args), model_options(args)))
+    serve.set_defaults(command=lambda args: run(args, engine_options(args)))
     serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     serve.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
     group = serve.add_argument_group("server")
@@ -42,18 +41,7 @@ def add_serve(
         metavar="KEY",
         help=f"asked for under /v1; may be given repeatedly (default: ${KEY_VARIABLE}, or none)",
     )
-    group.add_argument(
-        "--served-model-name",
-        nargs="+",
-        dest="served_model_names",
-        metavar="NAME",
-        help="what the model is called, the first one in answers (default: as --model)",
-    )
-    group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own")
-    group.add_argument(
-        "--tool-call-parser",
-        help="how the model writes calls of tools: auto (default), hermes, llama3_json or mistral",
-    )
+    add_model_options(group)
     group.add_argument(
         "--max-queue", type=int, help="answers that may wait; more are refused with 429 (default 1000)"
     )
@@ -78,12 +66,6 @@ def add_serve(
         "--allow-credentials", action="store_true", default=None, help="let browsers send them, too"
     )
     group.add_argument(
-        "--lora-modules",
-        nargs="+",
-        metavar="NAME=DIR",
-        help="adapters of PEFT's, each asked for by its name in place of the model's; with --enable-lora",
-    )
-    group.add_argument(
         "--enable-lora-updates",
         action="store_true",
         default=None,
@@ -93,13 +75,33 @@ def add_serve(
     add_engine_options(serve)
 
 
-def run(
-    args: argparse.Namespace, engine_options: Mapping[str, Any], model_options: Mapping[str, Any]
-) -> None:
+def add_model_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of a server that say how the model is called, and what its answers mean."""
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        dest="served_model_names",
+        metavar="NAME",
+        help="what the model is called, the first one in answers (default: as --model)",
+    )
+    group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own")
+    group.add_argument(
+        "--tool-call-parser",
+        help="how the model writes calls of tools: auto (default), hermes, llama3_json or mistral",
+    )
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=DIR",
+        help="adapters of PEFT's, each asked for by its name in place of the model's; with --enable-lora",
+    )
+
+
+def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     """Serve until a signal ends it. Raises `InputError`, also where the packages are missing."""
     args.model = args.model if args.model_tag is None else args.model_tag
     options = server_options(args)
-    config = EngineConfig(**engine_options)  # mistakes are told before anything heavy is loaded
+    config = config_of(engine_options)  # mistakes are told before anything heavy is loaded
     if options.lora_modules or options.enable_lora_updates:
         check("enable_lora", config.enable_lora, "True for adapters", config.enable_lora)
     require(SERVER_NEEDS, "serve")
@@ -110,7 +112,7 @@ def run(
     from jaxpaged.serve import server
 
     if config.process_id:  # works for process 0, which listens; ends by `SystemExit`
-        AsyncLLM(args.model, **model_options, **engine_options)
+        AsyncLLM(args.model, **engine_options)
     bound = server.bind(options)
     logging.use_absl_handler()
     if args.verbose:
@@ -119,7 +121,7 @@ def run(
     if not (options.host in LOOPBACK or options.host.startswith("127.") or options.api_keys):
         _say(f"jaxpaged: anybody who reaches {options.host} may use the model: there is no --api-key")
     with bound:
-        llm = AsyncLLM(args.model, **model_options, **engine_options)
+        llm = AsyncLLM(args.model, **engine_options)
         name = (options.served_model_names or (args.model,))[0]
         server.run(llm, str(args.model), options, bound, lambda url: print(_ready(url, name), flush=True))
 

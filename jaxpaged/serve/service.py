@@ -17,12 +17,13 @@ from jaxpaged.engine.async_llm import Admitted, AsyncLLM
 from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.engine.llm import Prompt
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.engine.texts import TextError
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve.chat_prompts import ChatPrompts
 from jaxpaged.serve.metrics import Metrics, Times
 from jaxpaged.serve.options import ServerOptions
-from jaxpaged.serve.replies import ApiError, EventStream, unless_gone
+from jaxpaged.serve.replies import ApiError, EventStream, event, unless_gone
 from jaxpaged.serve.schemas import Queued
 
 log = logging.getLogger("jaxpaged.serve")
@@ -138,7 +139,7 @@ class Service:
     def stream(self, run: "Run", events: AsyncGenerator[bytes]) -> EventStream:
         slow = ApiError(408, f"over {self.options.max_unread_bytes} bytes of the stream were not read")
         return EventStream(
-            events,
+            _to_the_end(events),
             max_unread_bytes=self.options.max_unread_bytes,
             slow=lambda: run.give_up(slow, "slow_reader"),
             closed=run.close,
@@ -210,6 +211,9 @@ class Run:
         except EngineDeadError as error:
             self._why = "engine_dead"
             raise dead(error) from error
+        except TextError as error:
+            self._why = "text"
+            raise ApiError(500, str(error)) from error
         finally:
             self.close()
 
@@ -255,6 +259,17 @@ class Run:
             "given_up": why,
         }
         log.info("request", extra={"fields": line})
+
+
+async def _to_the_end(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield the events; an error of the server's own is the last of them, not a connection that breaks."""
+    try:
+        async with aclosing(events):
+            async for each in events:
+                yield each
+    except Exception as error:
+        log.exception("a stream ends by an error")
+        yield event(ApiError(500, f"{type(error).__name__}: the server's log says more").body)
 
 
 def dead(error: EngineDeadError) -> ApiError:

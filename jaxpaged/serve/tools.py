@@ -4,6 +4,7 @@ What is read is the same however the text is cut. Text that turns out to be no c
 """
 
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -14,7 +15,11 @@ from typing import Any, Protocol
 
 ARGUMENTS = ("arguments", "parameters")
 SPACE = " \t\r\n"
-MAX_HELD = 2**16  # characters of what may become a call; more is text
+MAX_HELD = 2**16  # characters of an object in which nothing speaks for a call yet; more is text
+# What goes on with a JSON string, or with a list or an object, whatever it is.
+IN_STRING = re.compile(r'[^"\\]+')
+IN_NEST = re.compile(r'[^"{}\[\]]+')
+SPACES = re.compile(f"[{SPACE}]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +60,30 @@ class _Value:
     """Where a JSON value ends, character by character."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.first = ""  # character
+        self._parts: list[str] = []
         self._depth, self._in_string, self._escaped = 0, False, False
 
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    @property
+    def filling(self) -> re.Pattern[str] | None:
+        """What goes on with it, and may come in one piece; None where each character may matter."""
+        if self._in_string:
+            return None if self._escaped else IN_STRING
+        return IN_NEST if self._depth else None
+
     def takes(self, char: str) -> bool:
-        """Whether the character is part of it; the first that is not ends it."""
+        """Return whether the character is part of it; the first that is not ends it.
+
+        It may be several that match `filling`.
+        """
         if self._in_string:
             self._in_string = self._escaped or char != '"'
             self._escaped = not self._escaped and char == "\\"
-        elif self.is_complete or (not self._depth and self.text and char in ",}]" + SPACE):
+        elif self.is_complete or (not self._depth and self.first and char in ",}]" + SPACE):
             return False
         elif char == '"':
             self._in_string = True
@@ -71,35 +91,57 @@ class _Value:
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
-        self.text += char
+        self.first = self.first or char[0]
+        self._parts.append(char)
         return True
 
     @property
     def is_complete(self) -> bool:
         """Of a string, an object or a list; a number ends with what comes behind it."""
-        return bool(self.text) and not self._depth and not self._in_string and self.text[0] in '"{['
+        return bool(self.first) and not self._depth and not self._in_string and self.first in '"{['
 
 
 class _CallObject:
     """One JSON object with a name and arguments: announced, and given on, as soon as both are known."""
 
     def __init__(self, *, needs_arguments: bool) -> None:
-        self.raw = ""  # all of it so far
+        self._raw: list[str] = []  # all of it, until it is announced
+        self.num_raw = 0  # characters
         self.is_announced = self.is_done = self.is_wrong = False
         self._needs_arguments = needs_arguments
         self._name: str | None = None
         self._state, self._key = "{", ""
         self._value = _Value()
-        self._arguments = ""  # that wait for the name
+        self._arguments: list[str] = []  # that wait for the name
+
+    @property
+    def raw(self) -> str:
+        """All of it so far, while it may turn out to be no call."""
+        return "".join(self._raw)
+
+    @property
+    def filling(self) -> re.Pattern[str] | None:
+        """As `_Value.filling`."""
+        return self._value.filling
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether something in it speaks for a call."""
+        return self._name is not None or self._key in ARGUMENTS or bool(self._arguments)
 
     def feed(self, char: str) -> list[Piece]:
-        """Sets `is_done` with the brace that closes it, `is_wrong` where it is no such object."""
-        self.raw += char
+        """Set `is_done` with the brace that closes it, `is_wrong` where it is no such object.
+
+        `char` may be several characters that match `filling`.
+        """
+        if not self.is_announced:
+            self._raw.append(char)
+            self.num_raw += len(char)
         if self._state == "value":
             pieces = self._feed_value(char)
             if pieces is not None:
                 return pieces
-        if self._state == "key" and (char == '"' or self._value.text):
+        if self._state == "key" and (char == '"' or self._value.first):
             self._value.takes(char)
             if self._value.is_complete:
                 self._key, self._value, self._state = _decoded(self._value.text), _Value(), ":"
@@ -120,18 +162,18 @@ class _CallObject:
     def _feed_value(self, char: str) -> list[Piece] | None:
         """None where the character lies behind the value, and is still to be read."""
         value, is_arguments = self._value, self._key in ARGUMENTS
-        if not value.text and char in SPACE:
+        if not value.first and char in SPACE:
             return []
-        if not value.text and char in ",:]}":
+        if not value.first and char in ",:]}":
             self.is_wrong = True
             return []
         if not value.takes(char):
             self._value, self._state = _Value(), ","
             self.is_wrong |= self._key == "name" and self._name is None
             return None
-        if is_arguments and value.text[0] != '"':
+        if is_arguments and value.first != '"':
             return self._give(char)
-        if not value.is_complete or value.text[0] != '"':
+        if not value.is_complete or value.first != '"':
             return []
         self._value, self._state = _Value(), ","
         if is_arguments:  # JSON that was written down as a text
@@ -139,13 +181,13 @@ class _CallObject:
         if self._key == "name" and self._name is None:
             self._name = _decoded(value.text) or None
             self.is_wrong = self._name is None
-            waiting, self._arguments = self._arguments, ""
+            waiting, self._arguments = "".join(self._arguments), []
             return self._give(waiting) if waiting else []
         return []
 
     def _give(self, text: str) -> list[Piece]:
         if self._name is None:
-            self._arguments += text
+            self._arguments.append(text)
             return []
         begin: list[Piece] = [] if self.is_announced else [Begin(self._name)]
         self.is_announced = True
@@ -176,16 +218,38 @@ class _Calls:
         self._held = ""  # may be the beginning of a mark
         self._call: _CallObject | None = None
         self._before = ""  # of the call under way: to be given as text if it is none
+        self._gap: list[str] = []  # white space behind it
         self._in_calls = False
 
     def feed(self, text: str) -> list[Piece]:
+        """Read character by character, and in one piece what cannot matter, so that it takes linear time."""
         pieces: list[Piece] = []
-        for char in text:
-            pieces += self._feed_call(char) if self._in_calls else self._feed_text(char)
+        at = 0
+        while at < len(text):
+            end = self._end_of_run(text, at)
+            run, at = text[at:end], end
+            pieces += self._feed_call(run) if self._in_calls else self._feed_text(run)
         return joined(pieces)
+
+    def _end_of_run(self, text: str, at: int) -> int:
+        """Return the end of the characters from `at` on that may be read as one."""
+        if not self._in_calls:
+            if self._held:
+                return at + 1
+            ends = [end for mark in self.marks if (end := text.find(mark[0], at)) >= 0]
+            return max(min(ends, default=len(text)), at + 1)
+        filling = self._filling
+        found = filling.match(text, at) if filling is not None else None
+        return found.end() if found else at + 1
+
+    @property
+    def _filling(self) -> re.Pattern[str] | None:
+        """What changes nothing where calls stand."""
+        return SPACES if self._call is None else self._call.filling
 
     def finish(self) -> list[Piece]:
         """A call that has begun stays as far as it came; what has not is text."""
+        self._close_gap()
         call, held = self._call, self._held
         self._held, self._call = "", None
         if self._in_calls and call is not None:
@@ -207,9 +271,14 @@ class _Calls:
 
     def _feed_call(self, char: str) -> list[Piece]:
         if self._call is None:
+            if char[0] in SPACE:
+                self._gap.append(char)
+                return []
+            self._close_gap()
             return self._between(char)
         pieces = self._call.feed(char)
-        if self._call.is_done or self._call.is_wrong or len(self._call.raw) > MAX_HELD:
+        is_long = self._call.num_raw > MAX_HELD and not self._call.is_likely
+        if self._call.is_done or self._call.is_wrong or is_long:
             call, self._call = self._call, None
             if not call.is_announced:
                 return self._as_text(call.raw)
@@ -219,8 +288,12 @@ class _Calls:
         return pieces
 
     def _between(self, char: str) -> list[Piece]:
-        """Before, between and behind the objects of a place with calls."""
+        """Read a character, no white space, before, between and behind the objects of a place with calls."""
         raise NotImplementedError
+
+    def _close_gap(self) -> None:
+        self._before += "".join(self._gap)
+        self._gap = []
 
     def _begin(self, char: str) -> list[Piece]:
         self._call = _CallObject(needs_arguments=self.needs_arguments)
@@ -260,6 +333,10 @@ class Mistral(_Calls):
     def __init__(self) -> None:
         super().__init__()
         self._value: _Value | None = None  # the arguments behind a name
+
+    @property
+    def _filling(self) -> re.Pattern[str] | None:
+        return super()._filling if self._value is None else self._value.filling
 
     def _feed_call(self, char: str) -> list[Piece]:
         if self._value is not None:
@@ -313,14 +390,11 @@ PARSERS: dict[str, type[_Calls]] = {"hermes": Hermes, "llama3_json": Llama3, "mi
 def joined(pieces: list[Piece]) -> list[Piece]:
     """Neighbouring pieces of text, and of arguments, as one."""
     made: list[Piece] = []
-    for piece in pieces:
-        last = made[-1] if made else None
-        if isinstance(piece, Text) and isinstance(last, Text):
-            made[-1] = Text(last.text + piece.text)
-        elif isinstance(piece, Arguments) and isinstance(last, Arguments):
-            made[-1] = Arguments(last.text + piece.text)
+    for kind, same in itertools.groupby(pieces, type):
+        if kind is Begin:
+            made += same
         else:
-            made.append(piece)
+            made.append(kind("".join(piece.text for piece in same if not isinstance(piece, Begin))))
     return made
 
 
@@ -337,12 +411,16 @@ def call_id(parser: str) -> str:
 
 
 class ToolDeltas:
-    """Pieces as OpenAI's deltas for a stream; `calls` is what they come to."""
+    """Pieces as OpenAI's deltas for a stream.
+
+    `calls` is what they come to: with their arguments once the last text has been read.
+    """
 
     def __init__(self, parser: str, *, parallel: bool = True) -> None:
         self._parser: Parser = PARSERS[parser]()
         self._kind, self._parallel = parser, parallel
         self.calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []  # of each call, in the pieces in which they came
         self._is_dropped = False
         self._space = ""  # behind a call: left out, unless text follows
 
@@ -362,8 +440,12 @@ class ToolDeltas:
                     function = {"name": piece.name, "arguments": ""}
                     call = {"id": call_id(self._kind), "type": "function", "function": function}
                     self.calls.append(call)
+                    self._arguments.append([])
                     yield {"tool_calls": [{"index": len(self.calls) - 1, **call, "function": {**function}}]}
             elif not self._is_dropped:
-                self.calls[-1]["function"]["arguments"] += piece.text
+                self._arguments[-1].append(piece.text)
                 index, function = len(self.calls) - 1, {"arguments": piece.text}
                 yield {"tool_calls": [{"index": index, "function": function}]}
+        if is_last:
+            for its, parts in zip(self.calls, self._arguments, strict=True):
+                its["function"]["arguments"] = "".join(parts)

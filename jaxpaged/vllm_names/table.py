@@ -157,7 +157,6 @@ ENGINE: dict[str, Verdict] = {
     **_only("another place for downloads", "download_dir", use="the variable HF_HOME"),
     **_only("a key for the hub", "hf_token", True, False, use="the variable HF_TOKEN"),
     **_only("other sampling defaults", "override_generation_config", use="SamplingParams"),
-    **_only("the server's chat template", "chat_template", use="a tokenizer with that template"),
     **_only(
         "reasoning taken out of the text",
         "enable_reasoning reasoning_parser reasoning_parser_plugin reasoning_config",

@@ -1,6 +1,6 @@
 """Make a tiny model of each family, in families/, and what transformers computes for it.
 
-Run once, with Python 3.11, torch 2.13.0 (CPU) and transformers 5.23.0:
+Run once, with Python 3.11, torch 2.13.0 (CPU) and transformers 5.23.0 (from seed_oss on, 5.24.0):
     python tests/goldens/make_families.py [name ...]
 Each folder gets config.json, model.safetensors (in float16, which all numbers were rounded to beforehand) and
 golden.json: token ids, the logits after every third of them, and the greedy answer, with the smallest gap
@@ -91,7 +91,123 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 6, "hidden_size": 48},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "attn_config": {"clip_qkv": 1.0}},
 }
+TINY = {"hidden_size": 16, "intermediate_size": 24}
+HALF_WINDOWED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FACTORS = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+# The correction decides between groups of two experts, and the last layer alone has experts.
+ROUTED = {
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "num_hidden_layers": 3,
+}
+VARIANTS |= {
+    "seed_oss": {**TINY, "head_dim": 8, "attention_bias": True, "attention_out_bias": True},
+    "olmo3": {
+        **TINY,
+        **HALF_WINDOWED,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    },
+    "exaone4": {**TINY, **HALF_WINDOWED},
+    "ernie4_5": {**TINY, "head_dim": 8, "use_bias": True},
+    "helium": {**TINY, "head_dim": 4},
+    "olmoe": {**TINY, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "cohere": {**TINY, "logit_scale": 0.25},
+    "cohere_normed": {**TINY, "logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": {**TINY, **HALF_WINDOWED, "logit_scale": 0.25},
+    "glm": {**TINY, "head_dim": 8, "attention_bias": True},
+    "glm4": {**TINY, "head_dim": 8, "attention_bias": True},
+    "granitemoe": {**TINY, **FACTORS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "ministral": {**TINY, **HALF_WINDOWED, "head_dim": 8},
+    "cwm": {**TINY, **HALF_WINDOWED, "head_dim": 8, "rope_parameters": LLAMA3_ROPE},
+    "vaultgemma": {
+        **TINY,
+        **HALF_WINDOWED,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+    },
+    "stablelm": {**TINY, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm_parallel": {**TINY, "use_parallel_residual": True, "partial_rotary_factor": 0.5},
+    "glm4_moe": {**TINY, **ROUTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+    "hunyuan_v1_dense": {
+        **TINY,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    },
+    "apertus": {**TINY, "rope_parameters": LLAMA3_ROPE},
+    "minimax_m2": {
+        **TINY,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "dots1": {
+        **TINY,
+        **ROUTED,
+        **WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {**TINY, **EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 12},
+    "phimoe": {
+        **TINY,
+        "num_local_experts": 5,
+        "router_jitter_noise": 0.2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        # Transformers takes the factors of short sequences for long ones, too.
+        "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.6],
+            "long_factor": [1.0, 2.0],
+            "short_mscale": 1.2,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "phi": {**TINY, "head_dim": 4},
+    "granitemoeshared": {
+        **TINY,
+        **FACTORS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 12,
+    },
+    "arcee": {**TINY, "mlp_bias": True},
+    "nemotron": {**TINY, "head_dim": 8},
+}
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
+MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
 SEEDS = {"mixtral": 100}  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 NUM_TOKENS, EVERY = 40, 3
@@ -115,6 +231,9 @@ def make(name: str, variant: dict[str, Any], seed: int) -> None:
         for parameter_name, parameter in model.named_parameters():
             shake(parameter_name, parameter, is_less_one=model_type.startswith("gemma"))
             parameter.copy_(parameter.half().float())
+        for buffer_name, buffer in model.named_buffers():
+            if "correction_bias" in buffer_name:
+                buffer.normal_(std=0.2).copy_(buffer.half().float())
         token_ids = torch.randint(0, SIZES["vocab_size"], (1, NUM_TOKENS))
         logits = model(token_ids, use_cache=False).logits[0]
         answer, smallest_gap = greedy(model, token_ids)

@@ -3,14 +3,17 @@
 import dataclasses
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import families, gguf_file, loading
 from jaxpaged.models.config import LinearScaling, LongScaling, YarnScaling
-from jaxpaged.models.weights import by_role
-from tests.models.test_decoder import GOLDENS
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.weights import Parts, by_role
+from reference import model as reference_model
+from tests.models.test_decoder import GOLDENS, TOLERANCE, paged_logits
 from tests.tiny_gguf import add_sizes, interleaved
 
 ARCHITECTURES = {
@@ -210,16 +213,30 @@ def test_gemma3s_sixth_layers_see_all_with_a_rope_of_their_own(tmp_path):
     assert gguf_file.model_config(gguf_file.open_file(path), path).layers == layers
 
 
-def test_experts_in_mxfp4_are_dequantised(tmp_path):
-    """As gpt-oss has them."""
-    directory, path = loading.open_checkpoint(GOLDENS / "families" / "gpt_oss"), tmp_path / "a.gguf"
+def test_experts_in_mxfp4(tmp_path):
+    """As gpt-oss has them: dequantised, or kept as they are, and what has other types is not."""
+    directory, path = loading.open_checkpoint(GOLDENS / "mxfp4"), tmp_path / "a.gguf"
+    wide = by_role(directory.config, directory.names, directory.load_weights())
+    weights = dict(directory.load_weights())
+    for name in [name for name in weights if name.endswith("_proj.0")]:  # as files in bfloat16 have them
+        stem = name.removesuffix(".0")
+        weights[stem] = np.stack([weights.pop(f"{stem}.{i}").T for i in range(4)])
+    gpt_oss = GOLDENS / "families" / "gpt_oss"
+    directory = dataclasses.replace(directory, path=gpt_oss, load_weights=lambda: weights)
     write(path, directory, quantised=("gate_exps.weight", "up_exps.weight"))
-    want, found = by_role(directory.config, directory.names, directory.load_weights()), read(path)[1]
-    for role, weight in want.items():
-        is_quantised = role.endswith("gate_up.weight")
-        scale = np.abs(weight).max() if is_quantised else 1e-6
-        np.testing.assert_allclose(found[role], weight, rtol=0, atol=scale / 4, err_msg=role)
-        assert len(np.unique(np.abs(found[role]))) < 100 or not is_quantised
+    found = read(path)[1]
+    for role, weight in wide.items():  # which had the numbers of MXFP4 before
+        np.testing.assert_allclose(found[role], weight, rtol=0, atol=1e-6, err_msg=role)
+    reader = gguf_file.open_file(path)
+    config, names = gguf_file.model_config(reader, path), gguf_file.names(reader, path)
+    tensors, quantisation = gguf_file.load_weights(reader, path), gguf_file.quantisation(reader)
+    model = Decoder(Parts(config, names, tensors, jnp.dtype("float32"), quantisation))
+    experts = model.layers.mlp.gate_up, model.layers.mlp.down
+    kept = [{linear.is_quantised for linear in each.linears} for each in experts]
+    assert kept == [{True}, {False}]
+    tokens = list(range(5, 31))
+    got, want = paged_logits(model, tokens, 8, 13), reference_model.logits(config, found, tokens)
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_all_that_have_a_gguf_architecture_are_tested():

@@ -57,6 +57,8 @@ def read(folder, max_rank=8, dtype=FLOAT32):
         ({"bias": "all"}, {}, r"bias='all' must be 'none': more is not supported"),
         ({"modules_to_save": ["lm_head"]}, {}, r"modules_to_save=\['lm_head'\] must be \[\]: more"),
         ({"init_lora_weights": "pissa_niter_4"}, {}, r"must be one that leaves the model's weights alone"),
+        ({"init_lora_weights": "lora_ga"}, {}, r"must be one that leaves the model's weights alone"),
+        ({"kasa_config": {"beta": 1}}, {}, r"kasa_config={.*} must be None: more is not supported"),
         ({"r": 0}, {}, r"adapter_config.json: r=0 must be a positive int"),
         ({"lora_alpha": "2"}, {}, r"lora_alpha='2' must be a number"),
         ({"rank_pattern": {"(": 2}}, {}, r"rank_pattern has '\(', which is no pattern"),

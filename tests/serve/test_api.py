@@ -3,11 +3,14 @@
 import asyncio
 import concurrent.futures
 import json
+import re
+from contextlib import aclosing
 
 import openai
 import pytest
 
 from jaxpaged import InputError, SamplingParams
+from jaxpaged.engine.texts import TextError
 from jaxpaged.serve.chat_prompts import ChatPrompts
 from jaxpaged.vllm_names.judge import known_names
 from tests import tiny
@@ -107,11 +110,66 @@ def test_echo_and_logprobs_cover_prompt_and_answer(served, stream):
     want = [*result.prompt_logprobs, *answer.logprobs]
     assert told["token_logprobs"] == [e and e[i].logprob for i, e in zip(ids, want, strict=True)]
     assert told["tokens"] == [served.llm.tokenizer.decode([i]) for i in ids]
-    assert told["text_offset"][:3] == [0, len(told["tokens"][0]), len("".join(told["tokens"][:2]))]
+    widths = [len(name) if name in text else 0 for name in told["tokens"]]
+    assert told["text_offset"] == [sum(widths[:i]) for i in range(len(ids))]
     for token, top, entries in zip(ids[1:], told["top_logprobs"][1:], want[1:], strict=True):
         likeliest = [e for e in entries.values() if e.rank <= 2]
         assert {e.decoded_token: e.logprob for e in [*likeliest, entries[token]]} == top
     assert told["top_logprobs"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            TextError(7, ValueError("no text")),
+            "the text of request 7 could not be made .*ValueError: no text",
+        ),
+        (RuntimeError("mine"), "RuntimeError: the server's log says more"),
+    ],
+    ids=["text", "unexpected"],
+)
+def test_an_error_in_one_answer_is_told_to_its_client_alone(served, monkeypatch, error, message):
+    stream = served.llm.stream
+
+    async def broken(prompts, request_id):
+        async with aclosing(stream(prompts, request_id)) as outputs:
+            async for each in outputs:
+                yield each
+                raise error
+
+    asked = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(served.llm, "stream", broken)
+        whole = served.http.post("/v1/completions", json=asked)
+        streamed = served.http.post("/v1/completions", json=asked | {"stream": True}).text
+    assert whole.status_code == 500
+    [last] = re.findall('data: ({"error".*)', streamed)
+    for told in (whole.json()["error"], json.loads(last)["error"]):
+        assert (told["type"], told["code"]) == ("InternalServerError", 500)
+        assert re.search(message, told["message"])
+    served.wait_for_silence()
+    assert served.http.post("/v1/completions", json=asked).status_code == 200
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_places_of_several_answers_with_stop_strings_go_on_from_chunk_to_chunk(served, echo):
+    """Tokens of a stop string lie where they would if it had not been cut."""
+    [first, *_] = answers(served.llm, [PROMPT], max_tokens=12, n=3, seed=3, ignore_eos=True)
+    asked = {"prompt": [PROMPT, "zz"], "max_tokens": 12, "n": 3, "seed": 3, "ignore_eos": True}
+    asked |= {"logprobs": 1, "echo": echo, "stop": [first.text[6:8]], "return_token_ids": True}
+    whole = served.http.post("/v1/completions", json=asked).json()["choices"]
+    assert whole[0]["stop_reason"] == first.text[6:8]
+    told = {choice["index"]: [] for choice in whole}
+    for chunk in events(served.http.post("/v1/completions", json=asked | {"stream": True})):
+        for choice in chunk["choices"]:
+            told[choice["index"]] += choice["logprobs"]["text_offset"]
+    for choice in whole:
+        places, names = (choice["logprobs"][name] for name in ("text_offset", "tokens"))
+        assert told[choice["index"]] == places
+        for place, name in zip(places, names, strict=True):
+            if place + len(name) <= len(choice["text"]) and name != "<|end|>":
+                assert choice["text"][place:].startswith(name)
 
 
 def test_an_echo_alone_is_scored_and_nothing_is_added(served):

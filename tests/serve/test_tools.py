@@ -1,10 +1,12 @@
 """Calls of tools: read from text however it is cut, and told as the openai client expects them."""
 
 import dataclasses
+import json
 
 import openai
 import pytest
 
+from jaxpaged.serve import tools
 from jaxpaged.serve.tools import ToolDeltas
 
 # What a model writes; the text beside the calls; the calls.
@@ -49,6 +51,8 @@ CASES = [
         [("f", '{"x": {"a": 1}}'), ("g", '{"y": 2}')],
     ),
     ("mistral", "[TOOL_CALLS]?? [TOOL", "[TOOL_CALLS]?? [TOOL", []),
+    ("hermes", "<tool_call> \n\t <", "<tool_call> \n\t <", []),
+    ("llama3_json", " \n {} \n", " \n {} \n", []),
 ]
 
 
@@ -68,6 +72,34 @@ def test_calls_are_read_the_same_however_the_text_is_cut(form, text, content, ca
         assert [streamed[i] for i in range(len(streamed))] == calls
         assert [(c["function"]["name"], c["function"]["arguments"]) for c in deltas.calls] == calls
         assert all((len(c["id"]) == 9) == (form == "mistral") for c in deltas.calls)
+
+
+LONG = json.dumps({"text": "x " * 100_000, "n": [*range(20)]})
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {LONG}}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"arguments": {LONG}, "name": "f"}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {json.dumps(LONG)}}}</tool_call>'),
+        ("llama3_json", f'{{"name": "f", "parameters": {LONG}}}'),
+        ("mistral", f'[TOOL_CALLS][{{"name": "f", "arguments": {LONG}}}]'),
+        ("mistral", f"[TOOL_CALLS]f{LONG}"),
+    ],
+)
+def test_long_arguments_arrive_whole_in_linear_time(form, text, monkeypatch):
+    """What is inside of a string or between brackets is read in one piece."""
+    pieces, takes = [], tools._Value.takes
+    monkeypatch.setattr(tools._Value, "takes", lambda self, run: pieces.append(run) or takes(self, run))
+    for size in (10_000, len(text)):
+        pieces.clear()
+        deltas, told = ToolDeltas(form), []
+        for i in range(0, len(text), size):
+            told += deltas.feed(text[i : i + size], is_last=i + size >= len(text))
+        assert [(c["function"]["name"], c["function"]["arguments"]) for c in deltas.calls] == [("f", LONG)]
+        assert not any("content" in delta for delta in told)
+        assert len(pieces) < 200
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -5,38 +5,75 @@ from typing import Any
 
 from jaxpaged.checks import InputError, shown
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.families.apertus import APERTUS
 from jaxpaged.models.families.bloom import BLOOM
+from jaxpaged.models.families.cohere import COHERE, COHERE2
+from jaxpaged.models.families.dots import DOTS1
+from jaxpaged.models.families.exaone import EXAONE4
 from jaxpaged.models.families.falcon import FALCON
 from jaxpaged.models.families.family import Family, Gguf
-from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
+from jaxpaged.models.families.glm import GLM, GLM4, GLM4_MOE
 from jaxpaged.models.families.gpt2 import GPT2
 from jaxpaged.models.families.gpt_neox import GPT_NEOX
 from jaxpaged.models.families.gpt_oss import GPT_OSS
+from jaxpaged.models.families.granite_moe import GRANITEMOE, GRANITEMOESHARED
 from jaxpaged.models.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
+from jaxpaged.models.families.minimax import MINIMAX_M2
 from jaxpaged.models.families.mixtral import MIXTRAL
 from jaxpaged.models.families.mpt import MPT
-from jaxpaged.models.families.olmo2 import OLMO2
+from jaxpaged.models.families.near_llama import ARCEE, CWM, ERNIE4_5, HELIUM, HUNYUAN, MINISTRAL, SEED_OSS
+from jaxpaged.models.families.nemotron import NEMOTRON
+from jaxpaged.models.families.olmo import OLMO2, OLMO3, OLMOE
 from jaxpaged.models.families.opt import OPT
+from jaxpaged.models.families.phi import PHI, PHIMOE
 from jaxpaged.models.families.phi3 import PHI3
-from jaxpaged.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from jaxpaged.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jaxpaged.models.families.stablelm import STABLELM
 from jaxpaged.models.families.starcoder2 import STARCODER2
 from jaxpaged.models.fields import Fields
 
 FAMILIES = (
     LLAMA,
     MISTRAL,
+    MINISTRAL,
     MIXTRAL,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
     GEMMA,
     GEMMA2,
     GEMMA3,
+    VAULTGEMMA,
+    PHI,
     PHI3,
+    PHIMOE,
     GPT_OSS,
+    GLM,
+    GLM4,
+    GLM4_MOE,
+    MINIMAX_M2,
+    SEED_OSS,
+    COHERE,
+    COHERE2,
+    EXAONE4,
     GRANITE,
+    GRANITEMOE,
+    GRANITEMOESHARED,
+    HUNYUAN,
+    ERNIE4_5,
+    DOTS1,
+    APERTUS,
     OLMO2,
+    OLMO3,
+    OLMOE,
     SMOLLM3,
+    NEMOTRON,
+    ARCEE,
+    CWM,
+    HELIUM,
+    STABLELM,
     STARCODER2,
     FALCON,
     GPT_NEOX,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxpaged.checks import InputError
 from jaxpaged.models.config import Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
@@ -15,6 +16,16 @@ MOE_NAMES = Names(
         "router": f"{llama.LAYER}.mlp.gate",
         "experts.gate_up": (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj"),
         "experts.down": f"{EXPERT}.down_proj",
+    }
+)
+
+SHARED = f"{llama.LAYER}.mlp.shared_expert"
+QWEN2_MOE_NAMES = Names(
+    table=MOE_NAMES.table
+    | {
+        "shared.gate_up": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
+        "shared.down": f"{SHARED}.down_proj",
+        "shared_gate": f"{SHARED}_gate",
     }
 )
 
@@ -53,6 +64,27 @@ def read_qwen3_moe(f: Fields) -> ModelConfig:
     return ModelConfig(**same, experts=experts)
 
 
+def read_qwen2_moe(f: Fields) -> ModelConfig:
+    """Qwen2 with experts, one of which all tokens have, as far as a gate lets it."""
+    f.only("decoder_sparse_step", 1)
+    f.only("mlp_only_layers", [])
+    experts = Experts(
+        num_experts=f.size("num_experts", 60),
+        num_chosen=f.size("num_experts_per_tok", 4),
+        renormalise=f.flag("norm_topk_prob"),
+        shared_size=f.size("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+    same = llama.common(f) | {"intermediate_size": f.size("moe_intermediate_size", 1408)}
+    f.only("use_sliding_window", False)
+    types = ["full_attention"] * f.size("num_hidden_layers")
+    full = LayerKind(rope=f.rope(same["head_dim"]))
+    layers = f.layer_kinds(types, sliding=full, full=full)
+    if "sliding_attention" in f.get("layer_types", types):
+        raise InputError("model config: layer_types must all be 'full_attention' in 'qwen2_moe'")
+    return ModelConfig(**same, qkv_bias=f.flag("qkv_bias", True), experts=experts, layers=layers)
+
+
 def _layers(f: Fields, head_dim: int) -> tuple[LayerKind, ...]:
     """The first `max_window_layers` see all, the others a window, if one is to be used."""
     rope, num_layers = f.rope(head_dim), f.size("num_hidden_layers")
@@ -63,6 +95,7 @@ def _layers(f: Fields, head_dim: int) -> tuple[LayerKind, ...]:
     return f.layer_kinds(types, sliding=LayerKind(rope=rope, sliding_window=window), full=full)
 
 
+_SHARED_SIZE = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 QWEN2 = Family(
     model_type="qwen2",
     models="Qwen2, Qwen2.5 and Qwen2.5-Coder",
@@ -70,6 +103,14 @@ QWEN2 = Family(
     names=llama.names,
     defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
     gguf=(Gguf(architecture="qwen2"),),
+)
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    models="Qwen1.5-MoE A2.7B, Qwen2 57B-A14B",
+    read=read_qwen2_moe,
+    names=lambda config: QWEN2_MOE_NAMES,
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 16},
+    gguf=(Gguf(architecture="qwen2moe", metadata=_SHARED_SIZE),),
 )
 QWEN3 = Family(
     model_type="qwen3",

@@ -10,13 +10,15 @@ from jaxpaged.checks import check, checked_int
 class LoRARequest:
     """A low-rank adapter as PEFT saves them: a directory with adapter_config.json and its weights.
 
-    Adapters are told apart by `lora_int_id`, from 1 on; the name is for people. What was read under an id is
-    used until that is removed (`LLM.remove_lora`). Raises `InputError`.
+    Adapters are told apart by `lora_int_id`, from 1 on; the name is for people, and so is `base_model_name`,
+    the model that the adapter was made for. What was read under an id is used until that is removed
+    (`LLM.remove_lora`). Raises `InputError`.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | os.PathLike[str]
+    base_model_name: str | None = None
 
     def __post_init__(self) -> None:
         is_name = isinstance(self.lora_name, str) and self.lora_name != ""
@@ -29,3 +31,17 @@ class LoRARequest:
         path = os.fspath(self.lora_path)
         check("lora_path", path, "the name of a directory", isinstance(path, str) and "\0" not in path)
         object.__setattr__(self, "lora_path", path)
+        base = self.base_model_name
+        check("base_model_name", base, "None or a string", base is None or isinstance(base, str))
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        return str(self.lora_path)
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id

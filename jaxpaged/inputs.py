@@ -1,0 +1,43 @@
+"""Forms of a prompt, under vLLM's names: what `LLM.generate` and others take. Imports nothing heavy."""
+
+from collections.abc import Sequence
+from typing import Any, NotRequired, TypedDict
+
+from jaxpaged.checks import check
+
+__all__ = ["PromptType", "TextPrompt", "TokensPrompt", "check_prompt_keys"]
+
+# What a prompt that is a mapping may say, beside fields of vLLM's for inputs that are not text.
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+NOT_TEXT = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "token_type_ids")
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. Only prompts of the same `cache_salt` share blocks."""
+
+    prompt: str
+    cache_salt: NotRequired[str | None]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; `prompt` is its text, which is told back and not read."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str | None]
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
+
+
+def check_prompt_keys(prompt: Any) -> None:
+    """Check that a mapping has only what a prompt may have; inputs that are not text must be empty.
+
+    Raises `InputError`.
+    """
+    for key, value in prompt.items():
+        if key in NOT_TEXT:
+            is_empty = value is None or (hasattr(value, "__len__") and len(value) == 0)
+            check(key, value, "left out: inputs that are not text are not supported", is_empty)
+        else:
+            check("key of a prompt", key, f"one of {', '.join(KEYS)}", key in KEYS)

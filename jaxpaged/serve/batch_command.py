@@ -1,0 +1,120 @@
+"""The command line of `jaxpaged run-batch`. Imports nothing heavy at the top."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.checks import InputError, check, checked_int
+from jaxpaged.config import config_of
+from jaxpaged.serve.command import Commands, add_model_options, require, server_options
+
+NEEDS = ("fastapi", "prometheus_client")
+EXIT_ERROR = 1  # the engine has died
+
+
+def add_run_batch(
+    commands: Commands,
+    add_engine_options: Callable[[argparse.ArgumentParser], None],
+    engine_options: Callable[[argparse.Namespace], dict[str, Any]],
+) -> None:
+    batch = commands.add_parser(
+        "run-batch", help="answer a file of requests, in the form of OpenAI's batches"
+    )
+    batch.set_defaults(command=lambda args: run(args, engine_options(args)))
+    group = batch.add_argument_group("batch")
+    group.add_argument(
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, each with custom_id, method, url and body; - for standard input",
+    )
+    group.add_argument(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="a line is added for each answer as it comes; what is in the file already is not asked again",
+    )
+    group.add_argument(
+        "--max-inflight",
+        type=int,
+        metavar="N",
+        help="requests under way at a time (default: four times the sequences that run together)",
+    )
+    group.add_argument("--max-body-bytes", type=int, help="of a request (default 4 MiB)")
+    group.add_argument("--max-nesting", type=int, help="levels of a request's JSON (default 64)")
+    add_model_options(group)
+    add_engine_options(batch)
+
+
+def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
+    """Answer a batch. Returns: the exit code. Raises `InputError`, also where packages are missing."""
+    options = server_options(args)
+    config = config_of(engine_options)  # mistakes are told before anything heavy is loaded
+    if options.lora_modules:
+        check("enable_lora", config.enable_lora, "True for adapters", config.enable_lora)
+    most = 4 * config.max_num_seqs * config.data_parallel_size
+    if args.max_inflight is not None:
+        most = checked_int("max_inflight", args.max_inflight, "an int in [1, 65536]", 1, 65536)
+    _check_files(args.input_file, args.output_file)
+    require(NEEDS, "serve")
+
+    from tqdm import tqdm
+
+    from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.engine.handle import EngineDeadError
+    from jaxpaged.serve import batch, batch_files
+
+    if config.process_id:  # works for process 0, which reads the batch; ends by `SystemExit`
+        AsyncLLM(args.model, **engine_options)
+    total = batch_files.count(args.input_file)
+    with batch_files.Output(args.output_file) as output:
+        llm = AsyncLLM(args.model, **engine_options)
+        try:
+            with tqdm(total=total, desc="batch", unit="line") as bar:
+                counts = asyncio.run(
+                    batch.run(
+                        batch.batch_app(llm, str(args.model), options),
+                        batch_files.read(args.input_file, options.max_body_bytes),
+                        output,
+                        max_inflight=most,
+                        max_body_bytes=options.max_body_bytes,
+                        told=bar.update,
+                    )
+                )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f": {output.num_written} answers are written") from None
+        except EngineDeadError as error:
+            _say(
+                f"jaxpaged: {error}; {output.num_written} answers are written, and another run goes on from "
+                "there"
+            )
+            return EXIT_ERROR
+        finally:
+            llm.shutdown()
+    _say(
+        f"{counts.answered} answers are written, {counts.failed} of them with an error; "
+        f"{counts.skipped} were there before"
+    )
+    return 0
+
+
+def _check_files(input_file: str, output_file: str) -> None:
+    for name, file in (("--input-file", input_file), ("--output-file", output_file)):
+        is_url = "://" in file
+        check(name, file, "the name of a file, not of a place on the web", not is_url and "\0" not in file)
+    if input_file != "-":
+        check("--input-file", input_file, "a file that exists", Path(input_file).exists())
+        same = Path(output_file).exists() and os.path.samefile(input_file, output_file)
+        if same:
+            raise InputError(f"--output-file {output_file!r} must be another file than --input-file")
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)

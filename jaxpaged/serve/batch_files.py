@@ -1,0 +1,235 @@
+"""The two files of a batch, in OpenAI's form: requests, a line each, and answers, a line each as it comes.
+
+Nothing here holds a whole file: of each line that was seen 16 bytes are kept, to know it again.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from jaxpaged.checks import InputError, check, shown
+
+STANDARD_INPUT = "-"
+INVALID_LINE = "invalid_line"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Bytes of a line beside its body: names, and an id that is not a book.
+MOST_AROUND_BODY = 64 * 2**10
+PIECE = 2**20
+
+
+class LineError(ValueError):
+    """A line that is no request: what is wrong with it, for its line in the output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of the input."""
+
+    number: int  # from 1 on
+    content: bytes | None  # None: it is longer than any request may be
+
+    @property
+    def id(self) -> bytes:
+        """What tells it from other lines, where it has no `custom_id` of its own."""
+        return _digest(b"line %d " % self.number + (self.content or b""))
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request of a batch."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+    @property
+    def id(self) -> bytes:
+        return digest_of(self.custom_id)
+
+
+def digest_of(custom_id: str) -> bytes:
+    """Return what is kept of a `custom_id` to know it again."""
+    return _digest(b"id " + custom_id.encode("utf-8", "surrogatepass"))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def parse(line: Line, urls: Collection[str], max_body_bytes: int) -> Asked:
+    """Return what a line asks. Raises `LineError`."""
+    if line.content is None:
+        raise LineError(f"must have a body of at most {max_body_bytes} bytes")
+    try:
+        value = json.loads(line.content)
+    except (ValueError, RecursionError) as error:
+        raise LineError(f"must be JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LineError(f"must be an object, not {shown(value)}")
+    custom_id, body = value.get("custom_id"), value.get("body")
+    try:
+        check(
+            "custom_id",
+            custom_id,
+            "a string that is not empty",
+            isinstance(custom_id, str) and custom_id != "",
+        )
+        check("method", value.get("method"), "'POST'", value.get("method", "POST") == "POST")
+        check("url", value.get("url"), f"one of {', '.join(sorted(urls))}", value.get("url") in [*urls])
+        check("body", body, "an object", isinstance(body, dict))
+        assert isinstance(body, dict)
+        check("body.stream", body.get("stream"), "false or left out in a batch", not body.get("stream"))
+    except InputError as error:
+        raise LineError(str(error)) from error
+    return Asked(str(custom_id), value["url"], body)
+
+
+def read(file: str, max_body_bytes: int) -> Iterator[Line]:
+    """Yield the lines of a file that are not empty, "-" for standard input. Raises `InputError`."""
+    most, number = max_body_bytes + MOST_AROUND_BODY, 0
+    with _opened(file) as source:
+        while content := _read(source.readline, most + 1):
+            number += 1
+            is_long = len(content) > most and not content.endswith(b"\n")
+            while is_long and not content.endswith(b"\n") and content:
+                content = _read(source.readline, PIECE)
+            if number == 1:
+                content = content.removeprefix(BYTE_ORDER_MARK)
+            if is_long or content.strip():
+                yield Line(number, None if is_long else content.strip())
+
+
+def count(file: str) -> int | None:
+    """Return how many lines a file has, with empty ones; None where it can be read only once."""
+    if file == STANDARD_INPUT or not Path(file).is_file():
+        return None
+    with _opened(file) as source:
+        num_lines, last = 0, b"\n"
+        while piece := source.read(PIECE):
+            num_lines, last = num_lines + piece.count(b"\n"), piece[-1:]
+    return num_lines + (last != b"\n")
+
+
+def _read(readline: Any, most: int) -> bytes:
+    try:
+        return bytes(readline(most))
+    except OSError as error:
+        raise InputError(f"--input-file cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    if file == STANDARD_INPUT:
+        check("--input-file", file, "a file: standard input is closed", sys.stdin is not None)
+        yield sys.stdin.buffer
+        return
+    try:
+        source = Path(file).open("rb")  # noqa: SIM115, closed below
+    except (OSError, ValueError) as error:
+        raise InputError(f"--input-file {shown(file)} cannot be read: {error}") from error
+    with source:
+        yield source
+
+
+class Output:
+    """The file of answers, to which lines are added. What it had before counts as answered.
+
+    A last line that was cut off, by a full disk or a killed process, is taken away. One process at a time
+    may have it. Raises `InputError` where it cannot be written or holds anything but answers of a batch.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.answered: set[bytes] = set()  # requests, by `Asked.id`; and lines that are none, by `Line.id`
+        self.num_written = 0
+        try:
+            self._out = Path(file).open("a+b", buffering=0)  # noqa: SIM115, closed by `__exit__`
+        except (OSError, ValueError) as error:
+            raise InputError(f"--output-file {shown(file)} cannot be written: {error}") from error
+        try:
+            self._lock()
+            self._out.seek(0)
+            self._read_back()
+        except BaseException:
+            self._out.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._out.close()
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """Add a line, at once. Raises `InputError`, and the file ends with the line before."""
+        line = (
+            json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+        )
+        end = self._out.seek(0, io.SEEK_END)
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[self._out.write(left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._out.truncate(end)
+            raise InputError(f"--output-file {shown(self.file)} cannot be written: {error}") from error
+        self.num_written += 1
+
+    def _lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # not on this system
+            return
+        try:
+            fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"--output-file {shown(self.file)} is being written by another run") from error
+        except OSError:  # a file system without locks, or no file: /dev/stdout
+            pass
+
+    def _read_back(self) -> None:
+        if not self._out.seekable() or not Path(self.file).is_file():
+            return
+        end = 0
+        with io.BufferedReader(_Unowned(self._out)) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                if line.strip():
+                    self.answered.add(self._id_of(line, number))
+        if end < self._out.seek(0, io.SEEK_END):
+            self._out.truncate(end)
+
+    def _id_of(self, line: bytes, number: int) -> bytes:
+        try:
+            value = json.loads(line)
+            error = value["error"] or {}
+            if value["response"] is None and error["code"] == INVALID_LINE:
+                return bytes.fromhex(value["id"].rpartition("_")[2])
+            return digest_of(value["custom_id"])
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as wrong:
+            raise InputError(
+                f"--output-file {shown(self.file)} must be new, or that of an earlier run: its line {number} "
+                "is no answer of a batch"
+            ) from wrong
+
+
+class _Unowned(io.RawIOBase):
+    """Reads a file that stays open when this is closed."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return int(self._file.readinto(buffer))
