@@ -1,9 +1,11 @@
 """The engine's fixed sizes and choices, checked once; each message names the value and the rule."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, checked_number
+from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["gguf", "int8", "int4", "fp8"]
@@ -22,6 +24,11 @@ DEFAULT_PREFILL_TOKENS = 512
 MOST_BATCHED_TOKENS = 2**20
 MOST_WIDTHS = 4  # each is a pass through all layers to compile
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
+
+
+def config_of(options: Mapping[str, Any]) -> "EngineConfig":
+    """Return the config of those of `LLM`'s options that are the engine's. Raises `InputError`."""
+    return EngineConfig(**{n: v for n, v in options.items() if n in EngineConfig.__dataclass_fields__})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,9 +78,10 @@ class EngineConfig:
     # where our CPU kernels multiply. On a GPU True needs Hopper, 16 bits and its attention kernel: products
     # are then by our kernel, which was never measured, in place of cuBLAS.
     loop_over_layers: bool | None = None
+    max_logprobs: int = MAX_LOGPROBS  # likeliest tokens that a request may ask to be told of
     # Whether compiled programs and weights as programs read them are kept on disk for the next start.
     keep_programs: bool = True
-    seed: int = 0  # for requests without a seed
+    seed: int = 0  # for requests without a seed: any number of 64 bits
 
     def __post_init__(self) -> None:
         """Raises `InputError`; what is kept is Python's own numbers."""
@@ -139,7 +147,9 @@ class EngineConfig:
             "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]", 0, 1, above=True
         )
         self._set("gpu_memory_utilization", share)
-        self._set_int("seed", "an int in [0, 2**32)", 0, 2**32 - 1)
+        rule = f"an int in [0, {MAX_LOGPROBS}], as many as a step tells of"
+        self._set_int("max_logprobs", rule, 0, MAX_LOGPROBS)
+        self._set("seed", checked_seed("seed", self.seed))
 
     @property
     def num_prefill_tiles(self) -> int:

@@ -20,6 +20,7 @@ GROUND = {
     "jaxpaged/lora",
     "jaxpaged/sampling_params.py",
     "jaxpaged/status.py",
+    "jaxpaged/vllm_names",
     "jaxpaged/untrusted.py",
 }
 ENGINE = {"jaxpaged/memory", "jaxpaged/models", "jaxpaged/engine"}
@@ -30,16 +31,24 @@ ALLOWED = {
     "jaxpaged/arithmetic.py": set(),
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
-    "jaxpaged/config.py": {"jaxpaged/checks.py"},
-    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py"},
+    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
+    "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora": {"jaxpaged/checks.py"},
     "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
     "jaxpaged/channel.py": {"jaxpaged/checks.py"},
+<<<<<<< HEAD
     "jaxpaged/vllm_options.py": {"jaxpaged/checks.py"},
     "jaxpaged/conversations.py": {"jaxpaged/checks.py"},
     "jaxpaged/chat.py": {"jaxpaged/checks.py", "jaxpaged/conversations.py"},
     "jaxpaged/prompt_files.py": {"jaxpaged/conversations.py", *GROUND},
+=======
+    "jaxpaged/vllm_options.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
+    "jaxpaged/chat.py": {"jaxpaged/checks.py"},
+    "jaxpaged/command_line.py": {"jaxpaged/vllm_names"},
+    "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
+>>>>>>> names
     "jaxpaged/prompt_parts.py": {"jaxpaged/prompt_files.py", "jaxpaged/engine", *GROUND},
     "jaxpaged/vocabulary.py": set(),
     "jaxpaged/detokenizer.py": {"jaxpaged/vocabulary.py"},
@@ -89,6 +98,7 @@ ALLOWED = {
         "pallas_kernels",
         "jaxpaged/__init__.py",
         "jaxpaged/chat.py",
+        "jaxpaged/command_line.py",
         "jaxpaged/prompt_files.py",
         "jaxpaged/serve",
         "jaxpaged/bench",

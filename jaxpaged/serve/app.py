@@ -93,8 +93,11 @@ async def _input_error(request: Request, error: InputError) -> Response:
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
-    """The first of what is wrong, with the path to it."""
+    """Tell the first of what is wrong, with the path to it."""
     first: dict[str, Any] = next(iter(error.errors()), {})
+    ours = first.get("ctx", {}).get("error")
+    if isinstance(ours, InputError):
+        return await _input_error(request, ours)
     path = ".".join(str(step) for step in first.get("loc", ()) if step != "body")
     message = f"{path}: {first.get('msg', 'invalid')}" if path else str(first.get("msg", "invalid"))
     return ApiError(400, message, param=path or None).response()
