@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 # What every part of the package may import: small, and without jax.
 GROUND = {
     "jaxpaged/arithmetic.py",
+    "jaxpaged/bounds.py",
     "jaxpaged/checks.py",
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
@@ -29,6 +30,7 @@ ALLOWED = {
     "reference": set(),
     "pallas_kernels": set(),
     "jaxpaged/arithmetic.py": set(),
+    "jaxpaged/bounds.py": set(),
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
     "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/sampling_params.py"},
@@ -38,17 +40,11 @@ ALLOWED = {
     "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
     "jaxpaged/channel.py": {"jaxpaged/checks.py"},
-<<<<<<< HEAD
-    "jaxpaged/vllm_options.py": {"jaxpaged/checks.py"},
+    "jaxpaged/vllm_options.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
     "jaxpaged/conversations.py": {"jaxpaged/checks.py"},
     "jaxpaged/chat.py": {"jaxpaged/checks.py", "jaxpaged/conversations.py"},
-    "jaxpaged/prompt_files.py": {"jaxpaged/conversations.py", *GROUND},
-=======
-    "jaxpaged/vllm_options.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
-    "jaxpaged/chat.py": {"jaxpaged/checks.py"},
     "jaxpaged/command_line.py": {"jaxpaged/vllm_names"},
-    "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", *GROUND},
->>>>>>> names
+    "jaxpaged/prompt_files.py": {"jaxpaged/conversations.py", *GROUND},
     "jaxpaged/prompt_parts.py": {"jaxpaged/prompt_files.py", "jaxpaged/engine", *GROUND},
     "jaxpaged/vocabulary.py": set(),
     "jaxpaged/detokenizer.py": {"jaxpaged/vocabulary.py"},

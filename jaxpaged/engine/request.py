@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np

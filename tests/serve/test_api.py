@@ -291,7 +291,6 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, 400, "structured outputs"),
         ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "x"}]}, 400, "tools.0="),
         ("responses", {"input": "a", "previous_response_id": "r"}, 400, "previous_response_id"),
-<<<<<<< HEAD
         (
             "responses",
             {"input": "a", "tools": [{"type": "web_search"}]},
@@ -302,8 +301,6 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("responses", {"input": "a", "include": ["x"]}, 400, "include.0='x' must be one of message.output"),
         ("responses", {"input": "a", "top_logprobs": 21}, 400, "top_logprobs=21 must be an int in [0, 20]"),
         ("responses", {"input": "a", "tool_choice": "required"}, 400, "structured outputs"),
-=======
-        ("responses", {"input": "a", "tools": [{}]}, 400, "tools is not supported"),
         ("completions", {"prompt": "a", "prompt_embeds": "AAAA"}, 400, "prompt_embeds='AAAA', an option of"),
         ("completions", {"prompt": "a", "best_of": 2}, 400, "best_of=2, an option of vLLM's"),
         ("completions", {"prompt": "a", "regex": "a+"}, 400, "regex='a+', an option of other servers"),
@@ -313,7 +310,6 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("chat/completions", {"messages": MESSAGES, "modalities": ["text", "audio"]}, 400, "modalities="),
         ("responses", {"input": "a", "structured_outputs": {"regex": "a"}}, 400, "structured_outputs="),
         ("responses", {"input": "a", "prompt": {"id": "p"}}, 400, "prompt is not supported"),
->>>>>>> names
         ("nothing", {}, 404, "Not Found"),
     ],
 )
