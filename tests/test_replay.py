@@ -270,7 +270,7 @@ def saved(value: object) -> bytes:
         (lambda file: rewritten(file, state__status=np.zeros((), np.int64)), "must be a file that jaxpaged"),
         (
             lambda file: rewritten(file, header=np.array('{"version": 1}')),
-            "version=1 must be 4, the one that this jaxpaged reads",
+            "version=1 must be 5, the one that this jaxpaged reads",
         ),
     ],
 )  # fmt: skip

@@ -21,7 +21,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from pallas_kernels import layouts
 
-VERSION = 4  # of the file's format
+VERSION = 5  # of the file's format
 
 
 @dataclass(frozen=True)
