@@ -4,8 +4,8 @@ request alone in the same engine, to the last bit.
     python -m tests.engine.fuzz --seconds 1200                    all settings in turns, seeds from 0 on
     python -m tests.engine.fuzz --setting adapters --seed 17      one workload
 
-`groups` and `swapping groups` need two devices: set JAX_NUM_CPU_DEVICES=2. A workload follows from its setting
-and seed alone; `test_fuzz.py` runs a few.
+`groups` and `swapping groups` need two devices: set JAX_NUM_CPU_DEVICES=2. A workload follows from its
+setting and seed alone; `test_fuzz.py` runs a few.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def random_ask(rng: random.Random, seeds: Sequence[int]) -> Ask:
         **some(0.15, frequency_penalty=-0.4),
         **some(0.3, stop_token_ids=tokens[:3]),
         **some(0.15, min_tokens=1),
-        **some(0.15, logit_bias={token: 2.5 for token in tokens[3:6]}),
+        **some(0.15, logit_bias=dict.fromkeys(tokens[3:6], 2.5)),
         **some(0.1, allowed_token_ids=tokens[6:]),
         **some(0.4, logprobs=rng.randrange(4)),
         **some(0.2, prompt_logprobs=rng.randrange(3)),
