@@ -241,8 +241,8 @@ IN_MEMORY = Budget(20000, "half of 40000 bytes", (("of weights", 1568),))
             True,
             None,
             r"needs 16 blocks of 8 tokens, 32768 bytes, but the cache has 8 for use, 16384 bytes: as "
-            r"many as fit into half of 40000 bytes less 1568 of weights; give max_model_len=65, or 'auto' for "
-            r"what fits, or more memory \(gpu_memory_utilization\)$",
+            r"many as fit into half of 40000 bytes less 1568 of weights; give max_model_len=65, or 'auto' "
+            r"for what fits, or more memory \(gpu_memory_utilization\)$",
         ),
         ({}, False, None, 65),  # of a CPU's cache and length nobody has said anything
         ({"max_model_len": 66}, False, None, "^max_model_len=66 needs 9 blocks"),
