@@ -136,6 +136,8 @@ def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, ca
         ("--preemption-mode swap --num-host-blocks 9", {"preemption_mode": "swap", "num_host_blocks": 9}),
         ("--eviction-policy lru_split", {"eviction_policy": "lru_split"}),
         ("--scheduling-policy priority --num-blocks 33", {"scheduling_policy": "priority", "num_blocks": 33}),
+        ("--max-model-len auto", {"max_model_len": "auto"}),
+        ("--max-model-len -1", {"max_model_len": -1}),
         ("--max-model-len 64 --attention xla", {"max_model_len": 64, "attention": "xla"}),
         ("--quantization int8", {"quantization": "int8"}),
         ("--loop host --decode-widths 1 3", {"loop": "host", "decode_widths": [1, 3]}),
@@ -165,6 +167,18 @@ def test_info_prints_the_caches_size(model, capsys):
         chosen = f"xla: {no_native}" if no_native else f"native: {native.instructions()}"
         assert f"{part:<14}{chosen}\n" in out
     assert "jax " in out
+    assert "sequences of up to 128 tokens" in out
+
+
+@pytest.mark.parametrize(("length", "code"), [("auto", 0), ("128", 2)])
+def test_info_says_how_long_a_request_may_be_in_a_small_cache_and_whether_an_engine_would_start(
+    length, code, model, capsys
+):
+    arguments = ["info", "--model", model, *FAST, "--num-blocks", "9", "--max-model-len", length]
+    assert cli.main(arguments) == code
+    out, err = capsys.readouterr()
+    assert "sequences of up to 65 tokens" in out
+    assert ("max_model_len=128 needs 16 blocks of 8 tokens" in err) == bool(code)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +243,8 @@ def test_info_prints_the_caches_size(model, capsys):
         ),
         (
             ["--prompt", "a", "--num-blocks", "2"],
-            "needs 8 blocks of 8 tokens, but num_blocks=2 leaves 1 for use",
+            "max_model_len=128, the model's own, needs 16 blocks of 8 tokens, 32768 bytes, but num_blocks=2 "
+            "leaves 1 for use; give max_model_len=9, or 'auto' for what fits, or num_blocks=17",
         ),
     ],
 )
