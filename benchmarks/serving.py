@@ -121,7 +121,7 @@ def generated(max_num_seqs: int) -> dict[str, Any]:
 
 def _parsed(command: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench_command.add_bench(parser.add_subparsers())
+    bench_command.add_bench(parser.add_subparsers(), lambda parser: None, lambda args: {})
     return parser.parse_args(command)
 
 

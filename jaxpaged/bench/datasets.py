@@ -139,6 +139,7 @@ def _custom(args: argparse.Namespace, path: Path, llm: Any, rng: random.Random) 
             value = _parsed(path, line)
             prompt = value.get("prompt") if isinstance(value, dict) else None
             check("prompt", prompt, "a text that is not empty", isinstance(prompt, str) and prompt != "")
+            assert isinstance(prompt, str)
             output_len = value.get("output_tokens") if fixed is None else fixed
             rule = "an int >= 1 (or give --custom-output-len)"
             output_len = checked_int("output_tokens", output_len, rule, 1)

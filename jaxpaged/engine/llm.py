@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from tqdm import tqdm
 
 from jaxpaged import chat, vllm_options
-from jaxpaged.chat import Message
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, shown
 from jaxpaged.config import EngineConfig
+from jaxpaged.conversations import Message
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.arg_utils import EngineArgs
@@ -31,9 +31,11 @@ from jaxpaged.engine.prompts import (
     as_many,
     is_list,
     naming_prompt,
+    of_prompt,
     one_each,
     template_text,
     tokenization,
+    with_cut,
 )
 from jaxpaged.engine.prompts import Prompt as Prompt
 from jaxpaged.engine.request import Delta, Request
@@ -138,8 +140,8 @@ class LLM(PoolingMethods):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` and `chat` take where no parameters are given."""
-        return self._default_params
+        """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""
+        return self._default_params.clone()
 
     def generate(
         self,
@@ -157,8 +159,9 @@ class LLM(PoolingMethods):
         (`TextPrompt`, `TokensPrompt`), and with a "cache_salt" if only prompts of the same salt may share its
         blocks. `sampling_params` is one for all prompts or a list with one each, and so are `lora_request`,
         None for the model alone, and `priority`, lower first, with `scheduling_policy="priority"`.
-        `tokenization_kwargs` may say whether texts get special tokens: {"add_special_tokens": False}. Nothing
-        runs unless all are valid. May be called from several threads, which then share the engine.
+        `tokenization_kwargs` may say whether texts get special tokens ({"add_special_tokens": False}), and
+        how long prompts are cut ({"truncate_prompt_tokens": 100}, as `SamplingParams` may). Nothing runs
+        unless all are valid. May be called from several threads, which then share the engine.
         """
         return list(
             self.generate_each(
@@ -180,28 +183,35 @@ class LLM(PoolingMethods):
         lora_request: Loras = None,
         priority: Priority = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        on_error: Callable[[int, InputError], None] | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer as `generate` does, but give each result as soon as it and all before it are there.
 
-        Requests are checked and queued at once. Leaving the iteration gives up what is left.
+        Requests are checked and queued at once. Leaving the iteration gives up what is left. `on_error` is
+        called with the place of a prompt that is refused, and why: then all others are answered. Without it
+        the error is raised, and nothing runs.
         """
         many = as_many(prompts)
         params = one_each("sampling_params", self._params(sampling_params), len(many))
         priorities = one_each("priority", 0 if priority is None else priority, len(many))
         adapters = one_each("lora_request", lora_request, len(many))
-        read = functools.partial(self.read_prompt, tokenization_kwargs=tokenization_kwargs)
-        asked = [
-            naming_prompt(
-                i,
-                len(many),
-                read,
-                prompt,
-                functools.partial(self.engine.door.admit, params=its, priority=urgency, lora_request=adapter),
-            )
-            for i, (prompt, its, urgency, adapter) in enumerate(
-                zip(many, params, priorities, adapters, strict=True)
-            )
-        ]
+        asked = []
+        for i, (prompt, its, urgency, adapter) in enumerate(
+            zip(many, params, priorities, adapters, strict=True)
+        ):
+            try:
+                its = with_cut(its, tokenization_kwargs)
+                admit = functools.partial(
+                    self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
+                )
+                cuts = getattr(its, "cuts", None)
+                asked.append(
+                    self.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs, cuts=cuts)
+                )
+            except InputError as error:
+                if on_error is None:
+                    raise of_prompt(i, len(many), error) from error
+                on_error(i, error)
         outputs = self._gather(*self._submit(asked), use_tqdm, self._output)
         next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
         return outputs
@@ -231,6 +241,7 @@ class LLM(PoolingMethods):
         check("messages", messages, "a list of messages, or of such lists", isinstance(messages, Sequence))
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
+        params = one_each("sampling_params", self._params(sampling_params), len(conversations))
         render = functools.partial(
             self.render_chat,
             chat_template=chat_template,
@@ -240,7 +251,10 @@ class LLM(PoolingMethods):
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        prompts = [render(conversation) for conversation in conversations]
+        prompts = [
+            render(conversation, cuts=getattr(its, "cuts", None))
+            for conversation, its in zip(conversations, params, strict=True)
+        ]
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
         )
@@ -327,10 +341,11 @@ class LLM(PoolingMethods):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
     ) -> dict[str, Any]:
         """Return the prompt, as text and as token ids, that the chat template makes of a conversation.
 
-        Options are those of `chat`. Raises `InputError`.
+        Options are those of `chat`; `cuts`: as `tokenize` takes it. Raises `InputError`.
         """
         text = chat.render(
             self.tokenizer,
@@ -343,7 +358,7 @@ class LLM(PoolingMethods):
             kwargs=kwargs,
         )
         # The template writes the special tokens itself: none are added.
-        return {"prompt": text, "prompt_token_ids": self.tokenize(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.tokenize(text, add_special_tokens=False, cuts=cuts)}
 
     def _submit(
         self, asked: Sequence[tuple[str | None, list[Request]]]
@@ -407,9 +422,10 @@ class LLM(PoolingMethods):
         admit: Callable[..., T],
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
     ) -> tuple[str | None, T]:
         """Return a prompt's text, where it was given as text, and what `admit` makes of its token ids and its
-        salt. Raises `InputError`.
+        salt. `cuts`: as `tokenize` takes it. Raises `InputError`.
         """
         text, token_ids, salt = prompt, None, None
         if isinstance(prompt, Mapping):
@@ -423,23 +439,25 @@ class LLM(PoolingMethods):
                 "or 'prompt_token_ids'"
             )
         if token_ids is None:
-            token_ids = self.tokenize(str(text), **tokenization(tokenization_kwargs))
+            token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
         return text, admit(token_ids, cache_salt=salt)
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt.
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
+        """Return the token ids of a prompt. Raises `InputError`.
 
-        One too long for any model's context is refused without being read whole.
+        A text too long for any model's context is refused without being read whole. With `cuts`, "left" or
+        "right", so much is cut off at that end that the rest surely has as many tokens as the context.
         """
         if not text:
             raise InputError("prompt='' must not be empty")
         if self.tokenizer is None:
             raise InputError("prompt must be token ids: the model has no tokenizer")
         max_model_len = self.engine.door.max_model_len
-        if len(text) > max_model_len and len(text) > max_model_len * self._longest_token:
-            raise InputError(
-                f"the prompt has {len(text)} characters, more than max_model_len={max_model_len} tokens hold"
-            )
+        if len(text) > max_model_len and len(text) > (most := max_model_len * self._longest_token):
+            if cuts is None:
+                rule = f"more than max_model_len={max_model_len} tokens hold"
+                raise InputError(f"the prompt has {len(text)} characters, {rule}")
+            text = text[: 2 * most] if cuts == "right" else text[-2 * most :]
         try:
             text.encode()
             token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

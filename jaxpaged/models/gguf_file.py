@@ -11,7 +11,7 @@ that a file does name is used.
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -25,7 +25,7 @@ from jaxpaged.models.fields import Fields
 from jaxpaged.models.gguf_ends import end_tokens
 from jaxpaged.models.gguf_reader import TOKENS, GgufFile, field
 from jaxpaged.models.names import Names
-from jaxpaged.models.quantisation import PRODUCTS, TABLES, FromFile
+from jaxpaged.models.quantisation import EXPERTS, FromFile
 from jaxpaged.models.quantised import Kind, Part, Rows
 
 BLOCK = "blk.{layer}"
@@ -47,8 +47,12 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "up": f"{BLOCK}.ffn_up",
     "down": f"{BLOCK}.ffn_down",
     "router": f"{BLOCK}.ffn_gate_inp",
+    "correction": f"{BLOCK}.exp_probs_b.bias",
     "experts.gate_up": (f"{BLOCK}.ffn_gate_exps", f"{BLOCK}.ffn_up_exps"),
     "experts.down": f"{BLOCK}.ffn_down_exps",
+    "shared.gate_up": (f"{BLOCK}.ffn_gate_shexp", f"{BLOCK}.ffn_up_shexp"),
+    "shared.down": f"{BLOCK}.ffn_down_shexp",
+    "shared_gate": f"{BLOCK}.ffn_gate_inp_shexp",
     "mlp_out_norm": f"{BLOCK}.post_ffw_norm",
 }
 # Hugging Face's fields, and llama.cpp's metadata that says the same in all architectures.
@@ -69,6 +73,7 @@ FIELDS = {
 # Tensors of what RoPE's frequencies are to be divided by: in all sequences, in short and in long ones.
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+MOST_BEYOND = 8
 LAYER_NORM = "attention.layer_norm_epsilon"
 REQUIRED = (
     "hidden_size",
@@ -111,7 +116,8 @@ def model_config(reader: GgufFile, path: Path) -> ModelConfig:
     said |= {
         "vocab_size": len(field(reader, path, TOKENS)),
         "tie_word_embeddings": "output.weight" not in tensors,
-        **dict.fromkeys(("attention_bias", "bias", "use_bias"), has_bias),
+        **dict.fromkeys(("attention_bias", "bias", "use_bias", "use_qkv_bias", "qkv_bias"), has_bias),
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "sliding_window": read("attention.sliding_window") or None,
         "eos_token_id": end_tokens(reader, path),
@@ -158,11 +164,11 @@ def _with_factors(reader: GgufFile, path: Path, config: ModelConfig, read: Metad
             return kind
         its, before = scaling, kind.rope.scaling
         if isinstance(before, LinearScaling):  # of all frequencies, beside that of each
-            wider = {
-                name: tuple(before.factor * factor for factor in getattr(scaling, name))
-                for name in ("short_factors", "long_factors")
-            }
-            its = dataclasses.replace(scaling, **wider)
+            short, long = (
+                tuple(before.factor * factor for factor in factors)
+                for factors in (scaling.short_factors, scaling.long_factors)
+            )
+            its = dataclasses.replace(scaling, short_factors=short, long_factors=long)
         elif before is not None:
             raise InputError(
                 f"model={str(path)!r}: {ROPE_FACTORS} must not be there with rope.scaling.type=yarn"
@@ -173,11 +179,46 @@ def _with_factors(reader: GgufFile, path: Path, config: ModelConfig, read: Metad
 
 
 def names(reader: GgufFile, path: Path) -> Names:
-    """What the file calls the weights, and in which form they lie in it."""
-    its = family(reader, path)[1]
-    return Names(
-        table=TABLE | dict(its.names), forms=its.forms, spare=(ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+    """Return what the file calls the weights, and in which form they lie in it.
+
+    Experts' weights lie side by side in one tensor, of which each is a weight of its own here: so they can be
+    kept quantised, and no more of a tensor is dequantised than one expert's.
+    """
+    its, config = family(reader, path)[1], model_config(reader, path)
+    # Blocks behind the last, of some families, predict further tokens.
+    beyond = tuple(f"{BLOCK}.".format(layer=config.num_layers + i) for i in range(MOST_BEYOND))
+    whole = Names(
+        table=TABLE | dict(its.names),
+        forms=its.forms,
+        spare=(ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS),
+        ignored=beyond if reader.fields.get(f"{its.architecture}.nextn_predict_layers") else (),
     )
+    roles = [f"{role}.weight" for role in EXPERTS]
+    alone = {role: tuple(_of_expert(name, "{expert}") for name in whole.pieces(role)) for role in roles}
+    return dataclasses.replace(whole, table=dict(whole.table) | alone)
+
+
+def _of_expert(name: str, expert: int | str) -> str:
+    return f"{name.removesuffix('.weight')}.{expert}.weight"
+
+
+class _Stored(NamedTuple):
+    """A tensor as it lies in the file: its rows, or bytes of its blocks."""
+
+    data: np.ndarray
+    tensor_type: gguf.GGMLQuantizationType
+
+
+def _stored(reader: GgufFile) -> dict[str, _Stored]:
+    """All tensors by name, each expert's on its own."""
+    found = {}
+    for tensor in reader.tensors:
+        if tensor.data.ndim == 3 and tensor.name.endswith(".weight"):
+            for i, data in enumerate(tensor.data):
+                found[_of_expert(tensor.name, i)] = _Stored(data, tensor.tensor_type)
+        else:
+            found[tensor.name] = _Stored(tensor.data, tensor.tensor_type)
+    return found
 
 
 def load_weights(reader: GgufFile, path: Path) -> Mapping[str, np.ndarray]:
@@ -186,8 +227,8 @@ def load_weights(reader: GgufFile, path: Path) -> Mapping[str, np.ndarray]:
 
 
 def quantisation(reader: GgufFile) -> FromFile:
-    """What keeps the file's quantised weights as they are."""
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    """Return what keeps the file's quantised weights as they are."""
+    tensors = _stored(reader)
 
     def kind_of(name: str, shape: tuple[int, ...]) -> Kind | None:
         return gguf_blocks.KINDS.get(tensors[name].tensor_type.name) if name in tensors else None
@@ -199,12 +240,12 @@ def quantisation(reader: GgufFile) -> FromFile:
             raise InputError(f"weight {name!r} has shape {its}, must be {shape}")
         return gguf_blocks.part_of(tensor.data, tensor.tensor_type.name, name, part)
 
-    return FromFile(kind_of, rows_of, (f"{role}.weight" for role in (*PRODUCTS, *TABLES)))
+    return FromFile(kind_of, rows_of)
 
 
 class _Tensors(Mapping[str, np.ndarray]):
     def __init__(self, reader: GgufFile, path: Path) -> None:
-        self._tensors, self._path = {tensor.name: tensor for tensor in reader.tensors}, path
+        self._tensors, self._path = _stored(reader), path
 
     def __getitem__(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -74,8 +75,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
     async def sample() -> None:
         while True:
-            service.metrics.sample()
-            service.metrics.keep()
+            try:
+                service.metrics.sample()
+                service.metrics.keep()
+            except Exception:
+                logging.getLogger("jaxpaged.serve").exception("the statistics of this moment are missing")
             await asyncio.sleep(SAMPLE_S)
 
     sampling = asyncio.create_task(sample())
@@ -94,8 +98,11 @@ async def _input_error(request: Request, error: InputError) -> Response:
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
-    """The first of what is wrong, with the path to it."""
+    """Tell the first of what is wrong, with the path to it."""
     first: dict[str, Any] = next(iter(error.errors()), {})
+    ours = first.get("ctx", {}).get("error")
+    if isinstance(ours, InputError):
+        return await _input_error(request, ours)
     path = ".".join(str(step) for step in first.get("loc", ()) if step != "body")
     message = f"{path}: {first.get('msg', 'invalid')}" if path else str(first.get("msg", "invalid"))
     return ApiError(400, message, param=path or None).response()

@@ -2,15 +2,16 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError, check
-from jaxpaged.config import EngineConfig
-from jaxpaged.serve.options import ServerOptions
+from jaxpaged.checks import InputError, check, shown
+from jaxpaged.config import config_of
+from jaxpaged.serve.options import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, ServerOptions
 from jaxpaged.untrusted import read_json
 
 # What the extra `serve` brings, and what each of our commands needs of it.
@@ -25,8 +26,11 @@ def add_serve(
     add_engine_options: Callable[[argparse.ArgumentParser], None],
     engine_options: Callable[[argparse.Namespace], dict[str, Any]],
 ) -> None:
+    """Add the command. Options of the engine are those of the other commands."""
     serve = commands.add_parser("serve", help="an OpenAI-compatible server, with metrics and a live page")
     serve.set_defaults(command=lambda args: run(args, engine_options(args)))
+    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    serve.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
     group = serve.add_argument_group("server")
     group.add_argument("--host", help="address to listen at (default 127.0.0.1: this machine alone)")
     group.add_argument("--port", type=int, help="default 8000; 0 for any that is free")
@@ -108,8 +112,20 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own")
     group.add_argument(
+        "--chat-template-content-format",
+        help="how templates get a message's content: auto (default), string, or openai: a list of parts",
+    )
+    group.add_argument(
         "--tool-call-parser",
-        help="how the model writes calls of tools: auto (default), hermes, llama3_json or mistral",
+        metavar="NAME",
+        help="how the model writes calls of tools (default auto, by the template): "
+        f"{', '.join(TOOL_PARSER_NAMES)}",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="how the model writes reasoning, which is then told beside the content (default auto, which is "
+        f"openai_gptoss for its template and none for others): {', '.join(REASONING_PARSER_NAMES)}",
     )
     group.add_argument(
         "--lora-modules",
@@ -121,8 +137,9 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     """Serve until a signal ends it. Raises `InputError`, also where the packages are missing."""
+    args.model = args.model if args.model_tag is None else args.model_tag
     options = server_options(args)
-    config = EngineConfig(**engine_options)  # mistakes are told before anything heavy is loaded
+    config = config_of(engine_options)  # mistakes are told before anything heavy is loaded
     if options.lora_modules or options.enable_lora_updates:
         check("enable_lora", config.enable_lora, "True for adapters", config.enable_lora)
     require(SERVER_NEEDS, "serve")
@@ -160,8 +177,14 @@ def _pooling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    """Those given; the others keep their defaults. Raises `InputError`."""
+    """Return the options given; the others keep their defaults. Raises `InputError`.
+
+    Lists may be in JSON, as for vLLM: `--allowed-origins '["*"]'`; adapters are objects there.
+    """
     given = {name: getattr(args, name, None) for name in ServerOptions.__dataclass_fields__}
+    for name, values in given.items():
+        if isinstance(values, list):
+            given[name] = [text for value in values for text in _texts(name, value)]
     if given["api_keys"] is None and os.environ.get(KEY_VARIABLE):
         given["api_keys"] = [os.environ[KEY_VARIABLE]]
     if given["chat_template"] is not None:
@@ -176,6 +199,19 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         if value is not None
     }
     return ServerOptions(**made)
+
+
+def _texts(name: str, text: str) -> list[str]:
+    """Return the texts that one value of a list stands for: itself, or what it says in JSON."""
+    if not text.startswith(("[", "{")):
+        return [text]
+    try:
+        said = json.loads(text)
+        items = said if isinstance(said, list) else [said]
+        return [item if isinstance(item, str) else f"{item['name']}={item['path']}" for item in items]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        rule = "texts, JSON lists of texts, or for adapters objects with a name and a path"
+        raise InputError(f"{name}={shown(text)} must be {rule}") from None
 
 
 def require(packages: tuple[str, ...], extra: str) -> None:

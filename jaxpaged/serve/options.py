@@ -4,10 +4,13 @@ import dataclasses
 import ipaddress
 from typing import Literal, get_args
 
+from jaxpaged.chat import CONTENT_FORMATS, ContentFormat
 from jaxpaged.checks import check, checked_bool, checked_choice, checked_int, checked_number
+from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-ToolParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+TOOL_PARSER_NAMES = ("auto", *sorted(TOOL_PARSERS))
+REASONING_PARSER_NAMES = ("auto", "none", *sorted(REASONING_PARSERS))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,10 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()  # () asks for none
     served_model_names: tuple[str, ...] = ()  # (): the model's
     chat_template: str | None = None  # its text; None: the model's own
-    tool_call_parser: ToolParser = "auto"  # how the model writes calls; auto: as its template shows
+    # "auto": as a list of parts where the template reads nothing else, otherwise as one text
+    chat_template_content_format: ContentFormat = "auto"
+    tool_call_parser: str = "auto"  # how the model writes calls; auto: as its template shows
+    reasoning_parser: str = "auto"  # how it writes reasoning; auto: that of gpt-oss is read, no other
     max_queue: int = 1000  # answers that may wait beside those that run: more are refused with 429
     max_body_bytes: int = 4 * 2**20
     max_nesting: int = 64  # objects and lists in one another, in a body
@@ -59,7 +65,9 @@ class ServerOptions:
         for name in ("head_timeout_s", "body_timeout_s", "request_timeout_s", "drain_seconds"):
             checked_number(name, getattr(self, name), "a number > 0", 0, above=True)
         checked_choice("log_level", self.log_level, get_args(LogLevel))
-        checked_choice("tool_call_parser", self.tool_call_parser, get_args(ToolParser))
+        checked_choice("tool_call_parser", self.tool_call_parser, TOOL_PARSER_NAMES)
+        checked_choice("reasoning_parser", self.reasoning_parser, REASONING_PARSER_NAMES)
+        checked_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         checked_bool("allow_credentials", self.allow_credentials)
         checked_bool("enable_lora_updates", self.enable_lora_updates)
         rule = "as in name=path, each name once and none of served_model_names"

@@ -25,7 +25,7 @@ from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.service import Service
 
 log = logging.getLogger("jaxpaged.serve")
-OTHER_FILES = 512  # of the process, beside its connections
+OTHER_FILES = 256  # of the process, beside its connections
 
 
 def bind(options: ServerOptions) -> socket.socket:

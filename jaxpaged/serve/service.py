@@ -46,7 +46,7 @@ class Service:
             llm.llm.add_lora(self.adapters[name])
         self.defaults = llm.llm.get_default_sampling_params()
         self.max_model_len = llm.engine.door.max_model_len
-        self.chat_prompts = ChatPrompts(llm, options.chat_template, options.tool_call_parser)
+        self.chat_prompts = ChatPrompts(llm, options)
         self.metrics = Metrics(self.model_names[0], llm.engine)
         self.open_runs: set[Run] = set()
         self.is_stopping = asyncio.Event()

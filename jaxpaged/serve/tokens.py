@@ -23,8 +23,6 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InputError("the body must have either a prompt or messages")
     if body.messages is not None:
-        if not body.messages:
-            raise InputError("messages=[] must have at least one message")
         rendered = await service.chat_prompts.render(
             body.messages,
             tools=body.tools,

@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxpaged import LoRARequest
 from jaxpaged.checks import InputError
-from jaxpaged.models import loading, lora
+from jaxpaged.models import loading, lora, weights
 from jaxpaged.models.families.llama import NAMES
+from reference import model as reference_model
 from tests import tiny, tiny_lora
 from tests.models.test_decoder import GOLDENS, TOLERANCE, assert_equal, paged_logits
 
@@ -35,6 +37,39 @@ def test_a_model_with_an_adapter_is_the_one_that_peft_merges_it_into(name, uses_
     lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32), 1)
     assert_equal(paged_logits(model, stored["token_ids"], 4, 8, adapter=2), stored)
     np.testing.assert_array_equal(paged_logits(model, stored["token_ids"], 4, 8, adapter=0), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "front"), [("glm4", "model"), ("internvl", "model.language_model"), ("qwen3_vl", "model")]
+)
+def test_an_adapter_is_found_by_the_names_of_modules_and_put_in_the_decoders_order(name, front, tmp_path):
+    """Of a RoPE that turns neighbours, and of a decoder inside of another model; merged in NumPy here."""
+    rng, checkpoint = np.random.default_rng(0), loading.open_checkpoint(GOLDENS / "families" / name)
+    tensors = {key: np.asarray(x, np.float32) for key, x in checkpoint.load_weights().items()}
+    merged, its = dict(tensors), {}
+    for key in (key for key in tensors if key.endswith(("q_proj.weight", "k_proj.weight", "o_proj.weight"))):
+        if "layers" not in key or "vision" in key:
+            continue
+        outputs, inputs = tensors[key].shape
+        a, b = (
+            rng.normal(size=(2, inputs)).astype(np.float32),
+            rng.normal(size=(outputs, 2)).astype(np.float32),
+        )
+        merged[key] = tensors[key] + b @ a / 4
+        module = f"base_model.model.{front}.layers.{key.partition('.layers.')[2].removesuffix('.weight')}"
+        its |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 0.5}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    save_file(its, tmp_path / "adapter_model.safetensors")
+    model, token_ids = checkpoint.model(FLOAT32), list(range(20))
+    lora.make_room(model, checkpoint.module_names, num_adapters=1, rank=2)
+    request = LoRARequest("it", 1, tmp_path)
+    lora.put(model, lora.read(request, checkpoint.config, checkpoint.module_names, 2, FLOAT32), 0)
+    by_role = weights.by_role(checkpoint.config, checkpoint.names, merged)
+    want = reference_model.logits(checkpoint.config, by_role, token_ids)
+    got = paged_logits(model, token_ids, 4, 8, adapter=1)
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_room_makes_the_kernel_known_to_programs_that_are_read_back(monkeypatch):

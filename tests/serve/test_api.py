@@ -1,12 +1,18 @@
 """The API as the openai client and plain HTTP see it; what is answered is what `LLM` answers."""
 
+import asyncio
 import concurrent.futures
 import json
+import re
+from contextlib import aclosing
 
 import openai
 import pytest
 
-from jaxpaged import SamplingParams
+from jaxpaged import InputError, SamplingParams
+from jaxpaged.engine.texts import TextError
+from jaxpaged.serve.chat_prompts import ChatPrompts
+from jaxpaged.vllm_names.judge import known_names
 from tests import tiny
 
 PROMPT = "ab c12"
@@ -104,11 +110,66 @@ def test_echo_and_logprobs_cover_prompt_and_answer(served, stream):
     want = [*result.prompt_logprobs, *answer.logprobs]
     assert told["token_logprobs"] == [e and e[i].logprob for i, e in zip(ids, want, strict=True)]
     assert told["tokens"] == [served.llm.tokenizer.decode([i]) for i in ids]
-    assert told["text_offset"][:3] == [0, len(told["tokens"][0]), len("".join(told["tokens"][:2]))]
+    widths = [len(name) if name in text else 0 for name in told["tokens"]]
+    assert told["text_offset"] == [sum(widths[:i]) for i in range(len(ids))]
     for token, top, entries in zip(ids[1:], told["top_logprobs"][1:], want[1:], strict=True):
         likeliest = [e for e in entries.values() if e.rank <= 2]
         assert {e.decoded_token: e.logprob for e in [*likeliest, entries[token]]} == top
     assert told["top_logprobs"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            TextError(7, ValueError("no text")),
+            "the text of request 7 could not be made .*ValueError: no text",
+        ),
+        (RuntimeError("mine"), "RuntimeError: the server's log says more"),
+    ],
+    ids=["text", "unexpected"],
+)
+def test_an_error_in_one_answer_is_told_to_its_client_alone(served, monkeypatch, error, message):
+    stream = served.llm.stream
+
+    async def broken(prompts, request_id):
+        async with aclosing(stream(prompts, request_id)) as outputs:
+            async for each in outputs:
+                yield each
+                raise error
+
+    asked = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(served.llm, "stream", broken)
+        whole = served.http.post("/v1/completions", json=asked)
+        streamed = served.http.post("/v1/completions", json=asked | {"stream": True}).text
+    assert whole.status_code == 500
+    [last] = re.findall('data: ({"error".*)', streamed)
+    for told in (whole.json()["error"], json.loads(last)["error"]):
+        assert (told["type"], told["code"]) == ("InternalServerError", 500)
+        assert re.search(message, told["message"])
+    served.wait_for_silence()
+    assert served.http.post("/v1/completions", json=asked).status_code == 200
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_places_of_several_answers_with_stop_strings_go_on_from_chunk_to_chunk(served, echo):
+    """Tokens of a stop string lie where they would if it had not been cut."""
+    [first, *_] = answers(served.llm, [PROMPT], max_tokens=12, n=3, seed=3, ignore_eos=True)
+    asked = {"prompt": [PROMPT, "zz"], "max_tokens": 12, "n": 3, "seed": 3, "ignore_eos": True}
+    asked |= {"logprobs": 1, "echo": echo, "stop": [first.text[6:8]], "return_token_ids": True}
+    whole = served.http.post("/v1/completions", json=asked).json()["choices"]
+    assert whole[0]["stop_reason"] == first.text[6:8]
+    told = {choice["index"]: [] for choice in whole}
+    for chunk in events(served.http.post("/v1/completions", json=asked | {"stream": True})):
+        for choice in chunk["choices"]:
+            told[choice["index"]] += choice["logprobs"]["text_offset"]
+    for choice in whole:
+        places, names = (choice["logprobs"][name] for name in ("text_offset", "tokens"))
+        assert told[choice["index"]] == places
+        for place, name in zip(places, names, strict=True):
+            if place + len(name) <= len(choice["text"]) and name != "<|end|>":
+                assert choice["text"][place:].startswith(name)
 
 
 def test_an_echo_alone_is_scored_and_nothing_is_added(served):
@@ -194,16 +255,22 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
     [
         ("completions", {"prompt": "a", "model": "no"}, 404, "the model 'no' does not exist"),
         ("completions", {"prompt": ""}, 400, "prompt"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            400,
+            "a part of type 'image_url' must be {'type': 'text', 'text': ...}: of models of images",
+        ),
         ("completions", {}, 400, "prompt: Field required"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature=-1.0 must be"),
         ("completions", {"prompt": "a", "max_tokens": "x"}, 400, "max_tokens"),
         ("completions", {"prompt": [1, 97]}, 400, "prompt token=97 must be a token id"),
         ("completions", {"prompt": "a" * 4000}, 400, "characters"),
         ("completions", {"prompt": "a", "n": 5000}, 400, "5000 answers"),
-        ("completions", {"prompt": "a", "guided_json": {}}, 400, "structured outputs are not supported"),
-        ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
+        ("completions", {"prompt": "a", "guided_json": {}}, 400, "(structured outputs), is not supported"),
+        ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix='b', an option of vLLM's"),
         ("completions", {"prompt": "a", "priority": 3}, 400, "priority=3 must be 0"),
-        ("completions", {"prompt": "a", "stream_options": {}}, 400, "stream_options"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
         ("completions", {"prompt": "\ud800"}, 400, "unicode"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0.content=None"),
@@ -224,7 +291,25 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, 400, "structured outputs"),
         ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "x"}]}, 400, "tools.0="),
         ("responses", {"input": "a", "previous_response_id": "r"}, 400, "previous_response_id"),
-        ("responses", {"input": "a", "tools": [{}]}, 400, "tools is not supported"),
+        (
+            "responses",
+            {"input": "a", "tools": [{"type": "web_search"}]},
+            400,
+            "tools.0.type='web_search' must",
+        ),
+        ("responses", {"input": [{"type": "x"}]}, 400, "input.0.type='x' must be one of message"),
+        ("responses", {"input": "a", "include": ["x"]}, 400, "include.0='x' must be one of message.output"),
+        ("responses", {"input": "a", "top_logprobs": 21}, 400, "top_logprobs=21 must be an int in [0, 20]"),
+        ("responses", {"input": "a", "tool_choice": "required"}, 400, "structured outputs"),
+        ("completions", {"prompt": "a", "prompt_embeds": "AAAA"}, 400, "prompt_embeds='AAAA', an option of"),
+        ("completions", {"prompt": "a", "best_of": 2}, 400, "best_of=2, an option of vLLM's"),
+        ("completions", {"prompt": "a", "regex": "a+"}, 400, "regex='a+', an option of other servers"),
+        ("completions", {"prompt": "a", "truncate_prompt_tokens": 128}, 400, "less than max_model_len=128"),
+        ("completions", {"prompt": "a", "allowed_token_ids": [0], "min_tokens": 1}, 400, "allowed_token_ids"),
+        ("chat/completions", {"messages": MESSAGES, "functions": [{"name": "f"}]}, 400, "use tools"),
+        ("chat/completions", {"messages": MESSAGES, "modalities": ["text", "audio"]}, 400, "modalities="),
+        ("responses", {"input": "a", "structured_outputs": {"regex": "a"}}, 400, "structured_outputs="),
+        ("responses", {"input": "a", "prompt": {"id": "p"}}, 400, "prompt is not supported"),
         ("nothing", {}, 404, "Not Found"),
     ],
 )
@@ -237,6 +322,77 @@ def test_a_mistake_is_told_in_openais_form(served, path, body, status, message):
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == status
     assert message in error["message"]
+
+
+def test_all_of_vllms_fields_at_their_defaults_or_null_change_nothing(served):
+    """Each route as vLLM's own clients may ask it: with every field that it has."""
+    for path, title, needed, unasked in (
+        ("v1/completions", "CompletionRequest", {"prompt": "ab"}, {"temperature": 0, "max_tokens": 4}),
+        ("v1/chat/completions", "ChatCompletionRequest", {"messages": MESSAGES}, {"max_tokens": 4}),
+        ("v1/responses", "ResponsesRequest", {"input": "ab"}, {"max_output_tokens": 4}),
+        ("tokenize", "TokenizeRequest", {"prompt": "ab"}, {}),
+        ("tokenize", "TokenizeRequest", {"messages": MESSAGES}, {}),
+        ("detokenize", "DetokenizeRequest", {"tokens": [5]}, {}),
+    ):
+        fields = known_names()["names"][title]
+        given = {name: field["default"] for name, field in fields.items() if "default" in field}
+        asked = unasked | {"temperature": 0} | needed
+        told = []
+        for body in (asked, given | asked, dict.fromkeys(given.keys() - {"max_tokens"}) | asked):
+            reply = served.http.post(f"/{path}", json=body)
+            assert reply.status_code == 200, (path, reply.text)
+            got = reply.json()
+            told.append([got.get(key) for key in ("choices", "usage", "tokens", "prompt")])
+            told[-1].append([each["content"] for each in got.get("output", [])])
+        assert told[1:] == told[:1] * 2, path
+
+
+def test_the_template_is_told_an_effort_and_documents(served):
+    def told(**more):
+        asked = {"messages": MESSAGES, "max_completion_tokens": 1, "return_token_ids": True} | more
+        reply = served.http.post("/v1/chat/completions", json=asked).json()
+        return served.llm.tokenizer.decode(reply["prompt_token_ids"])
+
+    plain = "user:ab;assistant:"
+    assert told(reasoning_effort=None, documents=None) == plain
+    assert told(reasoning_effort="low") == "effort:lowTrue;" + plain
+    assert told(reasoning_effort="none") == "effort:noneFalse;" + plain
+    kwargs = {"enable_thinking": 7, "reasoning_effort": "high"}
+    assert told(reasoning_effort="low", chat_template_kwargs=kwargs) == "effort:low7;" + plain
+    assert told(documents=[{"title": "t", "text": "d1"}, {"text": "d2"}]) == (
+        "document:d1;document:d2;" + plain
+    )
+    asked = {"input": "ab", "reasoning": {"effort": "low"}, "max_output_tokens": 1}
+    usage = served.http.post("/v1/responses", json=asked).json()["usage"]
+    assert usage["input_tokens"] == len(served.llm.tokenizer.encode("effort:lowTrue;" + plain))
+    prompts = ChatPrompts(served.llm, "{{ messages[0].content }}", "auto")
+    with pytest.raises(InputError, match="^documents: the model's chat template has no place for them$"):
+        asyncio.run(prompts.render(MESSAGES, kwargs={"documents": [{"text": "d"}]}))
+
+
+@pytest.mark.parametrize(("side", "kept"), [(None, slice(-5, None)), ("right", slice(0, 5))])
+def test_a_long_prompt_is_cut_where_that_is_asked_for(served, side, kept):
+    """Text, token ids and conversations, also such as no context holds; -1 leaves room for a token."""
+    text = "".join(chr(33 + i % 90) for i in range(700)) + "ab"
+    cut = {"truncate_prompt_tokens": 5, "truncation_side": side}
+    asked = {"max_tokens": 2, "temperature": 0, "return_token_ids": True}
+    ids = served.llm.tokenizer.encode(text)
+    for path, prompt, want in (
+        ("completions", {"prompt": text}, ids),
+        ("completions", {"prompt": text, "add_special_tokens": False}, ids),
+        ("completions", {"prompt": ids}, ids),
+        ("completions", {"prompt": ids[:3]}, ids[:3]),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": text}]},
+            served.llm.tokenizer.encode(f"user:{text};assistant:"),
+        ),
+    ):
+        got = served.http.post(f"/v1/{path}", json=asked | cut | prompt).json()
+        assert got.get("prompt_token_ids", got["choices"][0].get("prompt_token_ids")) == want[kept]
+        assert got["usage"]["prompt_tokens"] == min(5, len(want))
+    got = served.http.post("/v1/completions", json=asked | {"prompt": text, "truncate_prompt_tokens": -1})
+    assert (got.json()["usage"]["prompt_tokens"], got.json()["usage"]["completion_tokens"]) == (127, 1)
 
 
 def test_responses_whole_and_streamed_are_the_same(served):

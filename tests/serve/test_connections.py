@@ -2,12 +2,15 @@
 
 import contextlib
 import json
+import resource
 import socket
 import time
 
 import httpx
 import pytest
 
+from jaxpaged.serve.options import ServerOptions
+from jaxpaged.serve.server import OTHER_FILES, file_room
 from tests.serve.conftest import serving, soon
 
 MOST = 2048  # bytes of a head
@@ -157,3 +160,22 @@ def test_requests_in_a_row_on_one_connection_are_few(strict):
         told = b""
         while told.count(b"HTTP/1.1 200 ") < 10:
             told += client.recv(2**16)
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "room"),
+    [
+        ((1024, 2**20), (4096 + OTHER_FILES, 2**20), 4096),
+        ((1024, 2048), (2048, 2048), 2048 - OTHER_FILES),
+        ((2**20, 2**20), None, 4096),
+        ((-1, -1), None, 4096),
+        ((1024, -1), (4096 + OTHER_FILES, -1), 4096),
+    ],
+)
+def test_there_are_no_more_connections_than_files(limits, raised, room, monkeypatch):
+    """Where files run out, the system resets connections, whosever they are."""
+    set_to = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: set_to.append(pair))
+    assert file_room(ServerOptions(max_connections=4096)) == room
+    assert set_to == ([] if raised is None else [raised])

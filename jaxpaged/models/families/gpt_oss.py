@@ -64,8 +64,11 @@ NAMES = Names(
 
 # Where experts are in MXFP4 each has a weight of its own, and they lie as [outputs, inputs].
 MXFP4_NAMES = Names(
-    table=NAMES.table
-    | {role: f"{NAMES.table[role]}.{{expert}}" for role in ("experts.gate_up.weight", "experts.down.weight")},
+    table={
+        **NAMES.table,
+        "experts.gate_up.weight": f"{MLP}.experts.gate_up_proj.{{expert}}",
+        "experts.down.weight": f"{MLP}.experts.down_proj.{{expert}}",
+    },
     forms={
         "experts.gate_up.weight": Form(_same, _alternating),
         "experts.gate_up.bias": NAMES.forms["experts.gate_up.bias"],
