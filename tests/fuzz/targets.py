@@ -6,10 +6,14 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from jaxpaged import prompt_files, replay
+from jaxpaged.checks import InputError
+from jaxpaged.conversations import read_items, read_messages
 from jaxpaged.engine.blocks import Blocks, Kind
 from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.engine.state import empty_rows
@@ -18,7 +22,20 @@ from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading, lora
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.parallel import messages
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serve import bounds
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
+from jaxpaged.serve.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from jaxpaged.serve.replies import ApiError
+from jaxpaged.serve.schemas import (
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    Sampled,
+    TokenizeRequest,
+)
 from jaxpaged.serve.tools import Form, ToolDeltas
 from jaxpaged.verify import allocators
 from jaxpaged.verify.history import History
@@ -238,6 +255,59 @@ def parse_answer(data: bytes, _: Path) -> None:
     assert read(cut) == read([text]), f"{form}: in pieces of {step} it is another answer"
 
 
+BODIES: list[tuple[type[Asked], dict[str, Any]]] = [
+    (CompletionRequest, {"prompt": ["a", "b"], "max_tokens": 3, "stop": ["x"], "logit_bias": {"3": 1}, "n": 2}),
+    (CompletionRequest, {"prompt": [[1, 2]], "stream": True, "stream_options": {"include_usage": True}}),
+    (
+        ChatRequest,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": None, "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+                {"role": "tool", "content": "b", "tool_call_id": "1"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+            "response_format": {"type": "text"}, "top_logprobs": 2, "logprobs": True,
+        },
+    ),
+    (ResponsesRequest, {"input": [{"role": "user", "content": "a"}], "instructions": "b", "text": {}}),
+    (TokenizeRequest, {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}),
+    (DetokenizeRequest, {"tokens": [1, 2]}),
+    (EmbeddingRequest, {"input": ["a"], "dimensions": 2, "encoding_format": "base64"}),
+    (ScoreRequest, {"text_1": "a", "text_2": ["b"]}),
+    (RerankRequest, {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
+]  # fmt: skip
+
+
+def bodies() -> list[bytes]:
+    """The first byte chooses the route."""
+    return [bytes([i]) + json.dumps(body).encode() for i, (_, body) in enumerate(BODIES)]
+
+
+def parse_body(data: bytes, _: Path) -> None:
+    """Do with a body what is done before an engine is asked."""
+    schema = BODIES[(data[0] if data else 0) % len(BODIES)][0]
+    try:
+        body: Any = schema.model_validate(bounds.parsed(bytearray(data[1:]), LIMITS))
+        if isinstance(body, Sampled | ResponsesRequest):
+            body.params(SamplingParams(), max_tokens=3, logprobs=None)
+        if getattr(body, "messages", None):
+            read_messages(body.messages)
+        if isinstance(body, ResponsesRequest) and isinstance(body.input, list):
+            read_items(body.input)
+        if isinstance(body, ScoreRequest):
+            body.pair()
+        if isinstance(body, RerankRequest):
+            body.texts()
+    except ApiError as error:
+        raise InputError(error.message) from error
+    except ValidationError as error:
+        raise InputError(str(error.errors()[0]["msg"])) from error
+
+
+LIMITS = bounds.Limits.of(4 * 2**20, 64)
+
 TARGETS = {
     target.name: target
     for target in (
@@ -250,6 +320,9 @@ TARGETS = {
         Target("prompts", parse_prompts, prompt_lines, ("prompt_files", "sampling_params", "checks")),
         Target("history", parse_history, histories, ("verify/allocators", "untrusted")),
         Target("message", lambda data, _: messages.decode(data, CALL_CLASSES), told, ("parallel/messages",)),
+        Target(
+            "body", parse_body, bodies, ("serve/bounds", "serve/schemas", "conversations", "sampling_params")
+        ),
         Target("answer", parse_answer, answer_texts, ("serve/tools", "serve/parsers")),
     )
 }
