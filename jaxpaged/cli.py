@@ -20,7 +20,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.lab import command as lab_command
 from jaxpaged.lora import LoRARequest
-from jaxpaged.prompt_files import Asked
+from jaxpaged.prompt_files import Asked, Refused
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import batch_command
 from jaxpaged.serve import command as serve_command
@@ -81,6 +81,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a prompt a line; or JSON lines, each with 'prompt', 'prompt_token_ids' or 'messages', and with "
         "an 'id' to be repeated and sampling options of its own; - for standard input",
+    )
+    prompts.add_argument(
+        "--skip-errors",
+        action="store_true",
+        help="answer the others where a prompt is refused, with an error in place of its answer",
     )
     prompts.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     sampling = generate.add_argument_group("sampling")
@@ -208,6 +213,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)",
     )
     group.add_argument(
+        "--keep-programs",
+        action=argparse.BooleanOptionalAction,
+        help="keep compiled programs and packed weights on disk for the next start (default: yes)",
+    )
+    group.add_argument(
         "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
     )
 
@@ -245,7 +255,10 @@ def _generate(args: argparse.Namespace) -> None:
     EngineConfig(**options)  # mistakes are told before anything heavy is loaded
     sampling = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
     SamplingParams(**sampling)
-    asked = [*prompt_files.of_texts(args.prompt, sampling), *prompt_files.read(args.prompts_file, sampling)]
+    asked = [
+        *prompt_files.of_texts(args.prompt, sampling),
+        *prompt_files.read(args.prompts_file, sampling, skip_errors=args.skip_errors),
+    ]
     if not asked:
         raise InputError("no prompt: give --prompt or --prompts-file")
 
@@ -254,45 +267,53 @@ def _generate(args: argparse.Namespace) -> None:
     from jaxpaged.engine.handle import EngineDeadError
     from jaxpaged.engine.llm import LLM
     from jaxpaged.engine.progress import speeds
+    from jaxpaged.engine.texts import TextError
 
     start = time.perf_counter()
-    num_written = 0
+    num_written = num_refused = 0
     _log(args)
     if args.distributed_init is not None:
         _keep_output()
     try:
         llm = LLM(args.model, **options)
-        prompts = [prompt_files.for_llm(each, llm.render_chat, args.chat) for each in asked]
         loaded = time.perf_counter()
-        priority = [each.priority for each in asked]
-        outputs = llm.generate_each(
-            prompts, [each.params for each in asked], lora_request=adapter, priority=priority
+        answer = functools.partial(llm.generate_each, lora_request=adapter)
+        answered = prompt_files.answered(
+            asked, answer, llm.render_chat, chat=args.chat, skip_errors=args.skip_errors
         )
         num_prompt_tokens = num_new_tokens = 0
-        for each, output in zip(asked, outputs, strict=True):
+        for each, output in answered:
             with tqdm.external_write_mode():  # the bar, on the same terminal perhaps, makes room
                 _write(_json_lines(num_written, each, output) if args.json else _text_block(each, output))
             num_written += 1
+            if output is None:
+                num_refused += 1
+                continue
             num_prompt_tokens += len(output.prompt_token_ids)
             num_new_tokens += sum(len(answer.token_ids) for answer in output.outputs)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f": {num_written} of {len(asked)} answers are written") from None
-    except (EngineDeadError, OutputError) as error:
+    except (EngineDeadError, OutputError, TextError) as error:
         raise OutputError(f"{error}; {num_written} of {len(asked)} answers are written") from error
     seconds = time.perf_counter() - loaded
     _say(
-        f"\nloaded and compiled in {loaded - start:.1f} s; {num_written} answers in {seconds:.1f} s: "
-        f"{num_prompt_tokens} prompt tokens, {num_new_tokens} generated "
+        f"\nloaded and compiled in {loaded - start:.1f} s; {num_written - num_refused} answers in "
+        f"{seconds:.1f} s: {num_prompt_tokens} prompt tokens, {num_new_tokens} generated "
         f"({speeds(seconds, num_prompt_tokens, num_new_tokens)})"
+        + (f"; {num_refused} prompts were refused" if num_refused else "")
     )
 
 
-def _json_lines(index: int, asked: Asked, output: "RequestOutput") -> str:
-    """A line an answer; of several to a prompt each says which it is."""
+def _json_lines(index: int, asked: Asked | Refused, output: "RequestOutput | None") -> str:
+    """Return a line an answer, with its number if a prompt has several; of a refused prompt its error."""
     encoding = getattr(sys.stdout, "encoding", None) or ""
+    is_ascii = encoding.lower().replace("-", "") != "utf8"
+    first = {"index": index} | ({} if asked.id is None else {"id": asked.id})
+    if output is None:
+        return json.dumps(first | {"error": asked.error}, ensure_ascii=is_ascii)
     lines = []
     for answer in output.outputs:
-        line = {"index": index} | ({} if asked.id is None else {"id": asked.id})
+        line: dict[str, Any] = dict(first)
         line |= {"answer": answer.index} if len(output.outputs) > 1 else {}
         line |= {
             "prompt": output.prompt,
@@ -302,11 +323,13 @@ def _json_lines(index: int, asked: Asked, output: "RequestOutput") -> str:
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
-        lines.append(json.dumps(line, ensure_ascii=encoding.lower().replace("-", "") != "utf8"))
+        lines.append(json.dumps(line, ensure_ascii=is_ascii))
     return "\n".join(lines)
 
 
-def _text_block(asked: Asked, output: "RequestOutput") -> str:
+def _text_block(asked: Asked | Refused, output: "RequestOutput | None") -> str:
+    if output is None:
+        return f"\n>>> {asked.title}\n[{asked.error}]"
     answers = [f"{answer.text.strip()}  [{answer.finish_reason}]" for answer in output.outputs]
     if len(answers) > 1:
         answers = [f"{i}: {answer}" for i, answer in enumerate(answers, 1)]

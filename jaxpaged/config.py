@@ -71,6 +71,8 @@ class EngineConfig:
     # where our CPU kernels multiply. On a GPU True needs Hopper, 16 bits and its attention kernel: products
     # are then by our kernel, which was never measured, in place of cuBLAS.
     loop_over_layers: bool | None = None
+    # Whether compiled programs and weights as programs read them are kept on disk for the next start.
+    keep_programs: bool = True
     seed: int = 0  # for requests without a seed
 
     def __post_init__(self) -> None:
@@ -90,7 +92,13 @@ class EngineConfig:
             kinds = get_args(Quantization)
             is_one = isinstance(self.quantization, str) and self.quantization in kinds
             check("quantization", self.quantization, f"None or one of {', '.join(kinds)}", is_one)
-        for name in ("enable_prefix_caching", "reuse_answers", "calculate_kv_scales", "enable_lora"):
+        for name in (
+            "enable_prefix_caching",
+            "reuse_answers",
+            "calculate_kv_scales",
+            "enable_lora",
+            "keep_programs",
+        ):
             checked_bool(name, getattr(self, name))
         if self.loop_over_layers is not None:
             checked_bool("loop_over_layers", self.loop_over_layers)

@@ -1,57 +1,167 @@
 """What is costly to make, kept on disk from one process to the next under a key of all that it is made from.
 
 The keys know the sources of both packages, the versions of JAX and the machine: what another version of ours
-made is not found.
+made is not found. What is found is run, or computed with: so the folder and each file must be the user's own,
+and each file tells the key that it was made for (see `is_own`). Where a function of ours has been replaced
+since it was imported, the sources do not describe what runs, and nothing is kept or found (see `replaced`).
 """
 
 import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
+import sys
 import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
+from absl import logging
 
 import pallas_kernels
+from pallas_kernels.compilation_cache import why_untrusted
+
+OURS = ("jaxpaged", "pallas_kernels")
+UNFINISHED = "unfinished-"  # begins the names of what is being written
+UNFINISHED_SECONDS = 3600  # nobody writes at one thing for so long
 
 _folder: Path | None = None  # None: nothing is kept. A process has one.
 
 
 def keep_in(folder: Path | None) -> None:
-    """From now on keep things in a folder, or not at all."""
+    """Keep things in a folder from now on, or not at all."""
     global _folder
     _folder = folder
 
 
 def path_of(made_from: object, suffix: str) -> Path | None:
-    """Where a thing is kept that is made from `made_from`, whose `repr` says all of it; None where nothing
-    is.
+    """Return where a thing is kept that is made from `made_from`, whose `repr` says all of it.
+
+    None where nothing is kept.
     """
     if _folder is None:
         return None
-    identity = repr((made_from, _machine()))
-    return _folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}{suffix}"
+    if name := replaced():
+        _say(f"{name} is not what its source file says: nothing is read from {_folder} or kept there")
+        return None
+    return _folder / f"{key_of(made_from).hex()[:32]}{suffix}"
+
+
+def key_of(made_from: object) -> bytes:
+    """Return the key of a thing that is made from `made_from` on this machine: 32 bytes."""
+    return hashlib.sha256(repr((made_from, _machine())).encode()).digest()
+
+
+def is_own(path: Path) -> bool:
+    """Whether a thing that is kept is the user's own, and nobody else may write to it; if not, the log says
+    why.
+
+    Raises `OSError` if it is not there.
+    """
+    if problem := why_untrusted(path):
+        logging.warning("%s is not used: it %s", path, problem)
+    return problem is None
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Another process sees all of the file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as whole:
-        whole.write(content)
-    os.replace(whole.name, path)
+    """Write a file so that another process sees all of it or nothing, and nothing is left if that fails."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=UNFINISHED, delete=False) as whole:
+        try:
+            whole.write(content)
+            whole.close()
+            os.replace(whole.name, path)
+        except BaseException:  # a disk that is full, for one
+            Path(whole.name).unlink(missing_ok=True)
+            raise
+
+
+def new_folder(beside: Path) -> Path:
+    """Return an empty folder to write a thing into that will be renamed to `beside`."""
+    beside.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=beside.parent, prefix=UNFINISHED))
 
 
 def prune(like: Path, most: int) -> None:
-    """Of all things with this one's suffix leave `most`: the ones used longest ago go."""
-    used = sorted(like.parent.glob(f"*{like.suffix}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in used[most:]:
+    """Leave `most` of all things with this one's suffix: the ones used longest ago go, and what processes
+    that were killed have left unfinished.
+    """
+
+    def last_use(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except FileNotFoundError:  # another process prunes, too
+            return 0.0
+
+    used = sorted(like.parent.glob(f"*{like.suffix}"), key=last_use, reverse=True)
+    long_ago = time.time() - UNFINISHED_SECONDS
+    left = [path for path in like.parent.glob(f"{UNFINISHED}*") if last_use(path) < long_ago]
+    for path in used[most:] + left:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def replaced() -> str | None:
+    """Return the name of a function or class of ours in whose place is one of a module that is neither ours,
+    nor Python's, nor of a package that we need; None if there is none.
+
+    So a researcher's own attention, set into a module, is not answered by a program that was compiled without
+    it. What this does not see: constants, and functions of packages that we need, such as JAX's own.
+    """
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] not in OURS or module is None:
+            continue
+        for name, value in list(vars(module).items()):
+            if not callable(value) or name.startswith("__"):
+                continue
+            if _is_foreign(value):
+                return f"{module_name}.{name}"
+            if isinstance(value, type) and value.__module__ == module_name:
+                for attribute, method in list(vars(value).items()):
+                    inner = getattr(method, "__func__", getattr(method, "fget", method))
+                    if not attribute.startswith("__") and callable(inner) and _is_foreign(inner):
+                        return f"{module_name}.{name}.{attribute}"
+    return None
+
+
+def _is_foreign(value: Any) -> bool:
+    origin = getattr(value, "__module__", None)
+    return isinstance(origin, str) and origin.partition(".")[0] not in _known()
+
+
+@functools.cache
+def _known() -> frozenset[str]:
+    """Return the top-level modules from which our modules may have functions and classes."""
+    try:
+        needed = metadata.requires("jaxpaged") or []
+    except metadata.PackageNotFoundError:
+        needed = []
+    packages = {
+        re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0].replace("-", "_").lower() for line in needed
+    }
+    brought = {
+        "absl",
+        "jaxlib",
+        "typing_extensions",
+        "pydantic_core",
+        "anyio",
+        "h11",
+        "beartype",
+        "attr",
+        "google",
+    }
+    return frozenset(packages | brought | set(sys.stdlib_module_names) | set(OURS))
+
+
+@functools.cache
+def _say(sentence: str) -> None:
+    logging.warning(sentence)
 
 
 @functools.cache

@@ -6,12 +6,12 @@ A file has a prompt a line, or JSON lines; lines end with a line feed, and nothi
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.chat import check_messages
 from jaxpaged.checks import InputError, shown
+from jaxpaged.conversations import joined, read_messages
 from jaxpaged.sampling_params import SamplingParams, token_id
 
 STANDARD_INPUT = "-"
@@ -23,22 +23,35 @@ OPTIONS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != 
 class Asked:
     """One request as somebody wrote it down."""
 
+    error = ""  # it has none
+
     prompt: dict[str, Any]  # {"prompt": text}, {"prompt_token_ids": [...]} or {"messages": [...]}
     params: SamplingParams
     id: Any = None  # what a line calls itself, to be repeated in its answer
     priority: int = 0
     cache_salt: str | None = None
+    where: str = ""  # it was written down, for messages
 
     @property
     def title(self) -> str:
         """What to show above the answer."""
         [(kind, value)] = self.prompt.items()
-        return str(value[-1]["content"] if kind == "messages" else value)
+        return joined(value[-1]["content"]) if kind == "messages" else str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A line that asks for nothing that can be answered."""
+
+    error: str  # one sentence, with the file and the line
+    id: Any = None  # what the line calls itself
+    title: str = ""
 
 
 def of_texts(texts: Sequence[str], sampling: Mapping[str, Any]) -> list[Asked]:
-    """The prompts of the command line. `sampling`: the fields of their `SamplingParams`."""
+    """Return the prompts of the command line. `sampling`: the fields of their `SamplingParams`."""
     params = SamplingParams(**sampling)
+    names = [f"--prompt number {i}" if len(texts) > 1 else "--prompt" for i in range(1, len(texts) + 1)]
     for text in texts:
         if not text:
             raise InputError("--prompt '' must not be empty")
@@ -46,12 +59,16 @@ def of_texts(texts: Sequence[str], sampling: Mapping[str, Any]) -> list[Asked]:
             text.encode()
         except UnicodeEncodeError as error:  # bytes that are no text in the terminal's encoding
             raise InputError(f"--prompt {text!r} must be text in the encoding of the terminal") from error
-    return [Asked({"prompt": text}, params) for text in texts]
+    return [Asked({"prompt": text}, params, where=name) for text, name in zip(texts, names, strict=True)]
 
 
-def read(file: str | None, sampling: Mapping[str, Any]) -> list[Asked]:
-    """The prompts of a file, "-" for standard input; options that a line does not have are those of
+def read(
+    file: str | None, sampling: Mapping[str, Any], *, skip_errors: bool = False
+) -> list[Asked | Refused]:
+    """Return the prompts of a file, "-" for standard input; options that a line does not have are those of
     `sampling`.
+
+    Raises `InputError` for a line that asks for nothing; with `skip_errors` it is `Refused` in its place.
     """
     if file is None:
         return []
@@ -61,15 +78,70 @@ def read(file: str | None, sampling: Mapping[str, Any]) -> list[Asked]:
         raise InputError(f"{name} must have at least one prompt")
     is_json = next(line for line in lines if line.strip()).lstrip().startswith("{")
     params = SamplingParams(**sampling)
-    asked = []
+    asked: list[Asked | Refused] = []
     for number, line in enumerate(lines, start=1):
         if is_json and not line.strip():
             continue
+        where = f"{name}, line {number}"
         try:
-            asked.append(of_row(line, sampling) if is_json else _text_line(line, params))
+            its = of_row(line, sampling) if is_json else _text_line(line, params)
+            asked.append(dataclasses.replace(its, where=where))
         except InputError as error:
-            raise InputError(f"{name}, line {number}: {error}") from error
+            if not skip_errors:
+                raise InputError(f"{where}: {error}") from error
+            asked.append(Refused(f"{where}: {error}", _id(line), line))
     return asked
+
+
+def answered(
+    asked: Sequence[Asked | Refused],
+    generate_each: Callable[..., Iterator[Any]],
+    render_chat: Callable[[Any], dict[str, Any]],
+    *,
+    chat: bool,
+    skip_errors: bool,
+) -> Iterator[tuple[Asked | Refused, Any]]:
+    """Ask all, and give each with its answer, in their order; with None what is refused.
+
+    `generate_each` and `render_chat`: those of `LLM`.
+    Raises `InputError`, before anything runs, for the first that cannot be asked; with `skip_errors` it is
+    `Refused` in its place.
+    """
+    found = list(asked)
+    places: list[int] = []
+    prompts: list[dict[str, Any]] = []
+
+    def refuse(place: int, error: InputError) -> None:
+        its = found[place]
+        if isinstance(its, Asked):
+            found[place] = Refused(f"{its.where}: {error}", its.id, its.title)
+            if not skip_errors:
+                raise InputError(f"{its.where}: {error}") from error
+
+    for place, each in enumerate(asked):
+        if isinstance(each, Asked):
+            try:
+                prompts.append(for_llm(each, render_chat, chat))
+                places.append(place)
+            except InputError as error:
+                refuse(place, error)
+    its = [each for each in found if isinstance(each, Asked)]
+    outputs = generate_each(
+        prompts,
+        [each.params for each in its],
+        priority=[each.priority for each in its],
+        on_error=lambda i, error: refuse(places[i], error),
+    )
+    return ((each, next(outputs) if isinstance(each, Asked) else None) for each in found)
+
+
+def _id(line: str) -> Any:
+    """What a line of JSON calls itself, if it is an object that does."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value.get("id") if isinstance(value, dict) else None
 
 
 def for_llm(asked: Asked, render_chat: Callable[[Any], dict[str, Any]], chat: bool) -> dict[str, Any]:
@@ -117,7 +189,7 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> As
     [kind] = kinds
     prompt = value.pop(kind)
     if kind == "messages":
-        check_messages(prompt)
+        prompt = read_messages(prompt)
     elif kind == "prompt" and (not isinstance(prompt, str) or not prompt):
         raise InputError(f"prompt={shown(prompt)} must be a non-empty string")
     elif kind == "prompt_token_ids" and (not isinstance(prompt, list) or not prompt):

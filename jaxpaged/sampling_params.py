@@ -1,5 +1,6 @@
 """How one request's tokens are chosen, and how its answer is told. Names and defaults are vLLM's."""
 
+import copy
 import dataclasses
 import enum
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from jaxpaged.checks import (
     checked_int,
     checked_number,
     is_int,
+    is_int_type,
     shown,
 )
 
@@ -141,7 +143,10 @@ class SamplingParams:
             return self
         seed = None if self.seed is None else (self.seed + index) % 2**32
         prompt_logprobs = None if index else self.prompt_logprobs
-        return dataclasses.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+        made = copy.copy(self)  # all is checked already, and there may be many answers
+        for name, value in (("n", 1), ("seed", seed), ("prompt_logprobs", prompt_logprobs)):
+            object.__setattr__(made, name, value)
+        return made
 
     @classmethod
     def from_optional(cls, **options: Any) -> Self:
@@ -209,10 +214,15 @@ def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     """Each once, in their order. Whether the model has them is checked when the request comes to it."""
     if ids is None:
         return ()
-    ok = isinstance(ids, tuple | list) and all(is_int(token) and token >= 0 for token in ids)
+    # There may be as many as the model has tokens: no loop of Python's own goes over them.
+    ok = (
+        isinstance(ids, tuple | list)
+        and all(map(is_int_type, set(map(type, ids))))
+        and min(ids, default=0) >= 0
+    )
     check(name, ids, "a list of token ids, ints >= 0", ok)
     assert isinstance(ids, tuple | list)
-    return tuple(dict.fromkeys(int(token) for token in ids))
+    return tuple(map(int, dict.fromkeys(ids)))
 
 
 def _texts(name: str, texts: object) -> tuple[str, ...]:

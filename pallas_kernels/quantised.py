@@ -1,8 +1,9 @@
 """Weights of 8, 6 or 4 bits that stay so in memory, and become numbers where a product reads them.
 
 Output o has for its input i the weight `scale[o, g] * code[o, i] + minimum[o, g]`, of the group g of
-neighbouring inputs that i is in. Codes of 8 bits are signed, or floats of the type e4m3; those of 4 bits go
-from 0 to 15 where there are minima, else from -8 to 7; those of 6 bits, on GPUs only, go from -32 to 31.
+neighbouring inputs that i is in. Codes of 8 bits are signed, or floats of the type e4m3; those of 4 bits are
+floats of the type e2m1, or go from 0 to 15 where there are minima, else from -8 to 7; those of 6 bits, on
+GPUs only, go from -32 to 31.
 """
 
 import functools
@@ -81,12 +82,13 @@ class Quantised:
 
     def _codes(self, codes: Array, dtype: jnp.dtype) -> Float[Array, "num_rows num_words codes_of_word"]:
         """Rows of words as numbers of a dtype, which holds them."""
+        if self.is_float and self.bits == 4:
+            return _e2m1(_fields(codes, self.bits), dtype)
         if self.is_float:
             return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(dtype)
         if self.bits == 8:
             return lax.bitcast_convert_type(codes, jnp.int8).astype(dtype)
-        shifts = jnp.arange(0, 32, self.bits, dtype=jnp.uint32)
-        numbers = (codes[..., None] >> shifts & 15).astype(dtype)
+        numbers = _fields(codes, self.bits).astype(dtype)
         return numbers - OFFSET if self.minima is None else numbers
 
     def _numbers(
@@ -99,6 +101,20 @@ class Quantised:
         if self.minima is not None:
             numbers = numbers + rows_of(self.minima).astype(jnp.float32)[..., None]
         return numbers.reshape(scales.shape[0], -1)
+
+
+def _fields(words: Array, bits: int) -> UInt32[Array, "num_rows num_words codes_of_word"]:
+    """The codes of words, the one in the lowest bits first."""
+    return words[..., None] >> jnp.arange(0, 32, bits, dtype=jnp.uint32) & (2**bits - 1)
+
+
+def _e2m1(codes: UInt32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
+    """The numbers of codes with a sign, two bits of an exponent, and one of a fraction. Twice a number is an
+    integer: the fraction's bit where the exponent is 0, else that and a bit above it, moved.
+    """
+    exponent, fraction = codes >> 1 & 3, codes & 1
+    twice = jnp.where(exponent == 0, fraction, fraction + 2 << jnp.maximum(exponent, 1) - 1).astype(dtype)
+    return jnp.where(codes >> 3 == 1, -twice, twice) * jnp.asarray(0.5, dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -233,7 +249,7 @@ def pack(
     panel_width: int = PANEL_WIDTH,
 ) -> Quantised:
     """A weight of NumPy's: a byte a code [out_features, in_features], scales and minima [out_features,
-    num_groups]. Codes of 4 bits go from 0 to 15: those that are signed have 8 added. Of floats, the bytes.
+    num_groups]. Codes of 4 bits go from 0 to 15: those that are signed have 8 added. Of floats, their bits.
 
     Outputs that are missing to whole panels are zeros. A group has whole words: a multiple of 4 codes, or 8.
     Raises: ValueError if it has not, or for other bits.

@@ -47,6 +47,7 @@ class Config(Protocol):
     shared_norm: bool
     residual_scale: float
     qk_norm: str | None
+    norm_after_rope: bool
     qkv_clip: float | None
     scale: float
     attention_soft_cap: float | None
@@ -81,7 +82,7 @@ def logits(config: Config, weights: Weights, token_ids: list[int], cache: Cache 
         x = layer(config, weights, f"layers.{number}", kind, x, cache)
     x = norm(config, weights, "norm", x)
     head = "embedding" if config.tie_word_embeddings else "lm_head"
-    scores = x @ weights[f"{head}.weight"].T / x.dtype.type(config.logit_divisor)
+    scores = linear(weights, head, x) / x.dtype.type(config.logit_divisor)
     return soft_capped(scores, config.logit_soft_cap)
 
 
@@ -127,7 +128,7 @@ def layer(
         given = normed
     elif before:
         given = norm(config, weights, f"{name}.mlp_norm", given)
-    feed_forward = experts if config.experts is not None else mlp
+    feed_forward = experts if f"{name}.router.weight" in weights else mlp
     return attended + out("mlp", feed_forward(config, weights, name, given))
 
 
@@ -146,10 +147,13 @@ def attention(
         qkv = qkv.clip(-c.qkv_clip, c.qkv_clip)
     ends = np.cumsum([c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim])
     q, k, v = np.split(qkv, ends, axis=1)
-    q, k = (qk_normed(c, weights, f"{name}.{part}_norm", y) for part, y in (("q", q), ("k", k)))
     q, k, v = (y.reshape(num_tokens, -1, c.head_dim) for y in (q, k, v))
+    if not c.norm_after_rope:
+        q, k = qk_normed(c, weights, name, q, k)
     if kind.rope is not None:
         q, k = (rope(y, kind.rope, c.max_model_len, first) for y in (q, k))
+    if c.norm_after_rope:
+        q, k = qk_normed(c, weights, name, q, k)
     if cache is not None:
         k, v = cache.add(name, k, v)
     out, group = np.empty_like(q), c.num_q_heads // c.num_kv_heads
@@ -171,30 +175,41 @@ def attention(
     return linear(weights, f"{name}.o", out.reshape(num_tokens, -1))
 
 
-def qk_normed(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """Queries or keys of all heads, [num_tokens, heads * head_dim]: normed each by itself, or all as one."""
+def qk_normed(
+    config: Config, weights: Weights, name: str, q: np.ndarray, k: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return queries and keys, [num_tokens, heads, head_dim]: normed each head by itself, with weights that
+    all share or with its own, or all heads as one.
+    """
     if config.qk_norm is None:
-        return x
-    parts = x.reshape(len(x), -1, config.head_dim) if config.qk_norm == "head" else x
-    return norm(config, weights, name, parts).reshape(x.shape)
+        return q, k
+
+    def normed(part: str, x: np.ndarray) -> np.ndarray:
+        whole = x.reshape(len(x), -1) if config.qk_norm == "all" else x
+        return norm(config, weights, f"{name}.{part}_norm", whole).reshape(x.shape)
+
+    return normed("q", q), normed("k", k)
 
 
-def mlp(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+def mlp(config: Config, weights: Weights, name: str, x: np.ndarray, prefix: str = "") -> np.ndarray:
     """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))`."""
+    first, down = f"{name}.{prefix}up", f"{name}.{prefix}down"
     if not config.gated:
-        return linear(weights, f"{name}.down", activate(config, linear(weights, f"{name}.up", x)))
-    gate, up = np.split(linear(weights, f"{name}.gate_up", x), 2, axis=-1)
-    return linear(weights, f"{name}.down", activate(config, gate) * up)
+        wide = linear(weights, first, x)
+        act = xielu(weights, name, wide) if config.activation == "xielu" else activate(config, wide)
+        return linear(weights, down, act)
+    gate, up = np.split(linear(weights, f"{name}.{prefix}gate_up", x), 2, axis=-1)
+    return linear(weights, down, activate(config, gate) * up)
 
 
 def experts(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """Token by token: the outputs of those with the highest scores, weighed by a softmax."""
+    """Token by token: the outputs of the chosen experts, weighed; and that of one which all tokens have."""
     e, out = config.experts, np.zeros_like(x)
     scores = linear(weights, f"{name}.router", x)
+    correction = weights[f"{name}.correction"] if e.correction else np.zeros_like(scores[0])
     for token, its in enumerate(scores):
-        chosen = np.argsort(-its, kind="stable")[: e.num_chosen]
-        total = np.exp(its[chosen] if e.renormalise else its).sum()
-        for expert in chosen:
+        mix = sparse_mixer(e, its) if e.scoring == "sparse_mixer" else choose(e, its, correction)
+        for expert, share in mix:
             prefix = f"{name}.experts.{expert}"
             gate, up = np.split(linear(weights, f"{prefix}.gate_up", x[token]), 2)
             if e.glu_limit is None:
@@ -202,8 +217,46 @@ def experts(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.nd
             else:
                 gate, up = np.minimum(gate, e.glu_limit), up.clip(-e.glu_limit, e.glu_limit)
                 wide = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-            out[token] += np.exp(its[expert]) / total * linear(weights, f"{prefix}.down", wide)
+            out[token] += x.dtype.type(e.scale * share) * linear(weights, f"{prefix}.down", wide)
+    if e.shared_size:
+        shared = mlp(config, weights, name, x, "shared.")
+        if e.shared_gate:
+            shared = shared / (1 + np.exp(-linear(weights, f"{name}.shared_gate", x)))
+        out = out + shared
     return out
+
+
+def choose(e: Any, logits: np.ndarray, correction: np.ndarray) -> list[tuple[int, float]]:
+    """Return one token's experts and their weights, by scores with a correction that weights do not have.
+
+    Of groups of neighbouring experts those are left whose two best add up to most; of these, the best.
+    """
+    if e.scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits - logits.max())
+        scores = scores / scores.sum()
+    ranked = scores + correction
+    groups = ranked.reshape(e.num_groups, -1)
+    best_two = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
+    left = np.argsort(-best_two, kind="stable")[: e.num_chosen_groups]
+    size = groups.shape[1]
+    ranked = np.where(np.isin(np.arange(len(ranked)) // size, left), ranked, -np.inf)
+    chosen = np.argsort(-ranked, kind="stable")[: e.num_chosen]
+    total = scores[chosen].sum() if e.renormalise else 1.0
+    return [(int(expert), float(scores[expert] / total)) for expert in chosen]
+
+
+def sparse_mixer(e: Any, scores: np.ndarray) -> list[tuple[int, float]]:
+    """Return one token's two experts and their weights, each a softmax over those not far behind it."""
+    left, found = set(range(len(scores))), []
+    for _ in range(2):
+        best = max(left, key=lambda i: (scores[i], -i))
+        top = scores[best]
+        near = [i for i in left if (top - scores[i]) / max(abs(scores[i]), top) <= 2 * e.jitter]
+        found.append((best, float(1 / np.exp(scores[near] - top).sum())))
+        left.remove(best)
+    return found
 
 
 def activate(config: Config, x: np.ndarray) -> np.ndarray:
@@ -211,10 +264,22 @@ def activate(config: Config, x: np.ndarray) -> np.ndarray:
         return x / (1 + np.exp(-x))
     if config.activation == "relu":
         return np.maximum(x, 0)
+    if config.activation == "relu2":
+        return np.maximum(x, 0) ** 2
     if config.activation == "gelu_tanh":
         return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     assert config.activation == "gelu"
     return x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)).astype(x.dtype))
+
+
+def xielu(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """A parabola above zero, an exponential below, whose steepness each layer has learned."""
+    alpha_p, alpha_n, beta, eps = (
+        weights[f"{name}.xielu.{each}"] for each in ("alpha_p", "alpha_n", "beta", "eps")
+    )
+    positive = np.log1p(np.exp(alpha_p)) * x * x
+    negative = (beta + np.log1p(np.exp(alpha_n))) * (np.expm1(np.minimum(x, eps)) - x)
+    return np.where(x > 0, positive, negative) + beta * x
 
 
 def soft_capped(scores: np.ndarray, cap: float | None) -> np.ndarray:

@@ -16,7 +16,10 @@ BLOCKS = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "MXFP4": (32, 17),
 }
+# e2m1: a sign, two bits of an exponent that counts from -1, one of a fraction; 0 is for subnormal numbers.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 ON_LOAD = {"int8": "Q8_0", "int4": "Q4_0"}
 
 
@@ -98,6 +101,12 @@ def _q6_k(block: np.ndarray) -> np.ndarray:
     return np.repeat(scales, 16) * np.concatenate(codes)
 
 
+def _mxfp4(block: np.ndarray) -> np.ndarray:
+    """Codes of e2m1, and a scale that is a power of two, of which a byte is the exponent from -127 on."""
+    codes = _nibbles(block[1:]).astype(np.int64)
+    return np.float32(2.0 ** (int(block[0]) - 127)) * E2M1[codes]
+
+
 def _k_scales(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales and minima of eight groups: six bits each in twelve bytes, times two numbers of all groups."""
     packed = block[4:16].astype(np.int32)
@@ -159,5 +168,6 @@ _DEQUANTISE = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 _QUANTISE = {"Q8_0": _to_q8_0, "Q4_0": _to_q4_0}

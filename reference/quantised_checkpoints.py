@@ -5,6 +5,8 @@ Tensors have the names that they have in a file. All numbers are float32 [output
 
 import numpy as np
 
+from .quantisation import E2M1
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs whose codes a word has, from its lowest bits on
 
 
@@ -90,6 +92,22 @@ def scaled(
         for j in range(num_inputs):
             wide[i, j] *= scales[i // block[0], j // block[1]]
     return wide
+
+
+def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Bytes [outputs, groups, 16], of which each has two neighbouring inputs' codes of e2m1, the first in its
+    lower half; scales [outputs, groups] are powers of two, their exponents counted from -127.
+    """
+    num_outputs, num_groups, num_bytes = blocks.shape
+    weight = np.zeros((num_outputs, num_groups * 2 * num_bytes), np.float32)
+    for output in range(num_outputs):
+        for group in range(num_groups):
+            scale = 2.0 ** (int(scales[output, group]) - 127)
+            for i, byte in enumerate(blocks[output, group]):
+                first = 2 * (group * num_bytes + i)
+                weight[output, first] = scale * E2M1[byte & 15]
+                weight[output, first + 1] = scale * E2M1[byte >> 4]
+    return weight
 
 
 def field(words: np.ndarray, bits: int, place: int) -> np.ndarray:

@@ -193,8 +193,8 @@ def test_info_prints_the_caches_size(model, capsys):
         ),
         (["--prompt", "a", "--colour"], "unrecognized arguments: --colour"),
         (["--prompts-file", "missing.txt"], "--prompts-file 'missing.txt' must exist"),
-        (["--prompt", "a b " * 60], "jaxpaged: the prompt has "),
-        (["--prompt", "a", "--prompt", "a b " * 60], "jaxpaged: prompt 1: the prompt has "),
+        (["--prompt", "a b " * 60], "jaxpaged: --prompt: the prompt has "),
+        (["--prompt", "a", "--prompt", "a b " * 60], "jaxpaged: --prompt number 2: the prompt has "),
         (
             ["--prompt", "a", "--max-num-batched-tokens", "35"],
             "max_num_batched_tokens=35 must be None or an int >= 36",
@@ -265,7 +265,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(model, arguments, message, capsys
         ('{"prompt": ""}\n', "line 1: prompt='' must be a non-empty string"),
         ('{"prompt": 5}\n', "line 1: prompt=5 must be a non-empty string"),
         ('{"messages": []}\n', "line 1: messages=[] must be a list with at least one message"),
-        ('{"messages": [{"role": "user"}]}\n', "line 1: message {'role': 'user'} must have a 'role'"),
+        ('{"messages": [{"role": "user"}]}\n', "line 1: messages.0.content=None must be a string or"),
     ],
 )
 def test_a_bad_prompts_file_is_refused_with_the_line(model, content, message, tmp_path, capsys):
@@ -273,6 +273,43 @@ def test_a_bad_prompts_file_is_refused_with_the_line(model, content, message, tm
     file.write_text(content, encoding="utf-8")
     assert cli.main(["generate", "--model", model, "--prompts-file", str(file)]) == 2
     assert message in capsys.readouterr().err
+
+
+SOME_REFUSED = [
+    {"prompt": "ab", "id": "good"},
+    {"prompt": "ab", "top_p": 7, "id": "wrong"},
+    {"prompt": "a b " * 60, "id": "long"},
+    {"messages": [{"role": "user", "content": "c"}]},
+]
+
+
+def test_errors_at_the_door_say_file_and_line(model, tmp_path, capsys, monkeypatch):
+    """As those of a line's text do; and nothing runs."""
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    file = tmp_path / "prompts"
+    file.write_text(f"{json.dumps(SOME_REFUSED[0])}\n\n{json.dumps(SOME_REFUSED[2])}\n")
+    assert cli.main(["generate", "--model", model, *FAST, "--prompts-file", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"jaxpaged: --prompts-file '{file}', line 3: the prompt has 240 tokens, must ")
+
+
+def test_prompts_that_are_refused_may_be_skipped(model, tmp_path, capsys):
+    """Of each there is a line with its error, in its place; all others are answered."""
+    file = tmp_path / "prompts"
+    file.write_text("\n".join([*map(json.dumps, SOME_REFUSED), "{", ""]))
+    asked = ["generate", "--model", model, *FAST, "--prompts-file", str(file), "--skip-errors"]
+    assert cli.main([*asked, "--json", "--max-tokens", "2"]) == 0
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line.get("id") for line in lines] == ["good", "wrong", "long", None, None]
+    assert [len(line.get("token_ids", [])) > 0 for line in lines] == [True, False, False, True, False]
+    where = f"--prompts-file '{file}', line"
+    for place, message in ((1, "2: top_p=7 must be"), (2, "3: the prompt has"), (4, "5: must be JSON: ")):
+        assert lines[place]["error"].startswith(f"{where} {message}")
+    assert "2 answers in" in err
+    assert "; 3 prompts were refused" in err
 
 
 def test_a_prompts_file_that_is_not_text_is_refused(model, tmp_path, capsys):

@@ -1,6 +1,6 @@
 """The tiny model as a GGUF file with a tokenizer and a chat template: all that the command line needs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -19,7 +19,8 @@ def add_sizes(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     """What every architecture's header says of a model; of several RoPEs it is the slowest."""
     writer.add_context_length(config.max_model_len)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    dense_size = config.experts.dense_size if config.experts is not None else 0
+    writer.add_feed_forward_length(dense_size or config.intermediate_size)
     writer.add_block_count(config.num_layers)
     writer.add_head_count(config.num_q_heads)
     writer.add_head_count_kv(config.num_kv_heads)
@@ -42,11 +43,14 @@ def write_gguf(
     extra: str = "",
     sliding_window: int | None = None,
     kinds: Mapping[str, str] | None = None,
+    also: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+    tensors_a_part: int = 0,
 ) -> Path:
     """The tiny model as a GGUF file, with a byte-level vocabulary of as many tokens. `kinds`: by a part of
-    their names, in which kinds of blocks tensors are; the others are float32.
+    their names, in which kinds of blocks tensors are; the others are float32. `also` adds to the header. With
+    `tensors_a_part` the file is in several parts, of which the path comes back of the first.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
     add_sizes(writer, CONFIG)
     if sliding_window is not None:
         writer.add_sliding_window(sliding_window)
@@ -83,8 +87,9 @@ def write_gguf(
             writer.add_tensor(tensor, gguf.quantize(weight, raw), raw_dtype=raw)
     if extra:
         writer.add_tensor(extra, np.full(4, 2, np.float32))
+    also(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if not tensors_a_part else min(path.parent.glob(f"{path.stem}-*-of-*.gguf"))

@@ -14,6 +14,7 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.vocabulary import Names
 
 # Checking a prompt takes some 20 ns a token: a longer one is checked in another thread, so that who else
 # awaits something does not wait for it.
@@ -39,7 +40,7 @@ class AsyncEngine:
 
         Leaving the iteration early, or cancelling the task, aborts the request; an event loop that is closed
         does so, too. Raises `InputError` at once for a request that could never run, `EngineDeadError` if the
-        engine stops.
+        engine stops, `TextError` if the tokenizer fails on the answer's tokens.
         """
         requests = await self._admit(prompt_token_ids, params, priority, cache_salt, lora_request)
         async with aclosing(self._stream(requests, lambda handles: None)) as stream:
@@ -123,9 +124,7 @@ class AsyncEngine:
                 event_loop.call_soon_threadsafe(items.put_nowait, item)
 
         handles = self.engine.submit_all(requests, sink)
-        with_text = {
-            handle.request_id: texts(self.engine.tokenizer, handle.request.params) for handle in handles
-        }
+        with_text = {handle.request_id: texts(self.engine.tokenizer, handle.request) for handle in handles}
         unfinished = {handle.request_id: handle for handle in handles}
         try:
             started(handles)
@@ -148,6 +147,8 @@ class Told:
         self._kind = requests[0].params.output_kind
         self._prompt_token_ids: list[int] = requests[0].prompt_token_ids.tolist()
         self._so_far: dict[int, Delta] = {}
+        # Of each answer that is told part by part: what its tokens are called goes on.
+        self._names: dict[int, Names] = {}
         self._unfinished = len(requests)
 
     def output(self, delta: Delta) -> RequestOutput | None:
@@ -171,4 +172,5 @@ class Told:
             self._tokenizer,
             finished=not self._unfinished,
             prompt_token_ids=self._prompt_token_ids,
+            names=self._names if self._kind is RequestOutputKind.DELTA else None,
         )

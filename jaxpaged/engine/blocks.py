@@ -6,10 +6,10 @@ import math
 from typing import Any, Self
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from jaxpaged.checks import InputError, check, check_salt, is_int, shown
+from jaxpaged.untrusted import dtype_named, read_json
 
 FORMAT = "jaxpaged blocks, version 1"  # the one entry of the metadata
 TOKENS = "token_ids"
@@ -83,23 +83,29 @@ class Blocks:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray) -> Self:
-        """What `to_bytes` made. Runs nothing of it, and raises `InputError` for anything else."""
+        """Read what `to_bytes` wrote, from anybody: nothing of it runs. Raises `InputError` for anything
+        else.
+        """
         try:
             length = int.from_bytes(data[:8], "little")
-            said = json.loads(json.loads(bytes(data[8 : 8 + length]))["__metadata__"][FORMAT])
+            said = read_json(read_json(data[8 : 8 + length])["__metadata__"][FORMAT])
             tensors = load(bytes(data))
             kind, salt = _kind(said["kind"]), said["cache_salt"]
             token_ids = tensors.pop(TOKENS)
+            is_line = (
+                token_ids.dtype == np.int32 and token_ids.ndim == 2 and token_ids.shape[1] == kind.block_size
+            )
+            check("token_ids", token_ids, f"int32 [num_blocks, {kind.block_size}]", is_line)
             arrays = {
                 name: _unpacked(tensors.pop(OF_CACHE + name), len(token_ids), *its)
                 for name, its in said["arrays"].items()
             }
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            check("tensors", sorted(tensors), "the token ids' and the arrays'", not tensors)
+            check_salt("cache_salt", salt)
+        except InputError as error:
+            raise InputError(f"blocks: {error}") from error
+        except Exception as error:  # safetensors, and values of any type where others belong
             raise InputError(f"blocks cannot be read: {type(error).__name__}: {error}") from error
-        is_line = token_ids.dtype == np.int32 and token_ids.shape == (len(token_ids), kind.block_size)
-        check("blocks: token_ids", token_ids, f"int32 [num_blocks, {kind.block_size}]", is_line)
-        check("blocks: tensors", sorted(tensors), "the token ids' and the arrays'", not tensors)
-        check_salt("blocks: cache_salt", salt)
         return cls(kind, token_ids, salt, arrays)
 
 
@@ -109,12 +115,11 @@ def _flat(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _unpacked(flat: np.ndarray, num_blocks: int, dtype_name: str, shape: list[int]) -> np.ndarray:
-    dtype = np.dtype(dtype_name)  # bfloat16 and its like are known by JAX
-    if dtype.hasobject or dtype.name != dtype_name or flat.dtype != np.uint8:
-        raise ValueError(f"dtype {shown(dtype_name)} has no plain bytes")
-    whole = (num_blocks, *shape)
-    if not all(is_int(size) and size > 0 for size in shape) or flat.shape != _flat(dtype, whole):
-        raise ValueError(f"an array of {dtype_name}{whole} does not have {flat.shape} bytes")
+    """Return an array [num_blocks, *shape] that lies as bytes. Raises `InputError` for another size."""
+    dtype, whole = dtype_named(dtype_name), (num_blocks, *shape)
+    is_shape = all(is_int(size) and size > 0 for size in shape)
+    if flat.dtype != np.uint8 or not is_shape or flat.shape != _flat(dtype, whole):
+        raise InputError(f"an array of {shown(dtype_name)}{shown(whole)} does not have {flat.shape} bytes")
     return flat.reshape(-1).view(dtype).reshape(whole)
 
 

@@ -31,6 +31,7 @@ from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.startup import Shapes
 from jaxpaged.engine.state import (
     MAX_STEPS,
+    Beams,
     Counter,
     EngineState,
     FinishReason,
@@ -48,6 +49,7 @@ from jaxpaged.models.lora import Arrays
 from jaxpaged.models.names import Names
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Call, Leader, Processes
+from jaxpaged.sampling import LogitRules, SamplingState
 from jaxpaged.status import raise_if_error
 
 # Requests submitted in one dispatch, and tokens written in one.
@@ -101,8 +103,14 @@ class Snapshot:
     queue: tuple[Queued, ...]  # those who have no row, in their order
 
 
+# The dataclasses that calls to other processes have among their arrays.
+CALL_CLASSES = Rows, SamplingState, LogitRules, Beams
+_CALLS: dict[str, Callable[..., Any]] = {}  # the methods that another process may be told to call
+
+
 def told[**P, T](method: Callable[P, T]) -> Callable[P, T]:
-    """A driver's call to its devices, of host arrays: all processes with devices of the model make it."""
+    """Mark a driver's call to its devices, of host arrays, which all processes of the model make."""
+    _CALLS[method.__name__] = method
 
     @functools.wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> T:
@@ -230,8 +238,8 @@ class Driver:
         return True
 
     def follow(self, name: str, arrays: Sequence[Any]) -> None:
-        """Make a call to the devices that process 0 makes."""
-        getattr(self, name)(*arrays)
+        """Make a call to the devices that process 0 makes. Raises `KeyError` for any other name."""
+        _CALLS[name](self, *arrays)
 
     @told
     def _forget_prefixes(self) -> None:

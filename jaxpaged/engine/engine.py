@@ -24,6 +24,7 @@ from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.startup import Shapes
+from jaxpaged.engine.texts import TextError
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
@@ -252,7 +253,7 @@ class _Worker:
         def put() -> None:
             try:
                 answer.set_result(question(self._driver))
-            except Exception as error:  # that of who asked
+            except BaseException as error:  # that of who asked
                 answer.set_exception(error)
 
         with self._lock:
@@ -338,18 +339,23 @@ class _Worker:
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
         with self._lock:
             handles = [self._in_flight.get(delta.request_id) for delta in deltas]
-        told: list[tuple[Handle, Delta]] = []
-        stopped = []  # at a stop string: their rows go on, and nobody waits for what they say
+        told: list[tuple[Handle, Delta | TextError]] = []
+        ended, stopped = (
+            [],
+            [],
+        )  # stopped here, not on the device: their rows go on, and nobody waits for them
         for handle, delta in zip(handles, deltas, strict=True):
             if handle is not None:
-                told.append((handle, delta if handle.stops is None else handle.stops(delta)))
-                if told[-1][1].finish_reason and not delta.finish_reason:
-                    stopped.append(delta.request_id)
+                item = handle.told(delta)
+                told.append((handle, item))
+                if isinstance(item, TextError) or item.finish_reason:
+                    ended.append(delta.request_id)
+                    if not delta.finish_reason:
+                        stopped.append(delta.request_id)
         with self._lock:
-            for _, delta in told:
-                if delta.finish_reason:
-                    self._in_flight.pop(delta.request_id, None)
+            for request_id in ended:
+                self._in_flight.pop(request_id, None)
         if stopped:
             self._driver.abort(stopped)
-        for handle, delta in told:
-            handle.put(delta)
+        for handle, item in told:
+            handle.put(item)

@@ -11,14 +11,14 @@ from absl import logging
 
 from jaxpaged.engine.outputs import RequestMetrics
 from jaxpaged.engine.request import Delta, Request
-from jaxpaged.engine.texts import Texts, texts
+from jaxpaged.engine.texts import TextError, Texts, texts
 
 
 class EngineDeadError(RuntimeError):
     """The engine has stopped, by an error (its cause) or because it was closed, and answers nothing more."""
 
 
-type Item = Delta | EngineDeadError
+type Item = Delta | EngineDeadError | TextError
 Sink = Callable[[Item], None]
 
 
@@ -45,7 +45,9 @@ class Handle:
         self._sink = sink
         self._items: list[Item] = []
         # In the engine's thread, where a stop string is to end the row as soon as it is there.
-        self.stops = Texts(engine.tokenizer, request.params) if request.params.stop else None
+        self.stops = (
+            Texts(engine.tokenizer, request.params, request.prompt_token_ids) if request.params.stop else None
+        )
         self.metrics = RequestMetrics(time.time(), None, None)
         self._more = threading.Condition()
 
@@ -54,14 +56,22 @@ class Handle:
         return self.request.request_id
 
     def __iter__(self) -> Iterator[Delta]:
-        """The deltas, the last with a reason. Raises `EngineDeadError` if the engine stops before."""
-        with_text = texts(self._engine.tokenizer, self.request.params)
+        """Yield the deltas, the last with a reason.
+
+        Raises `EngineDeadError` if the engine stops before, `TextError` if there is no text for the tokens.
+        """
+        with_text = texts(self._engine.tokenizer, self.request)
         for place in itertools.count():
             with self._more:
                 if len(self._items) <= place:
                     self._engine.refuse_here("wait for an answer")
                 self._more.wait_for(lambda: len(self._items) > place)  # noqa: B023, called at once
-            delta = with_text(or_raise(self._items[place]))
+            item = or_raise(self._items[place])
+            try:
+                delta = with_text(item)
+            except TextError:
+                self.abort()
+                raise
             yield delta
             if delta.finish_reason:
                 return
@@ -74,6 +84,17 @@ class Handle:
         """Give the request up. Its last delta says so, unless it had finished before."""
         self._engine.abort([self])
 
+    def told(self, delta: Delta) -> Delta | TextError:
+        """Return a delta as it is to be told: with its text where a stop string may end it.
+
+        For the engine's thread. An error in the text takes the delta's place.
+        """
+        try:
+            return delta if self.stops is None else self.stops(delta)
+        except TextError as error:
+            logging.error("%s; the request is given up", error)
+            return error
+
     def put(self, item: Item) -> None:
         """What the engine's thread calls. A sink that raises must not stop the others' answers."""
         if isinstance(item, Delta):
@@ -84,7 +105,7 @@ class Handle:
         if self._sink is not None:
             try:
                 self._sink(item)
-            except Exception:
+            except BaseException:  # also a panic in Rust code, or an exit: this thread is everybody's
                 logging.exception("request %d: its sink raised, so it is given up", self.request_id)
                 self._sink = None
                 self.abort()
@@ -107,9 +128,12 @@ class Handle:
 
 
 def or_raise(item: Item) -> Delta:
-    """The delta; or the error, raised anew for each who waits, with its cause."""
+    """Return the delta, or raise the error anew, with its cause, for each who waits."""
     if isinstance(item, EngineDeadError):
         raise EngineDeadError(str(item)) from item.__cause__
+    if isinstance(item, TextError):
+        assert item.__cause__ is not None
+        raise TextError(item.request_id, item.__cause__)
     return item
 
 

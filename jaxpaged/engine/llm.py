@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from tqdm import tqdm
 
 from jaxpaged import chat, vllm_options
-from jaxpaged.chat import Message
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, shown
 from jaxpaged.config import EngineConfig
+from jaxpaged.conversations import Message
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.arg_utils import EngineArgs
 from jaxpaged.engine.blocks import Blocks
+from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
@@ -27,6 +28,7 @@ from jaxpaged.engine.prompts import (
     as_many,
     is_list,
     naming_prompt,
+    of_prompt,
     one_each,
     template_text,
     tokenization,
@@ -81,14 +83,14 @@ class LLM:
         c = self.config
         processes = None
         if c.distributed_init is not None:
-            processes = join(c.distributed_init, c.num_processes, c.process_id)
+            processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
         native.prepare(machine.resolve_dtype(c))
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
-        machine.keep_on_disk()
+        machine.keep_on_disk(c.keep_programs)
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
         kept_as: Any = {"quantization": c.quantization, "loop_over_layers": c.loop_over_layers}
         self.engine = Engine(
@@ -163,28 +165,31 @@ class LLM:
         lora_request: Loras = None,
         priority: Priority = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        on_error: Callable[[int, InputError], None] | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer as `generate` does, but give each result as soon as it and all before it are there.
 
-        Requests are checked and queued at once. Leaving the iteration gives up what is left.
+        Requests are checked and queued at once. Leaving the iteration gives up what is left. `on_error` is
+        called with the place of a prompt that is refused, and why: then all others are answered. Without it
+        the error is raised, and nothing runs.
         """
         many = as_many(prompts)
         params = one_each("sampling_params", self._params(sampling_params), len(many))
         priorities = one_each("priority", 0 if priority is None else priority, len(many))
         adapters = one_each("lora_request", lora_request, len(many))
-        read = functools.partial(self.read_prompt, tokenization_kwargs=tokenization_kwargs)
-        asked = [
-            naming_prompt(
-                i,
-                len(many),
-                read,
-                prompt,
-                functools.partial(self.engine.door.admit, params=its, priority=urgency, lora_request=adapter),
+        asked = []
+        for i, (prompt, its, urgency, adapter) in enumerate(
+            zip(many, params, priorities, adapters, strict=True)
+        ):
+            admit = functools.partial(
+                self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
             )
-            for i, (prompt, its, urgency, adapter) in enumerate(
-                zip(many, params, priorities, adapters, strict=True)
-            )
-        ]
+            try:
+                asked.append(self.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs))
+            except InputError as error:
+                if on_error is None:
+                    raise of_prompt(i, len(many), error) from error
+                on_error(i, error)
         outputs = self._gather(*self._submit(asked), use_tqdm, self._output)
         next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
         return outputs
@@ -368,7 +373,7 @@ class LLM:
 
     def _output(self, group: Sequence[Handle], prompt: str | None, answers: Sequence[Delta]) -> RequestOutput:
         request = group[0].request
-        answers = [a if a.text is not None else texts(self.tokenizer, request.params)(a) for a in answers]
+        answers = [a if a.text is not None else texts(self.tokenizer, request)(a) for a in answers]
         metrics = [handle.metrics for handle in group]
         return request_output(request, prompt, answers, metrics, self.tokenizer, finished=True)
 

@@ -207,11 +207,12 @@ def cache_size(config: EngineConfig, model_config: ModelConfig) -> CacheSize:
     )
 
 
-def keep_on_disk() -> None:
-    """Keep on disk what is compiled, the loop whole and the rest by JAX, and models as programs read them;
-    nothing where there is no folder for it.
+def keep_on_disk(keep: bool = True) -> None:
+    """Keep on disk what is compiled, the loop whole and the rest by JAX, and models as programs read them.
+
+    Nothing is kept, or found, where there is no folder for it, or without `keep`: for the process as a whole.
     """
-    folder = compilation_cache_dir()
+    folder = compilation_cache_dir() if keep else None
     disk_cache.keep_in(folder)
     jax.config.update("jax_compilation_cache_dir", folder and str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -328,7 +329,7 @@ def activation_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """
     tokens = max(config.num_prefill_tiles * PREFILL_TILE, config.max_num_seqs)
     c = model_config
-    widest = max(2 * c.intermediate_size, (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)
+    widest = max(2 * c.widest_mlp, (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)
     partials = 0
     if attention(config, model_config)[0] == "mosaic_gpu":
         group_size, max_len = c.num_q_heads // c.num_kv_heads, max_model_len(config, model_config)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.lora import LoRARequest
+from jaxpaged.vocabulary import Names, Vocabulary, vocabulary_of
 
 FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"] | None] = {
     FinishReason.NONE: None,
@@ -25,7 +26,9 @@ class Logprob:
 
     logprob: float
     rank: int | None = None  # its place among all tokens, 1 the likeliest
-    decoded_token: str | None = None  # None where there is no tokenizer, or no text was wanted
+    # Its text, with the space before a word. One that ends within a character is called "", and the one that
+    # completes it by all of it. None where there is no tokenizer, or no text was wanted.
+    decoded_token: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,21 +99,28 @@ def request_output(
     *,
     finished: bool,
     prompt_token_ids: list[int] | None = None,
+    names: dict[int, Names] | None = None,
 ) -> RequestOutput:
-    """What is told of answers to a prompt, or of parts of them, that have their text.
+    """Return what is told of answers to a prompt, or of parts of them, that have their text.
 
     `request` is that for the first answer, `metrics` those of all; `prompt_token_ids` the prompt's, where
-    they have been made a list before.
+    they have been made a list before; `names`, where answers come in parts, what names tokens of each, by
+    its index: what is not there is added.
     """
-    named = tokenizer if request.params.detokenize else None
+    vocabulary = vocabulary_of(tokenizer) if tokenizer is not None and request.params.detokenize else None
+    if names is None:
+        names = {}
     token_ids: list[int] = request.prompt_token_ids.tolist() if prompt_token_ids is None else prompt_token_ids
     told = next((answer.prompt_scores for answer in answers if answer.index == 0), None)
     return RequestOutput(
         request_id=str(request.request_id),
         prompt=prompt,
         prompt_token_ids=token_ids,
-        prompt_logprobs=None if told is None else _logprobs(token_ids, told, named),
-        outputs=[_completion(answer, named) for answer in answers],
+        prompt_logprobs=None if told is None else _logprobs(token_ids, told, _names(vocabulary)),
+        outputs=[
+            _completion(answer, names.setdefault(answer.index, Names(vocabulary)) if vocabulary else None)
+            for answer in answers
+        ],
         finished=finished,
         metrics=_of_all(metrics),
         num_cached_tokens=max((a.num_hit_tokens for a in answers if a.index == 0), default=0),
@@ -121,6 +131,7 @@ def request_output(
 def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any) -> BeamSearchOutput:
     """The best of what a search's rows hold in the end; what has ended goes first where scores are equal."""
     assert request.beams is not None
+    vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
     penalty = request.beams.length_penalty
     prompt: list[int] = request.prompt_token_ids.tolist()
 
@@ -139,7 +150,7 @@ def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any)
         sequences.append(
             BeamSearchSequence(
                 tokens=tokens,
-                logprobs=_logprobs(delta.token_ids, delta.scores or [], tokenizer),  # type: ignore[arg-type]  # none of these is None
+                logprobs=_logprobs(delta.token_ids, delta.scores or [], _names(vocabulary)),  # type: ignore[arg-type]  # none of these is None
                 cum_logprob=delta.beam.cum_logprob if delta.beam else -math.inf,
                 text=None if tokenizer is None else tokenizer.decode(tokens),
                 finish_reason="stop" if has_ended else "length",
@@ -150,14 +161,18 @@ def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any)
     return BeamSearchOutput(sequences)
 
 
-def _completion(answer: Delta, tokenizer: Any) -> CompletionOutput:
+def _names(vocabulary: Vocabulary | None) -> Names | None:
+    return None if vocabulary is None else Names(vocabulary)
+
+
+def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
     scores = answer.scores
     return CompletionOutput(
         index=answer.index,
         text=answer.text or "",
         token_ids=answer.token_ids,
         cumulative_logprob=None if scores is None else sum(score.logprob for score in scores),
-        logprobs=None if scores is None else _logprobs(answer.token_ids, scores, tokenizer),  # type: ignore[arg-type]  # none of these is None
+        logprobs=None if scores is None else _logprobs(answer.token_ids, scores, names),  # type: ignore[arg-type]  # none of these is None
         finish_reason=FINISH_REASONS[answer.finish_reason],
         stop_reason=answer.stop_reason,
     )
@@ -177,15 +192,23 @@ def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
 
 
 def _logprobs(
-    token_ids: Sequence[int], scores: Sequence[Score | None], tokenizer: Any
+    token_ids: Sequence[int], scores: Sequence[Score | None], names: Names | None
 ) -> list[dict[int, Logprob] | None]:
-    def entry(token: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
-
-    return [
-        None
-        if score is None
-        else {token: entry(token, score.logprob, score.rank)}
-        | {other: entry(other, logprob, rank) for rank, (other, logprob) in enumerate(score.top, 1)}
-        for token, score in zip(token_ids, scores, strict=True)
-    ]
+    made: list[dict[int, Logprob] | None] = []
+    for token, score in zip(token_ids, scores, strict=True):
+        if score is None:
+            if names is not None:
+                names.of(token, [])
+            made.append(None)
+            continue
+        top = [(other, logprob, rank) for rank, (other, logprob) in enumerate(score.top, 1)]
+        entries = [(token, score.logprob, score.rank), *top]
+        others = [other for other, _, _ in entries]
+        named = [None] * len(entries) if names is None else names.of(token, others)
+        made.append(
+            {
+                other: Logprob(logprob, rank, name)
+                for (other, logprob, rank), name in zip(entries, named, strict=True)
+            }
+        )
+    return made

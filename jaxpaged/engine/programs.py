@@ -6,6 +6,7 @@ it is made from.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import struct
@@ -37,7 +38,10 @@ class Program:
 
 # Engines of the same sizes share a program; the ones asked for last are at the end.
 _loaded: dict[Path, Program] = {}
-SIZES = struct.Struct("<qq")  # at the beginning of a file: what is read back does not say on every device
+# At the beginning of a file: the key that it was made for, a digest of all that follows, and two sizes, which
+# what is read back does not say on every device.
+HEAD = struct.Struct("<32s32s")
+SIZES = struct.Struct("<qq")
 MOST_LOADED = 8  # each maps its code in a thousand pieces, of which the system allows a process some 65,000
 MOST_PROGRAMS = 64
 
@@ -63,10 +67,11 @@ def kept(
     path = disk_cache.path_of(identity, ".program")
     if path is None:
         return None
+    key = disk_cache.key_of(identity)
     program = _loaded.pop(path, None)
     if program is None and path.exists():
-        program = _read(path, arrays, result)
-    program = _loaded[path] = program or _compile(path, lower, options)
+        program = _read(path, key, arrays, result)
+    program = _loaded[path] = program or _compile(path, key, lower, options)
     if len(_loaded) > MOST_LOADED:
         del _loaded[next(iter(_loaded))]
     return program
@@ -81,15 +86,22 @@ def compiled(lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | 
     return Program(program, memory.temp_size_in_bytes, results)
 
 
-def _read(path: Path, arrays: tuple[Any, ...], result: Any) -> Program | None:
+def _read(path: Path, key: bytes, arrays: tuple[Any, ...], result: Any) -> Program | None:
+    """Return the program in a file; None if it cannot be used, or is not this user's own."""
     try:
+        if not disk_cache.is_own(path):
+            return None
         structures = jax.tree.structure((arrays, {})), jax.tree.structure(result)
-        content = memoryview(path.read_bytes())
+        content = path.read_bytes()
+        its_key, its_digest = HEAD.unpack_from(content)
+        body = memoryview(content)[HEAD.size :]
+        if its_key != key or its_digest != hashlib.sha256(body).digest():
+            raise ValueError("it is damaged, or was made for something else")
         call = serialize_executable.deserialize_and_load(
-            bytes(content[SIZES.size :]), *structures, execution_devices=_devices_of(arrays)
+            bytes(body[SIZES.size :]), *structures, execution_devices=_devices_of(arrays)
         )
         os.utime(path)
-        return Program(call, *SIZES.unpack_from(content))
+        return Program(call, *SIZES.unpack_from(body))
     except Exception as error:  # a damaged file, or one that this machine cannot run: it is made anew
         logging.warning("the program in %s cannot be used: %s", path, error)
         return None
@@ -102,13 +114,15 @@ def _devices_of(arrays: tuple[Any, ...]) -> list[jax.Device] | None:
     return next(meshes, list(shardings[0].device_set) if shardings else None)
 
 
-def _compile(path: Path, lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None) -> Program:
+def _compile(
+    path: Path, key: bytes, lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None
+) -> Program:
     with _without_cache():
         program = compiled(lower, options)
     try:
         payload, *_ = serialize_executable.serialize(program.call)
-        sizes = SIZES.pack(program.temporary_bytes, program.result_bytes)
-        disk_cache.write_file(path, sizes + payload)
+        body = SIZES.pack(program.temporary_bytes, program.result_bytes) + payload
+        disk_cache.write_file(path, HEAD.pack(key, hashlib.sha256(body).digest()) + body)
         disk_cache.prune(path, MOST_PROGRAMS)
     except Exception as error:  # a disk that is full, a kind of program that cannot be written down
         logging.warning("the program cannot be kept in %s: %s", path, error)

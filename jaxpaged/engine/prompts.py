@@ -74,4 +74,9 @@ def naming_prompt[T](i: int, num_prompts: int, read: Callable[..., T], *args: An
     try:
         return read(*args)
     except InputError as error:
-        raise error if num_prompts == 1 else InputError(f"prompt {i}: {error}") from error
+        raise of_prompt(i, num_prompts, error) from error
+
+
+def of_prompt(i: int, num_prompts: int, error: InputError) -> InputError:
+    """Return an error that says which of several prompts is at fault."""
+    return error if num_prompts == 1 else InputError(f"prompt {i}: {error}")

@@ -22,8 +22,9 @@ import numpy as np
 from absl import logging
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine.handle import Handle, Item, Sink
+from jaxpaged.engine.handle import EngineDeadError, Handle, Item, Sink
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.texts import TextError
 
 ID_BYTES = 7  # so that ids fit into an int64
 
@@ -63,22 +64,31 @@ class Recorder:
             handles = queue(functools.partial(self._note, sink))
             now = round(1000 * (time.monotonic() - self._began))
             for handle in handles:
-                if handle.request.beams is None:
+                if handle.request.beams is None and self._path is not None:
                     self._asked[handle.request_id] = _Asked(now, handle.request)
         return handles
 
     def _note(self, sink: "Sink | None", item: Item) -> None:
+        """Note what became of a request, then tell its sink: a recording that fails changes no answer."""
         with self._lock:
-            if isinstance(item, Delta):
-                asked = self._asked.get(item.request_id)
-                if asked is not None:
-                    asked.output_length += len(item.token_ids)
-                    asked.has_ended |= bool(item.finish_reason)
-            else:  # the engine has stopped: what has not ended never will
-                self._asked = {key: asked for key, asked in self._asked.items() if asked.has_ended}
-            self._write()
+            if self._path is not None:
+                try:
+                    self._take(item)
+                    self._write()
+                except Exception:
+                    logging.exception("the trace ends here")
+                    self._path = None
+                    self._asked = {}
         if sink is not None:
             sink(item)
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, EngineDeadError):  # what has not ended never will
+            self._asked = {key: asked for key, asked in self._asked.items() if asked.has_ended}
+        elif (asked := self._asked.get(item.request_id)) is not None:
+            if isinstance(item, Delta):
+                asked.output_length += len(item.token_ids)
+            asked.has_ended |= isinstance(item, TextError) or bool(item.finish_reason)
 
     def _write(self) -> None:
         """Those that have ended, up to the first that has not."""

@@ -230,6 +230,8 @@ class Source:
         # A program of several processes knows which of them it is in.
         if not layouts.is_ours(self.state.kv_cache.layout) or self.config.num_processes > 1:
             return None
+        if not self.config.keep_programs:
+            return None
         told = no_prompt_scores(self.step_config, self.config.num_rows)
         state = self.state
         if num_groups(self.mesh) > 1:  # of one: it is the report's structure that counts

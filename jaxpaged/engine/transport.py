@@ -3,10 +3,10 @@
 import socket
 from typing import Protocol
 
-from jaxpaged.checks import InputError
+from jaxpaged.channel import Channel
 from jaxpaged.engine.blocks import Blocks
 
-LENGTH_BYTES = 8  # big-endian, before each message
+MOST_BYTES = 2**32  # of one message
 
 
 class Transport(Protocol):
@@ -23,46 +23,36 @@ class Transport(Protocol):
 
 
 class SocketTransport:
-    """Over a connected stream socket, TCP's or Unix': of each `Blocks` its length, and its bytes.
+    """A transport over a connected stream socket, TCP's or Unix'.
 
-    Whoever writes to the socket says what K and V a prompt has: connect to whom you trust. A message of
-    more than `most_bytes` is refused before it is read. With a timeout of the socket, `TimeoutError` ends a
-    wait.
+    Whoever writes to the socket says what K and V a prompt has: connect to whom you trust. Where both ends
+    are not on loopback, give both the same key.
+
+    connection: its timeout is kept: `TimeoutError` ends a wait.
+    most_bytes: a message of more is refused before it is read; memory grows only with what has come.
+    key: a secret of at least 16 bytes that both ends have. Both prove it before anything else is read, and
+    every
+        message is authenticated (see `jaxpaged.channel`); nothing is encrypted.
+
+    Raises `ConnectionError` if the other end does not prove that it has the key.
     """
 
-    def __init__(self, connection: socket.socket, most_bytes: int = 2**36) -> None:
-        self._connection, self._most_bytes = connection, most_bytes
+    def __init__(
+        self, connection: socket.socket, most_bytes: int = MOST_BYTES, *, key: bytes | None = None
+    ) -> None:
+        self._channel = Channel(connection, most_bytes, key)
 
     def send(self, blocks: Blocks) -> None:
-        data = blocks.to_bytes()
-        self._connection.sendall(len(data).to_bytes(LENGTH_BYTES, "big"))
-        self._connection.sendall(data)
+        self._channel.send(blocks.to_bytes())
 
     def receive(self) -> Blocks | None:
-        """Raises `ConnectionError` for an end in the middle of a message, `InputError` for one that has no
-        blocks.
+        """Wait for the next blocks; None when the other end has closed.
+
+        Raises `ConnectionError` for an end in the middle of a message and for one without the key,
+        `InputError` for a message that is too long or has no blocks.
         """
-        head = self._read(LENGTH_BYTES, may_end=True)
-        if head is None:
-            return None
-        length = int.from_bytes(head, "big")
-        if length > self._most_bytes:
-            raise InputError(f"a message of {length} bytes must have at most most_bytes={self._most_bytes}")
-        return Blocks.from_bytes(self._read(length) or b"")
+        data = self._channel.receive()
+        return None if data is None else Blocks.from_bytes(data)
 
     def close(self) -> None:
-        self._connection.close()
-
-    def _read(self, length: int, *, may_end: bool = False) -> bytearray | None:
-        data = bytearray(length)
-        rest = memoryview(data)
-        while rest:
-            count = self._connection.recv_into(rest)
-            if count == 0:
-                if may_end and len(rest) == length:
-                    return None
-                raise ConnectionError(
-                    f"the other end has closed {len(rest)} bytes before the end of a message of {length}"
-                )
-            rest = rest[count:]
-        return data
+        self._channel.close()

@@ -7,7 +7,7 @@ from typing import Literal
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
 
 ROTARY_MULTIPLE = 2  # RoPE turns pairs
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,12 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A feed-forward part for whom a router chooses, for each token, `num_chosen` of `num_experts`."""
+    """A feed-forward part for whom a router chooses, for each token, `num_chosen` of `num_experts`.
+
+    Scores are a softmax or a sigmoid of the router's output; a chosen expert's score is its weight. The
+    sparse mixer chooses two, one after the other: the weight of each is a softmax over those whose score is
+    within a share of twice `jitter` of the best that is left.
+    """
 
     num_experts: int
     num_chosen: int
@@ -83,6 +88,16 @@ class Experts:
     router_bias: bool = False
     bias: bool = False
     glu_limit: float | None = None  # gate and up clamped to it, and gate * sigmoid(1.702 gate) * (up + 1)
+    scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    jitter: float = 0.0
+    correction: bool = False  # whether a number for each expert is added to scores, in choosing alone
+    num_groups: int = 1  # neighbouring experts; a group's score is the sum of its two highest
+    num_chosen_groups: int = 1  # groups with the highest scores, of which alone experts are chosen
+    scale: float = 1.0  # what weights are multiplied by at last
+    shared_size: int = 0  # width of an expert that all tokens have; 0: there is none
+    shared_gate: bool = False  # whether its output is multiplied by a sigmoid of a product of its own
+    dense_layers: int = 0  # first layers, which have an ordinary feed-forward part
+    dense_size: int = 0  # its width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +136,9 @@ class ModelConfig:
     # Attention.
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: Literal["head", "all"] | None = None  # of each head, or of all heads as one
+    # Of each head with the same weights, of each with its own, or of all heads as one.
+    qk_norm: Literal["head", "each", "all"] | None = None
+    norm_after_rope: bool = False  # whether queries and keys are turned before they are normed
     qkv_clip: float | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None
@@ -135,6 +152,7 @@ class ModelConfig:
     experts: Experts | None = None
 
     # Logits.
+    lm_head_bias: bool = False
     logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
 
@@ -160,14 +178,37 @@ class ModelConfig:
         rotary = {kind.rope.dim for kind in self.layers if kind.rope is not None}
         check("model config: rotary dimensions", rotary, "the same in all layers", len(rotary) <= 1)
         if self.experts is not None:
-            e = self.experts
-            rule = f"an int in [1, {e.num_experts}], the number of experts"
-            checked_int("model config: experts a token", e.num_chosen, rule, 1, e.num_experts)
+            self._check_experts(self.experts)
+        untied = not (self.lm_head_bias and self.tie_word_embeddings)
+        check("model config: lm_head_bias", self.lm_head_bias, "False with a tied embedding", untied)
         rule = f"a token id, an int in [0, {self.vocab_size})"
         for token in self.eos_token_ids:
             checked_int("model config: eos_token_id", token, rule, 0, self.vocab_size - 1)
         ids = tuple(sorted({int(token) for token in self.eos_token_ids}))
         self._set("eos_token_ids", ids)
+
+    def _check_experts(self, e: Experts) -> None:
+        """Raises `InputError` for a choice that cannot be made, and for layers that do not exist."""
+        rule = f"an int in [1, {e.num_experts}], the number of experts"
+        checked_int("model config: experts a token", e.num_chosen, rule, 1, e.num_experts)
+        if e.scoring == "sparse_mixer":
+            check("model config: experts a token", e.num_chosen, "2 for a sparse mixer", e.num_chosen == 2)
+        rule = f"a divisor of {e.num_experts}, the number of experts"
+        groups = checked_int("model config: groups of experts", e.num_groups, rule, 1, e.num_experts)
+        check("model config: groups of experts", groups, rule, e.num_experts % groups == 0)
+        size = e.num_experts // groups
+        check("model config: groups of experts", groups, "of two or more experts", groups == 1 or size > 1)
+        rule = f"an int in [1, {groups}], the number of groups"
+        chosen = checked_int("model config: groups a token", e.num_chosen_groups, rule, 1, groups)
+        rule = f"an int in [1, {chosen * size}], the number of experts in the chosen groups"
+        checked_int("model config: experts a token", e.num_chosen, rule, 1, chosen * size)
+        checked_number("model config: factor of experts' weights", e.scale, "a number > 0", 0, above=True)
+        rule = f"an int in [0, {self.num_layers}), the number of layers"
+        checked_int("model config: first dense layers", e.dense_layers, rule, 0, self.num_layers - 1)
+        if e.dense_layers:
+            checked_int("model config: width of dense layers", e.dense_size, "an int >= 1", 1)
+        check("model config: activation", self.activation, "another with experts", self.activation != "xielu")
+        check("model config: gated", self.gated, "True with experts", self.gated)
 
     def _check_kind(self, kind: LayerKind) -> None:
         if kind.sliding_window is not None:
@@ -191,6 +232,12 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def widest_mlp(self) -> int:
+        """The largest width of a feed-forward part."""
+        e = self.experts
+        return max(self.intermediate_size, *((e.shared_size, e.dense_size) if e is not None else (0,)))
 
     @property
     def sliding_windows(self) -> list[int | None]:
@@ -249,6 +296,8 @@ _FLAGS = (
     "sinks",
     "gated",
     "mlp_bias",
+    "norm_after_rope",
+    "lm_head_bias",
 )
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
@@ -13,6 +13,7 @@ from jaxpaged.models import layers
 from jaxpaged.models.attention import AttentionBatch, attend, planned
 from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
+from jaxpaged.models.feed_forward import MLP, linear, stack
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import Quantisation, QuantisedWeight
 from jaxpaged.models.weights import Abstract, Parts, Share
@@ -52,7 +53,9 @@ class Decoder(nnx.Module):
             return None
         assert table is not None
         # What is packed becomes an array in a stack, of one, without a copy more.
-        return layers.Linear([table], form=self.form, together=self.form.own == "native")
+        bias = parts.get("lm_head.bias")
+        biases = None if bias is None else [bias]
+        return layers.Linear([table], biases, form=self.form, together=self.form.own == "native")
 
     @property
     def hidden_size(self) -> int:
@@ -159,6 +162,7 @@ class DecoderLayers(nnx.Module):
         self.mlp_norm = norm(parts, "mlp_norm")
         experts = self.config.experts
         self.mlp = MLP(parts) if experts is None else ExpertsMLP(parts, experts)
+        self.dense = MLP(parts) if experts is not None and experts.dense_layers else None
         self.mlp_out_norm = norm(parts, "mlp_out_norm")
 
     def __call__(
@@ -181,8 +185,27 @@ class DecoderLayers(nnx.Module):
             given = normed
         if batch.wanted is not None:
             given = jnp.where(batch.wanted[:, None], given, 0)
-        out = self.mlp(given, layer, batch.is_padding, batch.adapters)
+        out = self._fed_forward(given, layer, batch)
         return self._added(after, out, self.mlp_out_norm, layer), cache
+
+    def _fed_forward(
+        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, batch: AttentionBatch
+    ) -> Float[Array, "num_tokens hidden"]:
+        """Return the feed-forward part's output, in float32: in the first layers it may be a dense one."""
+        experts, dense = self.config.experts, self.dense
+        if experts is None or dense is None:
+            return self.mlp(x, layer, batch.is_padding, batch.adapters)
+        first = experts.dense_layers
+        if isinstance(layer, int):
+            if layer < first:
+                return dense(x, layer, batch.is_padding)
+            return self.mlp(x, layer - first, batch.is_padding)
+        return lax.cond(
+            layer < first,
+            lambda x: dense(x, jnp.minimum(layer, first - 1), batch.is_padding),
+            lambda x: self.mlp(x, jnp.maximum(layer - first, 0), batch.is_padding),
+            x,
+        )
 
     def _added(
         self,
@@ -251,65 +274,33 @@ class Attention(nnx.Module):
             qkv = jnp.clip(qkv, -c.qkv_clip, c.qkv_clip)
         qkv = qkv.reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
         qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = jnp.split(qk, [c.num_q_heads], axis=1)
-            qk = jnp.concatenate(
-                [self._normed(self.q_norm, q, layer), self._normed(self.k_norm, k, layer)], axis=1
-            )
+        if not c.norm_after_rope:
+            qk = self._normed(qk, layer)
         if angles is not None:
             qk = layers.apply_rope(qk, *of_layer(c, angles, layer))
+        if c.norm_after_rope:
+            qk = self._normed(qk, layer)
         q, k = jnp.split(qk, [c.num_q_heads], axis=1)
         return q, k, v
 
     def _normed(
+        self, qk: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens heads head_dim"]:
+        """Return queries and keys, normed where the model norms them."""
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        q, k = jnp.split(qk, [self.config.num_q_heads], axis=1)
+        return jnp.concatenate([self._norm(self.q_norm, q, layer), self._norm(self.k_norm, k, layer)], axis=1)
+
+    def _norm(
         self, norm: Norm, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
-        if self.config.qk_norm == "head":
+        if self.config.qk_norm != "all":
             return norm(x, layer)
         whole = x.reshape(x.shape[0], -1)
         if self.shards is None or isinstance(norm, layers.LayerNorm):
             return norm(whole, layer).reshape(x.shape)
         return norm(whole, layer, self.shards.mean).reshape(x.shape)
-
-
-class MLP(nnx.Module):
-    """`down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.config, self.shards = parts.config, parts.shards
-        self.up = linear(parts, "gate_up" if self.config.gated else "up")
-        self.down = linear(parts, "down")
-
-    def __call__(
-        self,
-        x: Float[Array, "num_tokens hidden"],
-        layer: layers.Layer,
-        is_padding: Bool[Array, " num_tokens"],  # asked of all feed-forward parts; experts use it
-        adapters: Int[Array, " num_tiles"] | None = None,
-    ) -> Float[Array, "num_tokens hidden"]:
-        activation = layers.ACTIVATIONS[self.config.activation]
-        wide = self.up(x, layer, adapters)
-        if self.config.gated:
-            gate, up = jnp.split(wide, 2, axis=-1)
-            wide = activation(gate) * up
-        else:
-            wide = activation(wide)
-        out = self.down(wide.astype(x.dtype), layer, adapters)
-        return out if self.shards is None else self.shards.total(out)
-
-
-def linear(parts: Parts, role: str) -> layers.Linear:
-    """Every layer's product of this role."""
-    weights = parts.each(f"{role}.weight")
-    assert weights is not None
-    return layers.Linear(weights, parts.each(f"{role}.bias"), form=parts.form)
-
-
-def stack(parts: Parts, role: str) -> layers.Stack | None:
-    arrays = parts.each(role)
-    if arrays is None:
-        return None
-    return layers.Stack(arrays, len(arrays), together=parts.form.loops)
 
 
 def norm(parts: Parts, role: str) -> Norm | None:
@@ -328,7 +319,7 @@ def last_norm(parts: Parts, role: str) -> Norm:
 
 def made_norm(config: ModelConfig, weights: layers.Stack, biases: layers.Stack | None) -> Norm:
     if config.norm == "layer":
-        return layers.LayerNorm(weights, biases, config.norm_eps)
+        return layers.LayerNorm(weights, biases, config.norm_eps, config.norm_offset)
     return layers.RMSNorm(weights, config.norm_eps, config.norm_offset)
 
 

@@ -8,18 +8,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.models import layers
 from jaxpaged.models.config import Experts
+from jaxpaged.models.feed_forward import MLP, linear, stack
+from jaxpaged.models.names import layers_with
 from jaxpaged.models.weights import Parts
 
 GLU_SLOPE = 1.702
 
 
 class ExpertLinear(nnx.Module):
-    """A product for each layer and expert. An expert's weights are read by its number: in a loop."""
+    """A product for each layer and expert. An expert's weights are read by its number: in a loop.
+
+    Layers are counted from the first that has experts.
+    """
 
     def __init__(self, parts: Parts, role: str) -> None:
         self.num_experts = parts.config.experts.num_experts if parts.config.experts else 0
-        count = parts.config.num_layers
-        groups = [range(count)] if parts.form.loops else [[layer] for layer in range(count)]
+        each = layers_with(parts.config, role)
+        groups = [each] if parts.form.loops else [[layer] for layer in each]
         self.linears = nnx.List(self._linear(parts, role, group) for group in groups)
 
     def _linear(self, parts: Parts, role: str, group: range | list[int]) -> layers.Linear:
@@ -42,16 +47,19 @@ class ExpertsMLP(nnx.Module):
     """The chosen experts' outputs, added up with the router's weights.
 
     One expert after the other, only those whom some token has chosen: nothing else of the weights is read.
-    They come in the order of their numbers, so that a token's sum has the same bits in any company.
+    They come in the order of their numbers, so that a token's sum has the same bits in any company. An expert
+    that all tokens have comes last. Layers are counted from the first that has experts.
     """
 
     def __init__(self, parts: Parts, config: Experts) -> None:
         self.config, self.activation = config, parts.config.activation
         self.shards = parts.shards
-        weights, biases = parts.each("router.weight"), parts.each("router.bias")
-        self.router = layers.Linear(weights or (), biases, form=parts.form)
+        self.router = linear(parts, "router")
+        self.correction = stack(parts, "correction")
         self.gate_up = ExpertLinear(parts, "experts.gate_up")
         self.down = ExpertLinear(parts, "experts.down")
+        self.shared = MLP(parts, "shared.") if config.shared_size else None
+        self.shared_gate = linear(parts, "shared_gate") if config.shared_gate else None
 
     def __call__(
         self,
@@ -76,6 +84,11 @@ class ExpertsMLP(nnx.Module):
 
         nothing = jnp.zeros(x.shape, jnp.float32)
         out = lax.fori_loop(0, jnp.sum(chosen), add, nothing)
+        if self.shared is not None:
+            shared = self.shared(x, layer, is_padding)
+            if self.shared_gate is not None:
+                shared = shared * jax.nn.sigmoid(self.shared_gate(x, layer))
+            out = out + shared
         return out if self.shards is None else self.shards.total(out)
 
     def choose(
@@ -83,14 +96,41 @@ class ExpertsMLP(nnx.Module):
     ) -> Float[Array, "num_tokens num_experts"]:
         """Each token's weight for each expert, 0 for those it has not chosen."""
         c = self.config
-        scores = self.router(x, layer)
-        best, experts = lax.top_k(scores, c.num_chosen)
-        if c.renormalise:
-            share = jax.nn.softmax(best, axis=-1)
+        logits = self.router(x, layer)
+        if c.scoring == "sparse_mixer":
+            experts, share = sparse_mixer(logits, c.jitter)
+        elif c.scoring == "softmax" and self.correction is None and c.num_groups == 1:
+            best, experts = lax.top_k(logits, c.num_chosen)
+            if c.renormalise:
+                share = jax.nn.softmax(best, axis=-1)
+            else:
+                share = jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
         else:
-            share = jnp.exp(best - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+            scores = jax.nn.sigmoid(logits) if c.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+            ranked = scores
+            if self.correction is not None:
+                ranked = scores + self.correction[layer].astype(jnp.float32)
+            _, experts = lax.top_k(self._in_chosen_groups(ranked), c.num_chosen)
+            share = jnp.take_along_axis(scores, experts, axis=-1)
+            if c.renormalise:
+                share = share / (jnp.sum(share, axis=-1, keepdims=True) + 1e-20)
+        if c.scale != 1.0:
+            share = share * c.scale
         rows = jnp.arange(x.shape[0])[:, None]
-        return jnp.zeros(scores.shape, jnp.float32).at[rows, experts].set(share)
+        return jnp.zeros(logits.shape, jnp.float32).at[rows, experts].set(share)
+
+    def _in_chosen_groups(
+        self, ranked: Float[Array, "num_tokens num_experts"]
+    ) -> Float[Array, "num_tokens num_experts"]:
+        """Return what experts are chosen by, -inf for those outside of the chosen groups."""
+        c = self.config
+        if c.num_groups == 1:
+            return ranked
+        groups = ranked.reshape(ranked.shape[0], c.num_groups, -1)
+        best, _ = lax.top_k(groups, 2)
+        _, numbers = lax.top_k(best.sum(axis=-1), c.num_chosen_groups)
+        chosen = jnp.any(numbers[..., None] == jnp.arange(c.num_groups), axis=1)
+        return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(ranked.shape)
 
     def _glu(
         self, gate: Float[Array, "num_tokens width"], up: Float[Array, "num_tokens width"]
@@ -100,3 +140,23 @@ class ExpertsMLP(nnx.Module):
             return layers.ACTIVATIONS[self.activation](gate) * up
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return gate * jax.nn.sigmoid(GLU_SLOPE * gate) * (up + 1)
+
+
+def sparse_mixer(
+    scores: Float[Array, "num_tokens num_experts"], jitter: float
+) -> tuple[Int[Array, "num_tokens 2"], Float[Array, "num_tokens 2"]]:
+    """Return two experts for each token and their weights, which do not add up to 1.
+
+    The weight of each is a softmax over those that are left and not far behind it: by at most twice `jitter`
+    of the larger of the best score and their own size.
+    """
+    left, found = scores, []
+    for _ in range(2):
+        best = jnp.max(left, axis=-1, keepdims=True)
+        expert = jnp.argmax(left, axis=-1)
+        is_far = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * jitter
+        shares = jax.nn.softmax(jnp.where(is_far, -jnp.inf, left), axis=-1)
+        found.append((expert, jnp.take_along_axis(shares, expert[:, None], axis=-1)[:, 0]))
+        left = jnp.where(jnp.arange(scores.shape[-1]) == expert[:, None], -jnp.inf, left)
+    experts, weights = (jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
+    return experts.astype(jnp.int32), weights

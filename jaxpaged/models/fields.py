@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpaged.checks import InputError, check, checked_bool, checked_int, checked_number, shown
+from absl import logging
+
+from jaxpaged.checks import InputError, check, checked_bool, checked_int, checked_number, is_int, shown
 from jaxpaged.models.config import (
     LayerKind,
     LinearScaling,
@@ -25,6 +27,8 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 # What a config may say only if it means nothing, or if its family reads it: with anything else the arithmetic
 # is another.
@@ -51,6 +55,18 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_local_experts": (None, 0, 1),
     "num_experts": (None, 0, 1),
     "clip_qkv": (None,),
+    "rope_scaling": (None, {}),
+    "n_routed_experts": (None, 0, 1),
+    "n_shared_experts": (None, 0),
+    "shared_intermediate_size": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "moe_num_shared_experts": (None, 0),
+    "first_k_dense_replace": (None, 0),
+    "scoring_func": (None, "softmax"),
+    "routed_scaling_factor": (None, 1),
+    "n_group": (None, 1),
+    "lm_head_bias": (None, False),
+    "position_embedding_type": (None, "absolute", "rope"),
 }
 
 
@@ -59,7 +75,10 @@ class Fields:
 
     def __init__(self, said: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self._said, self._read = dict(defaults or {}), {"model_type"}
+        if said.get("rope_scaling") is not None:  # which is the older name of the same
+            self._said.pop("rope_parameters", None)
         self._said |= {name: value for name, value in said.items() if value is not None}
+        self._given = {name for name, value in said.items() if value is not None}
         self._nulls = {name for name, value in said.items() if value is None}
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -80,6 +99,10 @@ class Fields:
         value = self.required(name) if default is None else self.get(name, default)
         return checked_int(f"model config: {name}", value, "an int >= 1", 1)
 
+    def count(self, name: str, default: int) -> int:
+        value = self.get(name, default)
+        return checked_int(f"model config: {name}", value, "an int >= 0", 0)
+
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.required(name) if default is None else self.get(name, default)
         return checked_number(f"model config: {name}", value, "a number > 0", 0, above=True)
@@ -90,8 +113,8 @@ class Fields:
     def only(self, name: str, *values: object, default: Any = None) -> None:
         """Refuse anything but these values: it is another arithmetic, which is not supported."""
         value = self.get(name, default)
-        rule = " or ".join(shown(each) for each in values)
-        rule += " or left out: anything else is another arithmetic, which is not supported"
+        rule = " or ".join([*(shown(each) for each in values), "left out"])
+        rule += ": anything else is another arithmetic, which is not supported"
         check(f"model config: {name}", value, rule, value is None or value in values)
 
     def activation(self, name: str, default: str) -> str:
@@ -101,19 +124,41 @@ class Fields:
         return ACTIVATIONS[value]
 
     def token_ids(self, name: str = "eos_token_id") -> tuple[Any, ...]:
-        """None, one or several, as a config may say; `ModelConfig` checks each."""
+        """Return none, one or several, as a config may say; `ModelConfig` checks each.
+
+        Numbers that are no tokens of the vocabulary are left out, with a warning: such a token never comes.
+        """
         value = self.get(name)
-        return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+        found = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+        size = self.size("vocab_size")
+        strange = [each for each in found if is_int(each) and not 0 <= each < size]
+        if strange:
+            logging.warning("%s=%s: %s is no token of %d, and ends nothing", name, value, strange, size)
+        return tuple(each for each in found if each not in strange)
 
     def rope(self, head_dim: int, *, theta: float = 10000.0, part: float | None = None) -> Rope:
-        """RoPE of all layers. Transformers 5 gathers its numbers in `rope_parameters`; older configs spread
-        them. `part` of each head's coordinates are turned, unless the config says otherwise; None: all.
+        """Return RoPE of all layers. Transformers 5 gathers its numbers in `rope_parameters`; older configs
+        spread them, and what `rope_scaling` says beside the former goes before it.
+
+        `part` of each head's coordinates are turned, unless the config says otherwise; None: all.
         """
-        name = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        scaling, parameters = self.get("rope_scaling"), self.get("rope_parameters")
+        name, said = ("rope_parameters", parameters) if parameters else ("rope_scaling", scaling)
+        if isinstance(scaling, Mapping) and scaling and isinstance(parameters, Mapping) and parameters:
+            said = self._both(scaling, parameters)
         spread = {"rope_theta": self.get("rope_theta", theta)}
         if part is not None:
             spread["partial_rotary_factor"] = self.get("partial_rotary_factor", part)
-        return self.rope_of(name, self.get(name) or {}, spread, head_dim, is_partial=part is not None)
+        return self.rope_of(name, said or {}, spread, head_dim, is_partial=part is not None)
+
+    def _both(self, scaling: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what two objects say of RoPE; of a family's defaults only what is not scaling is kept."""
+        if "rope_parameters" not in self._given:
+            return dict(scaling)
+        renamed = {"rope_type": scaling["type"]} if "type" in scaling else {}
+        if any(parameters.get(key) != value for key, value in {**scaling, **renamed}.items()):
+            logging.warning("rope_scaling=%s goes before rope_parameters=%s", scaling, parameters)
+        return {**parameters, **renamed, **scaling}
 
     def rope_of(
         self,
@@ -139,6 +184,9 @@ class Fields:
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "default":
             return None
+        if kind == "dynamic":  # which changes what is longer than the model's length: no sequence is
+            given.only("alpha")
+            return None
         if kind == "linear":
             return LinearScaling(given.positive("factor"))
         if kind == "llama3":
@@ -147,16 +195,20 @@ class Fields:
             return self._yarn(given)
         if kind in ("longrope", "su"):
             return self._long(given)
-        known = "'default', 'linear', 'llama3', 'yarn' or 'longrope'"
+        known = "'default', 'dynamic', 'linear', 'llama3', 'yarn' or 'longrope'"
         raise InputError(f"model config: rope_type={shown(kind)} must be {known}")
 
-    @staticmethod
-    def _llama3(given: "Fields") -> Llama3Scaling:
+    def _original(self, given: "Fields") -> int:
+        """Return how many positions a model had before its scaling: the config's own number goes first."""
+        name = "original_max_position_embeddings"
+        return self.size(name, given.size(name, self.size("max_position_embeddings")))
+
+    def _llama3(self, given: "Fields") -> Llama3Scaling:
         scaling = Llama3Scaling(
             factor=given.positive("factor"),
             low_freq_factor=given.positive("low_freq_factor"),
             high_freq_factor=given.positive("high_freq_factor"),
-            original_max_len=given.size("original_max_position_embeddings"),
+            original_max_len=self._original(given),
         )
         high, low = scaling.high_freq_factor, scaling.low_freq_factor
         check("model config: high_freq_factor", high, f"more than low_freq_factor={low}", high > low)
@@ -164,7 +216,7 @@ class Fields:
 
     def _yarn(self, given: "Fields") -> YarnScaling:
         max_len = self.size("max_position_embeddings")
-        original = given.size("original_max_position_embeddings", max_len)
+        original = self._original(given)
         factor = given.positive("factor", max_len / original)
         scales = [given.get(name) for name in ("mscale", "mscale_all_dim")]
 
@@ -188,11 +240,7 @@ class Fields:
 
     def _long(self, given: "Fields") -> LongScaling:
         max_len = self.size("max_position_embeddings")
-        named = given.get("original_max_position_embeddings")
-        original = given.size(
-            "original_max_position_embeddings",
-            named or self.size("original_max_position_embeddings", max_len),
-        )
+        original = self._original(given)
         factor = given.positive("factor", max_len / original)
         default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 

@@ -12,6 +12,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError
 from jaxpaged.models.quantised import Kind, Part, Rows
 
+MXFP4 = Kind(4, 32, "float32", False, is_float=True)
 # Types of tensors that are kept as they are: of others a product has no kind.
 KINDS = {
     "Q8_0": Kind(8, 32, "float16", False),
@@ -22,6 +23,7 @@ KINDS = {
     "Q4_K": Kind(4, 32, "float32", True),
     "Q5_K": Kind(8, 32, "float32", True),
     "Q6_K": Kind(8, 16, "float32", False, is_short=True),
+    "MXFP4": MXFP4,
 }
 
 
@@ -111,6 +113,16 @@ def _q6_k(blocks: np.ndarray) -> Rows:
     return Rows(codes.reshape(*blocks.shape[:-1], -1), _by_row(scales), None)
 
 
+def _mxfp4(blocks: np.ndarray) -> Rows:
+    return Rows(_nibbles(blocks[..., 1:], 16), powers(blocks[..., 0]), None)
+
+
+def powers(exponents: np.ndarray) -> np.ndarray:
+    """Return e8m0's numbers, float32: powers of two from 2**-127 on; the last code is NaN."""
+    found = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    return np.where(exponents == 255, np.float32(np.nan), found)
+
+
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each group of 32 its scale and its minimum, multiplied out."""
     low, middle, high = np.split(blocks[..., 4:16], 3, axis=-1)
@@ -148,4 +160,5 @@ _READ = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }

@@ -11,19 +11,21 @@ that a file does name is used.
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 
 from jaxpaged.checks import InputError, check
-from jaxpaged.models import gguf_blocks
-from jaxpaged.models.config import LayerKind, LongScaling, ModelConfig
+from jaxpaged.models import gguf_blocks, gguf_reader
+from jaxpaged.models.config import LayerKind, LinearScaling, LongScaling, ModelConfig
 from jaxpaged.models.families import ARCHITECTURES, of_architecture
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.gguf_ends import end_tokens
+from jaxpaged.models.gguf_reader import TOKENS, GgufFile, field
 from jaxpaged.models.names import Names
-from jaxpaged.models.quantisation import PRODUCTS, TABLES, FromFile
+from jaxpaged.models.quantisation import EXPERTS, FromFile
 from jaxpaged.models.quantised import Kind, Part, Rows
 
 BLOCK = "blk.{layer}"
@@ -45,8 +47,12 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "up": f"{BLOCK}.ffn_up",
     "down": f"{BLOCK}.ffn_down",
     "router": f"{BLOCK}.ffn_gate_inp",
+    "correction": f"{BLOCK}.exp_probs_b.bias",
     "experts.gate_up": (f"{BLOCK}.ffn_gate_exps", f"{BLOCK}.ffn_up_exps"),
     "experts.down": f"{BLOCK}.ffn_down_exps",
+    "shared.gate_up": (f"{BLOCK}.ffn_gate_shexp", f"{BLOCK}.ffn_up_shexp"),
+    "shared.down": f"{BLOCK}.ffn_down_shexp",
+    "shared_gate": f"{BLOCK}.ffn_gate_inp_shexp",
     "mlp_out_norm": f"{BLOCK}.post_ffw_norm",
 }
 # Hugging Face's fields, and llama.cpp's metadata that says the same in all architectures.
@@ -67,6 +73,7 @@ FIELDS = {
 # Tensors of what RoPE's frequencies are to be divided by: in all sequences, in short and in long ones.
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+MOST_BEYOND = 8
 LAYER_NORM = "attention.layer_norm_epsilon"
 REQUIRED = (
     "hidden_size",
@@ -77,28 +84,14 @@ REQUIRED = (
 )
 
 
-class _Reader(gguf.GGUFReader):
-    """Sees its mapped file as a plain array: slices of `np.memmap` take thrice as long, and a vocabulary has
-    a quarter of a million.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, np.asarray(value) if isinstance(value, np.memmap) else value)
-
-
-def open_file(path: Path) -> gguf.GGUFReader:
+def open_file(path: Path) -> GgufFile:
     """Parse the file's header. Raises `InputError` if it is not a whole GGUF file of a known architecture."""
-    try:
-        reader = _Reader(path)
-    except Exception as error:  # the reader has no error of its own: whatever parsing stumbled on
-        raise InputError(
-            f"model={str(path)!r} must be a whole GGUF file: {type(error).__name__}: {error}"
-        ) from error
+    reader = gguf_reader.open_file(path)
     family(reader, path)
     return reader
 
 
-def family(reader: gguf.GGUFReader, path: Path) -> tuple[Family, Gguf]:
+def family(reader: GgufFile, path: Path) -> tuple[Family, Gguf]:
     """The family of the file's architecture. Raises `InputError` if it is unknown."""
     architecture = field(reader, path, "general.architecture")
     known = of_architecture(architecture, {tensor.name for tensor in reader.tensors})
@@ -108,12 +101,11 @@ def family(reader: gguf.GGUFReader, path: Path) -> tuple[Family, Gguf]:
     return known
 
 
-def model_config(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
+def model_config(reader: GgufFile, path: Path) -> ModelConfig:
     known, its = family(reader, path)
 
     def read(name: str) -> Any:
-        found = reader.fields.get(f"{its.architecture}.{name}")
-        return None if found is None else found.contents()
+        return reader.get(f"{its.architecture}.{name}")
 
     tensors = {tensor.name for tensor in reader.tensors}
     said = {ours: read(theirs) for ours, theirs in (FIELDS | dict(its.metadata)).items()}
@@ -121,20 +113,21 @@ def model_config(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
     for theirs in (*(FIELDS[ours] for ours in REQUIRED), epsilon):
         field(reader, path, f"{its.architecture}.{theirs}")
     has_bias = not tensors.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))
-    ends = [field(reader, path, f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "eot")]
     said |= {
-        "vocab_size": len(field(reader, path, "tokenizer.ggml.tokens")),
+        "vocab_size": len(field(reader, path, TOKENS)),
         "tie_word_embeddings": "output.weight" not in tensors,
-        **dict.fromkeys(("attention_bias", "bias", "use_bias"), has_bias),
+        **dict.fromkeys(("attention_bias", "bias", "use_bias", "use_qkv_bias", "qkv_bias"), has_bias),
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "sliding_window": read("attention.sliding_window") or None,
-        "eos_token_id": [i for i in ends if i >= 0],
+        "eos_token_id": end_tokens(reader, path),
     }
-    kind = read("rope.scaling.type") or "none"
-    scalings = {"none": None, "linear": rope_scaling(read), "yarn": rope_scaling(read)}
+    scaling = rope_scaling(read)
+    scalings = {"none": None, "linear": scaling if scaling["factor"] else None, "yarn": scaling}
     if LONG_FACTORS in tensors:  # they are all that there is of it
         scalings["longrope"] = None
     rule = f"one of {', '.join(map(repr, scalings))}"
+    kind = "none" if scaling["rope_type"] == "default" else scaling["rope_type"]
     check(f"model={str(path)!r}: rope.scaling.type", kind, rule, kind in scalings)
     said["rope_scaling"] = scalings[kind]
     # Hugging Face's defaults are not llama.cpp's: what a file does not say is not there.
@@ -142,7 +135,7 @@ def model_config(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
     return _with_factors(reader, path, config, read)
 
 
-def _with_factors(reader: gguf.GGUFReader, path: Path, config: ModelConfig, read: Metadata) -> ModelConfig:
+def _with_factors(reader: GgufFile, path: Path, config: ModelConfig, read: Metadata) -> ModelConfig:
     """With what each of RoPE's frequencies is to be divided by, where the file says it: for Llama 3.1, and
     for Phi-3 with its long contexts.
     """
@@ -167,28 +160,75 @@ def _with_factors(reader: gguf.GGUFReader, path: Path, config: ModelConfig, read
         return config
 
     def scaled(kind: LayerKind) -> LayerKind:
-        rope = kind.rope and dataclasses.replace(kind.rope, scaling=scaling)
-        return dataclasses.replace(kind, rope=rope)
+        if kind.rope is None:
+            return kind
+        its, before = scaling, kind.rope.scaling
+        if isinstance(before, LinearScaling):  # of all frequencies, beside that of each
+            short, long = (
+                tuple(before.factor * factor for factor in factors)
+                for factors in (scaling.short_factors, scaling.long_factors)
+            )
+            its = dataclasses.replace(scaling, short_factors=short, long_factors=long)
+        elif before is not None:
+            raise InputError(
+                f"model={str(path)!r}: {ROPE_FACTORS} must not be there with rope.scaling.type=yarn"
+            )
+        return dataclasses.replace(kind, rope=dataclasses.replace(kind.rope, scaling=its))
 
     return dataclasses.replace(config, layers=tuple(map(scaled, config.layers)))
 
 
-def names(reader: gguf.GGUFReader, path: Path) -> Names:
-    """What the file calls the weights, and in which form they lie in it."""
-    its = family(reader, path)[1]
-    return Names(
-        table=TABLE | dict(its.names), forms=its.forms, spare=(ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+def names(reader: GgufFile, path: Path) -> Names:
+    """Return what the file calls the weights, and in which form they lie in it.
+
+    Experts' weights lie side by side in one tensor, of which each is a weight of its own here: so they can be
+    kept quantised, and no more of a tensor is dequantised than one expert's.
+    """
+    its, config = family(reader, path)[1], model_config(reader, path)
+    # Blocks behind the last, of some families, predict further tokens.
+    beyond = tuple(f"{BLOCK}.".format(layer=config.num_layers + i) for i in range(MOST_BEYOND))
+    whole = Names(
+        table=TABLE | dict(its.names),
+        forms=its.forms,
+        spare=(ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS),
+        ignored=beyond if reader.fields.get(f"{its.architecture}.nextn_predict_layers") else (),
     )
+    roles = [f"{role}.weight" for role in EXPERTS]
+    alone = {role: tuple(_of_expert(name, "{expert}") for name in whole.pieces(role)) for role in roles}
+    return dataclasses.replace(whole, table=dict(whole.table) | alone)
 
 
-def load_weights(reader: gguf.GGUFReader, path: Path) -> Mapping[str, np.ndarray]:
+def _of_expert(name: str, expert: int | str) -> str:
+    return f"{name.removesuffix('.weight')}.{expert}.weight"
+
+
+class _Stored(NamedTuple):
+    """A tensor as it lies in the file: its rows, or bytes of its blocks."""
+
+    data: np.ndarray
+    tensor_type: gguf.GGMLQuantizationType
+
+
+def _stored(reader: GgufFile) -> dict[str, _Stored]:
+    """All tensors by name, each expert's on its own."""
+    found = {}
+    for tensor in reader.tensors:
+        if tensor.data.ndim == 3 and tensor.name.endswith(".weight"):
+            for i, data in enumerate(tensor.data):
+                found[_of_expert(tensor.name, i)] = _Stored(data, tensor.tensor_type)
+        else:
+            found[tensor.name] = _Stored(tensor.data, tensor.tensor_type)
+    return found
+
+
+def load_weights(reader: GgufFile, path: Path) -> Mapping[str, np.ndarray]:
     """All tensors by name, each dequantised to float32 when it is asked for."""
     return _Tensors(reader, path)
 
 
-def quantisation(reader: gguf.GGUFReader) -> FromFile:
-    """What keeps the file's quantised weights as they are."""
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+def quantisation(reader: GgufFile) -> FromFile:
+    """Return what keeps the file's quantised weights as they are."""
+    tensors = _stored(reader)
 
     def kind_of(name: str, shape: tuple[int, ...]) -> Kind | None:
         return gguf_blocks.KINDS.get(tensors[name].tensor_type.name) if name in tensors else None
@@ -200,12 +240,12 @@ def quantisation(reader: gguf.GGUFReader) -> FromFile:
             raise InputError(f"weight {name!r} has shape {its}, must be {shape}")
         return gguf_blocks.part_of(tensor.data, tensor.tensor_type.name, name, part)
 
-    return FromFile(kind_of, rows_of, (f"{role}.weight" for role in (*PRODUCTS, *TABLES)))
+    return FromFile(kind_of, rows_of)
 
 
 class _Tensors(Mapping[str, np.ndarray]):
-    def __init__(self, reader: gguf.GGUFReader, path: Path) -> None:
-        self._tensors, self._path = {tensor.name: tensor for tensor in reader.tensors}, path
+    def __init__(self, reader: GgufFile, path: Path) -> None:
+        self._tensors, self._path = _stored(reader), path
 
     def __getitem__(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
@@ -220,12 +260,3 @@ class _Tensors(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-def field(reader: gguf.GGUFReader, path: Path, name: str, default: Any = None) -> Any:
-    found = reader.fields.get(name)
-    if found is not None:
-        return found.contents()
-    if default is None:
-        raise InputError(f"model={str(path)!r}: the GGUF file lacks {name!r}")
-    return default

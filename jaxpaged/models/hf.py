@@ -8,14 +8,18 @@ from typing import Any
 
 from jaxpaged.checks import InputError
 
+POINTER = b"version https://git-lfs.github.com/spec/"  # how a file of Git LFS begins that was not fetched
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 def read_object(file: Path) -> dict[str, Any]:
-    """What a JSON file holds, which must be an object. Raises `InputError`."""
+    """Read a JSON file, which must hold an object; a byte-order mark may begin it. Raises `InputError`."""
     where = f"model={str(file.parent)!r}"
     if not file.is_file():
-        raise InputError(f"{where} must contain a {file.name}")
+        raise InputError(f"{where} must contain a {file.name}{_instead(file.parent)}")
+    refuse_pointer(file)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:  # JSON's and Unicode's errors are ValueErrors
         raise InputError(f"{where}: {file.name} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
@@ -23,10 +27,40 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def refuse_pointer(file: Path) -> None:
+    """Raise `InputError` for a file in whose place lies Git LFS's pointer to it."""
+    try:
+        with file.open("rb") as opened:
+            begins = opened.read(len(POINTER))
+    except OSError:  # its reader says why
+        return
+    if begins == POINTER:
+        raise InputError(
+            f"model={str(file.parent)!r}: {file.name} is a Git LFS pointer, not the file itself: fetch that "
+            "with git lfs pull"
+        )
+
+
+def _instead(path: Path) -> str:
+    """What a directory without a config is for, as the end of a sentence."""
+    found = sorted(file.name for file in path.glob("*.gguf"))
+    if found:
+        return f": it holds GGUF files, of which model names one, such as {str(path / found[0])!r}"
+    if (path / "params.json").is_file():
+        return ": it holds a model in its makers' own form (params.json), which is not read"
+    return ""
+
+
 def tokenizer(path: Path) -> Any:
-    """The directory's tokenizer, one of transformers'; None where it has none. Its own code is never run."""
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    """Return the directory's tokenizer, one of transformers'; None where it has none.
+
+    Code of its own is never run. Raises `InputError` if it cannot be read.
+    """
+    found = [path / name for name in TOKENIZERS if (path / name).is_file()]
+    if not found:
         return None
+    for file in found:
+        refuse_pointer(file)
     transformers = import_transformers()
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)

@@ -5,7 +5,6 @@ joins and packs nothing.
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from jaxpaged import disk_cache
 SMALLEST, LARGEST = 2**24, 2**31  # bytes: less is made soon, more would take too much of a disk
 MOST_MODELS = 4
 _writer = ThreadPoolExecutor(1)  # beside the compiling that comes next
-DTYPES = "dtypes.json"  # NumPy's files do not know bfloat16
+ABOUT = "about.json"  # the key, and each array's type: NumPy's files do not know bfloat16
 
 
 def model[Model: nnx.Module](
@@ -35,12 +34,13 @@ def model[Model: nnx.Module](
     folder = disk_cache.path_of(("model", made_from), ".model")
     if folder is None:
         return build()
-    if folder.exists() and (mapped := _mapped(folder, abstract)):
+    key = disk_cache.key_of(("model", made_from)).hex()
+    if folder.exists() and (mapped := _mapped(folder, key, abstract)):
         return mapped
     built = build()
     leaves = jax.tree.leaves(nnx.state(built))
     if SMALLEST <= sum(leaf.nbytes for leaf in leaves) <= LARGEST:
-        _writer.submit(_write, folder, [np.asarray(leaf) for leaf in leaves])
+        _writer.submit(_write, folder, key, [np.asarray(leaf) for leaf in leaves])
     return built
 
 
@@ -49,14 +49,19 @@ def wait() -> None:
     _writer.submit(int).result()
 
 
-def _mapped[Model: nnx.Module](folder: Path, abstract: Callable[[], Model]) -> Model | None:
+def _mapped[Model: nnx.Module](folder: Path, key: str, abstract: Callable[[], Model]) -> Model | None:
+    """Return the model in a folder; None if it cannot be used, or is not this user's own."""
     try:
+        if not disk_cache.is_own(folder):
+            return None
+        about = json.loads((folder / ABOUT).read_text())
+        if about["key"] != key:
+            raise ValueError("it was made for something else")
         graphdef, shapes = nnx.split(abstract())
-        dtypes = json.loads((folder / DTYPES).read_text())
         # Where a mapped file is, as NumPy aligns it, JAX's arrays on a CPU may be: nothing is copied.
         leaves = [
             jax.device_put(np.load(folder / f"{i}.npy", mmap_mode="r").view(jnp.dtype(dtype)))
-            for i, dtype in enumerate(dtypes)
+            for i, dtype in enumerate(about["dtypes"])
         ]
         os.utime(folder)
         return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
@@ -65,14 +70,14 @@ def _mapped[Model: nnx.Module](folder: Path, abstract: Callable[[], Model]) -> M
         return None
 
 
-def _write(folder: Path, arrays: list[np.ndarray]) -> None:
+def _write(folder: Path, key: str, arrays: list[np.ndarray]) -> None:
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=folder.parent))
+        part = disk_cache.new_folder(folder)
         try:
             for i, array in enumerate(arrays):
                 np.save(part / f"{i}.npy", array.view(f"u{array.itemsize}"))
-            (part / DTYPES).write_text(json.dumps([array.dtype.name for array in arrays]))
+            about = {"key": key, "dtypes": [array.dtype.name for array in arrays]}
+            (part / ABOUT).write_text(json.dumps(about))
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(part, folder)  # another process sees all of it or nothing
         finally:

@@ -265,10 +265,10 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Each layer's `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, in float32."""
+    """Each layer's `(x - mean(x)) / sqrt(var(x) + eps) * (offset + weight) + bias`, in float32."""
 
-    def __init__(self, weights: Stack, biases: Stack | None, eps: float) -> None:
-        self.weight, self.bias, self.eps = weights, biases, eps
+    def __init__(self, weights: Stack, biases: Stack | None, eps: float, offset: float = 0.0) -> None:
+        self.weight, self.bias, self.eps, self.offset = weights, biases, eps, offset
 
     def __call__(
         self, x: Float[Array, "*num_tokens features"], layer: Layer = 0
@@ -276,7 +276,10 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        y = wide * lax.rsqrt(variance + self.eps) * self.weight[layer].astype(jnp.float32)
+        weight = self.weight[layer].astype(jnp.float32)
+        if self.offset:
+            weight = self.offset + weight
+        y = wide * lax.rsqrt(variance + self.eps) * weight
         if self.bias is not None:
             y = y + self.bias[layer].astype(jnp.float32)
         return y.astype(x.dtype)
@@ -290,11 +293,16 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x, approximate=False)
 
 
+def relu2(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.square(jax.nn.relu(x))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "relu": jax.nn.relu,
+    "relu2": relu2,
 }
 
 

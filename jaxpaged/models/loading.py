@@ -1,5 +1,6 @@
 """From what the user names a model by, to its config, weights and tokenizer."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -9,11 +10,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpaged.checks import InputError, check
+from jaxpaged.checks import InputError, check, is_int, shown
 from jaxpaged.models import hf, kept
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
-from jaxpaged.models.families import family_of, from_hf
+from jaxpaged.models.families import family_of, from_hf, names_of
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import Quantisation
@@ -21,6 +22,7 @@ from jaxpaged.models.weights import Parts, Share
 from pallas_kernels import native
 
 SMOLLM2 = "smollm2"
+MODELOPT = "hf_quant_config.json"  # where NVIDIA's Model Optimizer says how weights are quantised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,16 @@ def open_checkpoint(
         if not folder.is_dir():
             raise InputError(f"tokenizer={os.fspath(tokenizer)!r} must be a directory or a hub id")
         checkpoint = dataclasses.replace(checkpoint, tokenizer=hf.tokenizer(folder))
-    return checkpoint
+    config = _with_ends(checkpoint.config, checkpoint.tokenizer)
+    return checkpoint if config == checkpoint.config else dataclasses.replace(checkpoint, config=config)
+
+
+def _with_ends(config: ModelConfig, tokenizer: Any) -> ModelConfig:
+    """The config with the tokenizer's own end of a sequence among those that end an answer, as in vLLM."""
+    end: Any = getattr(tokenizer, "eos_token_id", None)
+    if not is_int(end) or not 0 <= end < config.vocab_size or end in config.eos_token_ids:
+        return config
+    return dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, end))
 
 
 def resolve(model: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -170,6 +181,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
                 name,
                 revision=revision,
                 allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"],
+                # The same weights once more, in their makers' own form.
+                ignore_patterns=["original/*", "*consolidated*.safetensors"],
             )
         )
     except Exception as error:  # the hub client raises errors of many libraries
@@ -180,7 +193,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
 
 def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
-    from jaxpaged.models import quantised_checkpoints, safetensors_files
+    from jaxpaged.models import quantised_checkpoints, safetensors_files, tied
 
     config_json = hf.read_object(path / "config.json")
     generation: Mapping[str, Any] = {}
@@ -190,35 +203,57 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
         if generation.get("eos_token_id") is not None:
             config_json |= {"eos_token_id": generation["eos_token_id"]}
     try:
-        config = from_hf(config_json)
-        names = family_of(config_json).names(config)
+        config, family = from_hf(config_json), family_of(config_json)
         said = config_json.get("quantization_config", config_json.get("compression_config"))
+        if said is None and (path / MODELOPT).is_file():
+            said = {"quant_method": "modelopt"} | hf.read_object(path / MODELOPT)
         if said is not None:
-            quantised_checkpoints.read(said)
+            quantised_checkpoints.check_served(said, family.quantised_names)
+        elif _is_of_mlx(config_json.get("quantization")):
+            raise InputError(
+                f"config.json: quantization={shown(config_json['quantization'])} is MLX's form of quantised "
+                "weights, which is not read: take the model's own, or one in AWQ, GPTQ, fp8 or GGUF"
+            )
     except InputError as error:
         raise InputError(f"model={str(path)!r}: {error}") from error
+    method = None if said is None else str(said["quant_method"])
+    names = names_of(config_json, config, method)
+    if config.tie_word_embeddings:
+        with contextlib.suppress(InputError):  # of files that are missing or damaged: who loads them says so
+            if not tied.is_tied(config, names, safetensors_files.load(path)):
+                config = dataclasses.replace(config, tie_word_embeddings=False)
+                names = names_of(config_json, config, method)
+
+    def load() -> Mapping[str, Any]:
+        return tied.with_embedding(config, names, safetensors_files.load(path))
+
     checkpoint = Checkpoint(
         path=path,
         config=config,
         names=names,
-        module_names=names,
+        module_names=family.names(config),
         tokenizer=hf.tokenizer(path) if own_tokenizer else None,
         files=tuple(sorted(path.glob("*.safetensors*"))),
-        load_weights=lambda: safetensors_files.load(path),
+        load_weights=load,
         sampling_defaults=_sampling_defaults(generation),
     )
     if said is None:
         return checkpoint
 
-    def tensors() -> quantised_checkpoints.Tensors:
-        return quantised_checkpoints.Tensors(safetensors_files.load(path), said, config, names)
+    def tensors() -> Any:
+        return quantised_checkpoints.opened(load(), said, config, names)
 
     return dataclasses.replace(
         checkpoint,
         load_weights=tensors,
         keep_quantised=lambda: tensors().quantisation(),
-        quant_method=said["quant_method"],
+        quant_method=method,
     )
+
+
+def _is_of_mlx(said: object) -> bool:
+    """Whether a config's `quantization` is what MLX writes: bits, and inputs of a group."""
+    return isinstance(said, Mapping) and {"bits", "group_size"} <= said.keys()
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +282,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         names=names,
         module_names=gguf_file.family(reader, path)[0].names(config),
         tokenizer=tokenizer,
-        files=(path,),
+        files=reader.paths,
         load_weights=lambda: gguf_file.load_weights(reader, path),
         keep_quantised=lambda: gguf_file.quantisation(reader),
     )

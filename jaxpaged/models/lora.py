@@ -19,9 +19,11 @@ from jaxpaged.checks import InputError, check, checked_int, checked_number, show
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import hf, safetensors_files
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.decoder import MLP, Decoder
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.feed_forward import MLP
 from jaxpaged.models.layers import AdapterParam, Linear
-from jaxpaged.models.names import TRANSPOSED, Names, in_layer, piece_shapes
+from jaxpaged.models.names import TRANSPOSED, Form, Names, in_layer, layers_with, piece_shapes
+from jaxpaged.models.patterns import Patterns
 from jaxpaged.models.weights import Share
 from pallas_kernels import low_rank, native
 from pallas_kernels.low_rank import LowRank
@@ -39,9 +41,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "layer_replication": ([],),
     "alora_invocation_tokens": ([],),
     "use_qalora": (False,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
 }
 # Ways to begin training that change the model's own weights, too.
-CHANGING_WEIGHTS = ("pissa", "olora", "corda", "loftq")
+CHANGING_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 type Arrays = Mapping[
@@ -58,10 +64,13 @@ class Room(NamedTuple):
 
 
 def rooms(config: ModelConfig, names: Names) -> dict[str, Room]:
-    """By role, the products that adapters may change: not those of experts, nor the head."""
+    """Return, by role, the products that adapters may change: not those of experts, nor the head, nor what
+    only some of the layers have.
+    """
     shapes, found = in_layer(config), {}
     for role in ROLES:
-        if (shape := shapes.get(f"{role}.weight")) is not None:
+        shape = shapes.get(f"{role}.weight")
+        if shape is not None and len(layers_with(config, role)) == config.num_layers:
             modules = tuple(name.removesuffix(".weight") for name in names.pieces(f"{role}.weight"))
             pieces = piece_shapes(config, role, shape, len(modules))
             found[role] = Room(shape[1], tuple(width for width, _ in pieces), modules)
@@ -145,7 +154,7 @@ def _read(
         b = _checked(f"{module}.lora_B", sides["B"], (place.width, rank)) * np.float32(scale)
         form = names.forms.get(f"{place.role}.weight")
         if form is not None and form is not TRANSPOSED:  # that is no matter of b's order
-            b = np.concatenate(form.restored(config, [b]))
+            b = _restored(form, config, widths[place.role], place.piece, b)
         if share is not None:
             a, b = _of_share(share, place, widths[place.role], a, b)
             place = narrow_places[module]
@@ -157,6 +166,17 @@ def _read(
             raise InputError(f"{module}.lora_B, scaled by {scale:g}, must be finite in {dtype.name}")
         all_b[place.first_panel :][: len(packed), :rank] = packed
     return arrays
+
+
+def _restored(
+    form: Form, config: ModelConfig, widths: tuple[int, ...], piece: int, b: np.ndarray
+) -> np.ndarray:
+    """Return one piece's b with its outputs in the decoder's order."""
+    if len(widths) == 1:
+        return np.concatenate(form.restored(config, [b]))
+    pieces = [np.zeros((width, b.shape[1]), b.dtype) for width in widths]
+    pieces[piece] = b
+    return form.restored(config, pieces)[piece]
 
 
 def _of_share(
@@ -204,7 +224,8 @@ def _found(
     for name in tensors:
         match = TENSOR.fullmatch(name)
         module = match["module"] if match else name
-        whole = next((each for each in (module, names.prefix + module) if each in places), None)
+        possible = (module, names.prefix + module, names.name_of(module))
+        whole = next((each for each in possible if each in places), None)
         if match is None or whole is None:
             its = sorted({each.rpartition(".")[2] for each in places})
             raise InputError(
@@ -244,6 +265,10 @@ class _Said:
         changes = isinstance(began, str) and began.lower().startswith(CHANGING_WEIGHTS)
         check(f"{CONFIG}: init_lora_weights", began, "one that leaves the model's weights alone", not changes)
         self._said = said
+        self._patterns = {
+            name: Patterns(f"{CONFIG}: {name}", said.get(name) or {})
+            for name in ("rank_pattern", "alpha_pattern")
+        }
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Those of one module: patterns say where they are others than for the rest."""
@@ -253,14 +278,4 @@ class _Said:
         return rank, alpha / (math.sqrt(rank) if self._said.get("use_rslora") else rank)
 
     def _of(self, module: str, patterns: str, name: str, default: int) -> Any:
-        given = self._said.get(patterns) or {}
-        check(f"{CONFIG}: {patterns}", given, "an object", isinstance(given, Mapping))
-        for pattern, value in given.items():
-            try:
-                if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                    return value
-            except re.error as error:
-                raise InputError(
-                    f"{CONFIG}: {patterns} has {pattern!r}, which is no pattern: {error}"
-                ) from error
-        return self._said.get(name, default)
+        return self._patterns[patterns].value(module, self._said.get(name, default))

@@ -36,13 +36,24 @@ class Names:
 
     `table`: by role, the names of its pieces, without ".weight" and ".bias"; or by role and ending, in full.
     "{layer}" and "{expert}" stand for numbers; experts without one lie side by side in one tensor. A file may
-    lack `prefix` in all its names. `spare` are endings of tensors that are no weights.
+    lack `prefix` in all its names. `spare` are endings of tensors that are no weights. `inside`: beginnings
+    of names in files that hold more than the decoder, and what stands for each here; `ignored`: beginnings
+    of those of everything else that such files hold.
     """
 
     table: Mapping[str, str | tuple[str, ...]]
     forms: Mapping[str, Form] = dataclasses.field(default_factory=dict)  # by role and ending
     prefix: str = ""
     spare: tuple[str, ...] = ()
+    inside: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def name_of(self, name: str) -> str:
+        """Return what the decoder calls a tensor or module of a file."""
+        for begin, ours in self.inside:
+            if name.startswith(begin):
+                return ours + name.removeprefix(begin)
+        return name
 
     def pieces(self, role: str) -> tuple[str, ...]:
         """The names' templates of one role, with its ending."""
@@ -64,13 +75,13 @@ def once(config: ModelConfig) -> dict[str, Shape]:
         shapes |= _norm("embedding_norm", hidden, c)
     shapes |= _norm("norm", hidden, c)
     if not c.tie_word_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, *hidden)
+        shapes |= _linear("lm_head", (c.vocab_size, *hidden), c.lm_head_bias)
     return shapes
 
 
 def in_layer(config: ModelConfig) -> dict[str, Shape]:
-    """The shapes of what each layer has, by role."""
-    c, hidden, mlp = config, config.hidden_size, config.intermediate_size
+    """Return the shapes of what layers have, by role; `layers_with` says which layers have it."""
+    c, hidden, e = config, config.hidden_size, config.experts
     heads, kv_heads = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
     before, after = c.norm_place in ("before", "both"), c.norm_place in ("after", "both")
     shapes: dict[str, Shape] = {}
@@ -85,19 +96,43 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
     shapes |= _linear("qkv", (heads + 2 * kv_heads, hidden), c.qkv_bias)
     shapes |= _linear("o", (hidden, heads), c.o_bias)
     if c.qk_norm is not None:
-        is_head = c.qk_norm == "head"
-        shapes["q_norm.weight"] = (c.head_dim if is_head else heads,)
-        shapes["k_norm.weight"] = (c.head_dim if is_head else kv_heads,)
+        for name, count in (("q_norm", c.num_q_heads), ("k_norm", c.num_kv_heads)):
+            forms = {"head": (c.head_dim,), "each": (count, c.head_dim), "all": (count * c.head_dim,)}
+            shapes[f"{name}.weight"] = forms[c.qk_norm]
     if c.sinks:
         shapes["sinks"] = (c.num_q_heads,)
-    if c.experts is not None:
-        return shapes | _linear("router", (c.experts.num_experts, hidden), c.experts.router_bias)
-    first = ("gate_up", 2 * mlp) if c.gated else ("up", mlp)
-    return (
-        shapes
-        | _linear(first[0], (first[1], hidden), c.mlp_bias)
-        | _linear("down", (hidden, mlp), c.mlp_bias)
-    )
+    if e is None:
+        return shapes | _mlp("", c.intermediate_size, c)
+    shapes |= _linear("router", (e.num_experts, hidden), e.router_bias)
+    if e.correction:
+        shapes["correction"] = (e.num_experts,)
+    if e.shared_size:
+        shapes |= _mlp("shared.", e.shared_size, c)
+    if e.shared_gate:
+        shapes["shared_gate.weight"] = (1, hidden)
+    return shapes | _mlp("", e.dense_size, c) if e.dense_layers else shapes
+
+
+def layers_with(config: ModelConfig, role: str) -> range:
+    """Return the numbers of the layers that have a role."""
+    dense = config.experts.dense_layers if config.experts is not None else 0
+    stem = role.split(".")[0]
+    if dense and stem in ("gate_up", "up", "down"):
+        return range(dense)
+    if stem in ("router", "correction", "experts", "shared", "shared_gate"):
+        return range(dense, config.num_layers)
+    return range(config.num_layers)
+
+
+def _mlp(prefix: str, width: int, config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of one feed-forward part."""
+    c, hidden = config, config.hidden_size
+    first = ("gate_up", 2 * width) if c.gated else ("up", width)
+    shapes = _linear(f"{prefix}{first[0]}", (first[1], hidden), c.mlp_bias)
+    shapes |= _linear(f"{prefix}down", (hidden, width), c.mlp_bias)
+    if c.activation == "xielu":
+        shapes |= {f"xielu.{name}": (1,) for name in ("alpha_p", "alpha_n", "beta", "eps")}
+    return shapes
 
 
 def in_expert(config: ModelConfig) -> dict[str, Shape]:
@@ -118,14 +153,16 @@ def _linear(name: str, shape: Shape, has_bias: bool) -> dict[str, Shape]:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Numbers in all its weights."""
+    """Return how many numbers all its weights have."""
     num_experts = config.experts.num_experts if config.experts else 0
 
-    def total(shapes: Mapping[str, Shape]) -> int:
-        return sum(math.prod(shape) for shape in shapes.values())
+    def total(shapes: Mapping[str, Shape], times: int = 1) -> int:
+        return sum(
+            times * len(layers_with(config, role)) * math.prod(shape) for role, shape in shapes.items()
+        )
 
-    each = total(in_layer(config)) + num_experts * total(in_expert(config))
-    return total(once(config)) + config.num_layers * each
+    its_own = sum(math.prod(shape) for shape in once(config).values())
+    return its_own + total(in_layer(config)) + total(in_expert(config), num_experts)
 
 
 def stored_shapes(config: ModelConfig, names: Names) -> Iterator[tuple[str, Shape]]:
@@ -134,8 +171,11 @@ def stored_shapes(config: ModelConfig, names: Names) -> Iterator[tuple[str, Shap
         yield from stored_pieces(config, names, role, shape)
     for layer in range(config.num_layers):
         for role, shape in in_layer(config).items():
-            yield from stored_pieces(config, names, role, shape, layer=layer)
+            if layer in layers_with(config, role):
+                yield from stored_pieces(config, names, role, shape, layer=layer)
         for role, shape in in_expert(config).items():
+            if layer not in layers_with(config, role):
+                continue
             num_experts = config.experts.num_experts if config.experts else 0
             if "{expert}" not in names.pieces(role)[0]:
                 for name, its in stored_pieces(config, names, role, shape, layer=layer):
@@ -164,31 +204,32 @@ def piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> li
 
 
 def without_prefix(names: Names, tensors: Tensors) -> Tensors:
-    """The tensors with the prefix in their names, where the file lacks it."""
+    """Return the tensors by the decoder's names: with the prefix where the file lacks it, and those of a
+    larger model's decoder without what their names have in front.
+    """
+    if any(name.startswith(begin) for name in tensors for begin, _ in names.inside):
+        return _Renamed(tensors, {names.name_of(name): name for name in tensors})
     prefix = names.prefix
     if not prefix or any(name.startswith(prefix) for name in tensors):
         return tensors
-    return _Renamed(tensors, prefix)
+    return _Renamed(tensors, {f"{prefix}{name}": name for name in tensors})
 
 
 class _Renamed(Mapping[str, Any]):
-    def __init__(self, tensors: Tensors, prefix: str) -> None:
-        self._tensors, self._prefix = tensors, prefix
+    def __init__(self, tensors: Tensors, theirs: Mapping[str, str]) -> None:
+        self._tensors, self._theirs = tensors, theirs
 
     def __getitem__(self, name: str) -> Any:
-        if not name.startswith(self._prefix):
-            raise KeyError(name)
-        return self._tensors[name.removeprefix(self._prefix)]
+        return self._tensors[self._theirs[name]]
 
     def __contains__(self, name: object) -> bool:
-        prefix = self._prefix
-        return isinstance(name, str) and name.startswith(prefix) and name[len(prefix) :] in self._tensors
+        return name in self._theirs
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{self._prefix}{name}" for name in self._tensors)
+        return iter(self._theirs)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._theirs)
 
 
 def _same(config: ModelConfig, shape: Shape) -> Shape:

@@ -30,7 +30,7 @@ from jaxpaged.models.quantised import (
 )
 
 # What is quantised: a router and learned positions are small, and stay as they are.
-PRODUCTS = ("qkv", "o", "gate_up", "up", "down")
+PRODUCTS = ("qkv", "o", "gate_up", "up", "down", "shared.gate_up", "shared.down")
 EXPERTS = ("experts.gate_up", "experts.down")
 TABLES = ("embedding", "lm_head")
 ROLES = {f"{role}.weight" for role in (*PRODUCTS, *EXPERTS, *TABLES)}

@@ -30,7 +30,7 @@ from pallas_kernels.quantised import (
     pack_halfwords,
 )
 
-FLOAT8 = ml_dtypes.float8_e4m3fn
+FLOAT8, FLOAT4 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 
 
 class Kind(NamedTuple):
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     group_size: int  # neighbouring inputs with one scale
     scale_dtype: str
     has_minima: bool
-    is_float: bool = False  # codes are of the type e4m3
+    is_float: bool = False  # codes are of the type e4m3, or e2m1
     has_order: bool = False  # of its inputs: those of a group are no neighbours
     is_short: bool = False  # codes of 8 bits go from -32 to 31
 
@@ -324,7 +324,7 @@ def packed(
 
 def implementation_for(kind: Kind, dtype: jnp.dtype) -> ProductImplementation:
     """Of products with few rows of that dtype on this machine: their weight is packed for it."""
-    if native.serves(dtype, native.quantised_function(is_float=kind.is_float)):
+    if native.serves(dtype, native.quantised_function(kind.bits, is_float=kind.is_float)):
         return "native"
     if choice.default_implementation() == "xla":
         return "xla"
@@ -352,10 +352,10 @@ def _panel_width(implementation: ProductImplementation) -> int:
 def wide(kind: Kind, rows: Rows, in_features: int) -> np.ndarray:
     """The numbers themselves, float32 [outputs, inputs]."""
     codes, scales = rows.codes, rows.scales.astype(np.float32)
-    if kind.bits == 4 and rows.minima is None:
+    if kind.is_float:
+        codes = codes.view(FLOAT8 if kind.bits == 8 else FLOAT4)
+    elif kind.bits == 4 and rows.minima is None:
         codes = codes.astype(np.int8) - np.int8(OFFSET)
-    elif kind.is_float:
-        codes = codes.view(FLOAT8)
     found = codes.astype(np.float32).reshape(*scales.shape, -1)
     found *= scales[..., None]
     if rows.minima is not None:

@@ -1,4 +1,4 @@
-"""Weights that safetensors files have in few bits: AWQ, GPTQ, compressed-tensors, and fp8.
+"""Weights that safetensors files have in few bits: AWQ, GPTQ, AutoRound, compressed-tensors, and fp8.
 
 What a module's tensors are says config.json's `quantization_config`; of how many bits its codes are, and how
 many inputs share a scale, the tensors' own shapes. `reference/quantised_checkpoints.py` says what they mean.
@@ -6,13 +6,14 @@ Activations are never quantised here: scales that a file has for them, or for K 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check, shown
+from jaxpaged.models import mxfp4
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.names import Names, Shape, stored_shapes, without_prefix
 from jaxpaged.models.quantisation import FromFile
@@ -21,11 +22,30 @@ from jaxpaged.models.quantised import Kind, Part, Rows, in_words, wide
 type Said = Mapping[str, Any]  # quantization_config
 type Found = tuple[Kind, Callable[[Part], Rows]]
 
+MXFP4 = "mxfp4"
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = (4, 8)
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word each of eight neighbouring outputs is
+# AutoRound's ways to pack, and whose they are: its own has zero points as GPTQ's second version does.
+AUTO_ROUND = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:exllamav2": "gptq_v2",
+}
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # NVIDIA's Model Optimizer: e4m3 by tensor, by output
 # Of activations, K and V.
-UNREAD = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+UNREAD = (
+    "input_scale",
+    "input_scale_ub",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+    "output_zero_point",
+)
 OF_CACHES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point")
 
 
@@ -59,7 +79,7 @@ class Module(NamedTuple):
 
     def finite(self, ending: str, *at: slice) -> np.ndarray:
         """Scales, all or those at these places, in float32."""
-        found = self.scales(ending)[at].astype(np.float32)
+        found = np.asarray(self.scales(ending)[at], np.float32)
         if not np.isfinite(found).all():
             raise InputError(f"weight '{self.name}.{ending}' has NaN or infinity in it, must be finite")
         return found
@@ -130,11 +150,36 @@ class Tensors(Mapping[str, np.ndarray]):
         return is_one and not np.any(self._tensors[name])
 
 
-def read(said: Any) -> Method:
-    """The method that a quantization_config names. Raises `InputError` for what is not served."""
+def opened(
+    tensors: Mapping[str, np.ndarray], said: Said, config: ModelConfig, names: Names
+) -> "Tensors | mxfp4.Tensors":
+    """Return a file's tensors as those of a model that is not quantised; their `quantisation` keeps them."""
+    if said["quant_method"] == MXFP4:
+        return mxfp4.Tensors(tensors)
+    return Tensors(tensors, said, config, names)
+
+
+def check_served(said: Any, of_family: Collection[str]) -> None:
+    """Raise `InputError` for a quantization_config that is not served.
+
+    `of_family`: the methods that need names of their own, and have them in the model's family.
+    """
     method = said.get("quant_method") if isinstance(said, Mapping) else said
+    if method == MXFP4:
+        rule = f"another for a model that is not gpt-oss: one of {', '.join(METHODS)}"
+        check("quantization_config: quant_method", method, rule, method in of_family)
+    else:
+        read(said)
+
+
+def read(said: Any) -> Method:
+    """Return the method that a quantization_config names. Raises `InputError` for what is not served."""
+    method = said.get("quant_method") if isinstance(said, Mapping) else said
+    is_of_mlx = isinstance(said, Mapping) and method is None and {"bits", "group_size"} <= said.keys()
+    rule = "taken from a file in AWQ, GPTQ, fp8 or GGUF: without quant_method it is MLX's, which is not read"
+    check("quantization_config", said, rule, not is_of_mlx)
     found = METHODS.get(method) if isinstance(method, str) else None
-    known = ", ".join(METHODS)
+    known = ", ".join((*METHODS, MXFP4))
     check("quantization_config: quant_method", method, f"one of {known}", found is not None)
     assert found is not None
     found.check(said)
@@ -161,6 +206,20 @@ def _check_gptq(said: Said) -> None:
     _check(said, "pack_dtype", "int32", None)
     for name in ("desc_act", "sym"):
         _check(said, name, True, False, None)
+
+
+def _check_auto_round(said: Said) -> None:
+    _check(said, "bits", *BITS)
+    _check(said, "data_type", "int", None)
+    _check(said, "act_bits", 16, None)
+    _check(said, "sym", True, False, None)
+    _check(said, "rotation_config", None)
+    _check(said, "packing_format", *AUTO_ROUND, None)
+
+
+def _check_modelopt(said: Said) -> None:
+    nested = said.get("quantization")  # as its own file, hf_quant_config.json, has it
+    _check(nested if isinstance(nested, Mapping) else said, "quant_algo", *MODELOPT)
 
 
 def _check_fp8(said: Said) -> None:
@@ -249,6 +308,13 @@ def _gptq(module: Module, shape: Shape, said: Said) -> Found:
         return _whole_groups(_signed(codes, bits), scales.astype(scale_dtype), None, group, order)
 
     return Kind(bits, group, scale_dtype, not is_symmetric, has_order=has_order), rows
+
+
+def _auto_round(module: Module, shape: Shape, said: Said) -> Found:
+    packing = AUTO_ROUND[said.get("packing_format") or "auto_round:auto_gptq"]
+    if packing == "awq":
+        return _awq(module, shape, said)
+    return _gptq(module, shape, {**said, "checkpoint_format": packing})
 
 
 def _compressed(module: Module, shape: Shape, said: Said) -> Found:
@@ -461,9 +527,12 @@ _OF_COMPRESSED = (
 METHODS = {
     "awq": Method(_check_awq, ("qweight",), _OF_GPTQ, _awq),
     "gptq": Method(_check_gptq, ("qweight",), _OF_GPTQ, _gptq),
+    "auto-round": Method(_check_auto_round, ("qweight",), _OF_GPTQ, _auto_round),
     "fp8": Method(
         _check_fp8, ("weight_scale_inv", "weight_scale"), ("weight", "weight_scale_inv", "weight_scale"), _fp8
     ),
+    "fbgemm_fp8": Method(lambda said: None, ("weight_scale",), ("weight", "weight_scale"), _fp8),
+    "modelopt": Method(_check_modelopt, ("weight_scale",), ("weight", "weight_scale"), _fp8),
     "compressed-tensors": Method(
         _check_compressed, ("weight_packed", "weight_scale"), _OF_COMPRESSED, _compressed
     ),

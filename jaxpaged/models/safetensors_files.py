@@ -1,12 +1,15 @@
 """Weights from the .safetensors files of a Hugging Face directory."""
 
+import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 and its like with NumPy
 import numpy as np
+from absl import logging
 from safetensors import safe_open
 
 from jaxpaged.checks import InputError, shown
@@ -14,7 +17,8 @@ from jaxpaged.models import hf
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+MOST_SHARDS = 10_000
 
 DTYPES = {
     "F64": "float64",
@@ -33,9 +37,9 @@ DTYPES = {
 class Tensors(Mapping[str, np.ndarray]):
     """The model's tensors by name, in their own dtype: each is mapped when it is asked for, not copied.
 
-    The index says which file has which tensor; without one it is `model.safetensors`, or the only file there
-    is. What else lies in the directory is left alone. Raises `InputError`, before any tensor is read, for
-    files that are missing or damaged.
+    The index says which file has which tensor; without one it is `model.safetensors`, or all of the shards
+    that their names tell, or the only file there is. What else lies in the directory is left alone. Raises
+    `InputError`, before any tensor is read, for files that are missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,6 +69,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return len(self._places)
 
     def _places_in(self, file: str) -> "dict[str, _Place]":
+        hf.refuse_pointer(self._path / file)
         try:
             with safe_open(self._path / file, framework="numpy") as checked:
                 names = set(checked.keys())
@@ -96,21 +101,57 @@ def load(path: Path) -> Mapping[str, np.ndarray]:
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:
-    """The files to read, and which of their tensors; None for all."""
+    """The files to read, and which of their tensors; None for all.
+
+    The index goes before `model.safetensors`, as in vLLM, unless files that it names are gone: what saves a
+    model anew deletes these and leaves the index.
+    """
     index = path / INDEX
-    if index.is_file():
-        return _indexed(path, hf.read_object(index))
     found = sorted(file.name for file in path.glob("*.safetensors"))
+    if index.is_file():
+        files = _indexed(path, hf.read_object(index))
+        if SINGLE not in found or SINGLE in files:
+            return files
+        missing = sorted(files.keys() - set(found))
+        if not missing:
+            _warn(f"{path} has {SINGLE} and {INDEX}: the index's files are read")
+            return files
+        _warn(f"{path}: {SINGLE} is read, for {INDEX} names {missing[0]}, which is missing")
+        return {SINGLE: None}
     if not found:
-        raise InputError(f"model={str(path)!r} must contain .safetensors files")
+        raise InputError(f"model={str(path)!r} must contain .safetensors files{_instead(path)}")
     if SINGLE in found:
-        found = [SINGLE]
-    if len(found) > 1:
+        return {SINGLE: None}
+    if len(found) == 1 and SHARD.fullmatch(found[0]) is None:
+        return {found[0]: None}
+    return dict.fromkeys(_shards(path, found))
+
+
+def _shards(path: Path, found: list[str]) -> list[str]:
+    """The shards of a directory without an index, by their names. Raises `InputError` if one is missing."""
+    matches = [match for name in found if (match := SHARD.fullmatch(name))]
+    sets = {(match["stem"], int(match["count"])) for match in matches}
+    if len(sets) != 1:
         raise InputError(
             f"model={str(path)!r} must have {INDEX}: it has {len(found)} .safetensors files, none of them "
-            f"{SINGLE}"
+            f"{SINGLE}, and not called NAME-00001-of-00002.safetensors and so on"
         )
-    return {found[0]: None}
+    [(stem, count)] = sets
+    names = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, min(count, MOST_SHARDS) + 1)]
+    if missing := sorted(set(names) - set(found)):
+        raise InputError(f"model={str(path)!r}: {missing[0]} is missing of {count} shards")
+    return names
+
+
+@functools.cache  # files are looked for several times, and said once
+def _warn(message: str) -> None:
+    logging.warning("%s", message)
+
+
+def _instead(path: Path) -> str:
+    """What weights a directory has in other forms, as the end of a sentence."""
+    others = sorted(file.name for ending in ("bin", "pt", "pth", "npz") for file in path.glob(f"*.{ending}"))
+    return f": {others[0]} is of another form, which is not read" if others else ""
 
 
 def _indexed(path: Path, index: Mapping[str, Any]) -> dict[str, set[str] | None]:

@@ -19,6 +19,7 @@ from jaxpaged.models.names import (
     Tensors,
     in_expert,
     in_layer,
+    layers_with,
     once,
     stored_pieces,
     stored_shapes,
@@ -104,17 +105,18 @@ class Parts:
         return None if shape is None else self._made(role, shape, self._segments(role, shape))
 
     def each(self, role: str) -> layers.Each | None:
-        """Every layer's; None where layers have no such weight."""
+        """Return those of the layers that have such a weight, in order; None where none has."""
         shape = in_layer(self._whole).get(role)
         if shape is None:
             return None
-        segments = [self._segments(role, shape, layer=i) for i in range(self.config.num_layers)]
+        layers_ = layers_with(self._whole, role)
+        segments = [self._segments(role, shape, layer=i) for i in layers_]
         if None in segments:  # one of them is not quantised: so are all
             segments = [None] * len(segments)
 
         def of(numbers: Sequence[int], groups: Any = ()) -> layers.Each:
             def make() -> Iterator[layers.Weight]:
-                return (self._made(role, shape, segments[i], layer=i) for i in numbers)
+                return (self._made(role, shape, segments[i], layer=layers_[i]) for i in numbers)
 
             return layers.Each(len(numbers), make, groups)
 
@@ -156,7 +158,7 @@ class Parts:
             return None
         if role not in self._of_experts:
             count = num_experts if "{expert}" in self._names.pieces(role)[0] else 1
-            numbers = itertools.product(range(self.config.num_layers), range(count))
+            numbers = itertools.product(layers_with(self._whole, role), range(count))
             ways = {self._segments(role, shape, layer=layer, expert=expert) for layer, expert in numbers}
             self._of_experts[role] = ways.pop() if len(ways) == 1 else None
         return self._of_experts[role]
@@ -169,7 +171,7 @@ class Parts:
         stored = stored_pieces(self._whole, self._names, source, shape, **numbers)
         segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
         for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
-            native.serves(self.dtype, native.quantised_function(is_float=kind.is_float))
+            native.serves(self.dtype, native.quantised_function(kind.bits, is_float=kind.is_float))
         return segments
 
     def _made(
@@ -282,7 +284,8 @@ def check_names(config: ModelConfig, names: Names, found: Iterable[str]) -> None
     # Tables that old files have beside the weights, and a head that is tied, which some files repeat.
     head = f"{names.table['lm_head']}.weight" if config.tie_word_embeddings else None
     for name in sorted(found - wanted.keys()):
-        if name != head and not name.endswith(("rotary_emb.inv_freq", *names.spare)):
+        is_spare = name.endswith(("rotary_emb.inv_freq", *names.spare)) or name.startswith(names.ignored)
+        if name != head and not is_spare:
             raise InputError(
                 f"weight {name!r} is none that the model config asks for: the model is another one"
             )
@@ -342,10 +345,11 @@ def by_role(config: ModelConfig, names: Names, tensors: Tensors) -> dict[str, np
     parts = Parts(config, names, tensors, jnp.dtype("float32"))
     found: dict[str, Any] = {role: parts.get(role) for role in once(config)}
     for role in in_layer(config):
-        found |= {f"layers.{i}.{role}": weight for i, weight in enumerate(parts.each(role) or ())}
+        pairs = zip(layers_with(config, role), parts.each(role) or (), strict=True)
+        found |= {f"layers.{i}.{role}": weight for i, weight in pairs}
     for role in in_expert(config):
         name = role.removeprefix("experts.")
-        for layer in range(config.num_layers):
+        for layer in layers_with(config, role):
             each = enumerate(parts.of_experts(role, [layer]) or ())
             found |= {f"layers.{layer}.experts.{i}.{name}": weight for i, weight in each}
     return {role: np.asarray(weight) for role, weight in found.items()}

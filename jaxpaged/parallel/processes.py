@@ -4,46 +4,90 @@ All make the same engine. Then process 0 alone takes requests; before each call 
 others the call's name and host arrays, and they make the same calls in the same order. They wait for them at
 a connection, never inside a collective, and a process that has gone is noticed as its connection closes, even
 by one that waits for its devices.
+
+What they send each other is data (`messages`), over connections on which both ends have proved that they have
+one key (`jaxpaged.channel`): made from the secret that all processes were given, or, on loopback without one,
+drawn by process 0 and told by way of JAX. JAX's own connections between processes have no key at all.
 """
 
 import atexit
 import contextlib
+import hmac
+import ipaddress
 import os
 import queue
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from absl import logging
 from jax.experimental import multihost_utils
 
-from jaxpaged.checks import InputError
+from jaxpaged.channel import LEAST_KEY_BYTES, Channel
+from jaxpaged.checks import InputError, shown
+from jaxpaged.parallel import messages
 
 START_SECONDS = 120  # for all processes to come
 LEAVE_SECONDS = 5  # for JAX to take leave of the others
 KEY_BYTES = 32
+HELLO_SECONDS = 10  # for whoever connects to prove that it has the key, and to say who it is
+MOST_STRANGERS = 32  # who may be proving that at a time
+MOST_BYTES = 2**34  # of a message
+SECRET, SECRET_FILE = "JAXPAGED_SECRET", "JAXPAGED_SECRET_FILE"
 # A machine that has gone without a word is noticed after 3 + 3 * 2 seconds.
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
 
 type Call = Callable[[str, Sequence[Any]], Any]
 
 
+class Line:
+    """A connection to another process, for messages of plain values."""
+
+    def __init__(self, connection: socket.socket, key: bytes, classes: Sequence[type]) -> None:
+        """Prove to each other that both have the key; raises as `Channel` does."""
+        self._connection, self._classes = connection, classes
+        self._channel = Channel(connection, MOST_BYTES, key)
+
+    def send(self, value: Any) -> None:
+        self._channel.send(*messages.encode(value, self._classes))
+
+    def receive(self) -> Any:
+        """Wait for the next message. Raises `EOFError` where the other end has closed, and `OSError` or
+        `InputError` for one that is damaged.
+        """
+        data = self._channel.receive()
+        if data is None:
+            raise EOFError
+        return messages.decode(data, self._classes)
+
+    def stay(self) -> None:
+        """Have calls sent at once and waited for without limit, and the system ask whether the other end is
+        there.
+        """
+        its = self._connection
+        its.settimeout(None)
+        its.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        its.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):  # Linux has all
+                its.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 class Leader:
     """Process 0, connected to the others. Where one of them ends, this process does, with a sentence."""
 
-    def __init__(self, connections: dict[int, Connection]) -> None:
-        self._connections, self._num_processes = connections, len(connections) + 1
-        self._said: dict[int, queue.SimpleQueue[Mapping[str, str]]] = {
-            i: queue.SimpleQueue() for i in connections
-        }
+    def __init__(self, lines: dict[int, Line]) -> None:
+        self._lines, self._num_processes = lines, len(lines) + 1
+        self._said: dict[int, queue.SimpleQueue[Mapping[str, str]]] = {i: queue.SimpleQueue() for i in lines}
         self._is_ending = False
-        for process_id in connections:
+        for process_id in lines:
             threading.Thread(target=self._watch, args=(process_id,), daemon=True).start()
         atexit.register(self._end)  # after the engine has closed, for it is made later
 
@@ -54,39 +98,39 @@ class Leader:
         for process_id, said in sorted(self._said.items()):
             its = said.get()
             for name, value in mine.items():
-                if its[name] != value:
+                if its.get(name) != value:
                     raise InputError(
-                        f"process {process_id}'s {name} must be process 0's, {value}, but is {its[name]}"
+                        f"process {process_id}'s {name} must be process 0's, {value}, but is {its.get(name)}"
                     )
         self.tell("", ())
 
     def tell(self, name: str, arrays: Sequence[Any]) -> None:
         """Have the others make this call, too."""
-        for process_id, connection in self._connections.items():
+        for process_id, line in self._lines.items():
             try:
-                connection.send((name, arrays))
+                line.send((name, tuple(arrays)))
             except OSError:
                 _fail(process_id, self._num_processes)
 
     def _watch(self, process_id: int) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(EOFError, OSError, InputError):
             while True:
-                self._said[process_id].put(self._connections[process_id].recv())
+                self._said[process_id].put(self._lines[process_id].receive())
         if not self._is_ending:
             _fail(process_id, self._num_processes)
 
     def _end(self) -> None:
         self._is_ending = True
-        for connection in self._connections.values():
+        for line in self._lines.values():
             with contextlib.suppress(OSError):
-                connection.send(None)
+                line.send(None)
 
 
 class Follower:
     """Another process, connected to process 0. Where that ends without a word, so does this one."""
 
-    def __init__(self, connection: Connection, num_processes: int) -> None:
-        self._connection, self._num_processes = connection, num_processes
+    def __init__(self, line: Line, num_processes: int) -> None:
+        self._line, self._num_processes = line, num_processes
         self._calls: queue.SimpleQueue[tuple[str, Sequence[Any]] | None] = queue.SimpleQueue()
         self._waits = False  # the main thread, for process 0, and not for its devices
         threading.Thread(target=self._listen, daemon=True).start()
@@ -96,7 +140,7 @@ class Follower:
         `SystemExit` if it ends.
         """
         with contextlib.suppress(OSError):  # it has gone: `_listen` ends this process
-            self._connection.send(mine)
+            self._line.send(dict(mine))
         self._waits = True
         if self._calls.get() is None:
             raise SystemExit(f"jaxpaged: {_has_ended(0, self._num_processes)}")
@@ -113,9 +157,10 @@ class Follower:
 
     def _listen(self) -> None:
         try:
-            while (told := self._connection.recv()) is not None:
-                self._calls.put(told)
-        except (EOFError, OSError):
+            while (told := self._line.receive()) is not None:
+                name, arrays = told
+                self._calls.put((name, arrays))
+        except (EOFError, OSError, ValueError, TypeError):
             _fail(0, self._num_processes)
         if not self._waits:  # but loads, or perhaps waits for devices that will not answer
             late = threading.Timer(LEAVE_SECONDS, _fail, [0, self._num_processes])
@@ -130,67 +175,156 @@ class Follower:
 Processes = Leader | Follower
 
 
-def join(address: str, num_processes: int, process_id: int) -> Processes:
+def join(address: str, num_processes: int, process_id: int, classes: Sequence[type] = ()) -> Processes:
     """Meet the other processes at "HOST:PORT" of process 0, and connect to them.
 
-    Before JAX is asked for its devices, and once in a process: `InputError` otherwise.
+    Before JAX is asked for its devices, and once in a process. `classes` are the dataclasses that calls may
+    have.
+
+    Raises `InputError` for a second call, and where HOST is not on loopback and no secret is given.
     """
+    host = address.rpartition(":")[0].strip("[]")
+    secret = _secret()
+    if secret is None and not _is_loopback(host):
+        raise InputError(
+            f"distributed_init={address!r} must be on loopback unless {SECRET} or {SECRET_FILE} gives all "
+            f"processes the same secret, of at least {LEAST_KEY_BYTES} bytes"
+        )
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
     try:
-        jax.distributed.initialize(address, num_processes, process_id, initialization_timeout=START_SECONDS)
+        # By itself JAX would listen at all addresses of the machine.
+        jax.distributed.initialize(
+            *(address, num_processes, process_id),
+            coordinator_bind_address=address if process_id == 0 else None,
+            initialization_timeout=START_SECONDS,
+        )
     except RuntimeError as error:
         raise InputError(
             f"distributed_init={address!r} must be joined by a process's first engine: {error}"
         ) from error
-    host = address.rpartition(":")[0].strip("[]")
     late = threading.Timer(START_SECONDS, _say_and_exit, [f"not all {num_processes} processes have come"])
     late.daemon = True
     late.start()
     try:
-        return _lead(host, num_processes) if process_id == 0 else _follow(host, num_processes, process_id)
+        if process_id == 0:
+            return Leader(_lead(host, num_processes, secret, classes))
+        return Follower(_follow(host, process_id, secret, classes), num_processes)
     finally:
         late.cancel()
 
 
-def _lead(host: str, num_processes: int) -> Leader:
+def _secret() -> bytes | None:
+    """Return what all processes were given to know each other by; None if nothing. Raises `InputError`."""
+    text, file = os.environ.get(SECRET), os.environ.get(SECRET_FILE)
+    try:
+        secret = Path(file).read_bytes().strip() if file else (text or "").encode()
+    except OSError as error:
+        raise InputError(f"{SECRET_FILE}={shown(file)} cannot be read: {error.strerror or error}") from error
+    if secret and len(secret) < LEAST_KEY_BYTES:
+        raise InputError(f"{SECRET_FILE if file else SECRET} must have at least {LEAST_KEY_BYTES} bytes")
+    if file and not secret:
+        raise InputError(f"{SECRET_FILE}={shown(file)} must name a file that is not empty")
+    return secret or None
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether all addresses of a host are this machine's own, unseen by others. Raises `InputError`."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InputError(f"distributed_init: the host {host!r} is not known: {error}") from error
+    return all(ipaddress.ip_address(str(its[4][0]).partition("%")[0]).is_loopback for its in found)
+
+
+def _lead(host: str, num_processes: int, secret: bytes | None, classes: Sequence[type]) -> dict[int, Line]:
+    """Listen until each of the other processes has connected, and proved that it has the key."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    with socket.socket(family) as probe:  # a free port
-        probe.bind((host, 0))
-        port = probe.getsockname()[1]
-    key = os.urandom(KEY_BYTES)
-    with Listener((host, port), family.name, backlog=num_processes, authkey=key) as listener:
-        _shared(key + port.to_bytes(2))
-        connections: dict[int, Connection] = {}
-        while len(connections) < num_processes - 1:
-            with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):  # strangers
-                connection = _kept_alive(listener.accept())
-                connections[connection.recv()] = connection
-    return Leader(connections)
+    with socket.create_server((host, 0), family=family, backlog=128) as server:
+        drawn = os.urandom(KEY_BYTES)
+        _shared((bytes(KEY_BYTES) if secret else drawn) + server.getsockname()[1].to_bytes(2))
+        return welcome(server, num_processes, _key(secret) or drawn, classes)
 
 
-def _follow(host: str, num_processes: int, process_id: int) -> Follower:
+def welcome(
+    server: socket.socket, num_processes: int, key: bytes, classes: Sequence[type] = ()
+) -> dict[int, Line]:
+    """Return the connections of processes 1 to `num_processes - 1`, by their numbers, as they come.
+
+    Others may connect, too: they are heard beside each other, each for a short while, and told of in the log.
+    """
+    came: dict[int, Line] = {}
+    lock, is_full, room = threading.Lock(), threading.Event(), threading.Semaphore(MOST_STRANGERS)
+
+    def hear(connection: socket.socket, where: object) -> None:
+        try:
+            connection.settimeout(HELLO_SECONDS)
+            line = Line(connection, key, classes)
+            process_id = line.receive()
+            with lock:
+                if type(process_id) is not int or not 0 < process_id < num_processes or process_id in came:
+                    raise InputError(f"process_id={shown(process_id)} must be of a process that has not come")
+                line.stay()
+                came[process_id] = line
+                if len(came) == num_processes - 1:
+                    is_full.set()
+        except (OSError, EOFError, InputError) as error:
+            logging.warning("a connection from %s is none of this engine's processes: %s", where, error)
+            connection.close()
+        finally:
+            room.release()
+
+    server.settimeout(0.1)
+    while not is_full.is_set():
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            connection, where = server.accept()
+            if room.acquire(blocking=False):
+                threading.Thread(target=hear, args=(connection, where), daemon=True).start()
+            else:
+                connection.close()  # whoever has the key tries again
+    return came
+
+
+def _follow(host: str, process_id: int, secret: bytes | None, classes: Sequence[type]) -> Line:
     told = _shared(bytes(KEY_BYTES + 2))
-    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    connection = Client((host, int.from_bytes(told[KEY_BYTES:])), family.name, authkey=told[:KEY_BYTES])
-    connection.send(process_id)
-    return Follower(_kept_alive(connection), num_processes)
+    return reach(
+        host, int.from_bytes(told[KEY_BYTES:]), process_id, _key(secret) or told[:KEY_BYTES], classes
+    )
+
+
+def reach(host: str, port: int, process_id: int, key: bytes, classes: Sequence[type] = ()) -> Line:
+    """Connect to process 0, which may hear too many others at first.
+
+    Raises `InputError` if it does not prove within `START_SECONDS` that it has the key.
+    """
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=HELLO_SECONDS)
+            try:
+                line = Line(connection, key, classes)
+                line.send(process_id)
+                line.stay()
+                return line
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            if time.monotonic() > end:
+                raise InputError(
+                    f"process 0 at {host} port {port} does not have this process's secret"
+                ) from error
+            time.sleep(0.2)
+
+
+def _key(secret: bytes | None) -> bytes | None:
+    """Return the key of the connections that a secret gives."""
+    return hmac.digest(secret, b"jaxpaged processes", "sha256") if secret else None
 
 
 def _shared(mine: bytes) -> bytes:
-    """Process 0's, in all."""
+    """Return process 0's bytes, in all processes."""
     shared = multihost_utils.broadcast_one_to_all(np.frombuffer(mine, np.uint8).astype(np.int32))
     return bytes(np.asarray(shared).tolist())
-
-
-def _kept_alive(connection: Connection) -> Connection:
-    """With calls sent at once, and the system asking whether the other is still there."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as its:
-        its.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        its.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):  # Linux has all
-                its.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return connection
 
 
 def _fail(process_id: int, num_processes: int) -> NoReturn:

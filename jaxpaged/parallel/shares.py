@@ -31,10 +31,13 @@ class Share:
 
     def __post_init__(self) -> None:
         c, size = self.whole, self.shards.size
-        for name in ("num_q_heads", "intermediate_size"):
-            if getattr(c, name) % size:
+        sizes = {"num_q_heads": c.num_q_heads, "intermediate_size": c.intermediate_size}
+        if c.experts is not None:
+            sizes |= {"shared_size": c.experts.shared_size, "dense_size": c.experts.dense_size}
+        for name, width in sizes.items():
+            if width % size:
                 raise InputError(
-                    f"tensor_parallel_size={size} must be a divisor of the model's {name}={getattr(c, name)}"
+                    f"tensor_parallel_size={size} must be a divisor of the model's {name}={width}"
                 )
         if c.num_kv_heads % size and size % c.num_kv_heads:
             raise InputError(
@@ -50,8 +53,14 @@ class Share:
     def config(self) -> ModelConfig:
         """Of the narrower decoder: the same for all shards. Slopes of ALiBi it has of all heads."""
         c, size = self.whole, self.shards.size
+        experts = c.experts and dataclasses.replace(
+            c.experts,
+            shared_size=c.experts.shared_size // size,
+            dense_size=c.experts.dense_size // size,
+        )
         return dataclasses.replace(
             c,
+            experts=experts,
             num_q_heads=c.num_q_heads // size,
             num_kv_heads=max(c.num_kv_heads // size, 1),
             intermediate_size=c.intermediate_size // size,
@@ -64,12 +73,12 @@ class Share:
 
     def taken(self, role: str, pieces: Sequence[Num[Values, "..."]]) -> list[Num[Values, "..."]]:
         """Of a role's weight, whose pieces follow one another by outputs, this shard's, as views."""
-        name, _, ending = role.removeprefix("experts.").rpartition(".")
+        name, _, ending = _bare(role).rpartition(".")
         if name in COLUMNS and ending == "bias":  # added once
             if self.number == 0:
                 return list(pieces)
             return [np.zeros(piece.shape, piece.dtype) for piece in pieces]
-        outputs, inputs = self.part(role, (sum(len(piece) for piece in pieces),))
+        outputs, inputs = self.part(role, (sum(map(len, pieces)), *pieces[0].shape[1:]))
         if inputs is not None:
             return [piece[:, slice(*inputs)] for piece in pieces]
         return list(pieces) if outputs is None else list(_cut(pieces, outputs))
@@ -78,15 +87,15 @@ class Share:
         self, role: str, shape: tuple[int, ...]
     ) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
         """Which outputs and which inputs of a weight of this shape are this shard's; None: all."""
-        role, c = role.removeprefix("experts."), self.whole
+        role = _bare(role)
         name, _, ending = role.rpartition(".")
         if name in COLUMNS and ending == "weight":
-            return None, self._part(0, c.num_q_heads * c.head_dim if name == "o" else c.intermediate_size)
-        return self._rows(role, shape[0]), None
+            return None, self._part(0, shape[1])
+        return self._rows(role, shape[0]) if shape else None, None
 
     def padding(self, role: str) -> int:
         """Rows of zeros behind this shard's own: the vocabulary need not be a multiple of the shards."""
-        if role != "lm_head.weight":
+        if not role.startswith("lm_head."):
             return 0
         width = cdiv(self.whole.vocab_size, self.shards.size)
         mine = min(self.whole.vocab_size - self.number * width, width)
@@ -99,10 +108,12 @@ class Share:
         name, _, _ = role.rpartition(".")
         if name == "qkv":
             return [self._part(0, q), self._kv_part(q), self._kv_part(q + kv)]
-        if role == "sinks" or name == "up" or (name == "q_norm" and c.qk_norm == "all"):
+        if role == "sinks" or name == "up" or (name == "q_norm" and c.qk_norm != "head"):
             return [self._part(0, count)]
         if name == "k_norm" and c.qk_norm == "all":
             return [self._kv_part(0)]
+        if name == "k_norm" and c.qk_norm == "each":
+            return [self._kv_heads()]
         if name == "gate_up":
             return [self._part(0, count // 2), self._part(count // 2, count // 2)]
         if name == "lm_head":
@@ -115,11 +126,20 @@ class Share:
         return first + self.number * width, first + (self.number + 1) * width
 
     def _kv_part(self, first: int) -> tuple[int, int]:
-        """Of the kv heads' rows; where there are fewer heads than shards, neighbours have the same one."""
+        """Return which rows of the kv heads are this shard's, where these begin at `first`."""
+        start, stop = self._kv_heads()
+        return first + start * self.whole.head_dim, first + stop * self.whole.head_dim
+
+    def _kv_heads(self) -> tuple[int, int]:
+        """Return which kv heads are this shard's. Where there are fewer, neighbours have the same one."""
         c, size = self.whole, self.shards.size
-        heads = max(c.num_kv_heads // size, 1)
         head = self.number * c.num_kv_heads // size
-        return first + head * c.head_dim, first + (head + heads) * c.head_dim
+        return head, head + max(c.num_kv_heads // size, 1)
+
+
+def _bare(role: str) -> str:
+    """Return a role of an expert, or of one that all tokens have, as a dense feed-forward part names it."""
+    return role.removeprefix("experts.").removeprefix("shared.")
 
 
 def _cut(

@@ -110,9 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", help="let it answer instead of a stand-in; for a state without computed tokens only"
     )
+    parser.add_argument(
+        "--layout", metavar="MODULE:NAME", help="a layout that is not ours: imported only if it is named here"
+    )
     args = parser.parse_args(argv)
     try:
-        dump = load(args.file)
+        dump = load(args.file, args.layout)
         model = None
         if args.model is not None:
             dump, model = with_model(args.model, dump)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpaged
-from jaxpaged.checks import InputError, check
+from jaxpaged.checks import InputError, check, checked_int, is_int, shown
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.state import EngineState, HostPool, Rows, create_state, create_tables, empty_rows
@@ -19,6 +19,7 @@ from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.untrusted import dtype_named, read_json, read_npz
 from pallas_kernels import layouts
 
 VERSION = 4  # of the file's format
@@ -118,24 +119,28 @@ def dump(
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
-def load(path: str | os.PathLike[str]) -> Dump:
-    """Read what `dump` wrote. Raises `InputError`, one sentence, for a file that is none, or damaged."""
+def load(path: str | os.PathLike[str], layout: str | None = None) -> Dump:
+    """Read what `dump` wrote; the file may come from anybody.
+
+    layout: "package.module:Name", where the state's layout is not one of ours. A file's own word for it
+    imports
+        nothing.
+
+    Raises `InputError`, one sentence, for a file that is none, is damaged, or announces more than it has.
+    """
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return _read(arrays)
+        return _read(read_npz(path), layout)
     except InputError as error:
         raise InputError(f"dump {name!r}: {error}") from error
     except OSError as error:
         raise InputError(f"dump {name!r} cannot be read: {error.strerror or error}") from error
-    except (
-        Exception
-    ) as error:  # NumPy, zipfile, JSON: each has errors of its own for what it cannot understand
+    except Exception as error:  # values of any type where others belong
         raise InputError(f"dump {name!r} must be a file that jaxpaged.replay wrote, undamaged") from error
 
 
-def _read(arrays: Mapping[str, np.ndarray]) -> Dump:
-    header = json.loads(str(arrays["header"]))
+def _read(arrays: Mapping[str, np.ndarray], layout: str | None) -> Dump:
+    header = read_json(str(arrays["header"]))
     version = header["version"]
     check("version", version, f"{VERSION}, the one that this jaxpaged reads", version == VERSION)
 
@@ -152,8 +157,10 @@ def _read(arrays: Mapping[str, np.ndarray]) -> Dump:
 
     sizes, num_requests = header["sizes"], header["num_requests"]
     sizes["vocab_size"] = vocab_size = header["vocab_size"]
+    _check_sizes(sizes, num_requests, arrays)
+    kv = header["kv"] | {"layout": _layout(header["kv"]["layout"], layout)}
     state = fill({"state": jax.eval_shape(lambda: _new_state(**sizes, kv={}))})["state"]
-    with_kv = jax.eval_shape(lambda: _new_state(**sizes, kv=header["kv"]))
+    with_kv = jax.eval_shape(lambda: _new_state(**sizes, kv=kv))
     requests: Iterator[Rows] = iter(())
     if num_requests:
         requests = _lines(
@@ -170,6 +177,31 @@ def _read(arrays: Mapping[str, np.ndarray]) -> Dump:
         answers={int(arrival): tokens for arrival, tokens in header["answers"].items()},
         made_with=header["made_with"],
     )
+
+
+def _check_sizes(sizes: Mapping[str, Any], num_requests: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    """Check a header's sizes against the arrays that are there, before arrays of these sizes are made."""
+    of_rows = sizes["num_rows"], sizes["max_model_len"]
+    shape = arrays["state.rows.token_ids"].shape
+    check("num_rows, max_model_len", of_rows, f"{shape}, as its array has them", of_rows == shape)
+    words = arrays["state.rows.rules.stop_tokens"].shape[1]
+    checked_int("vocab_size", sizes["vocab_size"], f"an int of at most {32 * words}", 1, 32 * words)
+    rule = "the number of its arrays' lines"
+    lines = len(arrays["requests.phase"]) if num_requests else 0
+    check("num_requests", num_requests, rule, is_int(num_requests) and num_requests == lines)
+
+
+def _layout(words: Mapping[str, Any], given: str | None) -> layouts.Layout:
+    """Return the layout that a file's words name among ours, or the one that the user has named.
+
+    Raises `InputError` if the file names one from outside and the user none.
+    """
+    named = words["kv_layout"]
+    if named not in layouts.LAYOUTS and given is None:
+        raise InputError(
+            f"its layout {shown(named)} is not one of ours: name it with --layout, to have it imported"
+        )
+    return layouts.choose(**{**words, "kv_layout": named if given is None else given})
 
 
 def _lines(requests: Rows, tokens: np.ndarray) -> Iterator[Rows]:
@@ -207,8 +239,7 @@ def _new_state(
     def arrays(num_blocks: int) -> KVCache:
         if not kv:
             return no_layers(num_blocks, block_size)
-        sizes = kv | {"num_blocks": num_blocks, "block_size": block_size, "dtype": jnp.dtype(kv["dtype"])}
-        sizes["layout"] = layouts.choose(**kv["layout"])
+        sizes = kv | {"num_blocks": num_blocks, "block_size": block_size, "dtype": dtype_named(kv["dtype"])}
         return kv_cache.create(**sizes)
 
     pool = None if host is None else HostPool(tables(**host), arrays(host["num_blocks"]))

@@ -8,19 +8,22 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from jaxpaged.engine.async_llm import Admitted
 from jaxpaged.engine.llm import Prompt
-from jaxpaged.serve.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from jaxpaged.serve.json_route import JsonRoute
+from jaxpaged.serve.logprobs import CompletionLogprobs, Places, TokenNames, prompt_logprobs
 from jaxpaged.serve.replies import DONE, ApiError, event, reply
 from jaxpaged.serve.schemas import CompletionRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     writer = Writer(body, service)
+    service.check_num_answers(len(body.prompts) * (body.n or 1))
     prompts: list[Prompt] = [
         await service.llm.encode(each, add_special_tokens=False)
         if isinstance(each, str) and not body.add_special_tokens
@@ -57,11 +60,13 @@ class Writer:
         choices = [self._cut(choice) for choice in choices]
         if self.is_echo_alone:
             run.num_completion_tokens = 0
-        written = [self._choice(run, choice, CompletionLogprobs(*self._naming), True) for choice in choices]
+        written = [
+            self._choice(run, choice, self._logprobs(run, choice.index), is_first=True) for choice in choices
+        ]
         return self._chunk(run, written) | {"usage": run.usage()}
 
     async def events(self, run: Run) -> AsyncGenerator[bytes]:
-        logprobs = [CompletionLogprobs(*self._naming) for _ in range(run.times.num_answers)]
+        logprobs = [self._logprobs(run, index) for index in range(run.times.num_answers)]
         begun: set[int] = set()
         try:
             async with aclosing(run.outputs()) as outputs:
@@ -74,7 +79,9 @@ class Writer:
                     begun.add(choice.index)
                     if choice.is_empty and not is_first and not self._body.return_token_ids:
                         continue
-                    chunk = self._chunk(run, [self._choice(run, choice, logprobs[choice.index], is_first)])
+                    chunk = self._chunk(
+                        run, [self._choice(run, choice, logprobs[choice.index], is_first=is_first)]
+                    )
                     if self._body.continuous_usage:
                         chunk["usage"] = run.usage()
                     yield event(chunk)
@@ -84,9 +91,21 @@ class Writer:
             yield event(error.body)
         yield DONE
 
-    @property
-    def _naming(self) -> tuple[TokenNames, int]:
-        return self._names, self._body.logprobs or 0
+    def _logprobs(self, run: Run, index: int) -> CompletionLogprobs | None:
+        """Return what writes the log-probabilities of a choice down; None where none are wanted."""
+        if self._body.logprobs is None:
+            return None
+        prompt = run.prompts[index // run.params.n]
+        told = self._echo(prompt) if self._body.echo else ""
+        places = Places(self._service.llm.tokenizer, run.params, prompt.prompt_token_ids, told)
+        return CompletionLogprobs(self._names, self._body.logprobs, places)
+
+    def _echo(self, prompt: Admitted) -> str:
+        """Return the prompt's text."""
+        if prompt.prompt is not None:
+            return prompt.prompt
+        tokenizer = self._service.llm.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(prompt.prompt_token_ids.tolist()))
 
     def _cut(self, choice: Choice) -> Choice:
         """Without the token that nobody asked for."""
@@ -95,24 +114,20 @@ class Writer:
         return dataclasses.replace(choice, texts=[], token_ids=[], logprobs=[], finish_reason="length")
 
     def _choice(
-        self, run: Run, choice: Choice, logprobs: CompletionLogprobs, is_first: bool
+        self, run: Run, choice: Choice, logprobs: CompletionLogprobs | None, *, is_first: bool
     ) -> dict[str, Any]:
         body, prompt = self._body, run.prompts[choice.index // run.params.n]
         text, ids, each = choice.text, choice.token_ids, choice.logprobs
         prompt_ids: list[int] = prompt.prompt_token_ids.tolist() if is_first else []
+        num_told = 0  # of the prompt's tokens
         if body.echo and is_first:
-            tokenizer = self._service.llm.tokenizer
-            told = prompt.prompt
-            if told is None:
-                told = "" if tokenizer is None else tokenizer.decode(prompt_ids)
-            text, ids = told + text, prompt_ids + ids
+            text, ids, num_told = self._echo(prompt) + text, prompt_ids + ids, len(prompt_ids)
             own = choice.prompt_logprobs
-            each = [*(own if own is not None else [None] * len(prompt_ids)), *each]
-        wants = body.logprobs is not None
+            each = [*(own if own is not None else [None] * num_told), *each]
         written: dict[str, Any] = {
             "index": choice.index,
             "text": text,
-            "logprobs": logprobs.of(ids, each) if wants else None,
+            "logprobs": None if logprobs is None else logprobs.of(ids, each, num_told),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }

@@ -3,62 +3,144 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxpaged.detokenizer import Detokenizer
 from jaxpaged.engine.outputs import Logprob
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.vocabulary import vocabulary_of
 
 LEAST = -9999.0  # JSON has no infinity
+NEARBY = 8  # characters in which a token of a prompt is looked for, where it is not at its place
 
 
 class TokenNames:
-    """What tokens are called in an answer."""
+    """What tokens are called in an answer, and their bytes."""
 
     def __init__(self, tokenizer: Any, *, as_ids: bool) -> None:
-        self._tokenizer, self._as_ids = tokenizer, as_ids
+        self._vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
+        self._as_ids = as_ids
 
     def name(self, token: int, known: str | None = None) -> str:
+        """Return the token's name; `known` is its text, where that has been found before."""
         if self._as_ids:
-            return f"token_id:{token}"
+            return by_id(token)
         if known is not None:
             return known
-        return "" if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        return "" if self._vocabulary is None else self._vocabulary.name(token)
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """Return the token's own bytes, which may be a part of a character; None without a tokenizer."""
+        return None if self._vocabulary is None else list(self._vocabulary.raw(token))
+
+
+class Places:
+    """Where the tokens of one choice begin in its text, in characters.
+
+    A token's place is that of the character which its first byte is part of. Tokens of a stop string that was
+    cut lie where they would without it: at the text's end, and beyond.
+    """
+
+    def __init__(
+        self, tokenizer: Any, params: SamplingParams, prompt_token_ids: np.ndarray, echo: str = ""
+    ) -> None:
+        """`echo`: the prompt's text, where the choice's text begins with it."""
+        self._tokenizer, self._echo = tokenizer, echo
+        self._answer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._answer = Detokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                prompt_token_ids=prompt_token_ids,
+            )
+
+    def of_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """Return where the prompt's tokens begin in the echo.
+
+        A special token or a space that is not in the text (the tokenizer has added it) has no width. Where
+        the tokenizer changed the text before it cut it, a token is looked for nearby.
+        """
+        if self._tokenizer is None:
+            return [0] * len(token_ids)
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
+        special, text, end, places = vocabulary_of(self._tokenizer).special, self._echo, 0, []
+        for token in token_ids:
+            known = detokenizer.step(token).known
+            start = end
+            if not text.startswith(known, end):
+                bare = known.lstrip(" ")
+                found = text.find(bare, end, end + len(known) + NEARBY)
+                if token in special or not bare:
+                    known = ""
+                elif found >= 0:
+                    start, known = found, bare
+            end = min(start + len(known), len(text))
+            places.append(start)
+        return places
+
+    def next(self, token: int) -> int:
+        """Return where the answer's next token begins."""
+        if self._answer is None:
+            return len(self._echo)
+        place = len(self._echo) + self._answer.num_known
+        self._answer.step(token)
+        return place
 
 
 class CompletionLogprobs:
-    """Those of /v1/completions: lists with an entry a token, in which offsets go on from call to call."""
+    """Those of one choice of /v1/completions: lists with an entry a token; places go on from call to call."""
 
-    def __init__(self, names: TokenNames, num_top: int) -> None:
-        self._names, self._num_top, self._offset = names, num_top, 0
+    def __init__(self, names: TokenNames, num_top: int, places: Places) -> None:
+        self._names, self._num_top, self._places = names, num_top, places
 
-    def of(self, token_ids: Sequence[int], each: Sequence[Mapping[int, Logprob] | None]) -> dict[str, Any]:
+    def of(
+        self,
+        token_ids: Sequence[int],
+        each: Sequence[Mapping[int, Logprob] | None],
+        num_prompt_tokens: int = 0,
+    ) -> dict[str, Any]:
+        """Return the lists; the first `num_prompt_tokens` tokens are the prompt's."""
+        places = self._places.of_prompt(token_ids[:num_prompt_tokens]) if num_prompt_tokens else []
         made: dict[str, list[Any]] = {
             name: [] for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs")
         }
+        made["text_offset"] = places + [self._places.next(token) for token in token_ids[num_prompt_tokens:]]
         for token, entries in zip(token_ids, each, strict=True):
             known = None if entries is None else entries[token].decoded_token
-            name = self._names.name(token, known)
-            made["text_offset"].append(self._offset)
-            made["tokens"].append(name)
+            made["tokens"].append(self._names.name(token, known))
             made["token_logprobs"].append(None if entries is None else _value(entries[token]))
             made["top_logprobs"].append(None if entries is None else self._top(token, entries))
-            self._offset += len(name)
         return made
 
     def _top(self, token: int, entries: Mapping[int, Logprob]) -> dict[str, float]:
-        """The likeliest, and the token itself; by their names, of which the likelier token has the first."""
-        top: dict[str, float] = {}
+        """Return the likeliest, and the token itself, by name.
+
+        Of tokens with the same name, the token itself or else the likeliest has it; others go by their ids.
+        """
+        own, top = self._names.name(token, entries[token].decoded_token), dict[str, float]()
         for other, entry in by_rank(entries):
-            if (entry.rank or 0) <= self._num_top or other == token:
-                top.setdefault(self._names.name(other, entry.decoded_token), _value(entry))
+            if other == token:
+                top[own] = _value(entry)
+            elif (entry.rank or 0) <= self._num_top:
+                name = self._names.name(other, entry.decoded_token)
+                top[by_id(other) if name == own or name in top else name] = _value(entry)
         return top
+
+
+def by_id(token: int) -> str:
+    """Return the name of a token by its id alone."""
+    return f"token_id:{token}"
 
 
 def chat_logprobs(
     names: TokenNames, num_top: int, token_ids: Sequence[int], each: Sequence[Mapping[int, Logprob]]
 ) -> dict[str, Any]:
-    """Those of /v1/chat/completions: a list with an object a token."""
+    """Return those of /v1/chat/completions: a list with an object a token, with the token's own bytes."""
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
         name = names.name(token, logprob.decoded_token)
-        return {"token": name, "logprob": _value(logprob), "bytes": list(name.encode("utf-8", "replace"))}
+        return {"token": name, "logprob": _value(logprob), "bytes": names.bytes_of(token)}
 
     return {
         "content": [

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from jaxpaged.checks import InputError, is_int
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.serve.bounds import first_error_only
 
 Number = float | None
 Count = int | None
@@ -30,6 +32,10 @@ class Asked(BaseModel):
 
     model: str | None = None
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return first_error_only(handler(source))
+
 
 class Queued(Asked):
     """A request that gets answers: from which model, and before and beside whom."""
@@ -41,6 +47,11 @@ class Queued(Asked):
 class StreamOptions(BaseModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether any of them is on."""
+        return bool(self.include_usage or self.continuous_usage_stats)
 
 
 class Sampled(Queued):
@@ -128,7 +139,7 @@ class Sampled(Queued):
         for name, neutral in (("best_of", self.n), ("use_beam_search", False), ("suffix", "")):
             if extra.get(name) not in (None, neutral):
                 raise InputError(f"{name} is not supported: leave it out")
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.asks and not self.stream:
             raise InputError("stream_options must be left out unless stream is true")
 
     @property
@@ -187,6 +198,7 @@ class ChatRequest(Sampled):
     add_special_tokens: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = True
 
 
 class ResponsesRequest(Queued):
@@ -204,6 +216,10 @@ class ResponsesRequest(Queued):
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    reasoning: dict[str, Any] | None = None
     top_k: int | None = None
     seed: int | None = None
 

@@ -20,16 +20,24 @@ An operation that the oracle refuses, for want of blocks, must raise, whatever i
 """
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError, checked_choice, checked_int, checked_number
+from jaxpaged.checks import (
+    InputError,
+    check,
+    checked_bool,
+    checked_choice,
+    checked_int,
+    checked_number,
+    shown,
+)
+from jaxpaged.untrusted import read_json
 from jaxpaged.verify import adapters, class_lockstep
-from jaxpaged.verify.history import History
+from jaxpaged.verify.history import VERBS, History
 
 KINDS = (*class_lockstep.GENERATIONS, "policy")
 DISAGREEMENT = "disagreement: "
@@ -47,6 +55,7 @@ class AllocatorReport:
     sentence: str | None = None  # where the two sides disagree
     shortest: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # the history that leads there
     saved: Path | None = None
+    name: str = ""  # the allocator's MODULE:NAME, if it has one
     seconds: float = 0.0
     seconds_to_shrink: float = 0.0
 
@@ -64,7 +73,9 @@ class AllocatorReport:
         lines.append(f"the shortest history that leads there ({self.seconds_to_shrink:.1f} s to find):")
         lines += [f"  {verb}({', '.join(map(str, args))})" for verb, args in self.shortest]
         if self.saved is not None:
-            lines.append(f"again: jaxpaged verify allocator --replay {self.saved}")
+            lines.append(
+                f"again: jaxpaged verify allocator {self.name or 'MODULE:NAME'} --replay {self.saved}"
+            )
         return "\n".join(lines)
 
 
@@ -104,7 +115,8 @@ def verify_allocator(
     except ImportError as error:
         raise InputError("histories need hypothesis: pip install 'jaxpaged[verify]'") from error
 
-    make = maker(theirs, kind, name or adapters.path_of(theirs), policy)
+    name = name or adapters.path_of(theirs)
+    make = maker(theirs, kind, name, policy)
     start = time.monotonic()
     for number, (size, count) in enumerate(_shares(histories, block_sizes)):
         of_size = functools.partial(make, size)
@@ -122,6 +134,7 @@ def verify_allocator(
             sentence=str(found_there) if found_there else BY_CHANCE,
             shortest=tuple((verb, tuple(args)) for verb, args in lines),
             saved=None if save is None or history is None else history.save(Path(save)),
+            name=name,
             seconds=found - start,
             seconds_to_shrink=time.monotonic() - found,
         )
@@ -159,12 +172,20 @@ def maker(theirs: Any, kind: str, path: str, policy: str | None = None) -> Make:
 def replay(path: Path | str, theirs: Any = None) -> Iterator[str]:
     """Go through a saved history: a line a step, and at the end whether the two sides agree.
 
-    theirs: in the place of what the file names.
+    theirs: the allocator of a history of somebody's. The file only names it: nothing that a file names is
+        imported.
+
+    Raises `InputError` for a file that is no history, or that is of an allocator which is not given.
     """
     try:
-        trace = json.loads(Path(path).read_text())
-        made_with, lines = dict(trace["made_with"]), [(verb, args) for verb, args in trace["history"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        trace = read_json(Path(path).read_bytes())
+        made_with, lines = (
+            dict(trace["made_with"]),
+            [(str(verb), list(args)) for verb, args in trace["history"]],
+        )
+        for verb, _ in lines:
+            checked_choice("verb", verb, VERBS)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{str(path)!r} must be a file of a history: {error}") from error
     try:
         history = _made(made_with, theirs)
@@ -179,14 +200,21 @@ def replay(path: Path | str, theirs: Any = None) -> Iterator[str]:
 
 
 def _made(made_with: dict[str, Any], theirs: Any) -> History:
-    kind = made_with.pop("as", None)
+    """Return an empty history of what a file says, with `theirs` where it is of somebody's allocator."""
+    kind, block_size = made_with.get("as"), made_with.get("block_size")
+    size = checked_int("block_size", block_size, "from 1 to 64", 1, 64)
     if kind is None:  # our own functions
+        from jaxpaged.memory.policies import POLICIES
         from jaxpaged.verify.lockstep import Lockstep
 
-        return Lockstep(**made_with, save=False)
-    checked_choice("as", kind, KINDS)
-    theirs = adapters.named(made_with["path"], may_be_module=True) if theirs is None else theirs
-    return maker(theirs, kind, made_with["path"], made_with.get("oracle"))(made_with["block_size"])
+        policy = checked_choice("policy", made_with.get("policy"), POLICIES)
+        use_jit, collide = (checked_bool(name, made_with.get(name)) for name in ("use_jit", "collide"))
+        return Lockstep(policy, size, use_jit=use_jit, collide=collide, save=False)
+    kind, named = checked_choice("as", kind, KINDS), made_with.get("path")
+    check("path", named, "a string", isinstance(named, str))
+    if theirs is None:
+        raise InputError(f"the history is of {shown(named)}: give MODULE:NAME, it or another, to be run")
+    return maker(theirs, kind, str(named), made_with.get("oracle"))(size)
 
 
 def _recorded(make: Callable[[], History], lines: list[tuple[str, list[Any]]]) -> History | None:

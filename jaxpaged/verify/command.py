@@ -91,7 +91,7 @@ def _add_allocator(kinds: Commands) -> None:
         "allocator",
         metavar="MODULE:NAME",
         nargs="?",
-        help="or MODULE alone, of pure functions; with --replay it may be left out",
+        help="or MODULE alone, of pure functions; with --replay left out for a history of our own",
     )
     allocator.add_argument(
         "--as", dest="kind", choices=KINDS, help="whose it is to equal; policy: of pure functions"

@@ -16,6 +16,13 @@ NUM_BLOCKS = 11  # too few for four full rows
 MAX_EVICTED = 4  # ids named in one call
 
 
+# What a history may ask for, by the names of the methods that do it.
+VERBS = (
+    "admit", "append", "can_allocate", "commit", "evict", "fork", "free", "free_host", "free_twice", "reset",
+    "reset_cache", "swap_in", "swap_out", "touch", "truncate", "window",
+)  # fmt: skip
+
+
 class Disagreement(AssertionError):
     """The two sides differ. The message names the verb and what differs."""
 
@@ -73,9 +80,15 @@ class History:
         raise NotImplementedError
 
     def save(self, folder: pathlib.Path | None = None) -> pathlib.Path:
-        """To $JAXPAGED_TRACES, or where temporary files are. Returns: the file."""
+        """Write the history to a file that was not there before, and return its path.
+
+        folder: where; without it $JAXPAGED_TRACES, or the folder of temporary files.
+        """
         folder = folder or pathlib.Path(os.environ.get("JAXPAGED_TRACES", tempfile.gettempdir()))
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"history-{self.name}-{os.getpid()}.json"
-        path.write_text(json.dumps({"made_with": self.made_with, "history": self.history}))
-        return path
+        # A new name, opened only if nothing has it: others may write into the folder, too.
+        with tempfile.NamedTemporaryFile(
+            "w", prefix=f"history-{self.name}-", suffix=".json", dir=folder, delete=False
+        ) as file:
+            json.dump({"made_with": self.made_with, "history": self.history}, file)
+        return pathlib.Path(file.name)

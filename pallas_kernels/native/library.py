@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compilation_cache import compilation_cache_dir
+from pallas_kernels.compilation_cache import compilation_cache_dir, why_untrusted
 
 SOURCES = Path(__file__).parent
 
@@ -37,7 +37,8 @@ FUNCTIONS = {
     "attention_of_bytes": Function("attention", ("-DCACHE_OF_BYTES",)),  # of 8-bit caches
     "attention_of_nibbles": Function("packed_attention"),
     "quantised_product": Function("quantised_product"),
-    "quantised_product_of_floats": Function("quantised_product", ("-DFLOAT_CODES",)),
+    "quantised_product_of_floats": Function("quantised_product", ("-DFLOAT_CODES=Float8Codes",)),
+    "quantised_product_of_short_floats": Function("quantised_product", ("-DFLOAT_CODES=Float4Codes",)),
     "low_rank": Function("low_rank"),
 }
 USUAL = ("product", "attention")  # compiled together at first, the others when they are called for
@@ -194,7 +195,7 @@ def _handler(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> 
     sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cc", ".h")]
     key = hashlib.sha256("\0".join([jax.__version__, *command, *sources]).encode()).hexdigest()
     name, folder = f"native-{function}-{dtype.name}-{key[:16]}.so", compilation_cache_dir()
-    if folder and (folder / name).exists():
+    if folder and (folder / name).exists() and not why_untrusted(folder / name):
         with contextlib.suppress(OSError):  # it is damaged: another is made
             return _open(folder / name, source)
     with tempfile.TemporaryDirectory(dir=folder) as work:
@@ -206,6 +207,7 @@ def _handler(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> 
         )
         handler = _open(made, source)
         if folder:
+            made.chmod(0o700)
             os.replace(made, folder / name)  # whole and at once: another process may look at the same moment
     return handler
 

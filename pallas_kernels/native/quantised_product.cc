@@ -1,4 +1,4 @@
-// Products with kernels of 8 or 4 bits as a function that XLA's programs call; with FLOAT_CODES, of 8-bit floats.
+// Products with kernels of 8 or 4 bits as a function that XLA's programs call; with FLOAT_CODES, of such floats.
 
 #include "quantised_product.h"
 #include "call.h"
@@ -29,7 +29,7 @@ ffi::Error QuantisedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<
   };
   if (auto error = CheckType(x.element_type()); error.failure()) return error;
 #ifdef FLOAT_CODES
-  multiply(Float8Codes{});
+  multiply(FLOAT_CODES{});
 #else
   const int64_t bits = 32 * num_words / x.dimensions()[1];
   bits == 8 ? multiply(Int8Codes{}) : multiply(Int4Codes{});

@@ -2,8 +2,8 @@
 //
 // The codes lie as a kernel's numbers do (see product.h): a word holds the next 4 or 8 inputs of a column, the first in
 // its lowest bits. Beside them lie the scales, one for each column and group of inputs, and minima where there are some.
-// Codes of 8 bits are signed, or small floating-point numbers; those of 4 bits are counted from the minimum, and where
-// there is none from -8 scales.
+// Codes of either size are small floating-point numbers, or integers: of 8 bits signed, of 4 counted from the minimum,
+// and where there is none from -8 scales.
 //
 // Codes become float32 in registers; for many rows once for all of them, some groups at a time, in a strip that stays
 // in the first-level cache. A group's sum of x times codes is taken there; with its scale, and the minimum
@@ -62,6 +62,13 @@ struct Float8Codes {
     const F32 size = subnormal < number ? subnormal : number;
     return (F32)((Words)size | (words << (24 - 8 * i) & 0x80000000u));
   }
+};
+
+// e2m1: a sign, two bits of an exponent, one of a fraction.
+struct Float4Codes {
+  static constexpr int kValues = 8, kRegisters = 2;
+  static constexpr float kFirst = 0;
+  static F32 Number(Words words, int i) { return Widened<4, 2>(words >> (4 * i) & 15u); }
 };
 
 // A kernel of such codes.

@@ -30,14 +30,16 @@ def quantised_product(
     codes, scales = _stack(weight.codes), _stack(weight.scales)
     minima = jnp.zeros((0,) * 4, scales.dtype) if weight.minima is None else _stack(weight.minima)
     result = jax.ShapeDtypeStruct((x.shape[0], weight.out_features), jnp.float32)
-    function = registered(quantised_function(is_float=weight.is_float), x.dtype)
+    function = registered(quantised_function(weight.bits, is_float=weight.is_float), x.dtype)
     call = jax.ffi.ffi_call(function, result)
     return call(x, codes, scales, minima, jnp.asarray(layer, jnp.int32))
 
 
-def quantised_function(*, is_float: bool) -> str:
-    """The one of `library.FUNCTIONS` that takes such codes."""
-    return "quantised_product_of_floats" if is_float else "quantised_product"
+def quantised_function(bits: int, *, is_float: bool) -> str:
+    """Return the one of `library.FUNCTIONS` that takes such codes."""
+    if not is_float:
+        return "quantised_product"
+    return "quantised_product_of_floats" if bits == 8 else "quantised_product_of_short_floats"
 
 
 def _stack(x: Array | np.ndarray) -> Array:

@@ -71,7 +71,8 @@ def quantised_product(
     why_not = _why_no_product_kernel(x, weight)
     if implementation is None:
         in_panels = isinstance(weight, Quantised) and weight.panel_width == PANEL_WIDTH
-        is_native = in_panels and native.serves(x.dtype, native.quantised_function(is_float=weight.is_float))
+        function = native.quantised_function(weight.bits, is_float=weight.is_float)
+        is_native = in_panels and native.serves(x.dtype, function)
         implementation = "native" if is_native else "xla" if why_not else "mosaic_gpu"
     if implementation == "mosaic_gpu":
         if why_not or isinstance(weight, Quantised):

@@ -19,11 +19,13 @@ import jax
 import pytest
 
 from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine.async_engine import AsyncEngine
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.state import FinishReason
+from jaxpaged.engine.texts import TextError
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
 
@@ -162,7 +164,7 @@ def test_a_sink_gets_what_the_handle_would_and_one_that_raises_hurts_nobody(engi
             done.set()
 
     def broken(item: Item) -> None:
-        raise OSError("gone")
+        raise PanicError("gone")
 
     hold = brake(engine)
     hold.allow(2)
@@ -177,6 +179,48 @@ def test_a_sink_gets_what_the_handle_would_and_one_that_raises_hurts_nobody(engi
     assert [handle.result().finish_reason for handle in bad] == [FinishReason.ABORT] * 3
     # Said once a request, not at every delta.
     assert [r.exc_info[1].args for r in caplog.records] == [("gone",)] * 3
+
+
+class PanicError(BaseException):
+    """As a panic in Rust code reaches Python: no `Exception`."""
+
+
+class Brittle:
+    """A tokenizer that has text for some tokens only."""
+
+    all_special_ids = ()
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+        return ["x" for _ in token_ids]
+
+    def decode(self, token_ids: list[int], **_: bool) -> str:
+        if 60 in token_ids:
+            raise self.error
+        return "x" * len(token_ids)
+
+
+@pytest.mark.parametrize("error", [ValueError("no text"), PanicError("no text")], ids=["error", "panic"])
+@limited
+def test_a_failure_in_one_answers_text_ends_that_answer_alone(error, caplog):
+    """With a stop string its text is made in the engine's thread, which is everybody's."""
+    config = EngineConfig(**tiny.DEFAULTS | tiny.SMALL)
+    with Engine(config, tiny.CONFIG, tiny.load, tokenizer=Brittle(error)) as engine:
+        others = [engine.submit([i], tiny.greedy(20)) for i in (5, 6)]
+        bad = {"max_tokens": LONG, "temperature": 0.0, "allowed_token_ids": [60]}
+        items: list[Item] = []
+        stopping = engine.submit([7], SamplingParams(**bad, stop="zz"), sink=items.append)
+        plain = engine.submit([8], SamplingParams(**bad))
+        for handle in (stopping, plain):
+            with pytest.raises(TextError, match=f"request {handle.request_id} .*: {error!r:.5}.*no text"):
+                handle.result()
+        assert [type(item) for item in items] == [TextError]
+        tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
+        assert engine.stats.num_free_blocks == engine.stats.num_blocks, "it goes on in its row"
+        assert engine.stopped is None
+        assert all(is_right(handle, [t for d in handle._items for t in d.token_ids]) for handle in others)
 
 
 # Aborts

@@ -8,12 +8,14 @@ import re
 import socket
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load, save
 
 from jaxpaged.checks import InputError
 from jaxpaged.engine import exchange, loop
@@ -218,10 +220,12 @@ def test_bytes_that_are_no_blocks_are_refused(blocks):
     header = json.loads(data[8 : 8 + length])
     [name], [said] = header["__metadata__"], map(json.loads, header["__metadata__"].values())
 
-    def with_said(its_name=name, **changes):
-        metadata = {its_name: json.dumps(said | changes)}
-        written = json.dumps(header | {"__metadata__": metadata}).encode()
+    def with_metadata(text, its_name=name):
+        written = json.dumps(header | {"__metadata__": {its_name: text}}).encode()
         return len(written).to_bytes(8, "little") + written + data[8 + length :]
+
+    def with_said(its_name=name, **changes):
+        return with_metadata(json.dumps(said | changes), its_name)
 
     assert Blocks.from_bytes(with_said()).to_bytes() == data
     kind = said["kind"]
@@ -240,6 +244,11 @@ def test_bytes_that_are_no_blocks_are_refused(blocks):
         with_said(arrays={"k": ["object", [2]], "v": ["float32", [2]]}),
         with_said(arrays={"k": ["float32", [-1]], "v": ["float32", [2]]}),
         with_said(arrays={"nothing": ["float32", [2]]}),
+        with_said(arrays={"k": ["m8[s/0]", [2]], "v": ["float32", [2]]}),  # which ends a process in NumPy
+        with_said(arrays={"k": ["float32", 2], "v": ["float32", [2]]}),
+        with_metadata("[" * 100_000 + "]" * 100_000),
+        with_metadata(json.dumps(said)[:-1] + ', "more": ' + "[" * 5000 + "]" * 5000 + "}"),
+        save(load(data) | {"token_ids": np.array(7, np.int32)}, metadata={name: json.dumps(said)}),
     ):
         with pytest.raises(InputError, match=r"^blocks"):
             Blocks.from_bytes(wrong)
@@ -271,6 +280,67 @@ def test_a_socket_carries_blocks_in_their_order(blocks):
         ours.close()
         with theirs, pytest.raises(error, match=why):
             SocketTransport(theirs).receive()
+
+
+def test_a_message_takes_memory_only_for_what_has_come():
+    ours, theirs = socket.socketpair()
+    ours.sendall((2**32).to_bytes(8, "big") + b"little")
+    ours.close()
+    tracemalloc.start()
+    with theirs, pytest.raises(ConnectionError, match=r"of a message of 4294967296$"):
+        SocketTransport(theirs).receive()
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()
+
+
+KEY = b"a secret of both ends"
+
+
+def both_ends(ours, theirs, our_key=KEY, their_key=KEY):
+    """Make a transport of each end at once, for each waits for the other."""
+    made = tiny.start(lambda: SocketTransport(theirs, key=their_key))
+    return SocketTransport(ours, key=our_key), made.result()
+
+
+@contextlib.contextmanager
+def keyed_pair(our_key=KEY, their_key=KEY):
+    """Both ends of a connection as transports, each made with a key; and their sockets."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        made = tiny.start(lambda: SocketTransport(theirs, key=their_key))  # each waits for the other
+        try:
+            yield SocketTransport(ours, key=our_key), made.result(), ours
+        finally:
+            ours.close()
+            made.exception()
+
+
+def test_both_ends_ask_for_the_key(blocks):
+    with keyed_pair() as (sender, receiver, _):
+        sent = tiny.start(lambda: [sender.send(blocks) for _ in range(2)])
+        assert [receiver.receive().to_bytes() for _ in range(2)] == [blocks.to_bytes()] * 2
+        sent.result()
+        sender._channel._num_sent = 1  # the second message once more, in the place of a third
+        sent = tiny.start(sender.send, blocks)
+        with pytest.raises(ConnectionError, match=r"^a message was not made with the channel's key$"):
+            receiver.receive()
+        sent.result()
+    with keyed_pair() as (_, receiver, ours):
+        ours.sendall((3).to_bytes(8, "big") + b"abc" + bytes(32))
+        with pytest.raises(ConnectionError, match=r"^a message was not made with the channel's key$"):
+            receiver.receive()
+    with (
+        pytest.raises(ConnectionError, match=r"^the other end does not have this end's key$"),
+        keyed_pair(their_key=b"another secret of one"),
+    ):
+        pass
+    ours, theirs = socket.socketpair()
+    with ours, theirs:  # what is sent back proves nothing
+        tiny.start(lambda: theirs.sendall(theirs.recv(100)))
+        with pytest.raises(ConnectionError, match=r"has sent back this end's nonce$"):
+            SocketTransport(ours, key=KEY)
+        with pytest.raises(InputError, match=r"^key='...' must be at least 16 bytes$"):
+            SocketTransport(ours, key=b"short")
 
 
 THERE = """

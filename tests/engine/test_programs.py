@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 
 from jaxpaged import disk_cache
-from jaxpaged.engine import programs
+from jaxpaged.engine import programs, startup
+from jaxpaged.engine.driver import Driver
+from jaxpaged.memory import block_pool
+from tests import tiny
 
 X = np.arange(4, dtype=np.float32)
 
@@ -48,7 +52,12 @@ def test_a_program_is_made_once_for_all_that_it_depends_on(folder, ask, monkeypa
     assert ask(x=X[:3])
     assert ask(x=X.astype(np.int32))
     assert not ask()
-    monkeypatch.setattr(disk_cache, "_machine", lambda: ("other sources",))
+
+    def other_sources():
+        return ("other sources",)
+
+    other_sources.__module__ = disk_cache.__name__  # else it is seen that a function of ours is replaced
+    monkeypatch.setattr(disk_cache, "_machine", other_sources)
     assert ask()
     assert not ask()
     assert len(list(folder.glob("*.program"))) == len(list(folder.iterdir())) == 5
@@ -67,6 +76,81 @@ def test_a_damaged_file_is_made_anew(folder, ask, caplog):
         assert ask()
     assert f"the program in {file} cannot be used" in caplog.text
     assert not ask()
+
+
+def test_what_others_could_have_written_is_not_loaded(folder, ask, caplog):
+    assert ask()
+    [file] = folder.iterdir()
+    for spoil, why in (
+        (lambda: file.chmod(0o666), "may be written by others"),
+        (lambda: (file.rename(folder / "elsewhere"), file.symlink_to(folder / "elsewhere")), "is a link"),
+    ):
+        spoil()
+        with caplog.at_level(logging.WARNING):
+            assert ask()
+        assert f"{file} is not used: it {why}" in caplog.text
+        assert not file.is_symlink()
+        assert not ask()
+
+
+def test_a_program_under_the_name_of_another_is_not_taken_for_it(folder, ask, caplog):
+    assert ask()
+    [first] = folder.iterdir()
+    assert ask(added=2.0)
+    [second] = {*folder.iterdir()} - {first}
+    second.write_bytes(first.read_bytes())
+    with caplog.at_level(logging.WARNING):
+        assert ask(added=2.0)
+    assert "was made for something else" in caplog.text
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    assert ask()
+
+
+def test_a_replaced_function_of_ours_is_not_answered_by_a_kept_program(folder, ask, monkeypatch, caplog):
+    """As a researcher would do it; a program that was kept before must not run in its place."""
+    assert ask()
+    disk_cache._say.cache_clear()
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(block_pool, "create", lambda *sizes: None)
+        assert programs.kept(lambda: pytest.fail("lowered"), ("add", 1.0), (X,), {"sum": 0}) is None
+        assert "jaxpaged.memory.block_pool.create is not what its source file says" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(block_pool.BlockPool, "num_free", property(lambda self: 0))
+        assert disk_cache.replaced() == "jaxpaged.memory.block_pool.BlockPool.num_free"
+    assert disk_cache.replaced() is None
+    assert not ask()
+
+
+def test_nothing_is_left_of_what_could_not_be_finished(folder, ask, monkeypatch, caplog):
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(disk_cache.os, "replace", full)
+        assert ask()
+    assert "No space left on device" in caplog.text
+    assert list(folder.iterdir()) == []
+    for name, age in (("unfinished-old", 2), ("unfinished-new", 0)):  # of processes that were killed
+        (folder / name).touch()
+        long_ago = time.time() - age * disk_cache.UNFINISHED_SECONDS
+        os.utime(folder / name, (long_ago, long_ago))
+    assert ask()
+    assert [path.name for path in folder.glob("unfinished-*")] == ["unfinished-new"]
+
+
+def test_an_engine_may_keep_no_programs(monkeypatch):
+    """Even where another of the process keeps them."""
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    asked = []
+    monkeypatch.setattr(programs, "kept", lambda *args, **options: asked.append(args))
+    for keep in (True, False):
+        driver = tiny.driver(keep_programs=keep)
+        loaded = driver.config, driver.door.model_config, driver._graphdef, driver._params, driver._state
+        assert startup.run_of(*loaded, by_host=False) is None
+        assert len(asked) == keep
+        asked.clear()
 
 
 def test_a_folder_that_cannot_be_written_costs_the_program_only(folder, ask, caplog):

@@ -1,6 +1,6 @@
 """Make a tiny model of each family, in families/, and what transformers computes for it.
 
-Run once, with Python 3.11, torch 2.13.0 (CPU) and transformers 5.23.0:
+Run once, with Python 3.11, torch 2.13.0 (CPU) and transformers 5.23.0 (from seed_oss on, 5.24.0):
     python tests/goldens/make_families.py [name ...]
 Each folder gets config.json, model.safetensors (in float16, which all numbers were rounded to beforehand) and
 golden.json: token ids, the logits after every third of them, and the greedy answer, with the smallest gap
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from make_tiny_llamas import greedy
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 HERE = Path(__file__).parent / "families"
 SIZES = {
@@ -91,35 +92,221 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 6, "hidden_size": 48},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "attn_config": {"clip_qkv": 1.0}},
 }
+TINY = {"hidden_size": 16, "intermediate_size": 24}
+HALF_WINDOWED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FACTORS = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+# The correction decides between groups of two experts, and the last layer alone has experts.
+ROUTED = {
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "num_hidden_layers": 3,
+}
+VARIANTS |= {
+    "seed_oss": {**TINY, "head_dim": 8, "attention_bias": True, "attention_out_bias": True},
+    "olmo3": {
+        **TINY,
+        **HALF_WINDOWED,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    },
+    "exaone4": {**TINY, **HALF_WINDOWED},
+    "ernie4_5": {**TINY, "head_dim": 8, "use_bias": True},
+    "helium": {**TINY, "head_dim": 4},
+    "olmoe": {**TINY, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "cohere": {**TINY, "logit_scale": 0.25},
+    "cohere_normed": {**TINY, "logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": {**TINY, **HALF_WINDOWED, "logit_scale": 0.25},
+    "glm": {**TINY, "head_dim": 8, "attention_bias": True},
+    "glm4": {**TINY, "head_dim": 8, "attention_bias": True},
+    "granitemoe": {**TINY, **FACTORS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "ministral": {**TINY, **HALF_WINDOWED, "head_dim": 8},
+    "cwm": {**TINY, **HALF_WINDOWED, "head_dim": 8, "rope_parameters": LLAMA3_ROPE},
+    "vaultgemma": {
+        **TINY,
+        **HALF_WINDOWED,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+    },
+    "stablelm": {**TINY, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm_parallel": {**TINY, "use_parallel_residual": True, "partial_rotary_factor": 0.5},
+    "glm4_moe": {**TINY, **ROUTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+    "hunyuan_v1_dense": {
+        **TINY,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    },
+    "apertus": {**TINY, "rope_parameters": LLAMA3_ROPE},
+    "minimax_m2": {
+        **TINY,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "dots1": {
+        **TINY,
+        **ROUTED,
+        **WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {**TINY, **EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 12},
+    "phimoe": {
+        **TINY,
+        "num_local_experts": 5,
+        "router_jitter_noise": 0.2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        # Transformers takes the factors of short sequences for long ones, too.
+        "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.6],
+            "long_factor": [1.0, 2.0],
+            "short_mscale": 1.2,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "phi": {**TINY, "head_dim": 4},
+    "granitemoeshared": {
+        **TINY,
+        **FACTORS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 12,
+    },
+    "arcee": {**TINY, "mlp_bias": True},
+    "nemotron": {**TINY, "head_dim": 8},
+}
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
+MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
+# Models of text and images: what is inside, and as small a vision part as there may be.
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+CLIP = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 16}
+QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
+TEXT = {**TINY, "head_dim": 8}
+WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {"model_type": "gemma3_text", **TEXT, **HALF_WINDOWED, "query_pre_attn_scalar": 24},
+        {"model_type": "siglip_vision_model", **CLIP},
+    ),
+    "mistral3": (
+        {"model_type": "mistral", **TEXT, "sliding_window": None},
+        {"model_type": "pixtral", **CLIP},
+    ),
+    "llava": ({"model_type": "llama", **TEXT}, {"model_type": "clip_vision_model", **CLIP}),
+    "internvl": (
+        {"model_type": "qwen3", **TEXT},
+        {**CLIP, "image_size": [28, 28], "patch_size": [14, 14], "use_mask_token": False},
+    ),
+    "qwen2_vl": (
+        {**TINY, "hidden_size": 32, "rope_parameters": MROPE},
+        {"depth": 1, "embed_dim": 8, "num_heads": 1, "hidden_size": 32},
+    ),
+    "qwen2_5_vl": (
+        {**TINY, "hidden_size": 32, "rope_parameters": MROPE},
+        {**QWEN_VISION, "out_hidden_size": 32},
+    ),
+    "qwen3_vl": ({**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}, QWEN3_VISION),
+    "qwen3_vl_moe": (
+        {**TEXT, **EXPERTS, "num_experts": 5, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        QWEN3_VISION,
+    ),
+}
+UNTIED = ("mistral3", "internvl")
 SEEDS = {"mixtral": 100}  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 NUM_TOKENS, EVERY = 40, 3
 
 
 def main(names: list[str]) -> None:
-    for seed, (name, variant) in enumerate(VARIANTS.items()):
+    for seed, name in enumerate([*VARIANTS, *WRAPPERS]):
         if not names or name in names:
-            make(name, variant, SEEDS.get(name, seed))
+            torch.manual_seed(SEEDS.get(name, seed))
+            write(name, wrapped(name) if name in WRAPPERS else made(name, VARIANTS[name]))
 
 
-def make(name: str, variant: dict[str, Any], seed: int) -> None:
-    torch.manual_seed(seed)
+def made(name: str, variant: dict[str, Any]) -> torch.nn.Module:
     model_type = MODEL_TYPES.get(name, name)
     sizes = {} if model_type in ("gpt2", "bloom", "mpt") else SIZES
     few = {"vocab_size": SIZES["vocab_size"], "initializer_range": 0.25, "eos_token_id": 2}
     config = AutoConfig.for_model(model_type, **few | sizes | variant)
     attention = IMPLEMENTATIONS.get(name, "eager")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def wrapped(name: str) -> torch.nn.Module:
+    text, vision = WRAPPERS[name]
+    config = AutoConfig.for_model(
+        name,
+        text_config={**SIZES, **text},
+        vision_config=vision,
+        **({"tie_word_embeddings": False} if name in UNTIED else {}),
+        image_token_id=60,
+        **(
+            {"video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
+            if "qwen" in name
+            else {}
+        ),
+    )
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+
+
+def write(name: str, model: torch.nn.Module) -> None:
+    is_less_one = MODEL_TYPES.get(name, name).startswith("gemma")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            shake(parameter_name, parameter, is_less_one=model_type.startswith("gemma"))
+            shake(parameter_name, parameter, is_less_one=is_less_one)
             parameter.copy_(parameter.half().float())
-        token_ids = torch.randint(0, SIZES["vocab_size"], (1, NUM_TOKENS))
+        for buffer_name, buffer in model.named_buffers():
+            if "correction_bias" in buffer_name:
+                buffer.normal_(std=0.2).copy_(buffer.half().float())
+        # The last few stand for images, where there are some.
+        largest = SIZES["vocab_size"] - (4 if name in WRAPPERS else 0)
+        token_ids = torch.randint(0, largest, (1, NUM_TOKENS))
         logits = model(token_ids, use_cache=False).logits[0]
         answer, smallest_gap = greedy(model, token_ids)
     folder = HERE / name
     model.half().save_pretrained(folder)
+    if name == "qwen3_vl_moe":
+        turn_experts(folder / "model.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
     golden = {
         "token_ids": token_ids[0].tolist(),
@@ -132,6 +319,13 @@ def make(name: str, variant: dict[str, Any], seed: int) -> None:
     print(
         name, f"{smallest_gap:.4f}", f"{logits.abs().max():.2f}", sorted(dict(model.named_parameters()))[-1]
     )
+
+
+def turn_experts(file: Path) -> None:
+    """Store experts as published models have them, inputs first; transformers reads both forms."""
+    tensors = load_file(file)
+    turned = {key: value.mT.contiguous() for key, value in tensors.items() if ".experts." in key}
+    save_file(tensors | turned, file, metadata={"format": "pt"})
 
 
 def shake(name: str, parameter: torch.nn.Parameter, *, is_less_one: bool) -> None:

@@ -79,7 +79,8 @@ void RunQuantisedProduct(const std::vector<int64_t>& sizes, bool is_half) {
     MultiplyQuantised<T, decltype(kind)>(pool, x, codes, {scales, is_half}, {minima, is_half}, y.data, words, groups,
                                          rows, columns);
   };
-  sizes[6] ? multiply(Float8Codes{}) : bits == 8 ? multiply(Int8Codes{}) : multiply(Int4Codes{});
+  if (sizes[6]) return (bits == 8 ? multiply(Float8Codes{}) : multiply(Float4Codes{})), Write(y);
+  bits == 8 ? multiply(Int8Codes{}) : multiply(Int4Codes{});
   Write(y);
 }
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from pallas_kernels import compilation_cache
-from pallas_kernels.compilation_cache import compilation_cache_dir
+from pallas_kernels.compilation_cache import compilation_cache_dir, why_untrusted
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +46,37 @@ def read_only(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compilation_cache.os, "access", lambda folder, mode: False)  # root may write everywhere
 
 
+def of_another_user(home: Path, patch: pytest.MonkeyPatch) -> None:
+    owner = compilation_cache.os.geteuid() + 1
+    patch.setattr(compilation_cache.os, "geteuid", lambda: owner)
+
+
+def writable_by_others(home: Path, patch: pytest.MonkeyPatch) -> None:
+    (home / ".cache" / "jaxpaged").mkdir(parents=True)
+    (home / ".cache" / "jaxpaged").chmod(0o775)
+
+
+def test_the_folder_is_made_for_the_user_alone(home: Path) -> None:
+    folder = compilation_cache_dir()
+    assert folder is not None
+    assert folder.stat().st_mode & 0o777 == 0o700
+    file, link = folder / "file", folder / "link"
+    file.touch(mode=0o600)
+    link.symlink_to(file)
+    assert why_untrusted(file) is None
+    assert why_untrusted(link) == "is a link"
+    file.chmod(0o602)
+    assert why_untrusted(file) == "may be written by others (mode 602): chmod go-w would mend it"
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
         (no_home, "Could not determine home directory"),
         (a_file, "(Not a directory|File exists)"),
         (read_only, "jaxpaged' cannot be written to"),
+        (of_another_user, "jaxpaged' belongs to user [0-9]+, must belong to this process's user"),
+        (writable_by_others, r"jaxpaged' may be written by others \(mode 775\)"),
     ],
 )
 def test_where_nothing_can_be_kept_it_is_said_once(spoil, why, home, monkeypatch, caplog) -> None:

@@ -21,7 +21,7 @@ class Engine:
     def __init__(self, recorder):
         self.recorder, self.count = recorder, 0
 
-    def ask(self, *prompts, salt=0):
+    def ask(self, *prompts, salt=0, sink=None):
         requests = []
         for prompt in prompts:
             self.count += 1
@@ -33,7 +33,7 @@ class Engine:
             self.sink = sink
             return [type("Handle", (), {"request": each, "request_id": each.request_id}) for each in requests]
 
-        self.recorder.record(requests, None, queue)
+        self.recorder.record(requests, sink, queue)
 
     def tell(self, request_id, num_tokens, reason=FinishReason.NONE):
         self.sink(Delta(request_id, [1] * num_tokens, None, 0, reason))
@@ -67,6 +67,17 @@ def test_when_the_engine_stops_what_has_ended_is_written(tmp_path):
     engine.sink(EngineDeadError("stopped"))
     [line] = map(json.loads, file.read_text().splitlines())
     assert (line["input_length"], line["output_length"]) == (1, 1)
+
+
+def test_a_recording_that_fails_changes_no_answer(tmp_path, monkeypatch, caplog):
+    recorder = Recorder(tmp_path / "trace.jsonl", block_size=2)
+    monkeypatch.setattr(recorder, "_ids", lambda request: 1 / 0)
+    engine, told = Engine(recorder), []
+    engine.ask([1], [2], sink=told.append)
+    for request_id in (1, 2):
+        engine.tell(request_id, 1, FinishReason.STOP)
+    assert [delta.request_id for delta in told] == [1, 2]
+    assert [record.message for record in caplog.records] == ["the trace ends here"]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

@@ -23,6 +23,9 @@ UP = "model.layers.0.mlp.up_proj.weight"
 type Damage = Callable[[Path], object]
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
+
+
 def text(name: str, content: str | bytes) -> Damage:
     """A file that says this."""
     return lambda folder: (folder / name).write_bytes(
@@ -95,8 +98,8 @@ CASES: dict[str, tuple[Damage, str]] = {
     "activation": (config(hidden_act="mish"), "hidden_act='mish' must be one of silu, "),
     "rope is a list": (config(rope_parameters=[1]), "rope_parameters=[1] must be a JSON object or null"),
     "rope's kind": (
-        config(rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic"}),
-        "rope_type='dynamic' must be 'default', 'linear', 'llama3', 'yarn' or 'longrope'",
+        config(rope_parameters={"rope_theta": 1e4, "rope_type": "ntk"}),
+        "rope_type='ntk' must be 'default', 'dynamic', 'linear', 'llama3', 'yarn' or 'longrope'",
     ),
     "rope is half": (config(rope_parameters={"rope_type": "llama3"}), "factor must be given"),
     "rope's theta": (config(rope_parameters={"rope_theta": "1e4"}), "rope_theta='1e4' must be a number > 0"),
@@ -105,11 +108,10 @@ CASES: dict[str, tuple[Damage, str]] = {
         "partial_rotary_factor=0.5 must be 1 or left out",
     ),
     "q and k are normed": (config(use_qk_norm=True), "use_qk_norm=True must be False or left out"),
-    "eos is no token": (config(eos_token_id=10**12), "eos_token_id=1000000000000 must be a token id"),
     "eos is text": (config(eos_token_id="</s>"), "eos_token_id='</s>' must be a token id"),
     "quantised": (
         config(quantization_config={"quant_method": "mxfp4"}),
-        "quantization_config: quant_method='mxfp4' must be one of awq, gptq, fp8, compressed-tensors",
+        "quant_method='mxfp4' must be another for a model that is not gpt-oss: one of awq, gptq, ",
     ),
     "a Llama's window": (config(sliding_window=12), "sliding_window=12 must be null for model_type 'llama'"),
     "no window": (
@@ -137,7 +139,32 @@ CASES: dict[str, tuple[Damage, str]] = {
         text("generation_config.json", "[]"),
         "generation_config.json must be a JSON",
     ),
-    "generation's eos": (generation(eos_token_id=[3, -1]), "eos_token_id=-1 must be a token id"),
+    "generation's eos": (generation(eos_token_id=[3, "4"]), "eos_token_id='4' must be a token id"),
+    "a pointer for a config": (
+        text("config.json", LFS),
+        "config.json is a Git LFS pointer",
+    ),
+    "a pointer for weights": (
+        text(WEIGHTS, LFS),
+        "model.safetensors is a Git LFS pointer",
+    ),
+    "a pointer for a tokenizer": (text("tokenizer.model", LFS), "tokenizer.model is a Git LFS pointer"),
+    "of MLX": (
+        config(quantization={"group_size": 64, "bits": 4}),
+        "config.json: quantization={'group_size': 64, 'bits': 4} is MLX's form of quantised weights",
+    ),
+    "of MLX, said twice": (
+        config(quantization_config={"group_size": 64, "bits": 4}),
+        "must be taken from a file in AWQ, GPTQ, fp8 or GGUF: without quant_method it is MLX's",
+    ),
+    "two ropes in layers of two kinds": (
+        config(
+            model_type="gemma3_text",
+            rope_parameters={"full_attention": {"rope_theta": 1e4}},
+            rope_scaling={"rope_type": "linear", "factor": 2.0},
+        ),
+        "rope_scaling={'rope_type': 'linear', 'factor': 2.0} must be {} or left out",
+    ),
     "generation's options": (
         generation(temperature="hot"),
         "generation_config.json: temperature='hot' must be a number >= 0",
@@ -156,6 +183,18 @@ CASES: dict[str, tuple[Damage, str]] = {
         "its tokenizer is code of its own (auto_map), which is never run",
     ),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "must contain .safetensors files"),
+    "weights of PyTorch": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+        "must contain .safetensors files: pytorch_model.bin is of another form, which is not read",
+    ),
+    "GGUF files alone": (
+        lambda folder: (folder / "config.json").unlink() or (folder / "a.gguf").touch(),
+        "must contain a config.json: it holds GGUF files, of which model names one, such as",
+    ),
+    "a shard too few": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors"),
+        "model-00002-of-00002.safetensors is missing of 2 shards",
+    ),
     "weights are half": (
         text(WEIGHTS, (GOOD / WEIGHTS).read_bytes()[:-100]),
         "model.safetensors cannot be read: ",
@@ -175,7 +214,13 @@ CASES: dict[str, tuple[Damage, str]] = {
         "names the file '../model.safetensors', must be a .safetensors file in the same directory",
     ),
     "index names no file": (index({"weight_map": {UP: 7}}), "names the file 7, must be a .safetensors"),
-    "a shard is missing": (index({"weight_map": {UP: "b.safetensors"}}), "b.safetensors cannot be read: "),
+    "a shard is missing": (
+        in_order(
+            lambda folder: (folder / WEIGHTS).rename(folder / "a.safetensors"),
+            index({"weight_map": {UP: "b.safetensors"}}),
+        ),
+        "b.safetensors cannot be read: ",
+    ),
     "a shard lacks a tensor": (index({"weight_map": {"x": WEIGHTS}}), "lacks 'x', which the index names"),
     "a weight is missing": (
         weights(**{UP: None}),
@@ -222,7 +267,7 @@ def test_what_changes_nothing_is_no_damage(tmp_path):
     """A head that is tied and stored all the same, tables of RoPE's, neutral fields, somebody else's code."""
     shutil.copytree(GOOD, tmp_path, dirs_exist_ok=True)
     spare = {
-        "lm_head.weight": np.ones(1, np.float32),
+        "lm_head.weight": load_file(GOOD / WEIGHTS)["model.embed_tokens.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2),
     }
     neutral = {
@@ -247,4 +292,6 @@ def test_the_models_own_sampling_defaults_are_read(tmp_path):
 
 def test_an_object_is_read_whatever_its_encoding_says(tmp_path):
     (tmp_path / "a.json").write_text('{"a": "ü"}', encoding="utf-8")
+    assert hf.read_object(tmp_path / "a.json") == {"a": "ü"}
+    (tmp_path / "a.json").write_text('{"a": "ü"}', encoding="utf-8-sig")
     assert hf.read_object(tmp_path / "a.json") == {"a": "ü"}

@@ -15,16 +15,18 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading, names, weights
 from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.decoder import Decoder
-from jaxpaged.models.families import BY_TYPE
+from jaxpaged.models.families import BY_TYPE, WRAPPER_OF
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.layer_form import LayerForm
 from jaxpaged.models.weights import Parts
 from reference import model as reference_model
 from tests import tiny
+from tests.models.covering import covering
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 LLAMAS = ["gqa_tied", "mha_biased", "mqa_llama3_rope", "mistral_window"]
 FAMILIES = sorted(f"families/{folder.name}" for folder in (GOLDENS / "families").iterdir())
+COVERING = covering([*LLAMAS, *FAMILIES], GOLDENS)
 # Float32 against float32 in another order: sums of up to 64 terms, logits below 16.
 TOLERANCE = 1e-4
 
@@ -97,14 +99,23 @@ def test_the_numpy_model_equals_transformers(golden):
     assert reference_model.generate(checkpoint.config, by_role, stored["token_ids"], len(answer)) == answer
 
 
-@pytest.mark.parametrize("uses_native", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_paged_model_equals_transformers(golden, uses_native, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "uses_native"),
+    [
+        *(
+            pytest.param(name, True, marks=[] if name in COVERING else pytest.mark.slow)
+            for name in [*LLAMAS, *FAMILIES]
+        ),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in COVERING),
+    ],
+)
+def test_the_paged_model_equals_transformers(name, uses_native, monkeypatch):
     """Layers in a loop, with native products, and one by one; tiles that end inside of blocks and windows."""
     monkeypatch.setenv("JAXPAGED_NATIVE", str(int(uses_native)))
-    checkpoint, stored = golden
     block_size, tile_len = (4, 8) if uses_native else (16, 1)
-    model = checkpoint.model(jnp.dtype("float32"))
-    assert_equal(paged_logits(model, stored["token_ids"], block_size, tile_len), stored)
+    model = loading.open_checkpoint(GOLDENS / name).model(jnp.dtype("float32"))
+    golden = stored(name)
+    assert_equal(paged_logits(model, golden["token_ids"], block_size, tile_len), golden)
 
 
 @pytest.mark.parametrize("name", ["gqa_tied", "families/gpt_oss"])
@@ -149,7 +160,7 @@ def test_every_family_has_a_golden():
         json.loads((GOLDENS / name / "config.json").read_text())["model_type"]
         for name in [*LLAMAS, *FAMILIES]
     }
-    assert found == BY_TYPE.keys()
+    assert found == BY_TYPE.keys() | WRAPPER_OF.keys()
 
 
 def test_blocks_before_the_window_may_be_gone():

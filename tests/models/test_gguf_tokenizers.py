@@ -2,12 +2,12 @@
 
 import gguf
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GPTNeoXTokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import gguf_file, gguf_tokenizers
+from jaxpaged.models import gguf_ends, gguf_file, gguf_reader, gguf_tokenizers, gguf_words
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. It's 12345 miles, isn't it? I'LL see 3.14159!",
@@ -32,7 +32,8 @@ def written(path, architecture, model, tokens, types, **more):
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     for name, value in more.items():
-        getattr(writer, f"add_{name}")(value)
+        if value is not None:
+            getattr(writer, f"add_{name}")(*(value if isinstance(value, tuple) else (value,)))
     for write in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{write}_to_file")()
     writer.close()
@@ -120,11 +121,11 @@ def test_gemma_has_no_space_in_front_and_merges_by_number(tmp_path):
 
 def test_words_are_cut_as_in_the_tokenizers_the_models_were_trained_with(tmp_path):
     cut = {
-        "llama-bpe": pre_tokenizers.Split(gguf_tokenizers.Regex(TikTokenConverter().pattern), "isolated"),
+        "llama-bpe": pre_tokenizers.Split(Regex(TikTokenConverter().pattern), "isolated"),
         "qwen2": Qwen2Tokenizer(vocab={}, merges=[])._tokenizer.pre_tokenizer,
     }
     for name, theirs in cut.items():
-        ours = pre_tokenizers.Split(gguf_tokenizers.Regex(gguf_tokenizers.WORDS[name]), "isolated")
+        ours = gguf_words.words(name).cut()[0]
         for text in TEXTS:
             want = [span for _, span in theirs.pre_tokenize_str(text)]
             assert [span for _, span in ours.pre_tokenize_str(text)] == want, (name, text)
@@ -136,6 +137,12 @@ CUT = {
     "bloom": ("It's 12345, (ok)... no", ["It's", "Ġ12345", ",Ġ(", "ok", ")...", "Ġno"]),
     "tekken": ("It's aPlan 12, ok/\n", ["It", "'s", "Ġa", "Plan", "Ġ", "1", "2", ",", "Ġok", "/Ċ"]),
     "gpt-4o": ("It's aPlan 12, ok/\n", ["It's", "Ġa", "Plan", "Ġ", "12", ",", "Ġok", "/Ċ"]),
+    "qwen35": ("ko\u0301s 12, (é)\n", ["koÌģs", "Ġ", "1", "2", ",", "Ġ(", "Ã©", ")Ċ"]),
+    "viking": ("no 12, x", ["no", "Ġ", "1", "2", ",", "Ġx"]),
+    "seed-coder": ("It's 12,\n\nok", ["It", "'s", "Ġ", "1", "2", ",", "ĊĊ", "ok"]),
+    "deepseek-llm": ("It's 12, ok\n日本1", ["It", "'", "s", "Ġ", "1", "2", ",", "Ġok", "Ċ", "æĹ¥æľ¬", "1"]),
+    "deepseek-coder": ("f(x) 12日本\n", ["f", "(", "x", ")", "Ġ", "1", "2", "æĹ¥æľ¬", "Ċ"]),
+    "deepseek-v3": ("It's 12345,日本ok", ["It", "'s", "Ġ", "123", "45", ",", "æĹ¥æľ¬", "ok"]),
     "refact": ("It's 12345,  ok", ["It", "'s", "Ġ", "1", "2", "3", "4", "5", ",", "Ġ", "Ġok"]),
 }
 
@@ -143,7 +150,7 @@ CUT = {
 @pytest.mark.parametrize("pre", CUT)
 def test_words_of_other_models(tmp_path, pre):
     text, words = CUT[pre]
-    assert [word for word, _ in gguf_tokenizers._words(tmp_path, pre).pre_tokenize_str(text)] == words
+    assert [word for word, _ in gguf_words.words(pre).cut().pre_tokenize_str(text)] == words
 
 
 @pytest.mark.parametrize(
@@ -172,7 +179,7 @@ def test_accents_are_joined_as_in_gpt_neox(tmp_path, architecture, pre):
     "pre", ["default", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken", "falcon", "bloom", "mpt"]
 )
 def test_byte_pairs_read_as_the_tokenizer_they_were_made_of(tmp_path, pre):
-    cut = gguf_tokenizers._words(tmp_path, pre)
+    cut = gguf_words.words(pre).cut()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokens = learned(None, cut, ["<|end|>"], alphabet)
     ids = set(tokens)
@@ -191,10 +198,75 @@ def test_byte_pairs_read_as_the_tokenizer_they_were_made_of(tmp_path, pre):
     assert made.encode("a<|end|>")[-1] == 0
 
 
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("deepseek-r1-qwen", "qwen2"), ("falcon3", "llama-bpe"), ("pixtral", "llama3"), ("lfm2", "llama-bpe")],
+)
+def test_many_names_stand_for_one_way_to_cut(tmp_path, alias, name):
+    tokens = [*pre_tokenizers.ByteLevel.alphabet(), "12", "23", "123", "<s>"]
+    options = {"token_merges": ["1 2", "12 3"], "bos_token_id": len(tokens) - 1}
+    types = [*[gguf.TokenType.NORMAL] * (len(tokens) - 1), gguf.TokenType.CONTROL]
+    made = [
+        written(tmp_path / f"{pre}.gguf", "llama", "gpt2", tokens, types, **options | {"tokenizer_pre": pre})
+        for pre in (alias, name)
+    ]
+    for text in TEXTS:
+        assert made[0].encode(text) == made[1].encode(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "says", "want"),
+    [
+        ("llama-bpe", {}, [1, 2]),
+        ("tekken", {}, [1, 2]),
+        ("llama-bpe", {"add_bos_token": False}, [2]),
+        ("qwen2", {}, [2]),
+        ("qwen2", {"add_bos_token": True, "add_eos_token": True}, [1, 2, 0]),
+        ("llama-bpe", {"bos_token_id": 99}, [2]),
+    ],
+)
+def test_a_text_begins_and_ends_as_llama_cpp_has_it(tmp_path, pre, says, want):
+    options = {"token_merges": ["a a"], "tokenizer_pre": pre, "bos_token_id": 1, "eos_token_id": 0} | says
+    tokens, types = ["<e>", "<s>", "a", "aa"], [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * 2
+    made = written(tmp_path / "a.gguf", "llama", "gpt2", tokens, types, **options)
+    assert made.encode("a") == want
+
+
+def test_sentencepiece_ids_that_a_file_does_not_say(tmp_path):
+    _, made = sentencepiece(tmp_path, "llama", bos_token_id=None, eos_token_id=None)
+    assert (made.encode("a")[0], made.eos_token) == (1, "</s>")
+
+
+ENDS = {
+    "by name": ("abcdef", {"eos_token_id": 0, "eot_token_id": 2, "eom_token_id": 4}, "ace"),
+    "several": ("abcd", {"eos_token_id": 0, "array": ("tokenizer.ggml.eos_token_ids", [1, 3, 99])}, "abd"),
+    "Gemma": (["<eos>", "<end_of_turn>", "a"], {"eos_token_id": 0}, ["<eos>", "<end_of_turn>"]),
+    "a turn of plain type": (["<end_of_turn>", "a"], {"eos_token_id": 1}, ["<end_of_turn>", "a"]),
+    "Llama 3": (["<|eom_id|>", "<|eot_id|>", "a"], {}, ["<|eom_id|>", "<|eot_id|>"]),
+    "Phi": (["<|end|>", "<|endoftext|>", "<|call|>"], {}, ["<|end|>", "<|endoftext|>", "<|call|>"]),
+    "harmony": (["<|end|>", "<|return|>", "<|call|>"], {"eot_token_id": 0}, ["<|return|>", "<|call|>"]),
+    "Qwen, whose </s> is HTML": (["<|im_end|>", "</s>", "a"], {"eos_token_id": 99}, ["<|im_end|>"]),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_tokens_that_end_an_answer(tmp_path, name):
+    tokens, says, want = ENDS[name]
+    tokens = [*tokens, "x", "y", "xy"]
+    is_plain = [len(token) < 3 or token == "</s>" or "plain" in name for token in tokens]
+    types = [gguf.TokenType.NORMAL if plain else gguf.TokenType.CONTROL for plain in is_plain]
+    options = {"token_merges": ["x y"], "tokenizer_pre": "gpt-2"} | says
+    made = written(tmp_path / "a.gguf", "llama", "gpt2", tokens, types, **options)
+    reader = gguf_reader.open_file(tmp_path / "a.gguf")
+    assert [tokens[i] for i in gguf_ends.end_tokens(reader, tmp_path / "a.gguf")] == list(want)
+    if "turn" in name:  # a turn's end is found whole in a text, and is not part of an answer's
+        assert made.decode(made.encode("<end_of_turn>"), skip_special_tokens=True) == ""
+
+
 def test_what_is_no_known_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match="tokenizer 't5' must be 'gpt2' or 'llama'"):
         written(tmp_path / "a.gguf", "llama", "t5", ["a"], [1])
-    with pytest.raises(InputError, match="pre-tokenizer 'poro-chat' must be 'gpt2' with one of"):
+    with pytest.raises(InputError, match="pre-tokenizer 'nobody-s' must be 'gpt2' with one of"):
         written(
-            tmp_path / "b.gguf", "llama", "gpt2", ["a"], [1], tokenizer_pre="poro-chat", token_merges=["a a"]
+            tmp_path / "b.gguf", "llama", "gpt2", ["a"], [1], tokenizer_pre="nobody-s", token_merges=["a a"]
         )

@@ -1,5 +1,6 @@
 """Models kept on disk: mapped by the next who asks, built anew where anything about them has changed."""
 
+import json
 import logging
 import os
 import shutil
@@ -39,7 +40,13 @@ def load(path, monkeypatch):
 
     def loaded(dtype="float32", quantization=None, **options):
         reads = []
-        monkeypatch.setattr(safetensors_files, "load", lambda path: reads.append(path) or read(path))
+
+        def noted(path):
+            reads.append(path)
+            return read(path)
+
+        noted.__module__ = safetensors_files.__name__  # else it is seen that a function of ours is replaced
+        monkeypatch.setattr(safetensors_files, "load", noted)
         model = loading.open_checkpoint(path).model(jnp.dtype(dtype), quantization, **options)
         kept.wait()
         return model, bool(reads)
@@ -90,7 +97,12 @@ def test_other_weights_are_another_model(folder, load, path):
 def test_a_damaged_copy_is_made_anew(folder, load, caplog):
     built, _ = load()
     [copy] = folder.iterdir()
-    for damage in (lambda: (copy / "0.npy").unlink(), lambda: (copy / kept.DTYPES).write_text("[]")):
+    about = json.dumps(json.loads((copy / kept.ABOUT).read_text()) | {"key": "another's"})
+    for damage in (
+        lambda: (copy / "0.npy").unlink(),
+        lambda: (copy / kept.ABOUT).write_text("[]"),
+        lambda: (copy / kept.ABOUT).write_text(about),
+    ):
         damage()
         with caplog.at_level(logging.WARNING):
             model, was_read = load()
@@ -99,6 +111,16 @@ def test_a_damaged_copy_is_made_anew(folder, load, caplog):
         assert_equal(model, built)
         assert not load()[1]
         caplog.clear()
+
+
+def test_a_copy_that_others_could_have_written_is_not_mapped(folder, load, caplog):
+    load()
+    [copy] = folder.iterdir()
+    copy.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        assert load()[1]
+    assert f"{copy} is not used: it may be written by others" in caplog.text
+    assert not load()[1]
 
 
 def test_what_cannot_or_should_not_be_kept_is_built_each_time(folder, load, monkeypatch, caplog):

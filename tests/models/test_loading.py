@@ -1,6 +1,7 @@
 """Models from directories and GGUF files: what is read, and what is refused with which sentence."""
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +9,14 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import gguf_file, loading
+from jaxpaged.models import gguf_file, hf, loading, safetensors_files
+from jaxpaged.models.config import LinearScaling
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.layers import rope_frequencies
@@ -81,6 +86,129 @@ def test_bfloat16_and_sharded_safetensors_are_read(tmp_path):
     assert weights["b"].shape == (2, 2)
 
 
+WEIGHTS = "model.safetensors"
+
+
+def test_shards_and_indices_that_people_have(tmp_path, caplog):
+    """Shards without an index; a single file beside an index, and beside one whose files are gone."""
+    (tmp_path / "config.json").write_text((GOLDENS / "gqa_tied" / "config.json").read_text())
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for i, shard in enumerate(shards):
+        save_file({f"w{i}": np.full(2, i, np.float32)}, tmp_path / shard)
+    read = safetensors_files.load(tmp_path)
+    assert {name: read[name].tolist() for name in read} == {"w0": [0, 0], "w1": [1, 1]}
+    save_file({"w0": np.full(2, 7, np.float32)}, tmp_path / WEIGHTS)
+    index = {"weight_map": {"w0": shards[0], "w1": shards[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert safetensors_files.load(tmp_path).keys() == {"w0", "w1"}
+    assert "the index's files are read" in caplog.text
+    (tmp_path / shards[1]).unlink()
+    assert safetensors_files.load(tmp_path)["w0"].tolist() == [7, 7]
+    assert f"model.safetensors is read, for model.safetensors.index.json names {shards[1]}" in caplog.text
+
+
+def test_a_tied_head_may_be_there_alone_or_differ(tmp_path, caplog):
+    shutil.copytree(GOLDENS / "gqa_tied", tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / WEIGHTS)
+    table = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors | {"lm_head.weight": table}, tmp_path / WEIGHTS)
+    alone = loading.open_checkpoint(tmp_path)
+    assert alone.config.tie_word_embeddings
+    got, want = (
+        by_role(each.config, each.names, each.load_weights())
+        for each in (alone, loading.open_checkpoint(GOLDENS / "gqa_tied"))
+    )
+    assert got.keys() == want.keys()
+    np.testing.assert_array_equal(got["embedding.weight"], table)
+    assert "differ" not in caplog.text
+    head = np.array(table)
+    head[-1, -1] += 1
+    save_file(tensors | {"model.embed_tokens.weight": table, "lm_head.weight": head}, tmp_path / WEIGHTS)
+    untied = loading.open_checkpoint(tmp_path)
+    found = by_role(untied.config, untied.names, untied.load_weights())
+    np.testing.assert_array_equal(found["lm_head.weight"], head)
+    np.testing.assert_array_equal(found["embedding.weight"], table)
+    assert "'model.embed_tokens.weight' and 'lm_head.weight' differ: the head is the latter" in caplog.text
+    save_file({"lm_head.weight": table}, tmp_path / WEIGHTS)
+    with pytest.raises(InputError, match="the weights lack 'model.norm.weight"):
+        loading.open_checkpoint(tmp_path).model(jnp.dtype("float32"))
+
+
+def test_an_opt_s_table_may_be_called_the_head(tmp_path):
+    """As in opt-125m's file, with and without the family's prefix."""
+    folder = GOLDENS / "families" / "opt"
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / WEIGHTS)
+    for prefix in ("model.", ""):
+        renamed = {
+            name.replace("model.decoder.embed_tokens", "lm_head"): its for name, its in tensors.items()
+        }
+        renamed = {name.removeprefix("" if prefix else "model."): its for name, its in renamed.items()}
+        save_file(renamed, tmp_path / WEIGHTS)
+        checkpoint = loading.open_checkpoint(tmp_path)
+        found = by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
+        np.testing.assert_array_equal(found["embedding.weight"], tensors["model.decoder.embed_tokens.weight"])
+
+
+def test_ends_that_are_no_tokens_end_nothing(caplog):
+    said = json.loads((GOLDENS / "gqa_tied" / "config.json").read_text())
+    assert from_hf(said | {"eos_token_id": [3, 10**12, -1]}).eos_token_ids == (3,)
+    assert "[1000000000000, -1] is no token of" in caplog.text
+
+
+def test_the_tokenizer_s_own_end_ends_an_answer(tmp_path):
+    """Beside what the config says, as in vLLM; it may be another model's, too large for this vocabulary."""
+    shutil.copytree(GOLDENS / "gqa_tied", tmp_path, dirs_exist_ok=True)
+    for tokens, want in ((["a", "</s>"], (1, 2)), ([*map(str, range(999)), "</s>"], (2,))):
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}, "a")),
+            eos_token="</s>",
+        )
+        made.save_pretrained(tmp_path)
+        assert loading.open_checkpoint(tmp_path).config.eos_token_ids == want
+        assert loading.open_checkpoint(GOLDENS / "gqa_tied", tokenizer=tmp_path).config.eos_token_ids == want
+
+
+def test_a_tokenizer_model_alone_is_read(tmp_path):
+    """One of SentencePiece, as Llama 2 and Mistral 7B first came with."""
+    import sentencepiece
+
+    texts, written = ["the quick brown fox jumps over the lazy dog", "Grüße und Küsse"], io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts * 5),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=290,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}'
+    )
+    (tmp_path / "config.json").write_text((GOLDENS / "gqa_tied" / "config.json").read_text())
+    ours, theirs = (
+        hf.tokenizer(tmp_path),
+        sentencepiece.SentencePieceProcessor(model_proto=written.getvalue()),
+    )
+    for text in [*texts, "the Grüße é"]:
+        assert ours.encode(text) == [theirs.bos_id(), *theirs.encode(text)]
+        assert ours.decode(ours.encode(text), skip_special_tokens=True) == text
+
+
+def test_what_a_config_says_twice_of_rope(caplog):
+    """Transformers takes `rope_scaling` before `rope_parameters`, and the config's own original length."""
+    said = json.loads((GOLDENS / "gqa_tied" / "config.json").read_text()) | {"max_position_embeddings": 512}
+    parameters, scaling = {"rope_theta": 77.0, "rope_type": "default"}, {"type": "linear", "factor": 4.0}
+    rope = from_hf(said | {"rope_parameters": parameters, "rope_scaling": scaling}).layers[0].rope
+    assert (rope.theta, rope.scaling) == (77.0, LinearScaling(4.0))
+    assert "rope_scaling={'type': 'linear', 'factor': 4.0} goes before rope_parameters=" in caplog.text
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for change, want in (({}, 512), ({"original_max_position_embeddings": 128}, 128)):
+        scaled = from_hf(said | {"rope_parameters": {"rope_theta": 1e4} | llama3} | change)
+        assert scaled.layers[0].rope.scaling.original_max_len == want
+
+
 def test_a_mistral_is_read_with_its_window_or_without(tmp_path):
     hf = json.loads((GOLDENS / "mistral_window" / "config.json").read_text())
     assert loading.open_checkpoint(GOLDENS / "mistral_window").config.sliding_window == 12
@@ -110,6 +238,62 @@ def test_a_gguf_file_may_name_a_window(tmp_path, key, window):
     assert loading.open_checkpoint(path).config.sliding_window == window
 
 
+FACTOR = ("llama.rope.scaling.factor", 4.0)
+TYPE = ("llama.rope.scaling.type", "none")
+SCALINGS = {
+    "a factor of no type is linear": ([FACTOR], LinearScaling(4.0)),
+    "old files": ([("llama.rope.scale_linear", 2.0)], LinearScaling(2.0)),
+    "the newer name goes first": ([FACTOR, ("llama.rope.scale_linear", 2.0)], LinearScaling(4.0)),
+    "none": ([FACTOR, TYPE], None),
+    "linear of no factor": ([("llama.rope.scaling.type", "linear")], None),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_gguf_file_s_scaling_of_positions(tmp_path, name):
+    said, want = SCALINGS[name]
+
+    def also(writer):
+        for key, value in said:
+            (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
+
+    path = write_gguf(tmp_path / "tiny.gguf", also=also)
+    assert loading.open_checkpoint(path).config.layers[0].rope.scaling == want
+
+
+def test_a_scaling_beside_a_factor_for_each_frequency(tmp_path):
+    def also(writer):
+        writer.add_float32(*FACTOR)
+
+    checkpoint = loading.open_checkpoint(
+        write_gguf(tmp_path / "a.gguf", extra="rope_freqs.weight", also=also)
+    )
+    assert checkpoint.config.layers[0].rope.scaling.short_factors == (8.0,) * 4
+
+
+def test_a_gguf_file_in_parts_is_read_by_its_first(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", tensors_a_part=8)
+    assert path.name == "tiny-00001-of-00003.gguf"
+    checkpoint = loading.open_checkpoint(path)
+    assert [file.name for file in checkpoint.files] == [f"tiny-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    found = by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
+    for role, weight in tiny.reference_weights().items():
+        np.testing.assert_array_equal(found[role], weight, err_msg=role)
+    second, third = checkpoint.files[1:]
+    with pytest.raises(InputError, match="is part 2 of 3: give the first, tiny-00001-of-00003.gguf"):
+        loading.open_checkpoint(second)
+    shutil.copy(third, second)
+    with pytest.raises(
+        InputError, match=r"tiny-00002-of-00003.gguf must be part 2 of 3, its header says part 3"
+    ):
+        loading.open_checkpoint(path)
+    second.unlink()
+    with pytest.raises(InputError, match="first of 3 parts: tiny-00002-of-00003.gguf must lie beside it"):
+        loading.open_checkpoint(path)
+    with pytest.raises(InputError, match="first of 3 parts: it must be called NAME-00001-of-00003.gguf"):
+        loading.open_checkpoint(path.rename(tmp_path / "mine.gguf"))
+
+
 @pytest.mark.parametrize("name", ["nowhere/at/all", "./missing", "missing.gguf", "llama", ""])
 def test_a_model_that_is_nowhere_is_refused(name):
     with pytest.raises(InputError, match=f"model={name!r} must be "):
@@ -132,9 +316,14 @@ def test_a_hub_id_without_a_network_is_refused_with_the_reason(monkeypatch):
 def test_a_hub_id_is_loaded_from_its_snapshot(monkeypatch):
     import huggingface_hub
 
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **kwargs: str(GOLDENS / "gqa_tied")
-    )
+    def snapshot(name, *, allow_patterns, ignore_patterns, **kwargs):
+        files = ["config.json", "model.safetensors", "consolidated.00.safetensors", "original/params.json"]
+        files += ["original/consolidated.safetensors", "pytorch_model.bin"]
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        assert [*huggingface_hub.utils.filter_repo_objects(files, **patterns)] == files[:2]
+        return str(GOLDENS / "gqa_tied")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert loading.open_checkpoint("owner/name").config.hidden_size == 24
 
 

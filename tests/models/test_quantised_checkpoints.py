@@ -11,11 +11,12 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import loading, safetensors_files
+from jaxpaged.models import loading, mxfp4, safetensors_files
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.quantised import Part, packed, wide
 from jaxpaged.models.quantised_checkpoints import Module, Tensors, read
 from jaxpaged.models.weights import by_role
+from pallas_kernels.quantised import Quantised
 from reference import model as reference_model
 from reference import quantised_checkpoints as oracle
 from tests import tiny
@@ -27,6 +28,7 @@ NAMED = sorted(path.name for path in QUANTISED.iterdir())
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 FP8 = {"quant_method": "fp8"}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int"}
 
 
 def compressed(**weights):
@@ -37,6 +39,11 @@ def compressed(**weights):
 def dequantised(tensors, said):
     """A module's weight, by the oracle."""
     match said["quant_method"]:
+        case "auto-round":
+            if "awq" in said.get("packing_format", ""):
+                return oracle.awq(tensors)
+            v1 = "packing_format" not in said or "gptq" in said["packing_format"]
+            return oracle.gptq(tensors, said["bits"], said["group_size"], zero_is_less_one=v1)
         case "awq":
             return oracle.awq(tensors)
         case "gptq":
@@ -137,6 +144,34 @@ CASES = {
     "gptq, 8 bits, with zero points": (
         GPTQ | {"bits": 8},
         lambda r: {"qweight": words(r, 24, 40), "qzeros": words(r, 3, 10), "scales": scales(r, 3, 40)},
+    ),
+    "auto-round, of AWQ": (
+        AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False},
+        lambda r: {"qweight": words(r, 96, 5), "qzeros": words(r, 3, 5), "scales": scales(r, 3, 40)},
+    ),
+    "auto-round, of GPTQ": (
+        AUTO_ROUND | {"sym": True},
+        lambda r: {
+            "qweight": words(r, 12, 40),
+            "qzeros": symmetric(r, 3, 40, 4),
+            "scales": scales(r, 3, 40),
+        },
+    ),
+    "auto-round, its own": (
+        AUTO_ROUND | {"packing_format": "auto_round", "bits": 8, "sym": False},
+        lambda r: {"qweight": words(r, 24, 40), "qzeros": words(r, 3, 10), "scales": scales(r, 3, 40)},
+    ),
+    "modelopt, by tensor": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        lambda r: {
+            "weight": e4m3_codes(r, 40, 96),
+            "weight_scale": scales(r, 1, dtype="float32").reshape(()),
+            "input_scale": scales(r, 1),
+        },
+    ),
+    "fbgemm, by output": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        lambda r: {"weight": e4m3_codes(r, 40, 96), "weight_scale": scales(r, 40, 1, dtype="float32")},
     ),
     "compressed, symmetric, in an order": (
         compressed(),
@@ -239,12 +274,98 @@ def test_experts_and_layers_that_differ(tmp_path):
     np.testing.assert_allclose(paged_logits(model, tokens, 8, 13), want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_a_gpt_oss_as_it_is_published(monkeypatch):
+    """Experts in MXFP4 stay so, and mean what transformers says; natively and by XLA."""
+    folder = GOLDENS / "mxfp4"
+    checkpoint = loading.open_checkpoint(folder)
+    golden, raw = json.loads((folder / "golden.json").read_text()), safetensors_files.load(folder)
+    wide, stem = checkpoint.load_weights(), "model.layers.1.mlp.experts.gate_up_proj"
+    for expert in (0, 3):
+        its = (raw[f"{stem}_{ending}"][expert] for ending in ("blocks", "scales"))
+        np.testing.assert_array_equal(wide[f"{stem}.{expert}"], oracle.mxfp4(*its))
+    weights = by_role(checkpoint.config, checkpoint.names, wide)
+    want, tokens = np.array(golden["logits"]), golden["token_ids"]
+    got = reference_model.logits(checkpoint.config, weights, tokens)[:: golden["every"]]
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+    for use_native in "10":
+        monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
+        model = checkpoint.model(FLOAT32)
+        got = paged_logits(model, tokens, 8, 13)[:: golden["every"]]
+        np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+        experts = nnx.state((model.layers.mlp.gate_up, model.layers.mlp.down))
+        kept = [leaf for leaf in jax.tree.leaves(experts, is_leaf=is_quantised) if is_quantised(leaf)]
+        assert {(its.bits, its.is_float) for its in kept} == {(4, True)}
+    shapes = checkpoint.abstract(FLOAT32)
+    assert jax.tree.structure(nnx.split(model)) == jax.tree.structure(nnx.split(shapes))
+
+
+def is_quantised(leaf):
+    return isinstance(leaf, Quantised)
+
+
+def test_parts_of_mxfp4_and_what_is_none():
+    """A share reads its own outputs and inputs, and no more; damaged tensors are one sentence."""
+    rng = np.random.default_rng(0)
+    blocks, exponents = rng.integers(0, 256, (2, 12, 4, 16)), rng.integers(120, 130, (2, 12, 4))
+    tensors = {"a_blocks": blocks.astype(np.uint8), "a_scales": exponents.astype(np.uint8)}
+    quantisation, want = mxfp4.Tensors(tensors).quantisation(), oracle.mxfp4(blocks[1], exponents[1])
+    for outputs, inputs in ((np.array([3, 9, 4]), slice(0, 128)), (np.arange(12), slice(32, 96))):
+        rows = quantisation._rows_of("a.1", (12, 128), Part(outputs, inputs))
+        found = wide(mxfp4.MXFP4, rows, inputs.stop - inputs.start)
+        np.testing.assert_array_equal(found, want[outputs][:, inputs])
+    wrong = {
+        r"the weights lack 'a_scales', which quantization_config": {"a_scales": None},
+        r"'a_scales' is uint8 and \(2, 12, 3\), must be uint8 and \(2, 12, 4\)": {
+            "a_scales": tensors["a_scales"][..., :3]
+        },
+        r"'a_scales' has NaN in it": {"a_scales": np.full((2, 12, 4), 255, np.uint8)},
+    }
+    for message, change in wrong.items():
+        its = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        with pytest.raises(InputError, match=message):
+            mxfp4.Tensors(its)["a.0"]
+
+
+def test_modelopt_s_own_file_says_that_weights_are_in_fp8(tmp_path):
+    """Beside a config that says nothing of it, as NVIDIA's older models do; scales of caches are left."""
+    shutil.copytree(GOLDENS / "gqa_tied", tmp_path, dirs_exist_ok=True)
+    said = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    rng, tensors = np.random.default_rng(0), {}
+    for name, tensor in safetensors_files.load(GOLDENS / "gqa_tied").items():
+        stem = name.removesuffix(".weight")
+        if "_proj" not in stem:
+            tensors[name] = np.asarray(tensor)
+            continue
+        its = fp8_module(rng, *tensor.shape) | {"input_scale": scales(rng, 1)}
+        its |= {"k_scale": scales(rng, 1)} if "k_proj" in stem else {}
+        its["weight_scale"] = its["weight_scale"].reshape(())
+        tensors |= {f"{stem}.{part}": each for part, each in its.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = loading.open_checkpoint(tmp_path)
+    assert checkpoint.quant_method == "modelopt"
+    stem = "model.layers.1.mlp.up_proj"
+    its = {part: tensors[f"{stem}.{part}"] for part in ("weight", "weight_scale")}
+    np.testing.assert_array_equal(checkpoint.load_weights()[f"{stem}.weight"], dequantised(its, FP8))
+    assert checkpoint.model(FLOAT32).layers.mlp.up.is_quantised
+
+
 REFUSED = {
     "of a method that nobody knows": (
         {"quant_method": "bitsandbytes"},
         "quant_method='bitsandbytes' must be one of",
     ),
-    "no object": (4, "quant_method=4 must be one of awq, gptq, fp8, compressed-tensors"),
+    "no object": (4, "quant_method=4 must be one of awq, gptq, auto-round, fp8, fbgemm_fp8, modelopt, comp"),
+    "auto-round of 2 bits": (AUTO_ROUND | {"bits": 2}, "bits=2 must be 4 or 8"),
+    "auto-round in floats": (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type='mx_fp' must be 'int'"),
+    "auto-round for others": (
+        AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"},
+        "packing_format='auto_round:llm_compressor' must be 'auto_round:auto_gptq'",
+    ),
+    "modelopt in NVFP4": (
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}},
+        "quant_algo='NVFP4' must be 'FP8' or 'FP8_PER_CHANNEL_PER_TOKEN'",
+    ),
     "awq of 3 bits": (AWQ | {"bits": 3}, "bits=3 must be 4"),
     "awq, packed otherwise": (AWQ | {"version": "gemv"}, "version='gemv' must be 'gemm'"),
     "gptq of 3 bits": (GPTQ | {"bits": 3}, "bits=3 must be 4 or 8"),

@@ -27,7 +27,7 @@ from jaxpaged.status import PagedMemoryError
 from pallas_kernels.layouts import LAYOUTS, Fp8
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device
-from tests.models.test_decoder import FAMILIES, GOLDENS, LLAMAS, assert_equal, logits_of
+from tests.models.test_decoder import COVERING, GOLDENS, LLAMAS, assert_equal, logits_of
 from tests.parallel.asks import differing
 
 FLOAT32 = jnp.dtype("float32")
@@ -67,7 +67,7 @@ SIZES = {
     "name",
     [
         pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow)
-        for n in [*LLAMAS, *FAMILIES, "quantised/awq", "quantised/fp8_block"]
+        for n in dict.fromkeys([*LLAMAS, *COVERING, *QUICK, *SIZES])
         if n != "mha_biased"
     ],
 )
@@ -79,7 +79,9 @@ def test_a_model_in_shares_equals_transformers(name):
     run, params = compiled(model, size, golden["token_ids"])
     assert_equal(np.asarray(run(params)), golden)
     # XLA makes one of two that do not depend on each other.
-    sums = 2 - checkpoint.config.parallel + (checkpoint.config.qk_norm == "all")
+    c = checkpoint.config
+    has_both = c.experts is not None and c.experts.dense_layers > 0
+    sums = 2 - c.parallel + (c.qk_norm == "all") + has_both
     assert collectives(run) == {"all-reduce": sums, "all-gather": 1}
 
 

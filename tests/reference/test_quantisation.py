@@ -13,6 +13,9 @@ def blocks(kind: str, num_rows: int = 3, num_values: int = 512) -> np.ndarray:
     size, num_bytes = quantisation.BLOCKS[kind]
     found = rng.integers(0, 256, (num_rows, num_values // size, num_bytes), dtype=np.uint8)
     scales = np.array([0.013, -0.5, 3e-7, 0.0, 1.0, 40000.0, 6.1e-5], np.float16)
+    if kind == "MXFP4":  # its scale is an exponent; of the least ones XLA makes zeros, and the last is none
+        found[..., 0] = rng.choice([2, 98, 126, 127, 128, 150, 200], found.shape[:2])
+        return found.reshape(num_rows, -1)
     for start in {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208]}.get(kind, [0, 2]):
         drawn = rng.choice(scales, (*found.shape[:2], 1))
         found[..., start : start + 2] = drawn.view(np.uint8)

@@ -2,11 +2,14 @@
 
 import concurrent.futures
 import json
+import re
+from contextlib import aclosing
 
 import openai
 import pytest
 
 from jaxpaged import SamplingParams
+from jaxpaged.engine.texts import TextError
 from tests import tiny
 
 PROMPT = "ab c12"
@@ -104,11 +107,66 @@ def test_echo_and_logprobs_cover_prompt_and_answer(served, stream):
     want = [*result.prompt_logprobs, *answer.logprobs]
     assert told["token_logprobs"] == [e and e[i].logprob for i, e in zip(ids, want, strict=True)]
     assert told["tokens"] == [served.llm.tokenizer.decode([i]) for i in ids]
-    assert told["text_offset"][:3] == [0, len(told["tokens"][0]), len("".join(told["tokens"][:2]))]
+    widths = [len(name) if name in text else 0 for name in told["tokens"]]
+    assert told["text_offset"] == [sum(widths[:i]) for i in range(len(ids))]
     for token, top, entries in zip(ids[1:], told["top_logprobs"][1:], want[1:], strict=True):
         likeliest = [e for e in entries.values() if e.rank <= 2]
         assert {e.decoded_token: e.logprob for e in [*likeliest, entries[token]]} == top
     assert told["top_logprobs"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            TextError(7, ValueError("no text")),
+            "the text of request 7 could not be made .*ValueError: no text",
+        ),
+        (RuntimeError("mine"), "RuntimeError: the server's log says more"),
+    ],
+    ids=["text", "unexpected"],
+)
+def test_an_error_in_one_answer_is_told_to_its_client_alone(served, monkeypatch, error, message):
+    stream = served.llm.stream
+
+    async def broken(prompts, request_id):
+        async with aclosing(stream(prompts, request_id)) as outputs:
+            async for each in outputs:
+                yield each
+                raise error
+
+    asked = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(served.llm, "stream", broken)
+        whole = served.http.post("/v1/completions", json=asked)
+        streamed = served.http.post("/v1/completions", json=asked | {"stream": True}).text
+    assert whole.status_code == 500
+    [last] = re.findall('data: ({"error".*)', streamed)
+    for told in (whole.json()["error"], json.loads(last)["error"]):
+        assert (told["type"], told["code"]) == ("InternalServerError", 500)
+        assert re.search(message, told["message"])
+    served.wait_for_silence()
+    assert served.http.post("/v1/completions", json=asked).status_code == 200
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_places_of_several_answers_with_stop_strings_go_on_from_chunk_to_chunk(served, echo):
+    """Tokens of a stop string lie where they would if it had not been cut."""
+    [first, *_] = answers(served.llm, [PROMPT], max_tokens=12, n=3, seed=3, ignore_eos=True)
+    asked = {"prompt": [PROMPT, "zz"], "max_tokens": 12, "n": 3, "seed": 3, "ignore_eos": True}
+    asked |= {"logprobs": 1, "echo": echo, "stop": [first.text[6:8]], "return_token_ids": True}
+    whole = served.http.post("/v1/completions", json=asked).json()["choices"]
+    assert whole[0]["stop_reason"] == first.text[6:8]
+    told = {choice["index"]: [] for choice in whole}
+    for chunk in events(served.http.post("/v1/completions", json=asked | {"stream": True})):
+        for choice in chunk["choices"]:
+            told[choice["index"]] += choice["logprobs"]["text_offset"]
+    for choice in whole:
+        places, names = (choice["logprobs"][name] for name in ("text_offset", "tokens"))
+        assert told[choice["index"]] == places
+        for place, name in zip(places, names, strict=True):
+            if place + len(name) <= len(choice["text"]) and name != "<|end|>":
+                assert choice["text"][place:].startswith(name)
 
 
 def test_an_echo_alone_is_scored_and_nothing_is_added(served):
@@ -194,6 +252,12 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
     [
         ("completions", {"prompt": "a", "model": "no"}, 404, "the model 'no' does not exist"),
         ("completions", {"prompt": ""}, 400, "prompt"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            400,
+            "a part of type 'image_url' must be {'type': 'text', 'text': ...}: of models of images",
+        ),
         ("completions", {}, 400, "prompt: Field required"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature=-1.0 must be"),
         ("completions", {"prompt": "a", "max_tokens": "x"}, 400, "max_tokens"),
@@ -203,7 +267,7 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("completions", {"prompt": "a", "guided_json": {}}, 400, "structured outputs are not supported"),
         ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
         ("completions", {"prompt": "a", "priority": 3}, 400, "priority=3 must be 0"),
-        ("completions", {"prompt": "a", "stream_options": {}}, 400, "stream_options"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
         ("completions", {"prompt": "\ud800"}, 400, "unicode"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0.content=None"),
@@ -224,7 +288,16 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, 400, "structured outputs"),
         ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "x"}]}, 400, "tools.0="),
         ("responses", {"input": "a", "previous_response_id": "r"}, 400, "previous_response_id"),
-        ("responses", {"input": "a", "tools": [{}]}, 400, "tools is not supported"),
+        (
+            "responses",
+            {"input": "a", "tools": [{"type": "web_search"}]},
+            400,
+            "tools.0.type='web_search' must",
+        ),
+        ("responses", {"input": [{"type": "x"}]}, 400, "input.0.type='x' must be one of message"),
+        ("responses", {"input": "a", "include": ["x"]}, 400, "include.0='x' must be one of message.output"),
+        ("responses", {"input": "a", "top_logprobs": 21}, 400, "top_logprobs=21 must be an int in [0, 20]"),
+        ("responses", {"input": "a", "tool_choice": "required"}, 400, "structured outputs"),
         ("nothing", {}, 404, "Not Found"),
     ],
 )
@@ -257,7 +330,7 @@ def test_responses_whole_and_streamed_are_the_same(served):
     assert told[-1].response.usage == whole.usage
 
 
-def test_ids_versions_and_origins_are_told(served):
+def test_ids_and_versions_are_told(served):
     http = served.http
     assert http.get("/health", headers={"x-request-id": "my.id"}).headers["x-request-id"] == "my.id"
     made = http.get("/health", headers={"x-request-id": "not an id"}).headers["x-request-id"]
@@ -267,8 +340,6 @@ def test_ids_versions_and_origins_are_told(served):
     assert http.get("/ping").status_code == http.post("/ping", json={}).status_code == 200
     named = http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "q"}).json()
     assert named["id"] == "cmpl-q"
-    asks = {"origin": "http://a.b", "access-control-request-method": "POST"}
-    assert http.options("/v1/models", headers=asks).headers["access-control-allow-origin"] == "*"
 
 
 def test_answers_under_load_are_those_alone_bit_for_bit(served):

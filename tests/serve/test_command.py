@@ -44,7 +44,12 @@ def test_nothing_of_the_server_is_imported_unless_it_is_asked_for():
         (["serve", "--max-queue", "-1"], "", "max_queue=-1 must be an int >= 0"),
         (["serve", "--num-blocks", "1"], "", "num_blocks=1 must be None or an int >= 2"),
         (["serve", "--chat-template", "/no/file"], "", "--chat-template '/no/file' cannot be read"),
-        (["serve", "--tool-call-parser", "x"], "", "tool_call_parser='x' must be one of auto, hermes"),
+        (["serve", "--tool-call-parser", "x"], "", "tool_call_parser='x' must be one of auto, deepseek_v3"),
+        (
+            ["serve", "--reasoning-parser", "x"],
+            "",
+            "reasoning_parser='x' must be one of auto, none, ",
+        ),
         (["serve", "--host", "256.0.0.1"], "", "host='256.0.0.1', port=8000 cannot be had"),
         (["bench", "serve", "--goodput", "ttft"], "", "--goodput 'ttft' must be one of ttft, tpot, e2e"),
         (["bench", "serve", "--rate", "0"], "", "rate=0.0 must be a number > 0"),

@@ -50,7 +50,7 @@ def test_a_bug_is_found_and_its_history_repeats_it(
         report = verify_allocator(theirs, mutant.what, save=tmp_path, shrink_seconds=2)
         assert not report.ok, report
         assert report.shortest, report  # how short is for those below, which take the time
-        assert cli.main(["verify", "allocator", "--replay", str(report.saved)]) == 1
+        assert cli.main(["verify", "allocator", report.name, "--replay", str(report.saved)]) == 1
     said = capsys.readouterr().out
     assert f"disagreement: {report.sentence}" in said
     # In the place of what the file names, what is right.
@@ -129,16 +129,33 @@ def test_the_command_line(
     saved = json.loads(trace.read_text())
     assert saved["made_with"]["path"] == "my_manager:Mine"
     assert len(saved["history"]) == 1
-    assert cli.main([*verify, "--replay", trace.name]) == 1
+    assert cli.main([*verify, "my_manager:Mine", "--replay", trace.name]) == 1
     capsys.readouterr()
+    # What a file names is neither imported nor called.
+    (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('was_imported').touch()\n")
+    for name, made_with, history in (
+        ("import.json", {"path": "evil:Pool"}, []),
+        ("verb.json", {}, [["save", ["elsewhere"]]]),
+        ("private.json", {}, [["__init__", []]]),
+    ):
+        (tmp_path / name).write_text(
+            json.dumps({"made_with": saved["made_with"] | made_with, "history": history})
+        )
+    (tmp_path / "deep.json").write_text("[" * 10**6)
     for wrong, message in (
         ([], "an allocator needs MODULE:NAME and --as, or --replay"),
         (["my_manager:Mine", "--as", "v0", "--steps", "0"], "steps=0 must be at least 1"),
         (["my_manager:Mine", "--as", "v0", "--block-size", "0"], "block_size=0 must be from 1 to 64"),
         (["my_manager:Mine", "--as", "policy"], "policy=None must be the one that my_manager:Mine equals"),
         (["--replay", "nowhere.json"], "'nowhere.json' must be a file of a history"),
+        (["--replay", "import.json"], "the history is of 'evil:Pool': give MODULE:NAME"),
+        (["my_manager:Mine", "--replay", "verb.json"], "verb='save' must be one of admit, append"),
+        (["my_manager:Mine", "--replay", "private.json"], "verb='__init__' must be one of"),
+        (["--replay", "deep.json"], "JSON must have at most 32 lists and objects inside each other"),
     ):
         assert cli.main([*verify, *wrong]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+    assert not (tmp_path / "was_imported").exists()
+    assert not (tmp_path / "elsewhere").exists()

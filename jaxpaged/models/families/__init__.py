@@ -5,38 +5,77 @@ from typing import Any
 
 from jaxpaged.checks import InputError, shown
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.families.apertus import APERTUS
 from jaxpaged.models.families.bloom import BLOOM
+from jaxpaged.models.families.cohere import COHERE, COHERE2
+from jaxpaged.models.families.dots import DOTS1
+from jaxpaged.models.families.exaone import EXAONE4
 from jaxpaged.models.families.falcon import FALCON
 from jaxpaged.models.families.family import Family, Gguf
-from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
+from jaxpaged.models.families.glm import GLM, GLM4, GLM4_MOE
 from jaxpaged.models.families.gpt2 import GPT2
 from jaxpaged.models.families.gpt_neox import GPT_NEOX
 from jaxpaged.models.families.gpt_oss import GPT_OSS
+from jaxpaged.models.families.granite_moe import GRANITEMOE, GRANITEMOESHARED
 from jaxpaged.models.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
+from jaxpaged.models.families.minimax import MINIMAX_M2
 from jaxpaged.models.families.mixtral import MIXTRAL
 from jaxpaged.models.families.mpt import MPT
-from jaxpaged.models.families.olmo2 import OLMO2
+from jaxpaged.models.families.near_llama import ARCEE, CWM, ERNIE4_5, HELIUM, HUNYUAN, MINISTRAL, SEED_OSS
+from jaxpaged.models.families.nemotron import NEMOTRON
+from jaxpaged.models.families.olmo import OLMO2, OLMO3, OLMOE
 from jaxpaged.models.families.opt import OPT
+from jaxpaged.models.families.phi import PHI, PHIMOE
 from jaxpaged.models.families.phi3 import PHI3
-from jaxpaged.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from jaxpaged.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jaxpaged.models.families.stablelm import STABLELM
 from jaxpaged.models.families.starcoder2 import STARCODER2
+from jaxpaged.models.families.wrappers import WRAPPERS, Wrapper
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.names import Names
 
 FAMILIES = (
     LLAMA,
     MISTRAL,
+    MINISTRAL,
     MIXTRAL,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
     GEMMA,
     GEMMA2,
     GEMMA3,
+    VAULTGEMMA,
+    PHI,
     PHI3,
+    PHIMOE,
     GPT_OSS,
+    GLM,
+    GLM4,
+    GLM4_MOE,
+    MINIMAX_M2,
+    SEED_OSS,
+    COHERE,
+    COHERE2,
+    EXAONE4,
     GRANITE,
+    GRANITEMOE,
+    GRANITEMOESHARED,
+    HUNYUAN,
+    ERNIE4_5,
+    DOTS1,
+    APERTUS,
     OLMO2,
+    OLMO3,
+    OLMOE,
     SMOLLM3,
+    NEMOTRON,
+    ARCEE,
+    CWM,
+    HELIUM,
+    STABLELM,
     STARCODER2,
     FALCON,
     GPT_NEOX,
@@ -49,13 +88,49 @@ BY_TYPE = {family.model_type: family for family in FAMILIES}
 ARCHITECTURES = tuple(dict.fromkeys(gguf.architecture for family in FAMILIES for gguf in family.gguf))
 
 
+WRAPPER_OF = {wrapper.model_type: wrapper for wrapper in WRAPPERS}
+
+
+def described(said: Mapping[str, Any]) -> tuple[ModelConfig, Names]:
+    """Return the description of a model from its Hugging Face config, and what its files call the weights; of
+    a model of images and text those of its text part.
+
+    Raises `InputError` for unknown model types, for values of the wrong type, and for whatever changes the
+    arithmetic in a way that is not supported.
+    """
+    _, family, its = _found(said)
+    fields = Fields(its, family.defaults)
+    config = family.read(fields)
+    fields.refuse_rest()
+    return config, names_of(said, config)
+
+
 def family_of(said: Mapping[str, Any]) -> Family:
-    """The family of a Hugging Face config. Raises `InputError`, with those that are known, for another."""
+    """Return the family of a Hugging Face config; of a model of images and text that of its text part.
+
+    Raises `InputError` for unknown model types.
+    """
+    return _found(said)[1]
+
+
+def names_of(said: Mapping[str, Any], config: ModelConfig, quant_method: str | None = None) -> Names:
+    """Return what files of a config call the weights of its description, in this quantised form if in one."""
+    wrapper, family, _ = _found(said)
+    names = family.quantised_names.get(quant_method or "") or family.names(config)
+    return names if wrapper is None else wrapper.names(names)
+
+
+def _found(said: Mapping[str, Any]) -> tuple[Wrapper | None, Family, Mapping[str, Any]]:
+    """Return the wrapper and the family of a config, and the part of it that is the family's."""
     model_type = said.get("model_type")
-    if not isinstance(model_type, str) or model_type not in BY_TYPE:
-        known = ", ".join(map(repr, BY_TYPE))
-        raise InputError(f"model config: model_type={shown(model_type)} must be one of {known}")
-    return BY_TYPE[model_type]
+    known = [*BY_TYPE, *WRAPPER_OF]
+    if not isinstance(model_type, str) or model_type not in known:
+        types = ", ".join(map(repr, known))
+        raise InputError(f"model config: model_type={shown(model_type)} must be one of {types}")
+    wrapper = WRAPPER_OF.get(model_type)
+    if wrapper is None:
+        return None, BY_TYPE[model_type], said
+    return wrapper, *wrapper.inside(said)
 
 
 def of_architecture(architecture: str, tensors: Collection[str]) -> tuple[Family, Gguf] | None:
@@ -67,16 +142,8 @@ def of_architecture(architecture: str, tensors: Collection[str]) -> tuple[Family
 
 
 def from_hf(said: Mapping[str, Any]) -> ModelConfig:
-    """The description of a model from its Hugging Face config, as a dictionary.
-
-    Raises `InputError` for unknown model types, for values of the wrong type, and for whatever changes the
-    arithmetic in a way that is not supported.
-    """
-    family = family_of(said)
-    fields = Fields(said, family.defaults)
-    config = family.read(fields)
-    fields.refuse_rest()
-    return config
+    """Return the description alone; see `described`."""
+    return described(said)[0]
 
 
 def markdown_table() -> str:
@@ -85,4 +152,7 @@ def markdown_table() -> str:
     for family in FAMILIES:
         gguf = f"`{family.gguf[0].architecture}`" if family.gguf else ""
         lines.append(f"| `{family.model_type}` | {family.models} | {gguf} |")
+    for wrapper in WRAPPERS:
+        gguf = f"`{wrapper.gguf}`" if wrapper.gguf else ""
+        lines.append(f"| `{wrapper.model_type}` | {wrapper.models} | {gguf} |")
     return "\n".join(lines)

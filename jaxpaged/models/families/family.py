@@ -40,10 +40,14 @@ def rotated_part(read: Metadata) -> dict[str, Any]:
 
 
 def rope_scaling(read: Metadata) -> dict[str, Any]:
-    """As Hugging Face's configs have it."""
+    """Return a file's scaling of RoPE as Hugging Face's configs have it.
+
+    As in llama.cpp, a factor without a type is linear, and old files call it `rope.scale_linear`.
+    """
+    factor = read("rope.scaling.factor") or read("rope.scale_linear")
     return {
-        "rope_type": read("rope.scaling.type"),
-        "factor": read("rope.scaling.factor"),
+        "rope_type": read("rope.scaling.type") or ("linear" if factor else "default"),
+        "factor": factor,
         "original_max_position_embeddings": read("rope.scaling.original_context_length"),
         "beta_fast": read("rope.scaling.yarn_beta_fast"),
         "beta_slow": read("rope.scaling.yarn_beta_slow"),
@@ -61,3 +65,5 @@ class Family:
     names: Callable[[ModelConfig], Names]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what transformers takes
     gguf: tuple[Gguf, ...] = ()
+    # By a `quant_method` whose files call the weights otherwise, or have them in another form: what they do.
+    quantised_names: Mapping[str, Names] = dataclasses.field(default_factory=dict)

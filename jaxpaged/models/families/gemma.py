@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text): scaled embeddings, and norms whose weights are stored less one."""
+"""Gemma 1, 2 and 3 (text) and VaultGemma: scaled embeddings, and norms whose weights are stored less one."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +18,7 @@ FOUR_NORMS = Names(
         "mlp_out_norm": f"{llama.LAYER}.post_feedforward_layernorm",
     }
 )
+TWO_NORMS = Names(table=llama.TABLE | {"mlp_norm": f"{llama.LAYER}.pre_feedforward_layernorm"})
 LARGEST = (46, 62)  # layers of Gemma 2 27B and 3 27B, whose scale llama.cpp knows by that
 LOCAL_THETA, GLOBAL_THETA = 10000.0, 1000000.0
 
@@ -53,13 +54,22 @@ def _capped(f: Fields) -> dict[str, Any]:
 
 
 def read_gemma2(f: Fields) -> ModelConfig:
+    return ModelConfig(**_gemma2(f))
+
+
+def read_vaultgemma(f: Fields) -> ModelConfig:
+    """Gemma 2 with norms of the parts' inputs only."""
+    return ModelConfig(**_gemma2(f) | {"norm_place": "before"})
+
+
+def _gemma2(f: Fields) -> dict[str, Any]:
     same = _capped(f)
     for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
         ours = "attention_soft_cap" if name.startswith("attn") else "logit_soft_cap"
         same[ours] = None if f.is_null(name) else f.get(name, default)
     rope = f.rope(same["head_dim"])
     full, sliding = LayerKind(rope=rope), LayerKind(rope=rope, sliding_window=f.size("sliding_window", 4096))
-    return ModelConfig(**same, layers=f.layer_kinds(_every(f, 2), sliding=sliding, full=full))
+    return same | {"layers": f.layer_kinds(_every(f, 2), sliding=sliding, full=full)}
 
 
 def read_gemma3(f: Fields) -> ModelConfig:
@@ -132,6 +142,13 @@ GEMMA2 = Family(
     names=lambda config: FOUR_NORMS,
     defaults=_TIED | {"max_position_embeddings": 8192},
     gguf=_gguf("gemma2", _gguf_fields),
+)
+VAULTGEMMA = Family(
+    model_type="vaultgemma",
+    models="VaultGemma 1B",
+    read=read_vaultgemma,
+    names=lambda config: TWO_NORMS,
+    defaults=_TIED | {"max_position_embeddings": 8192, "num_key_value_heads": 4},
 )
 GEMMA3 = Family(
     model_type="gemma3_text",

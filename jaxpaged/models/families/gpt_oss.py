@@ -34,6 +34,12 @@ def _parted(config: ModelConfig, pieces: Pieces) -> Pieces:
     return [rows[::2], rows[1::2]]
 
 
+def _alternating(config: ModelConfig, pieces: Pieces) -> Pieces:
+    """From rows of gate and up in turns, to all gates, all ups."""
+    [gate_up] = pieces
+    return [gate_up[::2], gate_up[1::2]]
+
+
 def _transposed(config: ModelConfig, pieces: Pieces) -> Pieces:
     return [piece.T for piece in pieces]
 
@@ -52,6 +58,20 @@ NAMES = Names(
         "experts.gate_up.weight": Form(_flipped, _parted),
         "experts.gate_up.bias": Form(_same, _parted),
         "experts.down.weight": Form(_flipped, _transposed),
+    },
+)
+
+
+# Where experts are in MXFP4 each has a weight of its own, and they lie as [outputs, inputs].
+MXFP4_NAMES = Names(
+    table={
+        **NAMES.table,
+        "experts.gate_up.weight": f"{MLP}.experts.gate_up_proj.{{expert}}",
+        "experts.down.weight": f"{MLP}.experts.down_proj.{{expert}}",
+    },
+    forms={
+        "experts.gate_up.weight": Form(_same, _alternating),
+        "experts.gate_up.bias": NAMES.forms["experts.gate_up.bias"],
     },
 )
 
@@ -87,9 +107,10 @@ def _gguf_fields(read: Metadata) -> dict[str, Any]:
 
 GPT_OSS = Family(
     model_type="gpt_oss",
-    models="gpt-oss: of safetensors those in bfloat16",
+    models="gpt-oss 20B, 120B, in MXFP4 or bfloat16",
     read=read_gpt_oss,
     names=lambda config: NAMES,
+    quantised_names={"mxfp4": MXFP4_NAMES},
     defaults={
         "max_position_embeddings": 131072,
         "head_dim": 64,

@@ -135,14 +135,25 @@ def read_smollm3(f: Fields) -> ModelConfig:
 
 
 def half_apart(config: ModelConfig, pieces: Pieces) -> Pieces:
-    """From RoPE's pairs side by side, (0, 1), (2, 3), ..., as GGUF keeps these, to half a head apart."""
+    """Return queries and keys with RoPE's pairs half of what is turned apart; in files that turn neighbours,
+    (0, 1), (2, 3), ..., they lie side by side.
+    """
     q, k, v = pieces
+    return [_apart(config, q), _apart(config, k), v]
 
-    def apart(values: np.ndarray, num_heads: int) -> np.ndarray:
-        shape = values.shape
-        return values.reshape(num_heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
-    return [apart(q, config.num_q_heads), apart(k, config.num_kv_heads), v]
+def _apart(config: ModelConfig, values: np.ndarray) -> np.ndarray:
+    """Return the values of all coordinates of some heads, [heads * head_dim, ...], in the other order."""
+    turned = next((kind.rope.dim for kind in config.layers if kind.rope is not None), config.head_dim)
+    rest = values.shape[1:]
+    heads = values.reshape(-1, config.head_dim, *rest)
+    first = heads[:, :turned].reshape(-1, turned // 2, 2, *rest).swapaxes(1, 2).reshape(-1, turned, *rest)
+    return np.concatenate([first, heads[:, turned:]], axis=1).reshape(values.shape)
+
+
+def _norm_half_apart(config: ModelConfig, pieces: Pieces) -> Pieces:
+    """Return the weights of norms of each head, in the order of what they norm."""
+    return [_apart(config, piece.reshape(-1)).reshape(piece.shape) for piece in pieces]
 
 
 def _same_shape(config: ModelConfig, shape: Shape) -> Shape:
@@ -151,10 +162,12 @@ def _same_shape(config: ModelConfig, shape: Shape) -> Shape:
 
 _PAIRS = Form(_same_shape, half_apart)
 PAIRS = {"qkv.weight": _PAIRS, "qkv.bias": _PAIRS}
+_PAIRED_NORM = Form(_same_shape, _norm_half_apart)
+PAIRED_NORMS = {"q_norm.weight": _PAIRED_NORM, "k_norm.weight": _PAIRED_NORM}
 
 # llama.cpp has one architecture for both.
 _GGUF = (Gguf(architecture="llama", read=read_mistral, forms=PAIRS),)
-_FACTORS = {
+FACTORS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",
@@ -183,7 +196,7 @@ GRANITE = Family(
     read=read_granite,
     names=names,
     defaults={"max_position_embeddings": 2048},
-    gguf=(Gguf(architecture="granite", metadata=_FACTORS, forms=PAIRS),),
+    gguf=(Gguf(architecture="granite", metadata=FACTORS, forms=PAIRS),),
 )
 SMOLLM3 = Family(
     model_type="smollm3",

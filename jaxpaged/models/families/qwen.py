@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from jaxpaged.checks import InputError
 from jaxpaged.models.config import Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.names import Names
+from jaxpaged.models.names import TRANSPOSED, Names
 
 EXPERT = f"{llama.LAYER}.mlp.experts.{{expert}}"
 MOE_NAMES = Names(
@@ -16,6 +17,26 @@ MOE_NAMES = Names(
         "experts.gate_up": (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj"),
         "experts.down": f"{EXPERT}.down_proj",
     }
+)
+
+SHARED = f"{llama.LAYER}.mlp.shared_expert"
+QWEN2_MOE_NAMES = Names(
+    table={
+        **MOE_NAMES.table,
+        "shared.gate_up": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
+        "shared.down": f"{SHARED}.down_proj",
+        "shared_gate": f"{SHARED}_gate",
+    }
+)
+
+# Experts of which each tensor has those of a layer side by side, inputs first.
+VL_MOE_NAMES = Names(
+    table={
+        **MOE_NAMES.table,
+        "experts.gate_up.weight": f"{llama.LAYER}.mlp.experts.gate_up_proj",
+        "experts.down.weight": f"{llama.LAYER}.mlp.experts.down_proj",
+    },
+    forms={"experts.gate_up.weight": TRANSPOSED, "experts.down.weight": TRANSPOSED},
 )
 
 
@@ -53,6 +74,27 @@ def read_qwen3_moe(f: Fields) -> ModelConfig:
     return ModelConfig(**same, experts=experts)
 
 
+def read_qwen2_moe(f: Fields) -> ModelConfig:
+    """Qwen2 with experts, one of which all tokens have, as far as a gate lets it."""
+    f.only("decoder_sparse_step", 1)
+    f.only("mlp_only_layers", [])
+    experts = Experts(
+        num_experts=f.size("num_experts", 60),
+        num_chosen=f.size("num_experts_per_tok", 4),
+        renormalise=f.flag("norm_topk_prob"),
+        shared_size=f.size("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+    same = llama.common(f) | {"intermediate_size": f.size("moe_intermediate_size", 1408)}
+    f.only("use_sliding_window", False)
+    types = ["full_attention"] * f.size("num_hidden_layers")
+    full = LayerKind(rope=f.rope(same["head_dim"]))
+    layers = f.layer_kinds(types, sliding=full, full=full)
+    if "sliding_attention" in f.get("layer_types", types):
+        raise InputError("model config: layer_types must all be 'full_attention' in 'qwen2_moe'")
+    return ModelConfig(**same, qkv_bias=f.flag("qkv_bias", True), experts=experts, layers=layers)
+
+
 def _layers(f: Fields, head_dim: int) -> tuple[LayerKind, ...]:
     """The first `max_window_layers` see all, the others a window, if one is to be used."""
     rope, num_layers = f.rope(head_dim), f.size("num_hidden_layers")
@@ -63,13 +105,22 @@ def _layers(f: Fields, head_dim: int) -> tuple[LayerKind, ...]:
     return f.layer_kinds(types, sliding=LayerKind(rope=rope, sliding_window=window), full=full)
 
 
+_SHARED_SIZE = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 QWEN2 = Family(
     model_type="qwen2",
     models="Qwen2, Qwen2.5 and Qwen2.5-Coder",
     read=read_qwen2,
     names=llama.names,
     defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
-    gguf=(Gguf(architecture="qwen2"),),
+    gguf=(Gguf(architecture="qwen2"), Gguf(architecture="qwen2vl")),
+)
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    models="Qwen1.5-MoE A2.7B, Qwen2 57B-A14B",
+    read=read_qwen2_moe,
+    names=lambda config: QWEN2_MOE_NAMES,
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 16},
+    gguf=(Gguf(architecture="qwen2moe", metadata=_SHARED_SIZE),),
 )
 QWEN3 = Family(
     model_type="qwen3",
@@ -77,7 +128,7 @@ QWEN3 = Family(
     read=read_qwen3,
     names=llama.names,
     defaults={**QWEN2.defaults, "head_dim": 128},
-    gguf=(Gguf(architecture="qwen3"),),
+    gguf=(Gguf(architecture="qwen3"), Gguf(architecture="qwen3vl")),
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -86,5 +137,16 @@ QWEN3_MOE = Family(
     names=lambda config: MOE_NAMES,
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
     # That weights add up to 1 the files do not say; it is so in all of these models.
-    gguf=(Gguf(architecture="qwen3moe", fields=lambda read: {"norm_topk_prob": True}),),
+    gguf=tuple(
+        Gguf(architecture=name, fields=lambda read: {"norm_topk_prob": True})
+        for name in ("qwen3moe", "qwen3vlmoe")
+    ),
+)
+# The text part of Qwen3-VL of experts, which has no config of its own: weights add up to 1, whatever it says.
+QWEN3_VL_MOE_TEXT = Family(
+    model_type="qwen3_moe",
+    models="",
+    read=read_qwen3_moe,
+    names=lambda config: VL_MOE_NAMES,
+    defaults={**QWEN3_MOE.defaults, "norm_topk_prob": True},
 )

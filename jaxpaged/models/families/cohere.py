@@ -1,0 +1,81 @@
+"""Command R and Command A: layer norms without biases, feed-forward beside attention on the same norm."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxpaged.models.config import LayerKind, ModelConfig, uniform
+from jaxpaged.models.families import llama
+from jaxpaged.models.families.family import Family, Gguf, Metadata
+from jaxpaged.models.families.near_llama import PAIRED
+from jaxpaged.models.fields import Fields
+
+
+def _common(f: Fields) -> dict[str, Any]:
+    same = llama.common(f) | {"norm_eps": f.positive("layer_norm_eps", 1e-5)}
+    bias = f.flag("attention_bias")
+    f.only("position_embedding_type", "rope", "rope_gptj")
+    f.only("rotary_pct", 1)
+    f.only("use_gated_activation", True)
+    f.only("use_parallel_block", True)
+    return same | {
+        "norm": "layer",
+        "parallel": True,
+        "shared_norm": True,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "logit_divisor": 1 / f.positive("logit_scale", 0.0625),
+    }
+
+
+def read_cohere(f: Fields) -> ModelConfig:
+    """Command R; Command R+ has norms of queries and keys, with weights for each head."""
+    same = _common(f)
+    layers = uniform(f.size("num_hidden_layers"), rope=f.rope(same["head_dim"]))
+    return ModelConfig(**same, qk_norm="each" if f.flag("use_qk_norm") else None, layers=layers)
+
+
+def read_cohere2(f: Fields) -> ModelConfig:
+    """Three of four layers have a window and RoPE; the others see all, and know no positions."""
+    same, every = _common(f), f.size("sliding_window_pattern", 4)
+    rope, num_layers = f.rope(same["head_dim"]), f.size("num_hidden_layers")
+    types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+    sliding = LayerKind(rope=rope, sliding_window=f.size("sliding_window", 4096))
+    return ModelConfig(**same, layers=f.layer_kinds(types, sliding=sliding, full=LayerKind()))
+
+
+_METADATA = {"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"}
+
+
+def _gguf_fields(read: Metadata) -> dict[str, Any]:
+    return {"tie_word_embeddings": True}
+
+
+def _gguf_fields_of_r_plus(read: Metadata) -> dict[str, Any]:
+    return _gguf_fields(read) | {"use_qk_norm": True}
+
+
+def _gguf(architecture: str, fields: Callable[[Metadata], dict[str, Any]], **more: Any) -> Gguf:
+    forms = llama.PAIRS | llama.PAIRED_NORMS
+    return Gguf(architecture=architecture, metadata=_METADATA, fields=fields, forms=forms, **more)
+
+
+_DEFAULTS = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+COHERE = Family(
+    model_type="cohere",
+    models="Command R, R+, Aya 23 and Expanse",
+    read=read_cohere,
+    names=lambda config: PAIRED,
+    defaults=_DEFAULTS | {"rope_theta": 500000.0},
+    gguf=(
+        _gguf("command-r", _gguf_fields),
+        _gguf("command-r", _gguf_fields_of_r_plus, marker="blk.0.attn_q_norm.weight"),
+    ),
+)
+COHERE2 = Family(
+    model_type="cohere2",
+    models="Command R7B, Command A",
+    read=read_cohere2,
+    names=lambda config: PAIRED,
+    defaults=_DEFAULTS,
+    gguf=(_gguf("cohere2", _gguf_fields),),
+)

@@ -1,0 +1,81 @@
+"""A dense feed-forward part, and how products are made of a decoder's weights."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpaged.models import layers
+from jaxpaged.models.weights import Parts
+
+
+class MLP(nnx.Module):
+    """`down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`.
+
+    `prefix`: that of its roles. An expert that all tokens have is such a part; its caller sums over shards.
+    """
+
+    def __init__(self, parts: Parts, prefix: str = "") -> None:
+        self.config = parts.config
+        self.shards = None if prefix else parts.shards
+        self.up = linear(parts, f"{prefix}gate_up" if self.config.gated else f"{prefix}up")
+        self.down = linear(parts, f"{prefix}down")
+        self.xielu = XIELU(parts) if self.config.activation == "xielu" else None
+
+    def __call__(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        layer: layers.Layer,
+        is_padding: Bool[Array, " num_tokens"],  # asked of all feed-forward parts; experts use it
+        adapters: Int[Array, " num_tiles"] | None = None,
+    ) -> Float[Array, "num_tokens hidden"]:
+        wide = self.up(x, layer, adapters)
+        if self.config.gated:
+            gate, up = jnp.split(wide, 2, axis=-1)
+            wide = self._activated(gate, layer) * up
+        else:
+            wide = self._activated(wide, layer)
+        out = self.down(wide.astype(x.dtype), layer, adapters)
+        return out if self.shards is None else self.shards.total(out)
+
+    def _activated(
+        self, x: Float[Array, "num_tokens width"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens width"]:
+        if self.xielu is not None:
+            return self.xielu(x, layer)
+        return layers.ACTIVATIONS[self.config.activation](x)
+
+
+class XIELU(nnx.Module):
+    """Each layer's `p x^2 + beta x` for x > 0, else `n (exp(min(x, eps)) - 1 - x) + beta x`.
+
+    p is the softplus of `alpha_p`, n is beta plus the softplus of `alpha_n`: numbers that the model has.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.numbers = nnx.List(
+            stack(parts, f"xielu.{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")
+        )
+
+    def __call__(
+        self, x: Float[Array, "num_tokens width"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens width"]:
+        alpha_p, alpha_n, beta, eps = (its[layer].astype(jnp.float32) for its in self.numbers)
+        positive = jax.nn.softplus(alpha_p) * x * x
+        negative = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(x, eps)) - x)
+        return jnp.where(x > 0, positive, negative) + beta * x
+
+
+def linear(parts: Parts, role: str) -> layers.Linear:
+    """Return the layers' product of this role."""
+    weights = parts.each(f"{role}.weight")
+    assert weights is not None
+    return layers.Linear(weights, parts.each(f"{role}.bias"), form=parts.form)
+
+
+def stack(parts: Parts, role: str) -> layers.Stack | None:
+    """Return the layers' array of this role; None where they have none."""
+    arrays = parts.each(role)
+    if arrays is None:
+        return None
+    return layers.Stack(arrays, len(arrays), together=parts.form.loops)
