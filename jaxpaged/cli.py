@@ -11,13 +11,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import jaxpaged
 from jaxpaged import prompt_files
 from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
-from jaxpaged.config import EngineConfig
+from jaxpaged.command_line import EXIT_USER_ERROR, Parser
+from jaxpaged.config import AUTO, EngineConfig, config_of
 from jaxpaged.lab import command as lab_command
 from jaxpaged.lora import LoRARequest
 from jaxpaged.prompt_files import Asked, Refused
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from jaxpaged.engine.outputs import RequestOutput
 
 EXIT_ERROR = 1  # of ours
-EXIT_USER_ERROR = 2
+MODEL_OPTIONS = ("tokenizer", "revision", "generation_config")  # of `LLM`, beside its engine's
 EXIT_INTERRUPTED = 130  # as a shell says of Ctrl-C
 
 
@@ -39,11 +40,11 @@ class OutputError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Its exit code: its own (0, unless it says other), or 2 with one line about the user's
-    mistake, or 130 after Ctrl-C.
+    """Run the command, and return its exit code: its own (0, unless it says other), or 2 with one line about
+    the user's mistake, or 130 after Ctrl-C.
     """
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         code = args.command(args)
     except (InputError, OutputError) as error:
         _say(f"jaxpaged: {_one_line(str(error))}")
@@ -57,18 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One clear line, without the usage in front of it."""
-        _say(f"jaxpaged: {_one_line(message)}")
-        sys.exit(EXIT_USER_ERROR)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jaxpaged", description="Generate text with a paged KV cache, in JAX.")
+    parser = Parser(prog="jaxpaged", description="Generate text with a paged KV cache, in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxpaged {jaxpaged.__version__}")
     parser.set_defaults(command=lambda args: parser.print_help())
-    commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
 
     generate = commands.add_parser("generate", help="answer prompts in one batch")
     generate.set_defaults(command=_generate)
@@ -113,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="versions, devices, implementation, and the cache for a model")
     info.set_defaults(command=_info)
+    info.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
     _add_engine_options(info)
 
     serve_command.add_serve(commands, _add_engine_options, _engine_options)
@@ -124,20 +119,36 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
+    if isinstance(parser, Parser):
+        parser.takes_vllms = True
+    group = parser.add_argument_group("engine", "flags of vLLM's that change nothing are accepted, too")
     group.add_argument(
         "--model",
         default="smollm2",
         help="smollm2 (default), a directory with config and safetensors, a .gguf file, or a hub id",
     )
+    group.add_argument("--tokenizer", metavar="DIR", help="another than the model's: a directory or hub id")
+    group.add_argument("--revision", help="of a hub id")
+    group.add_argument(
+        "--generation-config", help="sampling defaults: the model's own (auto, default), or none (vllm)"
+    )
     group.add_argument("--dtype", help="auto (default), float32, bfloat16 or float16")
     group.add_argument(
         "--quantization",
+        "-q",
         help="weights that stay quantised in memory: gguf (as a file has them), int8, int4 or fp8 (on load)",
     )
     group.add_argument("--attention", help="auto (default), mosaic_gpu, native or xla")
     group.add_argument("--block-size", type=int, help="tokens a block (default 16)")
-    group.add_argument("--num-blocks", type=int, help="blocks of the cache (default: what memory allows)")
+    group.add_argument(
+        "--num-blocks",
+        "--num-gpu-blocks-override",
+        type=int,
+        help="blocks of the cache (default: what memory allows)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, help="share of a device's memory to use (default 0.9)"
+    )
     group.add_argument(
         "--kv-layout", help="how K and V lie in a block: token_major (default), another name, or module:Name"
     )
@@ -151,7 +162,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default 16)")
     group.add_argument(
-        "--max-model-len", type=int, help="tokens of a prompt with its answer (default: the model's)"
+        "--max-model-len",
+        type=_length,
+        help="tokens of a prompt with its answer (default: the model's), or auto (-1): what the cache holds",
     )
     group.add_argument(
         "--max-num-batched-tokens", type=int, help="computed in one step (default: max-num-seqs + 512)"
@@ -193,9 +206,14 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--num-processes", type=int, help="that have the model's devices (default 1)")
     group.add_argument("--process-id", type=int, help="which of them this one is, from 0 (default)")
-    group.add_argument("--tensor-parallel-size", type=int, help="devices that share the model (default 1)")
     group.add_argument(
-        "--data-parallel-size", type=int, help="groups of so many devices, each with the model (default 1)"
+        "--tensor-parallel-size", "-tp", type=int, help="devices that share the model (default 1)"
+    )
+    group.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=int,
+        help="groups of so many devices, each with the model (default 1)",
     )
     group.add_argument(
         "--tensor-parallel-sums",
@@ -213,6 +231,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)",
     )
     group.add_argument(
+        "--max-logprobs", type=int, help="likeliest tokens that a request may ask for (default and most: 20)"
+    )
+    group.add_argument(
         "--keep-programs",
         action=argparse.BooleanOptionalAction,
         help="keep compiled programs and packed weights on disk for the next start (default: yes)",
@@ -222,10 +243,14 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _length(text: str) -> int | str:
+    return text if text == AUTO else int(text)
+
+
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options given; the others keep `EngineConfig`'s defaults."""
+    """Return the options given of `LLM`'s; the others keep their defaults."""
     # `seed` is the request's on the command line.
-    given = {name: getattr(args, name, None) for name in EngineConfig.__dataclass_fields__}
+    given = {name: getattr(args, name, None) for name in (*EngineConfig.__dataclass_fields__, *MODEL_OPTIONS)}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -252,7 +277,7 @@ def _generate(args: argparse.Namespace) -> None:
     if args.lora is not None:
         options["enable_lora"] = True
         adapter = LoRARequest("adapter", 1, args.lora)
-    EngineConfig(**options)  # mistakes are told before anything heavy is loaded
+    config_of(options)  # mistakes are told before anything heavy is loaded
     sampling = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
     SamplingParams(**sampling)
     asked = [
@@ -337,7 +362,7 @@ def _text_block(asked: Asked | Refused, output: "RequestOutput | None") -> str:
 
 
 def _info(args: argparse.Namespace) -> None:
-    config = EngineConfig(**_engine_options(args))
+    config = config_of(_engine_options(args))
     _log(args)
 
     import platform
@@ -371,6 +396,7 @@ def _info(args: argparse.Namespace) -> None:
         products = f"{form.stacked}: loop_over_layers"
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
     cache, folder = startup.cache_size(config, model, shapes), compilation_cache_dir()
+    longest = machine.longest_that_fits(config, model, cache)
     lines += [
         ("attention", f"{implementation}: {why}"),
         ("products", products),
@@ -383,7 +409,7 @@ def _info(args: argparse.Namespace) -> None:
         ("dtype", str(dtype)),
         *([("quantization", how)] if how else []),
         *(("", f"{kernel} products for {n} of its weights") for kernel, n in kernels.items()),
-        ("rows", f"{config.max_num_seqs} sequences of up to {machine.max_model_len(config, model)} tokens"),
+        ("rows", f"{config.max_num_seqs} sequences of up to {longest} tokens"),
         ("layout", str(machine.layout(config, model))),
         (
             "cache",
@@ -395,6 +421,7 @@ def _info(args: argparse.Namespace) -> None:
     ]
     for name, value in lines:
         _write(f"{name:<14}{value}")
+    machine.served_len(config, model, cache)  # where an engine would not start, that is said last
 
 
 def _log(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from jaxpaged.checks import InputError, shown
 from jaxpaged.conversations import joined, read_messages
 from jaxpaged.sampling_params import SamplingParams, token_id
+from jaxpaged.vllm_names.judge import SAMPLING_NAMES, passes
 
 STANDARD_INPUT = "-"
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
@@ -96,7 +97,7 @@ def read(
 def answered(
     asked: Sequence[Asked | Refused],
     generate_each: Callable[..., Iterator[Any]],
-    render_chat: Callable[[Any], dict[str, Any]],
+    render_chat: Callable[..., dict[str, Any]],
     *,
     chat: bool,
     skip_errors: bool,
@@ -144,13 +145,16 @@ def _id(line: str) -> Any:
     return value.get("id") if isinstance(value, dict) else None
 
 
-def for_llm(asked: Asked, render_chat: Callable[[Any], dict[str, Any]], chat: bool) -> dict[str, Any]:
-    """What `LLM.generate` takes for a request; messages always go through the chat template."""
-    prompt = dict(asked.prompt)
+def for_llm(asked: Asked, render_chat: Callable[..., dict[str, Any]], chat: bool) -> dict[str, Any]:
+    """Return what `LLM.generate` takes for a request; messages always go through the chat template.
+
+    `render_chat`: `LLM.render_chat`.
+    """
+    prompt, cuts = dict(asked.prompt), asked.params.cuts
     if "messages" in prompt:
-        prompt = render_chat(prompt["messages"])
+        prompt = render_chat(prompt["messages"], cuts=cuts)
     elif chat and "prompt" in prompt:
-        prompt = render_chat([{"role": "user", "content": prompt["prompt"]}])
+        prompt = render_chat([{"role": "user", "content": prompt["prompt"]}], cuts=cuts)
     return prompt | ({} if asked.cache_salt is None else {"cache_salt": asked.cache_salt})
 
 
@@ -178,7 +182,7 @@ def _text_line(line: str, params: SamplingParams) -> Asked:
 
 
 def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> Asked:
-    """What a line of JSON asks for, or what it says as a mapping. Raises `InputError`."""
+    """Return what a line of JSON asks for, or what it says as a mapping. Raises `InputError`."""
     try:
         value = dict(row) if isinstance(row, dict) else json.loads(row)
     except (ValueError, RecursionError) as error:
@@ -194,11 +198,23 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> As
         raise InputError(f"prompt={shown(prompt)} must be a non-empty string")
     elif kind == "prompt_token_ids" and (not isinstance(prompt, list) or not prompt):
         raise InputError(f"prompt_token_ids={shown(prompt)} must be a non-empty list of token ids")
-    own = {name: value.pop(name) for name in OPTIONS if name in value}
+    own = _sampling_options(value)
     if isinstance(bias := own.get("logit_bias"), dict):  # of which JSON makes all keys texts
         own["logit_bias"] = {token_id(key): added for key, added in bias.items()}
     others = {name: value.pop(name) for name in ("id", "priority", "cache_salt") if name in value}
-    for name in value:
+    others = {name: its for name, its in others.items() if its is not None}
+    for name, asks in value.items():
+        if asks is None or passes(name, asks, SAMPLING_NAMES, own):
+            continue
         known = ", ".join([*PROMPTS, "id", "priority", "cache_salt", *OPTIONS])
         raise InputError(f"option {name!r} must be one of {known}")
     return Asked({kind: prompt}, SamplingParams(**{**sampling, **own}), **others)
+
+
+def _sampling_options(row: dict[str, Any]) -> dict[str, Any]:
+    """Take the sampling options out of a row; null stands for one that is not given, but for `max_tokens`."""
+    if row.get("max_completion_tokens") is not None:
+        row["max_tokens"] = row["max_completion_tokens"]
+    row.pop("max_completion_tokens", None)
+    own = {name: row.pop(name) for name in OPTIONS if name in row}
+    return {name: value for name, value in own.items() if value is not None or name == "max_tokens"}

@@ -3,20 +3,23 @@
 import copy
 import dataclasses
 import enum
-from collections.abc import Mapping
-from typing import Any, Self
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
 
 from jaxpaged.checks import (
     FLOAT32_MAX,
     InputError,
     check,
     checked_bool,
+    checked_choice,
     checked_int,
     checked_number,
     is_int,
     is_int_type,
     shown,
 )
+from jaxpaged.vllm_names.judge import BEAM_NAMES, SAMPLING_NAMES, Names, without_neutral
 
 # The likeliest tokens that a step can tell of beside the chosen one: vLLM's default `max_logprobs`.
 MAX_LOGPROBS = 20
@@ -28,6 +31,38 @@ MAX_ANSWERS = 16_384
 MOST_PENALTY = 5
 # What `from_optional` makes of a larger bias, as vLLM does.
 MOST_BIAS = 100.0
+MOST_TOKENS = "at most 2**31 - 1"
+INT64 = 2**63
+
+
+def _taking_vllms[T](names: Names) -> Callable[[type[T]], type[T]]:
+    """Let a class be made with vLLM's further options, too, where they ask for nothing.
+
+    None stands for a field's default where None is no value of the field. Raises `InputError` for options
+    that ask for what is not there.
+    """
+
+    def decorate(cls: Any) -> Any:
+        init, fields = cls.__init__, cls.__dataclass_fields__
+        not_none = frozenset(name for name, field in fields.items() if _is_never_none(field))
+
+        @functools.wraps(init)
+        def __init__(self: Any, **options: Any) -> None:
+            if not options.keys() <= fields.keys():
+                options = without_neutral(options, fields, names)
+            if any(value is None for value in options.values()):
+                options = {n: v for n, v in options.items() if v is not None or n not in not_none}
+            init(self, **options)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
+
+
+def _is_never_none(field: "dataclasses.Field[Any]") -> bool:
+    has_default = field.default is not dataclasses.MISSING and field.default is not None
+    return has_default and field.name != "max_tokens"
 
 
 class RequestOutputKind(enum.Enum):
@@ -38,7 +73,8 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2  # all, in one output at the end
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@_taking_vllms(SAMPLING_NAMES)
+@dataclasses.dataclass(kw_only=True)
 class SamplingParams:
     """How to choose one request's tokens.
 
@@ -47,6 +83,11 @@ class SamplingParams:
     from `softmax(logits / temperature)` after dropping what `min_p`, then `top_k`, then `top_p` exclude. The
     draw depends on `seed` and the token's position only, never on the rest of the batch. Log-probabilities
     are those of the model's own logits, before any of this.
+
+    Each field may be changed later: a value out of its range raises `InputError` when it is assigned, and
+    values that contradict each other when a request is made of them. A request under way keeps those it was
+    made of. None stands for a default wherever it is no value, and vLLM's further options are taken where
+    they ask for nothing.
     """
 
     n: int = 1  # answers, each drawn for itself: of a `seed`, answer i is that of seed + i
@@ -56,7 +97,8 @@ class SamplingParams:
     top_k: int = 0  # keep the k likeliest tokens; 0 and -1 keep all
     top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
     min_p: float = 0.0  # keep tokens at least so likely, relative to the likeliest
-    seed: int | None = None  # None, or -1: a seed of the request's own, from the engine's seed
+    # Any number of 64 bits; None, or -1: a seed of the request's own, from the engine's seed.
+    seed: int | None = None
     presence_penalty: float = 0.0  # taken from the logit of each token that the answer has
     frequency_penalty: float = 0.0  # the same for each time that it has it
     # Divides the logits above 0 of tokens that prompt or answer has, and multiplies those below.
@@ -73,61 +115,17 @@ class SamplingParams:
     # The log-probability of each of the answer's tokens, and of so many likeliest.
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the prompt
+    # Take so many tokens of a longer prompt; -1: as many as leave room for one of the answer; None: refuse
+    # what is too long.
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None  # which end is cut off; None: left
     detokenize: bool = True  # give the answer's text
     skip_special_tokens: bool = True  # leave special tokens out of the text
     spaces_between_special_tokens: bool = True  # where they are not, and the tokenizer knows the difference
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncEngine.outputs`
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for a value out of its range; what is kept is Python's own numbers."""
-        most_tokens = "at most 2**31 - 1"
-        seed = None if is_int(self.seed) and self.seed == -1 else self.seed
-        values = {
-            "n": checked_int("n", self.n, f"an int in [1, {MAX_ANSWERS}]", 1, MAX_ANSWERS),
-            "max_tokens": None
-            if self.max_tokens is None
-            else checked_int("max_tokens", self.max_tokens, f"None or a positive int, {most_tokens}", 1),
-            "min_tokens": checked_int("min_tokens", self.min_tokens, f"an int >= 0, {most_tokens}", 0),
-            "temperature": checked_number(
-                "temperature", self.temperature, "a number >= 0, at most 3.4e38", 0
-            ),
-            "top_k": max(
-                0, checked_int("top_k", self.top_k, f"an int >= 0, {most_tokens} (0 and -1 keep all)", -1)
-            ),
-            "top_p": checked_number("top_p", self.top_p, "in (0, 1]", 0, 1, above=True),
-            "min_p": checked_number("min_p", self.min_p, "in [0, 1]", 0, 1),
-            "seed": None
-            if seed is None
-            else checked_int("seed", seed, "None, -1 or an int in [0, 2**32)", 0, 2**32 - 1),
-            "repetition_penalty": checked_number(
-                "repetition_penalty", self.repetition_penalty, "a number > 0, at most 3.4e38", 0, above=True
-            ),
-            "logit_bias": _logit_bias(self.logit_bias),
-            "allowed_token_ids": None
-            if self.allowed_token_ids is None
-            else _token_ids("allowed_token_ids", self.allowed_token_ids),
-            "bad_words": _texts("bad_words", self.bad_words),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-            "stop": _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop),
-        }
-        for name in ("presence_penalty", "frequency_penalty"):
-            values[name] = checked_number(name, getattr(self, name), "in [-2, 2]", -2, 2)
-        for name in ("logprobs", "prompt_logprobs"):
-            value, rule = getattr(self, name), f"None or an int in [0, {MAX_LOGPROBS}]"
-            values[name] = None if value is None else checked_int(name, value, rule, 0, MAX_LOGPROBS)
-        for name in (
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-        ):
-            values[name] = checked_bool(name, getattr(self, name))
-        check("allowed_token_ids", (), "None or at least one token id", values["allowed_token_ids"] != ())
-        rule = "one of RequestOutputKind.CUMULATIVE, DELTA and FINAL_ONLY"
-        check("output_kind", self.output_kind, rule, isinstance(self.output_kind, RequestOutputKind))
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        """Check what several values say together. Raises `InputError`."""
         rule = "1 with temperature=0, where all answers are the same"
         check("n", self.n, rule, self.n == 1 or self.temperature > 0)
         most = self.max_tokens
@@ -135,13 +133,27 @@ class SamplingParams:
         check("min_tokens", self.min_tokens, rule, most is None or self.min_tokens <= most)
         check("stop", self.stop, "None with detokenize=False", self.detokenize or not self.stop)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field; what is kept is Python's own numbers. Raises `InputError` for a value out of range."""
+        if name not in _CHECKED:
+            raise AttributeError(f"SamplingParams has no option {name!r}")
+        object.__setattr__(self, name, _CHECKED[name](value))
+
+    @property
+    def cuts(self) -> Literal["left", "right"] | None:
+        """The end at which a prompt that is too long is cut off; None: it is refused."""
+        return None if self.truncate_prompt_tokens is None else self.truncation_side or "left"
+
     def of_answer(self, index: int) -> Self:
-        """Those of one of the `n` answers, as a request for it alone would have them; only the first tells of
-        the prompt.
+        """Return the parameters of one of the `n` answers, as a request for it alone would have them.
+
+        Only the first tells of the prompt.
         """
         if self.n == 1:
             return self
-        seed = None if self.seed is None else (self.seed + index) % 2**32
+        seed = None if self.seed is None else self.seed + index
+        if seed is not None and (seed == -1 or seed >= 2 * INT64):  # go round, past the number for no seed
+            seed = seed % (2 * INT64)
         prompt_logprobs = None if index else self.prompt_logprobs
         made = copy.copy(self)  # all is checked already, and there may be many answers
         for name, value in (("n", 1), ("seed", seed), ("prompt_logprobs", prompt_logprobs)):
@@ -150,23 +162,22 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **options: Any) -> Self:
-        """The same, with None for a default wherever None is no value, as servers get it.
+        """Make parameters of what servers get.
 
         Token ids of `logit_bias` may be texts, and biases beyond 100 count as 100, as in vLLM.
         """
-        given = {name: value for name, value in options.items() if value is not None or name == "max_tokens"}
-        bias = given.get("logit_bias")
+        bias = options.get("logit_bias")
         if isinstance(bias, Mapping):
-            given["logit_bias"] = {
-                token_id(token): _within(value, MOST_BIAS) for token, value in bias.items()
-            }
-        return cls(**given)
+            bias = {token_id(token): _within(value, MOST_BIAS) for token, value in bias.items()}
+            options = options | {"logit_bias": bias}
+        return cls(**options)
 
     def clone(self) -> Self:
-        """A copy. Nothing can be changed in place, but in the copy of `logit_bias`."""
+        """Return a copy that shares nothing with these; `InputError` if values contradict each other."""
         return dataclasses.replace(self)
 
 
+@_taking_vllms(BEAM_NAMES)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """How to look for the likeliest answers to a prompt.
@@ -211,7 +222,7 @@ class BeamSearchParams:
 
 
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:
-    """Each once, in their order. Whether the model has them is checked when the request comes to it."""
+    """Return each once, in their order. Whether the model has them is checked with the request."""
     if ids is None:
         return ()
     # There may be as many as the model has tokens: no loop of Python's own goes over them.
@@ -241,6 +252,45 @@ def _is_text(text: str) -> bool:
         return False
 
 
+def _allowed(ids: object) -> tuple[int, ...] | None:
+    allowed = None if ids is None else _token_ids("allowed_token_ids", ids)
+    check("allowed_token_ids", ids, "None or at least one token id", allowed != ())
+    return allowed
+
+
+def _output_kind(kind: object) -> RequestOutputKind:
+    rule = "one of RequestOutputKind.CUMULATIVE, DELTA and FINAL_ONLY"
+    check("output_kind", kind, rule, isinstance(kind, RequestOutputKind))
+    assert isinstance(kind, RequestOutputKind)
+    return kind
+
+
+def _num_kept(value: object) -> int:
+    rule = "None, -1 or a positive int"
+    kept = checked_int("truncate_prompt_tokens", value, rule, -1)
+    check("truncate_prompt_tokens", value, rule, kept != 0)
+    return kept
+
+
+def _or_none(value: object, checked: Callable[[object], Any]) -> Any:
+    return None if value is None else checked(value)
+
+
+def _seed(seed: object) -> int | None:
+    is_none = seed is None or (is_int(seed) and seed == -1)
+    return None if is_none else checked_seed("seed", seed, "None, -1 or an int in [-2**63, 2**64)")
+
+
+def checked_seed(name: str, seed: object, rule: str = "an int in [-2**63, 2**64)") -> int:
+    """Return a seed, if it is an integer of 64 bits, with a sign or without."""
+    return checked_int(name, seed, rule, -INT64, 2 * INT64 - 1)
+
+
+def seed_bits(seed: int) -> int:
+    """Return what the device draws by: 32 bits, a smaller seed's own, each bit of a larger one counting."""
+    return (seed ^ (seed >> 32)) % 2**32 if not 0 <= seed < 2**32 else seed
+
+
 def _logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
@@ -267,3 +317,49 @@ def _within(value: Any, most: float) -> Any:
         return min(most, max(-most, value)) if value == value else value
     except Exception:
         return value
+
+
+def _checkers() -> dict[str, Callable[[Any], Any]]:
+    """Return what brings a value of each field into its form, or raises `InputError`."""
+    made: dict[str, Callable[[Any], Any]] = {
+        "n": lambda v: checked_int("n", v, f"an int in [1, {MAX_ANSWERS}]", 1, MAX_ANSWERS),
+        "max_tokens": lambda v: _or_none(
+            v, lambda v: checked_int("max_tokens", v, f"None or a positive int, {MOST_TOKENS}", 1)
+        ),
+        "min_tokens": lambda v: checked_int("min_tokens", v, f"an int >= 0, {MOST_TOKENS}", 0),
+        "temperature": lambda v: checked_number("temperature", v, "a number >= 0, at most 3.4e38", 0),
+        "top_k": lambda v: max(
+            0, checked_int("top_k", v, f"an int >= 0, {MOST_TOKENS} (0 and -1 keep all)", -1)
+        ),
+        "top_p": lambda v: checked_number("top_p", v, "in (0, 1]", 0, 1, above=True),
+        "min_p": lambda v: checked_number("min_p", v, "in [0, 1]", 0, 1),
+        "seed": _seed,
+        "repetition_penalty": lambda v: checked_number(
+            "repetition_penalty", v, "a number > 0, at most 3.4e38", 0, above=True
+        ),
+        "logit_bias": _logit_bias,
+        "allowed_token_ids": _allowed,
+        "bad_words": lambda v: _texts("bad_words", v),
+        "stop_token_ids": lambda v: _token_ids("stop_token_ids", v),
+        "stop": lambda v: _texts("stop", (v,) if isinstance(v, str) else v),
+        "truncate_prompt_tokens": lambda v: _or_none(v, _num_kept),
+        "truncation_side": lambda v: _or_none(
+            v, lambda v: checked_choice("truncation_side", v, ("left", "right"))
+        ),
+        "output_kind": _output_kind,
+    }
+
+    def number(name: str) -> Callable[[Any], Any]:
+        return lambda v: checked_number(name, v, "in [-2, 2]", -2, 2)
+
+    def count(name: str) -> Callable[[Any], Any]:
+        rule = f"None or an int in [0, {MAX_LOGPROBS}]"
+        return lambda v: _or_none(v, lambda v: checked_int(name, v, rule, 0, MAX_LOGPROBS))
+
+    made |= {name: number(name) for name in ("presence_penalty", "frequency_penalty")}
+    made |= {name: count(name) for name in ("logprobs", "prompt_logprobs")}
+    flags = SamplingParams.__dataclass_fields__.keys() - made.keys()
+    return made | {name: functools.partial(checked_bool, name) for name in flags}
+
+
+_CHECKED = _checkers()

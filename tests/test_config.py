@@ -10,7 +10,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig, EvictionPolicy
 from jaxpaged.memory.eviction import EVICTION_POLICIES
 from jaxpaged.memory.policies import POLICIES
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import SamplingParams, seed_bits
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,13 @@ from jaxpaged.sampling_params import SamplingParams
         ({"top_k": -2}, "top_k=-2 must be an int >= 0"),
         ({"top_k": 2**31}, "top_k=2147483648 must be an int >= 0, at most"),
         ({"ignore_eos": "yes"}, "ignore_eos='yes' must be True or False"),
-        ({"ignore_eos": None}, "ignore_eos=None must be True or False"),
         ({"stop_token_ids": "12"}, "stop_token_ids='12' must be a list of token ids, ints >= 0"),
         ({"stop_token_ids": [[1]]}, "must be a list of token ids"),
         ({"top_p": 0}, r"top_p=0 must be in \(0, 1\]"),
         ({"top_p": 1.1}, r"top_p=1.1 must be in \(0, 1\]"),
         ({"min_p": -0.5}, r"min_p=-0.5 must be in \[0, 1\]"),
-        ({"seed": -2}, r"seed=-2 must be None, -1 or an int in \[0, 2\*\*32\)"),
-        ({"seed": 2**32}, "seed=4294967296 must be None, -1 or"),
+        ({"seed": -(2**63) - 1}, r"seed=-\d+ must be None, -1 or an int in \[-2\*\*63, 2\*\*64\)"),
+        ({"seed": 2**64}, "seed=18446744073709551616 must be None, -1 or"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\] must be a list of token ids, ints >= 0"),
         ({"logprobs": 21}, r"logprobs=21 must be None or an int in \[0, 20\]"),
         ({"logprobs": -1}, r"logprobs=-1 must be None or an int in \[0, 20\]"),
@@ -51,7 +50,7 @@ from jaxpaged.sampling_params import SamplingParams
         ({"logit_bias": {"1": 2}}, "logit_bias={'1': 2} must be a mapping of token ids, ints >= 0, to num"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias={1: nan} must be a mapping of token ids"),
         ({"logit_bias": [1]}, r"logit_bias=\[1\] must be a mapping of token ids"),
-        ({"allowed_token_ids": []}, r"allowed_token_ids=\(\) must be None or at least one token id"),
+        ({"allowed_token_ids": []}, r"allowed_token_ids=\[\] must be None or at least one token id"),
         ({"allowed_token_ids": 5}, "allowed_token_ids=5 must be a list of token ids"),
         ({"bad_words": "ab"}, "bad_words='ab' must be a list of Unicode texts that are not empty"),
         ({"stop": ["a", ""]}, r"stop=\['a', ''\] must be a list of Unicode texts that are not empty"),
@@ -113,7 +112,9 @@ def test_bad_sampling_params_are_refused(options, message):
         ({"dtype": np.int8}, "dtype=<class 'numpy.int8'> must be one of"),
         ({"dtype": None}, "dtype=None must be one of"),
         ({"gpu_memory_utilization": float("nan")}, r"gpu_memory_utilization=nan must be in \(0, 1\]"),
-        ({"seed": "x"}, r"seed='x' must be an int in \[0, 2\*\*32\)"),
+        ({"seed": "x"}, r"seed='x' must be an int in \[-2\*\*63, 2\*\*64\)"),
+        ({"max_logprobs": 100}, r"max_logprobs=100 must be an int in \[0, 20\], as many as a step tells of"),
+        ({"max_logprobs": -1}, "max_logprobs=-1 must be an int in"),
     ],
 )
 def test_bad_engine_options_are_refused(options, message):
@@ -143,6 +144,18 @@ def test_sampling_params_are_brought_into_one_form_and_copied():
     assert SamplingParams(logit_bias={}, stop=None, bad_words=None) == SamplingParams()
 
 
+def test_each_bit_of_a_seed_counts_and_small_ones_are_the_devices_own():
+    assert [seed_bits(seed) for seed in (0, 7, 2**32 - 1)] == [0, 7, 2**32 - 1]
+    large = 0x123456789ABCDEF0
+    drawn = {seed_bits(seed) for seed in (large, *(large ^ 2**bit for bit in range(64)))}
+    assert len(drawn) == 33  # a bit and the one 32 places above it change the same
+    assert large not in drawn
+    assert all(0 <= bits < 2**32 for bits in (*drawn, seed_bits(-(2**63)), seed_bits(2**64 - 1)))
+    assert SamplingParams(n=2, seed=2**64 - 1).of_answer(1).seed == 0
+    assert SamplingParams(n=2, seed=-2).of_answer(1).seed == 2**64 - 1
+    assert EngineConfig(seed=2**63).seed == 2**63
+
+
 def test_optional_parameters_are_as_servers_get_them():
     nothing = dict.fromkeys(set(SamplingParams.__dataclass_fields__) - {"max_tokens"})
     assert SamplingParams.from_optional(**nothing) == SamplingParams()
@@ -152,8 +165,6 @@ def test_optional_parameters_are_as_servers_get_them():
     for bias in ({"x": 1}, {"1": "2"}, {"1": float("nan")}, {"1": True}, 3):
         with pytest.raises(InputError, match="^logit_bias=.* must be a mapping of token ids"):
             SamplingParams.from_optional(logit_bias=bias)
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams.from_optional(best_of=2)
 
 
 def test_numbers_and_types_of_other_libraries_are_pythons_own_afterwards():

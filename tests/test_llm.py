@@ -27,7 +27,7 @@ from tests.tiny_gguf import write_gguf
 
 GREEDY = tiny.greedy(6)
 # Few and small shapes, for quick compiling.
-OPTIONS = tiny.DEFAULTS
+OPTIONS = tiny.DEFAULTS | {"max_logprobs": 4}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,35 @@ def test_chat_applies_the_template_to_one_conversation_or_several(llm):
     assert two[0].outputs == one.outputs
 
 
+def test_a_conversation_that_is_too_long_is_cut_where_that_is_asked_for(llm):
+    """At the end that is said, also where no context could hold it; what is short stays whole."""
+    messages = [{"role": "user", "content": "ab" * 3000 + "12"}]
+    params = SamplingParams(truncate_prompt_tokens=3, max_tokens=1)
+    [left] = llm.chat(messages, params, use_tqdm=False)
+    assert llm.tokenizer.decode(left.prompt_token_ids) == "12<|end|>"
+    params.truncation_side = "right"
+    [right] = llm.chat(messages, params, use_tqdm=False)
+    assert llm.tokenizer.decode(right.prompt_token_ids) == "use"
+    with pytest.raises(InputError, match="characters, more than max_model_len=128 tokens hold"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_what_is_changed_after_a_request_was_made_does_not_reach_it(llm):
+    params = SamplingParams(max_tokens=6, temperature=0, logit_bias={5: 3.0})
+    want = llm.generate([[4, 2]], params, use_tqdm=False)[0].outputs[0].token_ids
+    [request] = llm.engine.door.admit([4, 2], params)
+    params.max_tokens, params.logit_bias = 1, None
+    assert (request.params.max_tokens, request.params.logit_bias) == (6, {5: 3.0})
+    assert [len(r.outputs[0].token_ids) for r in llm.generate([[4, 2]], params, use_tqdm=False)] == [1]
+    params.max_tokens, params.logit_bias = 6, {5: 3}
+    assert llm.generate([[4, 2]], params, use_tqdm=False)[0].outputs[0].token_ids == want
+    params.logit_bias[5] = float("nan")  # in place, where no assignment sees it
+    with pytest.raises(InputError, match="^logit_bias={5: nan} must be"):
+        llm.generate([[4, 2]], params, use_tqdm=False)
+    llm.get_default_sampling_params().max_tokens = 3
+    assert llm.get_default_sampling_params().max_tokens == 16
+
+
 def test_sampling_is_repeatable_by_seed_and_differs_without(llm):
     def sampled(seed):
         params = SamplingParams(max_tokens=12, temperature=3.0, seed=seed, ignore_eos=True)
@@ -137,7 +166,7 @@ def test_several_answers_share_a_prompt_and_each_is_what_it_is_alone(llm):
             alone = SamplingParams(
                 max_tokens=9,
                 temperature=3.0,
-                seed=(params.seed + answer.index) % 2**32,
+                seed=params.seed + answer.index,
                 ignore_eos=True,
                 logprobs=1,
             )
@@ -545,6 +574,27 @@ def test_a_second_start_traces_no_step(path, tmp_path):
         (["a", "b"], [GREEDY], "sampling_params has 1 entries, must have one for each of 2 prompts"),
         ("a", [{"max_tokens": 3}], "sampling_params={'max_tokens': 3} must be a SamplingParams"),
         ("a", 3, "sampling_params=3 must be a SamplingParams or a list of them"),
+        (
+            "a",
+            SamplingParams(allowed_token_ids=[0], min_tokens=3),
+            r"^allowed_token_ids=\[0\] must have a token to choose as an answer's first: min_tokens=3 bars",
+        ),
+        (
+            "a",
+            SamplingParams(allowed_token_ids=[5], bad_words=["#"]),
+            r"^allowed_token_ids=\[5\] must have a token to choose as an answer's first: bad_words bar some$",
+        ),
+        (
+            "a",
+            SamplingParams(allowed_token_ids=[5, 6], bad_words=["##", "#$"]),
+            r"^allowed_token_ids=\[5, 6\] must have a token to choose behind the answer's tokens \[5\]: ",
+        ),
+        (
+            "a",
+            SamplingParams(stop_token_ids=[*range(97)], min_tokens=1),
+            "^the vocabulary must have a token to choose as an answer's first: min_tokens=1 bars those that",
+        ),
+        ("a", SamplingParams(logprobs=5), "^logprobs=5 must be at most max_logprobs=4$"),
     ],
 )
 def test_bad_prompts_are_refused_and_nothing_runs(llm, prompts, params, message):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from jaxpaged import sampling
+from jaxpaged import InputError, sampling
 from jaxpaged.engine.request import Door, Request
 from jaxpaged.engine.state import Rows, empty_rows, token_bits, tokens_of
 from jaxpaged.sampling import Context, SamplingState, first_ranked, likeliest, sample
@@ -102,7 +102,7 @@ class Letters:
 
 
 DOOR = Door(
-    SimpleNamespace(scheduling_policy="fcfs", block_size=8, seed=0),
+    SimpleNamespace(scheduling_policy="fcfs", block_size=8, seed=0, max_logprobs=20),
     SimpleNamespace(vocab_size=ROOM, eos_token_ids=(3,)),
     LENGTH,
     SimpleNamespace(num_blocks=10**6),
@@ -155,6 +155,12 @@ def mixes(draw: st.DrawFn, exact: bool) -> tuple[list[int], list[int], SamplingP
         ignore_eos=draw(st.booleans()),
         logprobs=some(st.integers(0, 4), None),
     )
+    try:
+        DOOR.admit(prompt, params)
+    except InputError as error:  # of options that leave no token to choose
+        if "must have a token to choose" not in str(error):
+            raise
+        reject()
     return prompt.tolist(), answer.tolist(), params
 
 

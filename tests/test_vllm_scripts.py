@@ -316,6 +316,12 @@ def test_prompts_take_vllms_fields(llm):
         llm.generate({"prompt": "ab", "multi_modal_data": {"image": object()}}, tiny.greedy(2))
     plain = {"tokenization_kwargs": {"add_special_tokens": False}, "use_tqdm": False}
     assert llm.generate("ab", tiny.greedy(1), **plain)[0].prompt_token_ids == [2]
+    cut = {"truncate_prompt_tokens": 2, "truncation_side": "right"}
+    for prompt in ("abab12", llm.tokenizer.encode("abab12")):
+        [output] = llm.generate(prompt, tiny.greedy(1), tokenization_kwargs=cut, use_tqdm=False)
+        assert output.prompt_token_ids == llm.tokenizer.encode("abab12")[:2]
+    with pytest.raises(InputError, match="truncate_prompt_tokens=0 must be None, -1 or a positive int"):
+        llm.generate("ab", tiny.greedy(1), tokenization_kwargs={"truncate_prompt_tokens": 0})
     with pytest.raises(InputError, match="tokenization_kwargs={'padding': True} must be None or a mapping"):
         llm.generate("ab", tiny.greedy(1), tokenization_kwargs={"padding": True})
 

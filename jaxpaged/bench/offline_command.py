@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.checks import InputError, check, checked_int, checked_number
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import config_of
 from jaxpaged.serve.command import Commands
 
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition")
@@ -177,7 +177,7 @@ def _ratios(text: str) -> tuple[float, float]:
 
 def _check_common(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     checked_int("seed", args.seed, "an int in [0, 2**32)", 0, 2**32 - 1)
-    EngineConfig(**engine_options)  # mistakes are told before anything heavy is loaded
+    config_of(engine_options)  # mistakes are told before anything heavy is loaded
     if args.output_json is not None:  # and so is a file that cannot be written
         try:
             with Path(args.output_json).open("a", encoding="utf-8"):

@@ -17,6 +17,7 @@ from jaxpaged.engine.async_engine import CHECKED_HERE, AsyncEngine
 from jaxpaged.engine.handle import EngineDeadError, Handle
 from jaxpaged.engine.llm import LLM, Prompt
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.prompts import with_cut
 from jaxpaged.engine.request import Request
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
@@ -107,13 +108,16 @@ class AsyncLLM:
                 yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Give requests up: their streams end with the reason "abort". Others' ids change nothing."""
+        """Give requests up: their streams end with the reason "abort", and their ids are free at once.
+
+        Others' ids change nothing.
+        """
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self.abort_now(each)
 
     def abort_now(self, request_id: str) -> None:
-        """The same for one, from a callback."""
-        self.engine.abort(self._handles.get(request_id, []))
+        """Give up one request, as `abort` does, from a callback."""
+        self.engine.abort(self._handles.pop(request_id, []))
 
     async def admit(
         self,
@@ -126,12 +130,15 @@ class AsyncLLM:
     ) -> Admitted:
         """Check a prompt, and cut it into tokens; `InputError` if it could never run."""
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = with_cut(params, tokenization_kwargs)
         if self.engine.door.must_read(lora_request):
             await self.add_lora(lora_request)  # in another thread
         admit = functools.partial(
             self.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )
-        read = functools.partial(self.llm.read_prompt, tokenization_kwargs=tokenization_kwargs)
+        read = functools.partial(
+            self.llm.read_prompt, tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None)
+        )
         is_long = _is_long(prompt) or _work_of(params) > CHECKED_HERE
         return Admitted(*await self._read(is_long, read, prompt, admit))
 
@@ -143,21 +150,22 @@ class AsyncLLM:
         """
         rule = "a string that no request under way has"
         check("request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._handles)
-        self._handles[request_id] = []
-        outputs = self._async_engine.outputs_of(
-            [each.requests for each in prompts], self._handles[request_id].extend
-        )
+        handles = self._handles[request_id] = []
+        outputs = self._async_engine.outputs_of([each.requests for each in prompts], handles.extend)
         try:
             async with aclosing(outputs):
                 async for i, output in outputs:
                     yield i, dataclasses.replace(output, request_id=request_id, prompt=prompts[i].prompt)
         finally:
-            del self._handles[request_id]
+            if self._handles.get(request_id) is handles:  # not another's that was asked after an abort
+                del self._handles[request_id]
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises `InputError`."""
-        encode = functools.partial(self.llm.encode, text, add_special_tokens=add_special_tokens)
-        return await self._read(_is_long(text), encode)
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None
+    ) -> list[int]:
+        """Return the token ids of a text, as `LLM.tokenize` does. Raises `InputError`."""
+        read = functools.partial(self.llm.tokenize, text, add_special_tokens=add_special_tokens, cuts=cuts)
+        return await self._read(_is_long(text), read)
 
     async def _read[T](self, is_long: bool, read: Callable[..., T], *args: Any) -> T:
         """Return what `read` gives; where that takes long, from one of few threads, and within a time.

@@ -21,6 +21,9 @@ from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
+from jaxpaged.engine.pooling.head import is_for_pooling
+from jaxpaged.engine.pooling.head import read as read_head
+from jaxpaged.engine.pooling.llm import Pooling, PoolingMethods
 from jaxpaged.engine.progress import Progress
 from jaxpaged.engine.prompts import (
     Loras,
@@ -32,6 +35,7 @@ from jaxpaged.engine.prompts import (
     one_each,
     template_text,
     tokenization,
+    with_cut,
 )
 from jaxpaged.engine.prompts import Prompt as Prompt
 from jaxpaged.engine.request import Delta, Request
@@ -49,18 +53,20 @@ if TYPE_CHECKING:
 Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
 
 
-class LLM:
-    """Loads a model once and generates for batches of prompts.
+class LLM(PoolingMethods):
+    """Loads a model once and generates for batches of prompts, or pools them.
 
     `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id (of
     which `revision` is one). `tokenizer`: a directory or hub id with another tokenizer than the model's;
     `skip_tokenizer_init`: have none, for token ids only. `generation_config`: "auto" takes the model's own
     sampling defaults, "vllm" `SamplingParams`'. `chat_template`: a file, or a text, in place of the model's.
     `record_trace`: a file to write what is asked to, without any
-    text, as a trace for `jaxpaged lab` (see `engine.recording`). `options`: the fields of `EngineConfig`, and
-    those of vLLM's options that change nothing. With `num_processes`, every process makes the same: process 0
-    has the model to ask, the others work for it and raise `SystemExit` when it ends. Raises `InputError`, a
-    `ValueError`, for a user's mistake.
+    text, as a trace for `jaxpaged lab` (see `engine.recording`). `runner`: "generate", "pooling" for vectors,
+    classes and scores in place of answers, or "auto": what the model's files are made for; `pooler_config`
+    and `hf_overrides` say how, where the files do not (see `engine.pooling.head`). `options`: the fields of
+    `EngineConfig`, and those of vLLM's options that change nothing. With `num_processes`, every process makes
+    the same: process 0 has the model to ask, the others work for it and raise `SystemExit` when it ends.
+    Raises `InputError`, a `ValueError`, for a user's mistake.
     """
 
     def __init__(
@@ -73,9 +79,13 @@ class LLM:
         generation_config: str | None = "auto",
         chat_template: str | os.PathLike[str] | None = None,
         record_trace: str | os.PathLike[str] | None = None,
+        runner: str | None = "auto",
+        pooler_config: Any = None,
+        hf_overrides: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
+        runner = checked_choice("runner", runner or "auto", ("auto", "generate", "pooling"))
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
         self.chat_template = None if chat_template is None else template_text(chat_template)
@@ -86,6 +96,13 @@ class LLM:
             processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
         native.prepare(machine.resolve_dtype(c))
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
+        if runner == "pooling" or (runner == "auto" and is_for_pooling(checkpoint.path)):
+            machine.keep_on_disk(c.keep_programs)
+            self.tokenizer = checkpoint.tokenizer
+            self.pooling = Pooling(c, checkpoint, read_head(checkpoint, pooler_config, hf_overrides))
+            return
+        for name, value in (("pooler_config", pooler_config), ("hf_overrides", hf_overrides)):
+            check(name, value, "None unless runner is 'pooling'", not value)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:
@@ -123,8 +140,8 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` and `chat` take where no parameters are given."""
-        return self._default_params
+        """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""
+        return self._default_params.clone()
 
     def generate(
         self,
@@ -142,8 +159,9 @@ class LLM:
         (`TextPrompt`, `TokensPrompt`), and with a "cache_salt" if only prompts of the same salt may share its
         blocks. `sampling_params` is one for all prompts or a list with one each, and so are `lora_request`,
         None for the model alone, and `priority`, lower first, with `scheduling_policy="priority"`.
-        `tokenization_kwargs` may say whether texts get special tokens: {"add_special_tokens": False}. Nothing
-        runs unless all are valid. May be called from several threads, which then share the engine.
+        `tokenization_kwargs` may say whether texts get special tokens ({"add_special_tokens": False}), and
+        how long prompts are cut ({"truncate_prompt_tokens": 100}, as `SamplingParams` may). Nothing runs
+        unless all are valid. May be called from several threads, which then share the engine.
         """
         return list(
             self.generate_each(
@@ -181,11 +199,15 @@ class LLM:
         for i, (prompt, its, urgency, adapter) in enumerate(
             zip(many, params, priorities, adapters, strict=True)
         ):
-            admit = functools.partial(
-                self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
-            )
             try:
-                asked.append(self.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs))
+                its = with_cut(its, tokenization_kwargs)
+                admit = functools.partial(
+                    self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
+                )
+                cuts = getattr(its, "cuts", None)
+                asked.append(
+                    self.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs, cuts=cuts)
+                )
             except InputError as error:
                 if on_error is None:
                     raise of_prompt(i, len(many), error) from error
@@ -219,6 +241,7 @@ class LLM:
         check("messages", messages, "a list of messages, or of such lists", isinstance(messages, Sequence))
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
+        params = one_each("sampling_params", self._params(sampling_params), len(conversations))
         render = functools.partial(
             self.render_chat,
             chat_template=chat_template,
@@ -228,7 +251,10 @@ class LLM:
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        prompts = [render(conversation) for conversation in conversations]
+        prompts = [
+            render(conversation, cuts=getattr(its, "cuts", None))
+            for conversation, its in zip(conversations, params, strict=True)
+        ]
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
         )
@@ -315,10 +341,11 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
     ) -> dict[str, Any]:
         """Return the prompt, as text and as token ids, that the chat template makes of a conversation.
 
-        Options are those of `chat`. Raises `InputError`.
+        Options are those of `chat`; `cuts`: as `tokenize` takes it. Raises `InputError`.
         """
         text = chat.render(
             self.tokenizer,
@@ -331,7 +358,7 @@ class LLM:
             kwargs=kwargs,
         )
         # The template writes the special tokens itself: none are added.
-        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.tokenize(text, add_special_tokens=False, cuts=cuts)}
 
     def _submit(
         self, asked: Sequence[tuple[str | None, list[Request]]]
@@ -395,9 +422,10 @@ class LLM:
         admit: Callable[..., T],
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
     ) -> tuple[str | None, T]:
         """Return a prompt's text, where it was given as text, and what `admit` makes of its token ids and its
-        salt. Raises `InputError`.
+        salt. `cuts`: as `tokenize` takes it. Raises `InputError`.
         """
         text, token_ids, salt = prompt, None, None
         if isinstance(prompt, Mapping):
@@ -411,23 +439,25 @@ class LLM:
                 "or 'prompt_token_ids'"
             )
         if token_ids is None:
-            token_ids = self.encode(str(text), **tokenization(tokenization_kwargs))
+            token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
         return text, admit(token_ids, cache_salt=salt)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt.
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
+        """Return the token ids of a prompt. Raises `InputError`.
 
-        One too long for any model's context is refused without being read whole.
+        A text too long for any model's context is refused without being read whole. With `cuts`, "left" or
+        "right", so much is cut off at that end that the rest surely has as many tokens as the context.
         """
         if not text:
             raise InputError("prompt='' must not be empty")
         if self.tokenizer is None:
             raise InputError("prompt must be token ids: the model has no tokenizer")
         max_model_len = self.engine.door.max_model_len
-        if len(text) > max_model_len and len(text) > max_model_len * self._longest_token:
-            raise InputError(
-                f"the prompt has {len(text)} characters, more than max_model_len={max_model_len} tokens hold"
-            )
+        if len(text) > max_model_len and len(text) > (most := max_model_len * self._longest_token):
+            if cuts is None:
+                rule = f"more than max_model_len={max_model_len} tokens hold"
+                raise InputError(f"the prompt has {len(text)} characters, {rule}")
+            text = text[: 2 * most] if cuts == "right" else text[-2 * most :]
         try:
             text.encode()
             token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -13,6 +13,7 @@ from jaxpaged.engine.async_engine import Told
 from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect, or_raise
 from jaxpaged.engine.llm import LLM, Prompt
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.prompts import with_cut
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.lora import LoRARequest
@@ -77,10 +78,13 @@ class LLMEngine:
         """
         rule = "a string that no request under way has"
         check("request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._asked)
+        params = with_cut(params, tokenization_kwargs)
         admit = functools.partial(
             self.llm.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )
-        text, requests = self.llm.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs)
+        text, requests = self.llm.read_prompt(
+            prompt, admit, tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None)
+        )
         put = self._items.put
         handles = self.llm.engine.submit_all(requests, lambda item: put((request_id, item)))
         self._asked[request_id] = _Asked(self.llm, text, requests, handles)
@@ -196,5 +200,5 @@ class _Asked:
         self.told = Told(requests, llm.engine)
         self.told.handles = handles
         self.texts: dict[int, Callable[[Delta], Delta]] = {
-            handle.request_id: texts(llm.tokenizer, handle.request.params) for handle in handles
+            handle.request_id: texts(llm.tokenizer, handle.request) for handle in handles
         }

@@ -1,5 +1,6 @@
 """Prompts in all their forms, and what is one for all of them or a list with one each."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,11 +10,14 @@ import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_bool, is_int, shown
 from jaxpaged.lora import LoRARequest
+from jaxpaged.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 # One for all prompts, or a list with one each.
 Loras = LoRARequest | None | Sequence[LoRARequest | None]
 Priority = int | Sequence[int] | None
+# Of vLLM's `tokenization_kwargs`: fields of `SamplingParams` here.
+CUTS = ("truncate_prompt_tokens", "truncation_side")
 
 
 def as_many(prompts: Any) -> Sequence[Any]:
@@ -43,14 +47,21 @@ def template_text(template: Any) -> str:
 
 def tokenization(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what `encode` takes of vLLM's `tokenization_kwargs`. Raises `InputError` for others."""
-    rule = "None or a mapping with nothing but 'add_special_tokens'"
-    check(
-        "tokenization_kwargs",
-        kwargs,
-        rule,
-        kwargs is None or (isinstance(kwargs, Mapping) and not {*kwargs} - {"add_special_tokens"}),
-    )
-    return {name: checked_bool(name, value) for name, value in (kwargs or {}).items()}
+    known = ("add_special_tokens", *CUTS)
+    rule = f"None or a mapping with nothing but {', '.join(map(repr, known))}"
+    ok = kwargs is None or (isinstance(kwargs, Mapping) and not {*kwargs} - {*known})
+    check("tokenization_kwargs", kwargs, rule, ok)
+    return {name: checked_bool(name, value) for name, value in (kwargs or {}).items() if name not in CUTS}
+
+
+def with_cut(params: Any, kwargs: Mapping[str, Any] | None) -> Any:
+    """Return sampling parameters with what `tokenization_kwargs` say of cutting prompts. Raises `InputError`.
+
+    What is no `SamplingParams` is left as it is, to be refused.
+    """
+    tokenization(kwargs)
+    cut = {name: value for name, value in (kwargs or {}).items() if name in CUTS}
+    return dataclasses.replace(params, **cut) if cut and isinstance(params, SamplingParams) else params
 
 
 def is_list(value: Any) -> bool:

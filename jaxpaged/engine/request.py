@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -21,12 +21,13 @@ from jaxpaged.bounds import (
 from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
+from jaxpaged.engine.dead_ends import dead_end
 from jaxpaged.engine.state import MAX_EDITS, FinishReason, Phase, Rows, token_bits
 from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, seed_bits
 
 INT32_RULE = "an int in [-2**31, 2**31)"
 # A smaller number would count as 0 in a compiled program, and 0 cannot divide: float32's least normal one.
@@ -169,11 +170,15 @@ class Door:
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[Request]:
-        """A request for each of the prompt's `params.n` answers, to be queued together.
+        """Return a request for each of the prompt's `params.n` answers, to be queued together.
 
-        Raises `InputError`.
+        The requests have a copy of `params`, which may be changed afterwards. Raises `InputError`.
         """
         check("sampling_params", params, "a SamplingParams", isinstance(params, SamplingParams))
+        params, most = params.clone(), self.config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            told = getattr(params, name)
+            check(name, told, f"at most max_logprobs={most}", told is None or told <= most)
         first = self._first(prompt_token_ids, params, priority, cache_salt, lora_request)
         self._check_blocks(first)
         others = range(1, params.n)
@@ -212,7 +217,7 @@ class Door:
         cache_salt: str | None,
         lora_request: LoRARequest | None,
     ) -> Request:
-        prompt = self._prompt(prompt_token_ids)
+        prompt = self._prompt(self._cut(prompt_token_ids, params))
         max_num_tokens = self.max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(len(prompt) + params.max_tokens, max_num_tokens)
@@ -228,14 +233,17 @@ class Door:
         check_salt("cache_salt", cache_salt)
         adapter = self._adapter(lora_request)
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        edits = self._edits(params)
+        stops = {*eos, *(params.stop_token_ids or ())}
+        self._check_choice(params, edits, stops)
         return Request(
             prompt_token_ids=prompt,
             params=params.of_answer(0),
             priority=priority,
             salt=self.salts.number(cache_salt, adapter.number if adapter else 0),
-            stop_token_ids=tuple(sorted({*eos, *(params.stop_token_ids or ())})),
+            stop_token_ids=tuple(sorted(stops)),
             eos_token_ids=eos,
-            edits=self._edits(params),
+            edits=edits,
             max_num_tokens=max_num_tokens,
             adapter=adapter,
         )
@@ -333,6 +341,38 @@ class Door:
             checked_int("prompt token", token, rule, 0, self.model_config.vocab_size - 1)
         return np.array(token_ids, np.int32)
 
+    def _cut(self, token_ids: Any, params: SamplingParams) -> Any:
+        """Return what `truncate_prompt_tokens` leaves of a prompt; what is no list of ids as it is."""
+        most = params.truncate_prompt_tokens
+        if most is None or not hasattr(token_ids, "__len__"):
+            return token_ids
+        longest = self.max_model_len - 1
+        rule = f"-1, or less than max_model_len={self.max_model_len}"
+        check("truncate_prompt_tokens", most, rule, most <= longest)
+        most = longest if most == -1 else most
+        if len(token_ids) <= most:
+            return token_ids
+        return token_ids[:most] if params.cuts == "right" else token_ids[len(token_ids) - most :]
+
+    def _check_choice(self, params: SamplingParams, edits: "Sequence[Edit]", stops: Collection[int]) -> None:
+        """Raise `InputError` if an answer might come to where no token may follow."""
+        words = [
+            [each.token_id for each in edits[i - edit.prefix : i + 1]]
+            for i, edit in enumerate(edits)
+            if edit.value == -math.inf
+        ]
+        allowed = params.allowed_token_ids or range(self.model_config.vocab_size)
+        found = dead_end(allowed, words, stops, params.min_tokens, params.max_tokens)
+        if found is not None:
+            where = f"behind the answer's tokens {shown([*found])}" if found else "as an answer's first"
+            bars = ["bad_words bar some"] if words else []
+            if len(found) < params.min_tokens:
+                bars.append(f"min_tokens={params.min_tokens} bars those that end an answer")
+            name = "the vocabulary"
+            if params.allowed_token_ids is not None:
+                name = f"allowed_token_ids={shown([*params.allowed_token_ids])}"
+            raise InputError(f"{name} must have a token to choose {where}: {' and '.join(bars)}")
+
     def _check_blocks(self, request: Request) -> None:
         # An answer's last token is never written to the cache.
         block_size, prompt_len = self.config.block_size, len(request.prompt_token_ids)
@@ -371,8 +411,9 @@ class Door:
     def _seed(self, request: Request) -> int:
         """The request's own: the same whenever the same requests come in the same order."""
         if request.params.seed is not None:
-            return request.params.seed
-        return int(np.random.SeedSequence((self.config.seed, request.request_id)).generate_state(1)[0])
+            return seed_bits(request.params.seed)
+        seeds = self.config.seed % 2**64, request.request_id
+        return int(np.random.SeedSequence(seeds).generate_state(1)[0])
 
 
 @functools.lru_cache(maxsize=16)  # of a request with many prompts, once for all

@@ -40,6 +40,11 @@ def create_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAP
         app.include_router(routes.router)
     if options.enable_lora_updates:
         app.include_router(adapters.router)
+    return guarded(app, options)
+
+
+def guarded(app: FastAPI, options: ServerOptions) -> FastAPI:
+    """Put an application behind its guards, and let it tell every mistake in OpenAI's form."""
     app.add_middleware(Load)
     app.add_middleware(Guard, options=options)
     if options.allowed_origins:  # else no other site's page reads an answer
@@ -93,8 +98,11 @@ async def _input_error(request: Request, error: InputError) -> Response:
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
-    """The first of what is wrong, with the path to it."""
+    """Tell the first of what is wrong, with the path to it."""
     first: dict[str, Any] = next(iter(error.errors()), {})
+    ours = first.get("ctx", {}).get("error")
+    if isinstance(ours, InputError):
+        return await _input_error(request, ours)
     path = ".".join(str(step) for step in first.get("loc", ()) if step != "body")
     message = f"{path}: {first.get('msg', 'invalid')}" if path else str(first.get("msg", "invalid"))
     return ApiError(400, message, param=path or None).response()

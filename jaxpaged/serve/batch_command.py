@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.checks import InputError, check, checked_int
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import config_of
 from jaxpaged.serve.command import Commands, add_model_options, require, server_options
 
 NEEDS = ("fastapi", "prometheus_client")
@@ -55,7 +55,7 @@ def add_run_batch(
 def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
     """Answer a batch. Returns: the exit code. Raises `InputError`, also where packages are missing."""
     options = server_options(args)
-    config = EngineConfig(**engine_options)  # mistakes are told before anything heavy is loaded
+    config = config_of(engine_options)  # mistakes are told before anything heavy is loaded
     if options.lora_modules:
         check("enable_lora", config.enable_lora, "True for adapters", config.enable_lora)
     most = 4 * config.max_num_seqs * config.data_parallel_size

@@ -31,14 +31,14 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
-        kwargs=body.chat_template_kwargs,
+        kwargs=body.template_kwargs,
+        cuts=body.cuts,
     )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InputError("top_logprobs must be left out unless logprobs is true")
-    limit = body.max_completion_tokens
     params = body.params(
         service.defaults,
-        max_tokens=body.max_tokens if limit is None else limit,
+        max_tokens=body.most_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         # The marks of calls and reasoning are special tokens of some models.
         skip_special_tokens=body.skip_special_tokens and writer.is_plain,

@@ -46,8 +46,12 @@ class ChatPrompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
     ) -> dict[str, Any]:
-        """Return the prompt, as text and as token ids. Raises `InputError`."""
+        """Return the prompt, as text and as token ids. Raises `InputError`.
+
+        `cuts`: the end, "left" or "right", that the text may lose where it is far too long for the model.
+        """
         read = read_messages(messages)
         write = functools.partial(
             render,
@@ -63,7 +67,7 @@ class ChatPrompts:
         is_long = size_of((read, tools, kwargs)) > TOKENIZED_HERE
         text = await asyncio.to_thread(write) if is_long else write()
         # The template writes the special tokens itself.
-        ids = await self._llm.encode(text, add_special_tokens=add_special_tokens)
+        ids = await self._llm.tokenize(text, add_special_tokens=add_special_tokens, cuts=cuts)
         return {"prompt": text, "prompt_token_ids": ids}
 
     def form(

@@ -2,15 +2,17 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError, check
-from jaxpaged.config import EngineConfig
+from jaxpaged.checks import InputError, check, shown
+from jaxpaged.config import config_of
 from jaxpaged.serve.options import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, ServerOptions
+from jaxpaged.untrusted import read_json
 
 # What the extra `serve` brings, and what each of our commands needs of it.
 SERVER_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -24,8 +26,11 @@ def add_serve(
     add_engine_options: Callable[[argparse.ArgumentParser], None],
     engine_options: Callable[[argparse.Namespace], dict[str, Any]],
 ) -> None:
+    """Add the command. Options of the engine are those of the other commands."""
     serve = commands.add_parser("serve", help="an OpenAI-compatible server, with metrics and a live page")
     serve.set_defaults(command=lambda args: run(args, engine_options(args)))
+    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    serve.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
     group = serve.add_argument_group("server")
     group.add_argument("--host", help="address to listen at (default 127.0.0.1: this machine alone)")
     group.add_argument("--port", type=int, help="default 8000; 0 for any that is free")
@@ -85,6 +90,13 @@ def add_serve(
         default=None,
         help="let clients have adapters loaded and unloaded: from any directory that the server can read",
     )
+    group.add_argument(
+        "--runner",
+        help="generate, pooling (vectors, classes and scores in place of answers), or auto (default): what "
+        "the model's files are made for",
+    )
+    for name in ("pooler-config", "hf-overrides"):
+        group.add_argument(f"--{name}", metavar="JSON", help="of a pooling model, if its files do not say it")
     group.add_argument("--log-level", help="debug, info (default: a line a request), warning or error")
     add_engine_options(serve)
 
@@ -125,8 +137,9 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     """Serve until a signal ends it. Raises `InputError`, also where the packages are missing."""
+    args.model = args.model if args.model_tag is None else args.model_tag
     options = server_options(args)
-    config = EngineConfig(**engine_options)  # mistakes are told before anything heavy is loaded
+    config = config_of(engine_options)  # mistakes are told before anything heavy is loaded
     if options.lora_modules or options.enable_lora_updates:
         check("enable_lora", config.enable_lora, "True for adapters", config.enable_lora)
     require(SERVER_NEEDS, "serve")
@@ -134,6 +147,7 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     from absl import logging
 
     from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.engine.llm import LLM
     from jaxpaged.serve import server
 
     if config.process_id:  # works for process 0, which listens; ends by `SystemExit`
@@ -146,14 +160,31 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     if not (options.is_on_loopback or options.api_keys):
         _say(f"jaxpaged: anybody who reaches {options.host} may use the model: there is no --api-key")
     with bound:
-        llm = AsyncLLM(args.model, **engine_options)
+        made = LLM(args.model, **engine_options, **_pooling_options(args))
+        llm = AsyncLLM.of(made) if made.pooling is None else made.pooling
         name = (options.served_model_names or (args.model,))[0]
         server.run(llm, str(args.model), options, bound, lambda url: print(_ready(url, name), flush=True))
 
 
+def _pooling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what `LLM` takes of a pooling model. Raises `InputError` for text that is no JSON object."""
+    options: dict[str, Any] = {"runner": args.runner}
+    for name in ("pooler_config", "hf_overrides"):
+        if (text := getattr(args, name)) is not None:
+            options[name] = read_json(text)
+            check(f"--{name.replace('_', '-')}", text, "a JSON object", isinstance(options[name], dict))
+    return options
+
+
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    """Those given; the others keep their defaults. Raises `InputError`."""
+    """Return the options given; the others keep their defaults. Raises `InputError`.
+
+    Lists may be in JSON, as for vLLM: `--allowed-origins '["*"]'`; adapters are objects there.
+    """
     given = {name: getattr(args, name, None) for name in ServerOptions.__dataclass_fields__}
+    for name, values in given.items():
+        if isinstance(values, list):
+            given[name] = [text for value in values for text in _texts(name, value)]
     if given["api_keys"] is None and os.environ.get(KEY_VARIABLE):
         given["api_keys"] = [os.environ[KEY_VARIABLE]]
     if given["chat_template"] is not None:
@@ -168,6 +199,19 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         if value is not None
     }
     return ServerOptions(**made)
+
+
+def _texts(name: str, text: str) -> list[str]:
+    """Return the texts that one value of a list stands for: itself, or what it says in JSON."""
+    if not text.startswith(("[", "{")):
+        return [text]
+    try:
+        said = json.loads(text)
+        items = said if isinstance(said, list) else [said]
+        return [item if isinstance(item, str) else f"{item['name']}={item['path']}" for item in items]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        rule = "texts, JSON lists of texts, or for adapters objects with a name and a path"
+        raise InputError(f"{name}={shown(text)} must be {rule}") from None
 
 
 def require(packages: tuple[str, ...], extra: str) -> None:

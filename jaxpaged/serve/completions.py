@@ -25,7 +25,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     writer = Writer(body, service)
     service.check_num_answers(len(body.prompts) * (body.n or 1))
     prompts: list[Prompt] = [
-        await service.llm.encode(each, add_special_tokens=False)
+        await service.llm.tokenize(each, add_special_tokens=False, cuts=body.cuts)
         if isinstance(each, str) and not body.add_special_tokens
         else each
         for each in body.prompts
@@ -36,7 +36,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     params = body.params(
         service.defaults,
         # Asked for the prompt's echo alone, one token is made, and left out.
-        max_tokens=1 if writer.is_echo_alone else body.max_tokens,
+        max_tokens=1 if writer.is_echo_alone else body.most_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_top,
     )
@@ -54,7 +54,7 @@ class Writer:
         self._body, self._service = body, service
         self._model = service.check_model(body.model)
         self._names = TokenNames(service.llm.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self.is_echo_alone = bool(body.echo) and body.max_tokens == 0
+        self.is_echo_alone = bool(body.echo) and body.most_tokens == 0
 
     def whole(self, run: Run, choices: list[Choice]) -> dict[str, Any]:
         choices = [self._cut(choice) for choice in choices]

@@ -1,6 +1,8 @@
 """What Prometheus asks for, under vLLM's names, so that what was made to watch vLLM watches this.
 
-Numbers of requests are counted as their tokens come; those of the engine are read when somebody asks.
+Tokens are counted as they come, whatever becomes of their requests. Requests and answers are counted when
+they end: `request_success` counts each answer by its reason, and every other number of requests and answers
+leaves out those that were aborted. Numbers of the engine are read when somebody asks.
 """
 
 import dataclasses
@@ -139,7 +141,6 @@ class Metrics:
             return 0
         self.prompt_tokens.inc(len(output.prompt_token_ids))
         self.cached_tokens.inc(output.num_cached_tokens)
-        self._prompt_lens.observe(len(output.prompt_token_ids))
         return output.num_cached_tokens
 
     def note_end(
@@ -150,10 +151,10 @@ class Metrics:
         answer: CompletionOutput,
         params: SamplingParams,
     ) -> None:
-        """Count an answer that has ended."""
+        """Count an answer that has ended, and with the first of a prompt's answers the prompt."""
         self._success.labels(*self._labels, answer.finish_reason).inc()
         its = times.answers.get((prompt, answer.index))
-        if its is None:  # given up before its first token
+        if its is None or answer.finish_reason == "abort":
             return
         began = None if output.metrics is None else output.metrics.first_scheduled_time
         began = its.first if began is None else min(began, its.first)
@@ -166,6 +167,7 @@ class Metrics:
         if its.num_tokens > 1:
             self._tpot.observe((its.last - its.first) / (its.num_tokens - 1))
         if not answer.index:
+            self._prompt_lens.observe(len(output.prompt_token_ids))
             self._n.observe(params.n)
             if params.max_tokens is not None:
                 self._max_tokens.observe(params.max_tokens)

@@ -11,12 +11,11 @@ from starlette.responses import Response
 
 from jaxpaged.checks import InputError, checked_int, shown
 from jaxpaged.conversations import read_items
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import TokenNames, chat_logprobs
 from jaxpaged.serve.replies import ApiError, event, reply
 from jaxpaged.serve.response_items import Event, Items, chat_tools
-from jaxpaged.serve.schemas import ResponsesRequest, seed_of
+from jaxpaged.serve.schemas import ResponsesRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 from jaxpaged.serve.tools import AnswerPieces, Form
 
@@ -43,24 +42,17 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     _refuse_missing(body)
     tools = chat_tools(body.tools)
     form = service.chat_prompts.form(tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    effort = (body.reasoning or {}).get("effort")
     prompt = await service.chat_prompts.render(
         _messages(body),
         tools=tools if body.tool_choice != "none" else None,
-        kwargs=None if effort is None else {"reasoning_effort": effort},
+        kwargs=body.template_kwargs,
+        cuts=body.cuts,
     )
-    defaults = service.defaults
-    params = SamplingParams.from_optional(
+    params = body.params(
+        service.defaults,
         max_tokens=body.max_output_tokens,
-        temperature=defaults.temperature if body.temperature is None else body.temperature,
-        top_p=defaults.top_p if body.top_p is None else body.top_p,
-        top_k=defaults.top_k if body.top_k is None else body.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        seed=seed_of(body.seed),
         logprobs=_num_top(body),
         skip_special_tokens=form.is_plain,
-        output_kind=RequestOutputKind.DELTA,
     )
     run = await service.start(request, body, "resp", [prompt], params)
     writer = Writer(body, model, run, service, dataclasses.replace(form, prompt=prompt["prompt"]))
@@ -85,6 +77,7 @@ def _refuse_missing(body: ResponsesRequest) -> None:
     for name, is_asked in (
         ("previous_response_id", body.previous_response_id is not None),
         ("background", bool(body.background)),
+        ("prompt", body.prompt is not None),
     ):
         if is_asked:
             raise InputError(f"{name} is not supported: leave it out")

@@ -1,34 +1,46 @@
-"""What clients may ask, field by field: OpenAI's, and vLLM's that this engine has. Others are ignored."""
+"""What clients may ask, field by field: OpenAI's, and vLLM's that this engine has.
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+null stands for a field that is not given. Of other fields those that vLLM knows must ask for nothing, by the
+table in `jaxpaged.vllm_names`; what vLLM does not know either is ignored, as by vLLM.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from jaxpaged.checks import InputError, is_int
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.serve.bounds import first_error_only
+from jaxpaged.vllm_names.judge import FIELD_NAMES, passes
 
 Number = float | None
 Count = int | None
 
-# Fields that ask for tokens to be chosen by a grammar, which this engine does not do.
-STRUCTURED = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_decoding_backend",
-    "structural_tag",
-)
 
-
-class Asked(BaseModel):
-    """A request's body. Unknown fields are allowed, and kept where one asks for what is not there."""
+class Body(BaseModel):
+    """A request's body."""
 
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        """Leave out what is null; but `max_tokens`, where null asks for as many as there is room for."""
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        return {name: value for name, value in data.items() if value is not None or name == "max_tokens"}
+
+    @model_validator(mode="after")
+    def _refuse_others(self) -> Self:
+        """Raise `InputError` for a field that would change the answer, and is not served."""
+        for name, value in (self.model_extra or {}).items():
+            passes(name, value, FIELD_NAMES, {"n": getattr(self, "n", None)})
+        return self
+
+
+class Asked(Body):
+    """A request to a model."""
 
     model: str | None = None
 
@@ -44,7 +56,7 @@ class Queued(Asked):
     cache_salt: str | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
@@ -54,11 +66,9 @@ class StreamOptions(BaseModel):
         return bool(self.include_usage or self.continuous_usage_stats)
 
 
-class Sampled(Queued):
+class Drawn(Queued):
     """What chooses tokens, the same for all kinds of requests; None for the model's or the engine's own."""
 
-    max_tokens: Count = None
-    n: int | None = 1
     temperature: Number = None
     top_p: Number = None
     seed: int | None = None
@@ -67,8 +77,6 @@ class Sampled(Queued):
     frequency_penalty: Number = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
     # vLLM's
     top_k: int | None = None
     min_p: Number = None
@@ -81,14 +89,13 @@ class Sampled(Queued):
     spaces_between_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool | None = False
-    return_tokens_as_token_ids: bool | None = False
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     SAME: ClassVar[tuple[str, ...]] = (
-        "n",
         "temperature",
         "top_p",
+        "seed",
         "stop",
         "presence_penalty",
         "frequency_penalty",
@@ -104,43 +111,53 @@ class Sampled(Queued):
         "spaces_between_special_tokens",
         "allowed_token_ids",
         "bad_words",
+        "truncate_prompt_tokens",
+        "truncation_side",
     )
 
     def params(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **more: Any
     ) -> SamplingParams:
-        """The engine's; what is not given is as the model's makers have it. Raises `InputError`."""
-        self.refuse_missing()
+        """Return the engine's; what is not given is as the model's makers have it. Raises `InputError`."""
         given = {name: value for name in self.SAME if (value := getattr(self, name)) is not None}
         own = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         same = {name: getattr(defaults, name) for name in own}
+        kind = RequestOutputKind.DELTA
         return SamplingParams.from_optional(
-            **same
-            | given
-            | {
-                "max_tokens": max_tokens,
-                "seed": seed_of(self.seed),
-                "logprobs": logprobs,
-                "prompt_logprobs": self.prompt_logprobs,
-                "output_kind": RequestOutputKind.DELTA,
-            }
-            | more
+            **same | given | {"max_tokens": max_tokens, "logprobs": logprobs, "output_kind": kind} | more
         )
 
-    def refuse_missing(self) -> None:
-        """Raise `InputError` for what would change the answer, and is not there."""
-        extra = self.model_extra or {}
-        for name in STRUCTURED:
-            if extra.get(name) is not None:
-                raise InputError(f"{name}: structured outputs are not supported yet: leave it out")
-        kind = extra.get("response_format")
-        if kind is not None and (kind.get("type") if isinstance(kind, Mapping) else kind) != "text":
-            raise InputError("response_format must be {'type': 'text'}: others are not supported yet")
-        for name, neutral in (("best_of", self.n), ("use_beam_search", False), ("suffix", "")):
-            if extra.get(name) not in (None, neutral):
-                raise InputError(f"{name} is not supported: leave it out")
+    @property
+    def cuts(self) -> str | None:
+        """The end at which a prompt that is too long is cut off; None: it is refused."""
+        return None if self.truncate_prompt_tokens is None else self.truncation_side or "left"
+
+
+class Sampled(Drawn):
+    """A request for completions, of a prompt or a conversation."""
+
+    max_tokens: Count = None
+    max_completion_tokens: Count = None
+    n: int | None = 1
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+
+    def params(
+        self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **more: Any
+    ) -> SamplingParams:
+        """Return the engine's, as `Drawn.params` does."""
         if self.stream_options is not None and self.stream_options.asks and not self.stream:
             raise InputError("stream_options must be left out unless stream is true")
+        own = {"n": self.n, "prompt_logprobs": self.prompt_logprobs}
+        return super().params(defaults, max_tokens=max_tokens, logprobs=logprobs, **own | more)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """New tokens of an answer at most; None: as many as there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def includes_usage(self) -> bool:
@@ -152,13 +169,6 @@ class Sampled(Queued):
         return self.includes_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
-
-
-def seed_of(seed: int | None) -> int | None:
-    """A seed of the engine's for any 64-bit number: by its last 32 bits. None and -1 ask for none."""
-    if seed is None or seed == -1 or not -(2**63) <= seed < 2**63:
-        return seed  # what is no seed is refused later, by its name
-    return seed % 2**32
 
 
 Prompts = (
@@ -184,9 +194,18 @@ class CompletionRequest(Sampled):
         return [*self.prompt]
 
 
+def _template_kwargs(
+    given: dict[str, Any] | None, effort: str | None, documents: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return what a chat template is told, as vLLM tells it: an effort also says whether to think."""
+    kwargs = dict(given or {})
+    if effort is not None:
+        kwargs = {"enable_thinking": effort != "none"} | kwargs | {"reasoning_effort": effort}
+    return kwargs if documents is None else kwargs | {"documents": documents}
+
+
 class ChatRequest(Sampled):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Count = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -199,15 +218,19 @@ class ChatRequest(Sampled):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = True
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages."""
+        return _template_kwargs(self.chat_template_kwargs, self.reasoning_effort, self.documents)
 
 
-class ResponsesRequest(Queued):
+class ResponsesRequest(Drawn):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count = None
-    temperature: Number = None
-    top_p: Number = None
-    stream: bool | None = False
     store: bool | None = None
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
@@ -219,12 +242,18 @@ class ResponsesRequest(Queued):
     parallel_tool_calls: bool | None = True
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages."""
+        effort = (self.reasoning or {}).get("effort")
+        return _template_kwargs(self.chat_template_kwargs, None if effort is None else str(effort))
 
 
-class UnloadAdapterRequest(BaseModel):
+class UnloadAdapterRequest(Body):
     lora_name: Annotated[str, Field(min_length=1)]
 
 

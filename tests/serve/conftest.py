@@ -23,6 +23,8 @@ ENGINE = tiny.DEFAULTS
 # Takes tools, and shows how calls are written.
 TEMPLATE = (
     "{% for t in tools or [] %}<tool_call>{{ t.function.name }};{% endfor %}"
+    "{% for d in documents or [] %}document:{{ d.text }};{% endfor %}"
+    "{% if reasoning_effort %}effort:{{ reasoning_effort }}{{ enable_thinking }};{% endif %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
     "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments.items() | list }})"
     "{% endfor %};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"

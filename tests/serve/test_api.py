@@ -1,5 +1,6 @@
 """The API as the openai client and plain HTTP see it; what is answered is what `LLM` answers."""
 
+import asyncio
 import concurrent.futures
 import json
 import re
@@ -8,8 +9,10 @@ from contextlib import aclosing
 import openai
 import pytest
 
-from jaxpaged import SamplingParams
+from jaxpaged import InputError, SamplingParams
 from jaxpaged.engine.texts import TextError
+from jaxpaged.serve.chat_prompts import ChatPrompts
+from jaxpaged.vllm_names.judge import known_names
 from tests import tiny
 
 PROMPT = "ab c12"
@@ -264,8 +267,8 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("completions", {"prompt": [1, 97]}, 400, "prompt token=97 must be a token id"),
         ("completions", {"prompt": "a" * 4000}, 400, "characters"),
         ("completions", {"prompt": "a", "n": 5000}, 400, "5000 answers"),
-        ("completions", {"prompt": "a", "guided_json": {}}, 400, "structured outputs are not supported"),
-        ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
+        ("completions", {"prompt": "a", "guided_json": {}}, 400, "(structured outputs), is not supported"),
+        ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix='b', an option of vLLM's"),
         ("completions", {"prompt": "a", "priority": 3}, 400, "priority=3 must be 0"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
         ("completions", {"prompt": "\ud800"}, 400, "unicode"),
@@ -298,6 +301,15 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("responses", {"input": "a", "include": ["x"]}, 400, "include.0='x' must be one of message.output"),
         ("responses", {"input": "a", "top_logprobs": 21}, 400, "top_logprobs=21 must be an int in [0, 20]"),
         ("responses", {"input": "a", "tool_choice": "required"}, 400, "structured outputs"),
+        ("completions", {"prompt": "a", "prompt_embeds": "AAAA"}, 400, "prompt_embeds='AAAA', an option of"),
+        ("completions", {"prompt": "a", "best_of": 2}, 400, "best_of=2, an option of vLLM's"),
+        ("completions", {"prompt": "a", "regex": "a+"}, 400, "regex='a+', an option of other servers"),
+        ("completions", {"prompt": "a", "truncate_prompt_tokens": 128}, 400, "less than max_model_len=128"),
+        ("completions", {"prompt": "a", "allowed_token_ids": [0], "min_tokens": 1}, 400, "allowed_token_ids"),
+        ("chat/completions", {"messages": MESSAGES, "functions": [{"name": "f"}]}, 400, "use tools"),
+        ("chat/completions", {"messages": MESSAGES, "modalities": ["text", "audio"]}, 400, "modalities="),
+        ("responses", {"input": "a", "structured_outputs": {"regex": "a"}}, 400, "structured_outputs="),
+        ("responses", {"input": "a", "prompt": {"id": "p"}}, 400, "prompt is not supported"),
         ("nothing", {}, 404, "Not Found"),
     ],
 )
@@ -310,6 +322,77 @@ def test_a_mistake_is_told_in_openais_form(served, path, body, status, message):
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == status
     assert message in error["message"]
+
+
+def test_all_of_vllms_fields_at_their_defaults_or_null_change_nothing(served):
+    """Each route as vLLM's own clients may ask it: with every field that it has."""
+    for path, title, needed, unasked in (
+        ("v1/completions", "CompletionRequest", {"prompt": "ab"}, {"temperature": 0, "max_tokens": 4}),
+        ("v1/chat/completions", "ChatCompletionRequest", {"messages": MESSAGES}, {"max_tokens": 4}),
+        ("v1/responses", "ResponsesRequest", {"input": "ab"}, {"max_output_tokens": 4}),
+        ("tokenize", "TokenizeRequest", {"prompt": "ab"}, {}),
+        ("tokenize", "TokenizeRequest", {"messages": MESSAGES}, {}),
+        ("detokenize", "DetokenizeRequest", {"tokens": [5]}, {}),
+    ):
+        fields = known_names()["names"][title]
+        given = {name: field["default"] for name, field in fields.items() if "default" in field}
+        asked = unasked | {"temperature": 0} | needed
+        told = []
+        for body in (asked, given | asked, dict.fromkeys(given.keys() - {"max_tokens"}) | asked):
+            reply = served.http.post(f"/{path}", json=body)
+            assert reply.status_code == 200, (path, reply.text)
+            got = reply.json()
+            told.append([got.get(key) for key in ("choices", "usage", "tokens", "prompt")])
+            told[-1].append([each["content"] for each in got.get("output", [])])
+        assert told[1:] == told[:1] * 2, path
+
+
+def test_the_template_is_told_an_effort_and_documents(served):
+    def told(**more):
+        asked = {"messages": MESSAGES, "max_completion_tokens": 1, "return_token_ids": True} | more
+        reply = served.http.post("/v1/chat/completions", json=asked).json()
+        return served.llm.tokenizer.decode(reply["prompt_token_ids"])
+
+    plain = "user:ab;assistant:"
+    assert told(reasoning_effort=None, documents=None) == plain
+    assert told(reasoning_effort="low") == "effort:lowTrue;" + plain
+    assert told(reasoning_effort="none") == "effort:noneFalse;" + plain
+    kwargs = {"enable_thinking": 7, "reasoning_effort": "high"}
+    assert told(reasoning_effort="low", chat_template_kwargs=kwargs) == "effort:low7;" + plain
+    assert told(documents=[{"title": "t", "text": "d1"}, {"text": "d2"}]) == (
+        "document:d1;document:d2;" + plain
+    )
+    asked = {"input": "ab", "reasoning": {"effort": "low"}, "max_output_tokens": 1}
+    usage = served.http.post("/v1/responses", json=asked).json()["usage"]
+    assert usage["input_tokens"] == len(served.llm.tokenizer.encode("effort:lowTrue;" + plain))
+    prompts = ChatPrompts(served.llm, "{{ messages[0].content }}", "auto")
+    with pytest.raises(InputError, match="^documents: the model's chat template has no place for them$"):
+        asyncio.run(prompts.render(MESSAGES, kwargs={"documents": [{"text": "d"}]}))
+
+
+@pytest.mark.parametrize(("side", "kept"), [(None, slice(-5, None)), ("right", slice(0, 5))])
+def test_a_long_prompt_is_cut_where_that_is_asked_for(served, side, kept):
+    """Text, token ids and conversations, also such as no context holds; -1 leaves room for a token."""
+    text = "".join(chr(33 + i % 90) for i in range(700)) + "ab"
+    cut = {"truncate_prompt_tokens": 5, "truncation_side": side}
+    asked = {"max_tokens": 2, "temperature": 0, "return_token_ids": True}
+    ids = served.llm.tokenizer.encode(text)
+    for path, prompt, want in (
+        ("completions", {"prompt": text}, ids),
+        ("completions", {"prompt": text, "add_special_tokens": False}, ids),
+        ("completions", {"prompt": ids}, ids),
+        ("completions", {"prompt": ids[:3]}, ids[:3]),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": text}]},
+            served.llm.tokenizer.encode(f"user:{text};assistant:"),
+        ),
+    ):
+        got = served.http.post(f"/v1/{path}", json=asked | cut | prompt).json()
+        assert got.get("prompt_token_ids", got["choices"][0].get("prompt_token_ids")) == want[kept]
+        assert got["usage"]["prompt_tokens"] == min(5, len(want))
+    got = served.http.post("/v1/completions", json=asked | {"prompt": text, "truncate_prompt_tokens": -1})
+    assert (got.json()["usage"]["prompt_tokens"], got.json()["usage"]["completion_tokens"]) == (127, 1)
 
 
 def test_responses_whole_and_streamed_are_the_same(served):

@@ -68,9 +68,15 @@ async def test_an_abort_ends_the_stream_with_its_reason(llm, brake):
         await gather(llm, [5], params, "r1")
     await llm.abort(["r0", "stranger"])
     await llm.abort("r1")
+    again = asyncio.create_task(gather(llm, [7], params, "r1"))  # while the first one's stream goes on
+    await asyncio.sleep(0)
+    await llm.abort("r1")
+    asking.append(asyncio.create_task(gather(llm, [8], SamplingParams(max_tokens=2), "r1")))
     hold.off()
+    assert (await again)[-1].outputs[0].finish_reason == "abort"
     reasons = [(await each)[-1].outputs[0].finish_reason for each in asking]
-    assert reasons == ["abort", "abort", "length"]
+    assert reasons[:3] == ["abort", "abort", "length"]
+    assert reasons[3] != "abort"
     assert not llm._handles
     soon(lambda: not llm.engine._driver.has_work)
 

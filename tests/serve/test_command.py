@@ -50,6 +50,9 @@ def test_nothing_of_the_server_is_imported_unless_it_is_asked_for():
             "",
             "reasoning_parser='x' must be one of auto, none, ",
         ),
+        (["serve", "--allowed-origins", "[3]"], "", "allowed_origins='[3]' must be texts, JSON lists"),
+        (["serve", "--nnodes", "2"], "", "nnodes=2, an option of vLLM's since"),
+        (["serve", "--ssl-keyfile", "k"], "", "must be None or ''; use a proxy before the server"),
         (["serve", "--host", "256.0.0.1"], "", "host='256.0.0.1', port=8000 cannot be had"),
         (["bench", "serve", "--goodput", "ttft"], "", "--goodput 'ttft' must be one of ttft, tpot, e2e"),
         (["bench", "serve", "--rate", "0"], "", "rate=0.0 must be a number > 0"),
@@ -85,6 +88,9 @@ def test_options_reach_the_server(monkeypatch, tmp_path):
     )
     args = cli._parser().parse_args(["serve", "--api-key", "x", "--api-key", "y"])
     assert command.server_options(args).api_keys == ("x", "y")
+    text = """serve --allowed-origins ["http://x","y"] --lora-modules a=b {"name":"c","path":"d=e"}"""
+    options = command.server_options(cli._parser().parse_args(text.split()))
+    assert (options.allowed_origins, options.lora_modules) == (("http://x", "y"), ("a=b", "c=d=e"))
 
 
 def test_a_process_tells_its_address_serves_and_ends_in_order(model):

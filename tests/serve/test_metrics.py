@@ -3,6 +3,7 @@
 import json
 import logging
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import tiny
@@ -93,6 +94,31 @@ def test_known_traffic_is_counted_to_the_token(served, caplog, monkeypatch):
         assert line["given_up"] is None
         assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["e2e_s"] < 30
         json.dumps(line)
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_who_was_aborted_is_in_no_number_of_requests_but_by_the_reason(served, brake, has_begun):
+    """Tokens count whatever becomes of them; a client that goes is in no histogram of requests."""
+    served.wait_for_silence()
+    before, hold = samples(served), brake(served.llm.engine)
+    asked = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with served.http.stream("POST", "/v1/completions", json=asked):
+        soon(lambda: served.service.num_open == 1)
+        if has_begun:
+            [run] = served.service.open_runs
+            soon(lambda: run.num_completion_tokens > 0, lambda: hold.allow(1))
+    soon(lambda: not served.service.open_runs)
+    hold.off()
+    served.wait_for_silence()
+    after = samples(served)
+    more = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert more[("vllm:request_success_total", "abort")] == 1
+    counts = {name[0]: n for name, n in more.items() if name[0].startswith(("vllm:request", "vllm:e2e"))}
+    counts = {name: n for name, n in counts.items() if name.endswith("_count")}
+    assert len(counts) >= 8
+    assert not any(counts.values()), counts
+    assert more[("vllm:prompt_tokens_total",)] == (3 if has_begun else 0)
+    assert (more[("vllm:generation_tokens_total",)] > 0) == has_begun
 
 
 def test_what_runs_and_waits_is_told_while_it_does(served, brake):

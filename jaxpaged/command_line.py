@@ -1,0 +1,32 @@
+"""The parser of the command's arguments. Imports nothing heavy."""
+
+import argparse
+import contextlib
+import sys
+from typing import Any, NoReturn
+
+from jaxpaged.vllm_names.flags import without_vllms
+
+EXIT_USER_ERROR = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that tells a mistake in one line, and can take vLLM's flags where they ask for nothing."""
+
+    takes_vllms = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse what is left when vLLM's flags are taken out. Raises `InputError`."""
+        if self.takes_vllms:
+            args = without_vllms(sys.argv[1:] if args is None else args, self.has_flag)
+        return super().parse_known_args(args, namespace)
+
+    def has_flag(self, flag: str) -> bool:
+        """Return whether the command has such a flag of its own."""
+        return flag in self._option_string_actions
+
+    def error(self, message: str) -> NoReturn:
+        """End with one clear line, without the usage in front of it."""
+        with contextlib.suppress(ValueError):  # of a stream that is closed
+            self._print_message(f"jaxpaged: {' '.join(message.split())}\n", sys.stderr)
+        sys.exit(EXIT_USER_ERROR)

@@ -1,0 +1,245 @@
+"""Reads vLLM's source distributions, and writes down the names that its doors take: `names.json`.
+
+    python -m jaxpaged.vllm_names.make vllm-0.9.2.tar.gz ... vllm-0.33.0.tar.gz
+
+Give several versions, so that the table knows since when, and until when, a name is there. The archives are
+those of the package index (`pip download --no-deps --no-binary :all: vllm==0.33.0`). Their code is parsed and
+never run, and nothing of vLLM is needed otherwise.
+"""
+
+import ast
+import dataclasses
+import json
+import re
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAMES = Path(__file__).with_name("names.json")
+# What is written down under one title: classes, and functions as "Class.function", of any version.
+SOURCES = {
+    "EngineArgs": ("EngineArgs", "AsyncEngineArgs", "LLM.__init__"),
+    "FrontendArgs": ("FrontendArgs", "BaseFrontendArgs"),
+    "SamplingParams": ("SamplingParams", "SamplingParams.from_optional", "SamplingParams.__init__"),
+    "BeamSearchParams": ("BeamSearchParams",),
+    "ChatCompletionRequest": ("ChatCompletionRequest",),
+    "CompletionRequest": ("CompletionRequest",),
+    "ResponsesRequest": ("ResponsesRequest",),
+    "StreamOptions": ("StreamOptions",),
+    "TokenizeRequest": ("TokenizeCompletionRequest", "TokenizeChatRequest", "TokenizeRequest"),
+    "DetokenizeRequest": ("DetokenizeRequest",),
+    "LoadLoRAAdapterRequest": ("LoadLoRAAdapterRequest", "LoadLoraAdapterRequest"),
+    "UnloadLoRAAdapterRequest": ("UnloadLoRAAdapterRequest", "UnloadLoraAdapterRequest"),
+    "EmbeddingRequest": ("EmbeddingRequest", "EmbeddingCompletionRequest", "EmbeddingChatRequest"),
+    "PoolingRequest": ("PoolingCompletionRequest", "PoolingChatRequest"),
+    "ClassificationRequest": (
+        "ClassificationRequest",
+        "ClassificationCompletionRequest",
+        "ClassificationChatRequest",
+    ),
+    "ScoreRequest": (
+        "ScoreRequest",
+        "ScoreTextRequest",
+        "ScoreDataRequest",
+        "ScoreQueriesDocumentsRequest",
+        "ScoreQueriesItemsRequest",
+    ),
+    "RerankRequest": ("RerankRequest",),
+}
+# Where they are defined, and the configs that give some of them their defaults.
+READ = (
+    "vllm/sampling_params.py",
+    "vllm/beam_search.py",
+    "vllm/pooling_params.py",
+    "vllm/engine/arg_utils.py",
+    "vllm/config",
+    "vllm/entrypoints",
+)
+# Files whose `add_argument("--name", ...)` are flags of the server's command line.
+FLAG_FILES = ("entrypoints/openai/cli_args.py", "entrypoints/common/cli_args.py", "entrypoints/cli/serve.py")
+# No names of users: of the classes themselves.
+INTERNAL = ("model_config", "field_names")
+
+
+@dataclasses.dataclass
+class Field:
+    """One name as a version has it."""
+
+    kind: str  # "flag", "list" or "value": what its option of the command line takes
+    default: Any = None
+    has_default: bool = True  # False: required, or made by code that cannot be told from the text
+
+
+@dataclasses.dataclass
+class Version:
+    """What the text of one version defines."""
+
+    classes: dict[str, list[ast.ClassDef]] = dataclasses.field(default_factory=dict)
+    flags: dict[str, Field] = dataclasses.field(default_factory=dict)
+    short: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def fields(self, name: str) -> dict[str, Field]:
+        """Return those of a class with its bases', or the arguments of "Class.function"."""
+        owner, _, function = name.partition(".")
+        found: dict[str, Field] = {}
+        for node in self.classes.get(owner, []):
+            if function:
+                found |= self._arguments(node, function)
+                continue
+            for base in reversed(node.bases):
+                found |= self.fields(_last_name(base)) if _last_name(base) != owner else {}
+            for each in node.body:
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    annotation = ast.unparse(each.annotation)
+                    if "ClassVar" not in annotation:
+                        found[each.target.id] = self._field(annotation, each.value)
+        return {name: each for name, each in found.items() if name not in INTERNAL and name[0] != "_"}
+
+    def _arguments(self, node: ast.ClassDef, name: str) -> dict[str, Field]:
+        found = {}
+        for each in node.body:
+            if isinstance(each, ast.FunctionDef) and each.name == name:
+                args = each.args
+                plain = [*args.posonlyargs, *args.args]
+                defaults = [None] * (len(plain) - len(args.defaults)) + [*args.defaults, *args.kw_defaults]
+                for arg, default in zip([*plain, *args.kwonlyargs], defaults, strict=True):
+                    if arg.arg not in ("self", "cls"):
+                        annotation = ast.unparse(arg.annotation) if arg.annotation else ""
+                        found[arg.arg] = self._field(annotation, default)
+        return found
+
+    def _field(self, annotation: str, default: ast.expr | None) -> Field:
+        made = Field(_kind(annotation))
+        made.default, made.has_default = self._value(default)
+        return made
+
+    def _value(self, node: ast.expr | None) -> tuple[Any, bool]:
+        """Return a default, and whether the text tells it."""
+        if node is None:
+            return None, False
+        try:
+            value = ast.literal_eval(node)
+            return (sorted(value) if isinstance(value, set) else value), True
+        except ValueError:
+            pass
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):  # SomeConfig.some_field
+            field = self.fields(node.value.id).get(node.attr)
+            return (field.default, field.has_default) if field is not None else (None, False)
+        if not isinstance(node, ast.Call):
+            return None, False
+        called = _last_name(node.func)
+        if called in ("get_field", "_get_field") and len(node.args) == 2:
+            field = self.fields(_last_name(node.args[0])).get(str(ast.literal_eval(node.args[1])))
+            return (field.default, field.has_default) if field is not None else (None, False)
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if called in ("Field", "field"):
+            if "default_factory" in given:
+                kind = {"list": list, "dict": dict, "set": list}.get(_last_name(given["default_factory"]))
+                return (kind() if kind else None), kind is not None
+            return self._value(given.get("default", node.args[0] if node.args else None))
+        return None, False
+
+    def read_flags(self, tree: ast.AST, *, is_server: bool) -> None:
+        """Note the options that are added to a command line: their short names, and the server's own."""
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and _last_name(node.func) == "add_argument"):
+                continue
+            texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            long = [text[2:].replace("-", "_") for text in texts if text.startswith("--")]
+            self.short |= {text: long[0] for text in texts if long and not text.startswith("--")}
+            if is_server and long:
+                given = {keyword.arg: keyword.value for keyword in node.keywords}
+                action = ast.unparse(given["action"]) if "action" in given else ""
+                is_flag = "store_true" in action or "BooleanOptional" in action
+                made = Field("flag" if is_flag else "list" if "nargs" in given else "value")
+                made.default, made.has_default = self._value(given.get("default"))
+                if is_flag and "default" not in given:
+                    made.default, made.has_default = False, True
+                self.flags[long[0]] = made
+
+
+def read(archive: Path) -> Version:
+    """Parse what a source distribution has in `READ`."""
+    version = Version()
+    with tarfile.open(archive) as files:
+        for member in files:
+            path = member.name.partition("/")[2]
+            file = files.extractfile(member) if path.startswith(READ) and path.endswith(".py") else None
+            if file is None:
+                continue
+            tree = ast.parse(file.read(), filename=path)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    version.classes.setdefault(node.name, []).append(node)
+            if path.startswith("vllm/engine") or path.endswith(FLAG_FILES):
+                version.read_flags(tree, is_server=path.endswith(FLAG_FILES))
+    return version
+
+
+def table(archives: list[Path]) -> dict[str, Any]:
+    """Return what `names.json` has of these archives, from the oldest version to the newest."""
+    names: dict[str, dict[str, dict[str, Any]]] = {title: {} for title in SOURCES}
+    short: dict[str, str] = {}
+    versions = [archive.name.removeprefix("vllm-").removesuffix(".tar.gz") for archive in archives]
+    for number, archive in zip(versions, archives, strict=True):
+        version = read(archive)
+        short |= version.short
+        for title, sources in SOURCES.items():
+            found = dict(version.flags) if title == "FrontendArgs" else {}
+            for source in reversed(sources):
+                found |= version.fields(source)
+            for name, field in found.items():
+                entry = names[title].setdefault(name, {"since": number})
+                entry |= {"last": number, "kind": field.kind}
+                entry.pop("default", None)
+                if field.has_default:
+                    entry["default"] = field.default
+    for entries in names.values():
+        for entry in entries.values():
+            if entry["last"] == versions[-1]:
+                del entry["last"]
+    return {"versions": versions, "short": dict(sorted(short.items())), "names": names}
+
+
+def lines(made: dict[str, Any]) -> Iterator[str]:
+    """Yield the file's lines: one a name, so that a change of vLLM's is a line of a diff."""
+    yield "{"
+    for key in ("versions", "short"):
+        yield f" {json.dumps(key)}: {json.dumps(made[key])},"
+    yield ' "names": {'
+    titles = [*made["names"].items()]
+    for title, entries in titles:
+        yield f"  {json.dumps(title)}: {{"
+        rows = [f"   {json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(entries.items())]
+        yield ",\n".join(rows)
+        yield "  }" if title == titles[-1][0] else "  },"
+    yield " }"
+    yield "}"
+
+
+def _kind(annotation: str) -> str:
+    parts = {part.strip() for part in annotation.replace("Optional[", "").rstrip("]").split("|")}
+    if parts - {"None"} == {"bool"}:
+        return "flag"
+    is_list = any(re.match(r"(list|set|List|Set|Sequence)\b", part) for part in parts)
+    return "list" if is_list else "value"
+
+
+def _last_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _order(archive: Path) -> list[int]:
+    number = archive.name.removeprefix("vllm-").removesuffix(".tar.gz")
+    return [int(part) for part in number.split(".") if part.isdigit()]
+
+
+if __name__ == "__main__":
+    given = sorted(map(Path, sys.argv[1:]), key=_order)
+    if not given:
+        sys.exit(__doc__)
+    NAMES.write_text("\n".join(lines(table(given))) + "\n")

@@ -1,0 +1,239 @@
+"""vLLM's names at every door, by the table and by what its source distributions say."""
+
+import json
+import tarfile
+
+import numpy as np
+import pytest
+
+from jaxpaged import BeamSearchParams, InputError, SamplingParams
+from jaxpaged.cli import _parser
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.arg_utils import OF_LLM
+from jaxpaged.engine.llm import engine_config
+from jaxpaged.prompt_files import of_row
+from jaxpaged.serve import schemas
+from jaxpaged.vllm_names import make
+from jaxpaged.vllm_names.flags import without_vllms
+from jaxpaged.vllm_names.judge import known_names
+from jaxpaged.vllm_names.table import BEAM, ENGINE, REQUEST, SERVER
+from jaxpaged.vllm_options import RENAMED
+from jaxpaged.vllm_options import defaults as engine_defaults
+
+NAMES = known_names()["names"]
+# What we serve of `LLM`'s options.
+ENGINE_SERVED = {*EngineConfig.__dataclass_fields__, *OF_LLM, *RENAMED}
+BODIES = {
+    "ChatCompletionRequest": (schemas.ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
+    "CompletionRequest": (schemas.CompletionRequest, {"prompt": "a"}),
+    "ResponsesRequest": (schemas.ResponsesRequest, {"input": "a"}),
+    "StreamOptions": (schemas.StreamOptions, {}),
+    "TokenizeRequest": (schemas.TokenizeRequest, {"prompt": "a"}),
+    "DetokenizeRequest": (schemas.DetokenizeRequest, {"tokens": [1]}),
+    "LoadLoRAAdapterRequest": (schemas.LoadAdapterRequest, {"lora_name": "a", "lora_path": "b"}),
+    "UnloadLoRAAdapterRequest": (schemas.UnloadAdapterRequest, {"lora_name": "a"}),
+}
+
+
+def defaults(title):
+    return {name: entry["default"] for name, entry in NAMES[title].items() if "default" in entry}
+
+
+def flags_of(command):
+    [commands] = [action for action in _parser()._actions if action.dest == "==SUPPRESS=="]
+    return commands.choices[command].has_flag
+
+
+def test_no_name_of_vllms_is_unknown():
+    fields = {name for body, _ in BODIES.values() for name in body.model_fields}
+    fields |= SamplingParams.__dataclass_fields__.keys()
+    flag = flags_of("serve")
+    unknown = {}
+    for title, entries in NAMES.items():
+        if title in ("EngineArgs", "FrontendArgs"):
+            known = ENGINE_SERVED | ENGINE.keys() if title == "EngineArgs" else ENGINE.keys() | SERVER.keys()
+            left = [n for n in entries if n not in known and not flag(f"--{n.replace('_', '-')}")]
+        elif title == "BeamSearchParams":
+            left = [n for n in entries if n not in BEAM and n not in BeamSearchParams.__dataclass_fields__]
+        else:
+            left = [n for n in entries if n not in REQUEST and n not in fields]
+        unknown[title] = left
+    assert not any(unknown.values()), unknown
+    # Nor has the table names of nobody's, but those of OpenAI's and other servers'.
+    assert not (ENGINE.keys() | SERVER.keys()) - NAMES["EngineArgs"].keys() - NAMES["FrontendArgs"].keys()
+    assert not ENGINE.keys() & ENGINE_SERVED
+    assert REQUEST.keys() - {name for title in NAMES for name in NAMES[title]} == {
+        *("regex", "json_schema", "grammar", "ebnf", "prediction"),
+        *("functions", "function_call", "modalities", "audio", "web_search_options"),
+    }
+
+
+def test_each_default_of_vllms_passes_at_its_door():
+    """One by one, for an error about one of them would hide the others; and all at once."""
+    engine = {n: v for n, v in defaults("EngineArgs").items() if n not in OF_LLM}
+    for name, value in engine.items():
+        engine_config({name: value})
+    ours = engine_config(engine)
+    assert ours == EngineConfig(
+        gpu_memory_utilization=NAMES["EngineArgs"]["gpu_memory_utilization"]["default"]
+    )
+    assert engine_config(engine_defaults()) == EngineConfig()
+    sampling = defaults("SamplingParams")
+    for name, value in sampling.items():
+        assert SamplingParams(**{name: value}) == SamplingParams.from_optional(**{name: value})
+    assert SamplingParams(**sampling) == SamplingParams(**dict.fromkeys(sampling) | {"max_tokens": 16})
+    beams = defaults("BeamSearchParams")
+    assert BeamSearchParams(beam_width=2, max_tokens=3, **beams) == BeamSearchParams(
+        beam_width=2, max_tokens=3
+    )
+    for title, (body, needed) in BODIES.items():
+        given = defaults(title)
+        for name, value in given.items():
+            body.model_validate({name: value} | needed)
+            body.model_validate({name: None} | needed)
+        body.model_validate(given | needed)
+    row = defaults("CompletionRequest") | {"stream": None, "model": None, "echo": None, "user": None}
+    row = {name: row[name] for name in row if name in REQUEST or row[name] is None}
+    assert of_row({**row, "prompt": "a"}, {"temperature": 0}).params == SamplingParams(temperature=0, n=1)
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "info"])
+def test_each_flag_of_vllms_passes_with_its_default(command):
+    is_ours = flags_of(command)
+    given = []
+    names = NAMES["EngineArgs"] | (NAMES["FrontendArgs"] if command == "serve" else {})
+    for name, entry in names.items():
+        flag, value = name.replace("_", "-"), entry.get("default")
+        if name in ENGINE | SERVER and not is_ours(f"--{flag}"):
+            if entry["kind"] == "flag":
+                given.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                values = value if isinstance(value, list) else [value]
+                given += [
+                    f"--{flag}",
+                    *[v if isinstance(v, str) else json.dumps(v) for v in values or ["{}"]],
+                ]
+    assert len(given) > 300
+    assert without_vllms([*given, "--seed", "3"], is_ours) == ["--seed", "3"]
+
+
+def test_flags_are_taken_with_their_values_and_ours_are_left():
+    is_ours = flags_of("serve")
+    argv = "--max_model_len 64 -tp 1 -pp 1 -O3 --trust-remote-code m_a --no-enable-dbo "
+    argv += "--compilation-config.mode 3 "
+    argv += "--logprobs-mode=raw_logprobs --allowed-media-domains a b --host h --unknown -1 -- --nnodes 2"
+    assert without_vllms(argv.split(), is_ours) == (
+        ["--max-model-len", "64", "-tp", "1", "m_a", "--host", "h", "--unknown", "-1", "--", "--nnodes", "2"]
+    )
+    for argv, message in (
+        (
+            ["--nnodes", "2"],
+            r"^nnodes=2, an option of vLLM's since \S+ \(several machines\), is not supported: ",
+        ),
+        (["-pp=2"], "^pipeline_parallel_size=2, an option of vLLM's .* must be None or 1; use tensor_paral"),
+        (["--enable-sleep-mode"], "^enable_sleep_mode=True, .* must be None or False$"),
+        (["--nnodes"], "^--nnodes must have a value$"),
+        (["--hf-overrides", '{"a": 1}'], "^hf_overrides={'a': 1}, .* with another config.json$"),
+    ):
+        with pytest.raises(InputError, match=message):
+            without_vllms(argv, is_ours)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"best_of": 2},
+            r"^best_of=2, an option of vLLM's up to \S+ \(the best of several answers\), is not ",
+        ),
+        ({"structured_outputs": {}}, r"^structured_outputs={}, .* must be None$"),
+        ({"logits_processors": [print]}, r"^logits_processors=\[<built-in .* use logit_bias or bad_words$"),
+        ({"extra_args": {"a": 1}}, "^extra_args={'a': 1}, an option of vLLM's since .* must be None or {}$"),
+        ({"watermarking": True}, "^watermarking=True, .* must be None or False$"),
+        ({"flat_logprobs": np.bool_(True)}, "^flat_logprobs=.*True.*, .* must be None or False$"),
+    ],
+)
+def test_sampling_options_that_ask_for_more_are_refused_by_name(options, message):
+    with pytest.raises(InputError, match=message):
+        SamplingParams(**options)
+    with pytest.raises(InputError, match=message):
+        SamplingParams.from_optional(**options)
+
+
+def test_a_line_of_json_has_the_same_names():
+    line = {"prompt": "a", "max_completion_tokens": 7, "temperature": None, "seed": 2**63, "priority": None}
+    asked = of_row(line | {"response_format": {"type": "text", "json_schema": None}}, {"temperature": 0.5})
+    assert asked.params == SamplingParams(max_tokens=7, temperature=0.5, seed=2**63)
+    assert asked.priority == 0
+    assert of_row({"prompt": "a", "max_tokens": None}, {"max_tokens": 3}).params.max_tokens is None
+    for option in ({"guided_json": {}}, {"response_format": {"type": "json_object"}}, {"suffix": "x"}):
+        [name] = option
+        with pytest.raises(InputError, match=f"^{name}="):
+            of_row({"prompt": "a"} | option, {})
+
+
+def test_what_nobody_knows_is_a_type_error_or_named():
+    assert SamplingParams(n=3, best_of=3, seed=1).n == 3
+    for make_params in (SamplingParams, SamplingParams.from_optional):
+        with pytest.raises(TypeError, match="tempreature"):
+            make_params(tempreature=1)
+    with pytest.raises(InputError, match="option 'tempreature' must be one of prompt,"):
+        of_row({"prompt": "a", "tempreature": 1}, {})
+
+
+def test_parameters_may_be_changed_until_they_are_asked_with():
+    params = SamplingParams(seed=2**64 - 1, min_tokens=4)
+    params.max_tokens, params.stop, params.temperature = np.int64(3), "x", 0
+    assert (params.max_tokens, params.stop) == (3, ("x",))
+    with pytest.raises(InputError, match="^top_p=2 must be in"):
+        params.top_p = 2
+    with pytest.raises(AttributeError, match="no option 'max_token'"):
+        params.max_token = 5
+    assert params.top_p == 1
+    with pytest.raises(InputError, match="^min_tokens=4 must be at most max_tokens=3$"):
+        params.clone()
+    params.min_tokens = 2
+    assert params.clone() == params
+    assert params != SamplingParams()
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(params)
+
+
+def test_the_script_reads_classes_and_their_defaults_from_source(tmp_path):
+    """Two small distributions: bases, other classes' defaults, functions and flags; since and until when."""
+    configs = "class Model:\n    seed: int = 0\n    names: list[str] = field(default_factory=list)\n"
+    old = "class EngineArgs:\n    gone: int = 7\n    seed: int = 3\n"
+    new = (
+        "class EngineArgs(Base):\n    seed: int = Model.seed\n    names: list = get_field(Model, 'names')\n"
+        "    _own: int = 1\n    made: Model = get_model()\n    LIMIT: ClassVar[int] = 3\n"
+        "class Base:\n    is_on: bool | None = Field(None, ge=0)\n"
+        "def add(parser):\n    parser.add_argument('--is-on', '-io', **kwargs)\n"
+    )
+    llm = "class LLM:\n    def __init__(self, model: str, *, late: bool = True): pass\n"
+    flags = "parser.add_argument('--quiet', action='store_true')\n"
+    for version, text in (("0.9.1", old), ("0.10.0", new)):
+        with tarfile.open(tmp_path / f"vllm-{version}.tar.gz", "w:gz") as files:
+            for name, content in (
+                ("config/model.py", configs),
+                ("engine/arg_utils.py", text),
+                ("entrypoints/llm.py", llm),
+                ("entrypoints/openai/cli_args.py", flags),
+            ):
+                path = tmp_path / "text"
+                path.write_text(content)
+                files.add(path, f"vllm-{version}/vllm/{name}")
+    archives = sorted(tmp_path.glob("*.tar.gz"), key=make._order)
+    made = make.table(archives)
+    assert made["versions"] == ["0.9.1", "0.10.0"]
+    assert made["short"] == {"-io": "is_on"}
+    assert made["names"]["EngineArgs"] == {
+        "gone": {"since": "0.9.1", "last": "0.9.1", "kind": "value", "default": 7},
+        "seed": {"since": "0.9.1", "kind": "value", "default": 0},
+        "names": {"since": "0.10.0", "kind": "list", "default": []},
+        "made": {"since": "0.10.0", "kind": "value"},
+        "is_on": {"since": "0.10.0", "kind": "flag", "default": None},
+        "model": {"since": "0.9.1", "kind": "value"},
+        "late": {"since": "0.9.1", "kind": "flag", "default": True},
+    }
+    assert made["names"]["FrontendArgs"] == {"quiet": {"since": "0.9.1", "kind": "flag", "default": False}}
+    assert json.loads("\n".join(make.lines(made))) == made
