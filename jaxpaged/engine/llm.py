@@ -35,6 +35,7 @@ Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and 
 Loras = LoRARequest | None | Sequence[LoRARequest | None]
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
+LONG_TEXT = 50_000  # characters, from which on it matters how a text is cut into tokens
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -341,6 +342,9 @@ class LLM:
             )
         try:
             text.encode()
+            backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            if backend is not None and len(text) > LONG_TEXT:
+                return _encoded(backend, text, add_special_tokens)
             token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except UnicodeEncodeError as error:
             raise InputError(
@@ -372,6 +376,21 @@ class _Progress:
 def speeds(seconds: float, num_prompt_tokens: int, num_new_tokens: int) -> str:
     prompt, new = (n / (seconds or 1) for n in (num_prompt_tokens, num_new_tokens))
     return f"prompt {prompt:.0f} tok/s, generated {new:.0f} tok/s"
+
+
+def _encoded(backend: Any, text: str, add_special_tokens: bool) -> list[int]:
+    """Return what a transformers tokenizer's `encode` does, made by its backend.
+
+    Other threads run meanwhile. The tokenizer would make several lists of all tokens, and keep others from
+    running for most of a second where there are millions.
+    """
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    token_ids: list[int] = encoding.ids
+    return token_ids
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
