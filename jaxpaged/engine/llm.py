@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
 
+LONG_TEXT = 50_000  # characters, from which on it matters how a text is cut into tokens
+
 
 class LLM(PoolingMethods):
     """Loads a model once and generates for batches of prompts, or pools them.
@@ -460,6 +462,9 @@ class LLM(PoolingMethods):
             text = text[: 2 * most] if cuts == "right" else text[-2 * most :]
         try:
             text.encode()
+            backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            if backend is not None and len(text) > LONG_TEXT:
+                return _encoded(backend, text, add_special_tokens)
             token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except UnicodeEncodeError as error:
             raise InputError(
@@ -471,6 +476,21 @@ class LLM(PoolingMethods):
     def _longest_token(self) -> int:
         """Characters that a token can stand for at most."""
         return max(map(len, self.tokenizer.get_vocab() if self.tokenizer else [""]))
+
+
+def _encoded(backend: Any, text: str, add_special_tokens: bool) -> list[int]:
+    """Return what a transformers tokenizer's `encode` does, made by its backend.
+
+    Other threads run meanwhile. The tokenizer would make several lists of all tokens, and keep others from
+    running for most of a second where there are millions.
+    """
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    token_ids: list[int] = encoding.ids
+    return token_ids
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:

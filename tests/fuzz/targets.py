@@ -256,7 +256,7 @@ def parse_answer(data: bytes, _: Path) -> None:
 
 
 BODIES: list[tuple[type[Asked], dict[str, Any]]] = [
-    (CompletionRequest, {"prompt": ["a", "b"], "max_tokens": 3, "stop": ["x"], "logit_bias": {"3": 1}, "n": 2}),
+    (CompletionRequest, {"prompt": ["a", "b"], "max_tokens": 3, "stop": ["x"], "logit_bias": {"3": 1}}),
     (CompletionRequest, {"prompt": [[1, 2]], "stream": True, "stream_options": {"include_usage": True}}),
     (
         ChatRequest,
