@@ -6,10 +6,12 @@ Numbers may be NumPy's; what a check gives back is Python's own. Imports nothing
 
 import numbers
 from collections.abc import Iterable
+from typing import Any
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_SHOWN = 200  # characters of a value in a message
+MAX_SALT_CHARS = 1024
 
 
 class InputError(ValueError):
@@ -17,12 +19,45 @@ class InputError(ValueError):
 
 
 def shown(value: object) -> str:
-    """The value for a message: its `repr`, cut where it is long, its type where it has none."""
+    """Return the value for a message: its `repr`, cut where it is long, its type where it has none.
+
+    Of texts, lists and objects as JSON has them no more is written than is shown, however large they are.
+    """
     try:
-        text = repr(value)
+        text = repr(_beginning(value, MAX_SHOWN))
     except Exception:  # an integer of thousands of digits has none, and a class of the user's may have none
         text = f"<{type(value).__name__}>"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _beginning(value: Any, most: int) -> Any:
+    """Return the value with as many of its first entries, however deep, as `most` characters could show."""
+    room = [most + 1]
+
+    def begun(value: Any) -> Any:
+        kind = type(value)
+        if kind is str:
+            room[0] -= len(value) + 2
+            return value[: most + 1]
+        if kind not in (list, tuple, dict):
+            room[0] -= 1
+            return value
+        room[0] -= 2
+        if kind is dict:
+            made = {}
+            for key, entry in value.items():
+                if room[0] < 0:
+                    break
+                made[begun(key)] = begun(entry)
+            return made
+        entries = []
+        for entry in value:
+            if room[0] < 0:
+                break
+            entries.append(begun(entry))
+        return kind(entries)
+
+    return begun(value)
 
 
 def check(name: str, value: object, rule: str, ok: bool) -> None:
@@ -74,6 +109,6 @@ def checked_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def check_salt(name: str, value: object) -> None:
-    """That it could separate the prefix cache."""
-    is_salt = value is None or (isinstance(value, str) and value != "")
-    check(name, value, "None or a string that is not empty", is_salt)
+    """Check that a value could separate the prefix cache. Raises `InputError`."""
+    is_salt = value is None or (isinstance(value, str) and 0 < len(value) <= MAX_SALT_CHARS)
+    check(name, value, f"None or a string of 1 to {MAX_SALT_CHARS} characters", is_salt)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.chat import check_messages
 from jaxpaged.checks import InputError, shown
+from jaxpaged.conversations import joined, read_messages
 from jaxpaged.sampling_params import SamplingParams, token_id
 from jaxpaged.vllm_names.judge import SAMPLING_NAMES, passes
 
@@ -37,7 +37,7 @@ class Asked:
     def title(self) -> str:
         """What to show above the answer."""
         [(kind, value)] = self.prompt.items()
-        return str(value[-1]["content"] if kind == "messages" else value)
+        return joined(value[-1]["content"]) if kind == "messages" else str(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> As
     [kind] = kinds
     prompt = value.pop(kind)
     if kind == "messages":
-        check_messages(prompt)
+        prompt = read_messages(prompt)
     elif kind == "prompt" and (not isinstance(prompt, str) or not prompt):
         raise InputError(f"prompt={shown(prompt)} must be a non-empty string")
     elif kind == "prompt_token_ids" and (not isinstance(prompt, list) or not prompt):

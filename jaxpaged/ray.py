@@ -135,7 +135,8 @@ def application(
 ) -> serve.Application:
     """What `ray.serve.run` takes: replicas of `jaxpaged serve`, and one that receives and forwards.
 
-    `server_options`: fields of `ServerOptions` (host, port and log are Ray's); `options`: those of `LLM`.
+    `server_options`: fields of `ServerOptions` (host, port and log are Ray's, and every name of the host is
+    served unless `allowed_hosts` says which); `options`: those of `LLM`.
     `resources`: what a replica is given by Ray, as in {"num_gpus": 1}. `max_lead` and `router_blocks` are
     `routing.Router`'s limits. Raises `InputError`.
 
@@ -145,7 +146,7 @@ def application(
     checked_int("num_replicas", num_replicas, "an int >= 1", 1)
     checked_number("max_lead", max_lead, "a number >= 0", 0)
     checked_int("router_blocks", router_blocks, "an int >= 1", 1)
-    settings = ServerOptions(**(server_options or {}))
+    settings = ServerOptions(**{"allowed_hosts": ("*",), **(server_options or {})})
     check("enable_lora_updates", settings.enable_lora_updates, "False: each replica has adapters of its own",
           not settings.enable_lora_updates)  # fmt: skip
     config = engine_config({name: value for name, value in options.items() if name not in NOT_THE_ENGINES})

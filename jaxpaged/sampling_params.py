@@ -1,5 +1,6 @@
 """How one request's tokens are chosen, and how its answer is told. Names and defaults are vLLM's."""
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -15,6 +16,7 @@ from jaxpaged.checks import (
     checked_int,
     checked_number,
     is_int,
+    is_int_type,
     shown,
 )
 from jaxpaged.vllm_names.judge import BEAM_NAMES, SAMPLING_NAMES, Names, without_neutral
@@ -153,7 +155,10 @@ class SamplingParams:
         if seed is not None and (seed == -1 or seed >= 2 * INT64):  # go round, past the number for no seed
             seed = seed % (2 * INT64)
         prompt_logprobs = None if index else self.prompt_logprobs
-        return dataclasses.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+        made = copy.copy(self)  # all is checked already, and there may be many answers
+        for name, value in (("n", 1), ("seed", seed), ("prompt_logprobs", prompt_logprobs)):
+            object.__setattr__(made, name, value)
+        return made
 
     @classmethod
     def from_optional(cls, **options: Any) -> Self:
@@ -220,10 +225,15 @@ def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     """Return each once, in their order. Whether the model has them is checked with the request."""
     if ids is None:
         return ()
-    ok = isinstance(ids, tuple | list) and all(is_int(token) and token >= 0 for token in ids)
+    # There may be as many as the model has tokens: no loop of Python's own goes over them.
+    ok = (
+        isinstance(ids, tuple | list)
+        and all(map(is_int_type, set(map(type, ids))))
+        and min(ids, default=0) >= 0
+    )
     check(name, ids, "a list of token ids, ints >= 0", ok)
     assert isinstance(ids, tuple | list)
-    return tuple(dict.fromkeys(int(token) for token in ids))
+    return tuple(map(int, dict.fromkeys(ids)))
 
 
 def _texts(name: str, texts: object) -> tuple[str, ...]:

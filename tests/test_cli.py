@@ -265,7 +265,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(model, arguments, message, capsys
         ('{"prompt": ""}\n', "line 1: prompt='' must be a non-empty string"),
         ('{"prompt": 5}\n', "line 1: prompt=5 must be a non-empty string"),
         ('{"messages": []}\n', "line 1: messages=[] must be a list with at least one message"),
-        ('{"messages": [{"role": "user"}]}\n', "line 1: message {'role': 'user'} must have a 'role'"),
+        ('{"messages": [{"role": "user"}]}\n', "line 1: messages.0.content=None must be a string or"),
     ],
 )
 def test_a_bad_prompts_file_is_refused_with_the_line(model, content, message, tmp_path, capsys):

@@ -609,8 +609,8 @@ def test_bad_prompts_are_refused_and_nothing_runs(llm, prompts, params, message)
     ("messages", "message"),
     [
         ([[]], "messages=.* must be a list with at least one message"),
-        ([{"role": "user"}], "must have a 'role' and a 'content'"),
-        ([{"role": "user", "content": 3}], "must have a 'role' and a 'content'"),
+        ([{"role": "user"}], "messages.0.content=None must be a string or a list of parts"),
+        ([{"role": "user", "content": 3}], "messages.0.content=3 must be a string or a list of parts"),
         (["hello"], "must be a list with at least one message"),
     ],
 )

@@ -19,7 +19,8 @@ def add_sizes(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     """What every architecture's header says of a model; of several RoPEs it is the slowest."""
     writer.add_context_length(config.max_model_len)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    dense_size = config.experts.dense_size if config.experts is not None else 0
+    writer.add_feed_forward_length(dense_size or config.intermediate_size)
     writer.add_block_count(config.num_layers)
     writer.add_head_count(config.num_q_heads)
     writer.add_head_count_kv(config.num_kv_heads)

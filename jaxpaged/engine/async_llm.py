@@ -4,13 +4,14 @@ import asyncio
 import dataclasses
 import functools
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Self
 
 import numpy as np
 
-from jaxpaged.checks import check
+from jaxpaged.checks import InputError, check
 from jaxpaged.engine.arg_utils import EngineArgs
 from jaxpaged.engine.async_engine import CHECKED_HERE, AsyncEngine
 from jaxpaged.engine.handle import EngineDeadError, Handle
@@ -24,6 +25,7 @@ from jaxpaged.sampling_params import SamplingParams
 
 # Text is cut into tokens at some two million characters a second: more than this in another thread.
 TOKENIZED_HERE = 4_000
+NUM_READERS = 4  # threads that do it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,8 @@ class AsyncLLM:
 
     `options` are those of `LLM`. Raises `InputError` for a user's mistake.
     """
+
+    max_read_s = 30.0  # to cut a long prompt into tokens, with the wait for others' before it
 
     def __init__(self, model: str | os.PathLike[str] = loading.SMOLLM2, **options: Any) -> None:
         self._take(LLM(model, **options))
@@ -72,6 +76,7 @@ class AsyncLLM:
         self.llm, self.engine = llm, llm.engine
         self._async_engine = AsyncEngine(llm.engine)
         self._handles: dict[str, list[Handle]] = {}
+        self._readers = ThreadPoolExecutor(NUM_READERS, "jaxpaged-reader")
 
     async def generate(
         self,
@@ -134,7 +139,8 @@ class AsyncLLM:
         read = functools.partial(
             self.llm.read_prompt, tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None)
         )
-        return Admitted(*await _here_or_in_a_thread(read, prompt, admit))
+        is_long = _is_long(prompt) or _work_of(params) > CHECKED_HERE
+        return Admitted(*await self._read(is_long, read, prompt, admit))
 
     async def stream(
         self, prompts: Sequence[Admitted], request_id: str
@@ -158,8 +164,25 @@ class AsyncLLM:
         self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None
     ) -> list[int]:
         """Return the token ids of a text, as `LLM.encode` does. Raises `InputError`."""
-        read = functools.partial(self.llm.encode, add_special_tokens=add_special_tokens, cuts=cuts)
-        return await _here_or_in_a_thread(read, text)
+        encode = functools.partial(self.llm.encode, text, add_special_tokens=add_special_tokens, cuts=cuts)
+        return await self._read(_is_long(text), encode)
+
+    async def _read[T](self, is_long: bool, read: Callable[..., T], *args: Any) -> T:
+        """Return what `read` gives; where that takes long, from one of few threads, and within a time.
+
+        A thread cannot be stopped: one that is late goes on to its end, which the size of what it reads
+        bounds, and others wait for it. Who else needs a thread has others. Raises `InputError` if it is late.
+        """
+        if not is_long:
+            return read(*args)
+        try:
+            async with asyncio.timeout(self.max_read_s):
+                return await asyncio.get_running_loop().run_in_executor(self._readers, read, *args)
+        except TimeoutError:
+            raise InputError(
+                f"the prompt was not cut into tokens within {self.max_read_s:g} s: it must be shorter, "
+                "or come when there are fewer"
+            ) from None
 
     @property
     def tokenizer(self) -> Any:
@@ -205,13 +228,21 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`."""
         self.engine.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
 
-async def _here_or_in_a_thread[T](read: Any, prompt: Any, *args: Any) -> T:
-    """What `read` gives; where that takes long, without keeping the event loop."""
+def _is_long(prompt: Any) -> bool:
+    """Return whether to read a prompt takes so long that the event loop must not wait for it."""
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-    is_long = isinstance(text, str) and len(text) > TOKENIZED_HERE
     ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-    is_long |= hasattr(ids, "__len__") and not isinstance(ids, str) and len(ids) > CHECKED_HERE
-    result: T = await asyncio.to_thread(read, prompt, *args) if is_long else read(prompt, *args)
-    return result
+    has_many = hasattr(ids, "__len__") and not isinstance(ids, str) and len(ids) > CHECKED_HERE
+    return has_many or (isinstance(text, str) and len(text) > TOKENIZED_HERE)
+
+
+def _work_of(params: Any) -> int:
+    """Return about how many token ids could be checked in the time that it takes to check these options."""
+    if not isinstance(params, SamplingParams):
+        return 0
+    ids = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
+    words = params.bad_words or ()
+    return sum(len(each or ()) for each in ids) + 200 * params.n + 500 * len(words) + sum(map(len, words))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from tqdm import tqdm
 
 from jaxpaged import chat, vllm_options
-from jaxpaged.chat import Message
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, shown
 from jaxpaged.config import EngineConfig
+from jaxpaged.conversations import Message
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.arg_utils import EngineArgs
@@ -143,7 +143,7 @@ class LLM:
         (`TextPrompt`, `TokensPrompt`), and with a "cache_salt" if only prompts of the same salt may share its
         blocks. `sampling_params` is one for all prompts or a list with one each, and so are `lora_request`,
         None for the model alone, and `priority`, lower first, with `scheduling_policy="priority"`.
-        `tokenization_kwargs` may say whether texts get special tokens ({"add_special_tokens": False}), and how
+        `tokenization_kwargs` may say whether texts get special tokens ({"add_special_tokens": False}) and how
         long prompts are cut ({"truncate_prompt_tokens": 100}, as `SamplingParams` may). Nothing
         runs unless all are valid. May be called from several threads, which then share the engine.
         """

@@ -2,13 +2,22 @@
 
 import collections
 import dataclasses
+import functools
+import hashlib
 import math
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
+from jaxpaged.bounds import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    check_texts,
+)
 from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
@@ -111,14 +120,14 @@ class Delta:
 class Salts:
     """Numbers for the salts of the prefix cache: the same for the same salt, and no two for different ones.
 
-    Of very many salts only the last ones used are remembered. One that comes back gets another number: what
-    was cached under it is not found any more.
+    Of very many salts only the last ones used are remembered, each by its SHA-256 digest. One that comes back
+    gets another number: what was cached under it is not found any more.
     """
 
     MOST = 2**16
 
     def __init__(self) -> None:
-        self._numbers: collections.OrderedDict[tuple[str | None, int], int] = collections.OrderedDict()
+        self._numbers: collections.OrderedDict[bytes, int] = collections.OrderedDict()
         self._last = 0  # of 2**32 - 1; by then what was cached under the first ones is long forgotten
         self._lock = threading.Lock()
 
@@ -126,7 +135,8 @@ class Salts:
         """An int32; 0 for no salt. What is computed with an adapter, told by its number, is like salted."""
         if salt is None and not adapter:
             return 0
-        key = salt, adapter
+        told = f"{adapter}:" if salt is None else f"{adapter}={salt}"
+        key = hashlib.sha256(told.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             number = self._numbers.pop(key, None)
             if number is None:
@@ -212,6 +222,8 @@ class Door:
         if params.max_tokens is not None:
             max_num_tokens = min(len(prompt) + params.max_tokens, max_num_tokens)
         self._check_tokens(params)
+        check_texts("stop", params.stop or (), MAX_STOPS, MAX_STOP_CHARS)
+        check_texts("bad_words", params.bad_words or (), MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in ("stop", "bad_words"):
             has_text = self.tokenizer is not None or not getattr(params, name)
             check(name, getattr(params, name), "None for a model without a tokenizer", has_text)
@@ -380,32 +392,21 @@ class Door:
     def _check_tokens(self, params: SamplingParams) -> None:
         last = self.model_config.vocab_size - 1
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
+            tokens = getattr(params, name) or (0,)
+            for token in (min(tokens), max(tokens)):
                 checked_int(f"{name}: token", token, f"a token id, an int in [0, {last + 1})", 0, last)
 
     def _edits(self, params: SamplingParams) -> tuple[Edit, ...]:
         """What `logit_bias` and `bad_words` do: of a word, its last token is barred behind the others."""
-        edits = [Edit(token, bias) for token, bias in (params.logit_bias or {}).items()]
-        for word in self._bad_words(params.bad_words or ()):
+        bias, words = params.logit_bias or {}, params.bad_words or ()
+        tokens_of = _bad_words(self.tokenizer, tuple(words)) if words else ()
+        count, rule = len(bias) + sum(map(len, tokens_of)), f"at most {MAX_EDITS}"
+        check("number of tokens in logit_bias and bad_words", count, rule, count <= MAX_EDITS)
+        edits = [Edit(token, value) for token, value in bias.items()]
+        for word in tokens_of:
             edits += [Edit(token, 0.0) for token in word[:-1]]
             edits.append(Edit(word[-1], -math.inf, len(word) - 1))
-        rule = f"at most {MAX_EDITS}"
-        check("number of tokens in logit_bias and bad_words", len(edits), rule, len(edits) <= MAX_EDITS)
         return tuple(edits)
-
-    def _bad_words(self, words: Iterable[str]) -> Iterator[list[int]]:
-        """The tokens of each word as it begins a text; and as it stands behind a space, if that is one token
-        for another, and not a token for the space.
-        """
-        for word in words:
-            bare, spaced = (
-                self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
-            )
-            if not bare:
-                raise InputError(f"bad_words: word={shown(word)} must have at least one token")
-            yield bare
-            if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
-                yield spaced
 
     def _seed(self, request: Request) -> int:
         """The request's own: the same whenever the same requests come in the same order."""
@@ -413,6 +414,24 @@ class Door:
             return seed_bits(request.params.seed)
         seeds = self.config.seed % 2**64, request.request_id
         return int(np.random.SeedSequence(seeds).generate_state(1)[0])
+
+
+@functools.lru_cache(maxsize=16)  # of a request with many prompts, once for all
+def _bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word as it begins a text; and as it stands behind a space, if that is one
+    token for another, and not a token for the space. Raises `InputError`.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        if not bare:
+            raise InputError(f"bad_words: word={shown(word)} must have at least one token")
+        found.append(bare)
+        if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return tuple(found)
 
 
 def arrival_of(request_id: int) -> int:

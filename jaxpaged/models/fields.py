@@ -75,6 +75,8 @@ class Fields:
 
     def __init__(self, said: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self._said, self._read = dict(defaults or {}), {"model_type"}
+        if said.get("rope_scaling") is not None:  # which is the older name of the same
+            self._said.pop("rope_parameters", None)
         self._said |= {name: value for name, value in said.items() if value is not None}
         self._given = {name for name, value in said.items() if value is not None}
         self._nulls = {name for name, value in said.items() if value is None}
@@ -111,8 +113,8 @@ class Fields:
     def only(self, name: str, *values: object, default: Any = None) -> None:
         """Refuse anything but these values: it is another arithmetic, which is not supported."""
         value = self.get(name, default)
-        rule = " or ".join(shown(each) for each in values)
-        rule += " or left out: anything else is another arithmetic, which is not supported"
+        rule = " or ".join([*(shown(each) for each in values), "left out"])
+        rule += ": anything else is another arithmetic, which is not supported"
         check(f"model config: {name}", value, rule, value is None or value in values)
 
     def activation(self, name: str, default: str) -> str:
@@ -182,6 +184,9 @@ class Fields:
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "default":
             return None
+        if kind == "dynamic":  # which changes what is longer than the model's length: no sequence is
+            given.only("alpha")
+            return None
         if kind == "linear":
             return LinearScaling(given.positive("factor"))
         if kind == "llama3":
@@ -190,7 +195,7 @@ class Fields:
             return self._yarn(given)
         if kind in ("longrope", "su"):
             return self._long(given)
-        known = "'default', 'linear', 'llama3', 'yarn' or 'longrope'"
+        known = "'default', 'dynamic', 'linear', 'llama3', 'yarn' or 'longrope'"
         raise InputError(f"model config: rope_type={shown(kind)} must be {known}")
 
     def _original(self, given: "Fields") -> int:

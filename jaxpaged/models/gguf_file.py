@@ -47,8 +47,12 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "up": f"{BLOCK}.ffn_up",
     "down": f"{BLOCK}.ffn_down",
     "router": f"{BLOCK}.ffn_gate_inp",
+    "correction": f"{BLOCK}.exp_probs_b.bias",
     "experts.gate_up": (f"{BLOCK}.ffn_gate_exps", f"{BLOCK}.ffn_up_exps"),
     "experts.down": f"{BLOCK}.ffn_down_exps",
+    "shared.gate_up": (f"{BLOCK}.ffn_gate_shexp", f"{BLOCK}.ffn_up_shexp"),
+    "shared.down": f"{BLOCK}.ffn_down_shexp",
+    "shared_gate": f"{BLOCK}.ffn_gate_inp_shexp",
     "mlp_out_norm": f"{BLOCK}.post_ffw_norm",
 }
 # Hugging Face's fields, and llama.cpp's metadata that says the same in all architectures.
@@ -69,6 +73,7 @@ FIELDS = {
 # Tensors of what RoPE's frequencies are to be divided by: in all sequences, in short and in long ones.
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+MOST_BEYOND = 8
 LAYER_NORM = "attention.layer_norm_epsilon"
 REQUIRED = (
     "hidden_size",
@@ -111,7 +116,8 @@ def model_config(reader: GgufFile, path: Path) -> ModelConfig:
     said |= {
         "vocab_size": len(field(reader, path, TOKENS)),
         "tie_word_embeddings": "output.weight" not in tensors,
-        **dict.fromkeys(("attention_bias", "bias", "use_bias"), has_bias),
+        **dict.fromkeys(("attention_bias", "bias", "use_bias", "use_qkv_bias", "qkv_bias"), has_bias),
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "sliding_window": read("attention.sliding_window") or None,
         "eos_token_id": end_tokens(reader, path),
@@ -178,9 +184,15 @@ def names(reader: GgufFile, path: Path) -> Names:
     Experts' weights lie side by side in one tensor, of which each is a weight of its own here: so they can be
     kept quantised, and no more of a tensor is dequantised than one expert's.
     """
-    its = family(reader, path)[1]
-    spare = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-    whole = Names(table=TABLE | dict(its.names), forms=its.forms, spare=spare)
+    its, config = family(reader, path)[1], model_config(reader, path)
+    # Blocks behind the last, of some families, predict further tokens.
+    beyond = tuple(f"{BLOCK}.".format(layer=config.num_layers + i) for i in range(MOST_BEYOND))
+    whole = Names(
+        table=TABLE | dict(its.names),
+        forms=its.forms,
+        spare=(ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS),
+        ignored=beyond if reader.fields.get(f"{its.architecture}.nextn_predict_layers") else (),
+    )
     roles = [f"{role}.weight" for role in EXPERTS]
     alone = {role: tuple(_of_expert(name, "{expert}") for name in whole.pieces(role)) for role in roles}
     return dataclasses.replace(whole, table=dict(whole.table) | alone)

@@ -14,7 +14,7 @@ from jaxpaged.checks import InputError, check, is_int, shown
 from jaxpaged.models import hf, kept
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
-from jaxpaged.models.families import family_of, from_hf
+from jaxpaged.models.families import family_of, from_hf, names_of
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import Quantisation
@@ -217,12 +217,12 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
     except InputError as error:
         raise InputError(f"model={str(path)!r}: {error}") from error
     method = None if said is None else str(said["quant_method"])
-    names = family.quantised_names.get(method or "") or family.names(config)
+    names = names_of(config_json, config, method)
     if config.tie_word_embeddings:
         with contextlib.suppress(InputError):  # of files that are missing or damaged: who loads them says so
             if not tied.is_tied(config, names, safetensors_files.load(path)):
                 config = dataclasses.replace(config, tie_word_embeddings=False)
-                names = family.quantised_names.get(method or "") or family.names(config)
+                names = names_of(config_json, config, method)
 
     def load() -> Mapping[str, Any]:
         return tied.with_embedding(config, names, safetensors_files.load(path))

@@ -23,6 +23,7 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.feed_forward import MLP
 from jaxpaged.models.layers import AdapterParam, Linear
 from jaxpaged.models.names import TRANSPOSED, Form, Names, in_layer, layers_with, piece_shapes
+from jaxpaged.models.patterns import Patterns
 from jaxpaged.models.weights import Share
 from pallas_kernels import low_rank, native
 from pallas_kernels.low_rank import LowRank
@@ -264,6 +265,10 @@ class _Said:
         changes = isinstance(began, str) and began.lower().startswith(CHANGING_WEIGHTS)
         check(f"{CONFIG}: init_lora_weights", began, "one that leaves the model's weights alone", not changes)
         self._said = said
+        self._patterns = {
+            name: Patterns(f"{CONFIG}: {name}", said.get(name) or {})
+            for name in ("rank_pattern", "alpha_pattern")
+        }
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Those of one module: patterns say where they are others than for the rest."""
@@ -273,14 +278,4 @@ class _Said:
         return rank, alpha / (math.sqrt(rank) if self._said.get("use_rslora") else rank)
 
     def _of(self, module: str, patterns: str, name: str, default: int) -> Any:
-        given = self._said.get(patterns) or {}
-        check(f"{CONFIG}: {patterns}", given, "an object", isinstance(given, Mapping))
-        for pattern, value in given.items():
-            try:
-                if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                    return value
-            except re.error as error:
-                raise InputError(
-                    f"{CONFIG}: {patterns} has {pattern!r}, which is no pattern: {error}"
-                ) from error
-        return self._said.get(name, default)
+        return self._patterns[patterns].value(module, self._said.get(name, default))

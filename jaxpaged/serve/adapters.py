@@ -3,10 +3,11 @@
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
+from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.schemas import LoadAdapterRequest, UnloadAdapterRequest
 from jaxpaged.serve.service import service_of
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/load_lora_adapter")

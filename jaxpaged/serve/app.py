@@ -42,14 +42,15 @@ def create_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAP
         app.include_router(adapters.router)
     app.add_middleware(Load)
     app.add_middleware(Guard, options=options)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=list(options.allowed_origins),
-        allow_methods=list(options.allowed_methods),
-        allow_headers=list(options.allowed_headers),
-        allow_credentials=options.allow_credentials,
-        expose_headers=["x-request-id"],
-    )
+    if options.allowed_origins:  # else no other site's page reads an answer
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.allowed_origins),
+            allow_methods=list(options.allowed_methods),
+            allow_headers=list(options.allowed_headers),
+            allow_credentials=options.allow_credentials,
+            expose_headers=["x-request-id"],
+        )
     for kind, handle in (
         (ApiError, _api_error),
         (InputError, _input_error),

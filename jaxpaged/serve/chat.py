@@ -1,5 +1,6 @@
 """/v1/chat/completions."""
 
+import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -7,15 +8,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from jaxpaged.checks import InputError, shown
-from jaxpaged.serve.chat_prompts import check_tools
+from jaxpaged.checks import InputError
+from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from jaxpaged.serve.replies import DONE, ApiError, event, reply
 from jaxpaged.serve.schemas import ChatRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
-from jaxpaged.serve.tools import ToolDeltas
+from jaxpaged.serve.tools import ToolDeltas, contents, reasoning_fields
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -39,9 +40,10 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         service.defaults,
         max_tokens=body.most_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        # The marks of calls are special tokens of some models.
-        skip_special_tokens=body.skip_special_tokens and writer.parser is None,
+        # The marks of calls and reasoning are special tokens of some models.
+        skip_special_tokens=body.skip_special_tokens and writer.is_plain,
     )
+    writer.answers(prompt["prompt"])
     run = await service.start(request, body, "chatcmpl", [prompt], params)
     if body.stream:
         return service.stream(run, writer.events(run))
@@ -56,7 +58,12 @@ class Writer:
         self._body = body
         self._model = service.check_model(body.model)
         self._names = TokenNames(service.llm.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self.parser = self._parser(service)
+        self._form = service.chat_prompts.form(
+            body.tools,
+            body.tool_choice,
+            parallel=body.parallel_tool_calls,
+            includes_reasoning=body.include_reasoning,
+        )
         # Whose turn the answer is, and what it begins with.
         last = body.messages[-1]
         is_continued = not body.add_generation_prompt
@@ -64,39 +71,30 @@ class Writer:
         told = last.get("content") if body.echo and is_continued else ""
         self._told = told if isinstance(told, str) else ""
 
-    def _parser(self, service: Service) -> str | None:
-        """How calls are to be read from the answer; None where none are."""
-        body = self._body
-        check_tools(body.tools)
-        if body.tool_choice not in (None, "none", "auto"):
-            if body.tool_choice == "required" or isinstance(body.tool_choice, dict):
-                raise InputError(
-                    f"tool_choice={shown(body.tool_choice)} needs structured outputs, which are not "
-                    "supported yet: must be 'auto' or 'none'"
-                )
-            raise InputError(f"tool_choice={shown(body.tool_choice)} must be 'auto' or 'none'")
-        if not body.tools or body.tool_choice == "none":
-            if body.tool_choice == "auto" and not body.tools:
-                raise InputError("tool_choice must be left out unless tools are given")
-            return None
-        if service.chat_prompts.parser is None:
-            raise InputError("tools: it is not known how the model writes calls; give --tool-call-parser")
-        return service.chat_prompts.parser
+    def answers(self, prompt: str) -> None:
+        """Take in the text that the answers follow, which tells how they begin."""
+        content = self._body.messages[-1].get("content") if self._body.continue_final_message else ""
+        begun = content if isinstance(content, str) else ""
+        self._form = dataclasses.replace(self._form, prompt=prompt, begun=begun)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether answers are text, in which neither calls nor reasoning are looked for."""
+        return self._form.is_plain
 
     def _deltas(self) -> ToolDeltas | None:
-        if self.parser is None:
-            return None
-        return ToolDeltas(self.parser, parallel=self._body.parallel_tool_calls is not False)
+        return None if self._form.is_plain else ToolDeltas(self._form)
 
     def whole(self, run: Run, choices: list[Choice]) -> dict[str, Any]:
         body, written = self._body, []
         for choice in choices:
             calls: list[dict[str, Any]] = []
             content: str | None = choice.text
+            reasoning = ""
             if (deltas := self._deltas()) is not None:
-                parts = [d.get("content", "") for d in deltas.feed(choice.text, is_last=True)]
-                calls, content = deltas.calls, "".join(parts)
-                content = content if content or not calls else None
+                content = contents(deltas.feed(choice.text, is_last=True))
+                calls, reasoning = deltas.calls, deltas.reasoning
+                content = content if content or not (calls or reasoning) else None
             message: dict[str, Any] = {
                 "role": self._role,
                 "content": self._told + content if content is not None else None,
@@ -105,6 +103,8 @@ class Writer:
             }
             if calls:
                 message["tool_calls"] = calls
+            if reasoning:
+                message |= reasoning_fields(reasoning)
             each: dict[str, Any] = {
                 "index": choice.index,
                 "message": message,
@@ -151,7 +151,7 @@ class Writer:
                             "index": choice.index,
                             "delta": delta,
                             "logprobs": self._logprobs(choice.token_ids, choice.logprobs) if ends else None,
-                            "finish_reason": _reason(choice, bool(its and its.calls)) if ends else None,
+                            "finish_reason": _reason(choice, bool(its and its.has_calls)) if ends else None,
                         }
                         if ends and is_last:
                             each["stop_reason"] = choice.stop_reason

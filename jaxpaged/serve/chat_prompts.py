@@ -1,48 +1,41 @@
-"""Conversations, with tools, as the model's chat template writes them."""
+"""Conversations, with tools, as prompts; and by which parsers their answers are read."""
 
 import asyncio
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpaged.chat import Template, render
 from jaxpaged.checks import InputError, shown
+from jaxpaged.conversations import check_tools, read_messages
 from jaxpaged.engine.async_llm import TOKENIZED_HERE, AsyncLLM
+from jaxpaged.serve.bounds import size_of
+from jaxpaged.serve.options import ServerOptions
+from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS, detected
+from jaxpaged.serve.tools import Form
 
-# By what a template must have in it, if its model writes calls in that form.
-SIGNS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>"}
-TEXT_PARTS = ("text", "input_text", "output_text")
-# What only we may say to a template.
-RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "messages",
-        "padding",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tools",
-    }
-)
+MANY = 64  # messages: more, and calls, whose arguments may be long, are written in another thread
+HARMONY = "openai_gptoss"  # the one form in which even a plain answer can't be read without a parser
 
 
 class ChatPrompts:
-    """`template`: its text, in place of the model's own."""
+    """The prompts of one model's server, by its own chat template or the one of the options."""
 
-    def __init__(self, llm: AsyncLLM, template: str | None, parser: str) -> None:
-        self._llm, self._own = llm, template
-        given = template or getattr(llm.tokenizer, "chat_template", None) or ""
-        text = given if isinstance(given, str) else json.dumps(given)
-        self.takes_tools = re.search(r"\btools\b", text) is not None
-        self.takes_documents = re.search(r"\bdocuments\b", text) is not None
-        found = [name for name, sign in SIGNS.items() if sign in text]
-        # Without its sign in a template that takes tools, Llama 3's plain JSON.
-        detected = found[0] if found else "llama3_json" if self.takes_tools else None
-        self.parser = detected if parser == "auto" else parser
+    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+        self._llm, self._own = llm, options.chat_template
+        self._content_format = options.chat_template_content_format
+        given = self._own or getattr(llm.tokenizer, "chat_template", None) or ""
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        self.takes_tools = Template(text).takes_tools
+        self.parser: str | None = options.tool_call_parser
+        if options.tool_call_parser == "auto":
+            # Without a sign in a template that takes tools, Llama 3's plain JSON.
+            self.parser = detected(TOOL_PARSERS, text) or ("llama3_json" if self.takes_tools else None)
+        self.reasoning_parser: str | None = options.reasoning_parser
+        if options.reasoning_parser in ("auto", "none"):
+            is_harmony = detected(REASONING_PARSERS, text) == HARMONY
+            self.reasoning_parser = HARMONY if is_harmony and options.reasoning_parser == "auto" else None
 
     async def render(
         self,
@@ -59,96 +52,50 @@ class ChatPrompts:
 
         `cuts`: the end, "left" or "right", that the text may lose where it is far too long for the model.
         """
-        tokenizer = self._llm.tokenizer
-        if tokenizer is None or not (self._own or tokenizer.chat_template):
-            raise InputError("messages: the model must have a chat template; give one by --chat-template")
-        if tools and not self.takes_tools:
-            raise InputError(
-                "tools: the model's chat template has no place for them; give another by --chat-template"
-            )
-        if (kwargs or {}).get("documents") and not self.takes_documents:
-            raise InputError("documents: the model's chat template has no place for them")
-        for name in kwargs or {}:
-            if name in RESERVED:
-                raise InputError(f"chat_template_kwargs: {name!r} must be left out")
-        if continue_final_message and add_generation_prompt:
-            raise InputError("continue_final_message must be false with add_generation_prompt")
-        conversation = [_message(message, place) for place, message in enumerate(messages)]
+        read = read_messages(messages)
         write = functools.partial(
-            tokenizer.apply_chat_template,
-            conversation,
-            tools=[dict(tool) for tool in tools] if tools else None,
+            render,
+            self._llm.tokenizer,
+            read,
             chat_template=self._own,
-            tokenize=False,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **(kwargs or {}),
+            content_format=self._content_format,
+            kwargs=kwargs,
         )
-        is_long = sum(len(message["content"]) for message in conversation) > TOKENIZED_HERE
-        try:
-            text = await asyncio.to_thread(write) if is_long else write()
-        except Exception as error:  # templates raise errors of their own
-            raise InputError(f"messages: the chat template refuses them: {error}") from error
+        is_long = size_of((read, tools, kwargs)) > TOKENIZED_HERE
+        text = await asyncio.to_thread(write) if is_long else write()
         # The template writes the special tokens itself.
         ids = await self._llm.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
         return {"prompt": text, "prompt_token_ids": ids}
 
-
-def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """A message as templates take it: its content a text, arguments of calls as objects."""
-    name = f"messages.{place}"
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise InputError(f"{name}.role={shown(role)} must be a string")
-    made = {key: value for key, value in message.items() if value is not None}
-    calls = made.get("tool_calls")
-    if calls is not None:
-        made["tool_calls"] = [_call(call, f"{name}.tool_calls") for call in _listed(calls, name)]
-    made["content"] = _content(message.get("content"), f"{name}.content", is_needed=not calls)
-    return made
-
-
-def _content(content: Any, name: str, *, is_needed: bool) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None and not is_needed:
-        return ""
-    if not isinstance(content, list):
-        raise InputError(f"{name}={shown(content)} must be a string or a list of parts")
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in TEXT_PARTS else None
-        if not isinstance(text, str):
-            raise InputError(f"{name}: part {shown(part)} must be {{'type': 'text', 'text': ...}}")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _listed(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{name}.tool_calls={shown(value)} must be a list")
-    return value
-
-
-def _call(call: Any, name: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InputError(f"{name}: {shown(call)} must have a function with a name")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise InputError(f"{name}: arguments={shown(arguments)} must be JSON") from None
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
-    """Raise `InputError` unless each is {"type": "function", "function": {"name": ..., ...}}."""
-    for i, tool in enumerate(tools or ()):
-        function = tool.get("function")
-        is_one = tool.get("type") == "function" and isinstance(function, Mapping)
-        if not is_one or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InputError(
-                f"tools.{i}={shown(tool)} must be {{'type': 'function', 'function': {{'name': ...}}}}"
-            )
+    def form(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tool_choice: object,
+        *,
+        parallel: bool | None = True,
+        includes_reasoning: bool | None = True,
+    ) -> Form:
+        """Return how the answer to a request with these tools is read. Raises `InputError`."""
+        check_tools(tools)
+        if tool_choice not in (None, "none", "auto"):
+            if tool_choice == "required" or isinstance(tool_choice, dict):
+                raise InputError(
+                    f"tool_choice={shown(tool_choice)} needs structured outputs, which are not "
+                    "supported yet: must be 'auto' or 'none'"
+                )
+            raise InputError(f"tool_choice={shown(tool_choice)} must be 'auto' or 'none'")
+        if tool_choice == "auto" and not tools:
+            raise InputError("tool_choice must be left out unless tools are given")
+        has_calls = bool(tools) and tool_choice != "none"
+        if has_calls and self.parser is None:
+            raise InputError("tools: it is not known how the model writes calls; give --tool-call-parser")
+        return Form(
+            calls=self.parser if has_calls else None,
+            reasoning=self.reasoning_parser,
+            tools=tools or () if has_calls else (),
+            parallel=parallel is not False,
+            includes_reasoning=includes_reasoning is not False,
+        )

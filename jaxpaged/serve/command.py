@@ -11,12 +11,11 @@ from typing import Any
 
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.config import config_of
-from jaxpaged.serve.options import ServerOptions
+from jaxpaged.serve.options import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, ServerOptions
 
 # What the extra `serve` brings, and what each of our commands needs of it.
 SERVER_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 KEY_VARIABLE = "JAXPAGED_API_KEY"
-LOOPBACK = ("localhost", "::1")
 
 Commands = Any  # argparse's, of which it has no public type
 
@@ -39,7 +38,8 @@ def add_serve(
         action="append",
         dest="api_keys",
         metavar="KEY",
-        help=f"asked for under /v1; may be given repeatedly (default: ${KEY_VARIABLE}, or none)",
+        help="asked for under /v1; may be given repeatedly: those with different keys share no cached prefix "
+        f"(default: ${KEY_VARIABLE}, or none)",
     )
     add_model_options(group)
     group.add_argument(
@@ -47,6 +47,15 @@ def add_serve(
     )
     group.add_argument("--max-body-bytes", type=int, help="of a request (default 4 MiB)")
     group.add_argument("--max-nesting", type=int, help="levels of a request's JSON (default 64)")
+    group.add_argument("--max-head-bytes", type=int, help="of a request's headers (default 64 KiB)")
+    group.add_argument("--max-connections", type=int, help="at a time (default 4096)")
+    group.add_argument(
+        "--head-timeout",
+        type=float,
+        dest="head_timeout_s",
+        metavar="S",
+        help="to receive a request's headers (default 10)",
+    )
     group.add_argument(
         "--body-timeout", type=float, dest="body_timeout_s", metavar="S", help="to receive one (default 30)"
     )
@@ -59,8 +68,17 @@ def add_serve(
     group.add_argument(
         "--drain-seconds", type=float, metavar="S", help="for what runs, after SIGTERM (default 30)"
     )
-    for name, what in (("origins", "pages"), ("methods", "methods"), ("headers", "headers")):
-        help_ = f"{what} of other sites that browsers may use (default: all)"
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="*",
+        metavar="NAME",
+        help="names by which it may be asked, * for any (default: on loopback this machine's own, else any)",
+    )
+    for name, help_ in (
+        ("origins", "other sites whose pages may read the answers, * for all (default: none)"),
+        ("methods", "methods that those pages may use (default: all)"),
+        ("headers", "headers that those pages may use (default: all)"),
+    ):
         group.add_argument(f"--allowed-{name}", nargs="*", metavar=name[:-1].upper(), help=help_)
     group.add_argument(
         "--allow-credentials", action="store_true", default=None, help="let browsers send them, too"
@@ -86,8 +104,20 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own")
     group.add_argument(
+        "--chat-template-content-format",
+        help="how templates get a message's content: auto (default), string, or openai: a list of parts",
+    )
+    group.add_argument(
         "--tool-call-parser",
-        help="how the model writes calls of tools: auto (default), hermes, llama3_json or mistral",
+        metavar="NAME",
+        help="how the model writes calls of tools (default auto, by the template): "
+        f"{', '.join(TOOL_PARSER_NAMES)}",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="how the model writes reasoning, which is then told beside the content (default auto, which is "
+        f"openai_gptoss for its template and none for others): {', '.join(REASONING_PARSER_NAMES)}",
     )
     group.add_argument(
         "--lora-modules",
@@ -118,7 +148,7 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     if args.verbose:
         logging.set_verbosity(logging.INFO)
     server.log_to_stderr(options.log_level)
-    if not (options.host in LOOPBACK or options.host.startswith("127.") or options.api_keys):
+    if not (options.is_on_loopback or options.api_keys):
         _say(f"jaxpaged: anybody who reaches {options.host} may use the model: there is no --api-key")
     with bound:
         llm = AsyncLLM(args.model, **engine_options)

@@ -10,18 +10,20 @@ from starlette.responses import Response
 
 from jaxpaged.engine.async_llm import Admitted
 from jaxpaged.engine.llm import Prompt
+from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import CompletionLogprobs, Places, TokenNames, prompt_logprobs
 from jaxpaged.serve.replies import DONE, ApiError, event, reply
 from jaxpaged.serve.schemas import CompletionRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     writer = Writer(body, service)
+    service.check_num_answers(len(body.prompts) * (body.n or 1))
     prompts: list[Prompt] = [
         await service.llm.encode(each, add_special_tokens=False, cuts=body.cuts)
         if isinstance(each, str) and not body.add_special_tokens

@@ -1,4 +1,4 @@
-"""The door of the server: ids, keys, content types, and how large, how slow and how deep a body may be."""
+"""The door of the server: hosts, keys, content types, and how large, how slow and how full a body may be."""
 
 import asyncio
 import hashlib
@@ -7,27 +7,39 @@ import secrets
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxpaged.checks import shown
+from jaxpaged.serve.bounds import Limits, parsed
+from jaxpaged.serve.hosts import Hosts
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, reply
 
-# What anybody may ask without a key: how the server is, never what it computes.
+# What anybody may ask without a key: how the server is, never what it computes, nor for whom.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json"})
-OPEN_FOLDER = "/page/"
 SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
-SCANNED_HERE = 64 * 2**10  # bytes: a larger body is looked through in another thread
+SMALL = 64 * 2**10  # bytes: a larger body is parsed in another thread, and counts among the large ones
+MOST_LARGE_BODIES = 16  # of the greatest size, or more smaller ones, received and parsed at a time
+NUM_PARSERS = 2  # threads
 
 
 class Guard:
-    """ASGI middleware. What comes through has a whole body, which need not be awaited."""
+    """ASGI middleware. What comes through may be answered, and has a whole body, which is parsed.
+
+    In the request's state: `request_id`; `key`, the place of the key that was given among the server's, None
+    where there are none; `json`, the body's value, where there is a body.
+    """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self._app, self._options = app, options
+        self._app, self._options, self._hosts = app, options, Hosts(options)
         self._keys = [_digest(key) for key in options.api_keys]
+        self._limits = Limits.of(options.max_body_bytes, options.max_nesting)
+        self._parsers = ThreadPoolExecutor(NUM_PARSERS, "jaxpaged-bodies")
+        self._num_large_bytes = 0  # of large bodies that are not parsed yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,7 +48,8 @@ class Guard:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -44,50 +57,57 @@ class Guard:
             await send(message)
 
         try:
+            self._check_host(headers)
             if scope["method"] != "OPTIONS":
-                if not self._may(scope["path"], headers):
+                state["key"] = self._key(headers)
+                if state["key"] is None and self._keys and scope["path"] not in OPEN_PATHS:
                     await reply({"error": "Unauthorized"}, 401)(scope, receive, send_with_id)
                     return
                 if scope["method"] in ("POST", "PUT", "PATCH"):
-                    receive = await self._with_body(headers, receive)
+                    receive = await self._with_body(headers, receive, state)
         except ApiError as error:
             await error.response()(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)
 
-    def _may(self, path: str, headers: Headers) -> bool:
-        """Whether the key is one of ours, in a time that does not tell how much of it is right."""
-        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
-            return True
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        found = [secrets.compare_digest(_digest(key), known) for known in self._keys]
-        return scheme.lower() == "bearer" and any(found)
+    def _check_host(self, headers: Headers) -> None:
+        """Check that the server is asked by a name of its own. What has no name comes from no browser."""
+        names = headers.getlist("host")
+        if len(names) > 1 or not all(map(self._hosts.serve, names)):
+            told = shown(", ".join(names))
+            raise ApiError(403, f"host={told} must be a name of this server: see --allowed-hosts")
 
-    async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Receive all of the body; what then gives it, and later what comes behind it."""
+    def _key(self, headers: Headers) -> int | None:
+        """Return which key was given, in a time that does not tell how much of it is right; None for none."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key)
+        found = [secrets.compare_digest(given, known) for known in self._keys]
+        return found.index(True) if scheme.lower() == "bearer" and any(found) else None
+
+    async def _with_body(self, headers: Headers, receive: Receive, state: dict[str, Any]) -> Receive:
+        """Receive all of the body, and parse it; return what gives it, and later what comes behind it."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "content-type must be application/json", headers={"connection": "close"})
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._options.max_body_bytes:
             raise self._too_large()
+        taken = [0]  # bytes that count among those of large bodies
         try:
-            async with asyncio.timeout(self._options.body_timeout_s):
-                body = await self._body(receive)
-        except TimeoutError:
-            message = f"the body must be here within {self._options.body_timeout_s:g} s"
-            raise ApiError(408, message, headers={"connection": "close"}) from None
-        too_deep = nested_deeper
-        deep = (
-            await asyncio.to_thread(too_deep, body, self._options.max_nesting)
-            if len(body) > SCANNED_HERE
-            else too_deep(body, self._options.max_nesting)
-        )
-        if deep:
-            raise ApiError(
-                400, f"the body must not have more than {self._options.max_nesting} levels of nesting"
-            )
-        first: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+            try:
+                async with asyncio.timeout(self._options.body_timeout_s):
+                    body = await self._body(receive, taken)
+            except TimeoutError:
+                message = f"the body must be here within {self._options.body_timeout_s:g} s"
+                raise ApiError(408, message, headers={"connection": "close"}) from None
+            if len(body) > SMALL:
+                loop = asyncio.get_running_loop()
+                state["json"] = await loop.run_in_executor(self._parsers, parsed, body, self._limits)
+            elif body:
+                state["json"] = parsed(body, self._limits)
+        finally:
+            self._num_large_bytes -= taken[0]
+        first: Iterator[Message] = iter([{"type": "http.request", "body": bytes(body), "more_body": False}])
 
         async def replayed() -> Message:
             message = next(first, None)
@@ -95,40 +115,35 @@ class Guard:
 
         return replayed
 
-    async def _body(self, receive: Receive) -> bytes:
-        pieces, num_bytes, more = [], 0, True
+    async def _body(self, receive: Receive, taken: list[int]) -> bytearray:
+        body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ApiError(400, "the client has gone before its request was complete")
-            pieces.append(message.get("body", b""))
-            num_bytes += len(pieces[-1])
-            if num_bytes > self._options.max_body_bytes:
+            body += message.get("body", b"")
+            if len(body) > self._options.max_body_bytes:
                 raise self._too_large()
+            if len(body) > SMALL:
+                self._take(len(body) - taken[0], taken)
             more = message.get("more_body", False)
-        return b"".join(pieces)
+        return body
+
+    def _take(self, num_bytes: int, taken: list[int]) -> None:
+        """Count bytes of a large body. Raises `ApiError` where there are too many of all together."""
+        if self._num_large_bytes + num_bytes > MOST_LARGE_BODIES * self._options.max_body_bytes:
+            headers = {"connection": "close", "retry-after": "1"}
+            raise ApiError(503, "too many large bodies are received at once", headers=headers)
+        self._num_large_bytes += num_bytes
+        taken[0] += num_bytes
 
     def _too_large(self) -> ApiError:
         message = f"the body must have at most {self._options.max_body_bytes} bytes"
         return ApiError(413, message, headers={"connection": "close"})
 
 
-def nested_deeper(body: bytes, limit: int) -> bool:
-    """Whether JSON has more than `limit` objects and lists in one another; also of what is not quite JSON."""
-    depth = 0
-    for match in BRACKETS.finditer(body):
-        found = match[0]
-        if found in b"[{":
-            depth += 1
-            if depth > limit:
-                return True
-        elif found in b"]}":
-            depth -= 1
-    return False
-
-
 def _digest(key: str) -> bytes:
-    """Of one length for all keys, so that comparing them tells nothing."""
+    """Return a digest: of one length for all keys, so that comparing them tells nothing."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -1,12 +1,16 @@
 """What a user may choose of the server, checked once. Imports nothing heavy: the command line reads it."""
 
 import dataclasses
+import ipaddress
 from typing import Literal, get_args
 
+from jaxpaged.chat import CONTENT_FORMATS, ContentFormat
 from jaxpaged.checks import check, checked_bool, checked_choice, checked_int, checked_number
+from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-ToolParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+TOOL_PARSER_NAMES = ("auto", *sorted(TOOL_PARSERS))
+REASONING_PARSER_NAMES = ("auto", "none", *sorted(REASONING_PARSERS))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,15 +22,22 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()  # () asks for none
     served_model_names: tuple[str, ...] = ()  # (): the model's
     chat_template: str | None = None  # its text; None: the model's own
-    tool_call_parser: ToolParser = "auto"  # how the model writes calls; auto: as its template shows
+    # "auto": as a list of parts where the template reads nothing else, otherwise as one text
+    chat_template_content_format: ContentFormat = "auto"
+    tool_call_parser: str = "auto"  # how the model writes calls; auto: as its template shows
+    reasoning_parser: str = "auto"  # how it writes reasoning; auto: that of gpt-oss is read, no other
     max_queue: int = 1000  # answers that may wait beside those that run: more are refused with 429
     max_body_bytes: int = 4 * 2**20
     max_nesting: int = 64  # objects and lists in one another, in a body
+    max_head_bytes: int = 64 * 2**10  # of a request's line and headers, and of what frames its body
+    max_connections: int = 4096  # an eighth of them without a complete head
+    head_timeout_s: float = 10.0  # to receive a request's line and headers
     body_timeout_s: float = 30.0  # to receive a body
     request_timeout_s: float = 600.0  # from a request to the end of its answer
     drain_seconds: float = 30.0  # after SIGTERM, for what runs
     max_unread_bytes: int = 2**20  # of a stream that its client does not read
-    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_hosts: tuple[str, ...] = ()  # names to be asked by, beside this machine's own; "*": any
+    allowed_origins: tuple[str, ...] = ()  # sites whose pages may read the answers; "*": all
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
@@ -35,18 +46,28 @@ class ServerOptions:
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
-        for name in ("api_keys", "served_model_names", "allowed_origins", "lora_modules"):
+        for name in (
+            "api_keys",
+            "served_model_names",
+            "allowed_hosts",
+            "allowed_origins",
+            "lora_modules",
+        ):
             values = getattr(self, name)
             check(name, values, "texts that are not empty", all(isinstance(v, str) and v for v in values))
         checked_int("port", self.port, "an int in [0, 65535]", 0, 65535)
         checked_int("max_queue", self.max_queue, "an int >= 0", 0)
         checked_int("max_body_bytes", self.max_body_bytes, "an int >= 1024", 1024)
         checked_int("max_nesting", self.max_nesting, "an int in [8, 256]", 8, 256)
+        checked_int("max_head_bytes", self.max_head_bytes, "an int in [1024, 2**20]", 1024, 2**20)
+        checked_int("max_connections", self.max_connections, "an int >= 8", 8)
         checked_int("max_unread_bytes", self.max_unread_bytes, "an int >= 1024", 1024)
-        for name in ("body_timeout_s", "request_timeout_s", "drain_seconds"):
+        for name in ("head_timeout_s", "body_timeout_s", "request_timeout_s", "drain_seconds"):
             checked_number(name, getattr(self, name), "a number > 0", 0, above=True)
         checked_choice("log_level", self.log_level, get_args(LogLevel))
-        checked_choice("tool_call_parser", self.tool_call_parser, get_args(ToolParser))
+        checked_choice("tool_call_parser", self.tool_call_parser, TOOL_PARSER_NAMES)
+        checked_choice("reasoning_parser", self.reasoning_parser, REASONING_PARSER_NAMES)
+        checked_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         checked_bool("allow_credentials", self.allow_credentials)
         checked_bool("enable_lora_updates", self.enable_lora_updates)
         rule = "as in name=path, each name once and none of served_model_names"
@@ -55,3 +76,11 @@ class ServerOptions:
             name, _, path = module.partition("=")
             check("lora_modules", module, rule, bool(name and path) and name not in names)
             names.append(name)
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"

@@ -14,18 +14,21 @@ from starlette.types import Receive, Scope, Send
 ERROR_TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
+    431: "RequestTooLargeError",
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
 DONE = b"data: [DONE]\n\n"
+MOST_MESSAGE = 2000  # characters of an error: what others raise may quote all of a body
 
 
 class ApiError(Exception):
@@ -34,6 +37,8 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
+        if len(message) > MOST_MESSAGE:
+            message = f"{message[:MOST_MESSAGE]}..."
         super().__init__(message)
         self.status, self.message, self.param, self.headers = status, message, param, headers
 

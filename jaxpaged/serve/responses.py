@@ -1,5 +1,6 @@
-"""/v1/responses: created and streamed, of text. Nothing is kept: a conversation is sent whole each time."""
+"""/v1/responses: created and streamed. Nothing is kept: a conversation is sent whole each time."""
 
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -8,12 +9,30 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from jaxpaged.checks import InputError, shown
+from jaxpaged.checks import InputError, checked_int, shown
+from jaxpaged.conversations import read_items
+from jaxpaged.serve.json_route import JsonRoute
+from jaxpaged.serve.logprobs import TokenNames, chat_logprobs
 from jaxpaged.serve.replies import ApiError, event, reply
+from jaxpaged.serve.response_items import Event, Items, chat_tools
 from jaxpaged.serve.schemas import ResponsesRequest
-from jaxpaged.serve.service import Choice, Run, service_of
+from jaxpaged.serve.service import Choice, Run, Service, service_of
+from jaxpaged.serve.tools import AnswerPieces, Form
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
+
+LOGPROBS = "message.output_text.logprobs"
+# What may be asked to be included: all but the first is of tools and inputs that are not there.
+INCLUDABLE = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 
 
 @router.post("/v1/responses")
@@ -21,14 +40,28 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     service = service_of(request)
     model = service.check_model(body.model)
     _refuse_missing(body)
-    prompt = await service.chat_prompts.render(_messages(body), kwargs=body.template_kwargs, cuts=body.cuts)
-    params = body.params(service.defaults, max_tokens=body.max_output_tokens, logprobs=None)
+    tools = chat_tools(body.tools)
+    # "auto" is the default of OpenAI's clients, with tools and without.
+    tool_choice = None if body.tool_choice == "auto" and not tools else body.tool_choice
+    form = service.chat_prompts.form(tools, tool_choice, parallel=body.parallel_tool_calls)
+    prompt = await service.chat_prompts.render(
+        _messages(body),
+        tools=tools if tool_choice != "none" else None,
+        kwargs=body.template_kwargs,
+        cuts=body.cuts,
+    )
+    params = body.params(
+        service.defaults,
+        max_tokens=body.max_output_tokens,
+        logprobs=_num_top(body),
+        skip_special_tokens=body.skip_special_tokens and form.is_plain,
+    )
     run = await service.start(request, body, "resp", [prompt], params)
-    writer = Writer(body, model, run)
+    writer = Writer(body, model, run, service, dataclasses.replace(form, prompt=prompt["prompt"]))
     if body.stream:
         return service.stream(run, writer.events())
     [choice] = await service.whole(request, run)
-    return reply(writer.ended(choice))
+    return reply(writer.whole(choice))
 
 
 @router.get("/v1/responses/{response_id}")
@@ -47,44 +80,84 @@ def _refuse_missing(body: ResponsesRequest) -> None:
         ("previous_response_id", body.previous_response_id is not None),
         ("background", bool(body.background)),
         ("prompt", body.prompt is not None),
-        ("top_logprobs", bool(body.top_logprobs)),
-        ("tools", bool(body.tools) and body.tool_choice != "none"),
     ):
         if is_asked:
             raise InputError(f"{name} is not supported: leave it out")
     if body.truncation not in (None, "disabled"):
         raise InputError(f"truncation={shown(body.truncation)} must be 'disabled'")
+    for i, name in enumerate(body.include or ()):
+        if name not in INCLUDABLE:
+            raise InputError(f"include.{i}={shown(name)} must be one of {', '.join(INCLUDABLE)}")
 
 
-def _messages(body: ResponsesRequest) -> list[Mapping[str, Any]]:
-    """The conversation of the input: a text, or messages."""
-    first: list[Mapping[str, Any]] = []
+def _num_top(body: ResponsesRequest) -> int | None:
+    """Return how many of the likeliest tokens are asked for; None where no log-probabilities are."""
+    if LOGPROBS not in (body.include or ()) and not body.top_logprobs:
+        return None
+    return checked_int("top_logprobs", body.top_logprobs or 0, "an int in [0, 20]", 0, 20)
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the conversation of the input: a text, or items."""
+    first: list[dict[str, Any]] = []
     if body.instructions:
         first = [{"role": "system", "content": body.instructions}]
     if isinstance(body.input, str):
         return [*first, {"role": "user", "content": body.input}]
-    messages = []
-    for i, item in enumerate(body.input):
-        if item.get("type", "message") != "message":
-            raise InputError(f"input.{i}.type={shown(item['type'])} must be 'message'")
-        role = "system" if item.get("role") == "developer" else item.get("role")
-        messages.append({"role": role, "content": item.get("content")})
-    return [*first, *messages]
+    return [*first, *read_items(body.input)]
 
 
 class Writer:
     """Writes one response down, whole or as events."""
 
-    def __init__(self, body: ResponsesRequest, model: str, run: Run) -> None:
+    def __init__(self, body: ResponsesRequest, model: str, run: Run, service: Service, form: Form) -> None:
         self._body, self._model, self._run = body, model, run
-        self._message_id = f"msg{run.id.removeprefix('resp')}"
+        self._names = TokenNames(service.llm.tokenizer, as_ids=False)
+        self._num_top = _num_top(body)
+        self._pieces, self._items = AnswerPieces(form), Items()
         self._sequence_number = -1
 
-    def ended(self, choice: Choice) -> dict[str, Any]:
-        is_whole = choice.finish_reason == "stop"
-        status = "completed" if is_whole else "incomplete"
-        usage = self._run.usage()
-        return self._response(status, [self._message(status, [_part(choice.text)])]) | {
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """Return the response to a request that does not stream."""
+        for _ in [*self._add(choice), *self._items.end(_status(choice))]:
+            pass
+        return self._ended(choice)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield the events of one that does."""
+        begun = self._response("in_progress", [])
+        yield self._event("created", {"response": begun})
+        yield self._event("in_progress", {"response": begun})
+        last = Choice(0)
+        try:
+            async with aclosing(self._run.outputs()) as outputs:
+                async for _, output, answer in outputs:
+                    last = Choice(0)
+                    last.add(output, answer)
+                    for told in self._add(last):
+                        yield self._event(*told)
+        except ApiError as error:
+            failed = {"code": "server_error", "message": error.message}
+            response = self._response("failed", []) | {"error": failed}
+            yield self._event("failed", {"response": response})
+            return
+        for told in self._items.end(_status(last)):
+            yield self._event(*told)
+        ended = self._ended(last)
+        yield self._event(ended["status"], {"response": ended})
+
+    def _add(self, choice: Choice) -> list[Event]:
+        logprobs: list[Any] = []
+        if self._num_top is not None:
+            names, ids, entries = self._names, choice.token_ids, choice.logprobs
+            logprobs = chat_logprobs(names, self._num_top, ids, entries)["content"]
+        pieces = self._pieces.feed(choice.text, is_last=choice.finish_reason is not None)
+        return [*self._items.add(pieces, logprobs)]
+
+    def _ended(self, choice: Choice) -> dict[str, Any]:
+        status, usage = _status(choice), self._run.usage()
+        is_whole = status == "completed"
+        return self._response(status, self._items.output) | {
             "completed_at": int(time.time()) if is_whole else None,
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
             "usage": {
@@ -96,48 +169,14 @@ class Writer:
             },
         }
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        at = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        item, choice = {"output_index": 0}, Choice(0)
-        begun = self._response("in_progress", [])
-        yield self._event("created", {"response": begun})
-        yield self._event("in_progress", {"response": begun})
-        yield self._event("output_item.added", item | {"item": self._message("in_progress", [])})
-        yield self._event("content_part.added", at | {"part": _part("")})
-        try:
-            async with aclosing(self._run.outputs()) as outputs:
-                async for _, output, answer in outputs:
-                    choice.add(output, answer)
-                    if answer.text:
-                        delta = at | {"delta": answer.text, "logprobs": []}
-                        yield self._event("output_text.delta", delta)
-        except ApiError as error:
-            failed = {"code": "server_error", "message": error.message}
-            response = self._response("failed", []) | {"error": failed}
-            yield self._event("failed", {"response": response})
-            return
-        ended = self.ended(choice)
-        yield self._event("output_text.done", at | {"text": choice.text, "logprobs": []})
-        yield self._event("content_part.done", at | {"part": _part(choice.text)})
-        yield self._event("output_item.done", item | {"item": ended["output"][0]})
-        yield self._event(ended["status"], {"response": ended})
-
     def _event(self, kind: str, value: dict[str, Any]) -> bytes:
         self._sequence_number += 1
         name = f"response.{kind}"
         return event({"type": name, "sequence_number": self._sequence_number} | value, name)
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._message_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body, params = self._body, self._run.params
+        nothing = {"description": None, "parameters": None, "strict": None}
         return {
             "id": self._run.id,
             "object": "response",
@@ -154,24 +193,24 @@ class Writer:
             "metadata": body.metadata or {},
             "model": self._model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
             "prompt_cache_key": None,
-            "reasoning": None,
+            "reasoning": body.reasoning,
             "safety_identifier": None,
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
-            "top_logprobs": 0,
+            "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+            "tools": [nothing | tool for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
         }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _status(choice: Choice) -> str:
+    return "completed" if choice.finish_reason == "stop" else "incomplete"

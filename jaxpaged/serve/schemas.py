@@ -6,10 +6,12 @@ table in `jaxpaged.vllm_names`; what vLLM does not know either is ignored, as by
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from jaxpaged.checks import InputError, is_int
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.serve.bounds import first_error_only
 from jaxpaged.vllm_names.judge import FIELD_NAMES, passes
 
 Number = float | None
@@ -42,6 +44,10 @@ class Asked(Body):
 
     model: str | None = None
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return first_error_only(handler(source))
+
 
 class Queued(Asked):
     """A request that gets answers: from which model, and before and beside whom."""
@@ -53,6 +59,11 @@ class Queued(Asked):
 class StreamOptions(Body):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether any of them is on."""
+        return bool(self.include_usage or self.continuous_usage_stats)
 
 
 class Drawn(Queued):
@@ -138,8 +149,7 @@ class Sampled(Drawn):
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **more: Any
     ) -> SamplingParams:
         """Return the engine's, as `Drawn.params` does."""
-        options = self.stream_options
-        if options is not None and options.model_fields_set and not self.stream:
+        if self.stream_options is not None and self.stream_options.asks and not self.stream:
             raise InputError("stream_options must be left out unless stream is true")
         own = {"n": self.n, "prompt_logprobs": self.prompt_logprobs}
         return super().params(defaults, max_tokens=max_tokens, logprobs=logprobs, **own | more)
@@ -207,6 +217,7 @@ class ChatRequest(Sampled):
     add_special_tokens: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = True
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
 
@@ -228,9 +239,11 @@ class ResponsesRequest(Drawn):
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    top_logprobs: int | None = 0
-    prompt: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
     reasoning: dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

@@ -1,6 +1,7 @@
 """Runs the application: a socket, a signal that ends it in order, and an address told when it is ready."""
 
 import asyncio
+import functools
 import json
 import logging
 import signal
@@ -16,9 +17,13 @@ from fastapi import FastAPI
 from jaxpaged.checks import InputError
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.serve.app import create_app
+from jaxpaged.serve.connection import Connection, Room
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.service import Service
+
+log = logging.getLogger("jaxpaged.serve")
+OTHER_FILES = 256  # of the process, beside its connections
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -65,9 +70,12 @@ class Server(uvicorn.Server):
     """Tells when it is ready, and gives up what still runs when the time to drain is over."""
 
     def __init__(self, app: FastAPI, options: ServerOptions, ready: Callable[[], None]) -> None:
+        self.room = Room(options, file_room(options))
         super().__init__(
             uvicorn.Config(
                 app,
+                http=functools.partial(Connection, room=self.room),  # type: ignore[arg-type]
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="on",
@@ -89,6 +97,27 @@ class Server(uvicorn.Server):
         timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._service.give_up, stopping)
         await super().shutdown(sockets)
         timer.cancel()
+
+
+def file_room(options: ServerOptions) -> int:
+    """Let the process have a file for each connection, and return how many connections it has files for.
+
+    Where files run out, the system resets whatever connection comes next.
+    """
+    if sys.platform == "win32":
+        return options.max_connections
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    want = options.max_connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < want:
+        most = want if hard == resource.RLIM_INFINITY else min(want, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft == resource.RLIM_INFINITY or soft >= want:
+        return options.max_connections
+    log.warning("max_connections=%d: there are files for %d", options.max_connections, soft - OTHER_FILES)
+    return max(8, soft - OTHER_FILES)
 
 
 def url(options: ServerOptions, bound: socket.socket) -> str:

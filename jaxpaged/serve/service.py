@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import hashlib
 import itertools
 import logging
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from jaxpaged.checks import shown
+from jaxpaged.checks import check_salt, shown
 from jaxpaged.engine.async_llm import Admitted, AsyncLLM
 from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.engine.llm import Prompt
@@ -45,7 +46,7 @@ class Service:
             llm.llm.add_lora(self.adapters[name])
         self.defaults = llm.llm.get_default_sampling_params()
         self.max_model_len = llm.engine.door.max_model_len
-        self.chat_prompts = ChatPrompts(llm, options.chat_template, options.tool_call_parser)
+        self.chat_prompts = ChatPrompts(llm, options)
         self.metrics = Metrics(self.model_names[0], llm.engine)
         self.open_runs: set[Run] = set()
         self.is_stopping = asyncio.Event()
@@ -99,23 +100,19 @@ class Service:
         Raises `InputError`, or `ApiError` where there is no room.
         """
         num_answers = len(prompts) * params.n
-        config = self.llm.engine.config
-        most = config.max_num_seqs * config.data_parallel_size + self.options.max_queue
-        if num_answers > most:
-            raise ApiError(
-                400, f"the request asks for {num_answers} answers, must ask for at most {most}", param="n"
-            )
+        self.check_num_answers(num_answers)
         if self.llm.engine.stopped is not None:
             raise dead(self.llm.engine.stopped)
-        self._check_room(num_answers, most)
+        self._check_room(num_answers)
         adapter = self.adapters.get(self.check_model(body.model))
-        salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+        its_salt = self._salt(request, body.cache_salt)
+        salt = {} if its_salt is None else {"cache_salt": its_salt}
         admitted = []
         for each in prompts:
             prompt, order = _mapping(each) | salt, body.priority
             admitted.append(await self.llm.admit(prompt, params, priority=order, lora_request=adapter))
             await asyncio.sleep(0)  # of many prompts, others need not wait for all
-        self._check_room(num_answers, most)  # others may have come while this one was read
+        self._check_room(num_answers)  # others may have come while this one was read
         response_id = f"{prefix}-{request.state.request_id}"
         run = Run(self, response_id, f"{response_id}-{next(self._numbers)}", admitted, params)
         run.route = request.url.path
@@ -123,7 +120,32 @@ class Service:
         run.open()
         return run
 
-    def _check_room(self, num_answers: int, most: int) -> None:
+    @property
+    def max_open(self) -> int:
+        """How many answers may run and wait."""
+        config = self.llm.engine.config
+        return config.max_num_seqs * config.data_parallel_size + self.options.max_queue
+
+    def check_num_answers(self, num_answers: int) -> None:
+        """Check that one request asks for no more than there is ever room for. Raises `ApiError`."""
+        most = self.max_open
+        if num_answers > most:
+            message = f"the request asks for {num_answers} answers, must ask for at most {most}"
+            raise ApiError(400, message, param="n")
+
+    def _salt(self, request: Request, given: str | None) -> str | None:
+        """Return the salt of the prefix cache for a request: of several keys, each has its own.
+
+        Raises `InputError` for a salt that is none.
+        """
+        check_salt("cache_salt", given)
+        if len(self.options.api_keys) < 2:
+            return given
+        key = hashlib.sha256(f"{request.state.key}={given or ''}".encode("utf-8", "surrogatepass"))
+        return f"key {request.state.key}: {key.hexdigest()}"
+
+    def _check_room(self, num_answers: int) -> None:
+        most = self.max_open
         if self.num_open + num_answers > most:
             message = (
                 f"{self.num_open} answers are open, and with {num_answers} more there would be over {most}"

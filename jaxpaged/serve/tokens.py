@@ -6,12 +6,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxpaged.checks import InputError, checked_int
+from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.replies import reply
 from jaxpaged.serve.schemas import DetokenizeRequest, TokenizeRequest
 from jaxpaged.serve.service import service_of
 
-router = APIRouter()
-DECODED_HERE = 4_000  # tokens: more are decoded in another thread
+router = APIRouter(route_class=JsonRoute)
+TOLD_HERE = 4_000  # tokens: more are decoded, and written down, in another thread
 
 
 @router.post("/tokenize")
@@ -22,8 +23,6 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InputError("the body must have either a prompt or messages")
     if body.messages is not None:
-        if not body.messages:
-            raise InputError("messages=[] must have at least one message")
         rendered = await service.chat_prompts.render(
             body.messages,
             tools=body.tools,
@@ -38,14 +37,18 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     else:
         ids = []
     tokenizer = service.llm.tokenizer
-    return reply(
-        {
-            "count": len(ids),
-            "max_model_len": service.max_model_len,
-            "tokens": ids,
-            "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
-        }
-    )
+
+    def told() -> Response:
+        return reply(
+            {
+                "count": len(ids),
+                "max_model_len": service.max_model_len,
+                "tokens": ids,
+                "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+            }
+        )
+
+    return await asyncio.to_thread(told) if len(ids) > TOLD_HERE else told()
 
 
 @router.post("/detokenize")
@@ -58,7 +61,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     last = service.llm.engine.door.model_config.vocab_size - 1
     for token in {min(body.tokens), max(body.tokens)} if body.tokens else ():
         checked_int("token", token, f"a token id, an int in [0, {last + 1})", 0, last)
-    if len(body.tokens) > DECODED_HERE:
+    if len(body.tokens) > TOLD_HERE:
         text = await asyncio.to_thread(tokenizer.decode, body.tokens)
     else:
         text = tokenizer.decode(body.tokens)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from make_tiny_llamas import greedy
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 HERE = Path(__file__).parent / "families"
 SIZES = {
@@ -208,37 +209,104 @@ VARIANTS |= {
 }
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
 MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
+# Models of text and images: what is inside, and as small a vision part as there may be.
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+CLIP = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 16}
+QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
+TEXT = {**TINY, "head_dim": 8}
+WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {"model_type": "gemma3_text", **TEXT, **HALF_WINDOWED, "query_pre_attn_scalar": 24},
+        {"model_type": "siglip_vision_model", **CLIP},
+    ),
+    "mistral3": (
+        {"model_type": "mistral", **TEXT, "sliding_window": None},
+        {"model_type": "pixtral", **CLIP},
+    ),
+    "llava": ({"model_type": "llama", **TEXT}, {"model_type": "clip_vision_model", **CLIP}),
+    "internvl": (
+        {"model_type": "qwen3", **TEXT},
+        {**CLIP, "image_size": [28, 28], "patch_size": [14, 14], "use_mask_token": False},
+    ),
+    "qwen2_vl": (
+        {**TINY, "hidden_size": 32, "rope_parameters": MROPE},
+        {"depth": 1, "embed_dim": 8, "num_heads": 1, "hidden_size": 32},
+    ),
+    "qwen2_5_vl": (
+        {**TINY, "hidden_size": 32, "rope_parameters": MROPE},
+        {**QWEN_VISION, "out_hidden_size": 32},
+    ),
+    "qwen3_vl": ({**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}, QWEN3_VISION),
+    "qwen3_vl_moe": (
+        {**TEXT, **EXPERTS, "num_experts": 5, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        QWEN3_VISION,
+    ),
+}
+UNTIED = ("mistral3", "internvl")
 SEEDS = {"mixtral": 100}  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 NUM_TOKENS, EVERY = 40, 3
 
 
 def main(names: list[str]) -> None:
-    for seed, (name, variant) in enumerate(VARIANTS.items()):
+    for seed, name in enumerate([*VARIANTS, *WRAPPERS]):
         if not names or name in names:
-            make(name, variant, SEEDS.get(name, seed))
+            torch.manual_seed(SEEDS.get(name, seed))
+            write(name, wrapped(name) if name in WRAPPERS else made(name, VARIANTS[name]))
 
 
-def make(name: str, variant: dict[str, Any], seed: int) -> None:
-    torch.manual_seed(seed)
+def made(name: str, variant: dict[str, Any]) -> torch.nn.Module:
     model_type = MODEL_TYPES.get(name, name)
     sizes = {} if model_type in ("gpt2", "bloom", "mpt") else SIZES
     few = {"vocab_size": SIZES["vocab_size"], "initializer_range": 0.25, "eos_token_id": 2}
     config = AutoConfig.for_model(model_type, **few | sizes | variant)
     attention = IMPLEMENTATIONS.get(name, "eager")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def wrapped(name: str) -> torch.nn.Module:
+    text, vision = WRAPPERS[name]
+    config = AutoConfig.for_model(
+        name,
+        text_config={**SIZES, **text},
+        vision_config=vision,
+        **({"tie_word_embeddings": False} if name in UNTIED else {}),
+        image_token_id=60,
+        **(
+            {"video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
+            if "qwen" in name
+            else {}
+        ),
+    )
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+
+
+def write(name: str, model: torch.nn.Module) -> None:
+    is_less_one = MODEL_TYPES.get(name, name).startswith("gemma")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            shake(parameter_name, parameter, is_less_one=model_type.startswith("gemma"))
+            shake(parameter_name, parameter, is_less_one=is_less_one)
             parameter.copy_(parameter.half().float())
         for buffer_name, buffer in model.named_buffers():
             if "correction_bias" in buffer_name:
                 buffer.normal_(std=0.2).copy_(buffer.half().float())
-        token_ids = torch.randint(0, SIZES["vocab_size"], (1, NUM_TOKENS))
+        # The last few stand for images, where there are some.
+        largest = SIZES["vocab_size"] - (4 if name in WRAPPERS else 0)
+        token_ids = torch.randint(0, largest, (1, NUM_TOKENS))
         logits = model(token_ids, use_cache=False).logits[0]
         answer, smallest_gap = greedy(model, token_ids)
     folder = HERE / name
     model.half().save_pretrained(folder)
+    if name == "qwen3_vl_moe":
+        turn_experts(folder / "model.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
     golden = {
         "token_ids": token_ids[0].tolist(),
@@ -251,6 +319,13 @@ def make(name: str, variant: dict[str, Any], seed: int) -> None:
     print(
         name, f"{smallest_gap:.4f}", f"{logits.abs().max():.2f}", sorted(dict(model.named_parameters()))[-1]
     )
+
+
+def turn_experts(file: Path) -> None:
+    """Store experts as published models have them, inputs first; transformers reads both forms."""
+    tensors = load_file(file)
+    turned = {key: value.mT.contiguous() for key, value in tensors.items() if ".experts." in key}
+    save_file(tensors | turned, file, metadata={"format": "pt"})
 
 
 def shake(name: str, parameter: torch.nn.Parameter, *, is_less_one: bool) -> None:

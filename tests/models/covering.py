@@ -32,7 +32,7 @@ def traits(config: ModelConfig) -> set[tuple[str, object]]:
     found |= {("turned", rope is not None and rope.dim == config.head_dim) for rope in ropes}
     windows = {kind.sliding_window for kind in config.layers}
     found |= {("experts", config.experts is not None), ("ropes", len(ropes)), ("windows", len(windows))}
-    return found | {("window", windows != {None})}
+    return found | {("window", windows != {None}), ("norm", (config.norm, config.norm_offset))}
 
 
 def covering(names: list[str], folder: Path) -> list[str]:

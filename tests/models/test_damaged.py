@@ -98,8 +98,8 @@ CASES: dict[str, tuple[Damage, str]] = {
     "activation": (config(hidden_act="mish"), "hidden_act='mish' must be one of silu, "),
     "rope is a list": (config(rope_parameters=[1]), "rope_parameters=[1] must be a JSON object or null"),
     "rope's kind": (
-        config(rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic"}),
-        "rope_type='dynamic' must be 'default', 'linear', 'llama3', 'yarn' or 'longrope'",
+        config(rope_parameters={"rope_theta": 1e4, "rope_type": "ntk"}),
+        "rope_type='ntk' must be 'default', 'dynamic', 'linear', 'llama3', 'yarn' or 'longrope'",
     ),
     "rope is half": (config(rope_parameters={"rope_type": "llama3"}), "factor must be given"),
     "rope's theta": (config(rope_parameters={"rope_theta": "1e4"}), "rope_theta='1e4' must be a number > 0"),

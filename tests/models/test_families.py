@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import decoder, experts, families, layers, loading
+from jaxpaged.models import decoder, experts, families, layers, loading, weights
 from jaxpaged.models.config import LongScaling, Rope
 from jaxpaged.models.families import from_hf
 from tests.models.test_decoder import GOLDENS, batch_of
@@ -31,7 +31,9 @@ def test_the_readmes_table_of_families_is_the_registry():
 
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known():
-    with pytest.raises(InputError, match=r"model_type='mamba' must be one of 'llama', 'mistral', .*'mpt'$"):
+    with pytest.raises(
+        InputError, match=r"model_type='mamba' must be one of 'llama', 'mistral', .*'qwen3_vl_moe'$"
+    ):
         from_hf({"model_type": "mamba"})
 
 
@@ -49,6 +51,38 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known():
         ("phi3", {"rope_parameters": phi3_rope() | {"long_factor": [1.0]}}, "must be 3 numbers"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=.* must be a list, one for each layer"),
         ("starcoder2", {"hidden_act": "mish"}, "hidden_act='mish' must be one of silu"),
+        ("llama", {"n_shared_experts": 1}, "n_shared_experts=1 must be 0 or left out"),
+        ("llama", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5 must be 1 or left out"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True must be False or left out"),
+        (
+            "glm4_moe",
+            {"scoring_func": "softmax"},
+            "scoring_func='softmax' must be 'sigmoid' or 'noaux_tc' or left out",
+        ),
+        ("glm4_moe", {"n_group": 3}, "groups of experts=3 must be a divisor of 8, the number of experts"),
+        ("glm4_moe", {"n_group": 8}, "groups of experts=8 must be of two or more experts"),
+        ("glm4_moe", {"topk_group": 5}, r"groups a token=5 must be an int in \[1, 4\]"),
+        (
+            "glm4_moe",
+            {"num_experts_per_tok": 5},
+            r"experts a token=5 must be an int in \[1, 4\], the number of",
+        ),
+        ("glm4_moe", {"first_k_dense_replace": 3}, r"first dense layers=3 must be an int in \[0, 3\)"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 must be None or left out"),
+        ("phimoe", {"num_experts_per_tok": 3}, "experts a token=3 must be 2 for a sparse mixer"),
+        ("phimoe", {"tie_word_embeddings": True}, "lm_head_bias=True must be False with a tied embedding"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True must be False or left out"),
+        (
+            "exaone4",
+            {"layer_types": None, "sliding_window_pattern": "LX"},
+            "pattern='LX' must be an int >= 1 or",
+        ),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\] must be a list of ones"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block=False must be True or left out"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False must be True or left out"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=True must be False or left out"),
+        ("llava", {"text_config": {"model_type": "mamba"}}, "text_config.model_type='mamba' must be one of"),
+        ("llava", {"text_config": None}, "text_config=None must be a JSON object"),
     ],
 )
 def test_what_is_another_arithmetic_is_refused(name, change, message):
@@ -68,6 +102,83 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     del spread["original_max_position_embeddings"], spread["rope_theta"]
     old |= {"rope_scaling": spread, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
     assert from_hf(old) == from_hf(hf("phi3"))
+    said = {name: value for name, value in hf("cwm").items() if name != "rope_parameters"}
+    assert from_hf(said).layers[0].rope.theta == 1000000
+    assert from_hf(said | {"rope_scaling": hf("cwm")["rope_parameters"]}) == from_hf(hf("cwm"))
+    # This one changes nothing up to the model's length.
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    assert from_hf(hf("qwen3") | dynamic) == from_hf(hf("qwen3"))
+
+
+def test_old_configs_of_the_newer_families_are_read():
+    """Letters for layers with a window, one scaling for layers without, a number of turned coordinates."""
+    said = {name: value for name, value in hf("exaone4").items() if name != "layer_types"}
+    said |= {"sliding_window_pattern": "LLG", "num_hidden_layers": 5}
+    kinds = from_hf(said).layers
+    assert [kind.sliding_window for kind in kinds] == [12, 12, None, 12, None]
+    assert [kind.rope is None for kind in kinds] == [False, False, True, False, True]
+    assert all(
+        kind.rope and not kind.sliding_window for kind in from_hf(said | {"sliding_window": None}).layers
+    )
+    said = {name: value for name, value in hf("olmo3").items() if name != "rope_parameters"}
+    old = {"rope_scaling": hf("olmo3")["rope_parameters"]["full_attention"], "rope_theta": 10000.0}
+    assert from_hf(said | old) == from_hf(hf("olmo3"))
+    assert from_hf(hf("minimax_m2") | {"rope_parameters": None, "rotary_dim": 4}).layers[0].rope.dim == 4
+    said = hf("hunyuan_v1_dense")["rope_parameters"]
+    old = {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "alpha": 50.0}}
+    assert from_hf(hf("hunyuan_v1_dense") | old) == from_hf(hf("hunyuan_v1_dense"))
+
+
+def without(said, *names):
+    return {name: value for name, value in said.items() if name not in names}
+
+
+def test_a_text_part_is_the_model_that_it_would_be_alone():
+    """In configs of before transformers 5, too: flat ones, and ones that say of the text what is unusual."""
+    said = hf("qwen2_5_vl")
+    text = without(said["text_config"], "model_type", "rope_parameters")
+    mrope = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "rope_theta": 10000.0}
+    flat = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, **text, **mrope}
+    assert from_hf(flat | {"tie_word_embeddings": False}) == from_hf(said)
+    assert from_hf(flat | {"tie_word_embeddings": True}).tie_word_embeddings
+    text = without(flat, "vision_config") | {"model_type": "qwen2"}
+    assert from_hf(text | {"rope_scaling": None}) == from_hf(said)
+
+    few = {"model_type": "gemma3_text", "hidden_size": 2560, "sliding_window": 1024}
+    few |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = from_hf({"model_type": "gemma3", "text_config": few, "eos_token_id": [1, 106]})
+    assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.num_layers, config.eos_token_ids) == (262208, 26, (1, 106))
+    assert config.tie_word_embeddings
+    config = from_hf({"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}})
+    assert (config.hidden_size, config.num_layers, config.tie_word_embeddings) == (4096, 32, False)
+
+
+@pytest.mark.parametrize(
+    ("version", "outside", "inside", "is_tied"),
+    [
+        ("4.57.0", True, False, False),
+        ("4.57.0", None, None, False),
+        ("4.57.0", False, True, True),
+        ("5.1.0", False, True, False),
+        ("5.1.0", None, False, True),
+    ],
+)
+def test_since_transformers_5_a_config_says_outside_that_its_head_is_tied(version, outside, inside, is_tied):
+    said = hf("mistral3") | {"transformers_version": version, "tie_word_embeddings": outside}
+    said["text_config"] = said["text_config"] | {"tie_word_embeddings": inside}
+    assert from_hf(said).tie_word_embeddings == is_tied
+
+
+def test_layers_that_predict_further_tokens_are_not_read():
+    checkpoint = loading.open_checkpoint(GOLDENS / "families" / "glm4_moe")
+    tensors = dict(checkpoint.load_weights())
+    beyond = tensors | {"model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    weights.check_weights(checkpoint.config, checkpoint.names, beyond)
+    with pytest.raises(InputError, match=r"weight 'model.layers.2.eh_proj.weight' is none that the model"):
+        weights.check_weights(
+            checkpoint.config, checkpoint.names, tensors | {"model.layers.2.eh_proj.weight": np.zeros(2)}
+        )
 
 
 def test_only_layers_that_all_have_a_window_free_their_blocks():
@@ -140,7 +251,7 @@ def program(config):
     return str(jax.make_jaxpr(run)(params, cache))
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "gpt_oss", "glm4_moe"])
 def test_a_program_does_not_grow_with_the_number_of_layers(name):
     """With layers of several kinds in a period, too."""
     config = from_hf(hf(name))

@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxpaged import LoRARequest
 from jaxpaged.checks import InputError
-from jaxpaged.models import loading, lora
+from jaxpaged.models import loading, lora, weights
 from jaxpaged.models.families.llama import NAMES
+from reference import model as reference_model
 from tests import tiny, tiny_lora
 from tests.models.test_decoder import GOLDENS, TOLERANCE, assert_equal, paged_logits
 
@@ -35,6 +37,39 @@ def test_a_model_with_an_adapter_is_the_one_that_peft_merges_it_into(name, uses_
     lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32), 1)
     assert_equal(paged_logits(model, stored["token_ids"], 4, 8, adapter=2), stored)
     np.testing.assert_array_equal(paged_logits(model, stored["token_ids"], 4, 8, adapter=0), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "front"), [("glm4", "model"), ("internvl", "model.language_model"), ("qwen3_vl", "model")]
+)
+def test_an_adapter_is_found_by_the_names_of_modules_and_put_in_the_decoders_order(name, front, tmp_path):
+    """Of a RoPE that turns neighbours, and of a decoder inside of another model; merged in NumPy here."""
+    rng, checkpoint = np.random.default_rng(0), loading.open_checkpoint(GOLDENS / "families" / name)
+    tensors = {key: np.asarray(x, np.float32) for key, x in checkpoint.load_weights().items()}
+    merged, its = dict(tensors), {}
+    for key in (key for key in tensors if key.endswith(("q_proj.weight", "k_proj.weight", "o_proj.weight"))):
+        if "layers" not in key or "vision" in key:
+            continue
+        outputs, inputs = tensors[key].shape
+        a, b = (
+            rng.normal(size=(2, inputs)).astype(np.float32),
+            rng.normal(size=(outputs, 2)).astype(np.float32),
+        )
+        merged[key] = tensors[key] + b @ a / 4
+        module = f"base_model.model.{front}.layers.{key.partition('.layers.')[2].removesuffix('.weight')}"
+        its |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 0.5}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    save_file(its, tmp_path / "adapter_model.safetensors")
+    model, token_ids = checkpoint.model(FLOAT32), list(range(20))
+    lora.make_room(model, checkpoint.module_names, num_adapters=1, rank=2)
+    request = LoRARequest("it", 1, tmp_path)
+    lora.put(model, lora.read(request, checkpoint.config, checkpoint.module_names, 2, FLOAT32), 0)
+    by_role = weights.by_role(checkpoint.config, checkpoint.names, merged)
+    want = reference_model.logits(checkpoint.config, by_role, token_ids)
+    got = paged_logits(model, token_ids, 4, 8, adapter=1)
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_room_makes_the_kernel_known_to_programs_that_are_read_back(monkeypatch):
@@ -62,6 +97,19 @@ def read(folder, max_rank=8, dtype=FLOAT32):
         ({"r": 0}, {}, r"adapter_config.json: r=0 must be a positive int"),
         ({"lora_alpha": "2"}, {}, r"lora_alpha='2' must be a number"),
         ({"rank_pattern": {"(": 2}}, {}, r"rank_pattern has '\(', which is no pattern"),
+        ({"rank_pattern": {"(?=q)": 2}}, {}, r"rank_pattern has '\(\?=q\)', which is no pattern"),
+        ({"rank_pattern": {"q" * 1001: 2}}, {}, r"must have patterns of at most 1000 characters"),
+        (
+            {"alpha_pattern": {"[a-z]{1,900}": 2, "[b-z]{1,900}.{900}" * 19: 2}},
+            {},
+            r"which is no pattern: pattern too large",
+        ),
+        ({"rank_pattern": {f"{i}[a-z]{{1,900}}": 2 for i in range(100)}}, {}, r"too many patterns, or too l"),
+        ({"rank_pattern": dict.fromkeys(map(str, range(1025)), 2)}, {}, r"has 1025 patterns, must have at m"),
+        ({"rank_pattern": {"\ud800": 2}}, {}, r"which is no pattern: it must be Unicode text"),
+        ({"rank_pattern": ["q_proj"]}, {}, r"rank_pattern=\['q_proj'\] must be an object"),
+        # Python's `re` would look at it for longer than anybody waits.
+        ({"rank_pattern": {"([a-z_.0-9]+)+X": 4, "q_proj": 4}}, {}, r"q_proj.lora_A has shape \(5, 32\)"),
         ({"rank_pattern": {"q_proj": 4}}, {}, r"q_proj.lora_A has shape \(5, 32\), must be \(4, 32\)"),
         ({"r": 9}, {}, r"the rank of 'model.layers.0.*'=9 must be at most max_lora_rank=8"),
         ({}, {Q_B: np.ones((47, 5), np.float32)}, r"q_proj.lora_B has shape \(47, 5\), must be \(48, 5\)"),

@@ -109,6 +109,7 @@ def quantised_weights(checkpoint, how):
         ("families/qwen2", "int4"),
         ("families/qwen3_moe", "int4"),
         ("families/qwen2", "fp8"),
+        pytest.param("families/glm4_moe", "int8", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_quantised_on_load(name, how, use_native, monkeypatch):

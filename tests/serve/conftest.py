@@ -1,5 +1,6 @@
 """One server over the tiny model for all tests here, in a thread, so that its engine can be looked at."""
 
+import asyncio
 import contextlib
 import dataclasses
 import threading
@@ -48,6 +49,7 @@ class Served:
     service: Service
     server: Server
     thread: threading.Thread
+    loop: asyncio.AbstractEventLoop
 
     def __post_init__(self) -> None:
         self.http = httpx.Client(base_url=self.url, timeout=30)
@@ -73,13 +75,18 @@ class Served:
 @contextlib.contextmanager
 def serving(llm: AsyncLLM, **options):
     chosen = ServerOptions(port=0, **{"chat_template": TEMPLATE} | options)
-    ready = threading.Event()
+    ready, loops = threading.Event(), []
+
+    def is_ready():
+        loops.append(asyncio.get_running_loop())
+        ready.set()
+
     with bind(chosen) as bound:
-        server = Server(create_app(llm, "tiny", chosen), chosen, ready.set)
+        server = Server(create_app(llm, "tiny", chosen), chosen, is_ready)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         assert ready.wait(30)
-        served = Served(url(chosen, bound), llm, server._service, server, thread)
+        served = Served(url(chosen, bound), llm, server._service, server, thread, loops[0])
         try:
             yield served
         finally:

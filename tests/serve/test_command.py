@@ -44,7 +44,12 @@ def test_nothing_of_the_server_is_imported_unless_it_is_asked_for():
         (["serve", "--max-queue", "-1"], "", "max_queue=-1 must be an int >= 0"),
         (["serve", "--num-blocks", "1"], "", "num_blocks=1 must be None or an int >= 2"),
         (["serve", "--chat-template", "/no/file"], "", "--chat-template '/no/file' cannot be read"),
-        (["serve", "--tool-call-parser", "x"], "", "tool_call_parser='x' must be one of auto, hermes"),
+        (["serve", "--tool-call-parser", "x"], "", "tool_call_parser='x' must be one of auto, deepseek_v3"),
+        (
+            ["serve", "--reasoning-parser", "x"],
+            "",
+            "reasoning_parser='x' must be one of auto, none, ",
+        ),
         (["serve", "--allowed-origins", "[3]"], "", "allowed_origins='[3]' must be texts, JSON lists"),
         (["serve", "--nnodes", "2"], "", "nnodes=2, an option of vLLM's since"),
         (["serve", "--ssl-keyfile", "k"], "", "must be None or ''; use a proxy before the server"),

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.serve import guard
 from jaxpaged.serve.app import create_app
-from jaxpaged.serve.guard import nested_deeper
+from jaxpaged.serve.json_route import JsonRequest
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import EventStream
 from tests import tiny
@@ -25,7 +26,7 @@ def through(llm, requests, **options):
 
     async def ask():
         transport = httpx.ASGITransport(create_app(llm, "tiny", ServerOptions(**options)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return [await http.request(method, path, **more) for method, path, more in requests]
 
     return asyncio.run(ask())
@@ -35,6 +36,7 @@ def test_without_the_key_there_is_no_v1(llm):
     keys = ("first", "second")
     guarded = [("POST", "/v1/completions", {"json": LONG | {"max_tokens": 1}}), ("GET", "/v1/models", {})]
     guarded += [("POST", "/tokenize", {"json": {"prompt": "a"}}), ("GET", "/v1/nothing", {})]
+    guarded += [("GET", "/page/nothing", {})]
     wrong = [None, "Bearer", "Bearer firs", "Bearer first2", "Basic first", "Bearer \xe9"]
     for method, path, more in guarded:
         for given in wrong:
@@ -46,7 +48,8 @@ def test_without_the_key_there_is_no_v1(llm):
         assert reply.status_code == (404 if path.endswith("nothing") else 200)
     asks = {"origin": "http://a.b", "access-control-request-method": "POST"}
     free = [("GET", path, {}) for path in ("/health", "/metrics", "/version", "/load", "/ping", "/")]
-    for reply in through(llm, [*free, ("OPTIONS", "/v1/completions", {"headers": asks})], api_keys=keys):
+    free += [("OPTIONS", "/v1/completions", {"headers": asks})]
+    for reply in through(llm, free, api_keys=keys, allowed_origins=("http://a.b",)):
         assert reply.status_code == 200
 
 
@@ -85,11 +88,61 @@ def test_bodies_have_limits(llm):
     assert "characters" in replies[2].json()["error"]["message"], "brackets in a text are no nesting"
 
 
-def test_nesting_is_counted_as_json_means_it():
-    for value, depth in (([], 1), ([[{}]], 3), ({"a": [1, {"b\\": "[[["}]}, 3), ("[[[", 0), ([[], [[]]], 3)):
-        text = json.dumps(value).encode()
-        assert not nested_deeper(text, depth)
-        assert depth == 0 or nested_deeper(text, depth - 1)
+def test_of_large_bodies_only_so_many_come_at_once(llm, monkeypatch):
+    """What is not yet received whole takes memory, too; small ones come in beside them."""
+    monkeypatch.setattr(guard, "SMALL", 100)
+    monkeypatch.setattr(guard, "MOST_LARGE_BODIES", 2)
+
+    async def run():
+        rest = asyncio.Event()
+        app = create_app(llm, "tiny", ServerOptions(max_body_bytes=1024))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+
+            async def body():
+                yield b'{"prompt": "a", "max_tokens": 1, "user": "' + b"x" * 800
+                await rest.wait()
+                yield b'"}'
+
+            def ask(content):
+                kind = {"content-type": "application/json"}
+                return asyncio.ensure_future(http.post("/v1/completions", content=content, headers=kind))
+
+            asked = [ask(body()) for _ in range(4)]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            small = await ask(b'{"prompt": "a", "max_tokens": 1}')
+            rest.set()
+            replies = await asyncio.gather(*asked)
+            return [reply.status_code for reply in (*replies, small, await ask(body()))]
+
+    *asked, small, later = asyncio.run(run())
+    assert sorted(asked) == [200, 200, 503, 503]
+    assert (small, later) == (200, 200)
+
+
+def test_a_body_is_parsed_once_and_its_bytes_are_not_kept(llm, monkeypatch):
+    """Else each answer that is waited for would hold them."""
+    seen = []
+    parse = guard.parsed
+    monkeypatch.setattr(guard, "parsed", lambda body, limits: seen.append(parse(body, limits)) or seen[-1])
+    json_of = JsonRequest.json
+
+    async def told(self):
+        assert await self.body() == b"{}"
+        value = await json_of(self)
+        assert value is seen[-1]
+        return value
+
+    monkeypatch.setattr(JsonRequest, "json", told)
+    app = create_app(llm, "tiny", ServerOptions(enable_lora_updates=True))
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            routes = ("v1/completions", "v1/chat/completions", "v1/responses", "tokenize", "detokenize")
+            updates = ("v1/load_lora_adapter", "v1/unload_lora_adapter")
+            return [(await http.post(f"/{each}", json={"x": 1})).status_code for each in (*routes, *updates)]
+
+    assert asyncio.run(run()) == [400] * 7
+    assert len(seen) == 7
 
 
 def test_a_full_queue_refuses_and_takes_again(llm, brake):
@@ -128,7 +181,7 @@ def test_a_client_that_goes_frees_its_blocks_within_a_second(served, brake, kind
         soon(lambda: served.service.num_open == 4)
     number, engine = len(others), served.llm.engine
     body = json.dumps(LONG | {"stream": kind == "stream"})
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
         client.sendall(f"{head}content-type: application/json\r\n\r\n{body}".encode())
@@ -208,7 +261,7 @@ def test_the_end_waits_for_what_runs_and_then_no_longer(llm, brake, has_time):
         stopping = threading.Thread(target=served.stop)
         stopping.start()
         soon(served.service.is_stopping.is_set)
-        with pytest.raises(httpx.ConnectError):
+        with pytest.raises(httpx.TransportError):
             served.http.get("/health")
         if not has_time:
             time.sleep(0.3)

@@ -1,106 +1,13 @@
-"""Calls of tools: read from text however it is cut, and told as the openai client expects them."""
+"""Calls of tools, and reasoning, as the openai client gets them."""
 
 import dataclasses
-import json
 
 import openai
 import pytest
 
-from jaxpaged.serve import tools
-from jaxpaged.serve.tools import ToolDeltas
-
-# What a model writes; the text beside the calls; the calls.
-CASES = [
-    (
-        "hermes",
-        'Well. <tool_call>\n{"name": "f", "arguments": {"a b": "}\\"x", "n": [1, {}]}}\n</tool_call>\n'
-        '<tool_call>{"arguments": {"q": 1}, "name": "g"}</tool_call> bye <tool',
-        "Well.  bye <tool",
-        [("f", '{"a b": "}\\"x", "n": [1, {}]}'), ("g", '{"q": 1}')],
-    ),
-    ("hermes", "<tool_call> no JSON </tool_call>", "<tool_call> no JSON </tool_call>", []),
-    ("hermes", '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
-    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
-    ("hermes", '{"name": "f", "arguments": {}} < 3', '{"name": "f", "arguments": {}} < 3', []),
-    (
-        "llama3_json",
-        '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}',
-        "",
-        [("f", '{"x": 1}'), ("g", "{}")],
-    ),
-    (
-        "llama3_json",
-        '<|python_tag|>{"type": "function", "name": "f", "parameters": {"x": true}}',
-        "",
-        [("f", '{"x": true}')],
-    ),
-    ("llama3_json", '{"name": "Bob", "age": 3} is', '{"name": "Bob", "age": 3} is', []),
-    ("llama3_json", 'It is {"name": "f", "parameters": {}}', 'It is {"name": "f", "parameters": {}}', []),
-    (
-        "mistral",
-        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": "]"}}]',
-        "",
-        [("f", '{"x": 1}'), ("g", '{"y": "]"}')],
-    ),
-    (
-        "mistral",
-        'Sure[TOOL_CALLS]f{"x": {"a": 1}}[TOOL_CALLS]g[ARGS]{"y": 2}',
-        "Sure",
-        [("f", '{"x": {"a": 1}}'), ("g", '{"y": 2}')],
-    ),
-    ("mistral", "[TOOL_CALLS]?? [TOOL", "[TOOL_CALLS]?? [TOOL", []),
-    ("hermes", "<tool_call> \n\t <", "<tool_call> \n\t <", []),
-    ("llama3_json", " \n {} \n", " \n {} \n", []),
-]
-
-
-@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
-def test_calls_are_read_the_same_however_the_text_is_cut(form, text, content, calls):
-    for size in (1, 2, 3, 7, 1000):
-        deltas, told, streamed = ToolDeltas(form), "", {}
-        pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        for i, piece in enumerate(pieces):
-            for delta in deltas.feed(piece, is_last=i == len(pieces) - 1):
-                told += delta.get("content", "")
-                for call in delta.get("tool_calls", ()):
-                    name, arguments = streamed.get(call["index"], ("", ""))
-                    function = call["function"]
-                    streamed[call["index"]] = (name or function["name"], arguments + function["arguments"])
-        assert told == content
-        assert [streamed[i] for i in range(len(streamed))] == calls
-        assert [(c["function"]["name"], c["function"]["arguments"]) for c in deltas.calls] == calls
-        assert all((len(c["id"]) == 9) == (form == "mistral") for c in deltas.calls)
-
-
-LONG = json.dumps({"text": "x " * 100_000, "n": [*range(20)]})
-
-
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        ("hermes", f'<tool_call>{{"name": "f", "arguments": {LONG}}}</tool_call>'),
-        ("hermes", f'<tool_call>{{"arguments": {LONG}, "name": "f"}}</tool_call>'),
-        ("hermes", f'<tool_call>{{"name": "f", "arguments": {json.dumps(LONG)}}}</tool_call>'),
-        ("llama3_json", f'{{"name": "f", "parameters": {LONG}}}'),
-        ("mistral", f'[TOOL_CALLS][{{"name": "f", "arguments": {LONG}}}]'),
-        ("mistral", f"[TOOL_CALLS]f{LONG}"),
-    ],
-)
-def test_long_arguments_arrive_whole_in_linear_time(form, text, monkeypatch):
-    """What is inside of a string or between brackets is read in one piece."""
-    pieces, takes = [], tools._Value.takes
-    monkeypatch.setattr(tools._Value, "takes", lambda self, run: pieces.append(run) or takes(self, run))
-    for size in (10_000, len(text)):
-        pieces.clear()
-        deltas, told = ToolDeltas(form), []
-        for i in range(0, len(text), size):
-            told += deltas.feed(text[i : i + size], is_last=i + size >= len(text))
-        assert [(c["function"]["name"], c["function"]["arguments"]) for c in deltas.calls] == [("f", LONG)]
-        assert not any("content" in delta for delta in told)
-        assert len(pieces) < 200
-
+from jaxpaged.serve.parsers.base import Text
+from jaxpaged.serve.response_items import Items
+from tests.serve.test_parsers import CASES
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -116,8 +23,9 @@ def says(served, monkeypatch):
             size = -(-len(text) // count)
             async for i, output in stream(prompts, request_id):
                 [answer] = output.outputs
-                piece, left = left[: size * len(answer.token_ids)], left[size * len(answer.token_ids) :]
                 reason = "stop" if answer.finish_reason else None
+                end = len(left) if reason else size * len(answer.token_ids)
+                piece, left = left[:end], left[end:]
                 answer = dataclasses.replace(answer, text=piece, finish_reason=reason)
                 yield i, dataclasses.replace(output, outputs=[answer])
 
@@ -127,11 +35,12 @@ def says(served, monkeypatch):
 
 
 def test_the_client_gets_parallel_calls_whole_and_streamed(served, says):
-    form, text, content, calls = CASES[0]
-    assert served.service.chat_prompts.parser == form, "by the template"
+    case = CASES[0]
+    text, content, calls = case.text, case.content, [*case.calls]
+    assert served.service.chat_prompts.parser == case.form, "by the template"
     says(text)
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}], "tools": [TOOL]}
-    asked |= {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    asked |= {"max_tokens": 60}
     [choice] = served.openai.chat.completions.create(**asked).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == content
@@ -164,3 +73,172 @@ def test_tools_reach_the_template_unless_they_are_not_to_be_used(served):
         served.openai.chat.completions.create(
             model="tiny", messages=asked["messages"], tools=[TOOL], tool_choice="required"
         )
+
+
+@pytest.fixture
+def reasons(served, monkeypatch):
+    """Makes the server read reasoning as Qwen3 writes it."""
+    monkeypatch.setattr(served.service.chat_prompts, "reasoning_parser", "qwen3")
+
+
+def test_reasoning_is_told_beside_the_content_and_changes_no_count(served, says, reasons):
+    says("<think>\nab ab\n</think>\n\nyes")
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 60}
+    asked |= {"extra_body": {"ignore_eos": True}, "logprobs": True}
+    whole = served.openai.chat.completions.create(**asked)
+    [choice] = whole.choices
+    message = choice.message
+    assert (message.content, message.reasoning_content, message.reasoning) == ("yes", "ab ab", "ab ab")
+    assert whole.usage.completion_tokens == len(choice.logprobs.content) == 60
+    content, reasoning, usage, num_scored = "", ["", ""], None, 0
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for chunk in served.openai.chat.completions.create(**asked, **options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            for i, name in enumerate(("reasoning_content", "reasoning")):
+                reasoning[i] += getattr(choice.delta, name, None) or ""
+            num_scored += len(choice.logprobs.content) if choice.logprobs else 0
+    assert (content, reasoning, usage, num_scored) == ("yes", ["ab ab"] * 2, whole.usage, 60)
+    without = asked | {"extra_body": {"include_reasoning": False, "ignore_eos": True}}
+    [choice] = served.openai.chat.completions.create(**without).choices
+    assert choice.message.content == "yes"
+    assert not hasattr(choice.message, "reasoning_content")
+    says("<think>ab")
+    [choice] = served.openai.chat.completions.create(**asked).choices
+    assert (choice.message.content, choice.message.reasoning_content) == (None, "ab")
+
+
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": None}
+SAID = (
+    "<think>\nhm\n</think>\n\nI ask.\n"
+    '<tool_call>{"name": "f", "arguments": {"k": 1}}</tool_call>\n'
+    '<tool_call>{"name": "f"}</tool_call>'
+)
+
+
+def test_a_response_has_reasoning_text_and_calls_as_items_whole_and_streamed(served, says, reasons):
+    says(SAID)
+    asked = {"model": "tiny", "input": "ab", "max_output_tokens": 60, "tools": [FUNCTION]}
+    whole = served.openai.responses.create(**asked)
+    told = [*served.openai.responses.create(**asked, stream=True)]
+    last = told[-1].response
+    for response in (whole, last):
+        reasoning, message, first, second = response.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "hm")
+        assert (message.type, message.content[0].text, response.output_text) == (
+            "message",
+            "I ask.\n",
+            "I ask.\n",
+        )
+        assert [(c.type, c.name, c.arguments) for c in (first, second)] == [
+            ("function_call", "f", '{"k": 1}'),
+            ("function_call", "f", "{}"),
+        ]
+        assert first.call_id != second.call_id
+        assert {item.status for item in response.output} == {response.status} == {"completed"}
+        assert response.tools[0].name == "f"
+    assert [each.sequence_number for each in told] == [*range(len(told))]
+    kinds = [each.type.removeprefix("response.") for each in told]
+    part = [
+        "output_item.added",
+        "content_part.added",
+        "{}.delta",
+        "{}.done",
+        "content_part.done",
+        "output_item.done",
+    ]
+    call = ["output_item.added", "{}.delta", "{}.done", "output_item.done"]
+    once = [kind for i, kind in enumerate(kinds) if kind != kinds[i - 1]]
+    calls = [kind.format("function_call_arguments") for kind in call]
+    texts = [kind.format(name) for name in ("reasoning_text", "output_text") for kind in part]
+    assert once == ["created", "in_progress", *texts, *calls, *calls, "completed"]
+    for index, item in enumerate(last.output):
+        its = [e for e in told if getattr(e, "output_index", None) == index]
+        assert its[0].item.id == its[-1].item.id == item.id
+        assert {e.item_id for e in its if hasattr(e, "item_id")} == {item.id}
+        text = item.arguments if item.type == "function_call" else item.content[0].text
+        assert "".join(e.delta for e in its if e.type.endswith(".delta")) == text
+        [done] = [e for e in its if e.type.endswith(("text.done", "arguments.done"))]
+        assert getattr(done, "arguments", None) or done.text == text
+        assert its[-1].item == item
+
+
+def test_a_response_goes_on_from_its_own_items_and_their_outputs(served, says, reasons):
+    """As the client's documentation has it: all items of the output, then the calls' outputs."""
+    says(SAID)
+    asked = {"model": "tiny", "max_output_tokens": 60, "tools": [FUNCTION]}
+    history = [{"role": "user", "content": "ab"}]
+    first = served.openai.responses.create(input=history, **asked)
+    history += [item.model_dump() for item in first.output]
+    calls = [item for item in first.output if item.type == "function_call"]
+    history += [{"type": "function_call_output", "call_id": c.call_id, "output": "7"} for c in calls]
+    prompts = []
+    encode = served.llm.encode
+
+    async def encoding(text, **options):
+        prompts.append(text)
+        return await encode(text, **options)
+
+    served.llm.encode = encoding
+    try:
+        second = served.openai.responses.create(input=history, **asked)
+        messages = [
+            {"role": "user", "content": "ab"},
+            {
+                "role": "assistant",
+                "content": "I ask.\n",
+                "reasoning_content": "hm",
+                "tool_calls": [
+                    {"id": c.call_id, "type": "function", "function": {"name": "f", "arguments": c.arguments}}
+                    for c in calls
+                ],
+            },
+            *[{"role": "tool", "tool_call_id": c.call_id, "content": "7"} for c in calls],
+        ]
+        served.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=60, tools=[TOOL])
+    finally:
+        del served.llm.encode
+    assert second.status == "completed"
+    assert prompts[0] == prompts[1] != ""
+    assert prompts[0].endswith("I ask.\n(f [('k', 1)])(f []);tool:7;tool:7;assistant:")
+
+
+def test_our_own_answer_that_was_cut_may_be_sent_back(served, says):
+    """Its arguments are no JSON."""
+    says('<tool_call>{"name": "f", "arguments": {"k": "hel')
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}], "tools": [TOOL]}
+    asked |= {"max_tokens": 20}
+    [choice] = served.openai.chat.completions.create(**asked).choices
+    [call] = choice.message.tool_calls
+    assert call.function.arguments == '{"k": "hel'
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "no JSON"}
+    messages = [*asked["messages"], choice.message, answer]
+    assert served.openai.chat.completions.create(**asked | {"messages": messages}).choices
+
+
+def test_top_logprobs_of_a_response_are_those_of_a_chat(served):
+    asked = {"model": "tiny", "temperature": 0, "top_logprobs": 2}
+    messages = [{"role": "user", "content": "ab"}]
+    [choice] = served.openai.chat.completions.create(
+        messages=messages, max_tokens=7, logprobs=True, **asked
+    ).choices
+    want = [each.model_dump() for each in choice.logprobs.content]
+    include = ["message.output_text.logprobs"]
+    asked |= {"input": "ab", "max_output_tokens": 7, "include": include}
+    whole = served.openai.responses.create(**asked)
+    told = [*served.openai.responses.create(**asked, stream=True)]
+    for response in (whole, told[-1].response):
+        assert [each.model_dump() for each in response.output[0].content[0].logprobs] == want
+        assert response.top_logprobs == 2
+    deltas = [each for e in told if e.type == "response.output_text.delta" for each in e.logprobs]
+    assert [each.logprob for each in deltas] == [each["logprob"] for each in want][: len(deltas)]
+    plain = served.openai.responses.create(model="tiny", input="ab", max_output_tokens=2)
+    assert plain.output[0].content[0].logprobs == []
+
+
+def test_tokens_without_a_text_that_they_could_go_with_are_scored_at_the_end():
+    items = Items()
+    told = [*items.add(iter([Text("a")]), [1]), *items.add(iter([]), [2, 3]), *items.end("completed")]
+    assert [value["logprobs"] for kind, value in told if kind.startswith("output_text")] == [[1], [1, 2, 3]]
+    assert items.output[0]["content"][0]["logprobs"] == [1, 2, 3]

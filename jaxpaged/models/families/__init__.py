@@ -31,7 +31,9 @@ from jaxpaged.models.families.phi3 import PHI3
 from jaxpaged.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from jaxpaged.models.families.stablelm import STABLELM
 from jaxpaged.models.families.starcoder2 import STARCODER2
+from jaxpaged.models.families.wrappers import WRAPPERS, Wrapper
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.names import Names
 
 FAMILIES = (
     LLAMA,
@@ -86,13 +88,49 @@ BY_TYPE = {family.model_type: family for family in FAMILIES}
 ARCHITECTURES = tuple(dict.fromkeys(gguf.architecture for family in FAMILIES for gguf in family.gguf))
 
 
+WRAPPER_OF = {wrapper.model_type: wrapper for wrapper in WRAPPERS}
+
+
+def described(said: Mapping[str, Any]) -> tuple[ModelConfig, Names]:
+    """Return the description of a model from its Hugging Face config, and what its files call the weights; of
+    a model of images and text those of its text part.
+
+    Raises `InputError` for unknown model types, for values of the wrong type, and for whatever changes the
+    arithmetic in a way that is not supported.
+    """
+    _, family, its = _found(said)
+    fields = Fields(its, family.defaults)
+    config = family.read(fields)
+    fields.refuse_rest()
+    return config, names_of(said, config)
+
+
 def family_of(said: Mapping[str, Any]) -> Family:
-    """The family of a Hugging Face config. Raises `InputError`, with those that are known, for another."""
+    """Return the family of a Hugging Face config; of a model of images and text that of its text part.
+
+    Raises `InputError` for unknown model types.
+    """
+    return _found(said)[1]
+
+
+def names_of(said: Mapping[str, Any], config: ModelConfig, quant_method: str | None = None) -> Names:
+    """Return what files of a config call the weights of its description, in this quantised form if in one."""
+    wrapper, family, _ = _found(said)
+    names = family.quantised_names.get(quant_method or "") or family.names(config)
+    return names if wrapper is None else wrapper.names(names)
+
+
+def _found(said: Mapping[str, Any]) -> tuple[Wrapper | None, Family, Mapping[str, Any]]:
+    """Return the wrapper and the family of a config, and the part of it that is the family's."""
     model_type = said.get("model_type")
-    if not isinstance(model_type, str) or model_type not in BY_TYPE:
-        known = ", ".join(map(repr, BY_TYPE))
-        raise InputError(f"model config: model_type={shown(model_type)} must be one of {known}")
-    return BY_TYPE[model_type]
+    known = [*BY_TYPE, *WRAPPER_OF]
+    if not isinstance(model_type, str) or model_type not in known:
+        types = ", ".join(map(repr, known))
+        raise InputError(f"model config: model_type={shown(model_type)} must be one of {types}")
+    wrapper = WRAPPER_OF.get(model_type)
+    if wrapper is None:
+        return None, BY_TYPE[model_type], said
+    return wrapper, *wrapper.inside(said)
 
 
 def of_architecture(architecture: str, tensors: Collection[str]) -> tuple[Family, Gguf] | None:
@@ -104,16 +142,8 @@ def of_architecture(architecture: str, tensors: Collection[str]) -> tuple[Family
 
 
 def from_hf(said: Mapping[str, Any]) -> ModelConfig:
-    """The description of a model from its Hugging Face config, as a dictionary.
-
-    Raises `InputError` for unknown model types, for values of the wrong type, and for whatever changes the
-    arithmetic in a way that is not supported.
-    """
-    family = family_of(said)
-    fields = Fields(said, family.defaults)
-    config = family.read(fields)
-    fields.refuse_rest()
-    return config
+    """Return the description alone; see `described`."""
+    return described(said)[0]
 
 
 def markdown_table() -> str:
@@ -122,4 +152,7 @@ def markdown_table() -> str:
     for family in FAMILIES:
         gguf = f"`{family.gguf[0].architecture}`" if family.gguf else ""
         lines.append(f"| `{family.model_type}` | {family.models} | {gguf} |")
+    for wrapper in WRAPPERS:
+        gguf = f"`{wrapper.gguf}`" if wrapper.gguf else ""
+        lines.append(f"| `{wrapper.model_type}` | {wrapper.models} | {gguf} |")
     return "\n".join(lines)

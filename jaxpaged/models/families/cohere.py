@@ -1,5 +1,6 @@
 """Command R and Command A: layer norms without biases, feed-forward beside attention on the same norm."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxpaged.models.config import LayerKind, ModelConfig, uniform
@@ -12,6 +13,10 @@ from jaxpaged.models.fields import Fields
 def _common(f: Fields) -> dict[str, Any]:
     same = llama.common(f) | {"norm_eps": f.positive("layer_norm_eps", 1e-5)}
     bias = f.flag("attention_bias")
+    f.only("position_embedding_type", "rope", "rope_gptj")
+    f.only("rotary_pct", 1)
+    f.only("use_gated_activation", True)
+    f.only("use_parallel_block", True)
     return same | {
         "norm": "layer",
         "parallel": True,
@@ -45,9 +50,13 @@ def _gguf_fields(read: Metadata) -> dict[str, Any]:
     return {"tie_word_embeddings": True}
 
 
-def _gguf_fields_of_r(read: Metadata) -> dict[str, Any]:
-    # Only the largest, of 64 layers, has norms of queries and keys: its tensors are there or not.
-    return _gguf_fields(read) | {"use_qk_norm": read("block_count") == 64}
+def _gguf_fields_of_r_plus(read: Metadata) -> dict[str, Any]:
+    return _gguf_fields(read) | {"use_qk_norm": True}
+
+
+def _gguf(architecture: str, fields: Callable[[Metadata], dict[str, Any]], **more: Any) -> Gguf:
+    forms = llama.PAIRS | llama.PAIRED_NORMS
+    return Gguf(architecture=architecture, metadata=_METADATA, fields=fields, forms=forms, **more)
 
 
 _DEFAULTS = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
@@ -57,7 +66,10 @@ COHERE = Family(
     read=read_cohere,
     names=lambda config: PAIRED,
     defaults=_DEFAULTS | {"rope_theta": 500000.0},
-    gguf=(Gguf(architecture="command-r", metadata=_METADATA, fields=_gguf_fields_of_r, forms=llama.PAIRS),),
+    gguf=(
+        _gguf("command-r", _gguf_fields),
+        _gguf("command-r", _gguf_fields_of_r_plus, marker="blk.0.attn_q_norm.weight"),
+    ),
 )
 COHERE2 = Family(
     model_type="cohere2",
@@ -65,5 +77,5 @@ COHERE2 = Family(
     read=read_cohere2,
     names=lambda config: PAIRED,
     defaults=_DEFAULTS,
-    gguf=(Gguf(architecture="cohere2", metadata=_METADATA, fields=_gguf_fields, forms=llama.PAIRS),),
+    gguf=(_gguf("cohere2", _gguf_fields),),
 )

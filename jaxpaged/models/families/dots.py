@@ -2,7 +2,7 @@
 
 from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.families import llama, routing
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
 
 
@@ -30,4 +30,5 @@ DOTS1 = Family(
     read=read_dots,
     names=routing.names,
     defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "norm_topk_prob": False},
+    gguf=(Gguf(architecture="dots1", metadata=routing.GGUF_METADATA, fields=routing.gguf_fields),),
 )

@@ -1,9 +1,11 @@
 """EXAONE 4: norms behind attention and feed-forward, and of each head's queries and keys."""
 
+from typing import Any
+
 from jaxpaged.checks import InputError, shown
 from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.families import llama
-from jaxpaged.models.families.family import Family, Gguf
+from jaxpaged.models.families.family import Family, Gguf, Metadata
 from jaxpaged.models.families.olmo import NAMES
 from jaxpaged.models.fields import Fields
 
@@ -34,11 +36,19 @@ def _types(f: Fields, has_window: bool) -> list[str]:
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
 
 
+def _gguf_fields(read: Metadata) -> dict[str, Any]:
+    """Return the layers' kinds, of which a file has a list."""
+    pattern = read("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        return {}
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in pattern]}
+
+
 EXAONE4 = Family(
     model_type="exaone4",
     models="EXAONE 4.0 1.2B, 32B",
     read=read_exaone4,
     names=lambda config: NAMES,
     defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5},
-    gguf=(Gguf(architecture="exaone4"),),
+    gguf=(Gguf(architecture="exaone4", fields=_gguf_fields),),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families import llama, routing
-from jaxpaged.models.families.family import Family, Gguf, rotated_part
+from jaxpaged.models.families.family import Family, Gguf, Metadata, rotated_part
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
 
@@ -42,9 +42,25 @@ def read_glm4_moe(f: Fields) -> ModelConfig:
     """Sigmoid routing, an expert that all tokens have, and dense layers at first."""
     same = _common(f)
     experts, width = routing.read(f, same["intermediate_size"], dense_layers=1)
-    qk_norm = "head" if f.flag("use_qk_norm") else None
     f.get("num_nextn_predict_layers")
-    return ModelConfig(**same | {"intermediate_size": width}, qk_norm=qk_norm, experts=experts)
+    return ModelConfig(
+        **same | {"intermediate_size": width},
+        qk_norm="head" if f.flag("use_qk_norm") else None,
+        experts=experts,
+    )
+
+
+def _gguf_moe(*, use_qk_norm: bool, marker: str | None = None) -> Gguf:
+    def fields(read: Metadata) -> dict[str, Any]:
+        return routing.gguf_fields(read) | rotated_part(read) | {"use_qk_norm": use_qk_norm}
+
+    return Gguf(
+        architecture="glm4moe",
+        metadata=routing.GGUF_METADATA,
+        fields=fields,
+        names={"mlp_norm": "blk.{layer}.post_attention_norm"},
+        marker=marker,
+    )
 
 
 _DEFAULTS = {
@@ -88,4 +104,8 @@ GLM4_MOE = Family(
         "rms_norm_eps": 1e-5,
         "attention_bias": False,
     },
+    gguf=(
+        _gguf_moe(use_qk_norm=False),
+        _gguf_moe(use_qk_norm=True, marker="blk.0.attn_q_norm.weight"),
+    ),
 )

@@ -1,8 +1,11 @@
 """Nemotron 4 and Minitron: layer norms whose weights are stored less one; relu squared, without a gate."""
 
+from typing import Any
+
 from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families import llama
-from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.family import Family, Gguf, Metadata, rotated_part
+from jaxpaged.models.families.gemma import LESS_ONE
 from jaxpaged.models.families.near_llama import UNGATED
 from jaxpaged.models.fields import Fields
 
@@ -21,10 +24,22 @@ def read_nemotron(f: Fields) -> ModelConfig:
     )
 
 
+def _gguf_fields(read: Metadata) -> dict[str, Any]:
+    return rotated_part(read) | {"hidden_act": "relu2"}
+
+
 NEMOTRON = Family(
     model_type="nemotron",
     models="Nemotron 4, Minitron",
     read=read_nemotron,
     names=lambda config: UNGATED,
     defaults={"max_position_embeddings": 4096, "hidden_act": "relu2"},
+    gguf=(
+        Gguf(
+            architecture="nemotron",
+            metadata={"norm_eps": "attention.layer_norm_epsilon"},
+            fields=_gguf_fields,
+            forms={f"{name}.weight": LESS_ONE for name in ("attention_norm", "mlp_norm", "norm")},
+        ),
+    ),
 )

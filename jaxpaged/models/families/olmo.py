@@ -22,7 +22,6 @@ NAMES = Names(
 def read_olmo2(f: Fields) -> ModelConfig:
     same = llama.common(f)
     bias = f.flag("attention_bias")
-    f.only("sliding_window", None)  # that of OLMo 3, of which GGUF files have the same architecture
     layers = uniform(f.size("num_hidden_layers"), rope=f.rope(same["head_dim"]))
     return ModelConfig(**same, norm_place="after", qk_norm="all", qkv_bias=bias, o_bias=bias, layers=layers)
 
@@ -49,6 +48,11 @@ def _ropes(f: Fields, head_dim: int) -> list[Rope]:
     ]
 
 
+def _read_gguf(f: Fields) -> ModelConfig:
+    """llama.cpp has one architecture for both, and OLMo 3 has a window."""
+    return read_olmo2(f) if f.get("sliding_window") is None else read_olmo3(f)
+
+
 def read_olmoe(f: Fields) -> ModelConfig:
     same, bias = llama.common(f), f.flag("attention_bias")
     experts = Experts(
@@ -72,7 +76,7 @@ OLMO2 = Family(
     read=read_olmo2,
     names=lambda config: NAMES,
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
-    gguf=(Gguf(architecture="olmo2"),),
+    gguf=(Gguf(architecture="olmo2", read=_read_gguf),),
 )
 OLMO3 = Family(
     model_type="olmo3",

@@ -7,7 +7,7 @@ from jaxpaged.models.config import Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.names import Names
+from jaxpaged.models.names import TRANSPOSED, Names
 
 EXPERT = f"{llama.LAYER}.mlp.experts.{{expert}}"
 MOE_NAMES = Names(
@@ -21,12 +21,22 @@ MOE_NAMES = Names(
 
 SHARED = f"{llama.LAYER}.mlp.shared_expert"
 QWEN2_MOE_NAMES = Names(
-    table=MOE_NAMES.table
-    | {
+    table={
+        **MOE_NAMES.table,
         "shared.gate_up": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
         "shared.down": f"{SHARED}.down_proj",
         "shared_gate": f"{SHARED}_gate",
     }
+)
+
+# Experts of which each tensor has those of a layer side by side, inputs first.
+VL_MOE_NAMES = Names(
+    table={
+        **MOE_NAMES.table,
+        "experts.gate_up.weight": f"{llama.LAYER}.mlp.experts.gate_up_proj",
+        "experts.down.weight": f"{llama.LAYER}.mlp.experts.down_proj",
+    },
+    forms={"experts.gate_up.weight": TRANSPOSED, "experts.down.weight": TRANSPOSED},
 )
 
 
@@ -102,7 +112,7 @@ QWEN2 = Family(
     read=read_qwen2,
     names=llama.names,
     defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
-    gguf=(Gguf(architecture="qwen2"),),
+    gguf=(Gguf(architecture="qwen2"), Gguf(architecture="qwen2vl")),
 )
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
@@ -118,7 +128,7 @@ QWEN3 = Family(
     read=read_qwen3,
     names=llama.names,
     defaults={**QWEN2.defaults, "head_dim": 128},
-    gguf=(Gguf(architecture="qwen3"),),
+    gguf=(Gguf(architecture="qwen3"), Gguf(architecture="qwen3vl")),
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -127,5 +137,16 @@ QWEN3_MOE = Family(
     names=lambda config: MOE_NAMES,
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
     # That weights add up to 1 the files do not say; it is so in all of these models.
-    gguf=(Gguf(architecture="qwen3moe", fields=lambda read: {"norm_topk_prob": True}),),
+    gguf=tuple(
+        Gguf(architecture=name, fields=lambda read: {"norm_topk_prob": True})
+        for name in ("qwen3moe", "qwen3vlmoe")
+    ),
+)
+# The text part of Qwen3-VL of experts, which has no config of its own: weights add up to 1, whatever it says.
+QWEN3_VL_MOE_TEXT = Family(
+    model_type="qwen3_moe",
+    models="",
+    read=read_qwen3_moe,
+    names=lambda config: VL_MOE_NAMES,
+    defaults={**QWEN3_MOE.defaults, "norm_topk_prob": True},
 )

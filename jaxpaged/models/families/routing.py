@@ -1,7 +1,11 @@
 """Experts in DeepSeek-V3's way, which other families have: sigmoid scores with a correction, in groups."""
 
+from typing import Any
+
+from jaxpaged.checks import check
 from jaxpaged.models.config import Experts, ModelConfig
 from jaxpaged.models.families import llama
+from jaxpaged.models.families.family import Metadata
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
 
@@ -30,7 +34,7 @@ def beyond(config: ModelConfig, count: int = 8) -> tuple[str, ...]:
 
 def read(f: Fields, dense_size: int, *, dense_layers: int) -> tuple[Experts, int]:
     """Return the experts, and the width of one. `dense_layers`: unless the config says another number."""
-    f.only("scoring_func", "sigmoid")
+    f.only("scoring_func", "sigmoid", "noaux_tc")  # dots.llm1 says so of the same
     f.only("topk_method", "noaux_tc")
     f.only("moe_layer_freq", 1)
     width = f.size("moe_intermediate_size")
@@ -49,3 +53,22 @@ def read(f: Fields, dense_size: int, *, dense_layers: int) -> tuple[Experts, int
         dense_size=dense_size if first else 0,
     )
     return experts, width
+
+
+SIGMOID = 2  # llama.cpp's number of it
+GGUF_METADATA = {
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
+
+
+def gguf_fields(read: Metadata) -> dict[str, Any]:
+    """Return the number of layers without those that predict further tokens, and how experts are scored."""
+    scoring = read("expert_gating_func")
+    check("model config: expert_gating_func", scoring, f"{SIGMOID}, a sigmoid", scoring in (None, SIGMOID))
+    return {"num_hidden_layers": read("block_count") - (read("nextn_predict_layers") or 0)}

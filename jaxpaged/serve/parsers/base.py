@@ -1,0 +1,297 @@
+"""What parsers of answers are built of: pieces, the text as it comes, and a parser as a generator.
+
+A parser is a class with one method, `read`, a generator over a `Source`: it yields pieces, and asks the
+source for more with `yield from`. What is read does not depend on how the text is cut into parts, for
+the source's operations do not. Each character is looked at a bounded number of times.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, ClassVar
+
+SPACE = re.compile(r"[ \t\r\n]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Text of the answer itself."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Reasoning:
+    """Text of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Begin:
+    """The beginning of a call. `id` is the call's, where the model itself gives one."""
+
+    name: str
+    id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """More of the JSON of the last call's arguments."""
+
+    text: str
+
+
+type Piece = Text | Reasoning | Begin | Arguments
+# A part of a parser: yields pieces, and None where it needs more text.
+type Reads[T] = Generator[Piece | None, None, T]
+type Give = Callable[[str], Piece]
+
+
+class Marks:
+    """Texts to look for. None of them may begin another one."""
+
+    def __init__(self, *marks: str) -> None:
+        self.marks = marks
+        self._pattern = re.compile("|".join(map(re.escape, marks)))
+        self._longest = max(map(len, marks))
+
+    def search(self, text: str, at: int) -> re.Match[str] | None:
+        return self._pattern.search(text, at)
+
+    def num_open(self, text: str, at: int) -> int:
+        """Return how many of the text's last characters, from `at` on, may begin a mark."""
+        for start in range(max(at, len(text) - self._longest + 1), len(text)):
+            if any(mark.startswith(text[start:]) for mark in self.marks):
+                return len(text) - start
+        return 0
+
+
+class Source:
+    """An answer's text, as far as it has come and is not read yet."""
+
+    def __init__(self) -> None:
+        self.is_whole = False
+        self._text, self._at = "", 0
+        self._record: list[str] | None = None
+
+    def add(self, text: str) -> None:
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def _take(self, end: int) -> str:
+        text = self._text[self._at : end]
+        self._at = end
+        if self._record is not None:
+            self._record.append(text)
+        return text
+
+    def record(self) -> None:
+        """Keep what is read from here on, until `forget` or the next `record`."""
+        self._record = []
+
+    def recorded(self) -> str:
+        return "".join(self._record or ())
+
+    def forget(self) -> None:
+        self._record = None
+
+    def until(self, marks: Marks, give: Give | None = None) -> Reads[tuple[str, str]]:
+        """Read up to a mark, and the mark. Return the text before it, and the mark, "" at the answer's end.
+
+        With `give` the text is given as it comes, and the text returned is "".
+        """
+        parts: list[str] = []
+        while True:
+            found = marks.search(self._text, self._at)
+            if found:
+                end = found.start()
+            else:
+                end = len(self._text)
+                end -= 0 if self.is_whole else marks.num_open(self._text, self._at)
+            if end > self._at:
+                text = self._take(end)
+                if give is None:
+                    parts.append(text)
+                else:
+                    yield give(text)
+            if found:
+                self._take(found.end())
+                return "".join(parts), found[0]
+            if self.is_whole:
+                return "".join(parts), ""
+            yield None
+
+    def rest(self, give: Give) -> Reads[None]:
+        """Read all that is left, and give it as it comes."""
+        while True:
+            if self._at < len(self._text):
+                yield give(self._take(len(self._text)))
+            if self.is_whole:
+                return
+            yield None
+
+    def run(self, pattern: re.Pattern[str]) -> Reads[str]:
+        """Read characters as long as they match. `pattern` must be a class of characters with a star."""
+        parts: list[str] = []
+        while True:
+            found = pattern.match(self._text, self._at)
+            if found and found.end() > self._at:
+                parts.append(self._take(found.end()))
+            if self._at < len(self._text) or self.is_whole:
+                return "".join(parts)
+            yield None
+
+    def peek(self) -> Reads[str]:
+        """Return the next character without reading it; "" at the answer's end."""
+        while self._at == len(self._text):
+            if self.is_whole:
+                return ""
+            yield None
+        return self._text[self._at]
+
+    def takes(self, *marks: str) -> Reads[str]:
+        """Read one of the marks, if it comes next, and return it; else read nothing and return "".
+
+        No mark may begin another one.
+        """
+        longest = max(map(len, marks))
+        while True:
+            rest = self._text[self._at : self._at + longest]
+            for mark in marks:
+                if rest.startswith(mark):
+                    return self._take(self._at + len(mark))
+            if self.is_whole or not any(mark.startswith(rest) for mark in marks):
+                return ""
+            yield None
+
+    def scan(
+        self, scanner: Callable[[str, int], tuple[int, bool]], give: Give | None = None
+    ) -> Reads[tuple[str, bool]]:
+        """Read as far as a scanner says. Return the text ("" with `give`), and whether the scanner has ended.
+
+        `scanner(text, at)` returns up to where it takes the text, and whether that is its end.
+        """
+        parts: list[str] = []
+        while True:
+            end, has_ended = scanner(self._text, self._at)
+            if end > self._at:
+                text = self._take(end)
+                if give is None:
+                    parts.append(text)
+                else:
+                    yield give(text)
+            if has_ended or self.is_whole:
+                return "".join(parts), has_ended
+            yield None
+
+
+def without_end[T](reads: Reads[T], give: Give, chars: str, most: int | None = None) -> Reads[T]:
+    """Give the text that `reads` gives, but for these characters at its end, at most so many of them."""
+    held: list[str] = []
+    while True:
+        try:
+            piece = next(reads)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        if piece is None:
+            yield None
+            continue
+        assert not isinstance(piece, Begin)
+        kept = piece.text.rstrip(chars)
+        if kept:
+            yield give("".join([*held, kept]))
+            held.clear()
+        held.append(piece.text[len(kept) :])
+        if most is not None and sum(map(len, held)) > most:
+            text = "".join(held)
+            yield give(text[:-most])
+            held[:] = [text[-most:]]
+
+
+class Parser:
+    """Reads one answer. Subclasses have the generator `read`.
+
+    `tools` are those of the request, as OpenAI's; `prompt` is the text that the answer follows, `begun` what
+    of that is the answer's own beginning, where a message is continued.
+    """
+
+    # A chat template that has all of these is of a model that writes in this form.
+    signs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = (), prompt: str = "", begun: str = "") -> None:
+        self.tools, self.prompt, self.begun = tools, prompt, begun
+        self._source = Source()
+        self._reading = self.read(self._source)
+
+    def read(self, source: Source) -> Reads[None]:
+        """Yield the answer's pieces. Must not return before the answer's end."""
+        raise NotImplementedError
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return what these characters complete."""
+        self._source.add(text)
+        return self._pieces()
+
+    def finish(self) -> list[Piece]:
+        """Return what is left at the answer's end."""
+        self._source.is_whole = True
+        return self._pieces()
+
+    def _pieces(self) -> list[Piece]:
+        return merged(itertools.takewhile(lambda piece: piece is not None, self._reading))
+
+
+class Chain:
+    """A parser of the reasoning, and one of the calls in what is left."""
+
+    def __init__(self, reasoning: Parser, calls: Parser) -> None:
+        self._reasoning, self._calls = reasoning, calls
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return what these characters complete."""
+        return self._through(self._reasoning.feed(text))
+
+    def finish(self) -> list[Piece]:
+        """Return what is left at the answer's end."""
+        return merged([*self._through(self._reasoning.finish()), *self._calls.finish()])
+
+    def _through(self, pieces: Sequence[Piece]) -> list[Piece]:
+        made: list[Piece] = []
+        for piece in pieces:
+            made += self._calls.feed(piece.text) if isinstance(piece, Text) else [piece]
+        return made
+
+
+class NoCalls:
+    """A parser whose calls are told as text: for requests without tools."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return what these characters complete."""
+        return self._as_text(self._parser.feed(text))
+
+    def finish(self) -> list[Piece]:
+        """Return what is left at the answer's end."""
+        return self._as_text(self._parser.finish())
+
+    @staticmethod
+    def _as_text(pieces: Sequence[Piece]) -> list[Piece]:
+        texts = [Text(piece.text) if isinstance(piece, Arguments) else piece for piece in pieces]
+        return merged(piece for piece in texts if not isinstance(piece, Begin))
+
+
+def merged(pieces: Any) -> list[Piece]:
+    """Return pieces with neighbours of one kind as one; those that begin calls stay by themselves."""
+    made: list[Piece] = []
+    for kind, group in itertools.groupby(pieces, key=type):
+        if kind is Begin:
+            made += group
+        else:
+            text = "".join(piece.text for piece in group)
+            if text:
+                made.append(kind(text))
+    return made

@@ -1,0 +1,59 @@
+"""Reasoning between <think> and </think> before the answer, as Qwen3, DeepSeek R1, GLM-4.5, Kimi write it."""
+
+import re
+from typing import ClassVar
+
+from jaxpaged.serve.parsers.base import Marks, Parser, Reads, Reasoning, Source, Text, without_end
+from jaxpaged.serve.parsers.kimi_k2 import ALL_BEGIN
+from jaxpaged.serve.parsers.registry import reasoning_parser
+
+BEGIN, END = "<think>", "</think>"
+LINES, SPACE = re.compile(r"[\r\n]*"), re.compile(r"[ \t\r\n]*")
+
+
+@reasoning_parser("qwen3", "glm45", "deepseek_v3")
+class Qwen3(Parser):
+    """Reads reasoning where the answer begins with <think>, or the prompt ends with it.
+
+    Line feeds beside the marks belong to them, as in the models' templates, and are not given. An answer that
+    ends before </think> is all reasoning.
+    """
+
+    is_open: ClassVar[bool] = False  # where neither prompt nor answer has a mark
+    other_ends: ClassVar[tuple[str, ...]] = ()  # marks of what comes behind the reasoning, without </think>
+
+    def read(self, source: Source) -> Reads[None]:
+        """Yield the reasoning, if there is any, then the answer's text."""
+        prompt, begun, space = self.prompt.rstrip(), self.begun.strip(), ""
+        if begun:
+            is_open = END not in begun and (self.is_open or begun.startswith(BEGIN))
+        else:
+            is_open = prompt.endswith(BEGIN) or (self.is_open and not prompt.endswith(END))
+            space = yield from source.run(SPACE)
+            if (yield from source.takes(BEGIN)):
+                is_open = True
+                yield from source.run(SPACE)
+        if is_open:
+            at_end = Marks(END, *self.other_ends)
+            _, mark = yield from without_end(source.until(at_end, Reasoning), Reasoning, "\r\n")
+            if mark in self.other_ends:
+                yield Text(mark)
+            else:
+                yield from source.run(LINES)
+        elif space:
+            yield Text(space)
+        yield from source.rest(Text)
+
+
+@reasoning_parser("deepseek_r1")
+class DeepSeekR1(Qwen3):
+    """Reads all up to </think> as reasoning, <think> or not, unless the prompt ends with </think>."""
+
+    is_open = True
+
+
+@reasoning_parser("kimi_k2")
+class KimiK2Thinking(Qwen3):
+    """Calls may begin within the reasoning, and end it."""
+
+    other_ends = (ALL_BEGIN,)
