@@ -289,7 +289,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
             graphdef,
             place(params, on_device),
             state,
-            place(jnp.int32(0), on_device),
+            place(jnp.zeros(2, jnp.int32), on_device),
             place(jnp.bool_(False), on_device),
             config=step_config,
         )

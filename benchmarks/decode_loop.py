@@ -91,7 +91,7 @@ class DecodeLoop:
             self.graphdef,
             self.params,
             self.state,
-            np.int32(num_steps),
+            loop.limits(num_steps),
             np.bool_(False),
             config=self.config,
         )

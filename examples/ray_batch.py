@@ -22,6 +22,6 @@ if __name__ == "__main__":
         chat=True,
         num_workers=2,
         rows_per_part=64,
-        num_blocks=512,
+        num_blocks=513,
     )
     print(f"{num_answered} rows were answered; ray.data.read_json({sys.argv[2]!r}) has all of them")

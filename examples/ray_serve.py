@@ -12,4 +12,4 @@ if __name__ == "__main__":
     ray.init(num_cpus=2)  # or ray.init("auto") on a machine of a cluster
     serve.start(http_options={"host": "127.0.0.1", "port": 8000})
     # With GPUs: resources={"num_gpus": 1}, and no num_blocks.
-    serve.run(application("smollm2", num_replicas=2, num_blocks=512), blocking=True)
+    serve.run(application("smollm2", num_replicas=2, num_blocks=513), blocking=True)

@@ -27,6 +27,7 @@ def shown(value: object) -> str:
         text = repr(_beginning(value, MAX_SHOWN))
     except Exception:  # an integer of thousands of digits has none, and a class of the user's may have none
         text = f"<{type(value).__name__}>"
+    text = " ".join(text.splitlines())  # arrays have lines
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

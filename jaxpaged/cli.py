@@ -18,7 +18,7 @@ from jaxpaged import prompt_files
 from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
 from jaxpaged.command_line import EXIT_USER_ERROR, Parser
-from jaxpaged.config import EngineConfig, config_of
+from jaxpaged.config import AUTO, EngineConfig, config_of
 from jaxpaged.lab import command as lab_command
 from jaxpaged.lora import LoRARequest
 from jaxpaged.prompt_files import Asked, Refused
@@ -162,7 +162,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default 16)")
     group.add_argument(
-        "--max-model-len", type=int, help="tokens of a prompt with its answer (default: the model's)"
+        "--max-model-len",
+        type=_length,
+        help="tokens of a prompt with its answer (default: the model's), or auto (-1): what the cache holds",
     )
     group.add_argument(
         "--max-num-batched-tokens", type=int, help="computed in one step (default: max-num-seqs + 512)"
@@ -239,6 +241,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
     )
+
+
+def _length(text: str) -> int | str:
+    return text if text == AUTO else int(text)
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -390,6 +396,7 @@ def _info(args: argparse.Namespace) -> None:
         products = f"{form.stacked}: loop_over_layers"
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
     cache, folder = startup.cache_size(config, model, shapes), compilation_cache_dir()
+    longest = machine.longest_that_fits(config, model, cache)
     lines += [
         ("attention", f"{implementation}: {why}"),
         ("products", products),
@@ -402,7 +409,7 @@ def _info(args: argparse.Namespace) -> None:
         ("dtype", str(dtype)),
         *([("quantization", how)] if how else []),
         *(("", f"{kernel} products for {n} of its weights") for kernel, n in kernels.items()),
-        ("rows", f"{config.max_num_seqs} sequences of up to {machine.max_model_len(config, model)} tokens"),
+        ("rows", f"{config.max_num_seqs} sequences of up to {longest} tokens"),
         ("layout", str(machine.layout(config, model))),
         (
             "cache",
@@ -414,6 +421,7 @@ def _info(args: argparse.Namespace) -> None:
     ]
     for name, value in lines:
         _write(f"{name:<14}{value}")
+    machine.served_len(config, model, cache)  # where an engine would not start, that is said last
 
 
 def _log(args: argparse.Namespace) -> None:

@@ -4,7 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, checked_number
+from jaxpaged.checks import (
+    INT32_MAX,
+    check,
+    checked_bool,
+    checked_choice,
+    checked_int,
+    checked_number,
+    is_int,
+)
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -23,6 +31,7 @@ PREFILL_TILE = 32
 DEFAULT_PREFILL_TOKENS = 512
 MOST_BATCHED_TOKENS = 2**20
 MOST_WIDTHS = 4  # each is a pass through all layers to compile
+AUTO: Literal["auto"] = "auto"
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 
 
@@ -42,7 +51,9 @@ class EngineConfig:
     block_size: int = 16  # tokens a block
     num_blocks: int | None = None  # in the cache, the null block included; None: what memory allows
     max_num_seqs: int = 16  # rows decoded together
-    max_model_len: int | None = None  # tokens of a prompt with its answer; None: the model's own limit
+    # Tokens of a prompt with its answer, which the cache must hold. None: the model's own limit; "auto", or
+    # -1: what fits of it.
+    max_model_len: int | Literal["auto"] | None = None
     max_num_batched_tokens: int | None = None  # computed in one step; None: max_num_seqs + 512
     enable_prefix_caching: bool = True  # requests that begin alike share the blocks of what they share
     reuse_answers: bool = False  # also blocks that were computed as an answer, whose last bits may differ
@@ -124,7 +135,11 @@ class EngineConfig:
         # A slot is an int32: block_id * block_size + offset.
         most_blocks = INT32_MAX // self.block_size
         self._set_int("num_blocks", f"None or an int >= 2, at most {most_blocks}", 2, most_blocks)
-        self._set_int("max_model_len", "None or an int >= 2, at most 2**31 - 1", 2)
+        if _is_auto(self.max_model_len):
+            self._set("max_model_len", AUTO)
+        else:
+            rule = "None or an int >= 2, at most 2**31 - 1, or 'auto' (-1) for what fits"
+            self._set_int("max_model_len", rule, 2)
         if self.preemption_mode == "swap":
             self._set_int("num_host_blocks", f"an int >= 2 to swap to, at most {most_blocks}", 2, most_blocks)
         else:
@@ -189,6 +204,10 @@ class EngineConfig:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _is_auto(value: Any) -> bool:
+    return value == AUTO if isinstance(value, str) else is_int(value) and value == -1
 
 
 def _dtype_name(dtype: Any) -> Any:

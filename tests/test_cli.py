@@ -77,35 +77,34 @@ def test_generate_answers_with_an_adapter(model, capsys, tmp_path):
 
 
 def test_json_prints_lines_in_input_order_and_nothing_else(model, capsys, tmp_path):
+    """With --skip-errors there is one for each prompt that is refused, too, with its error."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text(
-        '{"prompt": "c d"}\n\n{"messages": [{"role": "user", "content": "ab"}]}\n', encoding="utf-8"
-    )
-    code = cli.main(
-        [
-            "generate",
-            "--model",
-            model,
-            *FAST,
-            "--prompt",
-            "zz",
-            "--prompts-file",
-            str(file),
-            "--json",
-            "--ignore-eos",
-            "--max-tokens",
-            "5",
-        ]
-    )
-    assert code == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["index"] for line in lines] == [0, 1, 2]
-    assert [line["prompt"] for line in lines] == ["zz", "c d", "user:ab<|end|>"]
-    for line in lines:
+    lines = [
+        {"prompt": "c d"},
+        {"prompt": "ab", "top_p": 7, "id": "wrong"},
+        {"prompt": "a b " * 60, "id": "long"},
+        {"messages": [{"role": "user", "content": "ab"}]},
+    ]
+    file.write_text("\n".join([*map(json.dumps, lines[:1]), "", *map(json.dumps, lines[1:]), "{", ""]))
+    asked = ["generate", "--model", model, *FAST, "--prompt", "zz", "--prompts-file", str(file)]
+    assert cli.main([*asked, "--skip-errors", "--json", "--ignore-eos", "--max-tokens", "5"]) == 0
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert [line.get("prompt") for line in lines] == ["zz", "c d", None, None, "user:ab<|end|>", None]
+    assert [line.get("id") for line in lines] == [None, None, "wrong", "long", None, None]
+    wrong = {2: "3: top_p=7 must be", 3: "4: the prompt has 240 tokens", 5: "6: must be JSON: "}
+    for place, line in enumerate(lines):
+        if place in wrong:
+            assert set(line) == {"index", "error"} | ({"id"} if "id" in line else set())
+            assert line["error"].startswith(f"--prompts-file '{file}', line {wrong[place]}")
+            continue
         reasons = {"finish_reason", "stop_reason"}
         assert set(line) == {"index", "prompt", "prompt_token_ids", "token_ids", "text", *reasons}
         assert len(line["token_ids"]) == 5
         assert line["finish_reason"] == "length"
+    assert "3 answers in" in err
+    assert "; 3 prompts were refused" in err
 
 
 def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, capsys, tmp_path):
@@ -137,6 +136,8 @@ def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, ca
         ("--preemption-mode swap --num-host-blocks 9", {"preemption_mode": "swap", "num_host_blocks": 9}),
         ("--eviction-policy lru_split", {"eviction_policy": "lru_split"}),
         ("--scheduling-policy priority --num-blocks 33", {"scheduling_policy": "priority", "num_blocks": 33}),
+        ("--max-model-len auto", {"max_model_len": "auto"}),
+        ("--max-model-len -1", {"max_model_len": -1}),
         ("--max-model-len 64 --attention xla", {"max_model_len": 64, "attention": "xla"}),
         ("--quantization int8", {"quantization": "int8"}),
         ("--loop host --decode-widths 1 3", {"loop": "host", "decode_widths": [1, 3]}),
@@ -166,6 +167,18 @@ def test_info_prints_the_caches_size(model, capsys):
         chosen = f"xla: {no_native}" if no_native else f"native: {native.instructions()}"
         assert f"{part:<14}{chosen}\n" in out
     assert "jax " in out
+    assert "sequences of up to 128 tokens" in out
+
+
+@pytest.mark.parametrize(("length", "code"), [("auto", 0), ("128", 2)])
+def test_info_says_how_long_a_request_may_be_in_a_small_cache_and_whether_an_engine_would_start(
+    length, code, model, capsys
+):
+    arguments = ["info", "--model", model, *FAST, "--num-blocks", "9", "--max-model-len", length]
+    assert cli.main(arguments) == code
+    out, err = capsys.readouterr()
+    assert "sequences of up to 65 tokens" in out
+    assert ("max_model_len=128 needs 16 blocks of 8 tokens" in err) == bool(code)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +243,8 @@ def test_info_prints_the_caches_size(model, capsys):
         ),
         (
             ["--prompt", "a", "--num-blocks", "2"],
-            "needs 8 blocks of 8 tokens, but num_blocks=2 leaves 1 for use",
+            "max_model_len=128, the model's own, needs 16 blocks of 8 tokens, 32768 bytes, but num_blocks=2 "
+            "leaves 1 for use; give max_model_len=9, or 'auto' for what fits, or num_blocks=17",
         ),
     ],
 )
@@ -275,41 +289,15 @@ def test_a_bad_prompts_file_is_refused_with_the_line(model, content, message, tm
     assert message in capsys.readouterr().err
 
 
-SOME_REFUSED = [
-    {"prompt": "ab", "id": "good"},
-    {"prompt": "ab", "top_p": 7, "id": "wrong"},
-    {"prompt": "a b " * 60, "id": "long"},
-    {"messages": [{"role": "user", "content": "c"}]},
-]
-
-
 def test_errors_at_the_door_say_file_and_line(model, tmp_path, capsys, monkeypatch):
     """As those of a line's text do; and nothing runs."""
     monkeypatch.setattr(Driver, "_compile", lambda self: None)
     file = tmp_path / "prompts"
-    file.write_text(f"{json.dumps(SOME_REFUSED[0])}\n\n{json.dumps(SOME_REFUSED[2])}\n")
+    file.write_text(f"ab\n{'a b ' * 60}\n")
     assert cli.main(["generate", "--model", model, *FAST, "--prompts-file", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"jaxpaged: --prompts-file '{file}', line 3: the prompt has 240 tokens, must ")
-
-
-def test_prompts_that_are_refused_may_be_skipped(model, tmp_path, capsys):
-    """Of each there is a line with its error, in its place; all others are answered."""
-    file = tmp_path / "prompts"
-    file.write_text("\n".join([*map(json.dumps, SOME_REFUSED), "{", ""]))
-    asked = ["generate", "--model", model, *FAST, "--prompts-file", str(file), "--skip-errors"]
-    assert cli.main([*asked, "--json", "--max-tokens", "2"]) == 0
-    out, err = capsys.readouterr()
-    lines = [json.loads(line) for line in out.splitlines()]
-    assert [line["index"] for line in lines] == [0, 1, 2, 3, 4]
-    assert [line.get("id") for line in lines] == ["good", "wrong", "long", None, None]
-    assert [len(line.get("token_ids", [])) > 0 for line in lines] == [True, False, False, True, False]
-    where = f"--prompts-file '{file}', line"
-    for place, message in ((1, "2: top_p=7 must be"), (2, "3: the prompt has"), (4, "5: must be JSON: ")):
-        assert lines[place]["error"].startswith(f"{where} {message}")
-    assert "2 answers in" in err
-    assert "; 3 prompts were refused" in err
+    assert err.startswith(f"jaxpaged: --prompts-file '{file}', line 2: the prompt has 240 tokens, must ")
 
 
 def test_a_prompts_file_that_is_not_text_is_refused(model, tmp_path, capsys):

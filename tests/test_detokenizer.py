@@ -160,6 +160,10 @@ def test_stop_strings_are_found_in_bytes_and_where_bytes_turn_out_to_be_none(byt
         assert len(got) == count
         assert "".join(delta.text for delta in got) == text
     assert num_stopped > 100
+    # An "a" that turned out to be none, before what is settled in its place.
+    texts = Texts(byte_fallback, SamplingParams(stop=["a\ufffd"]))
+    deltas = [texts(Delta(1, [token], None, 0)) for token in (3 + ord("a"), 3 + 255, 261)]
+    assert ["".join(delta.text for delta in deltas), deltas[-1].stop_reason] == ["\ufffd" * 2, None]
 
 
 @pytest.mark.parametrize("is_foreign", [False, True], ids=["", "foreign"])

@@ -55,7 +55,7 @@ def test_it_stops_at_the_end_of_its_turn(llm):
 def test_answers_are_the_same_bit_for_bit_in_any_company(llm, dtype):
     """Cold, in company, with hits and preempted, in the shapes of a real model; greedy and sampled."""
     if dtype != "float32":
-        llm = LLM("smollm2", dtype=dtype, max_num_seqs=4, max_model_len=256, num_blocks=1 + 12)
+        llm = LLM("smollm2", dtype=dtype, max_num_seqs=4, max_model_len=192, num_blocks=1 + 12)
     shared = GOLDENS[1]["prompt_token_ids"] + GOLDENS[1]["token_ids"]
     prompts = [shared[:48] + GOLDENS[i]["token_ids"][: 9 * i] for i in range(4)]
     params = [SamplingParams(max_tokens=24, temperature=i % 2, seed=i, logprobs=0) for i in range(4)]

@@ -141,6 +141,10 @@ class OnDevice:
         """Its number there, from 1 on; 0 of None. It must be there."""
         return 0 if adapter is None else 1 + self._rooms.index(adapter)
 
+    def has_room(self, adapter: Adapter, in_use: Collection[Adapter | None]) -> bool:
+        """Whether `find` would give it a number."""
+        return adapter in self._rooms or any(its not in in_use for its in self._rooms)
+
     def find(self, adapter: Adapter, in_use: Collection[Adapter | None]) -> tuple[int | None, bool]:
         """Give an adapter room, if it has none: the longest unused, of those that are not in use.
 

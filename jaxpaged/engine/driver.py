@@ -26,11 +26,11 @@ from jaxpaged.engine.blocks import Blocks, Kind
 from jaxpaged.engine.groups import Groups
 from jaxpaged.engine.loop import Report
 from jaxpaged.engine.occupancy import Occupancy, occupancy
+from jaxpaged.engine.pace import Pace
 from jaxpaged.engine.places import Place, Places
 from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.startup import Shapes
 from jaxpaged.engine.state import (
-    MAX_STEPS,
     Beams,
     Counter,
     EngineState,
@@ -55,8 +55,6 @@ from jaxpaged.status import raise_if_error
 # Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8
 SUBMIT_TOKENS = 2048
-# A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
-SECONDS_PER_RUN = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +68,7 @@ class Stats:
     num_preemptions: int = 0
     num_lookup_tokens: int = 0  # looked up in the prefix cache
     num_hit_tokens: int = 0  # found there
+    num_prompt_passes: int = 0  # of the model over prompt tiles
     num_running: int = 0
     num_waiting: int = 0  # on the device or on the host, preempted ones included
     num_blocks: int = 0  # of the pool, the null block left out
@@ -101,6 +100,15 @@ class Snapshot:
     step_config: StepConfig
     vocab_size: int
     queue: tuple[Queued, ...]  # those who have no row, in their order
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that was dispatched, until its report is read."""
+
+    report: Report
+    stays: np.ndarray  # of `Places`, when it was dispatched
+    began: float  # when it was dispatched, by `time.perf_counter`
 
 
 # The dataclasses that calls to other processes have among their arrays.
@@ -142,6 +150,8 @@ class Driver:
         self.config, self._mesh = config, machine.mesh(config)
         model_config, load_model, shapes, shares = startup.split(config, model_config, load_model, shapes)
         size = startup.known_size(config, model_config, shapes)
+        # A cache that is too small is told of before anything is loaded.
+        max_len = None if size is None else machine.served_len(config, model_config, size)
         logging.info("attention: %s (%s)", *machine.attention(config, model_config))
         model = load_model(machine.resolve_dtype(config))
         for implementation, count in quantised.implementations(nnx.state(model)).items():
@@ -153,10 +163,11 @@ class Driver:
         self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None
         if size is None:
             size, self._kept_run = startup.fitted(config, model_config, model)
+        if max_len is None:
+            max_len = machine.served_len(config, model_config, size)
         logging.info("cache: %s", size)
         self.cache_size = size
         self.step_config = machine.step_config(config, model_config, size.num_blocks)
-        max_len = machine.max_model_len(config, model_config)
         self.door = Door(config, model_config, max_len, size, self.step_config, adapters=adapters)
         self._groups = Groups(config, size.num_blocks)
         num_blocks, num_rows = (n * self._groups.size for n in (size.num_blocks - 1, config.num_rows))
@@ -166,9 +177,9 @@ class Driver:
         self._queue: list[Queued] = []  # a heap of those without a row
         self._places = Places(num_rows)
         self.first_run: list[int] = []  # requests that the last report was the first to see run
-        self._unread: Report | None = None
-        self._seconds_per_step = SECONDS_PER_RUN  # until it is known better
-        self._last_read: float | None = None
+        self._unread: Run | None = None
+        self._pace = Pace()
+        self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self._compile()
         if isinstance(processes, Leader):
             self._tell = processes.tell
@@ -214,16 +225,15 @@ class Driver:
     def turn(self, max_steps: int | None = None) -> list[Delta]:
         """Dispatch the next run if there is anything to run, then read the report of the one before.
 
-        So the device has work while the host reads. `max_steps` is at most `loop.MAX_STEPS`; without it as
-        many as make a short while.
+        So the device has work while the host reads. `max_steps` is at most `loop.MAX_STEPS`; without it the
+        run does as much as makes a short while (`Pace`).
         """
         self._recall_less_urgent()
         self._fill_rows()
-        if self._unread is None:
-            self._last_read = None  # the device was idle: the next report does not tell a run's time
         dispatched = None
         if self._places.has_any:
-            dispatched = self._run(max_steps or self._steps_of_a_short_while())
+            began, stays = time.perf_counter(), self._places.stays
+            dispatched = Run(self._run(max_steps), stays, began)
         self.first_run = []
         deltas = [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self._places.has_any else None
@@ -300,9 +310,6 @@ class Driver:
     def _abort_arrivals(self, arrivals: np.ndarray) -> None:
         self._state = loop.abort(self._state, arrivals, mesh=self._mesh)
 
-    def _steps_of_a_short_while(self) -> int:
-        return int(np.clip(SECONDS_PER_RUN / self._seconds_per_step, 1, MAX_STEPS))
-
     def _compile(self) -> None:
         """Compile the loop, or read it from disk; then run none of its steps, so that all is ready.
 
@@ -339,12 +346,14 @@ class Driver:
         scores = loop.recent_scores(self._state, mesh=self._mesh)
         jax.block_until_ready((self._run(max_steps=0), scores))
 
-    def _run(self, max_steps: int) -> Report:
-        return self._dispatch(max_steps, self._wants_a_row, self._places.wants_scores)
+    def _run(self, max_steps: int | None = None) -> Report:
+        pace = self._pace
+        limits = loop.limits(pace.max_steps, pace.max_passes) if max_steps is None else loop.limits(max_steps)
+        return self._dispatch(limits, self._wants_a_row, self._places.wants_scores)
 
     @told
-    def _dispatch(self, max_steps: int, wants_a_row: bool, wants_scores: bool) -> Report:
-        arrays = self._params, self._state, np.int32(max_steps), np.bool_(wants_a_row)
+    def _dispatch(self, limits: np.ndarray, wants_a_row: bool, wants_scores: bool) -> Report:
+        arrays = self._params, self._state, limits, np.bool_(wants_a_row)
         if self._kept_run is not None:
             self._state, report = self._kept_run(*arrays)
         else:
@@ -355,7 +364,7 @@ class Driver:
         return report
 
     def _recall_less_urgent(self) -> None:
-        """Take back who waits in a row, new or preempted, if someone more urgent has none.
+        """Take back who waits in a row, new or preempted, if someone more urgent has none and could have one.
 
         In the run whose report is unread it may have gone on to run: then it does so again, to the same
         answer.
@@ -368,13 +377,31 @@ class Driver:
         if self._queue[0].request.order > waiting[0][0]:
             return  # always so where the first to come is the first served
         num_free = len(self._places.free_rows)
-        urgent = heapq.nsmallest(num_free + len(waiting), self._queue)[num_free:]
+        urgent = itertools.islice(self._placeable({row for _, row in waiting}), num_free, None)
+        pairs = zip(waiting, urgent, strict=False)
+        self._recall([row for (order, row), queued in pairs if queued.request.order < order])
+
+    def _placeable(self, giving_way: Collection[int]) -> Iterator[Queued]:
+        """Tell who would get a row next, in order, were there enough rows and did these give way: not who has
+        to wait for room for an adapter.
+        """
+        staying = {place.request.adapter for row, place in self._places.taken() if row not in giving_way}
+        waits_for_adapter = False
+        for queued in sorted(self._queue):
+            adapter = queued.request.adapter
+            if adapter is not None:
+                waits_for_adapter |= not self._on_device.has_room(adapter, staying)
+            if adapter is None or not waits_for_adapter:
+                yield queued
+
+    def _recall(self, rows: Sequence[int]) -> None:
+        """Take back the requests in these rows, with what has been told of their answers."""
         recalled = []
-        for (order, row), queued in zip(waiting, urgent, strict=False):
+        for row in rows:
             place = self._places[row]
-            if place is not None and queued.request.order < order:
-                recalled.append(place)
-                self._places.leave(row)
+            assert place is not None
+            recalled.append(place)
+            self._places.leave(row)
         self._abort_rows(recalled)
         for place in recalled:
             self.add(place.request, place.answer)
@@ -464,26 +491,26 @@ class Driver:
         token_ids = loop.write_tokens(rows.token_ids, piece, mesh=self._mesh)
         self._state = dataclasses.replace(self._state, rows=dataclasses.replace(rows, token_ids=token_ids))
 
-    def _read(self, unread: Report) -> list[Delta]:
-        report = self._groups.merged(jax.device_get(dataclasses.replace(unread, prompt_scores=None)))
+    def _read(self, run: Run) -> list[Delta]:
+        report = self._groups.merged(jax.device_get(dataclasses.replace(run.report, prompt_scores=None)))
         raise_if_error(int(report.status))
         prompts = None
         if self._places.wants_prompt_scores:
-            prompts = self._groups.merged_prompts(jax.device_get(unread.prompt_scores))
-        deltas, self.first_run = self._places.read(report, prompts)
-        self._note(report)
+            prompts = self._groups.merged_prompts(jax.device_get(run.report.prompt_scores))
+        deltas, self.first_run = self._places.read(report, prompts, run.stays)
+        self._note(report, run.began)
         return deltas
 
-    def _note(self, report: Report) -> None:
-        """Bring the statistics up to date, and the time that a step takes."""
+    def _note(self, report: Report, dispatched: float) -> None:
+        """Bring the statistics up to date, and what is known of how long steps take."""
         by_group = (report.counters - self._counters).reshape(-1, len(Counter))
         done = dict(zip(Counter, by_group.sum(0).tolist(), strict=True))
         self._counters = report.counters
-        now = time.perf_counter()
-        num_steps = int(by_group[:, Counter.NUM_STEPS].max())
-        if self._last_read is not None and num_steps:
-            self._seconds_per_step = (now - self._last_read) / num_steps
-        self._last_read = now if num_steps else None
+        # The device began with it when it had done what was dispatched before, or at once if it was idle.
+        now, began = time.perf_counter(), max(dispatched, self._last_read)
+        most = by_group.max(0).tolist()
+        self._pace.note(most[Counter.NUM_STEPS], most[Counter.NUM_PROMPT_PASSES], now - began)
+        self._last_read = now
         num_running = int(np.count_nonzero(report.phase == Phase.RUNNING))
         self.stats = dataclasses.replace(
             self.stats,

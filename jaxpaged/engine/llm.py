@@ -143,9 +143,9 @@ class LLM:
         (`TextPrompt`, `TokensPrompt`), and with a "cache_salt" if only prompts of the same salt may share its
         blocks. `sampling_params` is one for all prompts or a list with one each, and so are `lora_request`,
         None for the model alone, and `priority`, lower first, with `scheduling_policy="priority"`.
-        `tokenization_kwargs` may say whether texts get special tokens ({"add_special_tokens": False}) and how
-        long prompts are cut ({"truncate_prompt_tokens": 100}, as `SamplingParams` may). Nothing
-        runs unless all are valid. May be called from several threads, which then share the engine.
+        `tokenization_kwargs` may say whether texts get special tokens ({"add_special_tokens": False}), and
+        how long prompts are cut ({"truncate_prompt_tokens": 100}, as `SamplingParams` may). Nothing runs
+        unless all are valid. May be called from several threads, which then share the engine.
         """
         return list(
             self.generate_each(

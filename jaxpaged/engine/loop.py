@@ -16,10 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxpaged import digest as digests
 from jaxpaged.arithmetic import cdiv
+from jaxpaged.checks import INT32_MAX
 from jaxpaged.engine import scheduler
 from jaxpaged.engine.scheduler import Decision
 from jaxpaged.engine.state import (
     MAX_STEPS,
+    Counter,
     EngineState,
     Rows,
     create_state,
@@ -166,16 +168,16 @@ def run(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     state: EngineState,
-    max_steps: Int[Array, ""],
+    limits: Int[Array, "2"],
     host_has_more: Bool[Array, ""],
     *,
     config: StepConfig,
 ) -> tuple[EngineState, Report]:
-    """Step until all rows are done or `max_steps`, at most MAX_STEPS, are made.
+    """Step until all rows are done, or as much is done as `limits` allow.
 
-    If the host has more requests than rows, also when a row is free and no request waits in another; and
-    after a step that has something to tell of prompts. The model comes as `nnx.split(model)`. The state is
-    donated: use the one returned.
+    If the host has more requests than rows, stop also when a row is free and no request waits in another; and
+    after a step that has something to tell of prompts. `limits` are what `limits()` makes. The model comes as
+    `nnx.split(model)`. The state is donated: use the one returned.
     """
     model = nnx.merge(graphdef, params)
 
@@ -183,36 +185,47 @@ def run(
         return _one_step(model, carry, config)
 
     def goes_on(carry: Carry) -> Bool[Array, ""]:
-        return _goes_on(carry, max_steps, host_has_more)
+        return _goes_on(carry, limits, host_has_more)
 
     state, _, told, origin = lax.while_loop(goes_on, one_more, _before(state, config))
     state = _compared(state, model)
     return state, report(state, told, origin)
 
 
-# A run between two steps: the state, steps made, what the last one told of prompts, and `Report.origin`.
-type Carry = tuple[EngineState, Int[Array, ""], PromptScores, Int[Array, " rows"]]
+def limits(max_steps: int, max_passes: int = INT32_MAX) -> np.ndarray:
+    """Return the limits of a run, int32 [2]: at most `max_steps` steps, and MAX_STEPS; and no more after the
+    one in which it has made `max_passes` over tiles of prompts.
+    """
+    return np.array([min(max_steps, MAX_STEPS), min(max_passes, INT32_MAX)], np.int32)
+
+
+# A run between two steps: the state, how many steps and passes over prompts are made, what the last step told
+# of prompts, and `Report.origin`.
+type Carry = tuple[EngineState, Int[Array, "2"], PromptScores, Int[Array, " rows"]]
 
 
 def _before(state: EngineState, config: StepConfig) -> Carry:
     nothing = no_prompt_scores(config, state.tables.max_seqs)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
-    return state, jnp.int32(0), nothing, own_row
+    return state, jnp.zeros(2, jnp.int32), nothing, own_row
 
 
-def _goes_on(carry: Carry, max_steps: Int[Array, ""], host_has_more: Bool[Array, ""]) -> Bool[Array, ""]:
-    state, num_steps, told, _ = carry
+def _goes_on(carry: Carry, limits: Int[Array, "2"], host_has_more: Bool[Array, ""]) -> Bool[Array, ""]:
+    state, made, told, _ = carry
     rows = state.rows
     starves = host_has_more & jnp.any(rows.free) & ~jnp.any(rows.waiting)
     tells = jnp.any(told.row < rows.phase.shape[0])
-    may = (num_steps < jnp.minimum(max_steps, MAX_STEPS)) & ~starves & ~tells
+    may = jnp.all(made < limits) & ~starves & ~tells
     return scheduler.any_work(rows) & may
 
 
 def _one_step(model: Model, carry: Carry, config: StepConfig) -> Carry:
-    state, num_steps, told, origin = carry
+    state, made, told, origin = carry
+    before = state.counters
     state, _, told, came_from = advance(model, state, config, told)
-    return state, num_steps + 1, told, origin[came_from]
+    more = state.counters - before
+    made += jnp.stack([more[Counter.NUM_STEPS], more[Counter.NUM_PROMPT_PASSES]])
+    return state, made, told, origin[came_from]
 
 
 def _compared(state: EngineState, model: Model) -> EngineState:
@@ -233,7 +246,7 @@ def run_by_host(
     one_step: Callable[..., tuple[Any, Bool[Array, ""]]],
     params: nnx.State,
     state: EngineState,
-    max_steps: Any,
+    limits: Any,
     host_has_more: Any,
     *,
     config: StepConfig,
@@ -244,21 +257,21 @@ def run_by_host(
     For devices that cannot run the loop as one program; the answers are the same. `one_step` is `run_step`
     without its graphdef and config. The state is donated: use the one returned.
     """
-    more, goes_on = before_run(state, max_steps, host_has_more, config=config, mesh=mesh)
+    more, goes_on = before_run(state, limits, host_has_more, config=config, mesh=mesh)
     carry = state, *more
     while np.any(goes_on):
-        carry, goes_on = one_step(params, carry, max_steps, host_has_more)
+        carry, goes_on = one_step(params, carry, limits, host_has_more)
     state, _, told, origin = carry
     return state, report(state, told, origin, mesh=mesh)
 
 
 @program(static=("config",), gives=lambda specs: ON_EACH)
 def before_run(
-    state: EngineState, max_steps: Int[Array, ""], host_has_more: Bool[Array, ""], *, config: StepConfig
-) -> tuple[tuple[Int[Array, ""], PromptScores, Int[Array, " rows"]], Bool[Array, ""]]:
+    state: EngineState, limits: Int[Array, "2"], host_has_more: Bool[Array, ""], *, config: StepConfig
+) -> tuple[tuple[Int[Array, "2"], PromptScores, Int[Array, " rows"]], Bool[Array, ""]]:
     """What a run by the host carries beside the state, before its first step, and whether it makes one."""
     carry = _before(state, config)
-    return carry[1:], _goes_on(carry, max_steps, host_has_more)
+    return carry[1:], _goes_on(carry, limits, host_has_more)
 
 
 @program(
@@ -270,7 +283,7 @@ def run_step(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     carry: Carry,
-    max_steps: Int[Array, ""],
+    limits: Int[Array, "2"],
     host_has_more: Bool[Array, ""],
     *,
     config: StepConfig,
@@ -286,12 +299,12 @@ def run_step(
         return _one_step(model, carry, config)
 
     if one_of_several:
-        goes_on = _goes_on(carry, max_steps, host_has_more)
-        state, num_steps, told, origin = lax.cond(goes_on, one_more, lambda carry: carry, carry)
+        goes_on = _goes_on(carry, limits, host_has_more)
+        state, made, told, origin = lax.cond(goes_on, one_more, lambda carry: carry, carry)
     else:
-        state, num_steps, told, origin = one_more(carry)
-    carry = _compared(state, model), num_steps, told, origin
-    return carry, _goes_on(carry, max_steps, host_has_more)
+        state, made, told, origin = one_more(carry)
+    carry = _compared(state, model), made, told, origin
+    return carry, _goes_on(carry, limits, host_has_more)
 
 
 @program(gives=lambda specs: ON_EACH)

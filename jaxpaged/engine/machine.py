@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax.sharding import Mesh
 
 from jaxpaged import disk_cache
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check
-from jaxpaged.config import PREFILL_TILE, EngineConfig
+from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.engine import gpu_flags
 from jaxpaged.engine.state import EngineState, create_state, create_tables
 from jaxpaged.engine.step_config import StepConfig
@@ -75,8 +76,11 @@ def refuse_other_heads(config: EngineConfig, whole: ModelConfig) -> None:
 
 
 def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Tokens a request may have; at most what the model was made for."""
-    if config.max_model_len is None:
+    """Tokens that a row of the state has places for; at most what the model was made for.
+
+    A request may have fewer, where that depends on the cache's size: see `served_len`.
+    """
+    if config.max_model_len is None or config.max_model_len == AUTO:
         return model_config.max_model_len
     check(
         "max_model_len",
@@ -176,6 +180,51 @@ def step_config(config: EngineConfig, model_config: ModelConfig, num_blocks: int
         sliding_window=model_config.sliding_window,
         reuse_answers=config.reuse_answers,
         decode_widths=config.decode_widths,
+    )
+
+
+def longest_that_fits(config: EngineConfig, model_config: ModelConfig, size: CacheSize) -> int:
+    """Return how many tokens a request may have for the cache to hold it, at most `max_model_len`.
+
+    What a row holds at most has to fit beside nothing else; an answer's last token is never written to the
+    cache.
+    """
+    longest, usable = max_model_len(config, model_config), size.num_blocks - 1
+    fits = (
+        step_config(config, model_config, size.num_blocks).blocks_of(longest - 1, size.block_size) <= usable
+    )
+    return longest if fits else usable * size.block_size + 1
+
+
+def served_len(config: EngineConfig, model_config: ModelConfig, size: CacheSize) -> int:
+    """Return the tokens that a request may have in an engine with such a cache.
+
+    That is `max_model_len`, which the cache must hold, or else what fits: if that was asked for, or if nobody
+    has chosen the length nor the cache's size, which on a CPU is a share of its memory. Then it is logged.
+    Raises `InputError` if the cache is too small.
+    """
+    longest, fits = max_model_len(config, model_config), longest_that_fits(config, model_config, size)
+    if fits == longest:
+        return longest
+    is_ours = config.max_model_len is None and config.num_blocks is None and memory_stats() is None
+    if is_ours or config.max_model_len == AUTO:
+        logging.warning(
+            "max_model_len is %d, not the model's %d: what fits into %d blocks of %d tokens",
+            *(fits, longest, size.num_blocks - 1, size.block_size),
+        )
+        return fits
+    whose = ", the model's own," if config.max_model_len is None else ""
+    need = step_config(config, model_config, size.num_blocks).blocks_of(longest - 1, size.block_size)
+    usable = size.num_blocks - 1
+    if config.num_blocks is not None:
+        has, or_more = f"num_blocks={size.num_blocks} leaves {usable} for use", f", or num_blocks={need + 1}"
+    else:
+        has = f"the cache has {usable} for use, {usable * size.bytes_per_block} bytes: {size.reason}"
+        or_more = ", or more memory (gpu_memory_utilization)"
+    raise InputError(
+        f"max_model_len={longest}{whose} needs {need} blocks of {size.block_size} tokens, "
+        f"{need * size.bytes_per_block} bytes, but {has}; give max_model_len={fits}, or 'auto' for what fits"
+        f"{or_more}"
     )
 
 

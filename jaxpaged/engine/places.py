@@ -48,6 +48,10 @@ class Places:
         self._wants_scores, self._wants_prompt_scores = np.zeros((2, num_rows), bool)
         self._is_beam = np.zeros(num_rows, bool)  # or holds what has ended of a beam search
         self._has_run = np.zeros(num_rows, bool)
+        # The number of the stay in each row, 0 if it is free. A request that leaves its row and comes back is
+        # called by the same arrival, but that is another stay.
+        self._stays = np.zeros(num_rows, np.int64)
+        self._num_stays = 0
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -63,6 +67,13 @@ class Places:
     @property
     def has_any(self) -> bool:
         return bool(self._arrivals.any())
+
+    @property
+    def stays(self) -> np.ndarray:
+        """Who is in which row now, [num_rows] int64: what `read` takes beside the report of a run that is
+        dispatched now.
+        """
+        return self._stays.copy()
 
     @property
     def free_rows(self) -> np.ndarray:
@@ -93,6 +104,8 @@ class Places:
         """Give a free row to a request of which this is known."""
         place = self._places[row] = Place(request, answer)
         self._arrivals[row] = place.arrival
+        self._num_stays += 1
+        self._stays[row] = self._num_stays
         self._num_tokens[row] = len(request.prompt_token_ids) + len(answer)
         self._phases[row] = Phase.WAITING
         self._wants_scores[row] = request.params.logprobs is not None
@@ -102,19 +115,23 @@ class Places:
 
     def leave(self, row: int) -> None:
         self._places[row] = None
-        self._arrivals[row] = 0
+        self._arrivals[row] = self._stays[row] = 0
         self._wants_scores[row] = self._wants_prompt_scores[row] = self._is_beam[row] = False
 
-    def read(self, report: Report, prompts: PromptScores | None) -> tuple[list[Delta], list[int]]:
-        """What a report, of NumPy arrays, tells that was not known, and the requests that it is the first to
-        see run. Who has ended leaves.
+    def read(
+        self, report: Report, prompts: PromptScores | None, stays: np.ndarray
+    ) -> tuple[list[Delta], list[int]]:
+        """Take what a report, of NumPy arrays, tells that was not known; who has ended leaves.
 
         prompts: what the report tells of prompts, where that is wanted.
+        stays: what `stays` was when the run was dispatched. A report says nothing of a row that somebody has
+            been given since, be it to the same request again.
+
+        Returns: the deltas, and the requests that this report is the first to see run.
         """
+        told = (self._stays != 0) & (self._stays == stays)
         if prompts is not None:
-            self._note_prompts(report, prompts)
-        # A row filled after this run began is not in its report.
-        told = (self._arrivals != 0) & (np.asarray(report.arrival) == self._arrivals)
+            self._note_prompts(prompts, told)
         num_new = report.num_tokens - self._num_tokens[report.origin]
         changed = told & ((num_new != 0) | (report.finish_reason != 0))
         self._phases[told], self._num_tokens[told] = report.phase[told], report.num_tokens[told]
@@ -181,11 +198,11 @@ class Places:
                 )
         return deltas
 
-    def _note_prompts(self, report: Report, told: PromptScores) -> None:
-        """Keep what was told of prompts until the first token of their answers."""
+    def _note_prompts(self, told: PromptScores, is_told: np.ndarray) -> None:
+        """Keep what was told of the prompts in masked rows until the first token of their answers."""
         for tile, row in enumerate(told.row.tolist()):
-            place = self._places[row] if row < len(self._places) else None
-            if place is None or report.arrival[row] != place.arrival:
+            place = self._places[row] if row < len(self._places) and is_told[row] else None
+            if place is None:
                 continue
             request, start = place.request, int(told.start[tile])
             places = tile, slice(len(request.prompt_token_ids) - 1 - start)

@@ -33,7 +33,7 @@ from jaxpaged.parallel.shares import Share
 from pallas_kernels import layouts, native
 
 # `loop.run` of one model and config.
-type Run = Callable[[nnx.State, EngineState, np.int32, np.bool_], tuple[EngineState, Report]]
+type Run = Callable[[nnx.State, EngineState, np.ndarray, np.bool_], tuple[EngineState, Report]]
 
 
 # A model with shapes for arrays, where its weights are kept in another way than all in one dtype.
@@ -207,7 +207,7 @@ class Source:
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
         """What the program is called with."""
-        numbers = np.int32(0), np.bool_(False)
+        numbers = loop.limits(0), np.bool_(False)
         if not self.by_host:
             return self.params, self.state, *numbers
         before = functools.partial(loop.before_run, config=self.step_config, mesh=self.mesh)

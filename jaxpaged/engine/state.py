@@ -143,6 +143,7 @@ class Counter(enum.IntEnum):
     NUM_PREEMPTIONS = 4
     NUM_LOOKUP_TOKENS = 5  # of admitted requests, looked up in the prefix cache
     NUM_HIT_TOKENS = 6  # of these, found
+    NUM_PROMPT_PASSES = 7  # passes of the model over prompt tiles; a step makes none, one or several
 
 
 @jax.tree_util.register_dataclass

@@ -104,6 +104,7 @@ def advance(
             Counter.NUM_PROMPT_TOKENS: jnp.sum(jnp.where(in_prompt, plan.num_new_tokens, 0)),
             Counter.NUM_DECODE_TOKENS: jnp.sum(jnp.where(in_prompt, 0, plan.num_new_tokens)),
             Counter.NUM_NEW_TOKENS: jnp.sum(due),
+            Counter.NUM_PROMPT_PASSES: cdiv(jnp.sum(plan.num_tiles), config.tiles_per_pass),
         }
     )
     state = publish(state, jnp.any(in_prompt), config)

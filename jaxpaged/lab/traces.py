@@ -21,6 +21,7 @@ import numpy as np
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import INT32_MAX, InputError, is_int, shown
 
+LATEST_MS = 2**53  # beyond it, milliseconds are not told apart
 MOONCAKE_BLOCK = 512  # tokens that a hash id stands for
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 DEFAULT_BLOCK = 16  # of a trace that knows no content
@@ -105,7 +106,7 @@ def _mooncake(path: str, lines: Lines) -> Trace:
         fail = _failing(path, number)
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise fail(f"must be a JSON object ({error})") from error
         if not isinstance(value, dict):
             raise fail(f"must be a JSON object, not {shown(value)}")
@@ -118,8 +119,8 @@ def _mooncake(path: str, lines: Lines) -> Trace:
         if size != block_size:
             raise fail(f"block_size={shown(size)} must be that of the lines before, {block_size}")
         time, hash_ids = value["timestamp"], value["hash_ids"]
-        if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < float("inf"):
-            raise fail(f"timestamp={shown(time)} must be a number of ms >= 0")
+        if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time <= LATEST_MS:
+            raise fail(f"timestamp={shown(time)} must be a number of ms, from 0 to {LATEST_MS}")
         length = _int(fail, "input_length", value["input_length"], 1)
         if not isinstance(hash_ids, list) or not all(map(is_int, hash_ids)):
             raise fail(f"hash_ids={shown(hash_ids)} must be a list of ints")

@@ -22,7 +22,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.untrusted import dtype_named, read_json, read_npz
 from pallas_kernels import layouts
 
-VERSION = 4  # of the file's format
+VERSION = 5  # of the file's format
 
 
 @dataclass(frozen=True)

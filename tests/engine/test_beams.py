@@ -17,6 +17,9 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.outputs import BeamSearchOutput, beam_search_output
 from jaxpaged.engine.state import FinishReason
 from jaxpaged.models import loading, weights
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.weights import Parts
 from reference import model as reference_model
 from reference.beam_search import BeamSearch, Hypothesis, beam_search
 from tests import tiny
@@ -145,6 +148,26 @@ def test_what_ended_is_told_with_its_end_and_its_scores():
             assert each.logprob == pytest.approx(want[answer[i]], abs=TOLERANCE)
             by_rank = sorted(its, key=lambda token: its[token].rank)
             assert by_rank == np.argsort(-want)[: 2 * params.beam_width].tolist()
+
+
+def test_of_equally_good_answers_the_one_that_ended_earlier_is_the_first():
+    """A model of zeros finds all tokens alike, so behind a prompt of one token the answer [1], and after it
+    [0, 1] and [2, 1], have the same score; there is room for two.
+    """
+    nothing = {name: np.zeros_like(tensor) for name, tensor in tiny.weights().items()}
+    driver = tiny.driver(lambda dtype: Decoder(Parts(tiny.CONFIG, NAMES, nothing, dtype)))
+    alike = np.full(tiny.CONFIG.vocab_size, -np.log(np.float32(tiny.CONFIG.vocab_size)))
+    search = BeamSearch([9], 2, 1 + 3, (1,))
+    while not search.is_done:
+        search.step([alike for _ in search.beams])
+    assert [each.tokens for each in search.ended] == [[9, 1], [9, 0, 1]]
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    requests = tiny.numbered(with_ends(driver, 1).door.admit_search([9], params))
+    for request in requests:
+        driver.add(request)
+    ended = [answer for answer in tiny.drain(driver).values() if answer.finish_reason is FinishReason.STOP]
+    ended.sort(key=lambda answer: answer.beam.rank)
+    assert [answer.token_ids for answer in ended] == [[1], [0, 1]]
 
 
 def test_a_temperature_divides_the_logits():

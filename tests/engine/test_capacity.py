@@ -36,7 +36,7 @@ def compiled() -> jax.stages.Compiled:
 
     graphdef, params = nnx.split(nnx.eval_shape(ConstantModel))
     config = StepConfig(max_num_seqs=MAX_NUM_SEQS, num_tiles=16, tiles_per_pass=8, attention="xla")
-    numbers = jax.eval_shape(lambda: (jnp.int32(0), jnp.bool_(False)))
+    numbers = jax.eval_shape(lambda: (jnp.zeros(2, jnp.int32), jnp.bool_(False)))
     lowered = loop.run.lower(graphdef, params, jax.eval_shape(state), *numbers, config=config)
     return lowered.compile()
 

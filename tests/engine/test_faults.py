@@ -318,14 +318,3 @@ def test_requests_are_served_in_their_order_however_many_there_were_before(first
         answer = collect([delta for delta in deltas if delta.request_id == request_id])
         assert answer.token_ids == tiny.reference_answer((request_id % 90, 3), 5)
     tiny.assert_nothing_is_held(driver)
-
-
-def test_how_long_a_step_takes_is_not_measured_over_idle_times():
-    """Or the first answer after a quiet hour would come in runs of one step."""
-    driver = tiny.driver(**tiny.SMALL)
-    tiny.generate(driver, [[1, 2]], tiny.greedy(90))
-    driver._last_read -= 3600
-    tiny.submit(driver, [[3, 4]], tiny.greedy(90))
-    while driver.has_work:
-        driver.turn()
-        assert driver._seconds_per_step < 60

@@ -76,7 +76,8 @@ def options(layout: Any, chosen: Layout, num_tokens: int = 96) -> dict[str, Any]
     block_size = block_size_of(chosen)
     num_blocks = 1 + num_tokens // block_size
     host = {"preemption_mode": "swap", "num_host_blocks": 1 + 128 // block_size}
-    return {"kv_layout": layout, "block_size": block_size, "num_blocks": num_blocks, **host}
+    sizes = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": "auto"}
+    return {"kv_layout": layout, **sizes, **host}
 
 
 @functools.cache

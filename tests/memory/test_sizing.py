@@ -210,6 +210,76 @@ def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     assert (size.num_blocks, size.budget.left) == (num_blocks, limit - taken)
 
 
+IN_MEMORY = Budget(20000, "half of 40000 bytes", (("of weights", 1568),))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_gpu", "window", "want"),
+    [
+        ({"num_blocks": 17}, False, None, 128),
+        (
+            {"num_blocks": 16},
+            False,
+            None,
+            r"^max_model_len=128, the model's own, needs 16 blocks of 8 tokens, "
+            r"32768 bytes, but num_blocks=16 leaves 15 for use; give max_model_len=121, or 'auto' for what "
+            r"fits, or num_blocks=17$",
+        ),
+        (
+            {"num_blocks": 9, "max_model_len": 66},
+            False,
+            None,
+            "^max_model_len=66 needs 9 blocks .* leaves 8 for",
+        ),
+        ({"num_blocks": 9, "max_model_len": 65}, False, None, 65),
+        ({"num_blocks": 9, "max_model_len": "auto"}, False, None, 65),
+        ({"num_blocks": 9, "max_model_len": -1}, True, None, 65),
+        ({"num_blocks": 17, "max_model_len": "auto"}, False, None, 128),
+        ({"max_model_len": "auto"}, True, None, 65),
+        (
+            {},
+            True,
+            None,
+            r"needs 16 blocks of 8 tokens, 32768 bytes, but the cache has 8 for use, 16384 bytes: as "
+            r"many as fit into half of 40000 bytes less 1568 of weights; give max_model_len=65, or 'auto' "
+            r"for what fits, or more memory \(gpu_memory_utilization\)$",
+        ),
+        ({}, False, None, 65),  # of a CPU's cache and length nobody has said anything
+        ({"max_model_len": 66}, False, None, "^max_model_len=66 needs 9 blocks"),
+        ({"num_blocks": 9}, False, 16, 128),  # a row leaves behind what its window has left
+    ],
+)
+def test_a_length_that_the_cache_cannot_hold_is_refused_or_made_to_fit(
+    options, is_gpu, window, want, monkeypatch, caplog
+):
+    """By what the door asks of a request: all but an answer's last token have a place."""
+    if is_gpu:
+        monkeypatch.setattr(machine, "memory_stats", dict)
+    config = EngineConfig(**tiny.DEFAULTS | {"num_blocks": None, "max_num_batched_tokens": 36} | options)
+    model_config = tiny.with_window(window) if window else tiny.CONFIG
+    why = ("num_blocks was given", None) if config.num_blocks else (sizing.FITTED, IN_MEMORY)
+    size = sizing.CacheSize(config.num_blocks or 9, 2048, 8, *why)
+    if isinstance(want, str):
+        with pytest.raises(InputError, match=want):
+            machine.served_len(config, model_config, size)
+    else:
+        assert machine.served_len(config, model_config, size) == want
+    says = f"max_model_len is {want}, not the model's 128: what fits into 8 blocks of 8 tokens"
+    assert (says in caplog.text) == (want == 65 and options.get("max_model_len") != 65)
+
+
+def test_a_cache_too_small_is_told_of_before_anything_is_loaded_and_the_door_knows_what_fits(monkeypatch):
+    with pytest.raises(InputError, match="max_model_len=128, the model's own, needs 16 blocks"):
+        tiny.driver(lambda _: pytest.fail("it is loaded"), num_blocks=16)
+    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    door = tiny.driver(num_blocks=9, max_model_len="auto").door
+    assert door.max_model_len == 65
+    [request] = door.admit([1] * 64, tiny.greedy(9))
+    assert request.max_num_tokens == 65
+    with pytest.raises(InputError, match="the prompt has 65 tokens, must have less than max_model_len=65"):
+        door.admit([1] * 65, tiny.greedy(9))
+
+
 def test_what_a_cpu_has_for_the_cache_is_reckoned_from_shapes():
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=36)
     budget = machine.budget(config, tiny.CONFIG, bytes_to_load=10**6)

@@ -191,6 +191,10 @@ CASES: dict[str, tuple[Damage, str]] = {
         lambda folder: (folder / "config.json").unlink() or (folder / "a.gguf").touch(),
         "must contain a config.json: it holds GGUF files, of which model names one, such as",
     ),
+    "its makers' own form": (
+        lambda folder: (folder / "config.json").rename(folder / "params.json"),
+        "must contain a config.json: it holds a model in its makers' own form (params.json), ",
+    ),
     "a shard too few": (
         lambda folder: (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors"),
         "model-00002-of-00002.safetensors is missing of 2 shards",

@@ -342,6 +342,13 @@ def test_a_damaged_gguf_file_is_refused(tmp_path, keep):
         loading.open_checkpoint(damaged).model(jnp.dtype("float32"))
 
 
+def test_a_pointer_to_a_gguf_file_is_told_as_one(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
+    with pytest.raises(InputError, match="a.gguf is a Git LFS pointer, not the file itself: fetch that with"):
+        loading.open_checkpoint(path)
+
+
 def test_a_gguf_file_with_missing_or_strange_tensors_is_refused(tmp_path):
     checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "a.gguf", without="blk.1.ffn_up.weight"))
     with pytest.raises(InputError, match="the weights lack 'blk.1.ffn_up.weight'"):

@@ -19,6 +19,7 @@ from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from tests import tiny, tiny_lora
+from tests.engine.fuzz import Fuzz
 from tests.models.test_decoder import GOLDENS
 from tests.parallel.cases import differs
 
@@ -241,6 +242,15 @@ def test_one_group_runs_the_loop_as_it_is_written(monkeypatch):
     plain = written.lower(driver._graphdef, *source.arrays, config=source.step_config)
     assert machine.mesh(config) is None
     assert source.lower().as_text() == plain.as_text()
+
+
+@pytest.mark.slow
+def test_answers_in_random_company_are_those_of_the_request_alone(tmp_path):
+    """As `tests/engine/test_fuzz.py`, in two groups."""
+    fuzz = Fuzz("groups", tmp_path)
+    counts = [fuzz.run(seed) for seed in range(4)]
+    assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
+    assert np.all(fuzz.driver._counters[:, Counter.NUM_NEW_TOKENS] > 0)
 
 
 @pytest.mark.slow

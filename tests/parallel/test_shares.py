@@ -191,7 +191,7 @@ OTHERS = ["compressed_fp8", "compressed_int4", "compressed_w8a8", "gptq_8bit"]
     [
         ("quantised/awq", None),
         ("quantised/fp8_block", None),
-        ("mxfp4", None),
+        pytest.param("mxfp4", None, marks=pytest.mark.slow),
         ("families/llama", "int4"),
         ("gguf", "gguf"),
         *(pytest.param(f"quantised/{name}", None, marks=pytest.mark.slow) for name in OTHERS),

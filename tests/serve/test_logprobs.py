@@ -1,19 +1,20 @@
 """What tokens are called, their own bytes, and where they begin in the text."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jaxpaged.engine.outputs import Logprob, RequestMetrics, request_output
+from jaxpaged.engine.async_engine import _Told
+from jaxpaged.engine.outputs import Logprob, RequestMetrics
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.models import loading
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.serve.logprobs import CompletionLogprobs, Places, TokenNames, chat_logprobs
 from tests.test_detokenizer import DECODERS, LETTERS, made
 
 BOS = 1
-METRICS = [RequestMetrics(0.0, None, None)]
 PARROT = "Hi 🦜 é中"
 
 
@@ -26,11 +27,12 @@ def tokenizer(request):
 
 def outputs(tokenizer, prompt, deltas):
     """The outputs of an answer that comes in these pieces, its log-probabilities those of its own tokens."""
-    params, names = SamplingParams(logprobs=1), {}
+    params = SamplingParams(logprobs=1, output_kind=RequestOutputKind.DELTA)
     request = Request(np.array(prompt, np.int32), params, 0, 0, (), (), (), 99, request_id=1)
+    told = _Told([request], SimpleNamespace(tokenizer=tokenizer))
+    told.handles = [SimpleNamespace(metrics=RequestMetrics(0.0, None, None))]
     for ids in deltas:
-        delta = Delta(1, ids, [Score(-1.0, 1, ((token, -1.0),)) for token in ids], 0)
-        yield request_output(request, None, [delta], METRICS, tokenizer, finished=False, names=names)
+        yield told.output(Delta(1, ids, [Score(-1.0, 1, ((token, -1.0),)) for token in ids], 0))
 
 
 def written(tokenizer, prompt, answer, echo=None, *, cut=()):

@@ -1,0 +1,58 @@
+"""How much a run of the loop does before the host looks again, from how long the last ones took."""
+
+import dataclasses
+
+from jaxpaged.checks import INT32_MAX
+from jaxpaged.engine.state import MAX_STEPS
+
+# A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
+SECONDS_PER_RUN = 0.1
+
+
+@dataclasses.dataclass
+class Pace:
+    """Seconds that steps and passes over prompts take; they differ by orders of magnitude.
+
+    The host cannot stop a run that it has dispatched. So a run has a number of steps that is right while rows
+    decode, and ends at a number of passes over prompts, whose time is known apart. What was never measured is
+    taken to be long: then a run makes one step, or ends at the first step with a prompt in it.
+    """
+
+    seconds_per_step: float | None = None  # in which rows decode and no prompt is computed
+    seconds_per_pass: float | None = None  # over tiles of prompts, of which a step may make several
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the next run, from 1 to MAX_STEPS."""
+        return _times(self.seconds_per_step, MAX_STEPS)
+
+    @property
+    def max_passes(self) -> int:
+        """Passes over prompts after which the next run ends, at least 1."""
+        return _times(self.seconds_per_pass, INT32_MAX)
+
+    def note(self, num_steps: int, num_passes: int, seconds: float) -> None:
+        """Learn from a run of so many steps, with so many passes over prompts in them.
+
+        Of a run with both kinds of work, the steps count as long as others have been; what is left is that of
+        the passes, if it is the larger part: a smaller one would be mostly the error of the other.
+        """
+        if num_steps == 0:
+            return
+        most = seconds / num_steps
+        self.seconds_per_step = most if not num_passes else min(self.seconds_per_step or most, most)
+        if num_passes == 0:
+            return
+        most = seconds / num_passes
+        rest = most - self.seconds_per_step * num_steps / num_passes
+        if rest > most / 2:
+            self.seconds_per_pass = rest
+        else:
+            self.seconds_per_pass = min(self.seconds_per_pass or most / 2, most)
+
+
+def _times(seconds: float | None, most: int) -> int:
+    """How often something that takes so long is done in a run."""
+    if seconds is None:
+        return 1
+    return int(min(max(SECONDS_PER_RUN / seconds, 1), most)) if seconds > 0 else most

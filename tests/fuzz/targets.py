@@ -1,0 +1,259 @@
+"""The parsers that take strangers' bytes, each with inputs to begin with."""
+
+import contextlib
+import json
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxpaged import prompt_files, replay
+from jaxpaged.engine.blocks import Blocks, Kind
+from jaxpaged.engine.driver import CALL_CLASSES
+from jaxpaged.engine.state import empty_rows
+from jaxpaged.lab import traces
+from jaxpaged.lora import LoRARequest
+from jaxpaged.models import loading, lora
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.parallel import messages
+from jaxpaged.serve import tools
+from jaxpaged.verify import allocators
+from jaxpaged.verify.history import History
+from tests import tiny, tiny_lora
+from tests.fuzz.fuzzer import Target
+from tests.tiny_gguf import write_gguf
+
+GOLDEN = Path(__file__).parents[1] / "goldens" / "gqa_tied"
+
+
+def file_of(data: bytes, folder: Path, name: str) -> str:
+    (folder / name).write_bytes(data)
+    return str(folder / name)
+
+
+# Several files as one input, so that each can be changed: a JSON line of names and lengths, then their bytes.
+
+
+def packed(folder: Path, names: Sequence[str]) -> bytes:
+    """Return the files of these names as one input."""
+    contents = {name: (folder / name).read_bytes() for name in names}
+    head = json.dumps([[name, len(content)] for name, content in contents.items()])
+    return head.encode() + b"\n" + b"".join(contents.values())
+
+
+def parts(data: bytes) -> dict[str, bytes]:
+    """Return the files of an input; without a sound first line there are none."""
+    head, _, rest = data.partition(b"\n")
+    files = {}
+    with contextlib.suppress(ValueError, TypeError, RecursionError, OverflowError):
+        for name, size in json.loads(head):
+            name = str(name).encode(errors="replace").decode()
+            files[name] = rest[: int(size)] if int(size) > 0 else b""
+            rest = rest[len(files[name]) :]
+    return files
+
+
+def unpacked(data: bytes, folder: Path, names: Sequence[str]) -> None:
+    """Write the files of these names that an input has; the others are of the input before."""
+    for name, content in parts(data).items():
+        if name in names:
+            (folder / name).write_bytes(content)
+
+
+def blocks() -> list[bytes]:
+    kind = Kind(4, "TokenMajor()", "float32", 2, 1, 8, False, "digest")
+    arrays = {name: np.zeros((2, 2, 4, 1, 8), np.float32) for name in ("k", "v")}
+    salted = [Blocks(kind, np.arange(8, dtype=np.int32).reshape(2, 4), salt, arrays) for salt in (None, "s")]
+    return [each.to_bytes() for each in salted]
+
+
+def dumps() -> list[bytes]:
+    """A dump's arrays: the archive around them, with its checksums, is made anew for each input."""
+    from tests.engine.lockstep import VOCAB_ROOM, Setting
+
+    setting = Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14)
+    request = empty_rows(1, 0, VOCAB_ROOM)
+    with tempfile.TemporaryDirectory() as folder:
+        replay.dump(
+            setting.state(), Path(folder) / "dump", step_config=setting.config, vocab_size=VOCAB_ROOM,
+            answers={1: [2, 3]}, events=[replay.Event(0, request=request), replay.Event(1, abort=3)],
+        )  # fmt: skip
+        with zipfile.ZipFile(Path(folder) / "dump") as archive:
+            archive.extractall(folder)
+            return [packed(Path(folder), archive.namelist())]
+
+
+def parse_dump(data: bytes, folder: Path) -> None:
+    with zipfile.ZipFile(folder / "dump", "w") as archive:
+        for name, content in parts(data).items():
+            archive.writestr(name, content)
+    replay.load(folder / "dump")
+
+
+def gguf_files() -> list[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [
+            write_gguf(Path(folder) / "tiny.gguf", sliding_window=window).read_bytes() for window in (None, 8)
+        ]
+
+
+def read_checkpoint(path: Path) -> None:
+    checkpoint = loading.open_checkpoint(path)
+    _ = checkpoint.tokenizer
+    tensors = checkpoint.load_weights()
+    for name in list(tensors)[:40]:
+        _ = tensors[name].shape
+
+
+def parse_gguf(data: bytes, folder: Path) -> None:
+    read_checkpoint(Path(file_of(data, folder, "tiny.gguf")))
+
+
+DIRECTORY = ("config.json", "generation_config.json", "model.safetensors")
+
+
+def directories() -> list[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in DIRECTORY:
+            if (GOLDEN / name).exists():
+                (Path(folder) / name).write_bytes((GOLDEN / name).read_bytes())
+        (Path(folder) / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6}')
+        return [packed(Path(folder), DIRECTORY)]
+
+
+def parse_directory(data: bytes, folder: Path) -> None:
+    unpacked(data, folder, DIRECTORY)
+    read_checkpoint(folder)
+
+
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def adapters() -> list[bytes]:
+    patterns = {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"layers.0.self_attn.v_proj": 3.0}}
+    with tempfile.TemporaryDirectory() as folder:
+        found = []
+        for number, said in enumerate(({}, patterns, {"use_rslora": True})):
+            its = tiny_lora.write(Path(folder) / str(number), **said)
+            found.append(packed(its, ADAPTER))
+        return found
+
+
+def parse_adapter(data: bytes, folder: Path) -> None:
+    unpacked(data, folder, ADAPTER)
+    lora.read(LoRARequest("fuzzed", 1, folder), tiny.CONFIG, NAMES, 8, np.dtype("float32"))  # type: ignore[arg-type]
+
+
+def trace_lines() -> list[bytes]:
+    mooncake = [
+        {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]},
+        {"timestamp": 27, "input_length": 512, "output_length": 0, "hash_ids": [1]},
+    ]
+    azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,100,7\n2023-11-16 18:17:04,9,0\n"
+    return ["\n".join(map(json.dumps, mooncake)).encode(), azure.encode()]
+
+
+def parse_trace(data: bytes, folder: Path) -> None:
+    trace = traces.read(file_of(data, folder, "trace"))
+    if trace.input_lens.sum() < 2**20:
+        traces.blocks(trace, 16)
+
+
+def prompt_lines() -> list[bytes]:
+    lines = [
+        {"prompt": "Once", "max_tokens": 3, "temperature": 0.5, "id": 7},
+        {"prompt_token_ids": [1, 2, 3], "stop": ["x"], "logit_bias": {"3": 1.0}},
+        {"messages": [{"role": "user", "content": "Hi"}], "bad_words": ["no"], "cache_salt": "s"},
+    ]
+    return ["\n".join(map(json.dumps, lines)).encode(), b"a prompt\nanother\n"]
+
+
+def parse_prompts(data: bytes, folder: Path) -> None:
+    prompt_files.read(file_of(data, folder, "prompts"), {})
+
+
+def histories() -> list[bytes]:
+    made = {"policy": "lru", "block_size": 4, "use_jit": False, "collide": False}
+    lines = [["append", [[6, 3, 0, 0], 1]], ["free", [[0]]], ["fork", [[1], [0]]]]
+    return [json.dumps({"made_with": made, "history": lines}).encode()]
+
+
+def parse_history(data: bytes, folder: Path) -> None:
+    """Read a history, and make no step of it: what its arguments do is between it and its reader."""
+    path = file_of(data, folder, "history.json")
+
+    def stop(history: History, *args: object) -> bool:
+        raise StopIteration
+
+    run = History.run
+    History.run = stop  # type: ignore[method-assign,assignment]
+    try:
+        for _ in allocators.replay(path):
+            pass
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, StopIteration):
+            raise
+    finally:
+        History.run = run  # type: ignore[method-assign]
+
+
+def told() -> list[bytes]:
+    calls = [
+        ("_dispatch", (8, np.bool_(True), False)),
+        ("_place", (empty_rows(1, 2, 97), np.arange(1, dtype=np.int32))),
+        ("_put_adapter", ({"qkv": (np.zeros((2, 3), np.float32),) * 2}, 1)),
+    ]
+    return [b"".join(messages.encode(call, CALL_CLASSES)) for call in calls]
+
+
+TOOL_TEXTS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": "b\\n", "c": [1, {"d": null}]}}\n</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": {"a": "b"}}; {"name": "g", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+}
+
+
+def tool_texts() -> list[bytes]:
+    """The first byte chooses the parser, the second how the text is cut."""
+    return [
+        bytes([number, 7]) + f"Let me see. {TOOL_TEXTS.get(name, text)} Done.".encode()
+        for number, name in enumerate(sorted(tools.PARSERS))
+        for text in TOOL_TEXTS.values()
+    ]
+
+
+def parse_tool_text(data: bytes, _: Path) -> None:
+    """Read an answer whole and in pieces: it must come to the same."""
+    names = sorted(tools.PARSERS)
+    name = names[(data[0] if data else 0) % len(names)]
+    text, step = data[2:].decode(errors="replace"), 1 + (data[1] if len(data) > 1 else 0) % 16
+
+    def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+        deltas = tools.ToolDeltas(name)
+        content = ""
+        for number, piece in enumerate(pieces):
+            for delta in deltas.feed(piece, is_last=number == len(pieces) - 1):
+                content += delta.get("content") or ""
+        return content, [(call["function"]["name"], call["function"]["arguments"]) for call in deltas.calls]
+
+    cut = [text[i : i + step] for i in range(0, len(text), step)] or [""]
+    assert read(cut) == read([text]), f"{name}: in pieces of {step} it is another answer"
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("blocks", lambda data, _: Blocks.from_bytes(data), blocks, ("engine/blocks", "untrusted")),
+        Target("dump", parse_dump, dumps, ("replay/dump", "untrusted")),
+        Target("gguf", parse_gguf, gguf_files, ("models/", "gguf/gguf_reader")),
+        Target("directory", parse_directory, directories, ("models/",)),
+        Target("adapter", parse_adapter, adapters, ("models/lora", "models/safetensors_files")),
+        Target("trace", parse_trace, trace_lines, ("lab/traces",)),
+        Target("prompts", parse_prompts, prompt_lines, ("prompt_files", "sampling_params", "checks")),
+        Target("history", parse_history, histories, ("verify/allocators", "untrusted")),
+        Target("message", lambda data, _: messages.decode(data, CALL_CLASSES), told, ("parallel/messages",)),
+        Target("tools", parse_tool_text, tool_texts, ("serve/",)),
+    )
+}
