@@ -41,10 +41,12 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     _refuse_missing(body)
     tools = chat_tools(body.tools)
-    form = service.chat_prompts.form(tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    # "auto" is the default of OpenAI's clients, with tools and without.
+    tool_choice = None if body.tool_choice == "auto" and not tools else body.tool_choice
+    form = service.chat_prompts.form(tools, tool_choice, parallel=body.parallel_tool_calls)
     prompt = await service.chat_prompts.render(
         _messages(body),
-        tools=tools if body.tool_choice != "none" else None,
+        tools=tools if tool_choice != "none" else None,
         kwargs=body.template_kwargs,
         cuts=body.cuts,
     )
@@ -52,7 +54,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         service.defaults,
         max_tokens=body.max_output_tokens,
         logprobs=_num_top(body),
-        skip_special_tokens=form.is_plain,
+        skip_special_tokens=body.skip_special_tokens and form.is_plain,
     )
     run = await service.start(request, body, "resp", [prompt], params)
     writer = Writer(body, model, run, service, dataclasses.replace(form, prompt=prompt["prompt"]))

@@ -241,8 +241,8 @@ class ResponsesRequest(Drawn):
     parallel_tool_calls: bool | None = True
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    prompt: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

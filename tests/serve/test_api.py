@@ -12,6 +12,7 @@ import pytest
 from jaxpaged import InputError, SamplingParams
 from jaxpaged.engine.texts import TextError
 from jaxpaged.serve.chat_prompts import ChatPrompts
+from jaxpaged.serve.options import ServerOptions
 from jaxpaged.vllm_names.judge import known_names
 from tests import tiny
 
@@ -291,6 +292,15 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, 400, "structured outputs"),
         ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "x"}]}, 400, "tools.0="),
         ("responses", {"input": "a", "previous_response_id": "r"}, 400, "previous_response_id"),
+        ("completions", {"prompt": "a", "prompt_embeds": "AAAA"}, 400, "prompt_embeds='AAAA', an option of"),
+        ("completions", {"prompt": "a", "best_of": 2}, 400, "best_of=2, an option of vLLM's"),
+        ("completions", {"prompt": "a", "regex": "a+"}, 400, "regex='a+', an option of other servers"),
+        ("completions", {"prompt": "a", "truncate_prompt_tokens": 128}, 400, "less than max_model_len=128"),
+        ("completions", {"prompt": "a", "allowed_token_ids": [0], "min_tokens": 1}, 400, "allowed_token_ids"),
+        ("chat/completions", {"messages": MESSAGES, "functions": [{"name": "f"}]}, 400, "use tools"),
+        ("chat/completions", {"messages": MESSAGES, "modalities": ["text", "audio"]}, 400, "modalities="),
+        ("responses", {"input": "a", "structured_outputs": {"regex": "a"}}, 400, "structured_outputs="),
+        ("responses", {"input": "a", "prompt": {"id": "p"}}, 400, "prompt is not supported"),
         (
             "responses",
             {"input": "a", "tools": [{"type": "web_search"}]},
@@ -301,15 +311,6 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("responses", {"input": "a", "include": ["x"]}, 400, "include.0='x' must be one of message.output"),
         ("responses", {"input": "a", "top_logprobs": 21}, 400, "top_logprobs=21 must be an int in [0, 20]"),
         ("responses", {"input": "a", "tool_choice": "required"}, 400, "structured outputs"),
-        ("completions", {"prompt": "a", "prompt_embeds": "AAAA"}, 400, "prompt_embeds='AAAA', an option of"),
-        ("completions", {"prompt": "a", "best_of": 2}, 400, "best_of=2, an option of vLLM's"),
-        ("completions", {"prompt": "a", "regex": "a+"}, 400, "regex='a+', an option of other servers"),
-        ("completions", {"prompt": "a", "truncate_prompt_tokens": 128}, 400, "less than max_model_len=128"),
-        ("completions", {"prompt": "a", "allowed_token_ids": [0], "min_tokens": 1}, 400, "allowed_token_ids"),
-        ("chat/completions", {"messages": MESSAGES, "functions": [{"name": "f"}]}, 400, "use tools"),
-        ("chat/completions", {"messages": MESSAGES, "modalities": ["text", "audio"]}, 400, "modalities="),
-        ("responses", {"input": "a", "structured_outputs": {"regex": "a"}}, 400, "structured_outputs="),
-        ("responses", {"input": "a", "prompt": {"id": "p"}}, 400, "prompt is not supported"),
         ("nothing", {}, 404, "Not Found"),
     ],
 )
@@ -365,8 +366,8 @@ def test_the_template_is_told_an_effort_and_documents(served):
     asked = {"input": "ab", "reasoning": {"effort": "low"}, "max_output_tokens": 1}
     usage = served.http.post("/v1/responses", json=asked).json()["usage"]
     assert usage["input_tokens"] == len(served.llm.tokenizer.encode("effort:lowTrue;" + plain))
-    prompts = ChatPrompts(served.llm, "{{ messages[0].content }}", "auto")
-    with pytest.raises(InputError, match="^documents: the model's chat template has no place for them$"):
+    prompts = ChatPrompts(served.llm, ServerOptions(chat_template="{{ messages[0].content }}"))
+    with pytest.raises(InputError, match="^documents: the model's chat template has no place for them"):
         asyncio.run(prompts.render(MESSAGES, kwargs={"documents": [{"text": "d"}]}))
 
 
