@@ -228,7 +228,6 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`."""
         self.engine.close()
-        self._readers.shutdown(wait=False, cancel_futures=True)
 
 
 def _is_long(prompt: Any) -> bool:

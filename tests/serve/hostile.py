@@ -64,7 +64,7 @@ BODIES: dict[str, Hostile] = {
     "prompts null": Hostile(COMPLETIONS, filled('{"prompt":[', "null     ", "]}"), 400, "prompt"),
     "prompts of texts": Hostile(COMPLETIONS, filled('{"prompt":[', '"a"', "]}"), 400, "texts"),
     "prompts of long texts": Hostile(
-        COMPLETIONS, filled('{"prompt":[', '"' + "a b " * 1000 + '"', "]}"), 400, "must have less than"
+        COMPLETIONS, filled('{"prompt":[', '"' + "a b " * 1000 + '"', "]}"), 400, "must ask for at most"
     ),
     "prompts of one token": Hostile(COMPLETIONS, filled('{"prompt":[', "[7]", "]}"), 400, "objects"),
     "prompts as ids": Hostile(COMPLETIONS, filled('{"prompt":[', "1", "]}"), 400, "values"),
@@ -86,7 +86,7 @@ BODIES: dict[str, Hostile] = {
         CHAT,
         filled('{"max_tokens":2,"messages":[', json.dumps({"role": "user", "content": "a b" * 500}), "]}"),
         400,
-        "must",
+        "characters",
     ),
     "parts": Hostile(
         CHAT, filled('{"messages":[{"content":[', '{"type":"text","text":"a"}', "]}]}"), 400, "objects"

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxpaged import InputError, SamplingParams
 from jaxpaged.bounds import MAX_BAD_WORD_CHARS, MAX_STOPS
+from jaxpaged.checks import shown
 from jaxpaged.engine import llm as engine_llm
 from jaxpaged.serve import bounds
 from jaxpaged.serve.bounds import Limits, Size, check_entries, measure, parsed
@@ -156,3 +157,21 @@ def test_long_texts_are_cut_as_short_ones(llm, monkeypatch):
             llm.tokenizer.backend_tokenizer.enable_padding(length=7)
             patch.setattr(llm.tokenizer, "encode", None)
             assert [llm.llm.encode(text, add_special_tokens=special) for text in texts] == want
+
+
+def test_no_more_of_a_value_is_written_down_than_a_message_shows():
+    """What is quoted may be all of a body."""
+    seen = []
+
+    class Counted:
+        def __repr__(self):
+            seen.append(1)
+            return "x"
+
+    for value in ([Counted()] * 10**5, {i: [Counted()] for i in range(10**4)}, [[[Counted()] * 10**5]]):
+        told = shown(value)
+        assert (len(told), told[-3:]) == (203, "...")
+    assert len(seen) < 1000
+    assert shown("é" * 10**6) == repr("é" * 300)[:200] + "..."
+    for value in ([1, ("a", {"b": [None]})], "", {}, [], (), 7, "x" * 198, {(1, 2): 3}):
+        assert shown(value) == repr(value)

@@ -56,7 +56,11 @@ class Turns:
 def peak_memory():
     """A list, which gets the most memory that the process had beyond what it began with, in bytes."""
     told = []
-    Path("/proc/self/clear_refs").write_text("5")
+    if not Path("/proc/self/clear_refs").exists():  # no Linux: nothing is measured
+        yield told
+        told.append(0)
+        return
+    Path("/proc/self/clear_refs").write_text("5")  # from now on the peak is counted anew
     before = _status("VmRSS")
     yield told
     told.append(_status("VmHWM") - before)
@@ -106,9 +110,9 @@ def test_a_hostile_body_stops_nobody(served, victim, name):
 
 
 @pytest.mark.slow
-def test_no_hostile_body_stops_anybody(served, victim):
-    for name in BODIES:
-        attack(served, name, victim)
+@pytest.mark.parametrize("name", [name for name in BODIES if name not in FEW])
+def test_no_other_hostile_body_stops_anybody(served, victim, name):
+    attack(served, name, victim)
 
 
 def test_a_text_that_is_slow_to_cut_holds_up_nobody(served, monkeypatch):
