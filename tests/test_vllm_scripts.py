@@ -171,6 +171,7 @@ def test_engine_args_as_flags(capsys):
     assert (args.hf_overrides, args.gpu_memory_utilization, args.block_size) == ({}, 0.5, 16)
     with pytest.raises(InputError, match="max_num_seqs='auto' must be"):
         jaxpaged.LLM.from_engine_args(args)
+    assert parser.parse_args(["--max-model-len", "auto"]).max_model_len == "auto"
     asynchronous = AsyncEngineArgs.from_cli_args(
         AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--enable-log-requests"])
     )
@@ -229,9 +230,9 @@ def test_an_error_in_one_requests_text_ends_it_alone(llm, monkeypatch):
     """Also where it comes in the same step as other answers."""
     engine, texts = llm.llm_engine, llm_engine.texts
 
-    def broken(tokenizer, params):
-        if params.max_tokens != 7:
-            return texts(tokenizer, params)
+    def broken(tokenizer, request):
+        if request.params.max_tokens != 7:
+            return texts(tokenizer, request)
 
         def fail(delta):
             raise ValueError("no text")

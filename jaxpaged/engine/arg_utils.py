@@ -125,7 +125,7 @@ def _how(hint: Any, default: Any) -> dict[str, Any]:
     plain = {each for each in _members(hint) if each is not types.NoneType}
     if plain == {bool}:
         return {"action": argparse.BooleanOptionalAction}
-    if plain == {int} or plain == {float}:
+    if plain & {int, float}:
         return {"type": _number, "metavar": "N"}
     if hint is Any:
         return {"type": _value, "nargs": "?", "const": True}
