@@ -20,8 +20,9 @@ from jaxpaged import (
     TokensPrompt,
 )
 from jaxpaged.engine import llm_engine
-from jaxpaged.engine.arg_utils import DEFAULT_MODEL, AsyncEngineArgs
+from jaxpaged.engine.arg_utils import DEFAULT_MODEL, OF_LLM, AsyncEngineArgs
 from jaxpaged.engine.handle import EngineDeadError
+from jaxpaged.engine.llm import engine_config
 from jaxpaged.models import loading
 from jaxpaged.utils.argparse_utils import FlexibleArgumentParser
 from tests import tiny, tiny_lora
@@ -171,11 +172,13 @@ def test_engine_args_as_flags(capsys):
     assert (args.hf_overrides, args.gpu_memory_utilization, args.block_size) == ({}, 0.5, 16)
     with pytest.raises(InputError, match="max_num_seqs='auto' must be"):
         jaxpaged.LLM.from_engine_args(args)
+    assert parser.parse_args(["--max-model-len", "auto"]).max_model_len == "auto"
     asynchronous = AsyncEngineArgs.from_cli_args(
         AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--enable-log-requests"])
     )
     assert asynchronous.enable_log_requests
-    assert asynchronous.options() == EngineArgs().options()
+    told = {name: value for name, value in asynchronous.options().items() if name not in OF_LLM}
+    assert engine_config(told) == engine_config({})
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
@@ -229,9 +232,9 @@ def test_an_error_in_one_requests_text_ends_it_alone(llm, monkeypatch):
     """Also where it comes in the same step as other answers."""
     engine, texts = llm.llm_engine, llm_engine.texts
 
-    def broken(tokenizer, params):
-        if params.max_tokens != 7:
-            return texts(tokenizer, params)
+    def broken(tokenizer, request):
+        if request.params.max_tokens != 7:
+            return texts(tokenizer, request)
 
         def fail(delta):
             raise ValueError("no text")

@@ -31,7 +31,7 @@ OF_LLM: dict[str, tuple[Any, Any]] = {
 # vLLM's for engines of asyncio that a server makes: what they log.
 OF_ASYNC: dict[str, tuple[Any, Any]] = {
     "enable_log_requests": (bool, False),
-    "disable_log_requests": (bool, True),
+    "disable_log_requests": (bool, False),
 }
 
 
@@ -39,7 +39,9 @@ def _fields() -> list[tuple[str, Any, Any]]:
     """Return name, type and default of each option: those of `LLM`, of `EngineConfig`, and vLLM's others."""
     found = dict(OF_LLM)
     hints = typing.get_type_hints(EngineConfig)
-    found |= {field.name: (hints[field.name], field.default) for field in dataclasses.fields(EngineConfig)}
+    for field in dataclasses.fields(EngineConfig):
+        hint = hints[field.name]  # a layout, which may be an object, has a name, too
+        found[field.name] = str if hint is Any else hint, field.default
     for name, default in vllm_options.defaults().items():
         found.setdefault(name, (Any, default))
     return [(name, hint, _field(default)) for name, (hint, default) in found.items()]
@@ -125,7 +127,7 @@ def _how(hint: Any, default: Any) -> dict[str, Any]:
     plain = {each for each in _members(hint) if each is not types.NoneType}
     if plain == {bool}:
         return {"action": argparse.BooleanOptionalAction}
-    if plain == {int} or plain == {float}:
+    if plain & {int, float}:
         return {"type": _number, "metavar": "N"}
     if hint is Any:
         return {"type": _value, "nargs": "?", "const": True}
@@ -135,7 +137,8 @@ def _how(hint: Any, default: Any) -> dict[str, Any]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)  # with a Literal it is the former
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def _number(text: str) -> Any:
