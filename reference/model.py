@@ -203,7 +203,7 @@ def mlp(config: Config, weights: Weights, name: str, x: np.ndarray, prefix: str 
 
 
 def experts(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """Token by token: the outputs of the chosen experts, weighed; and that of one which all tokens have."""
+    """Return, token by token, the chosen experts' outputs, weighed, and that of one which all tokens have."""
     e, out = config.experts, np.zeros_like(x)
     scores = linear(weights, f"{name}.router", x)
     correction = weights[f"{name}.correction"] if e.correction else np.zeros_like(scores[0])
@@ -273,7 +273,7 @@ def activate(config: Config, x: np.ndarray) -> np.ndarray:
 
 
 def xielu(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """A parabola above zero, an exponential below, whose steepness each layer has learned."""
+    """Return a parabola above zero and an exponential below, whose steepness each layer has learned."""
     alpha_p, alpha_n, beta, eps = (
         weights[f"{name}.xielu.{each}"] for each in ("alpha_p", "alpha_n", "beta", "eps")
     )

@@ -75,7 +75,7 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A feed-forward part for whom a router chooses, for each token, `num_chosen` of `num_experts`.
+    """A feed-forward part of which a router chooses, for each token, `num_chosen` of `num_experts`.
 
     Scores are a softmax or a sigmoid of the router's output; a chosen expert's score is its weight. The
     sparse mixer chooses two, one after the other: the weight of each is a softmax over those whose score is
@@ -188,7 +188,7 @@ class ModelConfig:
         self._set("eos_token_ids", ids)
 
     def _check_experts(self, e: Experts) -> None:
-        """Raises `InputError` for a choice that cannot be made, and for layers that do not exist."""
+        """Check that the choice can be made, and that the dense layers exist. Raises `InputError`."""
         rule = f"an int in [1, {e.num_experts}], the number of experts"
         checked_int("model config: experts a token", e.num_chosen, rule, 1, e.num_experts)
         if e.scoring == "sparse_mixer":
@@ -235,7 +235,7 @@ class ModelConfig:
 
     @property
     def widest_mlp(self) -> int:
-        """The largest width of a feed-forward part."""
+        """Return the largest width of a feed-forward part."""
         e = self.experts
         return max(self.intermediate_size, *((e.shared_size, e.dense_size) if e is not None else (0,)))
 

@@ -134,7 +134,7 @@ def without(said, *names):
 
 
 def test_a_text_part_is_the_model_that_it_would_be_alone():
-    """In configs of before transformers 5, too: flat ones, and ones that say of the text what is unusual."""
+    """Configs of before transformers 5 may be flat, or say of the text only what is unusual."""
     said = hf("qwen2_5_vl")
     text = without(said["text_config"], "model_type", "rope_parameters")
     mrope = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "rope_theta": 10000.0}

@@ -44,7 +44,7 @@ def test_a_model_with_an_adapter_is_the_one_that_peft_merges_it_into(name, uses_
     ("name", "front"), [("glm4", "model"), ("internvl", "model.language_model"), ("qwen3_vl", "model")]
 )
 def test_an_adapter_is_found_by_the_names_of_modules_and_put_in_the_decoders_order(name, front, tmp_path):
-    """Of a RoPE that turns neighbours, and of a decoder inside of another model; merged in NumPy here."""
+    """RoPE may turn neighbours, and the decoder may lie inside of another model. NumPy merges it here."""
     rng, checkpoint = np.random.default_rng(0), loading.open_checkpoint(GOLDENS / "families" / name)
     tensors = {key: np.asarray(x, np.float32) for key, x in checkpoint.load_weights().items()}
     merged, its = dict(tensors), {}

@@ -185,6 +185,22 @@ def test_a_shard_of_a_vocabulary_that_is_not_divided_has_rows_of_zeros():
     assert last.padding("lm_head.weight") == 2
 
 
+def test_widths_that_the_shards_do_not_divide_are_refused_and_a_heads_bias_is_cut_as_its_weight_is():
+    config = loading.open_checkpoint(GOLDENS / "families" / "qwen2_moe").config
+    odd = dataclasses.replace(config, experts=dataclasses.replace(config.experts, shared_size=13))
+    with pytest.raises(InputError, match="=2 must be a divisor of the model's shared_size=13"):
+        Share(odd, Shards(2), 0)
+    config = loading.open_checkpoint(GOLDENS / "families" / "dots1").config
+    odd = dataclasses.replace(config, experts=dataclasses.replace(config.experts, dense_size=25))
+    with pytest.raises(InputError, match="=2 must be a divisor of the model's dense_size=25"):
+        Share(odd, Shards(2), 0)
+    config = loading.open_checkpoint(GOLDENS / "families" / "phimoe").config
+    last = Share(config, Shards(4), 3)
+    for role, piece in (("lm_head.weight", np.zeros((61, 3))), ("lm_head.bias", np.zeros(61))):
+        assert len(last.taken(role, [piece])[0]) + last.padding(role) == 16
+        assert last.padding(role) == 3
+
+
 OTHERS = ["compressed_fp8", "compressed_int4", "compressed_w8a8", "gptq_8bit"]
 
 

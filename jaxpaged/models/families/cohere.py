@@ -28,14 +28,14 @@ def _common(f: Fields) -> dict[str, Any]:
 
 
 def read_cohere(f: Fields) -> ModelConfig:
-    """Command R; Command R+ has norms of queries and keys, with weights for each head."""
+    """Read Command R. R+ has norms of queries and keys, with weights for each head."""
     same = _common(f)
     layers = uniform(f.size("num_hidden_layers"), rope=f.rope(same["head_dim"]))
     return ModelConfig(**same, qk_norm="each" if f.flag("use_qk_norm") else None, layers=layers)
 
 
 def read_cohere2(f: Fields) -> ModelConfig:
-    """Three of four layers have a window and RoPE; the others see all, and know no positions."""
+    """Read Command R7B and A, where three of four layers have a window and RoPE, the others neither."""
     same, every = _common(f), f.size("sliding_window_pattern", 4)
     rope, num_layers = f.rope(same["head_dim"]), f.size("num_hidden_layers")
     types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]

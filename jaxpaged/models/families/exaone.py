@@ -11,7 +11,7 @@ from jaxpaged.models.fields import Fields
 
 
 def read_exaone4(f: Fields) -> ModelConfig:
-    """Where some layers have a window, those that see all know no positions."""
+    """Read EXAONE 4. Where some layers have a window, those that see all know no positions."""
     same = llama.common(f)
     rope = f.rope(same["head_dim"])
     window = None if f.is_null("sliding_window") else f.get("sliding_window", 4096)

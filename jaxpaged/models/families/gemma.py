@@ -58,7 +58,7 @@ def read_gemma2(f: Fields) -> ModelConfig:
 
 
 def read_vaultgemma(f: Fields) -> ModelConfig:
-    """Gemma 2 with norms of the parts' inputs only."""
+    """Read Gemma 2 with norms of the parts' inputs only."""
     return ModelConfig(**_gemma2(f) | {"norm_place": "before"})
 
 

@@ -29,17 +29,17 @@ def _common(f: Fields) -> dict[str, Any]:
 
 
 def read_glm(f: Fields) -> ModelConfig:
-    """Llama with half of RoPE, which turns neighbouring coordinates."""
+    """Read Llama with RoPE of half of each head, which turns neighbouring coordinates."""
     return ModelConfig(**_common(f))
 
 
 def read_glm4(f: Fields) -> ModelConfig:
-    """Norms of what goes into attention and feed-forward, and of what comes out."""
+    """Read GLM with norms of what goes into attention and feed-forward, and of what comes out."""
     return ModelConfig(**_common(f), norm_place="both")
 
 
 def read_glm4_moe(f: Fields) -> ModelConfig:
-    """Sigmoid routing, an expert that all tokens have, and dense layers at first."""
+    """Read GLM with sigmoid routing, an expert that all tokens have, and dense layers at first."""
     same = _common(f)
     experts, width = routing.read(f, same["intermediate_size"], dense_layers=1)
     f.get("num_nextn_predict_layers")

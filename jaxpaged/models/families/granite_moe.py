@@ -23,12 +23,12 @@ NAMES = Names(
 
 
 def read_granitemoe(f: Fields) -> ModelConfig:
-    """Granite's four factors, and experts whose weights add up to 1."""
+    """Read Granite with experts, whose weights add up to 1."""
     return dataclasses.replace(llama.read_granite(f), experts=_experts(f))
 
 
 def read_granitemoeshared(f: Fields) -> ModelConfig:
-    """One more expert, which all tokens have."""
+    """Read the same with one more expert, which all tokens have."""
     experts = dataclasses.replace(_experts(f), shared_size=f.count("shared_intermediate_size", 0))
     return dataclasses.replace(llama.read_granite(f), experts=experts)
 

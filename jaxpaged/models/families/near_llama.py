@@ -31,7 +31,7 @@ CWM_ROPE = {
 
 
 def read_seed_oss(f: Fields) -> ModelConfig:
-    """Llama with biases of queries, keys and values, and others of the output."""
+    """Read Llama with biases of queries, keys and values, and others of the output."""
     same = llama.common(f)
     return ModelConfig(
         **same,
@@ -43,13 +43,13 @@ def read_seed_oss(f: Fields) -> ModelConfig:
 
 
 def read_helium(f: Fields) -> ModelConfig:
-    """Llama whose RoPE turns neighbouring coordinates; its attention has no bias of the output."""
+    """Read Llama whose RoPE turns neighbouring coordinates; its attention has no bias of the output."""
     config = _uniform(f)
     return dataclasses.replace(config, o_bias=False)
 
 
 def read_ernie(f: Fields) -> ModelConfig:
-    """Llama whose RoPE turns neighbouring coordinates, with one flag for all biases."""
+    """Read Llama whose RoPE turns neighbouring coordinates, with one flag for all biases."""
     same, bias = llama.common(f), f.flag("use_bias")
     layers = uniform(f.size("num_hidden_layers"), rope=f.rope(same["head_dim"]))
     return ModelConfig(**same, qkv_bias=bias, o_bias=bias, mlp_bias=bias, layers=layers)
@@ -62,7 +62,7 @@ def _uniform(f: Fields, **more: Any) -> ModelConfig:
 
 
 def read_ministral(f: Fields) -> ModelConfig:
-    """Mistral with a window in some layers."""
+    """Read Mistral with a window in some layers."""
     same = llama.common(f)
     window = None if f.is_null("sliding_window") else f.get("sliding_window")
     kind = "full_attention" if window is None else "sliding_attention"
@@ -71,7 +71,7 @@ def read_ministral(f: Fields) -> ModelConfig:
 
 
 def read_cwm(f: Fields) -> ModelConfig:
-    """Llama with a window in three of four layers."""
+    """Read Llama with a window in three of four layers."""
     same, num_layers = llama.common(f), f.size("num_hidden_layers")
     types = ["sliding_attention" if i % 4 else "full_attention" for i in range(num_layers)]
     kinds = _windowed(f, f.rope(same["head_dim"]), f.size("sliding_window", 8192), types)
@@ -86,12 +86,12 @@ def _windowed(f: Fields, rope: Rope, window: Any, types: list[str]) -> tuple[Lay
 
 
 def read_arcee(f: Fields) -> ModelConfig:
-    """Llama without a gate."""
+    """Read Llama without a gate."""
     return _uniform(f, gated=False)
 
 
 def read_hunyuan(f: Fields) -> ModelConfig:
-    """Llama with norms of each head's queries and keys, after RoPE.
+    """Read Llama with norms of each head's queries and keys, after RoPE.
 
     A "dynamic" RoPE with an alpha is one of another base, the same at all lengths.
     """

@@ -27,7 +27,7 @@ def read_olmo2(f: Fields) -> ModelConfig:
 
 
 def read_olmo3(f: Fields) -> ModelConfig:
-    """OLMo 2 with a window in three of four layers; only the RoPE of the others is scaled."""
+    """Read OLMo 2 with a window in three of four layers; only the RoPE of the others is scaled."""
     same, num_layers, bias = llama.common(f), f.size("num_hidden_layers"), f.flag("attention_bias")
     local, everywhere = _ropes(f, same["head_dim"])
     sliding = LayerKind(rope=local, sliding_window=f.size("sliding_window", 4096))
@@ -49,7 +49,7 @@ def _ropes(f: Fields, head_dim: int) -> list[Rope]:
 
 
 def _read_gguf(f: Fields) -> ModelConfig:
-    """llama.cpp has one architecture for both, and OLMo 3 has a window."""
+    """Read OLMo 3 where there is a window, else OLMo 2: llama.cpp has one architecture for both."""
     return read_olmo2(f) if f.get("sliding_window") is None else read_olmo3(f)
 
 

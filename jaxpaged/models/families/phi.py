@@ -21,7 +21,7 @@ NAMES = Names(
 
 
 def read_phi(f: Fields) -> ModelConfig:
-    """Feed-forward beside attention on the same norm, and RoPE of a part of each head."""
+    """Read Phi-2, with feed-forward beside attention on the same norm, and RoPE of a part of each head."""
     same = llama.common(f) | {"norm_eps": f.positive("layer_norm_eps", 1e-5)}
     f.only("qk_layernorm", False)
     return ModelConfig(

@@ -75,7 +75,7 @@ def read_qwen3_moe(f: Fields) -> ModelConfig:
 
 
 def read_qwen2_moe(f: Fields) -> ModelConfig:
-    """Qwen2 with experts, one of which all tokens have, as far as a gate lets it."""
+    """Read Qwen2 with experts, one of which all tokens have, as far as a gate lets it."""
     f.only("decoder_sparse_step", 1)
     f.only("mlp_only_layers", [])
     experts = Experts(

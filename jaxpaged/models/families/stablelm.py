@@ -9,7 +9,7 @@ from jaxpaged.models.fields import Fields
 
 
 def read_stablelm(f: Fields) -> ModelConfig:
-    """Feed-forward comes after attention, or beside it on the same norm."""
+    """Read StableLM, with feed-forward after attention, or beside it on the same norm."""
     same = llama.common(f) | {"norm_eps": f.positive("layer_norm_eps", 1e-5)}
     parallel = f.flag("use_parallel_residual")
     f.only("qk_layernorm", False)
