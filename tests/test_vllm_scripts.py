@@ -229,9 +229,9 @@ def test_an_error_in_one_requests_text_ends_it_alone(llm, monkeypatch):
     """Also where it comes in the same step as other answers."""
     engine, texts = llm.llm_engine, llm_engine.texts
 
-    def broken(tokenizer, params):
-        if params.max_tokens != 7:
-            return texts(tokenizer, params)
+    def broken(tokenizer, request):
+        if request.params.max_tokens != 7:
+            return texts(tokenizer, request)
 
         def fail(delta):
             raise ValueError("no text")

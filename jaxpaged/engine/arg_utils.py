@@ -38,7 +38,8 @@ def _fields() -> list[tuple[str, Any, Any]]:
     hints = typing.get_type_hints(EngineConfig)
     found |= {field.name: (hints[field.name], field.default) for field in dataclasses.fields(EngineConfig)}
     for name, default in vllm_options.defaults().items():
-        found.setdefault(name, (Any, default))
+        if name not in OF_ASYNC:
+            found.setdefault(name, (Any, default))
     return [(name, hint, _field(default)) for name, (hint, default) in found.items()]
 
 
@@ -67,7 +68,7 @@ class EngineArgs(_Fields):
 
     def options(self) -> dict[str, Any]:
         """Return what to call `LLM` with."""
-        taken = {*OF_LLM, *EngineConfig.__dataclass_fields__, *vllm_options.defaults()}
+        taken = {*OF_LLM, *EngineConfig.__dataclass_fields__, *vllm_options.defaults()} - OF_ASYNC.keys()
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # a dataclass made at run time
         return {field.name: getattr(self, field.name) for field in fields if field.name in taken}
 
@@ -119,7 +120,8 @@ else:
 
 def _how(hint: Any, default: Any) -> dict[str, Any]:
     """Return what argparse needs to read a flag's value."""
-    plain = {each for each in _members(hint) if each is not types.NoneType}
+    kinds = {each for each in _members(hint) if each is not types.NoneType}
+    plain = {each for each in kinds if typing.get_origin(each) is not typing.Literal} or kinds
     if plain == {bool}:
         return {"action": argparse.BooleanOptionalAction}
     if plain == {int} or plain == {float}:
@@ -132,7 +134,8 @@ def _how(hint: Any, default: Any) -> dict[str, Any]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def _number(text: str) -> Any:
