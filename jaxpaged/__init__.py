@@ -26,6 +26,14 @@ if TYPE_CHECKING:
         CompletionOutput,
         RequestOutput,
     )
+    from jaxpaged.engine.pooling.outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,16 +45,22 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "Blocks",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "InputError",
     "LLMEngine",
     "LoRARequest",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "TextPrompt",
     "TokensPrompt",
 ]
@@ -61,6 +75,12 @@ _HOME = {
     "Blocks": "jaxpaged.engine.blocks",
     "CompletionOutput": "jaxpaged.engine.outputs",
     "RequestOutput": "jaxpaged.engine.outputs",
+    "ClassificationRequestOutput": "jaxpaged.engine.pooling.outputs",
+    "EmbeddingRequestOutput": "jaxpaged.engine.pooling.outputs",
+    "PoolingOutput": "jaxpaged.engine.pooling.outputs",
+    "PoolingParams": "jaxpaged.engine.pooling.outputs",
+    "PoolingRequestOutput": "jaxpaged.engine.pooling.outputs",
+    "ScoringRequestOutput": "jaxpaged.engine.pooling.outputs",
 }
 
 

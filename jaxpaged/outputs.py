@@ -8,12 +8,22 @@ from jaxpaged.engine.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from jaxpaged.engine.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 
 __all__ = [
     "BeamSearchOutput",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "Logprob",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
+    "ScoringRequestOutput",
 ]

@@ -137,7 +137,7 @@ def answered(
 
 
 def _id(line: str) -> Any:
-    """What a line of JSON calls itself, if it is an object that does."""
+    """Return what a line of JSON calls itself, if it is an object that does."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

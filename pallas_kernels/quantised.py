@@ -104,13 +104,15 @@ class Quantised:
 
 
 def _fields(words: Array, bits: int) -> UInt32[Array, "num_rows num_words codes_of_word"]:
-    """The codes of words, the one in the lowest bits first."""
+    """Return the codes of words, the one in the lowest bits first."""
     return words[..., None] >> jnp.arange(0, 32, bits, dtype=jnp.uint32) & (2**bits - 1)
 
 
 def _e2m1(codes: UInt32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
-    """The numbers of codes with a sign, two bits of an exponent, and one of a fraction. Twice a number is an
-    integer: the fraction's bit where the exponent is 0, else that and a bit above it, moved.
+    """Return the numbers of codes of a sign, two bits of an exponent, and one of a fraction.
+
+    Twice a number is an integer: the fraction's bit where the exponent is 0, else that and a bit above it,
+    moved.
     """
     exponent, fraction = codes >> 1 & 3, codes & 1
     twice = jnp.where(exponent == 0, fraction, fraction + 2 << jnp.maximum(exponent, 1) - 1).astype(dtype)

@@ -157,7 +157,7 @@ def test_prompts_of_one_salt_share_blocks_and_others_do_not(llm):
 
 @pytest.mark.parametrize("salt", ["", 3, b"x"])
 def test_a_salt_is_a_string(llm, salt):
-    with pytest.raises(InputError, match="cache_salt=.* must be None or a string that is not empty"):
+    with pytest.raises(InputError, match="cache_salt=.* must be None or a string of 1 to 1024 characters"):
         llm.generate({"prompt": "ab", "cache_salt": salt}, use_tqdm=False)
 
 

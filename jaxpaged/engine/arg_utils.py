@@ -24,6 +24,9 @@ OF_LLM: dict[str, tuple[Any, Any]] = {
     "generation_config": (str, "auto"),
     "chat_template": (str | None, None),
     "record_trace": (str | None, None),
+    "runner": (str, "auto"),
+    "pooler_config": (Any, None),
+    "hf_overrides": (Any, None),
 }
 # vLLM's for engines of asyncio that a server makes: what they log.
 OF_ASYNC: dict[str, tuple[Any, Any]] = {

@@ -160,12 +160,12 @@ class AsyncLLM:
             if self._handles.get(request_id) is handles:  # not another's that was asked after an abort
                 del self._handles[request_id]
 
-    async def encode(
+    async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None
     ) -> list[int]:
-        """Return the token ids of a text, as `LLM.encode` does. Raises `InputError`."""
-        encode = functools.partial(self.llm.encode, text, add_special_tokens=add_special_tokens, cuts=cuts)
-        return await self._read(_is_long(text), encode)
+        """Return the token ids of a text, as `LLM.tokenize` does. Raises `InputError`."""
+        read = functools.partial(self.llm.tokenize, text, add_special_tokens=add_special_tokens, cuts=cuts)
+        return await self._read(_is_long(text), read)
 
     async def _read[T](self, is_long: bool, read: Callable[..., T], *args: Any) -> T:
         """Return what `read` gives; where that takes long, from one of few threads, and within a time.

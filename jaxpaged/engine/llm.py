@@ -21,6 +21,9 @@ from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
+from jaxpaged.engine.pooling.head import is_for_pooling
+from jaxpaged.engine.pooling.head import read as read_head
+from jaxpaged.engine.pooling.llm import Pooling, PoolingMethods
 from jaxpaged.engine.progress import Progress
 from jaxpaged.engine.prompts import (
     Loras,
@@ -49,19 +52,23 @@ if TYPE_CHECKING:
 
 Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
 
+LONG_TEXT = 50_000  # characters, from which on it matters how a text is cut into tokens
 
-class LLM:
-    """Loads a model once and generates for batches of prompts.
+
+class LLM(PoolingMethods):
+    """Loads a model once and generates for batches of prompts, or pools them.
 
     `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id (of
     which `revision` is one). `tokenizer`: a directory or hub id with another tokenizer than the model's;
     `skip_tokenizer_init`: have none, for token ids only. `generation_config`: "auto" takes the model's own
     sampling defaults, "vllm" `SamplingParams`'. `chat_template`: a file, or a text, in place of the model's.
     `record_trace`: a file to write what is asked to, without any
-    text, as a trace for `jaxpaged lab` (see `engine.recording`). `options`: the fields of `EngineConfig`, and
-    those of vLLM's options that change nothing. With `num_processes`, every process makes the same: process 0
-    has the model to ask, the others work for it and raise `SystemExit` when it ends. Raises `InputError`, a
-    `ValueError`, for a user's mistake.
+    text, as a trace for `jaxpaged lab` (see `engine.recording`). `runner`: "generate", "pooling" for vectors,
+    classes and scores in place of answers, or "auto": what the model's files are made for; `pooler_config`
+    and `hf_overrides` say how, where the files do not (see `engine.pooling.head`). `options`: the fields of
+    `EngineConfig`, and those of vLLM's options that change nothing. With `num_processes`, every process makes
+    the same: process 0 has the model to ask, the others work for it and raise `SystemExit` when it ends.
+    Raises `InputError`, a `ValueError`, for a user's mistake.
     """
 
     def __init__(
@@ -74,9 +81,13 @@ class LLM:
         generation_config: str | None = "auto",
         chat_template: str | os.PathLike[str] | None = None,
         record_trace: str | os.PathLike[str] | None = None,
+        runner: str | None = "auto",
+        pooler_config: Any = None,
+        hf_overrides: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
+        runner = checked_choice("runner", runner or "auto", ("auto", "generate", "pooling"))
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
         self.chat_template = None if chat_template is None else template_text(chat_template)
@@ -87,6 +98,13 @@ class LLM:
             processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
         native.prepare(machine.resolve_dtype(c))
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
+        if runner == "pooling" or (runner == "auto" and is_for_pooling(checkpoint.path)):
+            machine.keep_on_disk(c.keep_programs)
+            self.tokenizer = checkpoint.tokenizer
+            self.pooling = Pooling(c, checkpoint, read_head(checkpoint, pooler_config, hf_overrides))
+            return
+        for name, value in (("pooler_config", pooler_config), ("hf_overrides", hf_overrides)):
+            check(name, value, "None unless runner is 'pooling'", not value)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
         except InputError as error:
@@ -329,7 +347,7 @@ class LLM:
     ) -> dict[str, Any]:
         """Return the prompt, as text and as token ids, that the chat template makes of a conversation.
 
-        Options are those of `chat`; `cuts`: as `encode` takes it. Raises `InputError`.
+        Options are those of `chat`; `cuts`: as `tokenize` takes it. Raises `InputError`.
         """
         text = chat.render(
             self.tokenizer,
@@ -342,7 +360,7 @@ class LLM:
             kwargs=kwargs,
         )
         # The template writes the special tokens itself: none are added.
-        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False, cuts=cuts)}
+        return {"prompt": text, "prompt_token_ids": self.tokenize(text, add_special_tokens=False, cuts=cuts)}
 
     def _submit(
         self, asked: Sequence[tuple[str | None, list[Request]]]
@@ -409,7 +427,7 @@ class LLM:
         cuts: str | None = None,
     ) -> tuple[str | None, T]:
         """Return a prompt's text, where it was given as text, and what `admit` makes of its token ids and its
-        salt. `cuts`: as `encode` takes it. Raises `InputError`.
+        salt. `cuts`: as `tokenize` takes it. Raises `InputError`.
         """
         text, token_ids, salt = prompt, None, None
         if isinstance(prompt, Mapping):
@@ -423,10 +441,10 @@ class LLM:
                 "or 'prompt_token_ids'"
             )
         if token_ids is None:
-            token_ids = self.encode(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
+            token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
         return text, admit(token_ids, cache_salt=salt)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises `InputError`.
 
         A text too long for any model's context is refused without being read whole. With `cuts`, "left" or
@@ -444,6 +462,9 @@ class LLM:
             text = text[: 2 * most] if cuts == "right" else text[-2 * most :]
         try:
             text.encode()
+            backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            if backend is not None and len(text) > LONG_TEXT:
+                return _encoded(backend, text, add_special_tokens)
             token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except UnicodeEncodeError as error:
             raise InputError(
@@ -455,6 +476,21 @@ class LLM:
     def _longest_token(self) -> int:
         """Characters that a token can stand for at most."""
         return max(map(len, self.tokenizer.get_vocab() if self.tokenizer else [""]))
+
+
+def _encoded(backend: Any, text: str, add_special_tokens: bool) -> list[int]:
+    """Return what a transformers tokenizer's `encode` does, made by its backend.
+
+    Other threads run meanwhile. The tokenizer would make several lists of all tokens, and keep others from
+    running for most of a second where there are millions.
+    """
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    token_ids: list[int] = encoding.ids
+    return token_ids
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -54,6 +54,7 @@ class Decoder(nnx.Module):
         assert table is not None
         # What is packed becomes an array in a stack, of one, without a copy more.
         bias = parts.get("lm_head.bias")
+        assert not isinstance(bias, QuantisedWeight)
         biases = None if bias is None else [bias]
         return layers.Linear([table], biases, form=self.form, together=self.form.own == "native")
 

@@ -53,9 +53,12 @@ class XIELU(nnx.Module):
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.numbers = nnx.List(
-            stack(parts, f"xielu.{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")
-        )
+        def number(name: str) -> layers.Stack:
+            found = stack(parts, f"xielu.{name}")
+            assert found is not None
+            return found
+
+        self.numbers = nnx.List(number(name) for name in ("alpha_p", "alpha_n", "beta", "eps"))
 
     def __call__(
         self, x: Float[Array, "num_tokens width"], layer: layers.Layer

@@ -73,7 +73,7 @@ def open_file(path: Path) -> GgufFile:
 
 
 def _parts(path: Path, number: int, count: int) -> tuple[Path, ...]:
-    """The files of all parts. Raises `InputError` where this is not the first, or one is missing."""
+    """Return the files of all parts. Raises `InputError` where this is not the first, or one is missing."""
     match = PART.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         form = f"NAME-00001-of-{count:05}.gguf"
@@ -93,7 +93,7 @@ def _parts(path: Path, number: int, count: int) -> tuple[Path, ...]:
 
 
 def _number(path: Path, reader: gguf.GGUFReader, name: str) -> int:
-    """A number of a file's splits, 0 where it is not said."""
+    """Return a number that a header says of parts, 0 where it does not."""
     found = reader.fields.get(name)
     value = 0 if found is None else found.contents()
     if not isinstance(value, int):

@@ -53,7 +53,7 @@ def _bytes() -> Any:
 
 
 def _digits() -> Any:
-    """Each digit is a word; all else as in GPT-2."""
+    """Cut out each digit; all else as in GPT-2."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _as_in_gpt2()])
 
 
@@ -64,7 +64,7 @@ def _falcon() -> Any:
 
 
 def _by(*patterns: str, digits: bool = False) -> Callable[[], Any]:
-    """Words that one pattern after another cuts out; with `digits` each digit last."""
+    """Return what lets one pattern after another cut out words; with `digits` each digit last."""
 
     def cut() -> Any:
         steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
@@ -75,7 +75,7 @@ def _by(*patterns: str, digits: bool = False) -> Callable[[], Any]:
 
 
 def _class(ranges: str) -> str:
-    """A class of characters, of ranges of code points in hexadecimal."""
+    """Return a class of characters, of ranges of code points in hexadecimal."""
     ends = (each.split("-") for each in ranges.split())
     return "[" + "".join("-".join(rf"\x{{{end}}}" for end in each) for each in ends) + "]"
 

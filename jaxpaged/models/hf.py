@@ -42,7 +42,7 @@ def refuse_pointer(file: Path) -> None:
 
 
 def _instead(path: Path) -> str:
-    """What a directory without a config is for, as the end of a sentence."""
+    """Return what a directory without a config is for, as the end of a sentence."""
     found = sorted(file.name for file in path.glob("*.gguf"))
     if found:
         return f": it holds GGUF files, of which model names one, such as {str(path / found[0])!r}"

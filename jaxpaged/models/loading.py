@@ -127,7 +127,7 @@ def open_checkpoint(
 
 
 def _with_ends(config: ModelConfig, tokenizer: Any) -> ModelConfig:
-    """The config with the tokenizer's own end of a sequence among those that end an answer, as in vLLM."""
+    """Return the config with the tokenizer's own end of a sequence among those of an answer, as in vLLM."""
     end: Any = getattr(tokenizer, "eos_token_id", None)
     if not is_int(end) or not 0 <= end < config.vocab_size or end in config.eos_token_ids:
         return config
@@ -252,7 +252,7 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
 
 
 def _is_of_mlx(said: object) -> bool:
-    """Whether a config's `quantization` is what MLX writes: bits, and inputs of a group."""
+    """Return whether a config's `quantization` is what MLX writes: bits, and inputs of a group."""
     return isinstance(said, Mapping) and {"bits", "group_size"} <= said.keys()
 
 

@@ -101,7 +101,7 @@ def load(path: Path) -> Mapping[str, np.ndarray]:
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:
-    """The files to read, and which of their tensors; None for all.
+    """Return the files to read, and which of their tensors; None for all.
 
     The index goes before `model.safetensors`, as in vLLM, unless files that it names are gone: what saves a
     model anew deletes these and leaves the index.
@@ -128,7 +128,10 @@ def _files(path: Path) -> dict[str, set[str] | None]:
 
 
 def _shards(path: Path, found: list[str]) -> list[str]:
-    """The shards of a directory without an index, by their names. Raises `InputError` if one is missing."""
+    """Return the shards of a directory without an index, by their names.
+
+    Raises `InputError` if one is missing.
+    """
     matches = [match for name in found if (match := SHARD.fullmatch(name))]
     sets = {(match["stem"], int(match["count"])) for match in matches}
     if len(sets) != 1:
@@ -149,7 +152,7 @@ def _warn(message: str) -> None:
 
 
 def _instead(path: Path) -> str:
-    """What weights a directory has in other forms, as the end of a sentence."""
+    """Return what weights a directory has in other forms, as the end of a sentence."""
     others = sorted(file.name for ending in ("bin", "pt", "pth", "npz") for file in path.glob(f"*.{ending}"))
     return f": {others[0]} is of another form, which is not read" if others else ""
 

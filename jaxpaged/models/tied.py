@@ -38,7 +38,7 @@ def with_embedding(config: ModelConfig, names: Names, tensors: Tensors) -> Tenso
 
 
 def _names(names: Names, tensors: Tensors) -> tuple[str, str]:
-    """Names of the embedding and of the head, which has the family's prefix where all in a file get it."""
+    """Return the names of embedding and head, which has the family's prefix where all in a file get it."""
     [embedding], [head] = names.pieces("embedding.weight"), names.pieces("lm_head.weight")
     return embedding, next((name for name in (head, names.prefix + head) if name in tensors), head)
 

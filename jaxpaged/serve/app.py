@@ -40,6 +40,11 @@ def create_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAP
         app.include_router(routes.router)
     if options.enable_lora_updates:
         app.include_router(adapters.router)
+    return guarded(app, options)
+
+
+def guarded(app: FastAPI, options: ServerOptions) -> FastAPI:
+    """Put an application behind its guards, and let it tell every mistake in OpenAI's form."""
     app.add_middleware(Load)
     app.add_middleware(Guard, options=options)
     if options.allowed_origins:  # else no other site's page reads an answer

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
-from pydantic_core import CoreSchema
 
 from jaxpaged.bounds import (
     MAX_BAD_WORD_CHARS,
@@ -227,7 +226,7 @@ def size_of(value: Any) -> int:
     return size
 
 
-def first_error_only(schema: CoreSchema) -> CoreSchema:
+def first_error_only(schema: Any) -> Any:
     """Let pydantic stop at the first wrong entry of each list in a schema: by itself it collects all."""
     waiting: list[Any] = [schema]
     while waiting:

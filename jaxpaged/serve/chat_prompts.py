@@ -67,7 +67,7 @@ class ChatPrompts:
         is_long = size_of((read, tools, kwargs)) > TOKENIZED_HERE
         text = await asyncio.to_thread(write) if is_long else write()
         # The template writes the special tokens itself.
-        ids = await self._llm.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
+        ids = await self._llm.tokenize(text, add_special_tokens=add_special_tokens, cuts=cuts)
         return {"prompt": text, "prompt_token_ids": ids}
 
     def form(

@@ -12,6 +12,7 @@ from typing import Any
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.config import config_of
 from jaxpaged.serve.options import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, ServerOptions
+from jaxpaged.untrusted import read_json
 
 # What the extra `serve` brings, and what each of our commands needs of it.
 SERVER_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -89,6 +90,13 @@ def add_serve(
         default=None,
         help="let clients have adapters loaded and unloaded: from any directory that the server can read",
     )
+    group.add_argument(
+        "--runner",
+        help="generate, pooling (vectors, classes and scores in place of answers), or auto (default): what "
+        "the model's files are made for",
+    )
+    for name in ("pooler-config", "hf-overrides"):
+        group.add_argument(f"--{name}", metavar="JSON", help="of a pooling model, if its files do not say it")
     group.add_argument("--log-level", help="debug, info (default: a line a request), warning or error")
     add_engine_options(serve)
 
@@ -139,6 +147,7 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     from absl import logging
 
     from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.engine.llm import LLM
     from jaxpaged.serve import server
 
     if config.process_id:  # works for process 0, which listens; ends by `SystemExit`
@@ -151,9 +160,20 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     if not (options.is_on_loopback or options.api_keys):
         _say(f"jaxpaged: anybody who reaches {options.host} may use the model: there is no --api-key")
     with bound:
-        llm = AsyncLLM(args.model, **engine_options)
+        made = LLM(args.model, **engine_options, **_pooling_options(args))
+        llm = AsyncLLM.of(made) if made.pooling is None else made.pooling
         name = (options.served_model_names or (args.model,))[0]
         server.run(llm, str(args.model), options, bound, lambda url: print(_ready(url, name), flush=True))
+
+
+def _pooling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what `LLM` takes of a pooling model. Raises `InputError` for text that is no JSON object."""
+    options: dict[str, Any] = {"runner": args.runner}
+    for name in ("pooler_config", "hf_overrides"):
+        if (text := getattr(args, name)) is not None:
+            options[name] = read_json(text)
+            check(f"--{name.replace('_', '-')}", text, "a JSON object", isinstance(options[name], dict))
+    return options
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:

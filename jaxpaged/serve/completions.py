@@ -25,7 +25,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     writer = Writer(body, service)
     service.check_num_answers(len(body.prompts) * (body.n or 1))
     prompts: list[Prompt] = [
-        await service.llm.encode(each, add_special_tokens=False, cuts=body.cuts)
+        await service.llm.tokenize(each, add_special_tokens=False, cuts=body.cuts)
         if isinstance(each, str) and not body.add_special_tokens
         else each
         for each in body.prompts

@@ -7,7 +7,6 @@ table in `jaxpaged.vllm_names`; what vLLM does not know either is ignored, as by
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema
 
 from jaxpaged.checks import InputError, is_int
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -45,7 +44,7 @@ class Asked(Body):
     model: str | None = None
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
         return first_error_only(handler(source))
 
 

@@ -16,9 +16,11 @@ from fastapi import FastAPI
 
 from jaxpaged.checks import InputError
 from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.pooling.llm import Pooling
 from jaxpaged.serve.app import create_app
 from jaxpaged.serve.connection import Connection, Room
 from jaxpaged.serve.options import ServerOptions
+from jaxpaged.serve.pooling_service import PoolingService, create_pooling_app
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.service import Service
 
@@ -48,14 +50,18 @@ def bind(options: ServerOptions) -> socket.socket:
 
 
 def run(
-    llm: AsyncLLM,
+    llm: AsyncLLM | Pooling,
     model_name: str,
     options: ServerOptions,
     bound: socket.socket,
     ready: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT. `ready` is called with the address."""
-    server = Server(create_app(llm, model_name, options), options, lambda: ready(url(options, bound)))
+    if isinstance(llm, Pooling):
+        app = create_pooling_app(llm, model_name, options)
+    else:
+        app = create_app(llm, model_name, options)
+    server = Server(app, options, lambda: ready(url(options, bound)))
     # uvicorn raises the signal that stopped it once more at the end: by then all is done.
     before = {sign: signal.signal(sign, lambda *_: None) for sign in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -63,7 +69,7 @@ def run(
     finally:
         for sign, handler in before.items():
             signal.signal(sign, handler)
-        llm.shutdown()
+        (app.state.service if isinstance(llm, Pooling) else llm).shutdown()
 
 
 class Server(uvicorn.Server):
@@ -83,7 +89,7 @@ class Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self._service: Service = app.state.service
+        self._service: Service | PoolingService = app.state.service
         self._drain_seconds, self._ready = options.drain_seconds, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -33,7 +33,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         )
         ids = rendered["prompt_token_ids"]
     elif body.prompt:
-        ids = await service.llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        ids = await service.llm.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         ids = []
     tokenizer = service.llm.tokenizer

@@ -130,14 +130,15 @@ ENGINE: dict[str, Verdict] = {
         "ngram_prompt_lookup_min disable_logprobs_during_spec_decoding",
     ),
     **_only("another kind of model", "diffusion_config engram_config"),
-    **_only("answers other than text", "runner task", "auto", "generate"),
-    **_only("answers other than text", "convert", "auto", "none"),
-    **_only("answers other than text", "pooler_config override_pooler_config io_processor_plugin"),
+    **_only("answers other than text", "task", "auto", "generate", use="runner='pooling'"),
+    **_only("answers other than text", "convert", "auto", "none", use="runner='pooling'"),
+    **_only("answers other than text", "override_pooler_config", use="pooler_config"),
+    **_only("answers other than text", "io_processor_plugin"),
     **_only("code of the user's in each step", "logits_processors logits_processor_pattern"),
     **_only("other numbers than the model's own log-probabilities", "logprobs_mode", "raw_logprobs"),
     **_only(
         "another description of the model than its config.json",
-        "hf_config_path hf_overrides model_class_overrides override_attention_dtype override_neuron_config "
+        "hf_config_path model_class_overrides override_attention_dtype override_neuron_config "
         "rope_scaling rope_theta disable_sliding_window",
         use="a copy of the model's directory with another config.json",
     ),

@@ -6,10 +6,14 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from jaxpaged import prompt_files, replay
+from jaxpaged.checks import InputError
+from jaxpaged.conversations import read_items, read_messages
 from jaxpaged.engine.blocks import Blocks, Kind
 from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.engine.state import empty_rows
@@ -18,7 +22,21 @@ from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading, lora
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.parallel import messages
-from jaxpaged.serve import tools
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serve import bounds
+from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
+from jaxpaged.serve.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from jaxpaged.serve.replies import ApiError
+from jaxpaged.serve.schemas import (
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    Sampled,
+    TokenizeRequest,
+)
+from jaxpaged.serve.tools import Form, ToolDeltas
 from jaxpaged.verify import allocators
 from jaxpaged.verify.history import History
 from tests import tiny, tiny_lora
@@ -208,39 +226,87 @@ def told() -> list[bytes]:
     return [b"".join(messages.encode(call, CALL_CLASSES)) for call in calls]
 
 
-TOOL_TEXTS = {
-    "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": "b\\n", "c": [1, {"d": null}]}}\n</tool_call>',
-    "llama3_json": '{"name": "f", "parameters": {"a": "b"}}; {"name": "g", "parameters": {}}',
-    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
-}
+def answer_texts() -> list[bytes]:
+    """Texts of the parsers' own tests; the first byte chooses the parsers, the second how the text is cut."""
+    from tests.serve.test_parsers import CASES
+
+    return [bytes([number % 256, 7]) + case.text.encode() for number, case in enumerate(CASES)]
 
 
-def tool_texts() -> list[bytes]:
-    """The first byte chooses the parser, the second how the text is cut."""
-    return [
-        bytes([number, 7]) + f"Let me see. {TOOL_TEXTS.get(name, text)} Done.".encode()
-        for number, name in enumerate(sorted(tools.PARSERS))
-        for text in TOOL_TEXTS.values()
-    ]
-
-
-def parse_tool_text(data: bytes, _: Path) -> None:
+def parse_answer(data: bytes, _: Path) -> None:
     """Read an answer whole and in pieces: it must come to the same."""
-    names = sorted(tools.PARSERS)
-    name = names[(data[0] if data else 0) % len(names)]
-    text, step = data[2:].decode(errors="replace"), 1 + (data[1] if len(data) > 1 else 0) % 16
+    calls, reasoning = [None, *sorted(TOOL_PARSERS)], [None, *sorted(REASONING_PARSERS)]
+    choice, step = data[0] if data else 0, 1 + (data[1] if len(data) > 1 else 0) % 16
+    form = Form(calls=calls[choice % len(calls)], reasoning=reasoning[choice // len(calls) % len(reasoning)])
+    text = data[2:].decode(errors="replace")
 
-    def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-        deltas = tools.ToolDeltas(name)
-        content = ""
-        for number, piece in enumerate(pieces):
-            for delta in deltas.feed(piece, is_last=number == len(pieces) - 1):
-                content += delta.get("content") or ""
-        return content, [(call["function"]["name"], call["function"]["arguments"]) for call in deltas.calls]
+    def read(pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+        deltas = ToolDeltas(form)
+        told = [
+            delta
+            for number, piece in enumerate(pieces)
+            for delta in deltas.feed(piece, is_last=number == len(pieces) - 1)
+        ]
+        content = "".join(delta.get("content") or "" for delta in told)
+        functions = [call["function"] for call in deltas.calls]
+        return content, deltas.reasoning, [(each["name"], each["arguments"]) for each in functions]
 
     cut = [text[i : i + step] for i in range(0, len(text), step)] or [""]
-    assert read(cut) == read([text]), f"{name}: in pieces of {step} it is another answer"
+    assert read(cut) == read([text]), f"{form}: in pieces of {step} it is another answer"
 
+
+BODIES: list[tuple[type[Asked], dict[str, Any]]] = [
+    (CompletionRequest, {"prompt": ["a", "b"], "max_tokens": 3, "stop": ["x"], "logit_bias": {"3": 1}}),
+    (CompletionRequest, {"prompt": [[1, 2]], "stream": True, "stream_options": {"include_usage": True}}),
+    (
+        ChatRequest,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": None, "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+                {"role": "tool", "content": "b", "tool_call_id": "1"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+            "response_format": {"type": "text"}, "top_logprobs": 2, "logprobs": True,
+        },
+    ),
+    (ResponsesRequest, {"input": [{"role": "user", "content": "a"}], "instructions": "b", "text": {}}),
+    (TokenizeRequest, {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}),
+    (DetokenizeRequest, {"tokens": [1, 2]}),
+    (EmbeddingRequest, {"input": ["a"], "dimensions": 2, "encoding_format": "base64"}),
+    (ScoreRequest, {"text_1": "a", "text_2": ["b"]}),
+    (RerankRequest, {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
+]  # fmt: skip
+
+
+def bodies() -> list[bytes]:
+    """The first byte chooses the route."""
+    return [bytes([i]) + json.dumps(body).encode() for i, (_, body) in enumerate(BODIES)]
+
+
+def parse_body(data: bytes, _: Path) -> None:
+    """Do with a body what is done before an engine is asked."""
+    schema = BODIES[(data[0] if data else 0) % len(BODIES)][0]
+    try:
+        body: Any = schema.model_validate(bounds.parsed(bytearray(data[1:]), LIMITS))
+        if isinstance(body, Sampled | ResponsesRequest):
+            body.params(SamplingParams(), max_tokens=3, logprobs=None)
+        if getattr(body, "messages", None):
+            read_messages(body.messages)
+        if isinstance(body, ResponsesRequest) and isinstance(body.input, list):
+            read_items(body.input)
+        if isinstance(body, ScoreRequest):
+            body.pair()
+        if isinstance(body, RerankRequest):
+            body.texts()
+    except ApiError as error:
+        raise InputError(error.message) from error
+    except ValidationError as error:
+        raise InputError(str(error.errors()[0]["msg"])) from error
+
+
+LIMITS = bounds.Limits.of(4 * 2**20, 64)
 
 TARGETS = {
     target.name: target
@@ -254,6 +320,9 @@ TARGETS = {
         Target("prompts", parse_prompts, prompt_lines, ("prompt_files", "sampling_params", "checks")),
         Target("history", parse_history, histories, ("verify/allocators", "untrusted")),
         Target("message", lambda data, _: messages.decode(data, CALL_CLASSES), told, ("parallel/messages",)),
-        Target("tools", parse_tool_text, tool_texts, ("serve/",)),
+        Target(
+            "body", parse_body, bodies, ("serve/bounds", "serve/schemas", "conversations", "sampling_params")
+        ),
+        Target("answer", parse_answer, answer_texts, ("serve/tools", "serve/parsers")),
     )
 }

@@ -14,7 +14,7 @@ from tests.fuzz.targets import TARGETS
 # Inputs that take about two seconds of a core.
 NUM_INPUTS = {
     "blocks": 20_000, "dump": 120, "gguf": 250, "directory": 500, "adapter": 250, "trace": 1_500,
-    "prompts": 1_500, "history": 500, "message": 12_000, "tools": 2_000,
+    "prompts": 1_500, "history": 500, "message": 12_000, "answer": 1_000, "body": 2_000,
 }  # fmt: skip
 # Files made of two parts, one of which says what another way to read it would take.
 WARNINGS = "ignore:(overflow|invalid value) encountered:RuntimeWarning"

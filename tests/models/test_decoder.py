@@ -95,7 +95,7 @@ def test_the_numpy_model_equals_transformers(golden):
     checkpoint, stored = golden
     by_role = weights.by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
     assert_equal(reference_model.logits(checkpoint.config, by_role, stored["token_ids"]), stored)
-    answer = stored["answer"]
+    answer = stored["answer"][:5]  # each token anew
     assert reference_model.generate(checkpoint.config, by_role, stored["token_ids"], len(answer)) == answer
 
 

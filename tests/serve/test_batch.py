@@ -140,6 +140,33 @@ def test_a_line_that_was_cut_off_is_asked_again_and_other_files_are_kept(run):
         run([asking("a")])
 
 
+class Full:
+    """A file on a disk that has room for ten bytes."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, content):
+        self.file.write(content[:10])
+        raise OSError("no space left")
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path):
+    file, line = tmp_path / "out.jsonl", {"custom_id": "a", "response": {}, "error": None}
+    with Output(str(file)) as output:
+        output.write(line)
+        out, output._out = output._out, Full(output._out)
+        with pytest.raises(InputError, match="out.jsonl' cannot be written: no space left"):
+            output.write(line | {"custom_id": "b"})
+        output._out = out
+    assert json.loads(file.read_text()) == line
+    with Output(str(file)) as output:
+        assert output.answered == {batch_files.digest_of("a")}
+
+
 def test_a_run_that_ends_early_keeps_what_it_wrote(run, llm, monkeypatch):
     lines = [asking(f"r{i}", prompt=[5, i]) for i in range(6)]
     write, dead = Output.write, EngineDeadError("it is closed")

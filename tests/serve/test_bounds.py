@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxpaged import InputError, SamplingParams
 from jaxpaged.bounds import MAX_BAD_WORD_CHARS, MAX_STOPS
+from jaxpaged.engine import llm as engine_llm
 from jaxpaged.serve import bounds
 from jaxpaged.serve.bounds import Limits, Size, check_entries, measure, parsed
 from jaxpaged.serve.replies import ApiError
@@ -142,3 +143,16 @@ def test_the_python_door_bounds_texts_before_it_cuts_them(llm, monkeypatch):
     for prompt in ([1], [2], [3]):
         llm.engine.door.admit(prompt, params)
     assert len(asked) == 2, "with and without a space before it, for all prompts"
+
+
+def test_long_texts_are_cut_as_short_ones(llm, monkeypatch):
+    """By another way, which does not hold up other threads; a file's own truncation changes nothing."""
+    texts = ["ab c12", "  zz\n", "a" * 200, "<eos> b", "é"]
+    for special in (True, False):
+        want = [llm.tokenizer.encode(text, add_special_tokens=special) for text in texts]
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_llm, "LONG_TEXT", 0)
+            llm.tokenizer.backend_tokenizer.enable_truncation(2)
+            llm.tokenizer.backend_tokenizer.enable_padding(length=7)
+            patch.setattr(llm.tokenizer, "encode", None)
+            assert [llm.llm.encode(text, add_special_tokens=special) for text in texts] == want

@@ -174,13 +174,13 @@ def test_a_response_goes_on_from_its_own_items_and_their_outputs(served, says, r
     calls = [item for item in first.output if item.type == "function_call"]
     history += [{"type": "function_call_output", "call_id": c.call_id, "output": "7"} for c in calls]
     prompts = []
-    encode = served.llm.encode
+    tokenize = served.llm.tokenize
 
-    async def encoding(text, **options):
+    async def noting(text, **options):
         prompts.append(text)
-        return await encode(text, **options)
+        return await tokenize(text, **options)
 
-    served.llm.encode = encoding
+    served.llm.tokenize = noting
     try:
         second = served.openai.responses.create(input=history, **asked)
         messages = [
@@ -198,7 +198,7 @@ def test_a_response_goes_on_from_its_own_items_and_their_outputs(served, says, r
         ]
         served.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=60, tools=[TOOL])
     finally:
-        del served.llm.encode
+        del served.llm.tokenize
     assert second.status == "completed"
     assert prompts[0] == prompts[1] != ""
     assert prompts[0].endswith("I ask.\n(f [('k', 1)])(f []);tool:7;tool:7;assistant:")

@@ -1,0 +1,1 @@
+"""Pooling models: vectors, classes and scores of texts, in place of answers."""

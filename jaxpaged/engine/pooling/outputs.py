@@ -1,0 +1,78 @@
+"""What a user asks of a pooling model and gets back. Names are vLLM's."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxpaged.checks import check, checked_bool, checked_int
+
+
+@dataclasses.dataclass(kw_only=True)
+class PoolingParams:
+    """What a user may choose of a text's vector or score. Raises `InputError` for a wrong value."""
+
+    truncate_prompt_tokens: int | None = None  # keep the last so many tokens; -1: as many as the model takes
+    dimensions: int | None = None  # of a vector: its first so many, for models that are trained for it
+    use_activation: bool | None = None  # length 1 for a vector, chances for classes; None: the model's own
+
+    def __post_init__(self) -> None:
+        if self.truncate_prompt_tokens is not None:
+            rule = "None, -1 or a positive int"
+            count = checked_int("truncate_prompt_tokens", self.truncate_prompt_tokens, rule, -1)
+            check("truncate_prompt_tokens", count, rule, count != 0)
+        if self.dimensions is not None:
+            checked_int("dimensions", self.dimensions, "None or a positive int", 1)
+        if self.use_activation is not None:
+            checked_bool("use_activation", self.use_activation)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolingOutput:
+    """What a model makes of a text: [hidden], or [num_tokens, hidden] for each token's own."""
+
+    data: np.ndarray  # float32
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingOutput:
+    """A text's vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassificationOutput:
+    """The chances of a text's classes."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolingRequestOutput[Output]:
+    """What came of one text."""
+
+    request_id: str
+    outputs: Output
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

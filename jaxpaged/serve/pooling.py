@@ -1,0 +1,143 @@
+"""Routes of a pooling model: vectors, classes, scores and ranks of texts."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from jaxpaged.checks import InputError, checked_int
+from jaxpaged.engine.pooling.outputs import PoolingRequestOutput
+from jaxpaged.serve.json_route import JsonRoute
+from jaxpaged.serve.pooling_schemas import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    Pooled,
+    RerankRequest,
+    ScoreRequest,
+)
+from jaxpaged.serve.pooling_service import PoolingService
+from jaxpaged.serve.replies import reply
+
+router = APIRouter(route_class=JsonRoute)
+
+
+def _service(request: Request) -> PoolingService:
+    service: PoolingService = request.app.state.service
+    return service
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """OpenAI's: a vector for each text."""
+    service, params = _service(request), body.params(body.dimensions)
+    found = await service.run(lambda: service.pooling.embed(body.input, params))
+    data = [
+        {
+            "index": i,
+            "object": "embedding",
+            "embedding": _encoded(out.outputs.embedding, body.encoding_format),
+        }
+        for i, out in enumerate(found)
+    ]
+    return _listed(service, request, body, "embd", data, found)
+
+
+@router.post("/pooling")
+async def pooling(body: EmbeddingRequest, request: Request) -> Response:
+    """vLLM's: whatever the model makes of each text."""
+    service, params = _service(request), body.params(body.dimensions)
+    task = body.task or ("classify" if service.pooling.is_classifier else "embed")
+    found = await service.run(lambda: service.pooling.encode(body.input, params, pooling_task=task))
+    data = [
+        {"index": i, "object": "pooling", "data": _encoded(out.outputs.data, body.encoding_format)}
+        for i, out in enumerate(found)
+    ]
+    return _listed(service, request, body, "pool", data, found)
+
+
+@router.post("/classify")
+async def classify(body: ClassificationRequest, request: Request) -> Response:
+    """vLLM's: the chances of each text's classes, and the likeliest one's name."""
+    service, params = _service(request), body.params()
+    found = await service.run(lambda: service.pooling.classify(body.input, params))
+    data = [
+        {
+            "index": i,
+            "label": service.pooling.labels[int(np.argmax(out.outputs.probs))],
+            "probs": out.outputs.probs,
+            "num_classes": out.outputs.num_classes,
+        }
+        for i, out in enumerate(found)
+    ]
+    return _listed(service, request, body, "classify", data, found)
+
+
+@router.post("/score")
+@router.post("/v1/score")
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """vLLM's: how well texts go together."""
+    service, params, (first, second) = _service(request), body.params(), body.pair()
+    found = await service.run(lambda: service.pooling.score(first, second, params))
+    data = [{"index": i, "object": "score", "score": out.outputs.score} for i, out in enumerate(found)]
+    return _listed(service, request, body, "score", data, found)
+
+
+@router.post("/rerank")
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+async def rerank(body: RerankRequest, request: Request) -> Response:
+    """Jina's and Cohere's: documents by how well they go with a query, the best first."""
+    service, params, documents = _service(request), body.params(), body.texts()
+    most = len(documents) if body.top_n is None else checked_int("top_n", body.top_n, "an int >= 0", 0)
+    found = await service.run(lambda: service.pooling.score(body.query, documents, params))
+    order = sorted(range(len(found)), key=lambda i: (-found[i].outputs.score, i))[: most or len(documents)]
+    results = [
+        {"index": i, "document": {"text": documents[i]}, "relevance_score": found[i].outputs.score}
+        for i in order
+    ]
+    return reply(
+        {
+            "id": f"rerank-{request.state.request_id}",
+            "model": service.check_model(body.model),
+            "usage": {"total_tokens": _num_tokens(found)},
+            "results": results,
+        }
+    )
+
+
+def _encoded(values: Any, encoding: str | None) -> Any:
+    """Return numbers as a list, or as base64 of their float32 bytes."""
+    array = np.asarray(values, np.float32)
+    if not np.isfinite(array).all():
+        raise InputError("the model's numbers are not finite for this text")
+    return (
+        base64.b64encode(array.astype("<f4").tobytes()).decode() if encoding == "base64" else array.tolist()
+    )
+
+
+def _num_tokens(found: Sequence[PoolingRequestOutput[Any]]) -> int:
+    return sum(len(out.prompt_token_ids) for out in found)
+
+
+def _listed(
+    service: PoolingService,
+    request: Request,
+    body: Pooled,
+    prefix: str,
+    data: list[dict[str, Any]],
+    found: Sequence[PoolingRequestOutput[Any]],
+) -> Response:
+    count = _num_tokens(found)
+    return reply(
+        {
+            "id": f"{prefix}-{request.state.request_id}",
+            "object": "list",
+            "created": service.now(),
+            "model": service.check_model(body.model),
+            "data": data,
+            "usage": {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0},
+        }
+    )
