@@ -168,6 +168,9 @@ def _part(part: object, name: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if isinstance(kind, str) and field is None:
+        rule = "{'type': 'text', 'text': ...}: of models of images and sounds the text part alone is served"
+        check(name, part, rule, False)
     text = part.get(field) if isinstance(part, Mapping) and field else None
     check(name, part, "a text, or a part such as {'type': 'text', 'text': ...}", isinstance(text, str))
     return str(text)

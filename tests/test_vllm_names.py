@@ -12,7 +12,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.arg_utils import OF_LLM
 from jaxpaged.engine.llm import engine_config
 from jaxpaged.prompt_files import of_row
-from jaxpaged.serve import schemas
+from jaxpaged.serve import pooling_schemas, schemas
 from jaxpaged.vllm_names import make
 from jaxpaged.vllm_names.flags import without_vllms
 from jaxpaged.vllm_names.judge import known_names
@@ -32,6 +32,11 @@ BODIES = {
     "DetokenizeRequest": (schemas.DetokenizeRequest, {"tokens": [1]}),
     "LoadLoRAAdapterRequest": (schemas.LoadAdapterRequest, {"lora_name": "a", "lora_path": "b"}),
     "UnloadLoRAAdapterRequest": (schemas.UnloadAdapterRequest, {"lora_name": "a"}),
+    "EmbeddingRequest": (pooling_schemas.EmbeddingRequest, {"input": "a"}),
+    "PoolingRequest": (pooling_schemas.EmbeddingRequest, {"input": "a"}),
+    "ClassificationRequest": (pooling_schemas.ClassificationRequest, {"input": "a"}),
+    "ScoreRequest": (pooling_schemas.ScoreRequest, {"text_1": "a", "text_2": "b"}),
+    "RerankRequest": (pooling_schemas.RerankRequest, {"query": "a", "documents": ["b"]}),
 }
 
 
@@ -170,6 +175,26 @@ def test_a_line_of_json_has_the_same_names():
         [name] = option
         with pytest.raises(InputError, match=f"^{name}="):
             of_row({"prompt": "a"} | option, {})
+
+
+@pytest.mark.parametrize(
+    ("title", "field", "message"),
+    [
+        (
+            "EmbeddingRequest",
+            {"embed_dtype": "float16"},
+            "embed_dtype='float16', .* must be None or 'float32'",
+        ),
+        ("EmbeddingRequest", {"truncation_side": "right"}, "truncation_side='right', an option of vLLM's"),
+        ("RerankRequest", {"max_tokens_per_doc": 5}, "max_tokens_per_doc=5, .* use truncate_prompt_tokens"),
+        ("LoadLoRAAdapterRequest", {"load_inplace": True}, "load_inplace=True, an option of vLLM's"),
+        ("TokenizeRequest", {"chat_template": "{{ x }}"}, "chat_template='{{ x }}', .* use --chat-template"),
+    ],
+)
+def test_fields_of_other_routes_are_refused_by_name(title, field, message):
+    body, needed = BODIES[title]
+    with pytest.raises(ValueError, match=message):
+        body.model_validate(needed | field)
 
 
 def test_what_nobody_knows_is_a_type_error_or_named():

@@ -43,7 +43,8 @@ def _fields() -> list[tuple[str, Any, Any]]:
         hint = hints[field.name]  # a layout, which may be an object, has a name, too
         found[field.name] = str if hint is Any else hint, field.default
     for name, default in vllm_options.defaults().items():
-        found.setdefault(name, (Any, default))
+        if name not in OF_ASYNC:
+            found.setdefault(name, (Any, default))
     return [(name, hint, _field(default)) for name, (hint, default) in found.items()]
 
 
@@ -72,7 +73,7 @@ class EngineArgs(_Fields):
 
     def options(self) -> dict[str, Any]:
         """Return what to call `LLM` with."""
-        taken = {*OF_LLM, *EngineConfig.__dataclass_fields__, *vllm_options.defaults()}
+        taken = {*OF_LLM, *EngineConfig.__dataclass_fields__, *vllm_options.defaults()} - OF_ASYNC.keys()
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # a dataclass made at run time
         return {field.name: getattr(self, field.name) for field in fields if field.name in taken}
 
@@ -124,7 +125,8 @@ else:
 
 def _how(hint: Any, default: Any) -> dict[str, Any]:
     """Return what argparse needs to read a flag's value."""
-    plain = {each for each in _members(hint) if each is not types.NoneType}
+    kinds = {each for each in _members(hint) if each is not types.NoneType}
+    plain = {each for each in kinds if typing.get_origin(each) is not typing.Literal} or kinds
     if plain == {bool}:
         return {"action": argparse.BooleanOptionalAction}
     if plain & {int, float}:
@@ -137,7 +139,7 @@ def _how(hint: Any, default: Any) -> dict[str, Any]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)  # with a Literal it is the former
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return typing.get_args(hint) if is_union else (hint,)
 
 

@@ -25,6 +25,11 @@ FIELD_NAMES = (
         "DetokenizeRequest",
         "LoadLoRAAdapterRequest",
         "UnloadLoRAAdapterRequest",
+        "EmbeddingRequest",
+        "PoolingRequest",
+        "ClassificationRequest",
+        "ScoreRequest",
+        "RerankRequest",
         "SamplingParams",
     ),
 )

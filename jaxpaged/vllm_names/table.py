@@ -281,11 +281,18 @@ REQUEST: dict[str, Verdict] = {
         "stream_interval skip_clone skip_reading_prefix_cache output_text_buffer_length",
     ),
     **_all(
-        "only routes of models that pool read it",
-        "activation additional_data data_1 data_2 dimensions embed_dtype encoding_format endianness input "
-        "instruction items max_tokens_per_doc max_tokens_per_query normalize padding queries query softmax "
-        "task text_1 text_2 top_n use_activation",
+        "routes of models that pool serve it, and others do not read it",
+        "activation data_1 data_2 dimensions encoding_format input normalize queries query task text_1 "
+        "text_2 top_n use_activation",
     ),
+    **_only("numbers of another type", "embed_dtype", "float32"),
+    **_only("numbers of another type", "endianness", "native", "little"),
+    **_only("texts filled up", "padding", "do_not_pad"),
+    **_only("a cut at the other end", "truncation_side", "left"),
+    **_only("a limit for each text", "max_tokens_per_doc max_tokens_per_query", use="truncate_prompt_tokens"),
+    **_only("pairs in another form", "items", use="queries and documents"),
+    **_only("raw scores", "softmax", True, use="use_activation"),
+    **_only("more for the template", "instruction additional_data"),
     **_only("text behind the answer", "suffix"),
     **_only("code of the user's in each step", "logits_processors", use="logit_bias or bad_words"),
     **_only("options of plugins", "extra_args vllm_xargs"),

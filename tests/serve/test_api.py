@@ -260,7 +260,7 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
             400,
-            "a part of type 'image_url' must be {'type': 'text', 'text': ...}: of models of images",
+            "must be {'type': 'text', 'text': ...}: of models of images",
         ),
         ("completions", {}, 400, "prompt: Field required"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature=-1.0 must be"),
