@@ -1,4 +1,4 @@
-"""A few workloads of the fuzzer in engines whose programs other tests have, too; `fuzz.py` runs for longer."""
+"""A few workloads of the fuzzer, in engines whose programs other tests have; `fuzz.py` runs for longer."""
 
 import pytest
 
