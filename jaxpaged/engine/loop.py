@@ -199,33 +199,32 @@ def limits(max_steps: int, max_passes: int = INT32_MAX) -> np.ndarray:
     return np.array([min(max_steps, MAX_STEPS), min(max_passes, INT32_MAX)], np.int32)
 
 
-# A run between two steps: the state, how many steps and passes over prompts are made, what the last step told
-# of prompts, and `Report.origin`.
-type Carry = tuple[EngineState, Int[Array, "2"], PromptScores, Int[Array, " rows"]]
+# How far a run is: steps made, and the counter of passes over prompts when it began.
+type Made = tuple[Int[Array, ""], Int[Array, ""]]
+# A run between two steps: the state, how far it is, what the last step told of prompts, and `Report.origin`.
+type Carry = tuple[EngineState, Made, PromptScores, Int[Array, " rows"]]
 
 
 def _before(state: EngineState, config: StepConfig) -> Carry:
     nothing = no_prompt_scores(config, state.tables.max_seqs)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
-    return state, jnp.zeros(2, jnp.int32), nothing, own_row
+    return state, (jnp.int32(0), state.counters[Counter.NUM_PROMPT_PASSES]), nothing, own_row
 
 
 def _goes_on(carry: Carry, limits: Int[Array, "2"], host_has_more: Bool[Array, ""]) -> Bool[Array, ""]:
-    state, made, told, _ = carry
+    state, (num_steps, passes_before), told, _ = carry
     rows = state.rows
+    num_passes = state.counters[Counter.NUM_PROMPT_PASSES] - passes_before
     starves = host_has_more & jnp.any(rows.free) & ~jnp.any(rows.waiting)
     tells = jnp.any(told.row < rows.phase.shape[0])
-    may = jnp.all(made < limits) & ~starves & ~tells
+    may = (num_steps < limits[0]) & (num_passes < limits[1]) & ~starves & ~tells
     return scheduler.any_work(rows) & may
 
 
 def _one_step(model: Model, carry: Carry, config: StepConfig) -> Carry:
-    state, made, told, origin = carry
-    before = state.counters
+    state, (num_steps, passes_before), told, origin = carry
     state, _, told, came_from = advance(model, state, config, told)
-    more = state.counters - before
-    made += jnp.stack([more[Counter.NUM_STEPS], more[Counter.NUM_PROMPT_PASSES]])
-    return state, made, told, origin[came_from]
+    return state, (num_steps + 1, passes_before), told, origin[came_from]
 
 
 def _compared(state: EngineState, model: Model) -> EngineState:
@@ -268,7 +267,7 @@ def run_by_host(
 @program(static=("config",), gives=lambda specs: ON_EACH)
 def before_run(
     state: EngineState, limits: Int[Array, "2"], host_has_more: Bool[Array, ""], *, config: StepConfig
-) -> tuple[tuple[Int[Array, "2"], PromptScores, Int[Array, " rows"]], Bool[Array, ""]]:
+) -> tuple[tuple[Made, PromptScores, Int[Array, " rows"]], Bool[Array, ""]]:
     """What a run by the host carries beside the state, before its first step, and whether it makes one."""
     carry = _before(state, config)
     return carry[1:], _goes_on(carry, limits, host_has_more)
