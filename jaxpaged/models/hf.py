@@ -11,6 +11,8 @@ from jaxpaged.checks import InputError
 POINTER = b"version https://git-lfs.github.com/spec/"  # how a file of Git LFS begins that was not fetched
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
+MAX_JSON_BYTES = 2**26  # the index of the largest models has some 10 MB
+
 
 def read_object(file: Path) -> dict[str, Any]:
     """Read a JSON file, which must hold an object; a byte-order mark may begin it. Raises `InputError`."""
@@ -18,6 +20,8 @@ def read_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{where} must contain a {file.name}{_instead(file.parent)}")
     refuse_pointer(file)
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise InputError(f"{where}: {file.name} has {size} bytes, must have at most {MAX_JSON_BYTES}")
     try:
         value = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:  # JSON's and Unicode's errors are ValueErrors

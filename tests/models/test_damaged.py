@@ -77,6 +77,10 @@ CASES: dict[str, tuple[Damage, str]] = {
     "config is a list": (text("config.json", "[]"), "config.json must be a JSON object"),
     "config is null": (text("config.json", "null"), "config.json must be a JSON object"),
     "config is no text": (text("config.json", b"\xff\xfe"), "config.json cannot be read as JSON: "),
+    "config is endless": (
+        text("config.json", b" " * (2**26 + 1)),
+        "config.json has 67108865 bytes, must have",
+    ),
     "config is deep": (text("config.json", "[" * 100_000), "config.json cannot be read as JSON: "),
     "no family": (text("config.json", "{}"), "model_type=None must be one of 'llama', 'mistral', "),
     "another family": (config(model_type="bert"), "model_type='bert' must be one of 'llama', 'mistral', "),
