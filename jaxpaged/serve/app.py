@@ -121,8 +121,12 @@ async def _gone(request: Request, error: GoneError) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    """Starlette logs the error itself."""
-    return ApiError(500, f"{type(error).__name__}: the server's log says more").response()
+    """Tell that there was an error, which Starlette logs and raises again.
+
+    uvicorn then closes the connection: so the client is told not to ask again on it.
+    """
+    message = f"{type(error).__name__}: the server's log says more"
+    return ApiError(500, message, headers={"connection": "close"}).response()
 
 
 def _param(message: str) -> str | None:
