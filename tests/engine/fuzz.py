@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxpaged.checks import InputError
+from jaxpaged.engine.blocks import Blocks
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
@@ -146,6 +147,7 @@ class Fuzz:
         seeds = range(1 + driver.config.max_loras) if driver.config.enable_lora else ()
         self._asks: list[Ask] = []
         self._alone: list[list[Delta] | None] = [None] * NUM_ASKS
+        self._exported: Blocks | None = None
         while len(self._asks) < NUM_ASKS:
             ask = random_ask(rng, seeds)
             try:
@@ -172,6 +174,7 @@ class Fuzz:
         wanted = [self.alone(number) for number in numbers]
         if rng.random() < 0.5:
             assert driver.reset_prefix_cache()
+            self._adopt(rng)
         pace, driver._pace = driver._pace, Dice(rng)  # type: ignore[assignment]
         try:
             asked, deltas = self._work(rng, numbers)
@@ -215,8 +218,19 @@ class Fuzz:
                 rows = [row for _, row in driver._places.waiting()]
                 rows += [row for row, place in driver._places.taken() if _may_be_recalled(place)]
                 driver._recall(rng.sample(sorted({*rows}), min(len({*rows}), rng.randint(1, 3))))
+            if rng.random() < 0.03:
+                self._adopt(rng)
             told(driver.turn())
         return asked, deltas
+
+    def _adopt(self, rng: random.Random) -> None:
+        """Export what can be found of a prompt, and adopt what was exported before."""
+        if self.driver.config.data_parallel_size > 1 or not self.driver.config.enable_prefix_caching:
+            return
+        ask = rng.choice(self._asks)
+        if self._exported is not None and self._exported.num_blocks:
+            self.driver.adopt_blocks(self._exported)
+        self._exported = self.driver.export_blocks(np.array(ask.prompt, np.int32), ask.salt)
 
     def _some_of(self, rng: random.Random, asked: Sequence[list[Request]]) -> list[Request]:
         """One request, or all of a prompt: a beam search ends whole."""
