@@ -190,7 +190,7 @@ def test_names_of_requests_go_round_without_naming_nobody():
         ([b"ab", "ab"], r"^prompt 0: prompt=b'ab' must be a string"),
         (
             {"prompt": "a", "multi_modal_data": 1},
-            "key of a prompt='multi_modal_data' must be one of prompt, ",
+            "multi_modal_data=1 must be left out: inputs that are not text are not supported",
         ),
         ("a\ud800", "must be Unicode text, without half a surrogate pair"),
         ("a" * 10_000, "the prompt has 10000 characters, more than max_model_len=128 tokens hold"),

@@ -517,7 +517,11 @@ import jaxpaged
 from jaxpaged.engine import loop
 traced = []
 advance = loop.advance
-loop.advance = lambda *args: traced.append(args) or advance(*args)
+def spy(*args):
+    traced.append(args)
+    return advance(*args)
+spy.__module__ = loop.__name__  # with another's functions in place of ours, kept programs are not used
+loop.advance = spy
 llm = jaxpaged.LLM(sys.argv[1], **OPTIONS)
 params = jaxpaged.SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 [result] = llm.generate([[1, 2, 3]], params, use_tqdm=False)

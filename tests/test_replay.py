@@ -47,7 +47,8 @@ OPTIONS = {
     "num_blocks": 18,
     "preemption_mode": "swap",
     "num_host_blocks": 15,
-    "max_model_len": MAX_MODEL_LEN,
+    "max_model_len": "auto",  # as the cache has room for less than the model's length
+    "model_config": dataclasses.replace(tiny.CONFIG, max_model_len=MAX_MODEL_LEN),
 }
 
 

@@ -171,19 +171,27 @@ def with_window(sliding_window: int | None) -> ModelConfig:
     return dataclasses.replace(CONFIG, layers=tuple(layers))
 
 
-def driver(load_model: Callable[[Any], Decoder] | None = None, **options: Any) -> Driver:
+def driver(
+    load_model: Callable[[Any], Decoder] | None = None, model_config: ModelConfig = CONFIG, **options: Any
+) -> Driver:
     """A float32 driver over the tiny model, or another; options are those of `EngineConfig`.
 
     Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
     kept_as: Any = {name: options.get(name) for name in ("quantization", "loop_over_layers")}
     model = functools.partial(load, **kept_as)
-    return Driver(EngineConfig(**DEFAULTS | options), CONFIG, load_model or model)
+    return Driver(EngineConfig(**DEFAULTS | options), model_config, load_model or model)
 
 
-def engine(**options: Any) -> Engine:
+def engine(model_config: ModelConfig = CONFIG, **options: Any) -> Engine:
     """The same with a thread; close it."""
-    return Engine(EngineConfig(**DEFAULTS | options), CONFIG, load)
+    return Engine(EngineConfig(**DEFAULTS | options), model_config, load)
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Set a function in place of one of ours, as if it were ours: so kept programs are still used."""
+    function.__module__ = owner.__module__ if isinstance(owner, type) else owner.__name__
+    monkeypatch.setattr(owner, name, function)
 
 
 def assert_nothing_is_held(driver: Driver) -> None:

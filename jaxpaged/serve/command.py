@@ -12,7 +12,6 @@ from typing import Any
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.config import config_of
 from jaxpaged.serve.options import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, ServerOptions
-from jaxpaged.untrusted import read_json
 
 # What the extra `serve` brings, and what each of our commands needs of it.
 SERVER_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -168,6 +167,8 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
 
 def _pooling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return what `LLM` takes of a pooling model. Raises `InputError` for text that is no JSON object."""
+    from jaxpaged.untrusted import read_json  # imports NumPy
+
     options: dict[str, Any] = {"runner": args.runner}
     for name in ("pooler_config", "hf_overrides"):
         if (text := getattr(args, name)) is not None:

@@ -189,11 +189,11 @@ def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     taken = in_use + machine.GPU_BYTES_FREE + of_state + of_loop
     limit = taken + num_blocks * 2048 + 2047
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": limit, "bytes_in_use": in_use})
-    monkeypatch.setattr(
-        machine, "activation_bytes", lambda *_: of_loop
+    tiny.replace(monkeypatch, machine, "memory_stats", lambda: {"bytes_limit": limit, "bytes_in_use": in_use})
+    tiny.replace(
+        monkeypatch, machine, "activation_bytes", lambda *_: of_loop
     )  # a good guess: 65 blocks, or one less
-    monkeypatch.setattr(programs, "compiled", lambda *_: pytest.fail("there is one"))
+    tiny.replace(monkeypatch, programs, "compiled", lambda *_: pytest.fail("there is one"))
     driver = tiny.driver(num_blocks=None, gpu_memory_utilization=0.5)
     assert driver.cache_size.num_blocks == num_blocks
     assert driver.cache_size.budget.left == limit - taken
@@ -205,7 +205,7 @@ def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     # Before it is loaded, its weights count beside; and the program is the same.
     weights = sum(x.nbytes for x in jax.tree.leaves(driver._params))
     stats = {"bytes_limit": limit + weights, "bytes_in_use": in_use}
-    monkeypatch.setattr(machine, "memory_stats", lambda: stats)
+    tiny.replace(monkeypatch, machine, "memory_stats", lambda: stats)
     size = startup.cache_size(driver.config, tiny.CONFIG)
     assert (size.num_blocks, size.budget.left) == (num_blocks, limit - taken)
 

@@ -533,6 +533,7 @@ def test_the_answers_are_the_models_own() -> None:
         shared_norm=False,
         residual_scale=1.0,
         qk_norm=None,
+        norm_after_rope=False,
         qkv_clip=None,
         scale=0.5,
         attention_soft_cap=None,

@@ -156,7 +156,7 @@ def test_long_texts_are_cut_as_short_ones(llm, monkeypatch):
             llm.tokenizer.backend_tokenizer.enable_truncation(2)
             llm.tokenizer.backend_tokenizer.enable_padding(length=7)
             patch.setattr(llm.tokenizer, "encode", None)
-            assert [llm.llm.encode(text, add_special_tokens=special) for text in texts] == want
+            assert [llm.llm.tokenize(text, add_special_tokens=special) for text in texts] == want
 
 
 def test_no_more_of_a_value_is_written_down_than_a_message_shows():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxpaged.engine.async_engine import _Told
+from jaxpaged.engine.async_engine import Told
 from jaxpaged.engine.outputs import Logprob, RequestMetrics
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.models import loading
@@ -29,7 +29,7 @@ def outputs(tokenizer, prompt, deltas):
     """The outputs of an answer that comes in these pieces, its log-probabilities those of its own tokens."""
     params = SamplingParams(logprobs=1, output_kind=RequestOutputKind.DELTA)
     request = Request(np.array(prompt, np.int32), params, 0, 0, (), (), (), 99, request_id=1)
-    told = _Told([request], SimpleNamespace(tokenizer=tokenizer))
+    told = Told([request], SimpleNamespace(tokenizer=tokenizer))
     told.handles = [SimpleNamespace(metrics=RequestMetrics(0.0, None, None))]
     for ids in deltas:
         yield told.output(Delta(1, ids, [Score(-1.0, 1, ((token, -1.0),)) for token in ids], 0))
