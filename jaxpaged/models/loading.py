@@ -231,7 +231,7 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
         path=path,
         config=config,
         names=names,
-        module_names=family.names(config),
+        module_names=names_of(config_json, config),
         tokenizer=hf.tokenizer(path) if own_tokenizer else None,
         files=tuple(sorted(path.glob("*.safetensors*"))),
         load_weights=load,

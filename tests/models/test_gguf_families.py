@@ -121,7 +121,7 @@ def experts_of(name, weights, layer, num_experts):
                     yield f"ffn_{part}_{ending}.weight", weight
         return
     if name == "qwen3_vl_moe":
-        prefix = f"model.language_model.layers.{layer}.mlp.experts"
+        prefix = f"model.layers.{layer}.mlp.experts"
         gate, up = np.split(weights[f"{prefix}.gate_up_proj"].swapaxes(1, 2), 2, axis=1)
         yield "ffn_gate_exps.weight", gate
         yield "ffn_up_exps.weight", up
