@@ -113,6 +113,16 @@ def template_of(tokenizer: Any, chat_template: str | None, tools: object = None)
 _template = functools.lru_cache(maxsize=16)(Template)
 
 
+def template_kwargs(
+    given: Mapping[str, Any] | None, effort: str | None, documents: Sequence[Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return what a chat template is told, as vLLM tells it: an effort also says whether to think."""
+    kwargs = dict(given or {})
+    if effort is not None:
+        kwargs = {"enable_thinking": effort != "none"} | kwargs | {"reasoning_effort": effort}
+    return kwargs if documents is None else kwargs | {"documents": documents}
+
+
 def render(
     tokenizer: Any,
     messages: object,

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError, shown
+from jaxpaged.chat import template_kwargs
+from jaxpaged.checks import InputError, check, shown
 from jaxpaged.conversations import joined, read_messages
 from jaxpaged.sampling_params import SamplingParams, token_id
 from jaxpaged.vllm_names.judge import SAMPLING_NAMES, passes
 
 STANDARD_INPUT = "-"
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
+# What the chat template of a line's messages is told.
+TEMPLATE = {"reasoning_effort": (str, "a string"), "chat_template_kwargs": (dict, "an object")}
 OPTIONS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "output_kind")
 
 
@@ -31,6 +34,7 @@ class Asked:
     id: Any = None  # what a line calls itself, to be repeated in its answer
     priority: int = 0
     cache_salt: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None  # variables for the chat template of messages
     where: str = ""  # it was written down, for messages
 
     @property
@@ -152,7 +156,7 @@ def for_llm(asked: Asked, render_chat: Callable[..., dict[str, Any]], chat: bool
     """
     prompt, cuts = dict(asked.prompt), asked.params.cuts
     if "messages" in prompt:
-        prompt = render_chat(prompt["messages"], cuts=cuts)
+        prompt = render_chat(prompt["messages"], kwargs=asked.template_kwargs, cuts=cuts)
     elif chat and "prompt" in prompt:
         prompt = render_chat([{"role": "user", "content": prompt["prompt"]}], cuts=cuts)
     return prompt | ({} if asked.cache_salt is None else {"cache_salt": asked.cache_salt})
@@ -203,10 +207,18 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> As
         own["logit_bias"] = {token_id(key): added for key, added in bias.items()}
     others = {name: value.pop(name) for name in ("id", "priority", "cache_salt") if name in value}
     others = {name: its for name, its in others.items() if its is not None}
+    if kind == "messages":
+        told = {name: its for name in TEMPLATE if (its := value.pop(name, None)) is not None}
+        for name, its in told.items():
+            is_of, words = TEMPLATE[name]
+            check(name, its, words, isinstance(its, is_of))
+        others["template_kwargs"] = template_kwargs(
+            told.get("chat_template_kwargs"), told.get("reasoning_effort")
+        )
     for name, asks in value.items():
         if asks is None or passes(name, asks, SAMPLING_NAMES, own):
             continue
-        known = ", ".join([*PROMPTS, "id", "priority", "cache_salt", *OPTIONS])
+        known = ", ".join([*PROMPTS, "id", "priority", "cache_salt", *TEMPLATE, *OPTIONS])
         raise InputError(f"option {name!r} must be one of {known}")
     return Asked({kind: prompt}, SamplingParams(**{**sampling, **own}), **others)
 

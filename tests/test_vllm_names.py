@@ -11,7 +11,7 @@ from jaxpaged.cli import _parser
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.arg_utils import OF_LLM
 from jaxpaged.engine.llm import engine_config
-from jaxpaged.prompt_files import of_row
+from jaxpaged.prompt_files import for_llm, of_row
 from jaxpaged.serve import pooling_schemas, schemas
 from jaxpaged.vllm_names import make
 from jaxpaged.vllm_names.flags import without_vllms
@@ -175,6 +175,29 @@ def test_a_line_of_json_has_the_same_names():
         [name] = option
         with pytest.raises(InputError, match=f"^{name}="):
             of_row({"prompt": "a"} | option, {})
+
+
+def test_a_line_of_json_tells_the_template_an_effort():
+    """By the rule of the server; a prompt that no template makes has none."""
+
+    def told(**more):
+        asked, seen = of_row({"messages": [{"role": "user", "content": "a"}]} | more, {}), []
+        for_llm(
+            asked, lambda messages, **options: seen.append(options["kwargs"]) or {"prompt": "a"}, chat=False
+        )
+        return seen
+
+    assert told(reasoning_effort=None) == [{}]
+    assert told(reasoning_effort="none") == [{"enable_thinking": False, "reasoning_effort": "none"}]
+    assert told(reasoning_effort="low", chat_template_kwargs={"enable_thinking": 7, "a": 1}) == [
+        {"enable_thinking": 7, "reasoning_effort": "low", "a": 1}
+    ]
+    with pytest.raises(InputError, match="^reasoning_effort=3 must be a string"):
+        told(reasoning_effort=3)
+    with pytest.raises(InputError, match=r"^chat_template_kwargs=\[\] must be an object"):
+        told(chat_template_kwargs=[])
+    with pytest.raises(InputError, match="reasoning_effort"):
+        of_row({"prompt": "a", "reasoning_effort": "low"}, {})
 
 
 @pytest.mark.parametrize(

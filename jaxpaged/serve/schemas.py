@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 
+from jaxpaged.chat import template_kwargs
 from jaxpaged.checks import InputError, is_int
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.serve.bounds import first_error_only
@@ -193,16 +194,6 @@ class CompletionRequest(Sampled):
         return [*self.prompt]
 
 
-def _template_kwargs(
-    given: dict[str, Any] | None, effort: str | None, documents: list[dict[str, Any]] | None = None
-) -> dict[str, Any]:
-    """Return what a chat template is told, as vLLM tells it: an effort also says whether to think."""
-    kwargs = dict(given or {})
-    if effort is not None:
-        kwargs = {"enable_thinking": effort != "none"} | kwargs | {"reasoning_effort": effort}
-    return kwargs if documents is None else kwargs | {"documents": documents}
-
-
 class ChatRequest(Sampled):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     logprobs: bool | None = False
@@ -223,7 +214,7 @@ class ChatRequest(Sampled):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """What the chat template is told beside the messages."""
-        return _template_kwargs(self.chat_template_kwargs, self.reasoning_effort, self.documents)
+        return template_kwargs(self.chat_template_kwargs, self.reasoning_effort, self.documents)
 
 
 class ResponsesRequest(Drawn):
@@ -249,7 +240,7 @@ class ResponsesRequest(Drawn):
     def template_kwargs(self) -> dict[str, Any]:
         """What the chat template is told beside the messages."""
         effort = (self.reasoning or {}).get("effort")
-        return _template_kwargs(self.chat_template_kwargs, None if effort is None else str(effort))
+        return template_kwargs(self.chat_template_kwargs, None if effort is None else str(effort))
 
 
 class UnloadAdapterRequest(Body):
