@@ -205,10 +205,15 @@ def _arguments(arguments: object, name: str) -> dict[str, Any] | str:
     check(name, arguments, "a text or an object", isinstance(arguments, str))
     text = str(arguments)
     try:
-        value = json.loads(text or "{}", parse_constant=_refuse)
+        value = strict_json(text or "{}")
     except (ValueError, RecursionError):
         return text
     return {} if value is None else value if isinstance(value, dict) else text
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON; raise ValueError for what is none, NaN and infinity with it, RecursionError if too deep."""
+    return json.loads(text, parse_constant=_refuse)
 
 
 def _refuse(constant: str) -> Any:

@@ -6,13 +6,13 @@ vLLM's scripts build an engine from one: `LLM.from_engine_args`, `LLMEngine.from
 
 import argparse
 import dataclasses
-import json
 import types
 import typing
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxpaged import vllm_options
 from jaxpaged.config import EngineConfig
+from jaxpaged.vllm_names.flags import json_or_text
 
 DEFAULT_MODEL = "smollm2"
 # What `LLM` takes beside the fields of `EngineConfig`.
@@ -132,7 +132,7 @@ def _how(hint: Any, default: Any) -> dict[str, Any]:
     if plain & {int, float}:
         return {"type": _number, "metavar": "N"}
     if hint is Any:
-        return {"type": _value, "nargs": "?", "const": True}
+        return {"type": json_or_text, "nargs": "?", "const": True}
     if isinstance(default, tuple):
         return {"type": int, "nargs": "+", "metavar": "N"}
     return {"metavar": "VALUE"}
@@ -151,11 +151,3 @@ def _number(text: str) -> Any:
         except ValueError:
             pass
     return text
-
-
-def _value(text: str) -> Any:
-    """Return the JSON value that a text is; a text that is none stays one."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -15,7 +15,15 @@ MAX_JSON_BYTES = 2**26  # the index of the largest models has some 10 MB
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file, which must hold an object; a byte-order mark may begin it. Raises `InputError`."""
+    """Read a JSON file as `read_value` does. Raises `InputError` if it does not hold an object."""
+    value = read_value(file)
+    if not isinstance(value, dict):
+        raise InputError(f"model={str(file.parent)!r}: {file.name} must be a JSON object")
+    return value
+
+
+def read_value(file: Path) -> Any:
+    """Read a JSON file of at most `MAX_JSON_BYTES`; a byte-order mark may begin it. Raises `InputError`."""
     where = f"model={str(file.parent)!r}"
     if not file.is_file():
         raise InputError(f"{where} must contain a {file.name}{_instead(file.parent)}")
@@ -23,12 +31,9 @@ def read_object(file: Path) -> dict[str, Any]:
     if (size := file.stat().st_size) > MAX_JSON_BYTES:
         raise InputError(f"{where}: {file.name} has {size} bytes, must have at most {MAX_JSON_BYTES}")
     try:
-        value = json.loads(file.read_text(encoding="utf-8-sig"))
+        return json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:  # JSON's and Unicode's errors are ValueErrors
         raise InputError(f"{where}: {file.name} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: {file.name} must be a JSON object")
-    return value
 
 
 def refuse_pointer(file: Path) -> None:

@@ -73,6 +73,11 @@ def _value(text: str) -> Any:
     """Return what a value stands for: JSON, or the text itself."""
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
+    return json_or_text(text)
+
+
+def json_or_text(text: str) -> Any:
+    """Return the JSON value that a text is; a text that is none stays one."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

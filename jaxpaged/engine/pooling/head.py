@@ -1,7 +1,6 @@
 """A pooling model's head: how hidden states become a vector, and what is made of it; as files say."""
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -109,10 +108,10 @@ def _of_modules(path: Path) -> Head:
     """Return what the modules of a sentence-transformers directory say; without them vLLM's own default."""
     if not (path / "modules.json").is_file():
         return Head()
+    modules = hf.read_value(path / "modules.json")
     try:
-        modules = json.loads((path / "modules.json").read_text(encoding="utf-8"))
         types = [(str(module["type"]).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"modules.json cannot be read: {type(error).__name__}: {error}") from error
     head = Head(normalise=False)
     for kind, folder in types:

@@ -22,7 +22,7 @@ from jaxpaged.serve.parsers.base import (
     Text,
 )
 from jaxpaged.serve.parsers.registry import tool_parser
-from jaxpaged.serve.parsers.values import ParameterTypes, escaped
+from jaxpaged.serve.parsers.values import ParameterTypes, as_string
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -72,7 +72,7 @@ class Glm45(Parser):
             before = ", "
             if types.is_text(function, key.strip()):
                 yield Arguments('"')
-                _, mark = yield from source.until(AT_VALUE_END, _as_string)
+                _, mark = yield from source.until(AT_VALUE_END, as_string)
                 yield Arguments('"' if mark else "")
             else:
                 text, mark = yield from source.until(AT_VALUE_END)
@@ -84,7 +84,3 @@ class Glm45(Parser):
             if not mark:
                 return  # the answer was cut: so are the arguments
         yield Arguments("{}" if before == "{" else "}")
-
-
-def _as_string(text: str) -> Arguments:
-    return Arguments(escaped(text))

@@ -26,7 +26,7 @@ from jaxpaged.serve.parsers.base import (
     without_end,
 )
 from jaxpaged.serve.parsers.registry import tool_parser
-from jaxpaged.serve.parsers.values import ParameterTypes, escaped
+from jaxpaged.serve.parsers.values import ParameterTypes, as_string
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -94,7 +94,7 @@ class Qwen3Coder(Parser):
             if types.is_text(function, key):
                 yield Arguments('"')
                 value = source.until(AT_VALUE_END, Arguments)
-                _, mark = yield from without_end(value, _as_string, "\n", most=1)
+                _, mark = yield from without_end(value, as_string, "\n", most=1)
                 yield Arguments('"' if mark else "")
             else:
                 text, mark = yield from source.until(AT_VALUE_END)
@@ -104,7 +104,3 @@ class Qwen3Coder(Parser):
             if mark == FUNCTION_END:
                 break
         yield Arguments("{}" if before == "{" else "}")
-
-
-def _as_string(text: str) -> Arguments:
-    return Arguments(escaped(text))

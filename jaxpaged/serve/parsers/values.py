@@ -4,6 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpaged.conversations import strict_json
+from jaxpaged.serve.parsers.base import Arguments
+
 _LITERALS = {"True": True, "False": False, "None": None}  # as Python writes them, and models, too
 _MAX_DEPTH = 16  # of schemas within a schema
 
@@ -32,7 +35,7 @@ class ParameterTypes:
             if stripped in _LITERALS:
                 stripped = json.dumps(_LITERALS[stripped])
             try:
-                value = json.loads(stripped, parse_constant=_refuse)
+                value = strict_json(stripped)
                 if types & _types_of_value(value):
                     return stripped
             except (ValueError, RecursionError):
@@ -76,10 +79,6 @@ def _types_of_value(value: object) -> set[str]:
     return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def escaped(text: str) -> str:
-    """Return a text as the inside of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+def as_string(text: str) -> Arguments:
+    """Return a text as the inside of a JSON string of a call's arguments."""
+    return Arguments(json.dumps(text, ensure_ascii=False)[1:-1])
