@@ -44,7 +44,7 @@ ALLOWED = {
     "jaxpaged/conversations.py": {"jaxpaged/checks.py"},
     "jaxpaged/chat.py": {"jaxpaged/checks.py", "jaxpaged/conversations.py"},
     "jaxpaged/command_line.py": {"jaxpaged/vllm_names"},
-    "jaxpaged/prompt_files.py": {"jaxpaged/conversations.py", *GROUND},
+    "jaxpaged/prompt_files.py": {"jaxpaged/chat.py", "jaxpaged/conversations.py", *GROUND},
     "jaxpaged/prompt_parts.py": {"jaxpaged/prompt_files.py", "jaxpaged/engine", *GROUND},
     "jaxpaged/vocabulary.py": set(),
     "jaxpaged/detokenizer.py": {"jaxpaged/vocabulary.py"},
