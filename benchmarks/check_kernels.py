@@ -25,7 +25,8 @@ from absl import app, flags
 from benchmarks import device, record
 from jaxpaged.verify import tiles
 from jaxpaged.verify.cases import Case, case
-from pallas_kernels import ops, paged_attention
+from pallas_kernels import ops
+from pallas_kernels.gpu.decode import attention as paged_attention
 from tests.kernels import checks
 
 KERNELS = ["decode", "prompts", "products"]

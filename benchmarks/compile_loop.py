@@ -204,9 +204,6 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from flax import nnx
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from jaxpaged.engine import loop
-    from jaxpaged.engine.state import EngineState, HostPool, create_state, create_tables
-    from jaxpaged.engine.step_config import StepConfig
     from jaxpaged.memory import kv_cache
     from jaxpaged.memory.block_table import BlockTables
     from jaxpaged.memory.kv_cache import KVCache
@@ -214,7 +211,10 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.models.config import ModelConfig, Rope, uniform
     from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
     from jaxpaged.models.families.llama import NAMES
-    from jaxpaged.models.quantisation import OnLoad
+    from jaxpaged.models.quantised.on_load import OnLoad
+    from jaxpaged.step import loop
+    from jaxpaged.step.config import StepConfig
+    from jaxpaged.step.state import EngineState, HostPool, create_state, create_tables
     from pallas_kernels.ops import choice
 
     mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))

@@ -194,7 +194,7 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
     from jaxpaged.engine import startup
     from jaxpaged.models import decoder
     from jaxpaged.models.families.llama import NAMES
-    from jaxpaged.models.quantisation import OnLoad
+    from jaxpaged.models.quantised.on_load import OnLoad
 
     config, model_config = case.engine_config(), case.model_config()
     quantisation = None if case.quantization is None else OnLoad(case.quantization)

@@ -16,10 +16,10 @@ from absl import app, flags
 
 from benchmarks import cuda_compiler
 from jaxpaged.models import layers
-from jaxpaged.models.gguf_blocks import KINDS
-from jaxpaged.models.quantised import Kind, QuantisedWeight, Segment, zeros
+from jaxpaged.models.files.gguf.blocks import KINDS
+from jaxpaged.models.quantised.codes import Kind, QuantisedWeight, Segment, zeros
+from pallas_kernels.gpu.quantised_product import why_not
 from pallas_kernels.ops import ProductImplementation
-from pallas_kernels.quantised_product import why_not
 
 _ROWS = flags.DEFINE_integer("rows", 16, "Rows of the product.")
 

@@ -292,9 +292,10 @@ def _product(p: Product) -> tuple[Any, tuple[Any, ...]]:
     import jax
     import jax.numpy as jnp
 
-    from jaxpaged.models.gguf_blocks import KINDS
-    from jaxpaged.models.quantised import Kind, Segment, zeros
-    from pallas_kernels import ops, product
+    from jaxpaged.models.files.gguf.blocks import KINDS
+    from jaxpaged.models.quantised.codes import Kind, Segment, zeros
+    from pallas_kernels import ops
+    from pallas_kernels.gpu import product
 
     if p.kind in product.DTYPES:
         shapes = (p.num_rows, p.num_inputs), (LAYERS, p.num_inputs, p.num_outputs)

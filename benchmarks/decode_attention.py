@@ -29,9 +29,10 @@ from absl import app, flags
 
 from benchmarks import attention_pool, device, record
 from benchmarks.attention_pool import MODELS, Pool
-from pallas_kernels import ops, support, tuning
-from pallas_kernels import paged_attention as mosaic
-from pallas_kernels._cut import Cut
+from pallas_kernels import ops, support
+from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu.cut import Cut
+from pallas_kernels.gpu.decode import attention as mosaic
 from reference import attention
 
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, in the interpreter.")

@@ -17,8 +17,14 @@ from flax import nnx
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE, EngineConfig
-from jaxpaged.engine import admission, gpu_flags, loop, machine
-from jaxpaged.engine.state import (
+from jaxpaged.engine import gpu_flags, machine
+from jaxpaged.memory import block_table
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.status import raise_if_error
+from jaxpaged.step import admission, loop
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import (
     MAX_STEPS,
     Counter,
     EngineState,
@@ -28,12 +34,7 @@ from jaxpaged.engine.state import (
     create_tables,
     empty_rows,
 )
-from jaxpaged.engine.step import Model
-from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.memory import block_table
-from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.status import raise_if_error
+from jaxpaged.step.step import Model
 from pallas_kernels.ops import TiledImplementation
 
 BLOCK_SIZE = 16

@@ -32,11 +32,11 @@ from benchmarks import decode_loop, device, record
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
-from jaxpaged.engine.state import MAX_STEPS
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import decoder
 from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.step.state import MAX_STEPS
 
 MODELS = {
     "llama-3.1-8b-shaped": ModelConfig(

@@ -27,11 +27,13 @@ from absl import app, flags
 
 from benchmarks import record
 from benchmarks.peaks import measure_peaks
-from jaxpaged.models import layers, quantised
-from jaxpaged.models.gguf_blocks import KINDS
-from jaxpaged.models.quantised import QuantisedWeight, Segment
-from pallas_kernels import native, ops, xla
+from jaxpaged.models import layers
+from jaxpaged.models.files.gguf.blocks import KINDS
+from jaxpaged.models.quantised import codes as quantised
+from jaxpaged.models.quantised.codes import QuantisedWeight, Segment
+from pallas_kernels import native, ops
 from pallas_kernels.native import library
+from pallas_kernels.xla import operations as xla
 
 _TARGETS = flags.DEFINE_list("targets", None, "of library.TARGETS; default: all that this processor can run")
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "through all weights or layers, of each form")

@@ -26,11 +26,11 @@ from benchmarks import record
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import machine
 from jaxpaged.engine.request import Door
-from jaxpaged.engine.state import Rows, empty_rows
-from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.sampling import Context, edited, sample, score
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import Rows, empty_rows
 
 _REPEATS = flags.DEFINE_integer("repeats", 30, "Calls of the program.", lower_bound=1)
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, two repeats.")

@@ -28,11 +28,11 @@ from absl import app, flags
 from benchmarks import decode_loop, device, record
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
-from jaxpaged.engine.state import MAX_STEPS
-from jaxpaged.engine.step import Model
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading
 from jaxpaged.models.constant import ConstantModel
+from jaxpaged.step.state import MAX_STEPS
+from jaxpaged.step.step import Model
 
 _REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lower_bound=1, upper_bound=26)
 _MODEL = flags.DEFINE_string("model", None, "Also time a real model's steps: smollm2, or what LLM takes.")

@@ -18,7 +18,7 @@ from absl import app, flags
 
 from benchmarks import record
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.engine.blocks import Blocks
+from jaxpaged.handover.blocks import Blocks
 
 _MODEL = flags.DEFINE_string("model", "smollm2", "As for LLM.")
 _DTYPE = flags.DEFINE_string("dtype", "auto", "As for LLM.")

@@ -7,7 +7,7 @@ import sys
 
 import ray
 
-from jaxpaged.ray import answer_files
+from jaxpaged.batch.ray import answer_files
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:

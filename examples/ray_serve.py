@@ -6,7 +6,7 @@ python examples/ray_serve.py
 import ray
 from ray import serve
 
-from jaxpaged.ray import application
+from jaxpaged.batch.ray import application
 
 if __name__ == "__main__":
     ray.init(num_cpus=2)  # or ray.init("auto") on a machine of a cluster

@@ -7,26 +7,21 @@ importing the package does not import jax.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged.api.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxpaged.inputs import PromptType, TextPrompt, TokensPrompt
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.api.async_llm import AsyncLLM
+    from jaxpaged.api.llm import LLM
+    from jaxpaged.api.llm_engine import LLMEngine
+    from jaxpaged.api.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
     from jaxpaged.engine.async_llm_engine import AsyncLLMEngine
-    from jaxpaged.engine.blocks import Blocks
-    from jaxpaged.engine.llm import LLM
-    from jaxpaged.engine.llm_engine import LLMEngine
-    from jaxpaged.engine.outputs import (
-        BeamSearchOutput,
-        BeamSearchSequence,
-        CompletionOutput,
-        RequestOutput,
-    )
-    from jaxpaged.engine.pooling.outputs import (
+    from jaxpaged.handover.blocks import Blocks
+    from jaxpaged.pooling.outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
@@ -66,21 +61,21 @@ __all__ = [
 ]
 
 _HOME = {
-    "LLM": "jaxpaged.engine.llm",
-    "BeamSearchOutput": "jaxpaged.engine.outputs",
-    "BeamSearchSequence": "jaxpaged.engine.outputs",
-    "AsyncLLM": "jaxpaged.engine.async_llm",
+    "LLM": "jaxpaged.api.llm",
+    "BeamSearchOutput": "jaxpaged.api.outputs",
+    "BeamSearchSequence": "jaxpaged.api.outputs",
+    "AsyncLLM": "jaxpaged.api.async_llm",
     "AsyncLLMEngine": "jaxpaged.engine.async_llm_engine",
-    "LLMEngine": "jaxpaged.engine.llm_engine",
-    "Blocks": "jaxpaged.engine.blocks",
-    "CompletionOutput": "jaxpaged.engine.outputs",
-    "RequestOutput": "jaxpaged.engine.outputs",
-    "ClassificationRequestOutput": "jaxpaged.engine.pooling.outputs",
-    "EmbeddingRequestOutput": "jaxpaged.engine.pooling.outputs",
-    "PoolingOutput": "jaxpaged.engine.pooling.outputs",
-    "PoolingParams": "jaxpaged.engine.pooling.outputs",
-    "PoolingRequestOutput": "jaxpaged.engine.pooling.outputs",
-    "ScoringRequestOutput": "jaxpaged.engine.pooling.outputs",
+    "LLMEngine": "jaxpaged.api.llm_engine",
+    "Blocks": "jaxpaged.handover.blocks",
+    "CompletionOutput": "jaxpaged.api.outputs",
+    "RequestOutput": "jaxpaged.api.outputs",
+    "ClassificationRequestOutput": "jaxpaged.pooling.outputs",
+    "EmbeddingRequestOutput": "jaxpaged.pooling.outputs",
+    "PoolingOutput": "jaxpaged.pooling.outputs",
+    "PoolingParams": "jaxpaged.pooling.outputs",
+    "PoolingRequestOutput": "jaxpaged.pooling.outputs",
+    "ScoringRequestOutput": "jaxpaged.pooling.outputs",
 }
 
 

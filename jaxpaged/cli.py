@@ -14,21 +14,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jaxpaged
-from jaxpaged import prompt_files
+from jaxpaged.batch import prompt_files
+from jaxpaged.batch.prompt_files import Asked, Refused
 from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
 from jaxpaged.command_line import EXIT_USER_ERROR, Parser
 from jaxpaged.config import AUTO, EngineConfig, config_of
 from jaxpaged.lab import command as lab_command
 from jaxpaged.lora import LoRARequest
-from jaxpaged.prompt_files import Asked, Refused
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import batch_command
 from jaxpaged.serve import command as serve_command
 from jaxpaged.verify import command as verify_command
 
 if TYPE_CHECKING:
-    from jaxpaged.engine.outputs import RequestOutput
+    from jaxpaged.api.outputs import RequestOutput
 
 EXIT_ERROR = 1  # of ours
 MODEL_OPTIONS = ("tokenizer", "revision", "generation_config")  # of `LLM`, beside its engine's
@@ -289,9 +289,9 @@ def _generate(args: argparse.Namespace) -> None:
 
     from tqdm import tqdm
 
+    from jaxpaged.api.llm import LLM
+    from jaxpaged.api.progress import speeds
     from jaxpaged.engine.handle import EngineDeadError
-    from jaxpaged.engine.llm import LLM
-    from jaxpaged.engine.progress import speeds
     from jaxpaged.engine.texts import TextError
 
     start = time.perf_counter()
@@ -372,8 +372,9 @@ def _info(args: argparse.Namespace) -> None:
     from flax import nnx
 
     from jaxpaged.engine import gpu_flags, machine, startup
-    from jaxpaged.models import loading, quantised
+    from jaxpaged.models import loading
     from jaxpaged.models.layer_form import form_of
+    from jaxpaged.models.quantised import codes as quantised
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
 

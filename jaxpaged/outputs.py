@@ -1,14 +1,14 @@
-"""What a user gets back, where vLLM's scripts import it from; `engine.outputs` defines it."""
+"""What a user gets back, at vLLM's import path; `api.outputs` and `pooling.outputs` define it."""
 
-from jaxpaged.engine.outputs import (
+from jaxpaged.api.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     CompletionOutput,
     Logprob,
-    RequestMetrics,
     RequestOutput,
 )
-from jaxpaged.engine.pooling.outputs import (
+from jaxpaged.engine.handle import RequestMetrics
+from jaxpaged.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,

@@ -18,13 +18,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Not what is there to meet wrong types and say so: the host side, and the public operations.
 CHECKED = [
-    "pallas_kernels.xla_tiles",
+    "pallas_kernels.xla.tiles",
     "jaxpaged.memory",
     "jaxpaged.models",
     "jaxpaged.parallel",
     "jaxpaged.sampling",
-    *(f"jaxpaged.engine.{module}" for module in ("admission", "beams", "loop", "plan", "scheduler")),
-    *(f"jaxpaged.engine.{module}" for module in ("state", "step")),
+    "jaxpaged.step",
 ]
 install_import_hook(CHECKED, f"{typechecker.__name__}.check")
 
@@ -99,8 +98,8 @@ def optimized(own_programs):
 @pytest.fixture(scope="module")
 def small_pieces(own_programs):
     """For modules with small tables: what is taken piece by piece takes many pieces there, too."""
-    from jaxpaged.engine import admission
     from jaxpaged.memory import entries, prefix_cache
+    from jaxpaged.step import admission
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (entries, prefix_cache, admission):

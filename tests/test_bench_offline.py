@@ -6,9 +6,9 @@ import json
 import pytest
 
 from jaxpaged import cli
+from jaxpaged.api.llm import LLM
 from jaxpaged.bench import datasets, offline_command
 from jaxpaged.checks import InputError
-from jaxpaged.engine.llm import LLM
 from tests import tiny, tiny_lora
 from tests.test_cli import FAST
 from tests.tiny_gguf import write_gguf

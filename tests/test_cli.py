@@ -9,11 +9,12 @@ import sys
 import pytest
 
 import jaxpaged
-from jaxpaged import cli, prompt_files
+from jaxpaged import cli
+from jaxpaged.api.llm import LLM
+from jaxpaged.batch import prompt_files
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.llm import LLM
 from pallas_kernels import native
 from tests import tiny, tiny_lora
 from tests.tiny_gguf import write_gguf

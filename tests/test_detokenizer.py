@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from jaxpaged.detokenizer import Detokenizer, _Run
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.texts import Texts
-from jaxpaged.models import hf, loading
+from jaxpaged.models import loading
+from jaxpaged.models.files import hf
 from jaxpaged.sampling_params import SamplingParams
 
 LETTERS = "añ漢字🙂👩‍👩‍👧‍👦é ش नमस्ते\n\tẞ🏴󠁧󠁢󠁥󠁮󠁧󠁿x1 "

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import jaxpaged
 from jaxpaged import InputError, SamplingParams
+from jaxpaged.api.llm import engine_config
 from jaxpaged.checks import shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.handle import EngineDeadError
-from jaxpaged.engine.llm import engine_config
 from jaxpaged.engine.request import Salts, arrival_of, since
 from tests import tiny
 from tests.tiny_gguf import write_gguf

@@ -15,8 +15,8 @@ import pytest
 
 import jaxpaged
 from jaxpaged import InputError, RequestOutputKind, SamplingParams
-from jaxpaged.engine import llm as llm_module
-from jaxpaged.engine.async_engine import AsyncEngine
+from jaxpaged.api import llm as llm_module
+from jaxpaged.api.async_engine import AsyncEngine
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.models import loading

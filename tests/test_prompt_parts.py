@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from jaxpaged import LLM, prompt_parts
+from jaxpaged import LLM
+from jaxpaged.batch import prompt_parts
 from jaxpaged.checks import InputError
 from tests import tiny
 from tests.tiny_gguf import write_gguf

@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'jaxpaged[ray]'")
     from ray import serve
 
-    import jaxpaged.ray as on_ray
+    import jaxpaged.batch.ray as on_ray
 
 NUM_REQUESTS = 200
 MARK = "JAXPAGED_RAY_TEST"  # by which processes of this test are known

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxpaged import BeamSearchParams, InputError, SamplingParams
+from jaxpaged.api.arg_utils import OF_LLM
+from jaxpaged.api.llm import engine_config
+from jaxpaged.batch.prompt_files import for_llm, of_row
 from jaxpaged.cli import _parser
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.arg_utils import OF_LLM
-from jaxpaged.engine.llm import engine_config
-from jaxpaged.prompt_files import for_llm, of_row
 from jaxpaged.serve import pooling_schemas, schemas
 from jaxpaged.vllm_names import make
 from jaxpaged.vllm_names.flags import without_vllms
@@ -263,7 +263,7 @@ def test_the_script_reads_classes_and_their_defaults_from_source(tmp_path):
         with tarfile.open(tmp_path / f"vllm-{version}.tar.gz", "w:gz") as files:
             for name, content in (
                 ("config/model.py", configs),
-                ("engine/arg_utils.py", text),
+                ("api/arg_utils.py", text),
                 ("entrypoints/llm.py", llm),
                 ("entrypoints/openai/cli_args.py", flags),
             ):

@@ -19,10 +19,10 @@ from jaxpaged import (
     SamplingParams,
     TokensPrompt,
 )
-from jaxpaged.engine import llm_engine
-from jaxpaged.engine.arg_utils import DEFAULT_MODEL, OF_LLM, AsyncEngineArgs
+from jaxpaged.api import llm_engine
+from jaxpaged.api.arg_utils import DEFAULT_MODEL, OF_LLM, AsyncEngineArgs
+from jaxpaged.api.llm import engine_config
 from jaxpaged.engine.handle import EngineDeadError
-from jaxpaged.engine.llm import engine_config
 from jaxpaged.models import loading
 from jaxpaged.utils.argparse_utils import FlexibleArgumentParser
 from tests import tiny, tiny_lora

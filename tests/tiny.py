@@ -21,9 +21,9 @@ from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
-from jaxpaged.models.quantisation import OnLoad
-from jaxpaged.models.quantised import FLOAT8
-from jaxpaged.models.quantised_checkpoints import Tensors
+from jaxpaged.models.quantised.checkpoints import Tensors
+from jaxpaged.models.quantised.codes import FLOAT8
+from jaxpaged.models.quantised.on_load import OnLoad
 from jaxpaged.models.weights import Parts, Share, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status

@@ -16,11 +16,11 @@ import numpy as np
 from tqdm import tqdm
 
 import jaxpaged
+from jaxpaged.api.async_llm import AsyncLLM
+from jaxpaged.api.llm import LLM
 from jaxpaged.bench import datasets
 from jaxpaged.bench.datasets import Sample, Words
 from jaxpaged.checks import InputError, check
-from jaxpaged.engine.async_llm import AsyncLLM
-from jaxpaged.engine.llm import LLM
 from jaxpaged.inputs import TokensPrompt
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

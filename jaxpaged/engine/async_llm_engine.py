@@ -1,5 +1,5 @@
-"""AsyncLLMEngine: vLLM's older name of `AsyncLLM`."""
+"""`AsyncLLMEngine`, vLLM's older name of `AsyncLLM`, at vLLM's import path."""
 
-from jaxpaged.engine.async_llm import AsyncLLM as AsyncLLMEngine
+from jaxpaged.api.async_llm import AsyncLLM as AsyncLLMEngine
 
 __all__ = ["AsyncLLMEngine"]

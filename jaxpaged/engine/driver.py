@@ -20,37 +20,30 @@ from flax import nnx
 
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import exchange, loop, machine, startup
+from jaxpaged.engine import machine, startup
 from jaxpaged.engine.adapters import Adapter, OnDevice, beside
-from jaxpaged.engine.blocks import Blocks, Kind
 from jaxpaged.engine.groups import Groups
-from jaxpaged.engine.loop import Report
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.pace import Pace
 from jaxpaged.engine.places import Place, Places
 from jaxpaged.engine.request import Delta, Door, Request
 from jaxpaged.engine.startup import Shapes
-from jaxpaged.engine.state import (
-    Beams,
-    Counter,
-    EngineState,
-    FinishReason,
-    Phase,
-    Rows,
-    empty_rows,
-    without_kv,
-)
-from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.models import quantised
+from jaxpaged.handover import exchange
+from jaxpaged.handover.blocks import Blocks, Kind
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.names import Names
+from jaxpaged.models.quantised import codes as quantised
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Call, Leader, Processes
 from jaxpaged.sampling import LogitRules, SamplingState
 from jaxpaged.status import raise_if_error
+from jaxpaged.step import loop
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.loop import Report
+from jaxpaged.step.state import Beams, Counter, EngineState, FinishReason, Phase, Rows, empty_rows, without_kv
 
 # Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8

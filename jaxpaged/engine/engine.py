@@ -16,15 +16,15 @@ from absl import logging
 
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.blocks import Blocks
 from jaxpaged.engine.driver import Driver, Snapshot, Stats
-from jaxpaged.engine.exchange import Piece
 from jaxpaged.engine.handle import EngineDeadError, Handle, Sink, or_raise
 from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.startup import Shapes
 from jaxpaged.engine.texts import TextError
+from jaxpaged.handover.blocks import Blocks
+from jaxpaged.handover.exchange import Piece
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.loop import Report
 from jaxpaged.engine.request import Request
-from jaxpaged.engine.step import PromptScores
 from jaxpaged.routing import Router, keys_of_tokens
+from jaxpaged.step.loop import Report
+from jaxpaged.step.step import PromptScores
 
 
 class Groups:

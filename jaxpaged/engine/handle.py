@@ -9,9 +9,19 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from jaxpaged.engine.outputs import RequestMetrics
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import TextError, Texts, texts
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened, in seconds since the epoch; None for what has not."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    # When the run of steps began in which it was first seen to run: a request is told of run by run.
+    first_scheduled_time: float | None = None
 
 
 class EngineDeadError(RuntimeError):

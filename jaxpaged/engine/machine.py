@@ -15,20 +15,20 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.engine import gpu_flags
-from jaxpaged.engine.state import EngineState, create_state, create_tables
-from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import num_weights
 from jaxpaged.parallel.mesh import mesh_of
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import EngineState, create_state, create_tables
 from pallas_kernels import layouts, native, support
 from pallas_kernels.compilation_cache import compilation_cache_dir
+from pallas_kernels.gpu.decode.attention import partial_bytes
+from pallas_kernels.gpu.prompt.attention import partial_bytes as prompt_partial_bytes
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation, choice
-from pallas_kernels.paged_attention import partial_bytes
-from pallas_kernels.prompt_attention import partial_bytes as prompt_partial_bytes
 
 # Share of a CPU's memory that the cache may take: there, other programs live beside us.
 CPU_MEMORY_SHARE = 0.05

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from jaxpaged.engine.request import Request
-from jaxpaged.engine.state import EngineState, Phase
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from jaxpaged.memory.content_table import PrefixCache
 from jaxpaged.memory.free_queue import FreeQueue
+from jaxpaged.step.state import EngineState, Phase
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.engine.loop import Report
 from jaxpaged.engine.request import Beam, Delta, Request, Score, arrival_of
-from jaxpaged.engine.state import MAX_STEPS, FinishReason, Phase
-from jaxpaged.engine.step import PromptScores
 from jaxpaged.sampling import Scores
+from jaxpaged.step.loop import Report
+from jaxpaged.step.state import MAX_STEPS, FinishReason, Phase
+from jaxpaged.step.step import PromptScores
 
 # Phases of requests in rows that are not held for others, and do not run.
 WAITS = (Phase.WAITING, Phase.SWAPPED, Phase.FOLLOWING)

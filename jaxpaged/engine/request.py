@@ -22,12 +22,12 @@ from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.dead_ends import dead_end
-from jaxpaged.engine.state import MAX_EDITS, FinishReason, Phase, Rows, token_bits
-from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, seed_bits
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import MAX_EDITS, FinishReason, Phase, Rows, token_bits
 
 INT32_RULE = "an int in [-2**31, 2**31)"
 # A smaller number would count as 0 in a compiled program, and 0 cannot divide: float32's least normal one.

@@ -15,12 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import gpu_flags, loop, machine, programs
-from jaxpaged.engine.loop import Report
+from jaxpaged.engine import gpu_flags, machine, programs
 from jaxpaged.engine.programs import Program
-from jaxpaged.engine.state import EngineState, HostPool
-from jaxpaged.engine.step import no_prompt_scores
-from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import eviction, sizing
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.sizing import Budget, CacheSize
@@ -30,6 +26,11 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.parallel.mesh import BY_SHARD, assembled, by_group, from_host, num_groups, placed
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
+from jaxpaged.step import loop
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.loop import Report
+from jaxpaged.step.state import EngineState, HostPool
+from jaxpaged.step.step import no_prompt_scores
 from pallas_kernels import layouts, native
 
 # `loop.run` of one model and config.

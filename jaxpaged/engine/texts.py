@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxpaged.detokenizer import Detokenizer, Step
 from jaxpaged.engine.request import Delta, Request
-from jaxpaged.engine.state import FinishReason
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step.state import FinishReason
 
 
 class TextError(RuntimeError):

@@ -17,7 +17,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine.state import Counter
 from jaxpaged.lab import questions
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.questions import Reuse
@@ -25,6 +24,7 @@ from jaxpaged.lab.serving.replay import Served, Serving, percentiles
 from jaxpaged.lab.serving.roofline import DECODERS, GPUS, cache_tokens
 from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
 from jaxpaged.lab.traces import Trace
+from jaxpaged.step.state import Counter
 
 MOMENTS = 200  # of memory over time
 MIDDLE_AND_WORST = (50, 99)  # percentiles

@@ -13,8 +13,8 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.layers import kind_of
 from pallas_kernels import ops
+from pallas_kernels.gpu.decode.attention import SharedPlan
 from pallas_kernels.ops import TiledImplementation
-from pallas_kernels.paged_attention import SharedPlan
 
 
 @jax.tree_util.register_dataclass

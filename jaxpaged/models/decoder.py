@@ -15,7 +15,7 @@ from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.feed_forward import MLP, linear, stack
 from jaxpaged.models.names import Names
-from jaxpaged.models.quantised import Quantisation, QuantisedWeight
+from jaxpaged.models.quantised.codes import Quantisation, QuantisedWeight
 from jaxpaged.models.weights import Abstract, Parts, Share
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels import native, product
+from pallas_kernels import native
+from pallas_kernels.gpu import product
 from pallas_kernels.ops import ProductImplementation, choice
 
 

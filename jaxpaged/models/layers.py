@@ -14,9 +14,11 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from jaxpaged.models.layer_form import LayerForm, form_of
-from jaxpaged.models.quantised import QuantisedWeight
-from pallas_kernels import low_rank, native, ops, product, xla
+from jaxpaged.models.quantised.codes import QuantisedWeight
+from pallas_kernels import low_rank, native, ops
+from pallas_kernels.gpu import product
 from pallas_kernels.ops import ProductImplementation
+from pallas_kernels.xla import operations as xla
 
 Values = Array | np.ndarray  # a weight that is being made
 type Weight = Float[Values, "..."] | QuantisedWeight

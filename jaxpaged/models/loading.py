@@ -11,13 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpaged.checks import InputError, check, is_int, shown
-from jaxpaged.models import hf, kept
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.families import family_of, from_hf, names_of
+from jaxpaged.models.files import hf, kept
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import Names
-from jaxpaged.models.quantised import Quantisation
+from jaxpaged.models.quantised.codes import Quantisation
 from jaxpaged.models.weights import Parts, Share
 from pallas_kernels import native
 
@@ -92,7 +92,7 @@ class Checkpoint:
         elif quantization is None:
             return None
         elif quantization != "gguf":
-            from jaxpaged.models.quantisation import OnLoad
+            from jaxpaged.models.quantised.on_load import OnLoad
 
             return OnLoad(quantization)
         else:
@@ -193,7 +193,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
 
 def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
-    from jaxpaged.models import quantised_checkpoints, safetensors_files, tied
+    from jaxpaged.models.files import safetensors_files, tied
+    from jaxpaged.models.quantised import checkpoints as quantised_checkpoints
 
     config_json = hf.read_object(path / "config.json")
     generation: Mapping[str, Any] = {}
@@ -264,7 +265,8 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    from jaxpaged.models import gguf_file, gguf_tokenizers
+    from jaxpaged.models.files.gguf import file as gguf_file
+    from jaxpaged.models.files.gguf import tokenizers as gguf_tokenizers
 
     reader = gguf_file.open_file(path)
     try:

@@ -17,10 +17,10 @@ from jaxtyping import Array, Int
 
 from jaxpaged.checks import InputError, check, checked_int, checked_number, shown
 from jaxpaged.lora import LoRARequest
-from jaxpaged.models import hf, safetensors_files
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.feed_forward import MLP
+from jaxpaged.models.files import hf, safetensors_files
 from jaxpaged.models.layers import AdapterParam, Linear
 from jaxpaged.models.names import TRANSPOSED, Form, Names, in_layer, layers_with, piece_shapes
 from jaxpaged.models.patterns import Patterns

@@ -25,7 +25,7 @@ from jaxpaged.models.names import (
     stored_shapes,
     without_prefix,
 )
-from jaxpaged.models.quantised import Cut, Quantisation, Segment, zeros
+from jaxpaged.models.quantised.codes import Cut, Quantisation, Segment, zeros
 from jaxpaged.parallel.shards import Shards
 from pallas_kernels import native
 

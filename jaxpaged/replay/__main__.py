@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxpaged.checks import InputError
 from jaxpaged.engine import machine
-from jaxpaged.engine.state import EngineState, FinishReason, Phase
 from jaxpaged.memory.invariants import InvariantError, check_invariants
 from jaxpaged.replay.dump import Dump, load
 from jaxpaged.replay.stepper import Step, replay, tables_of, with_model
 from jaxpaged.status import PagedMemoryError, Status
+from jaxpaged.step.state import EngineState, FinishReason, Phase
 
 
 def describe(number: int, step: Step) -> Iterator[str]:

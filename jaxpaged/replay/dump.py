@@ -14,11 +14,11 @@ import jaxpaged
 from jaxpaged.checks import InputError, check, checked_int, is_int, shown
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.state import EngineState, HostPool, Rows, create_state, create_tables, empty_rows
-from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import EngineState, HostPool, Rows, create_state, create_tables, empty_rows
 from jaxpaged.untrusted import dtype_named, read_json, read_npz
 from pallas_kernels import layouts
 

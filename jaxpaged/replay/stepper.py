@@ -13,16 +13,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import loop, machine, scheduler
+from jaxpaged.engine import machine
 from jaxpaged.engine.request import since
-from jaxpaged.engine.scheduler import Decision
-from jaxpaged.engine.state import EngineState, Phase, Rows, tokens_of, without_kv
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
 from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.replay.dump import Dump, kv_of, put_kv, without_layers
+from jaxpaged.step import loop, scheduler
+from jaxpaged.step.scheduler import Decision
+from jaxpaged.step.state import EngineState, Phase, Rows, tokens_of, without_kv
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import jaxpaged
+from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.checks import InputError
-from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.serve import adapters, chat, completions, health, models, page, responses, tokens
 from jaxpaged.serve.guard import Guard, Load

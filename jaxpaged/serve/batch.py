@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Message
 
-from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.serve.app import create_app
 from jaxpaged.serve.batch_files import INVALID_LINE, Asked, Line, LineError, Output, digest_of, parse
 from jaxpaged.serve.options import ServerOptions

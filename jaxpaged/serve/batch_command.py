@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
 
     from tqdm import tqdm
 
-    from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.api.async_llm import AsyncLLM
     from jaxpaged.engine.handle import EngineDeadError
     from jaxpaged.serve import batch, batch_files
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpaged.api.async_llm import TOKENIZED_HERE, AsyncLLM
 from jaxpaged.chat import Template, render
 from jaxpaged.checks import InputError, shown
 from jaxpaged.conversations import check_tools, read_messages
-from jaxpaged.engine.async_llm import TOKENIZED_HERE, AsyncLLM
 from jaxpaged.serve.bounds import size_of
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS, detected

@@ -145,8 +145,8 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
 
     from absl import logging
 
-    from jaxpaged.engine.async_llm import AsyncLLM
-    from jaxpaged.engine.llm import LLM
+    from jaxpaged.api.async_llm import AsyncLLM
+    from jaxpaged.api.llm import LLM
     from jaxpaged.serve import server
 
     if config.process_id:  # works for process 0, which listens; ends by `SystemExit`

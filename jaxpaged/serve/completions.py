@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from jaxpaged.engine.async_llm import Admitted
-from jaxpaged.engine.llm import Prompt
+from jaxpaged.api.async_llm import Admitted
+from jaxpaged.api.llm import Prompt
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import CompletionLogprobs, Places, TokenNames, prompt_logprobs
 from jaxpaged.serve.replies import DONE, ApiError, event, reply

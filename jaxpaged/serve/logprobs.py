@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxpaged.api.outputs import Logprob
 from jaxpaged.detokenizer import Detokenizer
-from jaxpaged.engine.outputs import Logprob
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.vocabulary import vocabulary_of
 

@@ -23,8 +23,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jaxpaged.api.outputs import CompletionOutput, RequestOutput
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
 LABELS = ("model_name", "engine")

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from jaxpaged.engine.driver import Stats
 from jaxpaged.engine.occupancy import Occupancy
-from jaxpaged.engine.state import Phase
 from jaxpaged.serve.replies import ApiError, EventStream, event
 from jaxpaged.serve.service import Service, service_of
+from jaxpaged.step.state import Phase
 
 router = APIRouter()
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxpaged.checks import InputError, checked_int
-from jaxpaged.engine.pooling.outputs import PoolingRequestOutput
+from jaxpaged.pooling.outputs import PoolingRequestOutput
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.pooling_schemas import (
     ClassificationRequest,

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine.pooling.outputs import PoolingParams
+from jaxpaged.pooling.outputs import PoolingParams
 from jaxpaged.serve.schemas import Asked
 
 Input = str | list[str] | list[int] | list[list[int]]

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from jaxpaged.checks import shown
-from jaxpaged.engine.pooling.llm import Pooling
+from jaxpaged.pooling.llm import Pooling
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError
 

@@ -14,9 +14,9 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.checks import InputError
-from jaxpaged.engine.async_llm import AsyncLLM
-from jaxpaged.engine.pooling.llm import Pooling
+from jaxpaged.pooling.llm import Pooling
 from jaxpaged.serve.app import create_app
 from jaxpaged.serve.connection import Connection, Room
 from jaxpaged.serve.options import ServerOptions

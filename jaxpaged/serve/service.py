@@ -13,11 +13,11 @@ from typing import Any
 
 from starlette.requests import Request
 
+from jaxpaged.api.async_llm import Admitted, AsyncLLM
+from jaxpaged.api.llm import Prompt
+from jaxpaged.api.outputs import CompletionOutput, RequestOutput
 from jaxpaged.checks import check_salt, shown
-from jaxpaged.engine.async_llm import Admitted, AsyncLLM
 from jaxpaged.engine.handle import EngineDeadError
-from jaxpaged.engine.llm import Prompt
-from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.engine.texts import TextError
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import SamplingParams

@@ -6,15 +6,15 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import checks, layouts, native, ragged, xla, xla_tiles
-from pallas_kernels import paged_attention as mosaic
-from pallas_kernels import prompt_attention as mosaic_prompts
-from pallas_kernels._cut import Cut
+from pallas_kernels import checks, layouts, native, ragged
 from pallas_kernels.checks import AttentionOptions
+from pallas_kernels.gpu.cut import Cut
+from pallas_kernels.gpu.decode import attention as mosaic
+from pallas_kernels.gpu.decode.attention import SharedPlan
+from pallas_kernels.gpu.prompt import attention as mosaic_prompts
 from pallas_kernels.layouts import Layout, Pool
 from pallas_kernels.ops import choice
 from pallas_kernels.ops.choice import Implementation, TiledImplementation
-from pallas_kernels.paged_attention import SharedPlan
 from pallas_kernels.support import (
     Arrays,
     Options,
@@ -22,6 +22,8 @@ from pallas_kernels.support import (
     refuse_unserved,
     view_of,
 )
+from pallas_kernels.xla import operations as xla
+from pallas_kernels.xla import tiles as xla_tiles
 
 
 def paged_attention(

@@ -3,12 +3,13 @@
 import jax
 from jax import lax
 
-from pallas_kernels import native, xla
-from pallas_kernels import product as mosaic_products
-from pallas_kernels import quantised_product as mosaic_quantised
+from pallas_kernels import native
+from pallas_kernels.gpu import product as mosaic_products
+from pallas_kernels.gpu import quantised_product as mosaic_quantised
 from pallas_kernels.ops import choice
 from pallas_kernels.ops.choice import Implementation, ProductImplementation
 from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
+from pallas_kernels.xla import operations as xla
 
 
 def product(

@@ -22,14 +22,14 @@ import jax
 import numpy as np
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine.blocks import Blocks
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
-from jaxpaged.engine.state import MAX_STEPS, FinishReason
+from jaxpaged.handover.blocks import Blocks
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import Status
+from jaxpaged.step.state import MAX_STEPS, FinishReason
 from tests import tiny, tiny_lora
 
 NUM_ASKS = 40  # different ones a setting; each is answered alone once

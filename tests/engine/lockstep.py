@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.engine import scheduler
-from jaxpaged.engine.scheduler import Decision
-from jaxpaged.engine.state import (
+from jaxpaged.memory import kv_cache, prefix_cache
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.invariants import check_invariants, free_block_ids
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory.policies import LRU, Policy
+from jaxpaged.models.attention import AttentionBatch, attend
+from jaxpaged.sampling import score
+from jaxpaged.status import Status
+from jaxpaged.step import scheduler
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.scheduler import Decision
+from jaxpaged.step.state import (
     EngineState,
     FinishReason,
     HostPool,
@@ -25,16 +34,7 @@ from jaxpaged.engine.state import (
     place_requests,
     token_bits,
 )
-from jaxpaged.engine.step import step
-from jaxpaged.engine.step_config import StepConfig
-from jaxpaged.memory import kv_cache, prefix_cache
-from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.invariants import check_invariants, free_block_ids
-from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.memory.policies import LRU, Policy
-from jaxpaged.models.attention import AttentionBatch, attend
-from jaxpaged.sampling import score
-from jaxpaged.status import Status
+from jaxpaged.step.step import step
 from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
 from reference import sampler

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxpaged import LLM, BeamSearchParams, InputError
+from jaxpaged.api.outputs import BeamSearchOutput, beam_search_output
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.outputs import BeamSearchOutput, beam_search_output
-from jaxpaged.engine.state import FinishReason
 from jaxpaged.models import loading, weights
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import Parts
+from jaxpaged.step.state import FinishReason
 from reference import model as reference_model
 from reference.beam_search import BeamSearch, Hypothesis, beam_search
 from tests import tiny

@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import loop
-from jaxpaged.engine.state import EngineState, create_state, create_tables
-from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.memory import kv_cache
 from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
+from jaxpaged.step import loop
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import EngineState, create_state, create_tables
 
 MAX_NUM_SEQS = 512
 MAX_MODEL_LEN = 131_072

@@ -9,11 +9,12 @@ import pytest
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import driver as driver_module
-from jaxpaged.engine import loop, machine
+from jaxpaged.engine import machine
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.state import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
+from jaxpaged.step import loop
+from jaxpaged.step.state import FinishReason
 from pallas_kernels import native
 from pallas_kernels.ops import choice
 from reference import sampler as reference_sampler

@@ -18,15 +18,15 @@ from typing import Any
 import jax
 import pytest
 
+from jaxpaged.api.async_engine import AsyncEngine
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.async_engine import AsyncEngine
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect
 from jaxpaged.engine.request import Delta, Request
-from jaxpaged.engine.state import FinishReason
 from jaxpaged.engine.texts import TextError
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step.state import FinishReason
 from tests import tiny
 
 LIMIT_S = 120.0  # far more than any of them takes, for a machine with much else to do

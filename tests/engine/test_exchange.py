@@ -18,13 +18,14 @@ from flax import nnx
 from safetensors.numpy import load, save
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine import exchange, loop
-from jaxpaged.engine.blocks import Blocks, Kind
-from jaxpaged.engine.transport import SocketTransport
+from jaxpaged.handover import exchange, programs
+from jaxpaged.handover.blocks import Blocks, Kind
+from jaxpaged.handover.transport import SocketTransport
 from jaxpaged.memory import kv_cache, transfer
 from jaxpaged.models import lora
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step import loop
 from pallas_kernels.layouts import LAYOUTS
 from tests import tiny
 from tests.layouts import EACH, HEAD_DIM, NUM_HEADS, block_size_of
@@ -32,7 +33,13 @@ from tests.layouts import EACH, HEAD_DIM, NUM_HEADS, block_size_of
 SCORED = SamplingParams(max_tokens=8, temperature=0, logprobs=2)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 PROMPT, OTHER, NEVER_ASKED = tiny.prompts([50, 64, 40])
-PROGRAMS = loop.locate_blocks, loop.read_blocks, loop.adopt_blocks, loop.write_blocks, loop.digest
+PROGRAMS = (
+    programs.locate_blocks,
+    programs.read_blocks,
+    programs.adopt_blocks,
+    programs.write_blocks,
+    programs.digest,
+)
 BESIDE = loop.submit, loop.write_tokens, loop.report, loop.recent_scores, loop.abort
 
 
@@ -138,7 +145,7 @@ def test_room_for_adapters_is_no_other_model(here, blocks):
 
 def test_the_digest_knows_every_bit_and_its_place():
     def words(*arrays):
-        return tuple(np.asarray(loop.digest([jnp.asarray(x) for x in arrays])).tolist())
+        return tuple(np.asarray(programs.digest([jnp.asarray(x) for x in arrays])).tolist())
 
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((2, 5, 7), np.float32)
@@ -346,8 +353,8 @@ def test_both_ends_ask_for_the_key(blocks):
 THERE = """
 import json, socket, sys
 import jax, numpy as np
-from jaxpaged.engine import exchange
-from jaxpaged.engine.transport import SocketTransport
+from jaxpaged.handover import exchange
+from jaxpaged.handover.transport import SocketTransport
 from jaxpaged.memory import transfer
 from tests import tiny
 from tests.engine.test_exchange import PROMPT, answer, on_a_mesh
@@ -376,8 +383,8 @@ def on_a_mesh(blocks, cache):
         {n: jax.device_put(x, jax.devices()[1]) for n, x in blocks.arrays.items()}, cache
     )
     ids = np.arange(1, 1 + blocks.num_blocks, dtype=np.int32)
-    cache = loop.write_blocks(cache, ids, pieces)
-    for name, x in loop.read_blocks(cache, ids).items():
+    cache = programs.write_blocks(cache, ids, pieces)
+    for name, x in programs.read_blocks(cache, ids).items():
         assert cache.blocks[name].sharding == cut
         assert np.array_equal(x, blocks.arrays[name])
 

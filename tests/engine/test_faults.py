@@ -11,10 +11,10 @@ import pytest
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta
-from jaxpaged.engine.state import FinishReason, Phase, Rows
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
+from jaxpaged.step.state import FinishReason, Phase, Rows
 from tests import tiny
 
 # Steps of one tile, so that a long prompt is still being computed after one.

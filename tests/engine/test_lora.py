@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine import loop
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.request import Delta
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.step import loop
 from reference import model as reference_model
 from tests import tiny, tiny_lora
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpaged.engine.pace import SECONDS_PER_RUN, Pace
-from jaxpaged.engine.state import MAX_STEPS
+from jaxpaged.step.state import MAX_STEPS
 from tests import tiny
 
 SECOND = SECONDS_PER_RUN  # of these tests: as long as a run should take

@@ -15,12 +15,13 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import machine, startup, step
+from jaxpaged.engine import machine, startup
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.plan import plan, slots_of
 from jaxpaged.engine.request import Delta
-from jaxpaged.engine.state import EngineState, Phase
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.step import step
+from jaxpaged.step.plan import plan, slots_of
+from jaxpaged.step.state import EngineState, Phase
 from pallas_kernels.ops import choice
 from tests import tiny
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Score
-from jaxpaged.engine.state import FinishReason
 from jaxpaged.engine.texts import Texts
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step.state import FinishReason
 from reference import sampler as reference
 
 

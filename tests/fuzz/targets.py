@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from jaxpaged import prompt_files, replay
+from jaxpaged import replay
+from jaxpaged.batch import prompt_files
 from jaxpaged.checks import InputError
 from jaxpaged.conversations import read_items, read_messages
-from jaxpaged.engine.blocks import Blocks, Kind
 from jaxpaged.engine.driver import CALL_CLASSES
-from jaxpaged.engine.state import empty_rows
+from jaxpaged.handover.blocks import Blocks, Kind
 from jaxpaged.lab import traces
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading, lora
@@ -37,6 +37,7 @@ from jaxpaged.serve.schemas import (
     TokenizeRequest,
 )
 from jaxpaged.serve.tools import Form, ToolDeltas
+from jaxpaged.step.state import empty_rows
 from jaxpaged.verify import allocators
 from jaxpaged.verify.history import History
 from tests import tiny, tiny_lora
@@ -311,11 +312,11 @@ LIMITS = bounds.Limits.of(4 * 2**20, 64)
 TARGETS = {
     target.name: target
     for target in (
-        Target("blocks", lambda data, _: Blocks.from_bytes(data), blocks, ("engine/blocks", "untrusted")),
+        Target("blocks", lambda data, _: Blocks.from_bytes(data), blocks, ("handover/blocks", "untrusted")),
         Target("dump", parse_dump, dumps, ("replay/dump", "untrusted")),
         Target("gguf", parse_gguf, gguf_files, ("models/", "gguf/gguf_reader")),
         Target("directory", parse_directory, directories, ("models/",)),
-        Target("adapter", parse_adapter, adapters, ("models/lora", "models/safetensors_files")),
+        Target("adapter", parse_adapter, adapters, ("models/lora", "models/files/safetensors_files")),
         Target("trace", parse_trace, trace_lines, ("lab/traces",)),
         Target("prompts", parse_prompts, prompt_lines, ("prompt_files", "sampling_params", "checks")),
         Target("history", parse_history, histories, ("verify/allocators", "untrusted")),

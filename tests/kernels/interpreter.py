@@ -23,7 +23,10 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
-from pallas_kernels import _arrival, paged_attention, product, prompt_attention, quantised_product
+from pallas_kernels.gpu import arrival as _arrival
+from pallas_kernels.gpu import product, quantised_product
+from pallas_kernels.gpu.decode import attention as paged_attention
+from pallas_kernels.gpu.prompt import attention as prompt_attention
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from jaxpaged.verify import Terms, cases_of, check
 from jaxpaged.verify.cache_cases import CopyCase, MergeCase, Pairs, WriteCase
-from pallas_kernels import ops, xla
+from pallas_kernels import ops
 from pallas_kernels.support import Options
+from pallas_kernels.xla import operations as xla
 
 ON_DEVICE = Terms(arrays="jax")
 write = jax.jit(ops.reshape_and_cache, static_argnames="kv_layout")

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from benchmarks import compile_report, cuda_compiler
-from pallas_kernels.paged_attention import partial_bytes
-from pallas_kernels.prompt_attention import partial_bytes as prompt_partial_bytes
+from pallas_kernels.gpu.decode.attention import partial_bytes
+from pallas_kernels.gpu.prompt.attention import partial_bytes as prompt_partial_bytes
 from tests.once import once
 
 missing = cuda_compiler.missing_packages()

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _gpu, _prompt_parts, layouts, native, ops, support
-from pallas_kernels._cut import Cut
+from pallas_kernels import layouts, native, ops, support
+from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu.cut import Cut
+from pallas_kernels.gpu.prompt import parts as _prompt_parts
 from pallas_kernels.layouts import LAYOUTS, Fp8, Int8PerToken, Layout, Part, Pool, Sizes
 from reference import attention as reference_attention
 from reference import cache_ops

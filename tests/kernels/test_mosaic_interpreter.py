@@ -18,10 +18,12 @@ from jax.extend import core
 
 from jaxpaged.verify.cases import CASES, Case, case
 from jaxpaged.verify.oracles.attention import BlockSparse
-from pallas_kernels import _gpu, ops, tuning
-from pallas_kernels import paged_attention as mosaic
-from pallas_kernels._cut import Cut
+from pallas_kernels import ops
 from pallas_kernels.checks import check_attention
+from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu.cut import Cut
+from pallas_kernels.gpu.decode import attention as mosaic
 from pallas_kernels.support import Arrays
 from tests.kernels.checks import OPERATIONS, assert_close, inputs, is_served, weights_dtype
 from tests.kernels.interpreter import (

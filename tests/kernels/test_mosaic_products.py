@@ -11,11 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.models import gguf_blocks, layers
-from jaxpaged.models.quantisation import float8, float8_kind
-from jaxpaged.models.quantised import Kind, QuantisedWeight, Rows, Segment, implementations, packed, zeros
+from jaxpaged.models import layers
+from jaxpaged.models.files.gguf import blocks as gguf_blocks
+from jaxpaged.models.quantised.codes import (
+    Kind,
+    QuantisedWeight,
+    Rows,
+    Segment,
+    implementations,
+    packed,
+    zeros,
+)
+from jaxpaged.models.quantised.on_load import float8, float8_kind
 from pallas_kernels import ops
-from pallas_kernels import quantised_product as mosaic
+from pallas_kernels.gpu import quantised_product as mosaic
 from pallas_kernels.ops import choice
 from pallas_kernels.quantised import OFFSET, Halfwords, Quantised
 from reference import quantisation, quantised_checkpoints

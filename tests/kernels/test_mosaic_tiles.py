@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from jaxpaged.verify.tiles import CASES, Case, assert_close, inputs
-from pallas_kernels import ops, prompt_attention
-from pallas_kernels import paged_attention as mosaic
-from pallas_kernels._cut import Cut
+from pallas_kernels import ops
 from pallas_kernels.checks import check_attention
+from pallas_kernels.gpu.cut import Cut
+from pallas_kernels.gpu.decode import attention as mosaic
+from pallas_kernels.gpu.prompt import attention as prompt_attention
 from pallas_kernels.support import Arrays
 from tests.kernels.interpreter import (
     OPTIONAL,

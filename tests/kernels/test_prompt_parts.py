@@ -10,10 +10,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.verify.tiles import Case, assert_close
-from pallas_kernels import _gpu
-from pallas_kernels import _prompt_parts as parts
-from pallas_kernels._cut import Cut, Parts
-from pallas_kernels._prompt_tile import Problem
+from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu.cut import Cut, Parts
+from pallas_kernels.gpu.prompt import parts
+from pallas_kernels.gpu.prompt.tile import Problem
 from pallas_kernels.layouts import TOKEN_MAJOR
 from tests.kernels.interpreter import (
     fresh_interpreter,

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.models import gguf_blocks
-from jaxpaged.models.gguf_blocks import KINDS
-from jaxpaged.models.quantised import Kind, Rows, packed
+from jaxpaged.models.files.gguf import blocks as gguf_blocks
+from jaxpaged.models.files.gguf.blocks import KINDS
+from jaxpaged.models.quantised.codes import Kind, Rows, packed
 from pallas_kernels import native, quantised
 from pallas_kernels.native import library
 from reference import quantisation, quantised_checkpoints

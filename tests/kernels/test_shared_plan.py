@@ -13,8 +13,8 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.models import attention
 from jaxpaged.models.attention import AttentionBatch
 from pallas_kernels import ops
-from pallas_kernels import paged_attention as mosaic
-from pallas_kernels._cut import Cut
+from pallas_kernels.gpu.cut import Cut
+from pallas_kernels.gpu.decode import attention as mosaic
 from tests.kernels.interpreter import fresh_interpreter
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.state import Counter
 from jaxpaged.lab import questions, report, traces
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.loop import LIFETIMES
 from jaxpaged.lab.serving.replay import Memory, Served, Serving
 from jaxpaged.lab.sweep import Result
+from jaxpaged.step.state import Counter
 from tests.lab.tracing import BLOCK, conversations, write
 
 

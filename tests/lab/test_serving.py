@@ -9,12 +9,12 @@ import pytest
 
 from jaxpaged import cli, config
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.engine.state import Counter
 from jaxpaged.lab import traces
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.serving import replay
 from jaxpaged.lab.serving.loop import FINISHED, FIRST_TOKEN, STARTED
 from jaxpaged.lab.serving.roofline import LLAMA_8B, Decoder, Roofline, seconds_of_step
+from jaxpaged.step.state import Counter
 from reference.engine import Engine, cdiv
 from reference.engine_state import EngineConfig, Phase, Request
 from tests.lab.tracing import BLOCK, conversations, write

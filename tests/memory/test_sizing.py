@@ -11,12 +11,12 @@ from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import machine, programs, startup
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.state import MAX_EDITS, MAX_STEPS
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget
 from jaxpaged.models.decoder import abstract
-from jaxpaged.models.quantisation import OnLoad
+from jaxpaged.models.quantised.on_load import OnLoad
 from jaxpaged.sampling_params import MAX_LOGPROBS
+from jaxpaged.step.state import MAX_EDITS, MAX_STEPS
 from reference.v0.cache_engine import CacheEngine
 from tests import tiny
 

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpaged import cli
-from jaxpaged.models import hf, loading
+from jaxpaged.models import loading
+from jaxpaged.models.files import hf
 
 GOOD = Path(__file__).parents[1] / "goldens" / "gqa_tied"
 WEIGHTS = "model.safetensors"

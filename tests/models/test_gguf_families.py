@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import families, gguf_file, loading
+from jaxpaged.models import families, loading
 from jaxpaged.models.config import LinearScaling, LongScaling, YarnScaling
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.files.gguf import file as gguf_file
 from jaxpaged.models.names import layers_with
 from jaxpaged.models.weights import Parts, by_role
 from reference import model as reference_model

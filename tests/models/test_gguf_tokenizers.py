@@ -7,7 +7,21 @@ from transformers import GPTNeoXTokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import gguf_ends, gguf_file, gguf_reader, gguf_tokenizers, gguf_words
+from jaxpaged.models.files.gguf import (
+    ends as gguf_ends,
+)
+from jaxpaged.models.files.gguf import (
+    file as gguf_file,
+)
+from jaxpaged.models.files.gguf import (
+    reader as gguf_reader,
+)
+from jaxpaged.models.files.gguf import (
+    tokenizers as gguf_tokenizers,
+)
+from jaxpaged.models.files.gguf import (
+    words as gguf_words,
+)
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. It's 12345 miles, isn't it? I'LL see 3.14159!",

@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpaged import disk_cache
-from jaxpaged.models import kept, loading, safetensors_files
+from jaxpaged.models import loading
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.files import kept, safetensors_files
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.weights import Parts
 

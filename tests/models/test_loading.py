@@ -15,10 +15,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import gguf_file, hf, loading, safetensors_files
+from jaxpaged.models import loading
 from jaxpaged.models.config import LinearScaling
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.files import hf, safetensors_files
+from jaxpaged.models.files.gguf import file as gguf_file
 from jaxpaged.models.layers import rope_frequencies
 from jaxpaged.models.weights import by_role, random_weights
 from tests import tiny

@@ -8,10 +8,11 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import gguf_blocks, layers, loading
+from jaxpaged.models import layers, loading
 from jaxpaged.models.decoder import Decoder, abstract
-from jaxpaged.models.quantisation import OnLoad
-from jaxpaged.models.quantised import packed
+from jaxpaged.models.files.gguf import blocks as gguf_blocks
+from jaxpaged.models.quantised.codes import packed
+from jaxpaged.models.quantised.on_load import OnLoad
 from jaxpaged.models.weights import Parts, by_role
 from reference import model as reference_model
 from reference import quantisation, quantised_checkpoints

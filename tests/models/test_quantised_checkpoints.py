@@ -11,10 +11,11 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import loading, mxfp4, safetensors_files
+from jaxpaged.models import loading
 from jaxpaged.models.families.llama import NAMES
-from jaxpaged.models.quantised import Part, packed, wide
-from jaxpaged.models.quantised_checkpoints import Module, Tensors, read
+from jaxpaged.models.files import safetensors_files
+from jaxpaged.models.quantised.checkpoints import Module, Tensors, read
+from jaxpaged.models.quantised.codes import Part, mxfp4, packed, wide
 from jaxpaged.models.weights import by_role
 from pallas_kernels.quantised import Quantised
 from reference import model as reference_model

@@ -12,10 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine import loop
-from jaxpaged.engine.blocks import Blocks
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.loop import specs_of
+from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading, lora
@@ -24,6 +22,8 @@ from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError
+from jaxpaged.step import loop
+from jaxpaged.step.loop import specs_of
 from pallas_kernels.layouts import LAYOUTS, Fp8
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device

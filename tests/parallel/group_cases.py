@@ -12,12 +12,13 @@ import pytest
 
 from jaxpaged import LLM, AsyncLLM
 from jaxpaged.checks import InputError
-from jaxpaged.engine import loop, machine, startup
+from jaxpaged.engine import machine, startup
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.state import Counter, FinishReason
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
+from jaxpaged.step import loop
+from jaxpaged.step.state import Counter, FinishReason
 from tests import tiny, tiny_lora
 from tests.engine.fuzz import Fuzz
 from tests.models.test_decoder import GOLDENS

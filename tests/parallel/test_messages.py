@@ -15,8 +15,8 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.engine.driver import CALL_CLASSES
-from jaxpaged.engine.state import empty_rows
 from jaxpaged.parallel import messages, processes
+from jaxpaged.step.state import empty_rows
 
 KEY = bytes(range(32))
 

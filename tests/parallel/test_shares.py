@@ -12,11 +12,13 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
-from jaxpaged.models import loading, quantised_checkpoints, safetensors_files
+from jaxpaged.models import loading
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder, abstract
+from jaxpaged.models.files import safetensors_files
 from jaxpaged.models.names import in_expert, in_layer, num_weights
-from jaxpaged.models.quantised import QuantisedWeight
+from jaxpaged.models.quantised import checkpoints as quantised_checkpoints
+from jaxpaged.models.quantised.codes import QuantisedWeight
 from jaxpaged.models.weights import Abstract, Parts
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share

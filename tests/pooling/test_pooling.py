@@ -12,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 from jaxpaged import LLM
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.pooling import head
-from jaxpaged.engine.pooling.llm import Pooling
-from jaxpaged.engine.pooling.outputs import PoolingParams
 from jaxpaged.models import loading
+from jaxpaged.pooling import head
+from jaxpaged.pooling.llm import Pooling
+from jaxpaged.pooling.outputs import PoolingParams
 from reference import pooling as oracle
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "pooling"

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.serve.app import create_app
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.server import Server, bind, url

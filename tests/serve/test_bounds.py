@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from jaxpaged import InputError, SamplingParams
+from jaxpaged.api import llm as engine_llm
 from jaxpaged.bounds import MAX_BAD_WORD_CHARS, MAX_STOPS
 from jaxpaged.checks import shown
-from jaxpaged.engine import llm as engine_llm
 from jaxpaged.serve import bounds
 from jaxpaged.serve.bounds import Limits, Size, check_entries, measure, parsed
 from jaxpaged.serve.replies import ApiError

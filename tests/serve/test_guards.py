@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.serve import guard
 from jaxpaged.serve.app import create_app
 from jaxpaged.serve.json_route import JsonRequest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.engine import async_llm
+from jaxpaged.api import async_llm
 from tests import tiny
 from tests.serve.conftest import soon
 from tests.serve.hostile import BODIES, SIZE

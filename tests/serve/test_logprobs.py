@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxpaged.engine.async_engine import Told
-from jaxpaged.engine.outputs import Logprob, RequestMetrics
+from jaxpaged.api.async_engine import Told
+from jaxpaged.api.outputs import Logprob, RequestMetrics
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from jaxpaged import InputError, SamplingParams
-from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.serve.options import ServerOptions
 from tests import tiny_lora
 from tests.serve.conftest import ENGINE, serving

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxpaged.engine.occupancy import Occupancy, Progress
-from jaxpaged.engine.state import Phase
 from jaxpaged.serve import page
+from jaxpaged.step.state import Phase
 from tests import tiny
 from tests.serve import browser
 from tests.serve.conftest import soon

@@ -11,15 +11,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.engine import scheduler
-from jaxpaged.engine.state import EngineState, Phase, Rows, create_state, place_requests
-from jaxpaged.engine.step import step
-from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.lab.loop import limited_pool
 from jaxpaged.lab.serving.roofline import Decoder, Roofline, seconds_of_step
 from jaxpaged.memory import block_pool, block_table, kv_cache
 from jaxpaged.memory.policies import Policy
 from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
+from jaxpaged.step import scheduler
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import EngineState, Phase, Rows, create_state, place_requests
+from jaxpaged.step.step import step
 
 MOST_STEPS = 32  # of one call: between two of them the host looks at the blocks
 STARTED, FIRST_TOKEN, FINISHED = range(3)

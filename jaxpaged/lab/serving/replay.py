@@ -13,8 +13,6 @@ from jaxpaged.arithmetic import cdiv, next_power_of_two
 from jaxpaged.checks import INT32_MAX, InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.machine import WATERMARK
-from jaxpaged.engine.state import Counter, EngineState, Phase, empty_rows
-from jaxpaged.engine.step_config import StepConfig
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.serving import loop
 from jaxpaged.lab.serving.loop import FINISHED, FIRST_TOKEN, STARTED
@@ -24,6 +22,8 @@ from jaxpaged.lab.traces import Trace
 from jaxpaged.memory import eviction
 from jaxpaged.models.constant import VOCAB_SIZE
 from jaxpaged.status import raise_if_error
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import Counter, EngineState, Phase, empty_rows
 
 PERCENTILES = (50, 90, 99)
 

@@ -1,1 +1,1 @@
-"""Where vLLM's scripts import engines from."""
+"""vLLM's import paths of engines."""

@@ -1,5 +1,5 @@
-"""AsyncLLM, where vLLM's scripts import it from; `engine.async_llm` defines it."""
+"""`AsyncLLM` at vLLM's import path."""
 
-from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.api.async_llm import AsyncLLM
 
 __all__ = ["AsyncLLM"]

@@ -1,5 +1,5 @@
-"""LLMEngine, where vLLM's scripts import it from; `engine.llm_engine` defines it."""
+"""`LLMEngine` at vLLM's import path."""
 
-from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.api.llm_engine import LLMEngine
 
 __all__ = ["LLMEngine"]

@@ -1,0 +1,1 @@
+"""The public API: `LLM`, `AsyncLLM`, `LLMEngine`, and what they take and return."""

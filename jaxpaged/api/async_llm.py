@@ -1,0 +1,247 @@
+"""AsyncLLM: a model to await. Name and signatures are those of vLLM's engine for asyncio."""
+
+import asyncio
+import dataclasses
+import functools
+import os
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any, Self
+
+import numpy as np
+
+from jaxpaged.api.arg_utils import EngineArgs
+from jaxpaged.api.async_engine import CHECKED_HERE, AsyncEngine
+from jaxpaged.api.llm import LLM, Prompt
+from jaxpaged.api.outputs import RequestOutput
+from jaxpaged.api.prompts import with_cut
+from jaxpaged.checks import InputError, check
+from jaxpaged.engine.handle import EngineDeadError, Handle
+from jaxpaged.engine.request import Request
+from jaxpaged.lora import LoRARequest
+from jaxpaged.models import loading
+from jaxpaged.sampling_params import SamplingParams
+
+# Text is cut into tokens at some two million characters a second: more than this in another thread.
+TOKENIZED_HERE = 4_000
+NUM_READERS = 4  # threads that do it
+
+
+@dataclasses.dataclass(frozen=True)
+class Admitted:
+    """A prompt that came through the door: nothing that is done with it can fail."""
+
+    prompt: str | None  # None where it came as token ids
+    requests: Sequence[Request]  # one for each answer
+
+    @property
+    def prompt_token_ids(self) -> np.ndarray:
+        return self.requests[0].prompt_token_ids
+
+
+class AsyncLLM:
+    """Loads a model once, and answers any number of coroutines of one event loop.
+
+    `options` are those of `LLM`. Raises `InputError` for a user's mistake.
+    """
+
+    max_read_s = 30.0  # to cut a long prompt into tokens, with the wait for others' before it
+
+    def __init__(self, model: str | os.PathLike[str] = loading.SMOLLM2, **options: Any) -> None:
+        self._take(LLM(model, **options))
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+    ) -> Self:
+        """Load the model of `AsyncEngineArgs`. vLLM's other arguments change nothing here.
+
+        Raises `InputError`.
+        """
+        return cls.of(LLM.from_engine_args(engine_args))
+
+    @classmethod
+    def of(cls, llm: LLM) -> Self:
+        """Return the same of a model that is there already, and that others may go on to use."""
+        made = cls.__new__(cls)
+        made._take(llm)
+        return made
+
+    def _take(self, llm: LLM) -> None:
+        self.llm, self.engine = llm, llm.engine
+        self._async_engine = AsyncEngine(llm.engine)
+        self._handles: dict[str, list[Handle]] = {}
+        self._readers = ThreadPoolExecutor(NUM_READERS, "jaxpaged-reader")
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput]:
+        """The answer's outputs as they come, by `sampling_params.output_kind`; the last is `finished`.
+
+        `prompt`: as `LLM.generate` takes one; `sampling_params`: None for the model's own. `request_id` is
+        the caller's, and must not be that of a request under way; `trace_headers` change nothing. Leaving the
+        iteration, or cancelling the task, aborts the request. Raises `InputError` for what could never run,
+        `EngineDeadError` if the engine stops, `TextError` if the tokenizer fails on the answer's tokens.
+        """
+        admitted = await self.admit(
+            prompt,
+            sampling_params,
+            priority=priority,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        async with aclosing(self.stream([admitted], request_id)) as outputs:
+            async for _, output in outputs:
+                yield output
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Give requests up: their streams end with the reason "abort", and their ids are free at once.
+
+        Others' ids change nothing.
+        """
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            self.abort_now(each)
+
+    def abort_now(self, request_id: str) -> None:
+        """Give up one request, as `abort` does, from a callback."""
+        self.engine.abort(self._handles.pop(request_id, []))
+
+    async def admit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> Admitted:
+        """Check a prompt, and cut it into tokens; `InputError` if it could never run."""
+        params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = with_cut(params, tokenization_kwargs)
+        if self.engine.door.must_read(lora_request):
+            await self.add_lora(lora_request)  # in another thread
+        admit = functools.partial(
+            self.engine.door.admit, params=params, priority=priority, lora_request=lora_request
+        )
+        read = functools.partial(
+            self.llm.read_prompt, tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None)
+        )
+        is_long = _is_long(prompt) or _work_of(params) > CHECKED_HERE
+        return Admitted(*await self._read(is_long, read, prompt, admit))
+
+    async def stream(
+        self, prompts: Sequence[Admitted], request_id: str
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """As `generate`, for prompts that were admitted, all under one id: each output with its prompt's
+        place.
+        """
+        rule = "a string that no request under way has"
+        check("request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._handles)
+        handles = self._handles[request_id] = []
+        outputs = self._async_engine.outputs_of([each.requests for each in prompts], handles.extend)
+        try:
+            async with aclosing(outputs):
+                async for i, output in outputs:
+                    yield i, dataclasses.replace(output, request_id=request_id, prompt=prompts[i].prompt)
+        finally:
+            if self._handles.get(request_id) is handles:  # not another's that was asked after an abort
+                del self._handles[request_id]
+
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None
+    ) -> list[int]:
+        """Return the token ids of a text, as `LLM.tokenize` does. Raises `InputError`."""
+        read = functools.partial(self.llm.tokenize, text, add_special_tokens=add_special_tokens, cuts=cuts)
+        return await self._read(_is_long(text), read)
+
+    async def _read[T](self, is_long: bool, read: Callable[..., T], *args: Any) -> T:
+        """Return what `read` gives; where that takes long, from one of few threads, and within a time.
+
+        A thread cannot be stopped: one that is late goes on to its end, which the size of what it reads
+        bounds, and others wait for it. Who else needs a thread has others. Raises `InputError` if it is late.
+        """
+        if not is_long:
+            return read(*args)
+        try:
+            async with asyncio.timeout(self.max_read_s):
+                return await asyncio.get_running_loop().run_in_executor(self._readers, read, *args)
+        except TimeoutError:
+            raise InputError(
+                f"the prompt was not cut into tokens within {self.max_read_s:g} s: it must be shorter, "
+                "or come when there are fewer"
+            ) from None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.llm.tokenizer
+
+    async def get_tokenizer(self) -> Any:
+        return self.llm.tokenizer
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLM.add_lora`."""
+        return await asyncio.to_thread(self.llm.add_lora, lora_request)
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        """As `LLM.remove_lora`."""
+        return self.llm.remove_lora(lora_int_id)
+
+    async def list_loras(self) -> set[int]:
+        """As `LLM.list_loras`."""
+        return self.llm.list_loras()
+
+    async def reset_prefix_cache(self) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return await asyncio.to_thread(self.engine.reset_prefix_cache)
+
+    @property
+    def is_running(self) -> bool:
+        return self.engine.stopped is None
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has stopped by an error."""
+        return self.engine.stopped is not None and self.engine.stopped.__cause__ is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        return self.engine.stopped
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine answers nothing more."""
+        if self.engine.stopped is not None:
+            raise self.engine.stopped
+
+    def shutdown(self) -> None:
+        """Stop, and end what is in flight with `EngineDeadError`."""
+        self.engine.close()
+
+
+def _is_long(prompt: Any) -> bool:
+    """Return whether to read a prompt takes so long that the event loop must not wait for it."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    has_many = hasattr(ids, "__len__") and not isinstance(ids, str) and len(ids) > CHECKED_HERE
+    return has_many or (isinstance(text, str) and len(text) > TOKENIZED_HERE)
+
+
+def _work_of(params: Any) -> int:
+    """Return about how many token ids could be checked in the time that it takes to check these options."""
+    if not isinstance(params, SamplingParams):
+        return 0
+    ids = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
+    words = params.bad_words or ()
+    return sum(len(each or ()) for each in ids) + 200 * params.n + 500 * len(words) + sum(map(len, words))

@@ -1,0 +1,204 @@
+"""LLMEngine: a model to step by hand. Name and signatures are vLLM's."""
+
+import contextlib
+import dataclasses
+import functools
+import queue
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from jaxpaged.api.arg_utils import EngineArgs
+from jaxpaged.api.async_engine import Told
+from jaxpaged.api.llm import LLM, Prompt
+from jaxpaged.api.outputs import RequestOutput
+from jaxpaged.api.prompts import with_cut
+from jaxpaged.checks import check
+from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect, or_raise
+from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.texts import texts
+from jaxpaged.lora import LoRARequest
+from jaxpaged.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What scripts ask of an engine's model."""
+
+    max_model_len: int  # tokens of a prompt with its answer
+    vocab_size: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+class LLMEngine:
+    """Takes requests one by one, and gives what is new of their answers at each `step`. For one thread.
+
+    The model runs in the engine's own thread, also between two steps: a step gives all that has come since
+    the one before, and waits only where nothing has.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._asked: dict[str, _Asked] = {}
+        self._items: queue.SimpleQueue[tuple[str, Item]] = queue.SimpleQueue()
+        self._ready: list[RequestOutput] = []  # of a step that raised an error of one request
+
+    @classmethod
+    def of(cls, llm: LLM) -> Self:
+        """Return an engine of a model that is there already, and that others may go on to use."""
+        return cls(llm)
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+        enable_multiprocessing: bool = False,
+    ) -> Self:
+        """Load the model of `EngineArgs`. vLLM's other arguments change nothing here. Raises `InputError`."""
+        return cls(LLM.from_engine_args(engine_args))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a prompt, in any of the forms that `LLM.generate` takes, and return `request_id`.
+
+        The id must not be that of a request under way. `arrival_time` and `trace_headers` change nothing.
+        Raises `InputError`, and nothing is queued, for what could never run.
+        """
+        rule = "a string that no request under way has"
+        check("request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._asked)
+        params = with_cut(params, tokenization_kwargs)
+        admit = functools.partial(
+            self.llm.engine.door.admit, params=params, priority=priority, lora_request=lora_request
+        )
+        text, requests = self.llm.read_prompt(
+            prompt, admit, tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None)
+        )
+        put = self._items.put
+        handles = self.llm.engine.submit_all(requests, lambda item: put((request_id, item)))
+        self._asked[request_id] = _Asked(self.llm, text, requests, handles)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Return what is new: an output for each answer that has new tokens, by `SamplingParams.output_kind`.
+
+        Waits until something is, but returns an empty list where no request is unfinished. Raises
+        `EngineDeadError` if the engine has stopped; an error of one request alone ends that request, and the
+        next step has what others have.
+        """
+        if self._ready or not self._asked:
+            outputs, self._ready = self._ready, []
+            return outputs
+        stopped = self.llm.engine.stopped
+        if stopped is not None and self._items.empty():
+            raise EngineDeadError(str(stopped)) from stopped.__cause__
+        new: dict[int, tuple[str, list[Delta]]] = {}
+        errors: list[Exception] = []
+        for request_id, item in self._waiting_items():
+            asked = self._asked.get(request_id)
+            try:
+                delta = or_raise(item)
+                if asked is None or delta.request_id not in asked.texts:
+                    continue  # of a request that was aborted
+                delta = asked.texts[delta.request_id](delta)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                self.abort_request([request_id])
+                errors.append(error)
+            else:
+                new.setdefault(delta.request_id, (request_id, []))[1].append(delta)
+        outputs = [
+            output
+            for request_id, deltas in new.values()
+            if request_id in self._asked and (output := self._output(request_id, deltas)) is not None
+        ]
+        if errors:
+            self._ready = outputs
+            raise errors[0]
+        return outputs
+
+    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Give requests up: no step has anything of them from then on. Others' ids change nothing."""
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            asked = self._asked.pop(each, None)
+            if asked is not None:
+                self.llm.engine.abort(asked.told.handles)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._asked or self._ready)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._asked)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        door = self.llm.engine.door
+        return ModelConfig(door.max_model_len, door.model_config.vocab_size)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.llm.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer. Raises `InputError` where there is none."""
+        return self.llm.get_tokenizer()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter now: see `LLM.add_lora`."""
+        return self.llm.add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter: see `LLM.remove_lora`."""
+        return self.llm.remove_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of adapters in the host's memory."""
+        return self.llm.list_loras()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefixes of former requests: see `LLM.reset_prefix_cache`."""
+        return self.llm.reset_prefix_cache()
+
+    def _waiting_items(self) -> list[tuple[str, Item]]:
+        """Wait for what comes next, and return it with all that is there by then."""
+        items = [self._items.get()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                items.append(self._items.get_nowait())
+        return items
+
+    def _output(self, request_id: str, deltas: Sequence[Delta]) -> RequestOutput | None:
+        """Return what is to be told of an answer's new tokens, if anything is."""
+        asked = self._asked[request_id]
+        output = asked.told.output(collect(deltas))
+        if output is None:
+            return None
+        if output.finished:
+            del self._asked[request_id]
+        return dataclasses.replace(output, request_id=request_id, prompt=asked.prompt)
+
+
+class _Asked:
+    """A request under way: its prompt, where that came as text, and its answers so far."""
+
+    def __init__(
+        self, llm: LLM, prompt: str | None, requests: Sequence[Request], handles: list[Handle]
+    ) -> None:
+        self.prompt = prompt
+        self.told = Told(requests, llm.engine)
+        self.told.handles = handles
+        self.texts: dict[int, Callable[[Delta], Delta]] = {
+            handle.request_id: texts(llm.tokenizer, handle.request) for handle in handles
+        }

@@ -1,0 +1,204 @@
+"""What a user gets back. Names are vLLM's."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxpaged.engine.handle import RequestMetrics
+from jaxpaged.engine.request import Delta, Request, Score
+from jaxpaged.lora import LoRARequest
+from jaxpaged.step.state import FinishReason
+from jaxpaged.vocabulary import Names, Vocabulary, vocabulary_of
+
+FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"] | None] = {
+    FinishReason.NONE: None,
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """What the model gave a token: the natural logarithm of its chance, before temperature and filters."""
+
+    logprob: float
+    rank: int | None = None  # its place among all tokens, 1 the likeliest
+    # Its text, with the space before a word. One that ends within a character is called "", and the one that
+    # completes it by all of it. None where there is no tokenizer, or no text was wanted.
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+    index: int  # which of the prompt's answers
+    text: str  # up to a stop string; special tokens left out
+    token_ids: list[int]  # a stop token included, which `text` leaves out
+    cumulative_logprob: float | None = None  # where `SamplingParams.logprobs` is not None
+    # For each place of the answer, by token id: of the token itself, and of the likeliest, in order.
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None  # None while there is more to come
+    stop_reason: int | str | None = None  # the stop string or `stop_token_ids` token that ended it
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchSequence:
+    """An answer that a beam search has found."""
+
+    tokens: list[int]  # the prompt's, and the answer's with the token that ended it
+    logprobs: list[dict[int, Logprob]]  # for each place of the answer, of the candidates for it
+    cum_logprob: float
+    text: str | None  # of all tokens, special ones included; None without a tokenizer
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | None  # the token that ended it
+    lora_request: LoRARequest | None = None  # the adapter it was found with
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchOutput:
+    sequences: list[BeamSearchSequence]  # the best first; as many as the search is wide, if there are
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None  # None where the prompt came as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    # For each place of the prompt, as `CompletionOutput.logprobs`; None for the first token, which nothing
+    # tells.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    lora_request: LoRARequest | None = None  # the adapter it was answered with
+
+
+def request_output(
+    request: Request,
+    prompt: str | None,
+    answers: Sequence[Delta],
+    metrics: Sequence[RequestMetrics],
+    tokenizer: Any,
+    *,
+    finished: bool,
+    prompt_token_ids: list[int] | None = None,
+    names: dict[int, Names] | None = None,
+) -> RequestOutput:
+    """Return what is told of answers to a prompt, or of parts of them, that have their text.
+
+    `request` is that for the first answer, `metrics` those of all; `prompt_token_ids` the prompt's, where
+    they have been made a list before; `names`, where answers come in parts, what names tokens of each, by
+    its index: what is not there is added.
+    """
+    vocabulary = vocabulary_of(tokenizer) if tokenizer is not None and request.params.detokenize else None
+    if names is None:
+        names = {}
+    token_ids: list[int] = request.prompt_token_ids.tolist() if prompt_token_ids is None else prompt_token_ids
+    told = next((answer.prompt_scores for answer in answers if answer.index == 0), None)
+    return RequestOutput(
+        request_id=str(request.request_id),
+        prompt=prompt,
+        prompt_token_ids=token_ids,
+        prompt_logprobs=None if told is None else _logprobs(token_ids, told, _names(vocabulary)),
+        outputs=[
+            _completion(answer, names.setdefault(answer.index, Names(vocabulary)) if vocabulary else None)
+            for answer in answers
+        ],
+        finished=finished,
+        metrics=_of_all(metrics),
+        num_cached_tokens=max((a.num_hit_tokens for a in answers if a.index == 0), default=0),
+        lora_request=request.adapter.request if request.adapter else None,
+    )
+
+
+def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any) -> BeamSearchOutput:
+    """The best of what a search's rows hold in the end; what has ended goes first where scores are equal."""
+    assert request.beams is not None
+    vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
+    penalty = request.beams.length_penalty
+    prompt: list[int] = request.prompt_token_ids.tolist()
+
+    def order(delta: Delta) -> tuple[float, bool, int]:
+        assert delta.beam is not None
+        goes_on = delta.finish_reason is FinishReason.LENGTH
+        length = np.float32(len(prompt) + len(delta.token_ids) - (not goes_on))
+        score = np.float32(delta.beam.cum_logprob) * length ** np.float32(-penalty)
+        return -float(score), goes_on, delta.beam.rank
+
+    answers = [delta for delta in found if delta.beam is not None and delta.beam.cum_logprob > -math.inf]
+    sequences = []
+    for delta in sorted(answers, key=order)[: request.beams.beam_width]:
+        tokens = prompt + delta.token_ids
+        has_ended = delta.finish_reason is FinishReason.STOP
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                logprobs=_logprobs(delta.token_ids, delta.scores or [], _names(vocabulary)),  # type: ignore[arg-type]  # none of these is None
+                cum_logprob=delta.beam.cum_logprob if delta.beam else -math.inf,
+                text=None if tokenizer is None else tokenizer.decode(tokens),
+                finish_reason="stop" if has_ended else "length",
+                stop_reason=tokens[-1] if has_ended else None,
+                lora_request=request.adapter.request if request.adapter else None,
+            )
+        )
+    return BeamSearchOutput(sequences)
+
+
+def _names(vocabulary: Vocabulary | None) -> Names | None:
+    return None if vocabulary is None else Names(vocabulary)
+
+
+def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
+    scores = answer.scores
+    return CompletionOutput(
+        index=answer.index,
+        text=answer.text or "",
+        token_ids=answer.token_ids,
+        cumulative_logprob=None if scores is None else sum(score.logprob for score in scores),
+        logprobs=None if scores is None else _logprobs(answer.token_ids, scores, names),  # type: ignore[arg-type]  # none of these is None
+        finish_reason=FINISH_REASONS[answer.finish_reason],
+        stop_reason=answer.stop_reason,
+    )
+
+
+def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
+    """When the prompt came, its first token, and its last."""
+    first = [each.first_token_time for each in metrics if each.first_token_time is not None]
+    begun = [each.first_scheduled_time for each in metrics if each.first_scheduled_time is not None]
+    ends = [each.finished_time for each in metrics]
+    return RequestMetrics(
+        arrival_time=metrics[0].arrival_time,
+        first_token_time=min(first, default=None),
+        finished_time=None if None in ends else max(end for end in ends if end is not None),
+        first_scheduled_time=min(begun, default=None),
+    )
+
+
+def _logprobs(
+    token_ids: Sequence[int], scores: Sequence[Score | None], names: Names | None
+) -> list[dict[int, Logprob] | None]:
+    made: list[dict[int, Logprob] | None] = []
+    for token, score in zip(token_ids, scores, strict=True):
+        if score is None:
+            if names is not None:
+                names.of(token, [])
+            made.append(None)
+            continue
+        top = [(other, logprob, rank) for rank, (other, logprob) in enumerate(score.top, 1)]
+        entries = [(token, score.logprob, score.rank), *top]
+        others = [other for other, _, _ in entries]
+        named = [None] * len(entries) if names is None else names.of(token, others)
+        made.append(
+            {
+                other: Logprob(logprob, rank, name)
+                for (other, logprob, rank), name in zip(entries, named, strict=True)
+            }
+        )
+    return made

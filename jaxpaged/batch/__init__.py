@@ -1,0 +1,1 @@
+"""Batch work: prompts from files, in parts, and replicas on Ray."""

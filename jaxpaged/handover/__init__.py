@@ -1,0 +1,1 @@
+"""Blocks of K and V from one engine to another."""

@@ -1,0 +1,130 @@
+"""Blocks: the K and V of a prompt's beginning as a plain value, for a file or another engine."""
+
+import dataclasses
+import json
+import math
+from typing import Any, Self
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from jaxpaged.checks import InputError, check, check_salt, is_int, shown
+from jaxpaged.untrusted import dtype_named, read_json
+
+FORMAT = "jaxpaged blocks, version 1"  # the one entry of the metadata
+TOKENS = "token_ids"
+OF_CACHE = "kv."  # begins the names of the cache's arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What two engines must have in common for the blocks of one to mean the same to the other."""
+
+    block_size: int  # tokens
+    layout: str  # with its options
+    dtype: str  # of the computation
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    reuse_answers: bool  # whether they may have been computed as an answer
+    model: str  # a digest of its description and of all its weights
+    tensor_parallel_size: int = 1  # devices, each with the K and V of its own heads
+
+    def require(self, blocks: "Blocks") -> None:
+        """Raise `InputError` unless these are of this kind."""
+        for name, mine in dataclasses.asdict(self).items():
+            its = getattr(blocks.kind, name)
+            check(f"blocks: {name}", its, f"{mine!r}, as this engine's", its == mine)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blocks:
+    """The full blocks of a prompt from its beginning on, as an engine had them: perhaps none.
+
+    K and V cannot be checked: adopt only what comes from whom you trust.
+    """
+
+    kind: Kind
+    token_ids: np.ndarray  # int32 [num_blocks, block_size]
+    cache_salt: str | None
+    # By the layout's names: [num_blocks, num_layers, ...], of several devices [num_blocks, devices, ...].
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.size
+
+    @property
+    def num_bytes(self) -> int:
+        """Of K and V."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def to_bytes(self) -> bytes:
+        """A safetensors file: the token ids, and each array's bytes, block by block."""
+        said = {
+            "kind": dataclasses.asdict(self.kind),
+            "cache_salt": self.cache_salt,
+            "arrays": {name: [x.dtype.name, x.shape[1:]] for name, x in self.arrays.items()},
+        }
+        tensors = {
+            OF_CACHE + name: np.ascontiguousarray(x)
+            .reshape(-1)
+            .view(np.uint8)
+            .reshape(_flat(x.dtype, x.shape))
+            for name, x in self.arrays.items()
+        }
+        return save(
+            tensors | {TOKENS: np.ascontiguousarray(self.token_ids)}, metadata={FORMAT: json.dumps(said)}
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray) -> Self:
+        """Read what `to_bytes` wrote, from anybody: nothing of it runs. Raises `InputError` for anything
+        else.
+        """
+        try:
+            length = int.from_bytes(data[:8], "little")
+            said = read_json(read_json(data[8 : 8 + length])["__metadata__"][FORMAT])
+            tensors = load(bytes(data))
+            kind, salt = _kind(said["kind"]), said["cache_salt"]
+            token_ids = tensors.pop(TOKENS)
+            is_line = (
+                token_ids.dtype == np.int32 and token_ids.ndim == 2 and token_ids.shape[1] == kind.block_size
+            )
+            check("token_ids", token_ids, f"int32 [num_blocks, {kind.block_size}]", is_line)
+            arrays = {
+                name: _unpacked(tensors.pop(OF_CACHE + name), len(token_ids), *its)
+                for name, its in said["arrays"].items()
+            }
+            check("tensors", sorted(tensors), "the token ids' and the arrays'", not tensors)
+            check_salt("cache_salt", salt)
+        except InputError as error:
+            raise InputError(f"blocks: {error}") from error
+        except Exception as error:  # safetensors, and values of any type where others belong
+            raise InputError(f"blocks cannot be read: {type(error).__name__}: {error}") from error
+        return cls(kind, token_ids, salt, arrays)
+
+
+def _flat(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Blocks, and bytes of each."""
+    return shape[0], math.prod(shape[1:]) * dtype.itemsize
+
+
+def _unpacked(flat: np.ndarray, num_blocks: int, dtype_name: str, shape: list[int]) -> np.ndarray:
+    """Return an array [num_blocks, *shape] that lies as bytes. Raises `InputError` for another size."""
+    dtype, whole = dtype_named(dtype_name), (num_blocks, *shape)
+    is_shape = all(is_int(size) and size > 0 for size in shape)
+    if flat.dtype != np.uint8 or not is_shape or flat.shape != _flat(dtype, whole):
+        raise InputError(f"an array of {shown(dtype_name)}{shown(whole)} does not have {flat.shape} bytes")
+    return flat.reshape(-1).view(dtype).reshape(whole)
+
+
+def _kind(said: dict[str, Any]) -> Kind:
+    types = {field.name: field.type for field in dataclasses.fields(Kind)}
+    if said.keys() != types.keys() or any(type(said[name]) is not its for name, its in types.items()):
+        raise ValueError(f"its kind is {shown(said)}")
+    return Kind(**said)

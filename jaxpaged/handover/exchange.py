@@ -1,0 +1,223 @@
+"""Blocks taken out of an engine's state, and put into another's, between two runs.
+
+They move in pieces of one size, so that of any number of blocks nothing is compiled anew, and beside them one
+piece at a time is in the device's memory. Where several devices share a model, each has a piece of its own
+heads' K and V: these are one array along its first axis, as the cache is; in the host's memory what belongs
+to a block lies together.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.checks import check
+from jaxpaged.config import EngineConfig
+from jaxpaged.handover import programs
+from jaxpaged.handover.blocks import Kind
+from jaxpaged.memory import transfer
+from jaxpaged.memory.block_pool import BlockPool
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.layers import AdapterParam
+from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
+from jaxpaged.parallel.shards import MODEL
+from jaxpaged.status import Status, raise_if_error
+from jaxpaged.step.state import EngineState, none_turned_away
+
+PIECE_BYTES = 32 * 2**20
+
+type Piece = Mapping[str, Any]  # by the layout's names, [devices * blocks of a piece, num_layers, ...] each
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Full blocks of a sequence from its beginning on, and where they are in a state."""
+
+    token_ids: np.ndarray  # int32 [num_blocks, block_size]
+    block_ids: np.ndarray  # int32 [num_blocks]
+
+
+def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_cache: KVCache) -> Kind:
+    """Of an engine's blocks. Reads all weights once. Raises `InputError` if its blocks cannot travel."""
+    check(
+        "enable_prefix_caching",
+        config.enable_prefix_caching,
+        "True to export or adopt blocks",
+        config.enable_prefix_caching,
+    )
+    for name, instead in (
+        ("num_processes", "let one process have all devices"),
+        ("data_parallel_size", "make an engine for each group, whose cache is its own anyway"),
+    ):
+        count = getattr(config, name)
+        check(name, count, f"1 to export or adopt blocks: {instead}", count == 1)
+    rule = "False to export or adopt blocks, for each engine measures its own"
+    given = kv_cache.layout.given(kv_cache.num_kv_heads)  # which the layout's name tells
+    check("calculate_kv_scales", config.calculate_kv_scales, rule, kv_cache.shared.keys() == given.keys())
+    _, weights = nnx.split_state(params, AdapterParam, ...)
+    words = np.asarray(programs.digest(jax.tree.leaves(weights)))
+    # What says nothing of K and V may differ, as between two files of one model.
+    described = replace(model_config, eos_token_ids=(), max_model_len=1)
+    return Kind(
+        block_size=kv_cache.block_size,
+        layout=repr(kv_cache.layout),
+        dtype=kv_cache.dtype.name,
+        num_layers=kv_cache.num_layers,
+        num_kv_heads=kv_cache.num_kv_heads,
+        head_dim=kv_cache.head_dim,
+        reuse_answers=config.reuse_answers,
+        model=hashlib.sha256(repr((described, words.tolist())).encode()).hexdigest(),
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+
+
+def locate(state: EngineState, prompt: np.ndarray, salt: int, mesh: Mesh | None = None) -> Chain:
+    """The longest beginning of a prompt that can be found, in full blocks. Waits for the run under way."""
+    size = state.tables.block_size
+    token_ids = prompt[: len(prompt) // size * size].reshape(-1, size)
+    found = programs.locate_blocks(state.tables.pool, *_padded(state, token_ids), np.int32(salt), mesh=mesh)
+    block_ids, num_blocks = jax.device_get(found)
+    return Chain(token_ids[:num_blocks], block_ids[:num_blocks])
+
+
+def pieces(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> Iterator[dict[str, jax.Array]]:
+    """K and V of a chain, on the devices; beyond it, anything."""
+    for ids in _in_pieces(state.kv_cache, chain.block_ids):
+        yield programs.read_blocks(state.kv_cache, ids, mesh=mesh)
+
+
+def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[str, np.ndarray]:
+    """K and V of a chain in the host's memory: [num_blocks, num_layers, ...], of several devices
+    [num_blocks, devices, num_layers, ...].
+    """
+    num_blocks, size = len(chain.block_ids), piece_size(state.kv_cache)
+    shapes = _shapes(state.kv_cache, num_blocks, mesh)
+    arrays = {name: np.empty(like.shape, like.dtype) for name, like in shapes.items()}
+    for i, piece in enumerate(pieces(state, chain, mesh)):
+        for name, x in jax.device_get(piece).items():
+            its = arrays[name][i * size : (i + 1) * size]
+            its[:] = _by_block(x, mesh)[: len(its)]
+    return arrays
+
+
+def cut(
+    arrays: Mapping[str, np.ndarray], num_blocks: int, kv_cache: KVCache, mesh: Mesh | None = None
+) -> Iterator[Piece]:
+    """A chain's K and V in pieces, the last one filled up with zeros. `InputError` for others' arrays."""
+    size, shapes = piece_size(kv_cache), _shapes(kv_cache, num_blocks, mesh)
+    found, wanted = ({n: (x.shape, x.dtype.name) for n, x in its.items()} for its in (arrays, shapes))
+    check("blocks: arrays", found, repr(wanted), found == wanted)
+
+    def piece(first: int, x: np.ndarray) -> np.ndarray:
+        its = x[first : first + size]
+        if len(its) < size:
+            its = np.concatenate([its, np.zeros_like(x[:1]).repeat(size - len(its), 0)])
+        return its if mesh is None else np.moveaxis(its, 1, 0).reshape(-1, *its.shape[2:])
+
+    return ({name: piece(i, x) for name, x in arrays.items()} for i in range(0, num_blocks, size))
+
+
+def _shapes(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of a chain's K and V in the host's memory."""
+    read = functools.partial(programs.read_blocks, mesh=mesh)
+    shapes = jax.eval_shape(read, kv_cache, np.zeros(num_blocks, np.int32))
+    if mesh is None:
+        return shapes
+    size = mesh.shape[MODEL]
+    return {
+        name: jax.ShapeDtypeStruct((num_blocks, size, *like.shape[1:]), like.dtype)
+        for name, like in shapes.items()
+    }
+
+
+def _by_block(piece: np.ndarray, mesh: Mesh | None) -> np.ndarray:
+    """A block's parts, which lie with each device's others, side by side."""
+    if mesh is None:
+        return piece
+    size = mesh.shape[MODEL]
+    return np.moveaxis(piece.reshape(size, len(piece) // size, *piece.shape[1:]), 0, 1)
+
+
+@dataclass(frozen=True)
+class Room:
+    """A pool that has adopted a chain, once K and V are written to `destinations`; and the one until then."""
+
+    adopted: BlockPool
+    until_then: BlockPool
+    destinations: np.ndarray  # int32 [num_blocks]; NULL_BLOCK where K and V are there already
+
+
+def make_room(state: EngineState, token_ids: np.ndarray, salt: int, mesh: Mesh | None = None) -> Room | None:
+    """Room for a chain [num_blocks, block_size], all of it; None if there is none. Changes nothing yet."""
+    most = state.tables.max_blocks_per_seq
+    if len(token_ids) > most:
+        logging.info("blocks are not adopted: %d are more than a sequence may have, %d", len(token_ids), most)
+        return None
+    adopted, until_then, info = programs.adopt_blocks(
+        state.tables.pool, *_padded(state, token_ids), np.int32(salt), mesh=mesh
+    )
+    destinations, status = jax.device_get((info.destinations, info.status))
+    if status in (Status.OUT_OF_BLOCKS, Status.UNCACHEABLE):
+        logging.info("%d blocks are not adopted: %s", len(token_ids), Status(int(status)).name)
+        return None
+    raise_if_error(int(status))
+    return Room(adopted, until_then, destinations[: len(token_ids)])
+
+
+def fill(
+    state: EngineState, room: Room, its_pieces: Iterator[Piece], mesh: Mesh | None = None
+) -> Iterator[EngineState]:
+    """The states on the way to the one that has adopted a chain, which is the last.
+
+    Each is whole: what fails in between leaves a state in which nothing wrong is found. Each donates the
+    former one's K and V.
+    """
+
+    def with_pool(state: EngineState, pool: BlockPool) -> EngineState:
+        # Who was looked up and did not fit may find more now.
+        tables = replace(state.tables, pool=pool)
+        nobody = none_turned_away()
+        if mesh is not None:
+            nobody = jax.device_put(nobody, NamedSharding(mesh, ON_EACH))
+        return replace(state, tables=tables, turned_away=nobody)
+
+    state = with_pool(state, room.until_then)
+    yield state
+    for ids, piece in zip(_in_pieces(state.kv_cache, room.destinations), its_pieces, strict=True):
+        if ids.any():
+            if mesh is None:
+                arrays = transfer.placed(piece, state.kv_cache)
+            else:
+                arrays = jax.device_put(piece, NamedSharding(mesh, BY_SHARD))
+            state = replace(state, kv_cache=programs.write_blocks(state.kv_cache, ids, arrays, mesh=mesh))
+            yield state
+    yield with_pool(state, room.adopted)
+
+
+def piece_size(kv_cache: KVCache) -> int:
+    """Blocks of a piece."""
+    block_bytes = sum(x.nbytes for x in kv_cache.blocks.values()) // kv_cache.num_blocks
+    return max(PIECE_BYTES // block_bytes, 1)
+
+
+def _in_pieces(kv_cache: KVCache, block_ids: np.ndarray) -> Sequence[np.ndarray]:
+    size = piece_size(kv_cache)
+    padded = np.zeros(cdiv(len(block_ids), size) * size, np.int32)
+    padded[: len(block_ids)] = block_ids
+    return list(padded.reshape(-1, size))
+
+
+def _padded(state: EngineState, token_ids: np.ndarray) -> tuple[np.ndarray, np.int32]:
+    """The blocks of a row that has these, and how many they are."""
+    line = np.zeros((state.tables.max_blocks_per_seq, state.tables.block_size), np.int32)
+    line[: len(token_ids)] = token_ids
+    return line, np.int32(len(token_ids))

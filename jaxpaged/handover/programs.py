@@ -1,0 +1,57 @@
+"""Compiled programs that read blocks out of an engine's cache and write them into another's.
+
+An engine that hands over no block compiles none of them.
+"""
+
+import jax
+from jaxtyping import Array, Int, Num
+
+from jaxpaged import digest as digests
+from jaxpaged.memory import block_pool, transfer
+from jaxpaged.memory.block_pool import BlockPool
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.parallel.mesh import BY_SHARD
+from jaxpaged.step.loop import program
+
+
+@program()
+def locate_blocks(
+    pool: BlockPool,
+    token_ids: Int[Array, "max_blocks block_size"],
+    num_blocks: Int[Array, ""],
+    salt: Int[Array, ""],
+) -> tuple[Int[Array, " max_blocks"], Int[Array, ""]]:
+    """The blocks of the longest beginning of a chain that can be found, and how many: `transfer.locate`."""
+    hit = transfer.locate(pool, token_ids, num_blocks, salt)
+    return hit.block_ids, hit.chain.num_blocks
+
+
+@program()
+def adopt_blocks(
+    pool: BlockPool,
+    token_ids: Int[Array, "max_blocks block_size"],
+    num_blocks: Int[Array, ""],
+    salt: Int[Array, ""],
+) -> tuple[BlockPool, BlockPool, transfer.AdoptInfo]:
+    """The pool that has adopted a chain, for when K and V are written; and the one until then, in which what
+    they are written over is not found any more. See `transfer.adopt`.
+    """
+    adopted, info = transfer.adopt(pool, token_ids, num_blocks, salt)
+    until_then, _ = block_pool.evict(pool, info.destinations, info.destinations != block_pool.NULL_BLOCK)
+    return adopted, until_then, info
+
+
+@program(gives=lambda specs: BY_SHARD)
+def read_blocks(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n num_layers ..."]]:
+    return transfer.read(kv_cache, block_ids)
+
+
+@program(donate="kv_cache", gives=lambda specs: BY_SHARD)
+def write_blocks(
+    kv_cache: KVCache, block_ids: Int[Array, " n"], arrays: dict[str, Num[Array, "n num_layers ..."]]
+) -> KVCache:
+    """What `read_blocks` gave in other blocks; NULL_BLOCK for none. The cache is donated."""
+    return transfer.write(kv_cache, block_ids, arrays)
+
+
+digest = jax.jit(digests.digest)

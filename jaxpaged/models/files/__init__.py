@@ -1,0 +1,1 @@
+"""Files that models come in: safetensors, GGUF, and what lies beside them."""

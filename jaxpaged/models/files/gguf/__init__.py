@@ -1,0 +1,1 @@
+"""GGUF files: their header, weights, tokenizers and special tokens."""

@@ -1,0 +1,1 @@
+"""Quantised weights: codes and scales, on load and from files."""

@@ -1,0 +1,156 @@
+"""Which of a model's weights are quantised, and of what they are made.
+
+`FromFile` keeps those of a file as they are there; `OnLoad` quantises any model's. Both say of a role how its
+outputs are kept before a tensor is read, so that a program's arrays are known by their shapes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxpaged.checks import InputError
+from jaxpaged.models.files.gguf import blocks as gguf_blocks
+from jaxpaged.models.files.gguf.blocks import KINDS
+from jaxpaged.models.quantised.codes import (
+    FLOAT8,
+    Cut,
+    Kind,
+    Part,
+    Piece,
+    Quantisation,
+    QuantisedWeight,
+    Rows,
+    Segment,
+    Stored,
+    in_words,
+    joined,
+    packed,
+)
+
+# What is quantised: a router and learned positions are small, and stay as they are.
+PRODUCTS = ("qkv", "o", "gate_up", "up", "down", "shared.gate_up", "shared.down")
+EXPERTS = ("experts.gate_up", "experts.down")
+TABLES = ("embedding", "lm_head")
+ROLES = {f"{role}.weight" for role in (*PRODUCTS, *EXPERTS, *TABLES)}
+
+_ROWS = 1024  # quantised together
+
+
+class OnLoad(Quantisation):
+    """Every product's weights in Q8_0 ("int8") or Q4_0 ("int4"); of the latter, too, embedding and head in
+    Q8_0. "fp8": all in e4m3, with a scale for each output.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._kind = {"int8": "Q8_0", "int4": "Q4_0", "fp8": None}[name]
+
+    def segments(
+        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: Cut | None = None
+    ) -> tuple[Segment, ...] | None:
+        if role not in ROLES:
+            return None
+        pieces = [(self._kind_of(role, shape[1]), shape[0])]
+        if cut is not None:
+            pieces = cut.segments(pieces, shape[1])
+        return tuple(Segment(kind, sum(counts)) for kind, counts in joined(pieces))
+
+    def of_numbers(
+        self, role: str, whole: np.ndarray, dtype: jnp.dtype, cut: Cut | None = None
+    ) -> QuantisedWeight | None:
+        if role not in ROLES:
+            return None
+        name = self._block(role)
+        rows = float8(whole) if name is None else gguf_blocks.quantised(whole, name, role)
+        in_features = whole.shape[1]
+        cut = cut or Cut(None, None)
+        pieces = cut.rows([Piece.of(self._kind_of(role, in_features), rows)], in_features)
+        return packed(pieces, cut.width(in_features), dtype)
+
+    def _kind_of(self, role: str, in_features: int) -> Kind:
+        name = self._block(role)
+        return float8_kind(in_features) if name is None else KINDS[name]
+
+    def _block(self, role: str) -> str | None:
+        is_table = role.removesuffix(".weight") in TABLES
+        return "Q8_0" if is_table and self._kind is not None else self._kind
+
+
+def float8_kind(in_features: int) -> Kind:
+    return Kind(8, in_words(in_features, 8), "float32", has_minima=False, is_float=True)
+
+
+def float8(weight: np.ndarray) -> Rows:
+    """The nearest e4m3 to each number of a weight [outputs, inputs], a row's largest being 448 of its
+    scale.
+    """
+    codes = np.zeros((len(weight), in_words(weight.shape[1], 8)), FLOAT8)
+    scales = np.zeros((len(weight), 1), np.float32)
+    for first in range(0, len(weight), _ROWS):  # so that copies are small
+        some = weight[first : first + _ROWS].astype(np.float32)
+        largest = np.abs(some).max(axis=1, keepdims=True)
+        scale = largest / np.float32(ml_dtypes.finfo(FLOAT8).max)
+        scales[first : first + _ROWS] = scale
+        some /= np.where(scale == 0, np.float32(1), scale)
+        codes[first : first + _ROWS, : weight.shape[1]] = some.astype(FLOAT8)
+    return Rows(codes.view(np.uint8), scales, None)
+
+
+class FromFile(Quantisation):
+    """Those that a file has in one of the kinds that products take.
+
+    `kind_of`: that of a tensor of this name and shape, or None; `rows_of`: what a part of it holds.
+    """
+
+    def __init__(
+        self,
+        kind_of: Callable[[str, tuple[int, ...]], Kind | None],
+        rows_of: Callable[[str, tuple[int, ...], Part], Rows],
+        roles: Iterable[str] = ROLES,
+    ) -> None:
+        self._kind_of, self._rows_of, self._roles = kind_of, rows_of, set(roles)
+
+    def segments(
+        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: Cut | None = None
+    ) -> tuple[Segment, ...] | None:
+        if role not in self._roles:
+            return None
+        found = []
+        for name, its in stored:
+            kind = self._kind_of(name, its)
+            if kind is None or (kind.has_order and role == "embedding.weight"):
+                return None
+            found.append((kind, its[0]))
+        if cut is not None:
+            found = cut.segments(found, shape[1])
+        return tuple(Segment(kind, sum(counts)) for kind, counts in joined(found))
+
+    def of_blocks(
+        self,
+        stored: Sequence[Stored],
+        restored: Callable[[list[np.ndarray]], list[np.ndarray]],
+        dtype: jnp.dtype,
+        cut: Cut | None = None,
+    ) -> QuantisedWeight:
+        counts = [shape[0] for _, shape in stored]
+        firsts = np.cumsum([0, *counts])
+        numbered = np.split(np.arange(sum(counts))[:, None], firsts[1:-1])
+        order = np.concatenate(restored(numbered))
+        if order.shape != (sum(counts), 1):
+            name = stored[0][0]
+            raise InputError(f"weight {name!r} must lie as [outputs, inputs], where it is quantised")
+        orders = [its - first for its, first in zip(np.split(order, firsts[1:-1]), firsts, strict=False)]
+        pieces = [self._piece(*its, order[:, 0]) for its, order in zip(stored, orders, strict=True)]
+        cut, in_features = cut or Cut(None, None), stored[0][1][1]
+        return packed(cut.rows(pieces, in_features), cut.width(in_features), dtype)
+
+    def _piece(self, name: str, shape: tuple[int, ...], order: np.ndarray) -> Piece:
+        """A tensor with its outputs in the decoder's order."""
+        kind = self._kind_of(name, shape)
+        assert kind is not None
+
+        def read(outputs: np.ndarray, inputs: tuple[int, int]) -> Rows:
+            return self._rows_of(name, shape, Part(order[outputs], slice(*inputs)))
+
+        return Piece(kind, shape[0], read)

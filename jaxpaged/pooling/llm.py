@@ -1,0 +1,216 @@
+"""What `LLM` does with a pooling model: vectors, classes and scores of texts."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.checks import InputError, check, checked_choice
+from jaxpaged.config import EngineConfig
+from jaxpaged.models.loading import Checkpoint
+from jaxpaged.pooling.engine import PoolingEngine, Text
+from jaxpaged.pooling.head import Head
+from jaxpaged.pooling.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+
+TASKS = ("embed", "classify", "score", "token_embed")
+type Texts = str | Sequence[str]
+
+
+class Pooling:
+    """A pooling model and its tokenizer, by vLLM's methods. For any thread."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, head: Head) -> None:
+        self.engine = PoolingEngine(config, checkpoint, head)
+        self.tokenizer = checkpoint.tokenizer
+        self._numbers = itertools.count()
+
+    @property
+    def is_classifier(self) -> bool:
+        return self.engine.head.classifier is not None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of a classifier's classes."""
+        return self.engine.head.labels
+
+    def encode(
+        self, prompts: Any, pooling_params: Any = None, *, pooling_task: str = "embed"
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what the model makes of each text: by task a vector, the chances of classes, or with
+        "token_embed" each token's hidden state.
+        """
+        task = checked_choice("pooling_task", pooling_task, TASKS)
+        self._check_task(task)
+        texts = self._admitted(prompts, pooling_params, wants_tokens=task == "token_embed")
+        return [self._output(text, PoolingOutput(data)) for text, data in self._run(texts)]
+
+    def embed(self, prompts: Any, pooling_params: Any = None) -> list[EmbeddingRequestOutput]:
+        """Return each text's vector. Raises `InputError` for a model that gives classes."""
+        self._check_task("embed")
+        texts = self._admitted(prompts, pooling_params)
+        return [self._output(text, EmbeddingOutput(data.tolist())) for text, data in self._run(texts)]
+
+    def classify(self, prompts: Any, pooling_params: Any = None) -> list[ClassificationRequestOutput]:
+        """Return the chances of each text's classes. Raises `InputError` for a model that gives vectors."""
+        self._check_task("classify")
+        texts = self._admitted(prompts, pooling_params)
+        return [self._output(text, ClassificationOutput(data.tolist())) for text, data in self._run(texts)]
+
+    def score(
+        self, data_1: Texts, data_2: Texts, pooling_params: PoolingParams | None = None
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts go together: one with each of several, or each with its own.
+
+        A model that gives vectors: their cosine. A classifier of one class: its chance, of both as one
+        prompt.
+
+        Raises `InputError` for other numbers of texts, and for a classifier of several classes.
+        """
+        first, second = ([each] if isinstance(each, str) else list(each) for each in (data_1, data_2))
+        if len(first) not in (1, len(second)) or not second:
+            raise InputError(
+                f"data_1 has {len(first)} texts, must have one, or as many as data_2, which has {len(second)}"
+            )
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if self.is_classifier:
+            return self._scores_of_pairs(first * (len(second) // len(first)), second, params)
+        texts = self._admitted([*first, *second], params)
+        vectors = [data / max(float(np.linalg.norm(data)), 1e-12) for _, data in self._run(texts)]
+        own, others = vectors[: len(first)], vectors[len(first) :]
+        found = []
+        for i, other in enumerate(others):
+            mine = i if len(first) > 1 else 0
+            ids = np.concatenate([texts[mine].token_ids, texts[len(first) + i].token_ids])
+            text = Text(ids, params)
+            found.append(self._output(text, ScoringOutput(float(own[mine] @ other))))
+        return found
+
+    def _scores_of_pairs(
+        self, first: Sequence[str], second: Sequence[str], params: PoolingParams
+    ) -> list[ScoringRequestOutput]:
+        classifier = self.engine.head.classifier
+        assert classifier is not None
+        rule = "1 for scores: this model's are of more classes"
+        check("num_labels", len(classifier), rule, len(classifier) == 1)
+        texts = [self.engine.admit(self._ids(*pair), params) for pair in zip(first, second, strict=True)]
+        return [self._output(text, ScoringOutput(float(data[0]))) for text, data in self._run(texts)]
+
+    def _check_task(self, task: str) -> None:
+        if task == "token_embed":
+            return
+        served = "classify" if self.is_classifier else "embed"
+        if task != served and not (task == "score" and self.is_classifier):
+            what = "classes" if self.is_classifier else "vectors"
+            raise InputError(
+                f"pooling_task={task!r} must be {served!r} or 'token_embed': this model gives {what}"
+            )
+
+    def _admitted(self, prompts: Any, params: Any, *, wants_tokens: bool = False) -> list[Text]:
+        """Check all texts before any runs. Raises `InputError`, with the number of one of several."""
+        many = as_many(prompts)
+        each = list(params) if isinstance(params, list | tuple) else [params] * len(many)
+        if len(each) != len(many):
+            raise InputError(
+                f"pooling_params has {len(each)} entries, must have one for each of {len(many)} prompts"
+            )
+        texts = []
+        for i, (prompt, its) in enumerate(zip(many, each, strict=True)):
+            try:
+                its = PoolingParams() if its is None else its
+                texts.append(self.engine.admit(self._read(prompt), its, wants_tokens=wants_tokens))
+            except InputError as error:
+                raise error if len(many) == 1 else InputError(f"prompt {i}: {error}") from error
+        return texts
+
+    def _read(self, prompt: Any) -> Any:
+        """Return a prompt's token ids."""
+        if isinstance(prompt, dict):
+            ids = prompt.get("prompt_token_ids")
+            return self._ids(prompt.get("prompt")) if ids is None else ids
+        return self._ids(prompt) if isinstance(prompt, str) else prompt
+
+    def _ids(self, text: Any, pair: str | None = None) -> list[int]:
+        for each in (text, pair):
+            is_text = (isinstance(each, str) and each != "") or (each is None and text is not None)
+            check("prompt", each, "a text that is not empty", is_text)
+        check("prompt", text, "token ids for a model without a tokenizer", self.tokenizer is not None)
+        ids: list[int] = self.tokenizer(text, pair)["input_ids"]
+        return ids
+
+    def _run(self, texts: Sequence[Text]) -> Iterator[tuple[Text, np.ndarray]]:
+        return zip(texts, self.engine.run(texts), strict=True)
+
+    def _output[Output](self, text: Text, output: Output) -> PoolingRequestOutput[Output]:
+        return PoolingRequestOutput(str(next(self._numbers)), output, text.token_ids.tolist())
+
+
+def as_many(prompts: Any) -> Sequence[Any]:
+    """Return prompts as a sequence, whether one was given or several."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    is_list = isinstance(prompts, Sequence | np.ndarray) and not isinstance(prompts, bytes)
+    check("prompts", prompts, "a prompt or a list of prompts", is_list)
+    is_one = len(prompts) > 0 and np.ndim(prompts[0]) == 0 and not isinstance(prompts[0], str | dict)
+    return [prompts] if is_one else prompts
+
+
+class PoolingMethods:
+    """What `LLM` has of a pooling model. Progress bars, which vLLM has here, are not shown."""
+
+    pooling: Pooling | None = None  # None: the model answers
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `InputError` where a model that pools is asked to answer."""
+        if name in ("engine", "_default_params") and self.pooling is not None:
+            raise InputError("runner='pooling' must be 'generate' for a model to answer")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _pooling(self) -> Pooling:
+        if self.pooling is None:
+            raise InputError("runner='generate' must be 'pooling' for vectors, classes and scores")
+        return self.pooling
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str = "embed",
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what the model makes of each text: see `Pooling.encode`."""
+        return self._pooling().encode(prompts, pooling_params, pooling_task=pooling_task)
+
+    def embed(
+        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Return each text's vector."""
+        return self._pooling().embed(prompts, pooling_params)
+
+    def classify(
+        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None
+    ) -> list[ClassificationRequestOutput]:
+        """Return the chances of each text's classes."""
+        return self._pooling().classify(prompts, pooling_params)
+
+    def score(
+        self,
+        data_1: Texts,
+        data_2: Texts,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts go together: see `Pooling.score`."""
+        return self._pooling().score(data_1, data_2, pooling_params)

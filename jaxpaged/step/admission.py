@@ -1,0 +1,282 @@
+"""Who is admitted: whether there is room for the first in line, and what it starts with.
+
+A waiting request is admitted when the blocks for all its tokens known so far are there beside those of the
+running ones, and some to grow into; nobody overtakes. A follower, one of several answers of a prompt, waits
+while the leader's prompt is computed, and takes over the blocks; who then finds no room is a request like any
+other. Of a beam search all beams are admitted at once.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.config import PREFILL_TILE
+from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.entries import PIECE, in_pieces
+from jaxpaged.memory.prefix_cache import Hit
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.plan import Plan, plan
+from jaxpaged.step.state import Counter, EngineState, HostPool, Phase, Rows, none_turned_away
+
+
+class _Admission(NamedTuple):
+    state: EngineState
+    admitted: Bool[Array, " rows"]
+    num_hits: Int[Array, " rows"]
+    leader_row: Int[Array, " rows"]
+    goes_on: Bool[Array, ""]
+
+
+def admit(
+    state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig, may: Bool[Array, ""]
+) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Int[Array, " rows"]]:
+    """Let waiting requests run in their order while there is room.
+
+    Who, how many blocks each hit, and the rows whose blocks followers take over.
+    """
+    own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
+
+    def try_next(so_far: _Admission) -> _Admission:
+        state = so_far.state
+        row = _first_waiting(state.rows)
+        free = state.tables.pool.num_free - _reserved(state, last_ids, config)
+        leader, follows = _leader_in_prompt(state, row)
+        forks = follows & (_need_of_fork(state)[row] <= free)
+        found = _look_for_room(state, row, free, ~follows, config)
+        # All else without the state: each `cond` that the cache goes through may copy it on a GPU.
+        started = lax.cond(found.fits, lambda: _start(state, row, found.hit, config), lambda: state)
+        phase = started.rows.phase.at[row].set(jnp.where(forks, Phase.FORKING, started.rows.phase[row]))
+        its_beams = started.rows.waiting & started.rows.in_group_of(row)
+        phase = jnp.where(its_beams & found.fits, Phase.FOLLOWING, phase)
+        waits = found.is_looked_up & ~found.fits
+        turned_away = jnp.where(waits, jnp.stack([row, found.held]), started.turned_away)
+        state = replace(started, rows=replace(started.rows, phase=phase), turned_away=turned_away)
+        ok = forks | found.fits
+        return _Admission(
+            state,
+            so_far.admitted.at[row].max(ok),
+            so_far.num_hits.at[row].add(jnp.where(found.fits, found.hit.chain.num_blocks, 0)),
+            so_far.leader_row.at[row].set(jnp.where(forks, leader, row)),
+            goes_on=ok & may_admit(state, last_ids, plan(state, config), config),
+        )
+
+    nobody = jnp.zeros(state.tables.max_seqs, bool)
+    goes_on = may & may_admit(state, last_ids, plan(state, config), config)
+    start = _Admission(state, nobody, jnp.zeros_like(state.rows.phase), own_row, goes_on)
+    return lax.while_loop(lambda so_far: so_far.goes_on, try_next, start)[:-1]
+
+
+def may_admit(
+    state: EngineState, last_ids: Int[Array, " rows"], plan: Plan, config: StepConfig
+) -> Bool[Array, ""]:
+    """Whether the next waiting request might be admitted: there is a slot, some block, and a tile; or, for a
+    follower, the end of its leader's prompt.
+    """
+    rows, tables = state.rows, state.tables
+    num_left = config.max_num_seqs - jnp.sum(rows.admitted)
+
+    def has_room() -> Bool[Array, ""]:
+        first = _first_waiting(rows)
+        has_block = _reserved(state, last_ids, config) <= tables.pool.num_free
+        leader, follows = _leader_in_prompt(state, first)
+        is_done = tables.seq_lens[leader] + plan.num_new_tokens[leader] == rows.prompt_lens[leader]
+        may = jnp.where(follows, is_done, jnp.sum(plan.num_tiles) < config.num_tiles)
+        return has_block & may & (rows.beams.width[first] <= num_left)
+
+    return lax.cond(jnp.any(rows.waiting) & (num_left > 0), has_room, lambda: jnp.bool_(False))
+
+
+def _first_waiting(rows: Rows) -> Int[Array, ""]:
+    return rows.order[jnp.argmax(rows.waiting[rows.order])]
+
+
+def _leader_in_prompt(state: EngineState, row: Int[Array, ""]) -> tuple[Int[Array, ""], Bool[Array, ""]]:
+    """The running row with an unfinished prompt that a new request follows; and if there is one."""
+    rows = state.rows
+    in_prompt = rows.running & (state.tables.seq_lens < rows.prompt_lens)
+    leads = in_prompt & (rows.arrival == rows.leader[row])
+    is_new = (rows.phase[row] == Phase.WAITING) & (rows.num_tokens[row] == rows.prompt_lens[row])
+    return jnp.argmax(leads).astype(jnp.int32), is_new & (rows.leader[row] != 0) & jnp.any(leads)
+
+
+def _reserved(state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig) -> Int[Array, ""]:
+    """Free blocks that are not for the next request: for what the running ones have, and to grow into."""
+    rows, tables = state.rows, state.tables
+    to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
+    to_come += block_table.must_copy(tables, last_ids, rows.running.astype(jnp.int32))
+    to_come = jnp.where(rows.following, _need_of_beam(state, config), jnp.where(rows.running, to_come, 0))
+    to_come = jnp.where(rows.forking, _need_of_fork(state), to_come)
+    num_active = jnp.sum(rows.admitted, dtype=jnp.int32)
+    return jnp.sum(to_come) + jnp.where(num_active > 0, config.watermark_blocks + num_active, 0)
+
+
+def _need_of_fork(state: EngineState) -> Int[Array, " rows"]:
+    """Blocks for the copy of a block that is partly filled with the prompt."""
+    return (state.rows.prompt_lens % state.tables.block_size != 0).astype(jnp.int32)
+
+
+def _need_of_beam(state: EngineState, config: StepConfig) -> Int[Array, " rows"]:
+    """Blocks for what is known of a beam beside its head's: all but those that its prompt fills.
+
+    With a window those may be gone when it forks.
+    """
+    rows, block_size = state.rows, state.tables.block_size
+    shared = rows.prompt_lens // block_size if config.sliding_window is None else 0
+    return config.blocks_of(rows.num_tokens, block_size) - shared
+
+
+class _Found(NamedTuple):
+    is_looked_up: Bool[Array, ""]
+    fits: Bool[Array, ""]  # and nothing is to be waited for
+    hit: Hit
+    held: Int[Array, ""]  # blocks of the hit that others hold
+
+
+def _look_for_room(
+    state: EngineState, row: Int[Array, ""], free: Int[Array, ""], may: Bool[Array, ""], config: StepConfig
+) -> _Found:
+    """Whether so many free blocks have room for a waiting request, which is looked up if they might."""
+    rows, tables = state.rows, state.tables
+    # Blocks that have to be free, or held by others and shared.
+    need = config.blocks_of(rows.num_tokens[row], tables.block_size)
+    need += jnp.maximum(rows.beams.width[row] - 1, 0) * _need_of_beam(state, config)[row]
+    turned_away, most_held = state.turned_away
+    may_fit = may & ((row != turned_away) | (need - most_held <= free))
+
+    def look_up() -> _Found:
+        hit, defers = _look_up(state, row, config)
+        held, shared = _held_by_others(tables, hit, config)
+        return _Found(jnp.bool_(True), (need - shared <= free) & ~defers, hit, held)
+
+    shapes = jax.eval_shape(look_up)
+    nothing = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+    return lax.cond(may_fit, look_up, lambda: nothing)
+
+
+def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tuple[Hit, Bool[Array, ""]]:
+    """What the prefix cache has for a request; and if it should rather wait for what is being computed."""
+    rows, tables = state.rows, state.tables
+    cache = tables.pool.prefix_cache
+    salt, num_tokens = rows.salt[row], rows.num_findable[row]
+    if cache is None:
+        nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
+        return nothing, jnp.bool_(False)
+    is_new = (rows.phase[row] == Phase.WAITING) & ~rows.tells_prompt[row]
+    hit = prefix_cache.lookup(
+        cache,
+        lambda positions: cache_keys(rows, jnp.full_like(positions, row), positions, config),
+        jnp.where(is_new, num_tokens, 0),
+        salt,
+        max_tokens=rows.token_ids.shape[1],
+    )
+    # Some running row will soon have made findable at least a tile more than is, if its prompt begins so.
+    wanted = (hit.chain.num_blocks + cdiv(PREFILL_TILE, tables.block_size)) * tables.block_size
+    computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
+    computing &= is_new & (wanted <= jnp.minimum(rows.prompt_lens, rows.prompt_lens[row]))
+    return hit, _any_begins_alike(rows, row, computing & (wanted < num_tokens), wanted)
+
+
+def _any_begins_alike(
+    rows: Rows, row: Int[Array, ""], others: Bool[Array, " rows"], num_tokens: Int[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether the first tokens of a masked row are those of another row; one after the other, in pieces."""
+    size = min(8 * PIECE, rows.token_ids.shape[1])
+    type Search = tuple[Bool[Array, " rows"], Int[Array, ""]]
+
+    def piece(row: Int[Array, ""], start: Int[Array, ""]) -> Int[Array, " size"]:
+        return lax.dynamic_slice(rows.token_ids, (row, start), (1, size))[0]
+
+    def compare(search: Search) -> Search:
+        left, start = search
+        other = jnp.argmax(left)
+        first = jnp.minimum(start, rows.token_ids.shape[1] - size)
+        beyond = first + jnp.arange(size) >= num_tokens
+        alike = jnp.all(beyond | (piece(row, first) == piece(other, first)))
+        return left.at[other].set(alike), jnp.where(alike, start + size, 0)
+
+    def goes_on(search: Search) -> Bool[Array, ""]:
+        return jnp.any(search[0]) & (search[1] < num_tokens)
+
+    return jnp.any(lax.while_loop(goes_on, compare, (others, jnp.int32(0)))[0])
+
+
+def cache_keys(
+    rows: Rows, row: Int[Array, "*n"], positions: Int[Array, "*n"], config: StepConfig
+) -> Int[Array, "*n"]:
+    """What the prefix cache takes the token at a position of a row for.
+
+    An answer's token differs from a prompt's with the same id: its K and V were computed in another shape,
+    and may differ in their last bits. So what is found has just the bits that computing it would give.
+    """
+    token = rows.token_ids.at[row, positions].get(mode="clip")
+    if config.reuse_answers:
+        return token
+    return jnp.where(positions < rows.prompt_lens[row], token, -1 - token)
+
+
+def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Array, "2"]:
+    """Blocks of a hit that are not free, and those among them that a row beginning with it can see."""
+    if hit.block_ids.shape[0] == 0:
+        return jnp.zeros(2, jnp.int32)
+    length = hit.chain.num_blocks
+    unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window) // tables.block_size
+
+    def count(_: Array, k: Array, used: Array, held: Array) -> Array:
+        is_held = used & tables.pool.is_held(hit.block_ids[k])
+        return held + jnp.stack([jnp.sum(is_held), jnp.sum(is_held & (k >= unseen))])
+
+    return in_pieces(length[None], count, jnp.zeros(2, jnp.int32))
+
+
+def loosen(state: EngineState, before: BlockTables) -> EngineState:
+    """Raise the bound on what others hold of who was turned away, by what a step has done since `before`.
+
+    A block made findable may go on where the hit ended. One that was taken may have been in the hit, while
+    another of its content is held. Nobody was admitted: so there is no third way.
+    """
+    tables, (row, held) = state.tables, state.turned_away
+    taken = before.pool.num_free - tables.pool.num_free
+    published = jnp.sum(tables.chains.num_blocks - before.chains.num_blocks)
+    return replace(state, turned_away=jnp.stack([row, held + taken + published]))
+
+
+def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig) -> EngineState:
+    """Let a waiting row run: with the blocks it hit, or with its own back from the host."""
+    rows = state.rows
+    this = jnp.arange(state.tables.max_seqs) == row
+    is_new = rows.phase[row] == Phase.WAITING
+    first_time = rows.num_tokens[row] == rows.prompt_lens[row]
+    if state.host is not None:
+        state = _swap_in(state, state.host, this & ~is_new)
+    if state.tables.pool.prefix_cache is not None:
+        chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
+        state = state.on_tables(block_table.adopt, row[None], hit.block_ids[None], chain, is_new[None])
+        state = state.on_tables(block_table.slide_windows, this & is_new, config.sliding_window)
+    num_hit_tokens = hit.chain.num_blocks * state.tables.block_size
+    rows = replace(
+        rows,
+        phase=jnp.where(this, Phase.RUNNING, rows.phase),
+        num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
+    )
+    state = replace(state, rows=rows, turned_away=none_turned_away())
+    num_lookup_tokens = jnp.where(is_new & ~rows.tells_prompt[row], rows.num_findable[row], 0)
+    return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
+
+
+def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:
+    tables, host_tables, info = swap.swap_in(
+        state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
+    )
+    return replace(
+        state,
+        tables=tables,
+        kv_cache=kv_cache.copy_blocks(host.kv_cache, state.kv_cache, info.sources, info.destinations),
+        host=replace(host, tables=host_tables),
+        status=state.status | info.status,
+    )

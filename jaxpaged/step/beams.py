@@ -1,0 +1,241 @@
+"""Beam search: with which sequences a group of rows goes on, chosen inside the step.
+
+A group has 2 x width rows: in `width` of them beams run, and as many hold the best that have ended. Its beams
+are all equally long; they run, and give way, together. In each step the best continuations of all of them are
+the next beams. The first of those from a row stays in it; others take the places of rows from which nothing
+goes on, and fork the blocks. `reference/beam_search.py` says the same without rows.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpaged.memory import block_table
+from jaxpaged.sampling import Scores, is_in
+from jaxpaged.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS
+from jaxpaged.step.plan import Slots
+from jaxpaged.step.state import MAX_STEPS, EngineState, FinishReason, Phase, Rows
+
+# Tokens of an answer that are copied at a time from row to row.
+COPIED_AT_ONCE = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Choice:
+    """What the rows of groups hold next; other rows stay as they are."""
+
+    changes: Bool[Array, " rows"]  # holds what `source` did, with its candidate `column` behind it
+    source: Int[Array, " rows"]
+    column: Int[Array, " rows"]
+    cum_logprob: Float[Array, " rows"]
+    rank: Int[Array, " rows"]
+    finishes: Bool[Array, " rows"]
+
+
+def advance(
+    state: EngineState, new: Scores, slots: Slots, due: Bool[Array, " rows"]
+) -> tuple[EngineState, Int[Array, " rows"], Int[Array, " rows"]]:
+    """Let the groups that are due go on by a token; `new` has, for each slot, the candidates for it.
+
+    To be called when what the step has computed is published: for rows exchange what they hold. Returns, too,
+    for each row the one that had what it holds now, and the one whose blocks it is to hold from now on, its
+    own given back. For most both are the row itself.
+    """
+    is_due = due & (state.rows.beams.width > 0)
+    own_row = jnp.arange(is_due.shape[0], dtype=jnp.int32)
+    type Result = tuple[EngineState, Int[Array, " rows"], Int[Array, " rows"]]
+
+    def go_on(state: EngineState) -> Result:
+        choice = choose(state.rows, new, slots, is_due)
+        came_from = jnp.where(choice.changes, choice.source, own_row)
+        # What has ended needs no blocks.
+        forks = (came_from != own_row) & state.rows.running
+        state = replace(
+            state,
+            rows=_continued(state.rows, new, slots, choice),
+            scores=_noted(state, new, slots, choice),
+        )
+        state = state.on_tables(block_table.free_rows, forks)
+        return state, came_from, jnp.where(forks, came_from, own_row)
+
+    # Without the cache: on a GPU it might be copied on its way through a `cond`.
+    small = replace(state, kv_cache=None, host=None)  # type: ignore[arg-type]
+    small, *rows = lax.cond(jnp.any(is_due), go_on, lambda state: (state, own_row, own_row), small)
+    return replace(small, kv_cache=state.kv_cache, host=state.host), *rows
+
+
+def choose(rows: Rows, new: Scores, slots: Slots, due: Bool[Array, " rows"]) -> Choice:
+    """Of each group that is due the next beams, and what has ended; one group after the other."""
+    beams = rows.beams
+    index = jnp.arange(due.shape[0], dtype=jnp.int32)
+    nobody = jnp.zeros_like(due)
+    nothing = Choice(nobody, index, jnp.zeros_like(index), beams.cum_logprob, beams.rank, nobody)
+    type Carry = tuple[Bool[Array, " rows"], Choice]
+
+    def choose_next(carry: Carry) -> Carry:
+        left, choice = carry
+        head = jnp.argmax(left).astype(jnp.int32)
+        return left.at[head].set(False), _choose_in_group(rows, new, slots, head, choice)
+
+    heads = due & (beams.head == index)
+    return lax.while_loop(lambda carry: jnp.any(carry[0]), choose_next, (heads, nothing))[1]
+
+
+def _choose_in_group(rows: Rows, new: Scores, slots: Slots, head: Int[Array, ""], choice: Choice) -> Choice:
+    beams, num_rows = rows.beams, rows.phase.shape[0]
+    width, penalty, num_tokens = beams.width[head], beams.length_penalty[head], rows.num_tokens[head]
+    in_group = (beams.width > 0) & (beams.head == head)
+    place = jnp.arange(MAX_BEAM_WIDTH, dtype=jnp.int32)
+
+    def members(mask: Bool[Array, " rows"]) -> Int[Array, " places"]:
+        """The group's masked rows; beyond all rows where there are no more."""
+        (found,) = jnp.nonzero(in_group & mask, size=MAX_BEAM_WIDTH, fill_value=num_rows)
+        return found.astype(jnp.int32)
+
+    live, ended = members(rows.running), members(rows.held)
+
+    # The candidates: of each beam two for each of the group, the likeliest.
+    slot = slots.of_row.at[live].get(mode="fill", fill_value=new.rank.shape[0])
+    token_ids = new.top_ids.at[slot].get(mode="fill", fill_value=-1)
+    column = jnp.broadcast_to(jnp.arange(MAX_LOGPROBS, dtype=jnp.int32), token_ids.shape)
+    cum = beams.cum_logprob.at[live].get(mode="fill", fill_value=-jnp.inf)
+    value = cum[:, None] + new.top_logprobs.at[slot].get(mode="fill", fill_value=0)
+    counts = (token_ids >= 0) & (column < 2 * width) & ~jnp.isnan(value)
+    value = jnp.where(counts, value, -jnp.inf).reshape(-1)
+    tie = (beams.rank.at[live].get(mode="fill", fill_value=0)[:, None] * MAX_LOGPROBS + column).reshape(-1)
+    ends = is_in(token_ids.reshape(-1), rows.rules.stop_tokens[head])
+
+    # The best to go on with; and of those that have ended, earlier or now, of equal ones the earlier first.
+    length = jnp.maximum(rows.num_tokens.at[ended].get(mode="clip") - 1, 1)  # without the end
+    former = beams.cum_logprob.at[ended].get(mode="fill", fill_value=-jnp.inf)
+    former *= length.astype(jnp.float32) ** -penalty
+    former_rank = beams.rank.at[ended].get(mode="fill", fill_value=0)
+    now = jnp.where(ends, value, -jnp.inf) * num_tokens.astype(jnp.float32) ** -penalty
+    values = jnp.concatenate(
+        [
+            jnp.stack([jnp.full_like(former, -jnp.inf), former]),
+            jnp.stack([jnp.where(ends, -jnp.inf, value), now]),
+        ],
+        axis=1,
+    )
+    ties = jnp.concatenate([former_rank, MAX_BEAM_WIDTH + tie])
+    found, best = _best(values, jnp.broadcast_to(ties, values.shape))
+    is_one = (place < width) & (best > -jnp.inf)
+    is_new = found >= MAX_BEAM_WIDTH
+    candidate = jnp.maximum(found - MAX_BEAM_WIDTH, 0)
+    parent, its_column = candidate // MAX_LOGPROBS, candidate % MAX_LOGPROBS
+    # Who goes on stays where its parent was, and who had ended where it is.
+    wanted = jnp.stack([parent[0], jnp.where(is_new[1], MAX_BEAM_WIDTH, found[1])])
+    homes = jnp.stack([live, ended])
+    home = jnp.take_along_axis(homes, jax.vmap(_places)(wanted, is_one, homes < num_rows), axis=1)
+    home = jnp.where(is_one, home, num_rows)
+    target = jnp.where(is_new, home, num_rows)
+
+    # All that may come is worse, or there is no room for more. Sums of logarithms do not rise.
+    longest = jnp.where(penalty > 0, rows.max_num_tokens[head], num_tokens + 1).astype(jnp.float32)
+    is_decided = best[1, width - 1] >= best[0, 0] * longest**-penalty
+    finishes = is_decided | (num_tokens + 1 >= rows.max_num_tokens[head])
+    return Choice(  # a row for which there is no beam goes on as it would alone, and counts for nothing
+        changes=choice.changes.at[live].set(True, mode="drop").at[target].set(True, mode="drop"),
+        source=choice.source.at[target].set(live[parent], mode="drop"),
+        column=choice.column.at[target].set(its_column, mode="drop"),
+        cum_logprob=choice.cum_logprob.at[live]
+        .set(-jnp.inf, mode="drop")
+        .at[target]
+        .set(value[candidate], mode="drop"),
+        rank=choice.rank.at[home].set(jnp.broadcast_to(place, home.shape), mode="drop"),
+        finishes=choice.finishes | (in_group & (rows.running | rows.held) & finishes),
+    )
+
+
+def _best(
+    values: Float[Array, "kinds n"], ties: Int[Array, "kinds n"]
+) -> tuple[Int[Array, "kinds places"], Float[Array, "kinds places"]]:
+    """The largest, of equal ones those of the lower tie first: where they are, and they themselves."""
+    index = jnp.broadcast_to(jnp.arange(values.shape[1], dtype=jnp.int32), values.shape)
+    falling, _, found = lax.sort((-values, ties, index), num_keys=2)
+    return found[:, :MAX_BEAM_WIDTH], -falling[:, :MAX_BEAM_WIDTH]
+
+
+def _places(
+    wanted: Int[Array, " places"], is_one: Bool[Array, " places"], exists: Bool[Array, " places"]
+) -> Int[Array, " places"]:
+    """A place for each: the first to want one gets it, the others those that are left, in order.
+
+    Of what is none it is any; to want a place beyond all is to want none.
+    """
+    num_places = wanted.shape[0]
+    index = jnp.arange(num_places, dtype=jnp.int32)
+    same = (wanted[:, None] == wanted) & is_one
+    is_first = is_one & (wanted < num_places) & (jnp.argmax(same, axis=1) == index)
+    taken = jnp.zeros_like(is_one).at[jnp.where(is_first, wanted, num_places)].set(True, mode="drop")
+    left = exists & ~taken
+    nth_left = jnp.cumsum(left, dtype=jnp.int32) - 1
+    in_order = jnp.zeros_like(index).at[jnp.where(left, nth_left, num_places)].set(index, mode="drop")
+    nth = jnp.cumsum(is_one & ~is_first, dtype=jnp.int32) - 1
+    return jnp.where(is_first, wanted, in_order[jnp.maximum(nth, 0)])
+
+
+def _continued(rows: Rows, new: Scores, slots: Slots, choice: Choice) -> Rows:
+    """The rows with their next tokens, behind those of the rows from which they go on."""
+    index = jnp.arange(choice.source.shape[0], dtype=jnp.int32)
+    changes, source = choice.changes, choice.source
+    position = rows.num_tokens[source]
+    token = new.top_ids.at[slots.of_row[source], choice.column].get(mode="clip")
+    token_ids = _with_answers_of(rows, source, changes & (source != index))
+    token_ids = token_ids.at[jnp.where(changes, index, index.shape[0]), position].set(
+        jnp.maximum(token, 0), mode="drop"
+    )
+    reason = jnp.where(rows.running, FinishReason.LENGTH, FinishReason.STOP)
+    return replace(
+        rows,
+        token_ids=token_ids,
+        num_tokens=jnp.where(changes, position + 1, rows.num_tokens),
+        phase=jnp.where(choice.finishes, Phase.FINISHED, rows.phase),
+        finish_reason=jnp.where(choice.finishes, reason, rows.finish_reason),
+        beams=replace(rows.beams, cum_logprob=choice.cum_logprob, rank=choice.rank),
+    )
+
+
+def _with_answers_of(
+    rows: Rows, source: Int[Array, " rows"], moves: Bool[Array, " rows"]
+) -> Int[Array, "rows max_model_len"]:
+    """The rows' tokens, of the masked ones those of their sources' answers.
+
+    One row after the other, in pieces: costs what the answers are long. First those for what has ended: from
+    their beams none may go on, which then move themselves. One from which a beam goes on stays.
+    """
+    size = min(COPIED_AT_ONCE, rows.token_ids.shape[1])
+    type Carry = tuple[Int[Array, "rows max_model_len"], Bool[Array, " rows"], Int[Array, ""]]
+
+    def copy_piece(carry: Carry) -> Carry:
+        token_ids, left, done = carry
+        row = jnp.argmax(jnp.where(left, 1 + rows.held, 0))
+        start = rows.prompt_lens[row] + done
+        piece = lax.dynamic_slice(token_ids, (source[row], start), (1, size))
+        token_ids = lax.dynamic_update_slice(token_ids, piece, (row, start))
+        goes_on = start + size < rows.num_tokens[source[row]]
+        return token_ids, left.at[row].set(goes_on), jnp.where(goes_on, done + size, 0)
+
+    start = (rows.token_ids, moves, jnp.int32(0))
+    return lax.while_loop(lambda carry: jnp.any(carry[1]), copy_piece, start)[0]
+
+
+def _noted(state: EngineState, new: Scores, slots: Slots, choice: Choice) -> Scores:
+    """The scores of the rows' tokens, their next ones included."""
+    source, num_rows = choice.source, choice.source.shape[0]
+    slot = jnp.minimum(slots.of_row[source], new.rank.shape[0] - 1)
+    next_ = Scores(
+        logprob=new.top_logprobs[slot, choice.column],
+        rank=choice.column + 1,
+        top_ids=new.top_ids[slot],
+        top_logprobs=new.top_logprobs[slot],
+    )
+    at = jnp.where(choice.changes, jnp.arange(num_rows), num_rows), state.rows.num_tokens[source] % MAX_STEPS
+    return jax.tree.map(
+        lambda ring, values: ring[source].at[at].set(values, mode="drop"), state.scores, next_
+    )

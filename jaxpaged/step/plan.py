@@ -1,0 +1,96 @@
+"""What a step computes: tiles of prompts, and slots of rows that decode."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxpaged.config import PREFILL_TILE
+from jaxpaged.memory.entries import dealt, number_through
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import EngineState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Plan:
+    """What each row computes in this step."""
+
+    num_tiles: Int[Array, " rows"]  # prompt tiles; 0 for a row that decodes or does not run
+    num_new_tokens: Int[Array, " rows"]  # prompt tokens of these tiles, or 1 for a row that decodes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tiles:
+    """The work of one forward pass: tiles of `tile_len` neighbouring positions, each of one row.
+
+    A tile computes the positions from `first` to `end`; an unused one has end = 0.
+    """
+
+    row: Int[Array, " num_tiles"]
+    start: Int[Array, " num_tiles"]  # the tile's first position; of a prompt tile a multiple of tile_len
+    first: Int[Array, " num_tiles"]
+    end: Int[Array, " num_tiles"]
+    tile_len: int = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """Which of the places of a decode step, `max_num_seqs` of them, each running row has."""
+
+    row: Int[Array, " max_num_seqs"]  # beyond all rows where there is none
+    of_row: Int[Array, " rows"]  # beyond all slots for a row that does not run
+
+
+def plan(state: EngineState, config: StepConfig) -> Plan:
+    """Share out the step's tiles among the unfinished prompts, in order; every other running row decodes."""
+    rows, computed = state.rows, state.tables.seq_lens
+    in_prompt = rows.running & (computed < rows.prompt_lens)
+    first = computed // PREFILL_TILE
+    wants = jnp.where(in_prompt, (rows.prompt_lens - 1) // PREFILL_TILE - first + 1, 0)
+    gets = jnp.zeros_like(wants).at[rows.order].set(dealt(wants[rows.order], config.num_tiles))
+    end = jnp.minimum(rows.prompt_lens, (first + gets) * PREFILL_TILE)
+    prompt_tokens = jnp.where(gets > 0, end - computed, 0)
+    return Plan(gets, jnp.where(in_prompt, prompt_tokens, rows.running.astype(jnp.int32)))
+
+
+def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:
+    """The plan's prompt tiles, for the state in which its tokens have places already.
+
+    A prompt may get several tiles at once: each sees the ones before it, for all K and V are written first.
+    """
+    order = state.rows.order
+    place, k, used = number_through(plan.num_tiles[order], num_tiles)
+    row = order[place]
+    end = state.tables.seq_lens[row]
+    first = end - plan.num_new_tokens[row]
+    start = (first // PREFILL_TILE + k) * PREFILL_TILE
+    return Tiles(
+        row=row,
+        start=jnp.where(used, start, 0),
+        first=jnp.maximum(start, first),
+        end=jnp.where(used, jnp.minimum(start + PREFILL_TILE, end), 0),
+        tile_len=PREFILL_TILE,
+    )
+
+
+def decode_tiles(state: EngineState, plan: Plan, slots: Slots) -> Tiles:
+    """One position of every row that decodes, in the row's slot; its token has a place already."""
+    max_seqs = state.tables.max_seqs
+    row = jnp.minimum(slots.row, max_seqs - 1)
+    end = state.tables.seq_lens[row]
+    decodes = (slots.row < max_seqs) & (plan.num_tiles[row] == 0) & (plan.num_new_tokens[row] > 0)
+    start = jnp.where(decodes, end - 1, 0)
+    return Tiles(row=row, start=start, first=start, end=jnp.where(decodes, end, 0), tile_len=1)
+
+
+def slots_of(running: Bool[Array, " rows"], max_num_seqs: int) -> Slots:
+    """The running rows side by side."""
+    rank = jnp.cumsum(running, dtype=jnp.int32) - 1
+    of_row = jnp.where(running, rank, max_num_seqs)
+    index = jnp.arange(running.shape[0], dtype=jnp.int32)
+    row = jnp.full(max_num_seqs, running.shape[0], jnp.int32).at[of_row].set(index, mode="drop")
+    return Slots(row, of_row)

@@ -1,0 +1,158 @@
+"""Who runs next, and with how many tokens: pure functions of the state's small integers.
+
+Requests are served in order of priority, then arrival. Running rows come first; of them, the last in order
+gives way when blocks run out. A waiting request is admitted when the blocks for all its tokens known so far
+are there beside those of the running ones, and some to grow into; nobody overtakes. So the first in order
+among the running ones always goes on, and everyone has their turn: first come, first served, a request has
+finished after as many steps as it and those unfinished before it have work, where a request's work is a step
+for each tile of its prompt and each token of its answer but the first. `reference/engine.py` has the proof.
+
+A follower, one of several answers of a prompt, waits while the leader's prompt is computed, and runs from the
+step on in which that is done: it takes over the blocks. Who then finds no room is a request like any other.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxpaged.memory import block_table, kv_cache, swap
+from jaxpaged.step.admission import admit, may_admit
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.plan import Plan, plan
+from jaxpaged.step.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Decision:
+    """What `schedule` decided: for tests, traces and replay."""
+
+    plan: Plan
+    admitted: Bool[Array, " rows"]
+    num_hit_blocks: Int[Array, " rows"]  # of the admitted rows
+    preempted: Bool[Array, " rows"]
+    swapped: Bool[Array, " rows"]  # preempted, and swapped out
+    leader_row: Int[Array, " rows"]  # whose blocks an admitted follower takes over; for others their own row
+
+
+def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
+    """Preempt who has no place, else admit who has; then say what each running row computes.
+
+    The blocks that the plan needs are free afterwards, but not taken yet.
+    """
+    nobody, no_hits = jnp.zeros(state.tables.max_seqs, bool), jnp.zeros_like(state.rows.phase)
+    own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
+    quiet = Decision(plan(state, config), nobody, no_hits, nobody, nobody, own_row)
+
+    # Here, where nothing is written yet, and of no row that goes on to run does it change.
+    last_ids = block_table.last_blocks(state.tables)
+
+    def replan() -> tuple[EngineState, Decision]:
+        after, preempted, swapped = _preempt(state, last_ids, config)
+        after, admitted, num_hits, leader_row = admit(after, last_ids, config, may=~jnp.any(preempted))
+        planned = plan(after, config)
+        forks = _beams_fork(after, planned)
+        leader_row = jnp.where(forks, after.rows.beams.head, leader_row)
+        phase = jnp.where(forks, Phase.FORKING, after.rows.phase)
+        after = replace(after, rows=replace(after.rows, phase=phase))
+        return after, Decision(planned, admitted, num_hits, preempted, swapped, leader_row)
+
+    changes = _blocks_short(state, last_ids, quiet.plan) > 0
+    changes |= may_admit(state, last_ids, quiet.plan, config) | jnp.any(_beams_fork(state, quiet.plan))
+    return lax.cond(changes, replan, lambda: (state, quiet))
+
+
+def _beams_fork(state: EngineState, plan: Plan) -> Bool[Array, " rows"]:
+    """The beams whose group's prompt will be done."""
+    rows, computed = state.rows, state.tables.seq_lens
+    is_done = (computed < rows.prompt_lens) & (computed + plan.num_new_tokens == rows.prompt_lens)
+    return rows.following & is_done[rows.beams.head]
+
+
+def any_work(rows: Rows) -> Bool[Array, ""]:
+    return jnp.any(rows.running | rows.waiting)
+
+
+def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
+    """End the unfinished requests with these arrivals; an arrival that is in no row does nothing."""
+    rows = state.rows
+    aborted = (rows.admitted | rows.waiting | rows.held) & jnp.any(rows.arrival[:, None] == arrivals, axis=1)
+    rows = replace(
+        rows,
+        phase=jnp.where(aborted, Phase.FINISHED, rows.phase),
+        finish_reason=jnp.where(aborted, FinishReason.ABORT, rows.finish_reason),
+    )
+    state = replace(state, rows=rows).on_tables(block_table.free_rows, aborted)
+    if state.host is None:
+        return state
+    host_tables, freed = block_table.free_rows(state.host.tables, aborted)
+    return replace(state, host=replace(state.host, tables=host_tables), status=state.status | freed.status)
+
+
+def _blocks_short(state: EngineState, last_ids: Int[Array, " rows"], plan: Plan) -> Int[Array, ""]:
+    """Blocks that the plan needs beyond those that are free."""
+    needed, _ = block_table.new_blocks(state.tables, last_ids, plan.num_new_tokens)
+    return jnp.sum(needed) - state.tables.pool.num_free
+
+
+def _preempt(
+    state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig
+) -> tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]:
+    """Take running rows out, the last in order first, until the others' plan fits; who, and who swapped."""
+    nobody = jnp.zeros(state.tables.max_seqs, bool)
+    type Carry = tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]
+
+    def short(carry: Carry) -> Bool[Array, ""]:
+        state = carry[0]
+        return jnp.any(state.rows.running) & (_blocks_short(state, last_ids, plan(state, config)) > 0)
+
+    def preempt_last(carry: Carry) -> Carry:
+        state, preempted, swapped = carry
+        order = state.rows.order
+        place = jnp.max(jnp.where(state.rows.running[order], jnp.arange(order.shape[0]), 0))
+        last = state.rows.admitted & state.rows.in_group_of(order[place])
+        if state.host is not None:  # beams are computed again: swapped out they would not share what they do
+            state, moved = _swap_out(state, state.host, last & (state.rows.beams.width == 0))
+            swapped |= moved
+        phase = jnp.where(last, jnp.where(swapped, Phase.SWAPPED, Phase.WAITING), state.rows.phase)
+        state = replace(state, rows=replace(state.rows, phase=phase))
+        state = state.on_tables(block_table.free_rows, last)
+        return state.count({Counter.NUM_PREEMPTIONS: 1}), preempted | last, swapped
+
+    return lax.while_loop(short, preempt_last, (state, nobody, nobody))
+
+
+def _swap_out(
+    state: EngineState, host: HostPool, rows: Bool[Array, " rows"]
+) -> tuple[EngineState, Bool[Array, " rows"]]:
+    """Move the masked row to the host if there is room; who was moved."""
+    # Not in a `cond`: on a GPU the cache would be copied on its way through one.
+    fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
+    tables, host_tables, info = swap.swap_out(
+        state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
+    )
+    host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
+    state = replace(
+        state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
+    )
+    return state, rows & fits & (host_tables.seq_lens > 0)
+
+
+def fork_tables(state: EngineState, leader_row: Int[Array, " rows"], config: StepConfig) -> EngineState:
+    """Let each row whose leader is another row hold that one's blocks too, but for those that its own next
+    token does not see; one after the other.
+    """
+    index = jnp.arange(leader_row.shape[0], dtype=jnp.int32)
+    type Carry = tuple[EngineState, Bool[Array, " rows"]]
+
+    def fork(carry: Carry) -> Carry:
+        state, follows = carry
+        follower = jnp.argmax(follows).astype(jnp.int32)[None]
+        state = state.on_tables(block_table.fork, leader_row[follower], follower, jnp.ones(1, bool))
+        state = state.on_tables(block_table.slide_windows, index == follower, config.sliding_window)
+        return state, follows & (index != follower)
+
+    return lax.while_loop(lambda carry: jnp.any(carry[1]), fork, (state, leader_row != index))[0]

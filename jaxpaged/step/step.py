@@ -1,0 +1,356 @@
+"""One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.config import PREFILL_TILE
+from jaxpaged.memory import block_table, kv_cache
+from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.entries import dealt
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.sampling import Context, Scores, edited, is_among, no_scores, sample, score
+from jaxpaged.status import Status
+from jaxpaged.step import admission, beams, scheduler
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.plan import Plan, Slots, Tiles, decode_tiles, prompt_tiles, slots_of
+from jaxpaged.step.scheduler import Decision
+from jaxpaged.step.state import MAX_STEPS, Counter, EngineState, FinishReason, Phase, Rows
+from pallas_kernels.ops import TiledImplementation
+
+Hidden = Float[Array, "max_num_seqs hidden"]
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What a step needs of a model; `models.decoder.Decoder` is one."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def dtype(self) -> jnp.dtype: ...
+
+    def __call__(
+        self,
+        token_ids: Int[Array, " num_tokens"],
+        positions: Int[Array, " num_tokens"],
+        cache: KVCache,
+        batch: AttentionBatch,
+        /,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]: ...
+
+    def logits(self, hidden: Hidden, /) -> Float[Array, "max_num_seqs vocab"]: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PromptScores:
+    """What a step tells of prompts: for each place of a tile, of the token behind it."""
+
+    row: Int[Array, " num_tiles"]  # beyond all rows where a tile tells nothing
+    start: Int[Array, " num_tiles"]  # the tile's first position
+    scores: Scores  # [num_tiles, tile_len]; of places before the prompt's last
+
+
+def no_prompt_scores(config: StepConfig, num_rows: int) -> PromptScores:
+    num_tiles = cdiv(config.num_tiles, config.tiles_per_pass) * config.tiles_per_pass
+    nobody = jnp.full(num_tiles, num_rows, jnp.int32)
+    return PromptScores(nobody, jnp.zeros_like(nobody), no_scores(num_tiles, PREFILL_TILE))
+
+
+def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
+    """The next state, and what was decided: `advance` for who does not ask about prompts."""
+    return advance(model, state, config, no_prompt_scores(config, state.tables.max_seqs))[:2]
+
+
+def advance(
+    model: Model, state: EngineState, config: StepConfig, room: PromptScores
+) -> tuple[EngineState, Decision, PromptScores, Int[Array, " rows"]]:
+    """Advance every running row: some by tiles of their prompt, the others by one token.
+
+    Returns, too, what is told of prompts, and in which row was what each holds: its own, but of beams.
+
+    Prompts are computed in passes of one shape, decoding rows in one of another, and logits in a third,
+    whatever else is in the step. So a token's bits do not depend on its company.
+    """
+    state, decision = scheduler.schedule(state, config)
+    plan, scheduled = decision.plan, state.tables
+    ran = plan.num_new_tokens > 0
+    max_blocks = config.max_blocks_touched(state.tables.block_size)
+    state = append(state, plan, max_blocks)
+    forks = state.rows.forking
+    slots = slots_of(state.rows.running | forks, config.max_num_seqs)
+
+    state, hidden, told = forward(model, state, plan, slots, config, room)
+    state, hidden = share(state, hidden, slots, decision.leader_row)
+    # A row whose every token is in the cache has its newest token's hidden state, and is due for the next.
+    num_cached = jnp.where(forks, state.rows.prompt_lens, state.tables.seq_lens)
+    due = (ran | forks) & (num_cached == state.rows.num_tokens)
+    state, new = answer(model, state, hidden, slots, due)
+
+    in_prompt = plan.num_tiles > 0
+    state = state.count(
+        {
+            Counter.NUM_STEPS: 1,
+            Counter.NUM_PROMPT_TOKENS: jnp.sum(jnp.where(in_prompt, plan.num_new_tokens, 0)),
+            Counter.NUM_DECODE_TOKENS: jnp.sum(jnp.where(in_prompt, 0, plan.num_new_tokens)),
+            Counter.NUM_NEW_TOKENS: jnp.sum(due),
+            Counter.NUM_PROMPT_PASSES: cdiv(jnp.sum(plan.num_tiles), config.tiles_per_pass),
+        }
+    )
+    state = publish(state, jnp.any(in_prompt), config)
+    state = admission.loosen(state, scheduled)
+    state, came_from, source = beams.advance(state, new, slots, due)
+    forks_from = jnp.where(source == jnp.arange(source.shape[0]), decision.leader_row, source)
+    state = scheduler.fork_tables(state, forks_from, config)
+    return clean_up(state, config), decision, told, came_from
+
+
+def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
+    """Places for the plan's tokens; a block that others hold too is copied before it is written to."""
+    tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=max_blocks)
+    cache = kv_cache.copy_within(state.kv_cache, info.copy_sources, info.copy_destinations)
+    return replace(state, tables=tables, kv_cache=cache, status=state.status | info.status)
+
+
+def share(
+    state: EngineState, hidden: Hidden, slots: Slots, leader_row: Int[Array, " rows"]
+) -> tuple[EngineState, Hidden]:
+    """Let those who fork run, each with the hidden state of its leader's prompt's last token."""
+    rows = state.rows
+
+    def gather() -> Hidden:
+        row = jnp.minimum(slots.row, leader_row.shape[0] - 1)
+        return hidden[slots.of_row[leader_row[row]]]
+
+    hidden = lax.cond(jnp.any(rows.forking), gather, lambda: hidden)
+    phase = jnp.where(rows.forking, Phase.RUNNING, rows.phase)
+    return replace(state, rows=replace(rows, phase=phase)), hidden
+
+
+def forward(
+    model: Model, state: EngineState, plan: Plan, slots: Slots, config: StepConfig, room: PromptScores
+) -> tuple[EngineState, Hidden, PromptScores]:
+    """Compute the plan's tokens: the prompts' in passes of a few tiles, then the decoding rows' in one.
+
+    Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
+    Returns the hidden state of each slot's newest token, or of its prompt's last, where it was computed; and
+    what is told of the prompts.
+    """
+    rows, tables = state.rows, state.tables
+    width = config.tiles_per_pass
+    type Carry = tuple[KVCache, Hidden, PromptScores]
+
+    def prefill(carry: Carry) -> Carry:
+        all_tiles = prompt_tiles(state, plan, cdiv(config.num_tiles, width) * width)
+
+        def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
+            tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
+            kv_cache, hidden, told = carry
+            kv_cache, hidden, out = compute(
+                model, rows, tables, kv_cache, hidden, tiles, slots, config.attention
+            )
+            return kv_cache, hidden, tell(model, rows, tiles, out, told, i * width)
+
+        return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
+
+    def decode(carry: Carry, width: int = config.max_num_seqs) -> Carry:
+        tiles = decode_tiles(state, plan, slots)
+        if width < config.max_num_seqs:
+            tiles = jax.tree.map(lambda x: x[:width], tiles)
+        kv_cache, hidden, told = carry
+        kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config.attention)
+        return kv_cache, hidden, told
+
+    def skip(carry: Carry) -> Carry:
+        return carry
+
+    nothing = jnp.zeros((config.max_num_seqs, model.hidden_size), model.dtype)
+    nobody = jnp.full_like(room.row, rows.phase.shape[0])
+    carry = state.kv_cache, nothing, replace(room, row=nobody)
+    carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
+    decodes = (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
+    if config.decode_widths:
+        # Slots are dealt from the first on, so a pass of so many rows has all of them.
+        num_slots = jnp.max(jnp.where(decodes, slots.of_row + 1, 0))
+        widths = (0, *config.decode_widths, config.max_num_seqs)
+        passes: list[Callable[[Carry], Carry]] = [skip]
+        passes += [functools.partial(decode, width=width) for width in widths[1:]]
+        narrowest = jnp.sum(num_slots > jnp.array(widths), dtype=jnp.int32)
+        kv_cache, hidden, told = lax.switch(narrowest, passes, carry)
+    else:
+        kv_cache, hidden, told = lax.cond(jnp.any(decodes), decode, skip, carry)
+    return replace(state, kv_cache=kv_cache), hidden, told
+
+
+def tell(
+    model: Model,
+    rows: Rows,
+    tiles: Tiles,
+    out: Float[Array, "num_tiles tile_len hidden"],
+    told: PromptScores,
+    first: Int[Array, ""],
+) -> PromptScores:
+    """What tiles of prompts say of the tokens behind each place, for rows that want it, from line `first` on.
+
+    One tile at a time: so each has the same shape, and its bits; and logits of all would not fit.
+    """
+    wants = (tiles.end > 0) & rows.tells_prompt[tiles.row]
+
+    # As many rounds as want it: of a fixed number XLA would make slices that no CUDA graph can hold.
+    (tellers,) = jnp.nonzero(wants, size=wants.shape[0], fill_value=0)
+
+    def tell_of(i: Int[Array, ""], told: PromptScores) -> PromptScores:
+        k = tellers[i].astype(jnp.int32)
+        row, start = tiles.row[k], tiles.start[k]
+        position = start + jnp.arange(tiles.tile_len, dtype=jnp.int32)
+        behind = rows.token_ids.at[row, position + 1].get(mode="clip")
+        num_top = jnp.broadcast_to(rows.num_prompt_logprobs[row], position.shape)
+        new = score(model.logits(out[k]), behind, num_top)
+        scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), told.scores, new)
+        return PromptScores(told.row.at[first + k].set(row), told.start.at[first + k].set(start), scores)
+
+    return lax.fori_loop(0, jnp.sum(wants), tell_of, told)
+
+
+def compute(
+    model: Model,
+    rows: Rows,
+    tables: BlockTables,
+    kv_cache: KVCache,
+    hidden: Hidden,
+    tiles: Tiles,
+    slots: Slots,
+    attention: TiledImplementation,
+) -> tuple[KVCache, Hidden, Float[Array, "num_tiles tile_len hidden"]]:
+    """Run the model over tiles whose tokens have places already.
+
+    Each row's newest goes to `hidden`, and its prompt's last. Returns all places' hidden states, too, for
+    rows that tell of their prompts.
+    """
+    positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
+    row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
+    valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
+    # A prompt that is computed again may end for a follower, who has no answer yet.
+    is_prompts_last = tiles.end == rows.prompt_lens[tiles.row]
+    is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))
+    is_last = is_newest[:, None] & (positions == tiles.end[:, None] - 1)
+    wanted = is_last | rows.tells_prompt[tiles.row][:, None]
+    batch = AttentionBatch(
+        slot_mapping=block_table.slot_mapping(tables, row, positions, valid).reshape(-1),
+        block_tables=tables.block_tables,
+        query_starts=tiles.start,
+        seq_lens=tiles.end,
+        implementation=attention,
+        adapters=None if rows.lora is None else jnp.where(tiles.end > 0, rows.lora[tiles.row], 0),
+        table_rows=tiles.row,
+        wanted=wanted.reshape(-1) if tiles.tile_len > 1 else None,
+    )
+    token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
+    out, kv_cache = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), kv_cache, batch)
+    out = out.reshape(*positions.shape, -1)
+    last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
+    slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])
+    return kv_cache, hidden.at[slot].set(last, mode="drop"), out
+
+
+def answer(
+    model: Model, state: EngineState, hidden: Hidden, slots: Slots, due: Bool[Array, " rows"]
+) -> tuple[EngineState, Scores]:
+    """Sample a token for each row that is due, append it, and finish the rows that end with it.
+
+    Of beams nothing is changed. Returns the scores in each slot, where they are wanted.
+    """
+    rows, scores = state.rows, state.scores
+    index = jnp.arange(rows.phase.shape[0], dtype=jnp.int32)
+    row = jnp.minimum(slots.row, index.shape[0] - 1)
+    position = rows.num_tokens[row]
+    is_due = (slots.row < index.shape[0]) & due[row]
+    options = rows.sampling.take(row, is_due)
+    context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
+
+    no_news = no_scores(slots.row.shape[0])
+    temperature = rows.beams.temperature[row]
+    type Chosen = tuple[Int[Array, " max_num_seqs"], Scores, Scores]
+
+    def choose() -> Chosen:
+        logits = model.logits(hidden)
+        token_ids = sample(
+            logits, options, position, lambda logits: edited(logits, rows.rules, options.has_rules, context)
+        )
+        wants = options.num_logprobs >= 0
+
+        def note() -> tuple[Scores, Scores]:
+            new = score(logits, token_ids, options.num_logprobs, temperature)
+            at = jnp.where(wants, row, index.shape[0]), position % MAX_STEPS
+            return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new), new
+
+        return token_ids, *lax.cond(jnp.any(wants), note, lambda: (scores, no_news))
+
+    nothing = (jnp.zeros_like(position), scores, no_news)
+    chosen, scores, new = lax.cond(jnp.any(due), choose, lambda: nothing)
+    due = due & (rows.beams.width == 0)
+    token_ids = chosen[jnp.minimum(slots.of_row, position.shape[0] - 1)]
+    num_tokens = rows.num_tokens + due
+    stops = is_among(token_ids, rows.rules.stop_tokens)
+    finishes = due & (stops | (num_tokens == rows.max_num_tokens))
+    reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
+    target, newest = jnp.where(due, index, index.shape[0]), rows.num_tokens
+    rows = replace(
+        rows,
+        token_ids=rows.token_ids.at[target, newest].set(token_ids, mode="drop"),
+        num_tokens=num_tokens,
+        phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
+        finish_reason=jnp.where(finishes, reason, rows.finish_reason),
+    )
+    return replace(state, rows=rows, scores=scores), new
+
+
+def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:
+    """Make full blocks findable: their K and V are written.
+
+    Those that only decoding has filled can wait. Under their own names (`admission.cache_keys`) an answer's
+    blocks are of use to their own request alone, if it is preempted and computed again; so they are published
+    beside a prompt's, or when blocks are so few that the next step may preempt.
+    """
+    if state.tables.pool.prefix_cache is None:
+        return state
+    rows, block_size = state.rows, state.tables.block_size
+    is_tight = state.tables.pool.num_free < jnp.sum(rows.running)
+    is_eager = config.reuse_answers or config.sliding_window is not None  # blocks must not leave the window
+    max_blocks = config.max_blocks_touched(block_size)
+    type Carry = tuple[BlockTables, Int[Array, ""]]
+
+    def num_full(tables: BlockTables) -> Int[Array, " rows"]:
+        return jnp.maximum(tables.seq_lens // block_size - tables.chains.num_blocks, 0)
+
+    def more(carry: Carry) -> Bool[Array, ""]:
+        tables, status = carry
+        return jnp.any(num_full(tables) > 0) & (status == Status.OK)
+
+    def insert(carry: Carry) -> Carry:
+        tables, status = carry
+        num_tokens = (tables.chains.num_blocks + dealt(num_full(tables), max_blocks)) * block_size
+        keys = functools.partial(admission.cache_keys, rows, config=config)
+        tables, info = block_table.cache_full_blocks(tables, keys, num_tokens, max_blocks=max_blocks)
+        return tables, status | info.status
+
+    now = computes_prompt | is_tight | is_eager
+    start = (state.tables, jnp.int32(Status.OK))
+    tables, status = lax.cond(now, lambda: lax.while_loop(more, insert, start), lambda: start)
+    return replace(state, tables=tables, status=state.status | status)
+
+
+def clean_up(state: EngineState, config: StepConfig) -> EngineState:
+    """Take back the blocks of rows that have finished, and those that running rows' windows have left."""
+    state = state.on_tables(block_table.free_rows, state.rows.phase == Phase.FINISHED)
+    return state.on_tables(block_table.slide_windows, state.rows.running, config.sliding_window)

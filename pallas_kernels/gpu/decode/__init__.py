@@ -1,0 +1,1 @@
+"""Decode attention: few query tokens a sequence, bound by memory."""

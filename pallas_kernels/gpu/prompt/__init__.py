@@ -1,0 +1,1 @@
+"""Prompt attention: tiles of many query tokens."""

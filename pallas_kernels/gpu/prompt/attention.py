@@ -1,0 +1,241 @@
+"""Attention of prompts on Hopper GPUs: tiles of neighbouring query tokens, causal, over a paged cache.
+
+    out[i, h] = softmax over the tokens t of the tile's sequence up to query i of (scale * q[i, h] . k[t]),
+                applied to v[t]
+
+with the options of `ops.tiled_paged_attention`. A program computes one tile for up to 128 rows of a kv head's
+group, for example 4 query heads of 32 tokens: `_prompt_fetch` brings K and V, `_prompt_softmax` takes the
+softmax over them. The tiles of K and V lie on multiples of tile_kv whatever else is computed, so a token's
+bits do not depend on its company.
+
+A long context is cut into parts of 8,192 tokens or more by the tile's position alone, each a program's, so
+that few tiles behind it keep the GPU busy: `_prompt_parts`.
+
+A quantised cache is multiplied in float16: queries are brought into that type before, and the output, still
+in units of the cache, is multiplied by the scale of V and brought back after the kernel, by XLA.
+
+Not for: float32, block sizes under 8, tiles of more than 64 tokens, other head_dims than those in
+`support.SUPPORT`.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import support
+from pallas_kernels.gpu import arrival as _arrival
+from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu.cut import Cut, Parts
+from pallas_kernels.gpu.prompt import fetch, parts, softmax, tile
+from pallas_kernels.gpu.prompt.tile import TILE_LENS, Problem
+from pallas_kernels.support import Arrays, Options, sizes_of, view_of
+
+
+def _kernel(
+    gmem: Any,  # `Arrays`, as refs, q as [num_tiles, tile_len, num_q_heads, head_dim]
+    positions_gmem: Any,  # [num_tiles] of the tiles' first queries
+    extras: _gpu.Extras,
+    work: Parts | None,  # None: an item is a tile
+    counters: Any,  # [num_tiles * num_chunks * num_kv_heads * num_warpgroups, 1] int32, zeros; or None
+    out_gmem: Any,  # like q
+    partials: parts.Partials | None,
+    scratch: tile.Scratch,
+    *,
+    problem: Problem,
+    is_last: Any,
+) -> None:
+    p = problem
+    item, chunk, kv_head, warpgroup = (
+        lax.axis_index(name) for name in ("item", "chunk", "kv_head", "warpgroup")
+    )
+
+    def row() -> jax.Array:
+        return item if work is None else work.items[item, 0]
+
+    def row_and_span() -> tuple[jax.Array, tile.Span]:
+        """The program's tile, and its tokens of it. Each warpgroup reads them for itself: what is known
+        before they part stays in registers while the producer runs, who has few.
+        """
+        its = row()
+        bounds = None if work is None else (work.items[item, 1], work.items[item, 2])
+        return its, tile.span_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
+
+    def run() -> None:
+        @pl.when(warpgroup == p.num_warpgroups)
+        def _producer() -> None:
+            if p.shares_registers:
+                plgpu.set_max_registers(p.registers.producer, action="decrease")
+            its, span = row_and_span()
+            plgpu.warp_map(lambda warp: fetch.produce(p, span, gmem, extras, its, kv_head, scratch, warp))
+
+        if scratch.raw is not None:
+
+            @pl.when(warpgroup == p.num_warpgroups + 1)
+            def _widener() -> None:
+                if p.shares_registers:
+                    plgpu.set_max_registers(p.registers.widener, action="decrease")
+                its, span = row_and_span()
+                fetch.widen(p, span, gmem, extras, its, scratch)
+
+        @pl.when(warpgroup < p.num_warpgroups)
+        def _consumer() -> None:
+            if p.shares_registers:
+                plgpu.set_max_registers(p.registers.consumer, action="increase")
+            number = warpgroup if p.num_warpgroups > 1 else jnp.int32(0)  # which takes no register
+            first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # in the group
+            its, span = row_and_span()
+            softmax.load_queries(p, gmem.q.at[its], kv_head, first_head, scratch, number)
+            heads = kv_head, kv_head * p.group_size + first_head
+            state = softmax.consume(p, span, extras, *heads, scratch, number)
+
+            # From here on the row is read again: registers were short.
+            def write(pieces: Iterable[tuple[int, softmax.Softmax]]) -> None:
+                place = out_gmem.at[row()], kv_head, first_head
+                softmax.store_output(p, pieces, extras, *place, scratch, number)
+
+            if work is None or partials is None:
+                write([(0, state)])
+                return
+            mine = parts.Mine(work.items, item, partials, (kv_head, chunk, number))
+
+            def arrive() -> jax.Array:
+                index = (row() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
+                counter = counters.at[index * p.num_warpgroups + number]
+                # Queries are not needed any more.
+                return is_last(counter, scratch.q.at[number], mine.num_parts, _gpu.tiled(p.line))
+
+            parts.finish(p, mine, state, write, arrive)
+
+    if work is None:
+        run()
+    else:
+        pl.when(item < work.num_items[0])(run)
+
+
+def prompt_attention(
+    arrays: Arrays,
+    query_starts: jax.Array,
+    options: Options,
+    *,
+    cut: Cut | None = None,
+    in_registers: bool | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Launch the kernel. Arguments as `ops.tiled_paged_attention` has checked them, with q of four axes.
+
+    cut: into which parts the context of a tile is cut, by default `_prompt_parts.cut_of`.
+    in_registers: whether P stays in registers; by default unless it is interpreted.
+    interpret: bool or plgpu.InterpretGPUParams.
+    """
+    num_tiles, query_len, num_q_heads, head_dim = arrays.q.shape
+    if query_len > TILE_LENS[-1]:
+        raise NotImplementedError(
+            f"mosaic_gpu serves tiles of at most {TILE_LENS[-1]} tokens, not {query_len}. Use 'xla'."
+        )
+    if not interpret:
+        support.refuse_ptxas(support.ptxas_version())
+    tile_len = next(length for length in TILE_LENS if length >= query_len)
+    cache = sizes_of(arrays, options)
+    is_quantised = arrays.k_cache.dtype.itemsize == 1
+    p = Problem(
+        num_kv_heads=cache.num_kv_heads,
+        group_size=num_q_heads // cache.num_kv_heads,
+        tile_len=tile_len,
+        query_len=query_len,
+        head_dim=head_dim,
+        block_size=cache.block_size,
+        block_stride=_gpu.block_stride(options),
+        dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
+        cache_dtype=arrays.k_cache.dtype,
+        new_dtype=arrays.q.dtype if options.packed is None else options.packed.k_new.dtype,
+        view=view_of(options),
+        scale=options.scale,
+        has_slopes=options.alibi_slopes is not None,
+        soft_cap=options.soft_cap,
+        sliding_window=options.sliding_window,
+        in_registers=not interpret if in_registers is None else in_registers,
+        is_interpreted=bool(interpret),
+        packed=options.kv_layout.packed_view(),
+    )
+    q = jnp.pad(arrays.q, [(0, 0), (0, tile_len - query_len), (0, 0), (0, 0)])
+    if q.dtype != p.dtype:  # bfloat16's numbers go further
+        q = jnp.clip(q, -_gpu.FLOAT16_MAX, _gpu.FLOAT16_MAX).astype(p.dtype)
+
+    def launch(its: slice) -> jax.Array:
+        some = arrays._replace(q=q[its], block_tables=arrays.block_tables[its], seq_lens=arrays.seq_lens[its])
+        positions, num_tiles, work = query_starts[its], some.q.shape[0], None
+        if max_parts > 1:
+            work = parts.plan(p, positions, some.seq_lens, capacity, its_cut)
+        sizes = num_tiles, num_tiles * max_parts
+        run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
+        return run(some, positions, _gpu.extras_of(options), work)
+
+    its_cut = cut or parts.cut_of(p.num_kv_heads * p.num_chunks, is_interpreted=bool(interpret))
+    capacity = arrays.block_tables.shape[1] * p.block_size
+    max_parts = parts.max_parts(p, capacity, its_cut)
+    at_a_time = parts.tiles_of_a_launch(p, num_tiles, max_parts)
+    outs = [launch(slice(first, first + at_a_time)) for first in range(0, num_tiles, at_a_time)]
+    out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+    out = out[:, :query_len]
+    if options.v_scale is None:
+        return out.astype(arrays.q.dtype)
+    per_head = jnp.repeat(options.v_scale, p.group_size)
+    return (out * per_head[:, None]).astype(arrays.q.dtype)
+
+
+def partial_bytes(
+    num_tiles: int, tile_len: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int
+) -> int:
+    """What the partial results of a call take at most; `capacity` tokens a sequence at most."""
+    num_chunks = -(-group_size * tile_len // (tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS))
+    num_programs = num_kv_heads * num_chunks
+    count = parts.cut_of(num_programs).max_parts(capacity)
+    if count == 1:
+        return 0
+    rows = num_programs * tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS
+    return min(parts.bytes_of(num_tiles * count, rows, head_dim), parts.PARTIAL_BYTES)
+
+
+@functools.cache
+def _shared_kernel_of(p: Problem, sizes: tuple[int, int]) -> Callable[..., jax.Array]:
+    """The kernel as one function for all calls of a shape: a model is lowered once, not layer by layer."""
+    return jax.jit(_kernel_of(p, sizes, interpret=False))
+
+
+def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[..., jax.Array]:
+    """(arrays, positions, extras, work) -> output, for (tiles, parts at most)."""
+    num_tiles, max_items = sizes
+    partials = parts.partials_of(p, max_items) if max_items > num_tiles else None
+
+    def prompt_attention_kernel(*refs: Any) -> None:
+        is_last = _arrival.is_last_in_turn if interpret else _arrival.is_last
+        _kernel(*refs, problem=p, is_last=is_last)
+
+    shape = (num_tiles, p.tile_len, p.num_kv_heads * p.group_size, p.head_dim)
+    kernel = plgpu.kernel(
+        prompt_attention_kernel,
+        out_type=(jax.ShapeDtypeStruct(shape, p.dtype), partials),
+        grid=(max_items, p.num_chunks, p.num_kv_heads),
+        grid_names=("item", "chunk", "kv_head"),
+        num_threads=p.num_threads,
+        thread_name="warpgroup",
+        scratch_types=[tile.scratch_types(p)],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=_gpu.interpret_params(interpret),
+    )
+
+    def run(arrays: Arrays, positions: jax.Array, extras: _gpu.Extras, work: Parts | None) -> jax.Array:
+        counters = None
+        if work is not None:
+            num_counters = num_tiles * p.num_chunks * p.num_kv_heads * p.num_warpgroups
+            counters = jax.new_ref(jnp.zeros((num_counters, 1), jnp.int32))
+        out, _ = kernel(arrays, positions, extras, work, counters)
+        return out
+
+    return run

@@ -1,0 +1,165 @@
+"""A tile of queries behind a long context, in parts: each is a program's, and the last to finish folds them.
+
+The parts of a tile lie between multiples of a number of tokens that follows from the tile's position alone
+(`cut_of`), so a token's bits do not depend on what else is in the pass: each part has a program of its own,
+however many tiles there are.
+
+    part i:  m_i = max s[t],  l_i = sum exp2(s[t] - m_i),  o_i = sum exp2(s[t] - m_i) v[t]
+    tile:    sum_i exp2(m_i - m) o_i / sum_i exp2(m_i - m) l_i        with m = max m_i, added up in order
+
+A tile of one part is written at once. Otherwise each consumer of a program keeps its rows' part in memory,
+and that which arrives last (`_arrival`) folds them.
+
+Not cut: tiles with a window of no more than two parts, and where no sequence can have two.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu.cut import Cut, Parts, listed
+from pallas_kernels.gpu.prompt.softmax import Softmax, nothing
+from pallas_kernels.gpu.prompt.tile import WARPGROUP_ROWS, Problem, seen_by
+
+MIN_TOKENS = 8192  # of a part: keeping and folding it takes a few microseconds, computing it 150
+PROGRAMS = 64  # of the parts of one tile: half of an H200's multiprocessors
+MIN_PARTS, MAX_PARTS = 4, 32  # into which a tile may be cut
+PARTIAL_BYTES = 2**29  # that a launch may keep: calls of more tiles are several
+STATS_WIDTH = 8  # the narrowest array that lies in registers as a wgmma's result does
+LOADED_AT_A_TIME = 2  # parts whose loads are in flight together, while they are folded
+
+
+def cut_of(num_programs: int, *, is_interpreted: bool = False) -> Cut:
+    """How tiles are cut, each of which has so many programs without.
+
+    Not at all in Pallas' interpreter, which runs one program after the other, and takes it for a race if one
+    reads what another has left; unless it is told to run them at once.
+    """
+    most = max(MIN_PARTS, min(MAX_PARTS, PROGRAMS // num_programs))
+    return Cut(MIN_TOKENS, 1 if is_interpreted else most)
+
+
+def max_parts(p: Problem, capacity: int, cut: Cut) -> int:
+    """Into how many parts a tile may be cut, in sequences of `capacity` tokens at most."""
+    if cut.tokens % p.tile_kv:
+        raise ValueError(
+            f"{cut.tokens=} must be a multiple of the {p.tile_kv} tokens that are read at a time"
+        )
+    is_short = p.sliding_window is not None and p.sliding_window <= 2 * cut.tokens
+    return 1 if is_short else cut.max_parts(capacity)
+
+
+def plan(p: Problem, positions: jax.Array, seq_lens: jax.Array, capacity: int, cut: Cut) -> Parts:
+    """16 bytes a part, computed by XLA (once a step, if layers are no loop: they share it then)."""
+    begin, end = jnp.broadcast_arrays(*seen_by(p, positions, seq_lens))
+    window = capacity if p.sliding_window is None else p.sliding_window
+    # By the tile's place alone: a sequence may grow, or end within the tile.
+    size = cut.sizes(jnp.maximum(positions + 1 - window, 0), positions + p.query_len, capacity)
+    return listed(begin, end, size, positions.shape[0] * max_parts(p, capacity, cut))
+
+
+class Partials(NamedTuple):
+    """What is kept of parts, of each consumer's rows."""
+
+    out: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, 64, head_dim] float32
+    max: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, 64, 8] float32, the same in all columns
+    sum: Any  # likewise
+
+
+def partials_of(p: Problem, max_items: int) -> Partials:
+    """The types of `Partials`."""
+    shape = max_items, p.num_kv_heads, p.num_chunks, p.num_warpgroups, WARPGROUP_ROWS
+    out, stats = (jax.ShapeDtypeStruct((*shape, width), jnp.float32) for width in (p.head_dim, STATS_WIDTH))
+    return Partials(out, stats, stats)
+
+
+class Mine(NamedTuple):
+    """The part that a consumer of a program has computed, and where parts are kept."""
+
+    items: Any  # of `Parts`
+    item: jax.Array
+    partials: Partials
+    at: tuple[jax.Array, ...]  # kv head, chunk and warpgroup
+
+    @property
+    def number(self) -> jax.Array:
+        """Which of the tile's parts it is. Read where it is needed: registers are short before."""
+        return lax.rem(self.items[self.item, 3], 1 << 16)
+
+    @property
+    def num_parts(self) -> jax.Array:
+        """How many the tile has."""
+        return lax.div(self.items[self.item, 3], 1 << 16)
+
+
+def finish(
+    p: Problem,
+    mine: Mine,
+    state: Softmax,
+    write: Callable[[Iterable[tuple[int, Softmax]]], None],
+    is_last: Callable[[], jax.Array],
+) -> None:
+    """Write the tile's output, in pieces of columns, if this is the last of its parts to be there."""
+    pl.when(mine.num_parts == 1)(lambda: write([(0, state)]))
+
+    @pl.when(mine.num_parts > 1)
+    def _share() -> None:
+        kept, at = mine.partials, (mine.item, *mine.at)
+        _gpu.store(kept.out.at[at], state.out)
+        for ref, values in ((kept.max, state.max), (kept.sum, state.sum)):
+            _gpu.store(ref.at[at], lax.broadcast_in_dim(values, (WARPGROUP_ROWS, STATS_WIDTH), [0]))
+        pl.when(is_last())(lambda: write(_merged(p, mine)))
+
+
+def _merged(p: Problem, mine: Mine) -> Iterator[tuple[int, Softmax]]:
+    """The softmax over all parts of a tile: first columns, and the pieces from there on."""
+    count, first = mine.num_parts, mine.item - mine.number
+    for column in range(0, p.head_dim, 64):  # registers are short
+        width = min(64, p.head_dim - column)
+        piece = pl.ds(column, width)
+
+        def load(i: jax.Array, columns: Any = piece) -> Softmax:
+            # Past the end: the last one again, with no weight.
+            place = (first + jnp.minimum(i, count - 1), *mine.at, slice(None))
+            all_same, weight = pl.ds(0, STATS_WIDTH), jnp.where(i < count, 0.0, _gpu.LOWEST)
+            out, largest, total = (
+                plgpu.load(ref.at[(*place, its)], layout=_gpu.WGMMA, optimized=False)
+                for ref, its in zip(mine.partials, (columns, all_same, all_same), strict=True)
+            )
+            return Softmax(out, largest.max(axis=1) + weight, total.max(axis=1))
+
+        def fold(i: jax.Array, state: Softmax, load: Callable[..., Softmax] = load) -> Softmax:
+            for part in [load(i * LOADED_AT_A_TIME + k) for k in range(LOADED_AT_A_TIME)]:
+                state = _fold(state, part)
+            return state
+
+        rounds = pl.cdiv(count, jnp.int32(LOADED_AT_A_TIME))
+        yield column, lax.fori_loop(0, rounds, fold, nothing(width))
+
+
+def _fold(so_far: Softmax, part: Softmax) -> Softmax:
+    """The parts so far, and one more."""
+    largest = jnp.maximum(so_far.max, part.max)
+    old, new = jnp.exp2(so_far.max - largest), jnp.exp2(part.max - largest)
+    out, more = (x.out * lax.broadcast_in_dim(w, x.out.shape, [0]) for x, w in ((so_far, old), (part, new)))
+    return Softmax(out + more, largest, so_far.sum * old + part.sum * new)
+
+
+def bytes_of(num_items: int, num_rows: int, head_dim: int) -> int:
+    """What `Partials` of so many parts take, each of as many rows."""
+    return num_items * num_rows * (head_dim + 2 * STATS_WIDTH) * 4
+
+
+def tiles_of_a_launch(p: Problem, num_tiles: int, max_parts: int) -> int:
+    """Calls of more tiles than so many, whose parts take `PARTIAL_BYTES`, are launches of as many each."""
+    if max_parts == 1:
+        return num_tiles
+    rows = p.num_kv_heads * p.num_chunks * p.num_warpgroups * WARPGROUP_ROWS
+    total = bytes_of(num_tiles * max_parts, rows, p.head_dim)
+    return -(-num_tiles // -(-total // PARTIAL_BYTES))

@@ -1,0 +1,256 @@
+"""The softmax of a program of the prompt kernel, over tiles of K and V as they arrive.
+
+    S [64, tile_kv] = Q @ K^T          O [64, head_dim] += P @ V
+
+Two consumers take turns: while one multiplies, the other takes its softmax. P goes to the second product from
+registers, where O is added up in place; Pallas' interpreter can do neither, so there (`in_registers` False) P
+goes through shared memory and the product is added afterwards. Nothing else differs.
+
+Only tiles at the edge of what the queries see are masked: the last ones, those where a window begins, and
+none between. There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the
+first does it, before it gives the second its turn.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
+from pallas_kernels.gpu.prompt.tile import MAX_WARPGROUPS, WARPGROUP_ROWS, Problem, Scratch, Span
+
+PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one number per row, or column, of a wgmma's result
+
+
+def load_queries(
+    p: Problem, q_gmem: Any, kv_head: jax.Array, first_head: jax.Array, scratch: Scratch, warpgroup: jax.Array
+) -> None:
+    """The queries of the warpgroup's heads; a head that the group does not have has the last one's."""
+    for h in range(p.warpgroup_heads):
+        head = kv_head * p.group_size + jnp.minimum(first_head + h, p.group_size - 1)
+        target = scratch.q.at[warpgroup, pl.ds(h * p.tile_len, p.tile_len)]
+        plgpu.copy_gmem_to_smem(q_gmem.at[:, head], target, scratch.q_full.at[warpgroup])
+    plgpu.barrier_wait(scratch.q_full.at[warpgroup])
+
+
+class Softmax(NamedTuple):
+    """A softmax under way; maxima times log2(e)."""
+
+    out: jax.Array  # [64, head_dim] float32, sum of exp2(s - max) * v
+    max: jax.Array  # [64]
+    sum: jax.Array  # [64]
+
+
+def consume(
+    p: Problem,
+    span: Span,
+    extras: Extras,
+    kv_head: jax.Array,
+    first_head: jax.Array,
+    scratch: Scratch,
+    warpgroup: jax.Array,
+) -> Softmax:
+    """The softmax of the warpgroup's rows over the span's tiles; first_head among all query heads."""
+    k_scale = None if extras.k_scale is None else extras.k_scale[kv_head]
+    takes_turns, ring = p.num_warpgroups == MAX_WARPGROUPS, scratch.ring
+    slopes = None
+    if extras.alibi_slopes is not None:
+        slopes = _per_row(p, extras.alibi_slopes, first_head) * LOG2E
+
+    def give_and_take_turn() -> None:
+        plgpu.barrier_arrive(scratch.turn)
+        plgpu.barrier_wait(scratch.turn)
+
+    def take(i: jax.Array, state: Softmax, *, is_edge: bool) -> Softmax:
+        slot = lax.rem(i, jnp.int32(p.num_stages))
+        first_token = (span.first + i) * p.tile_kv
+        plgpu.barrier_wait(ring.k_full.at[slot])
+
+        def scores(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, scratch.q.at[warpgroup], ring.k.at[slot].T)
+            if takes_turns:
+                give_and_take_turn()
+            return acc[...]
+
+        s = pl.run_scoped(scores, plgpu.ACC((WARPGROUP_ROWS, p.tile_kv), jnp.float32))
+        plgpu.barrier_arrive(ring.k_free.at[slot])
+        s, factor = _logits(p, span, s, k_scale, first_token, slopes, is_edge=is_edge)
+        largest = jnp.maximum(state.max, s.max(axis=1) * factor)
+        rescale = jnp.exp2(state.max - largest)
+        weights = jnp.exp2(s * factor - lax.broadcast_in_dim(largest, s.shape, [0]))
+        total = state.sum * rescale + weights.sum(axis=1)
+        out = state.out * lax.broadcast_in_dim(rescale, state.out.shape, [0])
+        weights = weights.astype(p.dtype)
+        if takes_turns:
+            # What comes before stays before the turn is given away.
+            out, total, largest, weights = lax.optimization_barrier((out, total, largest, weights))
+        if is_edge or not takes_turns:
+            plgpu.barrier_wait(ring.v_full.at[slot])
+        if is_edge:
+            is_first = (warpgroup == 0) & ((first_token < span.begin) | (first_token + p.tile_kv > span.end))
+            pl.when(is_first)(lambda: _zero_stale_tokens(p, span, ring.v.at[slot], first_token))
+        if takes_turns:
+            plgpu.barrier_arrive(scratch.turn)
+            if not is_edge:
+                plgpu.barrier_wait(ring.v_full.at[slot])
+            plgpu.barrier_wait(scratch.turn)
+        out = _add_weighted(p, out, weights, scratch, slot, warpgroup)
+        plgpu.barrier_arrive(ring.v_free.at[slot])
+        return Softmax(out, largest, total)
+
+    if takes_turns:  # the second begins half a turn later
+        pl.when(warpgroup == 1)(give_and_take_turn)
+    state = nothing(p.head_dim)
+    bounds = (jnp.int32(0), span.full_from, span.full_to, span.num_tiles)
+    for k, is_edge in enumerate((True, False, True)):
+        if k or p.sliding_window is not None:
+            state = lax.fori_loop(bounds[k], bounds[k + 1], _with(take, is_edge), state)
+    if takes_turns:
+        pl.when(warpgroup == 0)(give_and_take_turn)
+    return state
+
+
+def _with(take: Callable[..., Softmax], is_edge: bool) -> Callable[[jax.Array, Softmax], Softmax]:
+    return lambda i, state: take(i, state, is_edge=is_edge)
+
+
+def nothing(width: int) -> Softmax:
+    """A softmax over no tokens, of so many columns of the output."""
+    return Softmax(
+        _filled((WARPGROUP_ROWS, width), 0.0, WGMMA),
+        _filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
+        _filled((WARPGROUP_ROWS,), 0.0, PER_ROW),
+    )
+
+
+def _filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _logits(
+    p: Problem,
+    span: Span,
+    s: jax.Array,
+    k_scale: jax.Array | None,
+    first_token: jax.Array,
+    slopes: jax.Array | None,
+    *,
+    is_edge: bool,
+) -> tuple[jax.Array, float]:
+    """What times the factor returned is the logits times log2(e), [64, tile_kv]; -inf where unseen."""
+    factor = p.scale * LOG2E
+    if k_scale is not None:
+        s = s * k_scale
+    if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
+        s = (1 - 2 / (1 + jnp.exp2(s * (2 * p.scale / p.soft_cap * LOG2E)))) * (p.soft_cap * LOG2E)
+        factor = 1.0
+    elif slopes is not None or factor <= 0:  # else it is multiplied where the maximum is subtracted
+        s, factor = s * factor, 1.0
+    if slopes is None and not is_edge:
+        return s, factor
+    position = span.position + (_numbers(WARPGROUP_ROWS, PER_ROW) & (p.tile_len - 1))
+    token = lax.broadcast_in_dim(_numbers(p.tile_kv, PER_COLUMN) + first_token, s.shape, [1])
+
+    def of_rows(values: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(values, s.shape, [0])
+
+    if slopes is not None:
+        s = s + of_rows(slopes) * (token - of_rows(position)).astype(jnp.float32)
+    if is_edge:
+        seen = token <= of_rows(jnp.minimum(position, span.end - 1))
+        if p.sliding_window is not None:
+            seen = seen & (token > of_rows(position - p.sliding_window))
+        s = jnp.where(seen, s, -jnp.inf)
+    return s, factor
+
+
+def _numbers(count: int, layout: Any) -> jax.Array:
+    """0, 1, ... of rows or columns. Numbered element by element they would take a register each."""
+    return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
+
+
+def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -> None:
+    """Zero a tile's V outside the span."""
+    for row in range(0, p.tile_kv, WARPGROUP_ROWS):
+        place = _numbers(WARPGROUP_ROWS, PER_ROW) + (first_token + row)
+        place = lax.broadcast_in_dim(place, (WARPGROUP_ROWS, 64), [0])
+        for column in _gpu.columns_of(p.head_dim):
+            piece = v.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, 64)]
+            old = piece[...]
+            piece[...] = jnp.where((place >= span.begin) & (place < span.end), old, jnp.zeros_like(old))
+    plgpu.commit_smem()
+
+
+def _add_weighted(
+    p: Problem, out: jax.Array, weights: jax.Array, scratch: Scratch, slot: jax.Array, warpgroup: jax.Array
+) -> jax.Array:
+    """out + weights @ V, for the V of a slot."""
+    if p.in_registers:
+
+        def add(acc: Any) -> None:
+            plgpu.wgmma(acc, weights, scratch.ring.v.at[slot])
+
+        return pl.run_state(add)(plgpu.ACC.init(out))
+    scratch.p.at[warpgroup][...] = weights
+    plgpu.commit_smem()
+
+    def product(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, scratch.p.at[warpgroup], scratch.ring.v.at[slot])
+        return acc[...]
+
+    return out + pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, p.head_dim), jnp.float32))
+
+
+def _normalised(p: Problem, state: Softmax, extras: Extras, first_head: jax.Array) -> jax.Array:
+    """out / sum, with the sinks' shares in the sum; zeros where there was no token."""
+    out, largest, total = state
+    factor = jnp.full_like(total, 1.0)
+    is_empty = total == 0
+    if extras.sinks is not None:
+        sinks = _per_row(p, extras.sinks, first_head) * LOG2E
+        with_sink = jnp.maximum(largest, sinks)
+        factor = jnp.exp2(largest - with_sink)
+        total = total * factor + jnp.exp2(sinks - with_sink)
+    factor = factor / jnp.where(is_empty, 1.0, total)
+    return out * lax.broadcast_in_dim(factor, out.shape, [0])
+
+
+def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
+    """The numbers of the rows' heads, of values_gmem [num_q_heads], as [64]."""
+    shape = WARPGROUP_ROWS, 8  # the narrowest result that a wgmma has
+    head = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA), p.tile_len)
+    values = _filled(shape, 0.0, WGMMA)
+    last = values_gmem.shape[0] - 1
+    for h in range(p.warpgroup_heads):
+        values = jnp.where(head == h, values_gmem[jnp.minimum(first_head + h, last)], values)
+    return values.max(axis=1)
+
+
+def store_output(
+    p: Problem,
+    pieces: Iterable[tuple[int, Softmax]],
+    extras: Extras,
+    out_gmem: Any,
+    kv_head: jax.Array,
+    first_head: jax.Array,
+    scratch: Scratch,
+    warpgroup: jax.Array,
+) -> None:
+    """Write the heads that the group has, of a softmax in pieces: each with its first column."""
+    for column, piece in pieces:
+        out = _normalised(p, piece, extras, kv_head * p.group_size + first_head)
+        scratch.q.at[warpgroup, :, pl.ds(column, out.shape[1])][...] = out.astype(p.dtype)
+    plgpu.commit_smem()
+    for h in range(p.warpgroup_heads):
+
+        @pl.when(first_head + h < p.group_size)
+        def _copy(h: int = h) -> None:
+            source = scratch.q.at[warpgroup, pl.ds(h * p.tile_len, p.tile_len)]
+            plgpu.copy_smem_to_gmem(source, out_gmem.at[:, kv_head * p.group_size + first_head + h])
+
+    plgpu.wait_smem_to_gmem(0)

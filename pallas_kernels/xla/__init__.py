@@ -1,0 +1,1 @@
+"""Plain JAX forms of the operations, for every device."""
