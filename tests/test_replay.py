@@ -30,7 +30,7 @@ from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import EngineState, FinishReason, Phase, empty_rows, token_bits, without_kv
 from reference.engine_state import Request
 from tests import tiny
-from tests.engine.lockstep import MAX_MODEL_LEN, STOP, VOCAB, Event, LockStep, Setting, compiled_step
+from tests.step.lockstep import MAX_MODEL_LEN, STOP, VOCAB, Event, LockStep, Setting, compiled_step
 from tests.tiny_gguf import write_gguf
 
 # Preempts, by swap and, where the host pool is full, to be recomputed. The same as in `test_scheduler.py`.

@@ -9,7 +9,7 @@ from absl import logging
 from jaxpaged.config import EngineConfig
 
 # By default XLA makes CUDA graphs of kernels and branches, but not of loops. With this the serving loop is
-# one graph, launched once a run: `tests/engine/test_compile_h200.py` reads it from the compiled program.
+# one graph, launched once a run: `tests/step/test_compile_h200.py` reads it from the compiled program.
 FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE"}
 # Of a program that the host turns: graphs of what lies between loops and branches, whatever XLA_FLAGS says.
 STEP_OPTIONS = {

@@ -90,7 +90,7 @@ def blocks() -> list[bytes]:
 
 def dumps() -> list[bytes]:
     """A dump's arrays: the archive around them, with its checksums, is made anew for each input."""
-    from tests.engine.lockstep import VOCAB_ROOM, Setting
+    from tests.step.lockstep import VOCAB_ROOM, Setting
 
     setting = Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14)
     request = empty_rows(1, 0, VOCAB_ROOM)

@@ -61,7 +61,7 @@ def test_results_have_vllms_shape(llm):
 @pytest.mark.slow
 def test_a_model_with_a_sliding_window_answers_as_transformers_does():
     """Prompts longer and shorter than the window, beside each other and in more than one tile."""
-    folder = Path(__file__).parent / "goldens" / "mistral_window"
+    folder = Path(__file__).parents[1] / "goldens" / "mistral_window"
     golden = json.loads((folder / "golden.json").read_text())
     prompt, answer = golden["token_ids"], golden["answer"]
     llm = jaxpaged.LLM(folder, **OPTIONS)
@@ -378,7 +378,7 @@ def test_results_come_one_by_one_and_leaving_gives_up_the_rest(llm):
 
 @pytest.mark.slow
 def test_without_parameters_the_models_own_defaults_are_taken(tmp_path):
-    shutil.copytree(Path(__file__).parent / "goldens" / "gqa_tied", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(Path(__file__).parents[1] / "goldens" / "gqa_tied", tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(
         '{"temperature": 0.0, "max_new_tokens": 3, "eos_token_id": null}'
     )

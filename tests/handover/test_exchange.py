@@ -357,7 +357,7 @@ from jaxpaged.handover import exchange
 from jaxpaged.handover.transport import SocketTransport
 from jaxpaged.memory import transfer
 from tests import tiny
-from tests.engine.test_exchange import PROMPT, answer, on_a_mesh
+from tests.handover.test_exchange import PROMPT, answer, on_a_mesh
 
 transport = SocketTransport(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=60))
 with tiny.engine() as engine:

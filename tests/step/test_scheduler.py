@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine_state import Phase, Request
-from tests.engine.lockstep import VOCAB, Event, LockStep, Setting, workloads
+from tests.step.lockstep import VOCAB, Event, LockStep, Setting, workloads
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
 

@@ -28,7 +28,7 @@ from jaxpaged.utils.argparse_utils import FlexibleArgumentParser
 from tests import tiny, tiny_lora
 from tests.tiny_gguf import write_gguf
 
-SCRIPTS = Path(__file__).parents[1] / "examples" / "vllm_scripts"
+SCRIPTS = Path(__file__).parents[2] / "examples" / "vllm_scripts"
 GREEDY = tiny.greedy(6)
 
 
