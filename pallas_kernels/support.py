@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout, Part, Pool, Sizes, View
+from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, BlockSlice, Layout, Pool, Sizes, View
 from pallas_kernels.native import why_not_layout
 
 OPTIONAL = ("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse")  # served by all
@@ -80,7 +80,7 @@ class Options:
     packed: PackedArrays | None = None  # what a packed view has beside the codes
     kv_layout: Layout = TOKEN_MAJOR
     pool: Pool | None = None  # K and V in that layout, however they were given
-    part: Part | None = None  # of the arrays' blocks, where a kernel has these in place of the pool
+    blocks: BlockSlice | None = None  # of the arrays' blocks, where a kernel has these in place of the pool
 
 
 def view_of(options: Options) -> View:

@@ -43,13 +43,13 @@ def extras_of(options: Options) -> Extras:
         options.v_scale,
         options.token_scales,
         options.packed,
-        None if options.part is None else options.part.first[None],
+        None if options.blocks is None else options.blocks.first[None],
     )
 
 
 def block_stride(options: Options) -> int:
     """From one block of a call to the next, among the arrays' blocks."""
-    return 1 if options.part is None else options.part.stride
+    return 1 if options.blocks is None else options.blocks.stride
 
 
 def places(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array]:

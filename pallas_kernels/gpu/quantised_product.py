@@ -32,8 +32,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu import common, tuning
 from pallas_kernels.gpu.common import WGMMA
 from pallas_kernels.quantised import NUM_INPUTS, NUM_OUTPUTS, PLANES, Halfwords, offset
 
@@ -120,7 +119,7 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
-    in_runs = _gpu.tiled(p.run)
+    in_runs = common.tiled(p.run)
     slots = p.num_stages
     scales = plgpu.SMEM((slots, p.groups, NUM_OUTPUTS), p.scale_dtype)
     terms = p.at_a_time * (1 + p.has_minima)
@@ -156,7 +155,7 @@ def _kernel(layer: Any, gmem: Operands, out: Any, scratch: Scratch, *, problem: 
     def _consumer() -> None:
         total = plgpu.layout_cast(jnp.full((NUM_OUTPUTS, p.num_columns), 0.0, jnp.float32), WGMMA)
         total = lax.fori_loop(0, end - first, functools.partial(_consume, p, scratch), total)
-        _gpu.store(out.at[share, outputs, rows], total)
+        common.store(out.at[share, outputs, rows], total)
 
 
 def _produce(
@@ -195,7 +194,7 @@ def _produce(
                     plgpu.copy_gmem_to_smem(source, target.at[slot], scratch.full.at[slot])
 
     lax.fori_loop(0, num_steps, fetch, None)
-    _gpu.drain(scratch.empty, p.num_stages, num_steps)
+    common.drain(scratch.empty, p.num_stages, num_steps)
 
 
 def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> jax.Array:
@@ -365,6 +364,6 @@ def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:
         num_threads=2,
         thread_name="thread",
         scratch_types=[scratch_types(p)],
-        interpret=_gpu.interpret_params(interpret),
+        interpret=common.interpret_params(interpret),
     )
     return kernel

@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
     head_dim: int
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where something of a token's head lies: an array, and what each of its leading axes counts.
 
     An axis is "block", "token" (of the block), "head", or a number, the only place along it. An axis behind
@@ -64,12 +64,12 @@ class Place(NamedTuple):
 class View(NamedTuple):
     """A layout as kernels read it."""
 
-    k: Place
-    v: Place
+    k: Location
+    v: Location
     # Factors of the stored numbers, float32; None: there are none, or a head has one for all
     # (`Layout.scales`).
-    k_scale: Place | None = None
-    v_scale: Place | None = None
+    k_scale: Location | None = None
+    v_scale: Location | None = None
     numbers: jnp.dtype | None = None  # what the bytes are, where the arrays have them as uint8
 
 
@@ -83,14 +83,14 @@ class PackedView(NamedTuple):
     """
 
     group: int  # tokens; block_size is a multiple
-    k: Place
-    k_scale: Place
-    k_zero: Place
-    k_new: Place
-    new_group: Place
-    v: Place
-    v_scale: Place
-    v_zero: Place
+    k: Location
+    k_scale: Location
+    k_zero: Location
+    k_new: Location
+    new_group: Location
+    v: Location
+    v_scale: Location
+    v_zero: Location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Layout(abc.ABC):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Part:
+class BlockSlice:
     """Some of the blocks that arrays have, a layer's for one: block i of them is block first + i * stride."""
 
     first: jax.Array  # [] int32
@@ -203,16 +203,16 @@ class Pool:
     arrays: dict[str, jax.Array]
     layout: Layout = dataclasses.field(metadata={"static": True})
     sizes: Sizes = dataclasses.field(metadata={"static": True})  # of the arrays
-    part: Part | None = None  # what block ids and slots are of; None: of all
+    blocks: BlockSlice | None = None  # what block ids and slots are of; None: of all
 
     @property
     def num_blocks(self) -> int:
         """Of the part, if there is one."""
-        return self.sizes.num_blocks if self.part is None else self.part.num_blocks
+        return self.sizes.num_blocks if self.blocks is None else self.blocks.num_blocks
 
     def places(self, block_ids: jax.Array) -> jax.Array:
         """Which of the arrays' blocks these are."""
-        return block_ids if self.part is None else self.part.first + block_ids * self.part.stride
+        return block_ids if self.blocks is None else self.blocks.first + block_ids * self.blocks.stride
 
     def read(self, block_ids: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """See `Layout.read`."""

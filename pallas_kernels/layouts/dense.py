@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts.base import Arrays, Layout, Place, Sizes, View
+from pallas_kernels.layouts.base import Arrays, Layout, Location, Sizes, View
 
 Axes = tuple[str, ...]
 KV = "kv"  # the axis along which K comes before V
@@ -44,7 +44,7 @@ class Dense(Layout):
         if self.axes[-1] != "dim":
             return None
         k, v = (
-            Place(name, tuple(which if axis == KV else axis for axis in self.axes[:-1]))
+            Location(name, tuple(which if axis == KV else axis for axis in self.axes[:-1]))
             for which, name in enumerate(self.names)
         )
         return View(k, v)

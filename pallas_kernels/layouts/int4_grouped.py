@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.layouts.base import Arrays, Layout, PackedView, Place, Sizes
+from pallas_kernels.layouts.base import Arrays, Layout, Location, PackedView, Sizes
 
 GROUP = (
     16  # tokens; divides a prompt's tile, so that what a token sees of its group is the same in any company
@@ -103,9 +103,9 @@ class Int4Grouped(Layout):
 
     def packed_view(self) -> PackedView:
         names = (name for name in PackedView._fields if name != "group")
-        view = PackedView(GROUP, **{name: Place(name, ("block", "token", "head")) for name in names})
-        scale, zero = (Place(name, ("block", "head", "token")) for name in ("v_scale", "v_zero"))
-        return view._replace(new_group=Place("new_group", ("block",)), v_scale=scale, v_zero=zero)
+        view = PackedView(GROUP, **{name: Location(name, ("block", "token", "head")) for name in names})
+        scale, zero = (Location(name, ("block", "head", "token")) for name in ("v_scale", "v_zero"))
+        return view._replace(new_group=Location("new_group", ("block",)), v_scale=scale, v_zero=zero)
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
         if block_size % GROUP:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layouts.base import Arrays, Layout, Place, Sizes, View
+from pallas_kernels.layouts.base import Arrays, Layout, Location, Sizes, View
 from pallas_kernels.layouts.dense import Dense, put, shape, take
 from pallas_kernels.layouts.token_major import TOKEN_MAJOR
 
@@ -57,7 +57,9 @@ class Int8PerToken(Layout):
         view = self.base.view()
         if view is None:
             return None
-        k_scale, v_scale = (Place(f"{place.array}_scale", _turned(place.axes)) for place in (view.k, view.v))
+        k_scale, v_scale = (
+            Location(f"{place.array}_scale", _turned(place.axes)) for place in (view.k, view.v)
+        )
         return View(view.k, view.v, k_scale, v_scale)
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layouts import Layout, Place, Pool
+from pallas_kernels.layouts import Layout, Location, Pool
 from pallas_kernels.native import library
 
 CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside the queries' own
@@ -75,7 +75,7 @@ def tiled_paged_attention(
     else:
         k, v, k_scales, v_scales, places = operands(pool)
         given = (q, k, v, *at, k_scales, v_scales)
-    first, stride = (jnp.int32(0), 1) if pool.part is None else (pool.part.first, pool.part.stride)
+    first, stride = (jnp.int32(0), 1) if pool.blocks is None else (pool.blocks.first, pool.blocks.stride)
     rows = jnp.zeros(0, jnp.int32) if table_rows is None else table_rows
     options = {"scale": np.float32(scale), "window": np.int64(window), "block_stride": np.int64(stride)}
     return call(*given, first, rows, **options, places=np.array(places, np.int64))
@@ -91,12 +91,12 @@ def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, li
     view, arrays = pool.layout.view(), pool.arrays
     assert view is not None
     numbers = [(view.k, arrays[view.k.array]), (view.v, arrays[view.v.array])]
-    nothing = Place("", ()), jnp.zeros(0, jnp.float32)
+    nothing = Location("", ()), jnp.zeros(0, jnp.float32)
     scales = [nothing, nothing]
     if view.k_scale is not None and view.v_scale is not None:
         scales = [(place, arrays[place.array]) for place in (view.k_scale, view.v_scale)]
     elif pool.scales is not None:
-        scales = [(Place("", ("head",)), scale) for scale in pool.scales]
+        scales = [(Location("", ("head",)), scale) for scale in pool.scales]
     places = [pool.sizes.num_kv_heads, pool.sizes.block_size]
     for pair in (numbers, scales):
         k_at, v_at = (place.strides(array.shape) for place, array in pair)

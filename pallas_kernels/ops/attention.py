@@ -6,14 +6,14 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import checks, layouts, native, ragged
-from pallas_kernels.checks import AttentionOptions
-from pallas_kernels.gpu.cut import Cut
+from pallas_kernels import layouts, native
 from pallas_kernels.gpu.decode import attention as mosaic
 from pallas_kernels.gpu.decode.attention import SharedPlan
+from pallas_kernels.gpu.partitioning import Partitioning
 from pallas_kernels.gpu.prompt import attention as mosaic_prompts
 from pallas_kernels.layouts import Layout, Pool
-from pallas_kernels.ops import choice
+from pallas_kernels.ops import checks, choice, ragged
+from pallas_kernels.ops.checks import AttentionOptions
 from pallas_kernels.ops.choice import Implementation, TiledImplementation
 from pallas_kernels.support import (
     Arrays,
@@ -23,7 +23,7 @@ from pallas_kernels.support import (
     view_of,
 )
 from pallas_kernels.xla import operations as xla
-from pallas_kernels.xla import tiles as xla_tiles
+from pallas_kernels.xla import tiled_attention as xla_tiles
 
 
 def paged_attention(
@@ -39,8 +39,8 @@ def paged_attention(
 ) -> jax.Array:
     """As `paged_attention_v1`, with each row cut as its own length asks: the one to use.
 
-    "mosaic_gpu" cuts long rows into partitions (`paged_attention.default_cut`), so that few long rows keep a
-    GPU as busy as many short ones; "xla" takes all tokens of a row in one running softmax.
+    "mosaic_gpu" computes long rows in partitions (`decode.attention.default_partitioning`), so that few long
+    rows keep a GPU as busy as many short ones; "xla" takes all tokens of a row in one running softmax.
     """
     arrays = Arrays(q, k_cache, v_cache, block_tables, seq_lens)
     checked = checks.check_attention(arrays, options)
@@ -84,8 +84,8 @@ def paged_attention_v1(
     checked = checks.check_attention(arrays, options)
     if _choose(implementation, interpret, arrays, checked) == "xla":
         return xla.paged_attention_v1(_batch(arrays, checked), checked)
-    whole = Cut(_capacity(arrays, checked), most=1)
-    return mosaic.paged_attention(*_seen(arrays, checked), cut=whole, interpret=interpret)
+    whole = Partitioning(_capacity(arrays, checked), max_partitions=1)
+    return mosaic.paged_attention(*_seen(arrays, checked), partitioning=whole, interpret=interpret)
 
 
 def paged_attention_v2(
@@ -114,8 +114,10 @@ def paged_attention_v2(
         raise ValueError(f"{partition_size=} must be a positive multiple of {block_size=}")
     if _choose(implementation, interpret, arrays, checked) == "xla":
         return xla.paged_attention_v2(_batch(arrays, checked), checked, partition_size)
-    cut = Cut(partition_size, most=-(-_capacity(arrays, checked) // partition_size))
-    return mosaic.paged_attention(*_seen(arrays, checked), cut=cut, interpret=interpret)
+    partitioning = Partitioning(
+        partition_size, max_partitions=-(-_capacity(arrays, checked) // partition_size)
+    )
+    return mosaic.paged_attention(*_seen(arrays, checked), partitioning=partitioning, interpret=interpret)
 
 
 def tiled_paged_attention(
@@ -369,7 +371,7 @@ def _seen(arrays: Arrays, options: Options) -> tuple[Arrays, Options]:
         token_scales=token_scales,
         packed=packed,
         pool=None,
-        part=pool.part,
+        blocks=pool.blocks,
     )
     return arrays, options
 

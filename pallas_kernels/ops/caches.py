@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels import checks, layouts
+from pallas_kernels import layouts
 from pallas_kernels.layouts import Layout, Pool
+from pallas_kernels.ops import checks
 from pallas_kernels.xla import operations as xla
 
 

@@ -4,7 +4,7 @@ import jax
 from jax import lax
 
 from pallas_kernels import native
-from pallas_kernels.gpu import product as mosaic_products
+from pallas_kernels.gpu import dense_product as mosaic_products
 from pallas_kernels.gpu import quantised_product as mosaic_quantised
 from pallas_kernels.ops import choice
 from pallas_kernels.ops.choice import Implementation, ProductImplementation

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpaged.verify.cases import Case, compared, make_inputs, oracle
 from pallas_kernels import ops
-from pallas_kernels.checks import check_attention
+from pallas_kernels.ops.checks import check_attention
 from pallas_kernels.support import Arrays, BlockSparse
 
 # One jit for all cases, so that those of one shape with the same options share a program.

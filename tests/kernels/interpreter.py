@@ -23,8 +23,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
-from pallas_kernels.gpu import arrival as _arrival
-from pallas_kernels.gpu import product, quantised_product
+from pallas_kernels.gpu import arrival_counter, dense_product, quantised_product
 from pallas_kernels.gpu.decode import attention as paged_attention
 from pallas_kernels.gpu.prompt import attention as prompt_attention
 
@@ -129,7 +128,7 @@ def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plgpu, "kernel", one_cluster)
-        patch.setattr(_arrival, "is_last_in_turn", is_last)
+        patch.setattr(arrival_counter, "is_last_in_turn", is_last)
         try:
             yield
         finally:
@@ -161,7 +160,7 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
 
         return call
 
-    for kernel in (paged_attention, product, prompt_attention, quantised_product):
+    for kernel in (paged_attention, dense_product, prompt_attention, quantised_product):
         kernel._shared_kernel_of.cache_clear()  # to be traced anew
     with pytest.MonkeyPatch.context() as patch:
         for name in SYNCHRONISING:
@@ -170,7 +169,7 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
             if shadows:  # count an arrival where the kernel makes it, not where its shadow does
                 patch.setattr(plgpu, "barrier_arrive", dropping("barrier_arrive", plgpu.barrier_arrive))
             yield met
-    for kernel in (paged_attention, product, prompt_attention, quantised_product):
+    for kernel in (paged_attention, dense_product, prompt_attention, quantised_product):
         kernel._shared_kernel_of.cache_clear()
 
 

@@ -11,10 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layouts, native, ops, support
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu.cut import Cut
-from pallas_kernels.gpu.prompt import parts as _prompt_parts
-from pallas_kernels.layouts import LAYOUTS, Fp8, Int8PerToken, Layout, Part, Pool, Sizes
+from pallas_kernels.gpu import common
+from pallas_kernels.gpu.partitioning import Partitioning
+from pallas_kernels.gpu.prompt import partitions
+from pallas_kernels.layouts import LAYOUTS, BlockSlice, Fp8, Int8PerToken, Layout, Pool, Sizes
 from reference import attention as reference_attention
 from reference import cache_ops
 from reference import layouts as reference
@@ -151,8 +151,8 @@ def part_of_three(layout: Layout, sizes: Sizes, dtype: jnp.dtype) -> Pool:
         name: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
         for name, x in pool.arrays.items()
     }
-    part = Part(jnp.int32(2), stride=3, num_blocks=sizes.num_blocks)
-    return dataclasses.replace(pool, arrays=arrays, part=part)
+    blocks = BlockSlice(jnp.int32(2), stride=3, num_blocks=sizes.num_blocks)
+    return dataclasses.replace(pool, arrays=arrays, blocks=blocks)
 
 
 @functools.cache
@@ -279,8 +279,8 @@ def test_the_gpu_kernels_read_the_layouts_that_they_say(
 @pytest.mark.usefixtures(fresh_interpreter.__name__)
 def test_prompts_in_parts_read_codes_of_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program after the other, in which the detector of races would see one."""
-    monkeypatch.setattr(_prompt_parts, "cut_of", lambda *_, **__: Cut(64, 3))
-    monkeypatch.setattr(_gpu, "interpret_params", lambda _: plgpu.InterpretGPUParams(detect_races=False))
+    monkeypatch.setattr(partitions, "partitioning_of", lambda *_, **__: Partitioning(64, 3))
+    monkeypatch.setattr(common, "interpret_params", lambda _: plgpu.InterpretGPUParams(detect_races=False))
     run_interpreted("int4_grouped", 19)
 
 

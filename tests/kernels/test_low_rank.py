@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import low_rank, native
+from pallas_kernels import native
 from pallas_kernels.native import library
+from pallas_kernels.ops import low_rank
 from tests.kernels import native_targets
 from tests.kernels.native_targets import Kernels
 from tests.kernels.test_native import bits, draw, each_dtype

@@ -15,10 +15,10 @@ import pytest
 
 from jaxpaged.verify.tiles import CASES, Case, assert_close, inputs
 from pallas_kernels import ops
-from pallas_kernels.checks import check_attention
-from pallas_kernels.gpu.cut import Cut
 from pallas_kernels.gpu.decode import attention as mosaic
+from pallas_kernels.gpu.partitioning import Partitioning
 from pallas_kernels.gpu.prompt import attention as prompt_attention
+from pallas_kernels.ops.checks import check_attention
 from pallas_kernels.support import Arrays
 from tests.kernels.interpreter import (
     OPTIONAL,
@@ -52,7 +52,7 @@ def test_tiles_equal_the_oracle_without_a_race(
     c: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no table entry that no query of the tile sees is looked up."""
-    monkeypatch.setattr(mosaic, "default_cut", lambda *_: Cut(64, 3))
+    monkeypatch.setattr(mosaic, "default_partitioning", lambda *_: Partitioning(64, 3))
     arrays, _, seen = inputs(c)
     with shadow_reads(), recorded_blocks(arrays.k_cache.shape) as fetched:
         got = launch(c)

@@ -14,7 +14,7 @@ import pytest
 from jaxpaged.models import layers
 from jaxpaged.models.layer_form import LayerForm, form_of
 from pallas_kernels import ops
-from pallas_kernels.gpu import product as mosaic
+from pallas_kernels.gpu import dense_product as mosaic
 from pallas_kernels.ops import choice
 from tests.kernels.interpreter import (
     OPTIONAL,

@@ -12,15 +12,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import nibbles as _nibbles
+from pallas_kernels.gpu import common, int4_cache
 from pallas_kernels.gpu.common import NUM_WARPS, Extras
-from pallas_kernels.gpu.decode.tile import NUM_QUERY_SLOTS, Problem, Scratch, Span, group_heads, last_block_of
+from pallas_kernels.gpu.decode.program import (
+    NUM_QUERY_SLOTS,
+    Problem,
+    Scratch,
+    WorkUnit,
+    group_heads,
+    last_block_of,
+)
 
 
 def produce(
     p: Problem,
-    span: Span,
+    span: WorkUnit,
     unit: jax.Array,
     gmem: Any,
     extras: Extras,
@@ -34,7 +40,7 @@ def produce(
     """
     pl.when(warp == 0)(lambda: _fetch_queries(p, span, unit, gmem, extras, scratch))
     first_tile, num_tiles = span.tiles(p)
-    place_of = _gpu.places(extras, p.block_stride)
+    place_of = common.places(extras, p.block_stride)
     # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
     first_block = lax.div(span.start, jnp.int32(p.block_size))
     last_block = jnp.maximum(pl.cdiv(span.end, jnp.int32(p.block_size)) - 1, first_block)
@@ -62,19 +68,19 @@ def produce(
             plgpu.copy_gmem_to_smem(gmem.k_cache.at[k], scratch.k.at[target], scratch.full.at[slot])
             plgpu.copy_gmem_to_smem(gmem.v_cache.at[v], scratch.v.at[target], scratch.full.at[slot])
         if p.packed is not None:
-            for number, name in enumerate(_nibbles.Scales._fields):
+            for number, name in enumerate(int4_cache.Scales._fields):
 
                 @pl.when(warp == number)
                 def _fetch_packed(name: str = name) -> None:
                     ring, full = scratch.packed, scratch.full.at[slot]
                     at = source, span.kv_head, p.block_size
-                    _nibbles.fetch(name, p.packed, extras.packed, ring, slot, full, *at)
+                    int4_cache.fetch(name, p.packed, extras.packed, ring, slot, full, *at)
 
         if p.scale_copies:
 
             @pl.when(warp < p.scale_copies)
             def _fetch_scales() -> None:
-                num_tokens = _gpu.scale_tokens(p.block_size, p.tile_kv)
+                num_tokens = common.scale_tokens(p.block_size, p.tile_kv)
                 place = warp * num_tokens
                 block_id, tokens = source(place, num_tokens)
                 target = (slot, pl.ds(place, num_tokens))
@@ -89,7 +95,7 @@ def produce(
 
 
 def _fetch_queries(
-    p: Problem, span: Span, unit: jax.Array, gmem: Any, extras: Extras, scratch: Scratch
+    p: Problem, span: WorkUnit, unit: jax.Array, gmem: Any, extras: Extras, scratch: Scratch
 ) -> None:
     slot = lax.rem(unit, jnp.int32(NUM_QUERY_SLOTS))
 
@@ -103,5 +109,7 @@ def _fetch_queries(
             source = gmem.q.at[span.row * p.query_len + token, heads, pl.ds(first, size)]
             plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[slot, i, columns], scratch.q_full.at[slot])
     if p.packed is not None:
-        its = p.packed.k_new.at(last_block_of(p, span, gmem, extras), pl.ds(0, _nibbles.GROUP), span.kv_head)
+        its = p.packed.k_new.at(
+            last_block_of(p, span, gmem, extras), pl.ds(0, int4_cache.GROUP), span.kv_head
+        )
         plgpu.copy_gmem_to_smem(extras.packed.k_new.at[its], scratch.k_new.at[slot], scratch.q_full.at[slot])

@@ -14,8 +14,8 @@ A quantised cache comes into the ring as it is and is widened to float16, a tile
 another place in shared memory, K likewise or, where there are registers for it, on its way into its product.
 (Pallas' interpreter knows no product of registers: there K goes the way of V.) The scales of a head are
 factors of the logits and of the output; those of each token come into the ring beside its numbers, and are
-factors of what is widened. Of a cache of 4 bits a number (`_nibbles`) all goes that way; what the row's last
-block has of its newest tokens in full comes with the queries.
+factors of what is widened. All of a cache of 4 bits a number goes that way (`int4_cache`); the newest tokens,
+which the row's last block keeps in full, come with the queries.
 """
 
 from typing import Any, NamedTuple
@@ -26,10 +26,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import nibbles as _nibbles
+from pallas_kernels.gpu import common, int4_cache
 from pallas_kernels.gpu.common import FLOAT16_MAX, LOG2E, LOWEST, WGMMA, Extras
-from pallas_kernels.gpu.decode.tile import NUM_QUERY_SLOTS, Problem, Scratch, Span, group_heads, last_block_of
+from pallas_kernels.gpu.decode.program import (
+    NUM_QUERY_SLOTS,
+    Problem,
+    Scratch,
+    WorkUnit,
+    group_heads,
+    last_block_of,
+)
 from pallas_kernels.support import BlockSparse
 
 PER_HEAD = WGMMA.reduce(0)  # one number per column of a wgmma's result
@@ -56,7 +62,7 @@ def nothing(p: Problem) -> Softmax:
 
 
 def consume(
-    p: Problem, span: Span, unit: jax.Array, gmem: Any, extras: Extras, scratch: Scratch, done: jax.Array
+    p: Problem, span: WorkUnit, unit: jax.Array, gmem: Any, extras: Extras, scratch: Scratch, done: jax.Array
 ) -> tuple[Softmax, jax.Array]:
     """The softmax over the span, as its tiles arrive. Returns it and the number of tiles taken so far."""
     _load_queries(p, unit, scratch)
@@ -72,7 +78,7 @@ def consume(
     if p.packed is not None:  # the group of tokens, of all of the row's, that is not yet codes
         group = extras.packed.new_group[last_block_of(p, span, gmem, extras)]
         first_group = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size)) * (
-            p.block_size // _nibbles.GROUP
+            p.block_size // int4_cache.GROUP
         )
         newest = jnp.where(group < 0, -1, first_group + group)
 
@@ -82,7 +88,7 @@ def consume(
         if newest is None:
             k, v = _await_tile(p, scratch, slot)
         else:
-            place = newest - (first_tile + i) * (p.tile_kv // _nibbles.GROUP)
+            place = newest - (first_tile + i) * (p.tile_kv // int4_cache.GROUP)
             k, v = _await_packed_tile(scratch, slot, scratch.k_new.at[query_slot], place)
         s = _logits(p, span, scratch.q, k, first_token, factor, slopes)
         largest = jnp.maximum(state.max, s.max(axis=0))
@@ -126,10 +132,10 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
     if p.scale_copies:
         k_scales, v_scales = scratch.k_scales.at[slot], scratch.v_scales.at[slot]
     if p.widens_in_registers:
-        k = plgpu.layout_cast(_gpu.widened(scratch.k.at[slot], is_interpreted=p.is_interpreted), WGMMA)
+        k = plgpu.layout_cast(common.widened(scratch.k.at[slot], is_interpreted=p.is_interpreted), WGMMA)
     else:
-        _gpu.widen(scratch.k.at[slot], scratch.k16, k_scales, is_interpreted=p.is_interpreted)
-    _gpu.widen(scratch.v.at[slot], scratch.v16, v_scales, is_interpreted=p.is_interpreted)
+        common.widen(scratch.k.at[slot], scratch.k16, k_scales, is_interpreted=p.is_interpreted)
+    common.widen(scratch.v.at[slot], scratch.v16, v_scales, is_interpreted=p.is_interpreted)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.empty.at[slot])
     return k, scratch.v16
@@ -138,16 +144,16 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
 def _await_packed_tile(scratch: Scratch, slot: jax.Array, k_new: Any, place: jax.Array) -> tuple[Any, Any]:
     """The same of a cache of 4 bits a number; place: of the newest tokens, among the tile's groups."""
     plgpu.barrier_wait(scratch.full.at[slot])
-    scales = _nibbles.Scales(*(ring.at[slot] for ring in scratch.packed))
-    _nibbles.widen(scratch.k.at[slot], scales.k_scale, scales.k_zero, scratch.k16, k_new, place)
-    _nibbles.widen(scratch.v.at[slot], scales.v_scale, scales.v_zero, scratch.v16)
+    scales = int4_cache.Scales(*(ring.at[slot] for ring in scratch.packed))
+    int4_cache.widen(scratch.k.at[slot], scales.k_scale, scales.k_zero, scratch.k16, k_new, place)
+    int4_cache.widen(scratch.v.at[slot], scales.v_scale, scales.v_zero, scratch.v16)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.empty.at[slot])
     return scratch.k16, scratch.v16
 
 
 def _logits(
-    p: Problem, span: Span, q: Any, k: Any, first_token: jax.Array, factor: Any, slopes: jax.Array | None
+    p: Problem, span: WorkUnit, q: Any, k: Any, first_token: jax.Array, factor: Any, slopes: jax.Array | None
 ) -> jax.Array:
     """A tile's logits times log2(e), [tile_kv, num_columns]; -inf for what is not seen."""
 
@@ -172,13 +178,13 @@ def _logits(
     return jnp.where(seen, s, -jnp.inf)
 
 
-def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -> None:
+def _zero_stale_tokens(p: Problem, span: WorkUnit, v: Any, first_token: jax.Array) -> None:
     """Zero a tile's V outside the span."""
 
     @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
     def _zero() -> None:
         place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-        for column in _gpu.columns_of(p.head_dim):  # in parts, to need no more registers than the rest
+        for column in common.columns_of(p.head_dim):  # in parts, to need no more registers than the rest
             piece = v.at[:, pl.ds(column, 64)]
             old = piece[...]
             piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
@@ -200,7 +206,7 @@ def _add_weighted(
     return tuple(new)
 
 
-def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> jax.Array:
+def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: WorkUnit) -> jax.Array:
     """Whether the block-sparse pattern keeps a token [tile_kv, num_columns] for the head of its column."""
     heads = p.group_size * p.num_kv_heads
     if sparse.head_sliding_step >= 0:
@@ -252,7 +258,7 @@ def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows:
 def store_outputs(
     p: Problem,
     out: list[jax.Array],  # the pieces, [rows, num_columns] each
-    span: Span,
+    span: WorkUnit,
     out_smem: Any,  # [pieces, num_columns, piece_rows]
     out_gmem: Any,  # [num_rows * query_len, num_q_heads, head_dim]
 ) -> None:
@@ -260,7 +266,7 @@ def store_outputs(
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
         # The unit before has left the buffer; pieces overlap and are written in turn.
         plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
-        _gpu.store(out_smem.at[i].T, piece.astype(p.dtype))
+        common.store(out_smem.at[i].T, piece.astype(p.dtype))
         plgpu.commit_smem()
         for token in range(p.query_len):
             heads, columns = group_heads(p, span.kv_head, token)

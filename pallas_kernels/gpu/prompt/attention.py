@@ -4,12 +4,12 @@
                 applied to v[t]
 
 with the options of `ops.tiled_paged_attention`. A program computes one tile for up to 128 rows of a kv head's
-group, for example 4 query heads of 32 tokens: `_prompt_fetch` brings K and V, `_prompt_softmax` takes the
+group, for example 4 query heads of 32 tokens: `fetch` brings K and V, `softmax` takes the
 softmax over them. The tiles of K and V lie on multiples of tile_kv whatever else is computed, so a token's
 bits do not depend on its company.
 
 A long context is cut into parts of 8,192 tokens or more by the tile's position alone, each a program's, so
-that few tiles behind it keep the GPU busy: `_prompt_parts`.
+that few tiles behind it keep the GPU busy: `partitions`.
 
 A quantised cache is multiplied in float16: queries are brought into that type before, and the output, still
 in units of the cache, is multiplied by the scale of V and brought back after the kernel, by XLA.
@@ -29,23 +29,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import support
-from pallas_kernels.gpu import arrival as _arrival
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu.cut import Cut, Parts
-from pallas_kernels.gpu.prompt import fetch, parts, softmax, tile
-from pallas_kernels.gpu.prompt.tile import TILE_LENS, Problem
+from pallas_kernels.gpu import arrival_counter, common
+from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
+from pallas_kernels.gpu.prompt import fetch, partitions, program, softmax
+from pallas_kernels.gpu.prompt.program import TILE_LENS, Problem
 from pallas_kernels.support import Arrays, Options, sizes_of, view_of
 
 
 def _kernel(
     gmem: Any,  # `Arrays`, as refs, q as [num_tiles, tile_len, num_q_heads, head_dim]
     positions_gmem: Any,  # [num_tiles] of the tiles' first queries
-    extras: _gpu.Extras,
-    work: Parts | None,  # None: an item is a tile
+    extras: common.Extras,
+    work: PartitionList | None,  # None: an item is a tile
     counters: Any,  # [num_tiles * num_chunks * num_kv_heads * num_warpgroups, 1] int32, zeros; or None
     out_gmem: Any,  # like q
-    partials: parts.Partials | None,
-    scratch: tile.Scratch,
+    partials: partitions.Partials | None,
+    scratch: program.Scratch,
     *,
     problem: Problem,
     is_last: Any,
@@ -58,13 +57,13 @@ def _kernel(
     def row() -> jax.Array:
         return item if work is None else work.items[item, 0]
 
-    def row_and_span() -> tuple[jax.Array, tile.Span]:
+    def row_and_span() -> tuple[jax.Array, program.KeyRange]:
         """The program's tile, and its tokens of it. Each warpgroup reads them for itself: what is known
         before they part stays in registers while the producer runs, who has few.
         """
         its = row()
         bounds = None if work is None else (work.items[item, 1], work.items[item, 2])
-        return its, tile.span_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
+        return its, program.span_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
 
     def run() -> None:
         @pl.when(warpgroup == p.num_warpgroups)
@@ -102,15 +101,15 @@ def _kernel(
             if work is None or partials is None:
                 write([(0, state)])
                 return
-            mine = parts.Mine(work.items, item, partials, (kv_head, chunk, number))
+            mine = partitions.ComputedPartition(work.items, item, partials, (kv_head, chunk, number))
 
             def arrive() -> jax.Array:
                 index = (row() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
                 counter = counters.at[index * p.num_warpgroups + number]
                 # Queries are not needed any more.
-                return is_last(counter, scratch.q.at[number], mine.num_parts, _gpu.tiled(p.line))
+                return is_last(counter, scratch.q.at[number], mine.num_parts, common.tiled(p.line))
 
-            parts.finish(p, mine, state, write, arrive)
+            partitions.finish(p, mine, state, write, arrive)
 
     if work is None:
         run()
@@ -123,13 +122,13 @@ def prompt_attention(
     query_starts: jax.Array,
     options: Options,
     *,
-    cut: Cut | None = None,
+    partitioning: Partitioning | None = None,
     in_registers: bool | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Launch the kernel. Arguments as `ops.tiled_paged_attention` has checked them, with q of four axes.
 
-    cut: into which parts the context of a tile is cut, by default `_prompt_parts.cut_of`.
+    partitioning: how the context of a tile is partitioned, by default `partitions.partitioning_of`.
     in_registers: whether P stays in registers; by default unless it is interpreted.
     interpret: bool or plgpu.InterpretGPUParams.
     """
@@ -150,7 +149,7 @@ def prompt_attention(
         query_len=query_len,
         head_dim=head_dim,
         block_size=cache.block_size,
-        block_stride=_gpu.block_stride(options),
+        block_stride=common.block_stride(options),
         dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
         cache_dtype=arrays.k_cache.dtype,
         new_dtype=arrays.q.dtype if options.packed is None else options.packed.k_new.dtype,
@@ -165,21 +164,23 @@ def prompt_attention(
     )
     q = jnp.pad(arrays.q, [(0, 0), (0, tile_len - query_len), (0, 0), (0, 0)])
     if q.dtype != p.dtype:  # bfloat16's numbers go further
-        q = jnp.clip(q, -_gpu.FLOAT16_MAX, _gpu.FLOAT16_MAX).astype(p.dtype)
+        q = jnp.clip(q, -common.FLOAT16_MAX, common.FLOAT16_MAX).astype(p.dtype)
 
     def launch(its: slice) -> jax.Array:
         some = arrays._replace(q=q[its], block_tables=arrays.block_tables[its], seq_lens=arrays.seq_lens[its])
         positions, num_tiles, work = query_starts[its], some.q.shape[0], None
-        if max_parts > 1:
-            work = parts.plan(p, positions, some.seq_lens, capacity, its_cut)
-        sizes = num_tiles, num_tiles * max_parts
+        if max_partitions > 1:
+            work = partitions.plan(p, positions, some.seq_lens, capacity, chosen)
+        sizes = num_tiles, num_tiles * max_partitions
         run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
-        return run(some, positions, _gpu.extras_of(options), work)
+        return run(some, positions, common.extras_of(options), work)
 
-    its_cut = cut or parts.cut_of(p.num_kv_heads * p.num_chunks, is_interpreted=bool(interpret))
+    chosen = partitioning or partitions.partitioning_of(
+        p.num_kv_heads * p.num_chunks, is_interpreted=bool(interpret)
+    )
     capacity = arrays.block_tables.shape[1] * p.block_size
-    max_parts = parts.max_parts(p, capacity, its_cut)
-    at_a_time = parts.tiles_of_a_launch(p, num_tiles, max_parts)
+    max_partitions = partitions.max_partitions(p, capacity, chosen)
+    at_a_time = partitions.tiles_of_a_launch(p, num_tiles, max_partitions)
     outs = [launch(slice(first, first + at_a_time)) for first in range(0, num_tiles, at_a_time)]
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     out = out[:, :query_len]
@@ -193,13 +194,13 @@ def partial_bytes(
     num_tiles: int, tile_len: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int
 ) -> int:
     """What the partial results of a call take at most; `capacity` tokens a sequence at most."""
-    num_chunks = -(-group_size * tile_len // (tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS))
+    num_chunks = -(-group_size * tile_len // (program.MAX_WARPGROUPS * program.WARPGROUP_ROWS))
     num_programs = num_kv_heads * num_chunks
-    count = parts.cut_of(num_programs).max_parts(capacity)
+    count = partitions.partitioning_of(num_programs).bound(capacity)
     if count == 1:
         return 0
-    rows = num_programs * tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS
-    return min(parts.bytes_of(num_tiles * count, rows, head_dim), parts.PARTIAL_BYTES)
+    rows = num_programs * program.MAX_WARPGROUPS * program.WARPGROUP_ROWS
+    return min(partitions.bytes_of(num_tiles * count, rows, head_dim), partitions.PARTIAL_BYTES)
 
 
 @functools.cache
@@ -211,10 +212,10 @@ def _shared_kernel_of(p: Problem, sizes: tuple[int, int]) -> Callable[..., jax.A
 def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[..., jax.Array]:
     """(arrays, positions, extras, work) -> output, for (tiles, parts at most)."""
     num_tiles, max_items = sizes
-    partials = parts.partials_of(p, max_items) if max_items > num_tiles else None
+    partials = partitions.partials_of(p, max_items) if max_items > num_tiles else None
 
     def prompt_attention_kernel(*refs: Any) -> None:
-        is_last = _arrival.is_last_in_turn if interpret else _arrival.is_last
+        is_last = arrival_counter.is_last_in_turn if interpret else arrival_counter.is_last
         _kernel(*refs, problem=p, is_last=is_last)
 
     shape = (num_tiles, p.tile_len, p.num_kv_heads * p.group_size, p.head_dim)
@@ -225,12 +226,14 @@ def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[.
         grid_names=("item", "chunk", "kv_head"),
         num_threads=p.num_threads,
         thread_name="warpgroup",
-        scratch_types=[tile.scratch_types(p)],
+        scratch_types=[program.scratch_types(p)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=_gpu.interpret_params(interpret),
+        interpret=common.interpret_params(interpret),
     )
 
-    def run(arrays: Arrays, positions: jax.Array, extras: _gpu.Extras, work: Parts | None) -> jax.Array:
+    def run(
+        arrays: Arrays, positions: jax.Array, extras: common.Extras, work: PartitionList | None
+    ) -> jax.Array:
         counters = None
         if work is not None:
             num_counters = num_tiles * p.num_chunks * p.num_kv_heads * p.num_warpgroups

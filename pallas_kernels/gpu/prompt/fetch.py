@@ -6,7 +6,7 @@ A quantised cache comes into a ring of its own as it is. One more warpgroup wide
 that the consumers read, in float16, which holds every 8-bit number exactly: both are the second operand of a
 product, which must lie in shared memory. The scale of K is a factor of the logits; that of V, and of the
 output, is the caller's. Scales of each token come into the former ring, too: factors of what is widened. A
-cache of 4 bits a number (`_nibbles`) goes the same way; its newest tokens come once, before the tiles.
+cache of 4 bits a number (`int4_cache`) goes the same way; its newest tokens come once, before the tiles.
 """
 
 from typing import Any
@@ -17,23 +17,22 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import nibbles as _nibbles
+from pallas_kernels.gpu import common, int4_cache
 from pallas_kernels.gpu.common import NUM_WARPS, Extras
-from pallas_kernels.gpu.prompt.tile import Problem, Scratch, Span
-from pallas_kernels.layouts import Place
+from pallas_kernels.gpu.prompt.program import KeyRange, Problem, Scratch
+from pallas_kernels.layouts import Location
 
 
-def _last_block(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array) -> jax.Array:
+def _last_block(p: Problem, span: KeyRange, gmem: Any, extras: Extras, row: jax.Array) -> jax.Array:
     """The place of the span's last token's block; that of the null block, if it has none."""
     column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
     block_id = jnp.where(span.end > span.begin, gmem.block_tables[row, column], 0)
-    return _gpu.places(extras, p.block_stride)(block_id)
+    return common.places(extras, p.block_stride)(block_id)
 
 
 def produce(
     p: Problem,
-    span: Span,
+    span: KeyRange,
     gmem: Any,
     extras: Extras,
     row: jax.Array,
@@ -42,7 +41,7 @@ def produce(
     warp: jax.Array,
 ) -> None:
     """Fetch what this warp has of the tiles of K and V."""
-    place_of = _gpu.places(extras, p.block_stride)
+    place_of = common.places(extras, p.block_stride)
     # Only blocks that hold tokens of the span are looked up. Copies beyond them fetch the nearest again.
     first_block = lax.div(span.begin, jnp.int32(p.block_size))
     last_block = jnp.maximum(pl.cdiv(span.end, jnp.int32(p.block_size)) - 1, first_block)
@@ -55,7 +54,9 @@ def produce(
 
         @pl.when(warp == 0)
         def _fetch_newest() -> None:
-            its = packed.k_new.at(_last_block(p, span, gmem, extras, row), pl.ds(0, _nibbles.GROUP), kv_head)
+            its = packed.k_new.at(
+                _last_block(p, span, gmem, extras, row), pl.ds(0, int4_cache.GROUP), kv_head
+            )
             plgpu.copy_gmem_to_smem(extras.packed.k_new.at[its], scratch.k_new, scratch.new_full)
 
     def fetch(i: jax.Array, _: None) -> None:
@@ -68,7 +69,7 @@ def produce(
             offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
             return place_of(gmem.block_tables[row, column]), pl.ds(offset, num_tokens)
 
-        def source(its: Place, place: jax.Array, num_tokens: int) -> Any:
+        def source(its: Location, place: jax.Array, num_tokens: int) -> Any:
             return its.at(*tokens_of(place, num_tokens), kv_head)
 
         caches = (gmem.k_cache, p.view.k, p.view.k_scale), (gmem.v_cache, p.view.v, p.view.v_scale)
@@ -85,18 +86,18 @@ def produce(
                 target = tiles.at[slot, pl.ds(place, p.copy_tokens)]
                 plgpu.copy_gmem_to_smem(cache.at[source(its, place, p.copy_tokens)], target, full.at[slot])
             if p.packed is not None:
-                for number, name in enumerate(_nibbles.Scales._fields[2 * which : 2 * which + 2]):
+                for number, name in enumerate(int4_cache.Scales._fields[2 * which : 2 * which + 2]):
 
                     @pl.when(warp == number)
                     def _fetch_packed(name: str = name, full: Any = full) -> None:
                         at = tokens_of, kv_head, p.block_size
-                        _nibbles.fetch(name, p.packed, extras.packed, ring.packed, slot, full.at[slot], *at)
+                        int4_cache.fetch(name, p.packed, extras.packed, ring.packed, slot, full.at[slot], *at)
 
             if scale is not None:
 
                 @pl.when(warp < p.scale_copies)
-                def _fetch_scales(which: int = which, scale: Place = scale, full: Any = full) -> None:
-                    num_tokens = _gpu.scale_tokens(p.block_size, p.tile_kv)
+                def _fetch_scales(which: int = which, scale: Location = scale, full: Any = full) -> None:
+                    num_tokens = common.scale_tokens(p.block_size, p.tile_kv)
                     place = warp * num_tokens
                     found = extras.token_scales[which].at[source(scale, place, num_tokens)]
                     target = ring.scales[which].at[slot, pl.ds(place, num_tokens)]
@@ -104,10 +105,10 @@ def produce(
 
     lax.fori_loop(0, span.num_tiles, fetch, None)
     for _, _, free in ring.arrays:
-        _gpu.drain(free, num_stages, span.num_tiles)
+        common.drain(free, num_stages, span.num_tiles)
 
 
-def widen(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array, scratch: Scratch) -> None:
+def widen(p: Problem, span: KeyRange, gmem: Any, extras: Extras, row: jax.Array, scratch: Scratch) -> None:
     """Widen the tiles of a quantised cache, from one ring into the other."""
     raw, ring = scratch.raw, scratch.ring
     assert raw is not None
@@ -115,7 +116,7 @@ def widen(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array, scr
     if p.packed is not None:  # the group of tokens, of all of the row's, that is not yet codes
         group = extras.packed.new_group[_last_block(p, span, gmem, extras, row)]
         column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
-        newest = jnp.where(group < 0, -1, column * (p.block_size // _nibbles.GROUP) + group)
+        newest = jnp.where(group < 0, -1, column * (p.block_size // int4_cache.GROUP) + group)
         plgpu.barrier_wait(scratch.new_full)
 
     def widen_tile(i: jax.Array, _: None) -> None:
@@ -131,16 +132,16 @@ def widen(p: Problem, span: Span, gmem: Any, extras: Extras, row: jax.Array, scr
             plgpu.barrier_wait(source_full.at[raw_slot])
             if raw.packed is None:
                 its = None if scales is None else scales.at[raw_slot]
-                _gpu.widen(source.at[raw_slot], target.at[slot], its, is_interpreted=p.is_interpreted)
+                common.widen(source.at[raw_slot], target.at[slot], its, is_interpreted=p.is_interpreted)
             else:
                 scale, zero = (each.at[raw_slot] for each in raw.packed[2 * which : 2 * which + 2])
-                place = newest - (span.first + i) * (p.tile_kv // _nibbles.GROUP)
+                place = newest - (span.first + i) * (p.tile_kv // int4_cache.GROUP)
                 news = () if which else (scratch.k_new, place)
-                _nibbles.widen(source.at[raw_slot], scale, zero, target.at[slot], *news)
+                int4_cache.widen(source.at[raw_slot], scale, zero, target.at[slot], *news)
             plgpu.commit_smem()
             plgpu.barrier_arrive(full.at[slot])
             plgpu.barrier_arrive(source_free.at[raw_slot])
 
     lax.fori_loop(0, span.num_tiles, widen_tile, None)
     for _, _, free in ring.arrays:
-        _gpu.drain(free, p.num_stages, span.num_tiles)
+        common.drain(free, p.num_stages, span.num_tiles)

@@ -20,9 +20,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu import common
 from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
-from pallas_kernels.gpu.prompt.tile import MAX_WARPGROUPS, WARPGROUP_ROWS, Problem, Scratch, Span
+from pallas_kernels.gpu.prompt.program import MAX_WARPGROUPS, WARPGROUP_ROWS, KeyRange, Problem, Scratch
 
 PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one number per row, or column, of a wgmma's result
 
@@ -48,7 +48,7 @@ class Softmax(NamedTuple):
 
 def consume(
     p: Problem,
-    span: Span,
+    span: KeyRange,
     extras: Extras,
     kv_head: jax.Array,
     first_head: jax.Array,
@@ -134,7 +134,7 @@ def _filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
 
 def _logits(
     p: Problem,
-    span: Span,
+    span: KeyRange,
     s: jax.Array,
     k_scale: jax.Array | None,
     first_token: jax.Array,
@@ -174,12 +174,12 @@ def _numbers(count: int, layout: Any) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
 
 
-def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -> None:
+def _zero_stale_tokens(p: Problem, span: KeyRange, v: Any, first_token: jax.Array) -> None:
     """Zero a tile's V outside the span."""
     for row in range(0, p.tile_kv, WARPGROUP_ROWS):
         place = _numbers(WARPGROUP_ROWS, PER_ROW) + (first_token + row)
         place = lax.broadcast_in_dim(place, (WARPGROUP_ROWS, 64), [0])
-        for column in _gpu.columns_of(p.head_dim):
+        for column in common.columns_of(p.head_dim):
             piece = v.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, 64)]
             old = piece[...]
             piece[...] = jnp.where((place >= span.begin) & (place < span.end), old, jnp.zeros_like(old))

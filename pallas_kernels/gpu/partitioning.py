@@ -8,33 +8,33 @@ import jax.numpy as jnp
 MOST_COUNTED = 2**15 - 1  # parts of a row, in the upper half of a number
 
 
-class Cut(NamedTuple):
-    """A row is cut at multiples of `tokens`, or of twice that, and so on, into `most` parts at most."""
+class Partitioning(NamedTuple):
+    """A rule: partitions begin at multiples of `tokens`, doubled until a row has at most `max_partitions`."""
 
     tokens: int
-    most: int
+    max_partitions: int
 
     def sizes(self, start: jax.Array, end: jax.Array, capacity: int) -> jax.Array:
         """Tokens of a part for each span [start, end), where no row has more than `capacity` tokens."""
         size, longest = jnp.full_like(end, self.tokens), self.tokens
         while longest < capacity:
-            size = jnp.where(-(-end // size) - start // size > self.most, 2 * size, size)
+            size = jnp.where(-(-end // size) - start // size > self.max_partitions, 2 * size, size)
             longest *= 2
         return size
 
-    def max_parts(self, capacity: int) -> int:
+    def bound(self, capacity: int) -> int:
         """How many a row can have, of `capacity` tokens at most."""
-        return max(1, min(self.most, -(-capacity // self.tokens)))
+        return max(1, min(self.max_partitions, -(-capacity // self.tokens)))
 
 
-class Parts(NamedTuple):
+class PartitionList(NamedTuple):
     """The parts of all rows in one list: row by row, from the first to the last."""
 
     num_items: jax.Array  # [1]
     items: jax.Array  # [max_items, 4] row, first token, end token, which part + 65,536 x how many
 
 
-def listed(start: jax.Array, end: jax.Array, size: jax.Array, max_items: int) -> Parts:
+def partition_list(start: jax.Array, end: jax.Array, size: jax.Array, max_items: int) -> PartitionList:
     """The parts of spans [start, end) of rows; a row without tokens has one, to be written with zeros."""
     first = start // size
     count = jnp.maximum(-(-end // size) - first, 1)
@@ -45,4 +45,4 @@ def listed(start: jax.Array, end: jax.Array, size: jax.Array, max_items: int) ->
     part = item - (stop - count)[row]
     token = (first[row] + part) * size[row]
     bounds = jnp.maximum(start[row], token), jnp.minimum(end[row], token + size[row])
-    return Parts(stop[-1:], jnp.stack([row, *bounds, part + (count[row] << 16)], axis=1))
+    return PartitionList(stop[-1:], jnp.stack([row, *bounds, part + (count[row] << 16)], axis=1))

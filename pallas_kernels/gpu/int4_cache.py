@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array
 
-from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu import common
 from pallas_kernels.gpu.common import FLOAT16_MAX
 from pallas_kernels.layouts import PackedView
 
@@ -43,7 +43,7 @@ def scratch_types(num_stages: int, tile_kv: int, head_dim: int) -> Scales:
 
 def num_copies(block_size: int, tile_kv: int) -> int:
     """Of each array of scales, for a tile."""
-    return tile_kv // _gpu.scale_tokens(block_size, tile_kv)
+    return tile_kv // common.scale_tokens(block_size, tile_kv)
 
 
 def fetch(
@@ -65,7 +65,7 @@ def fetch(
     target = getattr(ring, name)
     unit = GROUP if name.startswith("k") else 1
     tile_kv = target.shape[1] * unit
-    num_tokens = _gpu.scale_tokens(block_size, tile_kv)
+    num_tokens = common.scale_tokens(block_size, tile_kv)
     for place in range(0, tile_kv, num_tokens):
         block_id, tokens = source(place, num_tokens)
         start = (

@@ -1,14 +1,14 @@
 """A tile of queries behind a long context, in parts: each is a program's, and the last to finish folds them.
 
 The parts of a tile lie between multiples of a number of tokens that follows from the tile's position alone
-(`cut_of`), so a token's bits do not depend on what else is in the pass: each part has a program of its own,
-however many tiles there are.
+(`partitioning_of`), so a token's bits do not depend on what else is in the pass: each part has a program of
+its own, however many tiles there are.
 
     part i:  m_i = max s[t],  l_i = sum exp2(s[t] - m_i),  o_i = sum exp2(s[t] - m_i) v[t]
     tile:    sum_i exp2(m_i - m) o_i / sum_i exp2(m_i - m) l_i        with m = max m_i, added up in order
 
 A tile of one part is written at once. Otherwise each consumer of a program keeps its rows' part in memory,
-and that which arrives last (`_arrival`) folds them.
+and that which arrives last (`arrival_counter`) folds them.
 
 Not cut: tiles with a window of no more than two parts, and where no sequence can have two.
 """
@@ -22,10 +22,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu.cut import Cut, Parts, listed
+from pallas_kernels.gpu import common
+from pallas_kernels.gpu.partitioning import Partitioning, PartitionList, partition_list
+from pallas_kernels.gpu.prompt.program import WARPGROUP_ROWS, Problem, seen_by
 from pallas_kernels.gpu.prompt.softmax import Softmax, nothing
-from pallas_kernels.gpu.prompt.tile import WARPGROUP_ROWS, Problem, seen_by
 
 MIN_TOKENS = 8192  # of a part: keeping and folding it takes a few microseconds, computing it 150
 PROGRAMS = 64  # of the parts of one tile: half of an H200's multiprocessors
@@ -35,33 +35,35 @@ STATS_WIDTH = 8  # the narrowest array that lies in registers as a wgmma's resul
 LOADED_AT_A_TIME = 2  # parts whose loads are in flight together, while they are folded
 
 
-def cut_of(num_programs: int, *, is_interpreted: bool = False) -> Cut:
+def partitioning_of(num_programs: int, *, is_interpreted: bool = False) -> Partitioning:
     """How tiles are cut, each of which has so many programs without.
 
     Not at all in Pallas' interpreter, which runs one program after the other, and takes it for a race if one
     reads what another has left; unless it is told to run them at once.
     """
     most = max(MIN_PARTS, min(MAX_PARTS, PROGRAMS // num_programs))
-    return Cut(MIN_TOKENS, 1 if is_interpreted else most)
+    return Partitioning(MIN_TOKENS, 1 if is_interpreted else most)
 
 
-def max_parts(p: Problem, capacity: int, cut: Cut) -> int:
+def max_partitions(p: Problem, capacity: int, partitioning: Partitioning) -> int:
     """Into how many parts a tile may be cut, in sequences of `capacity` tokens at most."""
-    if cut.tokens % p.tile_kv:
+    if partitioning.tokens % p.tile_kv:
         raise ValueError(
-            f"{cut.tokens=} must be a multiple of the {p.tile_kv} tokens that are read at a time"
+            f"{partitioning.tokens=} must be a multiple of the {p.tile_kv} tokens that are read at a time"
         )
-    is_short = p.sliding_window is not None and p.sliding_window <= 2 * cut.tokens
-    return 1 if is_short else cut.max_parts(capacity)
+    is_short = p.sliding_window is not None and p.sliding_window <= 2 * partitioning.tokens
+    return 1 if is_short else partitioning.bound(capacity)
 
 
-def plan(p: Problem, positions: jax.Array, seq_lens: jax.Array, capacity: int, cut: Cut) -> Parts:
+def plan(
+    p: Problem, positions: jax.Array, seq_lens: jax.Array, capacity: int, partitioning: Partitioning
+) -> PartitionList:
     """16 bytes a part, computed by XLA (once a step, if layers are no loop: they share it then)."""
     begin, end = jnp.broadcast_arrays(*seen_by(p, positions, seq_lens))
     window = capacity if p.sliding_window is None else p.sliding_window
     # By the tile's place alone: a sequence may grow, or end within the tile.
-    size = cut.sizes(jnp.maximum(positions + 1 - window, 0), positions + p.query_len, capacity)
-    return listed(begin, end, size, positions.shape[0] * max_parts(p, capacity, cut))
+    size = partitioning.sizes(jnp.maximum(positions + 1 - window, 0), positions + p.query_len, capacity)
+    return partition_list(begin, end, size, positions.shape[0] * max_partitions(p, capacity, partitioning))
 
 
 class Partials(NamedTuple):
@@ -79,10 +81,10 @@ def partials_of(p: Problem, max_items: int) -> Partials:
     return Partials(out, stats, stats)
 
 
-class Mine(NamedTuple):
+class ComputedPartition(NamedTuple):
     """The part that a consumer of a program has computed, and where parts are kept."""
 
-    items: Any  # of `Parts`
+    items: Any  # of `PartitionList`
     item: jax.Array
     partials: Partials
     at: tuple[jax.Array, ...]  # kv head, chunk and warpgroup
@@ -100,7 +102,7 @@ class Mine(NamedTuple):
 
 def finish(
     p: Problem,
-    mine: Mine,
+    mine: ComputedPartition,
     state: Softmax,
     write: Callable[[Iterable[tuple[int, Softmax]]], None],
     is_last: Callable[[], jax.Array],
@@ -111,13 +113,13 @@ def finish(
     @pl.when(mine.num_parts > 1)
     def _share() -> None:
         kept, at = mine.partials, (mine.item, *mine.at)
-        _gpu.store(kept.out.at[at], state.out)
+        common.store(kept.out.at[at], state.out)
         for ref, values in ((kept.max, state.max), (kept.sum, state.sum)):
-            _gpu.store(ref.at[at], lax.broadcast_in_dim(values, (WARPGROUP_ROWS, STATS_WIDTH), [0]))
+            common.store(ref.at[at], lax.broadcast_in_dim(values, (WARPGROUP_ROWS, STATS_WIDTH), [0]))
         pl.when(is_last())(lambda: write(_merged(p, mine)))
 
 
-def _merged(p: Problem, mine: Mine) -> Iterator[tuple[int, Softmax]]:
+def _merged(p: Problem, mine: ComputedPartition) -> Iterator[tuple[int, Softmax]]:
     """The softmax over all parts of a tile: first columns, and the pieces from there on."""
     count, first = mine.num_parts, mine.item - mine.number
     for column in range(0, p.head_dim, 64):  # registers are short
@@ -127,9 +129,9 @@ def _merged(p: Problem, mine: Mine) -> Iterator[tuple[int, Softmax]]:
         def load(i: jax.Array, columns: Any = piece) -> Softmax:
             # Past the end: the last one again, with no weight.
             place = (first + jnp.minimum(i, count - 1), *mine.at, slice(None))
-            all_same, weight = pl.ds(0, STATS_WIDTH), jnp.where(i < count, 0.0, _gpu.LOWEST)
+            all_same, weight = pl.ds(0, STATS_WIDTH), jnp.where(i < count, 0.0, common.LOWEST)
             out, largest, total = (
-                plgpu.load(ref.at[(*place, its)], layout=_gpu.WGMMA, optimized=False)
+                plgpu.load(ref.at[(*place, its)], layout=common.WGMMA, optimized=False)
                 for ref, its in zip(mine.partials, (columns, all_same, all_same), strict=True)
             )
             return Softmax(out, largest.max(axis=1) + weight, total.max(axis=1))
@@ -156,10 +158,10 @@ def bytes_of(num_items: int, num_rows: int, head_dim: int) -> int:
     return num_items * num_rows * (head_dim + 2 * STATS_WIDTH) * 4
 
 
-def tiles_of_a_launch(p: Problem, num_tiles: int, max_parts: int) -> int:
+def tiles_of_a_launch(p: Problem, num_tiles: int, max_partitions: int) -> int:
     """Calls of more tiles than so many, whose parts take `PARTIAL_BYTES`, are launches of as many each."""
-    if max_parts == 1:
+    if max_partitions == 1:
         return num_tiles
     rows = p.num_kv_heads * p.num_chunks * p.num_warpgroups * WARPGROUP_ROWS
-    total = bytes_of(num_tiles * max_parts, rows, p.head_dim)
+    total = bytes_of(num_tiles * max_partitions, rows, p.head_dim)
     return -(-num_tiles // -(-total // PARTIAL_BYTES))

@@ -1,7 +1,7 @@
 """A unit of work of decode attention: the problem that it is a part of, a program's memory, and its tokens.
 
 A program has two Pallas threads (warpgroups): the producer brings tiles of K and V through a ring of
-`num_stages` slots (`_decode_fetch`), the consumer takes the softmax over them (`_decode_softmax`). Per slot
+`num_stages` slots (`fetch`), the consumer takes the softmax over them (`softmax`). Per slot
 there are two barriers: `full` (all copies of a tile have landed) and `empty` (the consumer has done with it).
 Both threads number the tiles of the whole program from 0; tile i lives in slot i % num_stages. The queries of
 a unit of work come the same way, in a ring of two slots.
@@ -16,9 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import nibbles as _nibbles
-from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu import common, int4_cache, tuning
 from pallas_kernels.gpu.common import Extras
 from pallas_kernels.gpu.tuning import TuningConfig
 from pallas_kernels.layouts import PackedView, View
@@ -85,7 +83,7 @@ class Problem:
 
     @property
     def copy_tokens(self) -> int:
-        return _gpu.copy_tokens(self.block_size, self.tile_kv)
+        return common.copy_tokens(self.block_size, self.tile_kv)
 
     @property
     def copies_per_tile(self) -> int:
@@ -97,12 +95,12 @@ class Problem:
         """Of the scales that each token's K has, and of those of V; 0 if there are none."""
         if self.view.k_scale is None:
             return 0
-        return self.tile_kv // _gpu.scale_tokens(self.block_size, self.tile_kv)
+        return self.tile_kv // common.scale_tokens(self.block_size, self.tile_kv)
 
     @property
     def packed_copies(self) -> int:
         """Of the scales and zeros of a cache of 4 bits a number."""
-        its = len(_nibbles.Scales._fields) * _nibbles.num_copies(self.block_size, self.tile_kv)
+        its = len(int4_cache.Scales._fields) * int4_cache.num_copies(self.block_size, self.tile_kv)
         return 0 if self.packed is None else its
 
     @property
@@ -122,7 +120,7 @@ def make_problem(
         query_len=query_len,
         head_dim=cache.head_dim,
         block_size=cache.block_size,
-        block_stride=_gpu.block_stride(options),
+        block_stride=common.block_stride(options),
         dtype=q.dtype,
         cache_dtype=arrays.k_cache.dtype,
         new_dtype=q.dtype if options.packed is None else options.packed.k_new.dtype,
@@ -152,7 +150,7 @@ class Scratch(NamedTuple):
     v: Any  # [num_stages, tile_kv, line]
     k_scales: Any  # [num_stages, tile_kv] of each token, else None
     v_scales: Any  # [num_stages, tile_kv] likewise
-    packed: Any  # `_nibbles.Scales`, else None
+    packed: Any  # `int4_cache.Scales`, else None
     k_new: Any  # [NUM_QUERY_SLOTS, 16, head_dim] the newest tokens of K, else None
     k16: Any  # [tile_kv, head_dim] the widened tile, else None
     v16: Any  # [tile_kv, head_dim] likewise
@@ -165,15 +163,15 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
-    as_operand = _gpu.tiled(p.line)
+    as_operand = common.tiled(p.line)
     in_ring = () if p.is_quantised else as_operand
     tile = (p.tile_kv, p.head_dim)
     widened = plgpu.SMEM(tile, p.operand_dtype, transforms=as_operand) if p.is_quantised else None
     scales = plgpu.SMEM((p.num_stages, p.tile_kv), jnp.float32) if p.scale_copies else None
     packed = k_new = None
     if p.packed is not None:
-        packed = _nibbles.scratch_types(p.num_stages, p.tile_kv, p.head_dim)
-        k_new = plgpu.SMEM((NUM_QUERY_SLOTS, _nibbles.GROUP, p.head_dim), p.new_dtype)
+        packed = int4_cache.scratch_types(p.num_stages, p.tile_kv, p.head_dim)
+        k_new = plgpu.SMEM((NUM_QUERY_SLOTS, int4_cache.GROUP, p.head_dim), p.new_dtype)
     num_query_copies = len(p.pieces) * p.query_len + (p.packed is not None)
     num_copies = 2 * (p.copies_per_tile + p.scale_copies) + p.packed_copies
     return Scratch(
@@ -195,7 +193,7 @@ def scratch_types(p: Problem) -> Scratch:
     )
 
 
-class Span(NamedTuple):
+class WorkUnit(NamedTuple):
     """A unit of work: the tokens [start, end) of a row that one softmax runs over, for one kv head."""
 
     row: jax.Array
@@ -211,11 +209,11 @@ class Span(NamedTuple):
         return first, jnp.maximum(pl.cdiv(self.end, jnp.int32(p.tile_kv)) - first, 0)
 
 
-def last_block_of(p: Problem, span: Span, gmem: Any, extras: Extras) -> jax.Array:
+def last_block_of(p: Problem, span: WorkUnit, gmem: Any, extras: Extras) -> jax.Array:
     """The place of the span's last token's block; that of the null block, if it has none."""
     column = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size))
     block_id = jnp.where(span.end > span.start, gmem.block_tables[span.table, column], 0)
-    return _gpu.places(extras, p.block_stride)(block_id)
+    return common.places(extras, p.block_stride)(block_id)
 
 
 def group_heads(p: Problem, kv_head: jax.Array, token: int) -> tuple[Any, Any]:

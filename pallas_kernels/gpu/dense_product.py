@@ -37,8 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu import common, tuning
 
 DTYPES = ("bfloat16", "float16")
 NUM_CONSUMERS = 2
@@ -112,7 +111,7 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
-    slots, transforms = p.num_stages, _gpu.tiled(NUM_INPUTS)
+    slots, transforms = p.num_stages, common.tiled(NUM_INPUTS)
     weights = slots, NUM_CONSUMERS, NUM_INPUTS, NUM_OUTPUTS
     return Scratch(
         weights=plgpu.SMEM(weights, p.dtype, transforms=transforms),
@@ -165,7 +164,7 @@ def _kernel(
         def _store() -> None:
             # In registers that lie so, two outputs are neighbours where there were two rows.
             turned = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
-            _gpu.store(out.at[share, rows, pl.ds(piece * NUM_OUTPUTS, NUM_OUTPUTS)].T, turned)
+            common.store(out.at[share, rows, pl.ds(piece * NUM_OUTPUTS, NUM_OUTPUTS)].T, turned)
 
 
 def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, warp: jax.Array) -> None:
@@ -192,7 +191,7 @@ def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, war
             plgpu.copy_gmem_to_smem(x.at[work.rows, inputs], scratch.x.at[slot], full)
 
     lax.fori_loop(0, work.num_steps, fetch, None)
-    _gpu.drain(scratch.empty, p.num_stages, work.num_steps)
+    common.drain(scratch.empty, p.num_stages, work.num_steps)
 
 
 def _consume(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.Array, acc: Any) -> jax.Array:
@@ -279,6 +278,6 @@ def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:
         num_threads=NUM_CONSUMERS + 1,
         thread_name="thread",
         scratch_types=[scratch_types(p)],
-        interpret=_gpu.interpret_params(interpret),
+        interpret=common.interpret_params(interpret),
     )
     return kernel

@@ -1,8 +1,8 @@
 """A program of the prompt kernel: the problem that it computes a part of, its memory and its tokens.
 
 Up to two consumer warpgroups have 64 rows of queries each: row = head * tile_len + token, for example 2 query
-heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`_prompt_fetch`), of
-which they take the softmax (`_prompt_softmax`). Per slot and array there is a barrier `full` (it may be read)
+heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`fetch`), of
+which they take the softmax (`softmax`). Per slot and array there is a barrier `full` (it may be read)
 and one `free` (every consumer has done with it).
 """
 
@@ -15,8 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import nibbles as _nibbles
+from pallas_kernels.gpu import common, int4_cache
 from pallas_kernels.layouts import PackedView, View
 
 WARPGROUP_ROWS = 64
@@ -107,7 +106,7 @@ class Problem:
 
     @property
     def copy_tokens(self) -> int:
-        return _gpu.copy_tokens(self.block_size, self.tile_kv)
+        return common.copy_tokens(self.block_size, self.tile_kv)
 
     @property
     def copies_per_tile(self) -> int:
@@ -118,12 +117,12 @@ class Problem:
         """Of the scales that each token has; 0 if there are none."""
         if self.view.k_scale is None:
             return 0
-        return self.tile_kv // _gpu.scale_tokens(self.block_size, self.tile_kv)
+        return self.tile_kv // common.scale_tokens(self.block_size, self.tile_kv)
 
     @property
     def packed_copies(self) -> int:
         """Of the scales and zeros that K has in a cache of 4 bits a number, and of those of V."""
-        return 0 if self.packed is None else 2 * _nibbles.num_copies(self.block_size, self.tile_kv)
+        return 0 if self.packed is None else 2 * int4_cache.num_copies(self.block_size, self.tile_kv)
 
     @property
     def line(self) -> int:
@@ -141,7 +140,7 @@ class Ring(NamedTuple):
     k_free: Any  # [num_stages], an arrival per reader
     v_free: Any
     scales: Any = (None, None)  # of each token's K and V, [num_stages, tile_kv] each
-    packed: Any = None  # `_nibbles.Scales`
+    packed: Any = None  # `int4_cache.Scales`
 
     @property
     def arrays(self) -> tuple[tuple[Any, Any, Any], ...]:
@@ -166,7 +165,7 @@ def scratch_types(p: Problem) -> Scratch:
     """The types of `Scratch`, for plgpu.kernel."""
 
     def rows(count: int, size: int, width: int, tiled: int) -> Any:
-        return plgpu.SMEM((count, size, width), p.dtype, transforms=_gpu.tiled(tiled))
+        return plgpu.SMEM((count, size, width), p.dtype, transforms=common.tiled(tiled))
 
     def ring(tiles: Any, num_stages: int, num_writers: int, num_readers: int, scales: Any = None) -> Ring:
         full = plgpu.Barrier(num_arrivals=num_writers, num_barriers=num_stages)
@@ -180,8 +179,8 @@ def scratch_types(p: Problem) -> Scratch:
         num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
         num_writers, raw = 1, ring(tiles, p.num_raw_stages, num_copies, 1, scales)
         if p.packed is not None:
-            raw = raw._replace(packed=_nibbles.scratch_types(p.num_raw_stages, p.tile_kv, p.head_dim))
-            k_new = plgpu.SMEM((_nibbles.GROUP, p.head_dim), p.new_dtype)
+            raw = raw._replace(packed=int4_cache.scratch_types(p.num_raw_stages, p.tile_kv, p.head_dim))
+            k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
     tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
     return Scratch(
         q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim, p.line),
@@ -195,7 +194,7 @@ def scratch_types(p: Problem) -> Scratch:
     )
 
 
-class Span(NamedTuple):
+class KeyRange(NamedTuple):
     """What a tile of queries sees, tokens [begin, end), and which tiles of K and V a program reads for it."""
 
     position: jax.Array  # of the first query
@@ -217,7 +216,7 @@ def seen_by(p: Problem, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Ar
 
 def span_of(
     p: Problem, position: jax.Array, seq_len: jax.Array, mine: tuple[jax.Array, jax.Array] | None = None
-) -> Span:
+) -> KeyRange:
     """What a program computes of the tile of queries at a position: of all that it sees, or of `mine`.
 
     mine: the first token, and the one behind the last.
@@ -232,4 +231,4 @@ def span_of(
     num_tiles = pl.cdiv(to, tile_kv) - first
     full_to = jnp.clip(lax.div(jnp.minimum(position + 1, end), tile_kv) - first, 0, num_tiles)
     full_from = jnp.clip(pl.cdiv(full_from, tile_kv) - first, 0, full_to)
-    return Span(position, begin, end, first, num_tiles, full_from, full_to)
+    return KeyRange(position, begin, end, first, num_tiles, full_from, full_to)

@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
     seq_len: Int[Array, " num_tiles"]  # of its sequence; 0 for a tile that is none
 
 
-class Places(NamedTuple):
+class ResultLocations(NamedTuple):
     """Where the results of a flat batch's tokens lie."""
 
     is_query: jax.Array  # [num_tokens]
@@ -51,7 +51,7 @@ def tiles(
     num_tokens: int,
     count: int,
     tile_len: int,
-) -> tuple[Tiles, Places]:
+) -> tuple[Tiles, ResultLocations]:
     """`count` tiles for the sequences with several queries, and where every token's result lies."""
     query_lens = jnp.diff(cu_query_lens)
     counts = jnp.where(query_lens > 1, -(-query_lens // tile_len), 0)
@@ -67,7 +67,7 @@ def tiles(
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     seq = jnp.minimum(jnp.sum(token[:, None] >= cu_query_lens[1:], axis=1, dtype=jnp.int32), last_seq)
     number = token - cu_query_lens[seq]
-    places = Places(
+    places = ResultLocations(
         is_query=token < cu_query_lens[-1],
         is_single=query_lens[seq] == 1,
         seq=seq,
