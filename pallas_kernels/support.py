@@ -53,14 +53,29 @@ class PackedArrays(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The arrays of one attention call, checked by `ops`."""
+    """The arrays of one attention call: as a caller gives them, and as the GPU kernels read them."""
 
     q: jax.Array  # [num_seqs, num_q_heads, head_dim]
-    k_cache: Any  # the array in which the layout's view has K; at the door it may be a `Pool` of any layout
-    v_cache: Any  # that of V; None beside a `Pool`
+    k_cache: Any  # the array in which the layout's view finds K; a caller may give a `Pool` of any layout
+    v_cache: Any  # likewise of V; None beside a `Pool`
     block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
     seq_lens: jax.Array  # [num_seqs] int32
     table_rows: Any = None  # [num_seqs] int32, each sequence's row of block_tables; None: in their order
+
+
+class Batch(NamedTuple):
+    """The arrays of one attention call, checked by `ops`, with the cache as a pool."""
+
+    q: jax.Array  # [num_seqs, num_q_heads, head_dim]
+    pool: Pool
+    block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
+    seq_lens: jax.Array  # [num_seqs] int32
+    table_rows: jax.Array | None = None  # [num_seqs] int32, as in `Arrays`
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row of the block tables can hold."""
+        return self.block_tables.shape[1] * self.pool.sizes.block_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +94,6 @@ class Options:
     token_scales: tuple[jax.Array, jax.Array] | None = None
     packed: PackedArrays | None = None  # what a packed view has beside the codes
     kv_layout: Layout = TOKEN_MAJOR
-    pool: Pool | None = None  # K and V in that layout, however they were given
     blocks: BlockSlice | None = None  # of the arrays' blocks, where a kernel has these in place of the pool
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layouts import Pool
-from pallas_kernels.support import Options
+from pallas_kernels.support import Batch, Options
 
 CHUNK_TOKENS = 256  # tokens of each row that are gathered at a time
 LOWEST = -1e30  # stands for minus infinity as a maximum: its differences are not NaN
@@ -31,15 +31,6 @@ class Softmax(NamedTuple):
     sum: jax.Array  # [num_seqs, num_kv_heads, group_size] sum of exp(s - max)
 
 
-class Batch(NamedTuple):
-    """The arrays of one call."""
-
-    q: jax.Array  # [num_seqs, num_q_heads, head_dim]
-    pool: Pool
-    block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
-    seq_lens: jax.Array  # [num_seqs] int32
-
-
 def paged_attention_v1(arrays: Batch, options: Options) -> jax.Array:
     """All tokens of a row in one running softmax."""
     state = _attend(arrays, 0, jnp.max(arrays.seq_lens, initial=0), options)
@@ -48,7 +39,7 @@ def paged_attention_v1(arrays: Batch, options: Options) -> jax.Array:
 
 def paged_attention_v2(arrays: Batch, options: Options, partition_size: int) -> jax.Array:
     """One softmax per partition of a row, then a merge."""
-    q, pool, block_tables, seq_lens = arrays
+    q, pool, block_tables, seq_lens, _ = arrays
     max_partitions = max(1, -(-block_tables.shape[1] * pool.sizes.block_size // partition_size))
 
     def one_partition(p: jax.Array, partials: Softmax) -> Softmax:
@@ -78,7 +69,7 @@ def merge(partials: Softmax) -> Softmax:
 
 def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, options: Options) -> Softmax:
     """The softmax over tokens [first_token, end_token) of every row; first_token starts a block."""
-    q, pool, block_tables, seq_lens = arrays
+    q, pool, block_tables, seq_lens, _ = arrays
     num_seqs, num_q_heads, _ = q.shape
     _, block_size, num_kv_heads, head_dim = pool.sizes
     queries = q.reshape(num_seqs, num_kv_heads, -1, head_dim).astype(jnp.float32) * options.scale

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxpaged.verify.cases import Case, compared, make_inputs, oracle
 from pallas_kernels import ops
+from pallas_kernels.ops import choice
 from pallas_kernels.ops.checks import check_attention
 from pallas_kernels.support import Arrays, BlockSparse
 
@@ -44,7 +45,7 @@ def is_served(c: Case) -> bool:
     named, options = inputs(c)
     arrays = Arrays(**named)
     try:
-        ops.attention._choose("mosaic_gpu", False, arrays, check_attention(arrays, options))
+        choice.for_attention("mosaic_gpu", *check_attention(arrays, options), interpret=False)
     except NotImplementedError:
         return False
     return True

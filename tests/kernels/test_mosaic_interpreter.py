@@ -170,7 +170,7 @@ def launch(c: Case, partitioning: Partitioning, num_stages: int = 2, num_program
     """The kernel with a small ring, so that slots are used again within and across units of work."""
     named, given = inputs(c)
     arrays = Arrays(**named)
-    options = check_attention(arrays, given)
+    _, options = check_attention(arrays, given)
     config = tuning.TuningConfig(num_stages=num_stages)
     got = mosaic.paged_attention(
         arrays, options, partitioning=partitioning, config=config, num_programs=num_programs, interpret=True

@@ -136,7 +136,7 @@ def test_every_store_is_fenced_before_a_wgmma(c: Case, in_registers: bool) -> No
 
     def trace() -> int:
         arrays = Arrays(*map(jnp.asarray, (q, k, v, tables, seq_lens)))
-        options = check_attention(arrays._replace(q=arrays.q[:, 0]), {"scale": 1.0, **c.scales})
+        _, options = check_attention(arrays._replace(q=arrays.q[:, 0]), {"scale": 1.0, **c.scales})
         launcher = functools.partial(prompt_attention.prompt_attention, options=options)
         jaxpr = jax.make_jaxpr(lambda a, s: launcher(a, s, in_registers=in_registers))(arrays, starts)
         return unfenced_wgmmas(jaxpr.jaxpr, readers=("wgmma_ref", "barrier_arrive"))[0]
