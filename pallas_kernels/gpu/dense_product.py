@@ -106,7 +106,7 @@ class Scratch(NamedTuple):
     weights: Any  # [num_stages, NUM_CONSUMERS, NUM_INPUTS, NUM_OUTPUTS]
     x: Any  # [num_stages, num_columns, NUM_INPUTS]
     full: Any  # [num_stages], an arrival per copy
-    empty: Any  # [num_stages], an arrival per consumer
+    free: Any  # [num_stages], an arrival per consumer
 
 
 def scratch_types(p: Problem) -> Scratch:
@@ -117,7 +117,7 @@ def scratch_types(p: Problem) -> Scratch:
         weights=plgpu.SMEM(weights, p.dtype, transforms=transforms),
         x=plgpu.SMEM((slots, p.num_columns, NUM_INPUTS), p.dtype, transforms=transforms),
         full=plgpu.Barrier(num_arrivals=NUM_CONSUMERS + 1, num_barriers=slots),
-        empty=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=slots),
+        free=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=slots),
     )
 
 
@@ -176,7 +176,7 @@ def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, war
 
         @pl.when(i >= p.num_stages)
         def _wait() -> None:
-            plgpu.barrier_wait(scratch.empty.at[slot])
+            plgpu.barrier_wait(scratch.free.at[slot])
 
         inputs = pl.ds((work.first + i) * NUM_INPUTS, NUM_INPUTS)
         for consumer in range(NUM_CONSUMERS):
@@ -191,7 +191,7 @@ def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, war
             plgpu.copy_gmem_to_smem(x.at[work.rows, inputs], scratch.x.at[slot], full)
 
     lax.fori_loop(0, work.num_steps, fetch, None)
-    common.drain(scratch.empty, p.num_stages, work.num_steps)
+    common.drain(scratch.free, p.num_stages, work.num_steps)
 
 
 def _consume(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.Array, acc: Any) -> jax.Array:
@@ -202,7 +202,7 @@ def _consume(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.A
         plgpu.barrier_wait(scratch.full.at[slot])
         plgpu.wgmma(acc, scratch.weights.at[slot, consumer].T, scratch.x.at[slot].T)
         plgpu.wgmma_wait(0)  # before the slot is filled again; the other consumer's products go on
-        plgpu.barrier_arrive(scratch.empty.at[slot])
+        plgpu.barrier_arrive(scratch.free.at[slot])
 
     lax.fori_loop(0, num_steps, add, None)
     sums: jax.Array = acc[...]

@@ -53,27 +53,30 @@ def fetch(
     ring: Scales,
     slot: jax.Array,
     barrier: Any,
-    source: Callable[[int, int], tuple[jax.Array, Any]],
+    first_token: jax.Array,
+    find: Callable[[Any, int], tuple[jax.Array, Any]],
     kv_head: jax.Array,
     block_size: int,
 ) -> None:
-    """Fetch a tile's part of one array of scales.
+    """Start the copies of a tile's scales, or zeros, of one array.
 
-    source(place, num_tokens): the block of the tile's tokens from a place on, and where in it they are.
+    name: the array, a field of `Scales`.
+    first_token: of the tile, in its sequence.
+    find: see `attention.token_finder`.
     """
     assert view is not None
     target = getattr(ring, name)
     unit = GROUP if name.startswith("k") else 1
     tile_kv = target.shape[1] * unit
     num_tokens = common.scale_tokens(block_size, tile_kv)
-    for place in range(0, tile_kv, num_tokens):
-        block_id, tokens = source(place, num_tokens)
+    for offset in range(0, tile_kv, num_tokens):
+        block_id, tokens = find(first_token + offset, num_tokens)
         start = (
             tokens.start // unit if isinstance(tokens.start, int) else lax.div(tokens.start, jnp.int32(unit))
         )
         found = getattr(view, name).at(block_id, pl.ds(start, num_tokens // unit), kv_head)
-        its = target.at[slot, pl.ds(place // unit, num_tokens // unit)]
-        plgpu.copy_gmem_to_smem(getattr(gmem, name).at[found], its, barrier)
+        slot_target = target.at[slot, pl.ds(offset // unit, num_tokens // unit)]
+        plgpu.copy_gmem_to_smem(getattr(gmem, name).at[found], slot_target, barrier)
 
 
 def widen(codes: Any, scale: Any, zero: Any, target: Any, newest: Any = None, place: Any = None) -> None:

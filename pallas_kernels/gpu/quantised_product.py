@@ -114,7 +114,7 @@ class Scratch(NamedTuple):
     ring: Operands
     wide: Any  # [terms, NUM_OUTPUTS, run] what is multiplied together, else None
     full: Any  # [num_stages], an arrival per copy
-    empty: Any  # [num_stages]
+    free: Any  # [num_stages]
 
 
 def scratch_types(p: Problem) -> Scratch:
@@ -133,7 +133,7 @@ def scratch_types(p: Problem) -> Scratch:
         ),
         wide=wide if p.by_memory else None,
         full=plgpu.Barrier(num_arrivals=3 + p.has_minima, num_barriers=slots),
-        empty=plgpu.Barrier(num_barriers=slots),
+        free=plgpu.Barrier(num_barriers=slots),
     )
 
 
@@ -176,7 +176,7 @@ def _produce(
 
         @pl.when(i >= p.num_stages)
         def _wait() -> None:
-            plgpu.barrier_wait(scratch.empty.at[slot])
+            plgpu.barrier_wait(scratch.free.at[slot])
 
         step = first + i
         groups = pl.ds(step * p.groups, p.groups)
@@ -194,7 +194,7 @@ def _produce(
                     plgpu.copy_gmem_to_smem(source, target.at[slot], scratch.full.at[slot])
 
     lax.fori_loop(0, num_steps, fetch, None)
-    common.drain(scratch.empty, p.num_stages, num_steps)
+    common.drain(scratch.free, p.num_stages, num_steps)
 
 
 def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> jax.Array:
@@ -213,7 +213,7 @@ def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> ja
 
     # A loop: ptxas gives registers to the products of all that is unrolled.
     total = lax.fori_loop(0, NUM_INPUTS // (p.run * p.at_a_time), add, total)
-    plgpu.barrier_arrive(scratch.empty.at[slot])
+    plgpu.barrier_arrive(scratch.free.at[slot])
     return total
 
 

@@ -211,14 +211,18 @@ class Slot(NamedTuple):
     number: Any
 
 
-def slot_of_scratch(*functions: str) -> Callable[[FrameType], Slot | None]:
-    """The slot of `scratch` that those functions read."""
+def slot_of_scratch(
+    *functions: str, barriers: Callable[[Any], tuple[Any, Any]] = lambda scratch: (scratch.full, scratch.free)
+) -> Callable[[FrameType], Slot | None]:
+    """Return a function that finds the slot of `scratch` that these functions read.
+
+    barriers: what is full and what is free, of the scratch memory.
+    """
 
     def slot_in(frame: FrameType) -> Slot | None:
         if frame.f_code.co_name not in functions:
             return None
-        scratch = frame.f_locals["scratch"]
-        return Slot(scratch.full, scratch.empty, frame.f_locals["slot"])
+        return Slot(*barriers(frame.f_locals["scratch"]), frame.f_locals["slot"])
 
     return slot_in
 

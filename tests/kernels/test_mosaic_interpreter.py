@@ -249,7 +249,9 @@ def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     """Hand a slot back before its V is read."""
-    slot_in = slot_of_scratch("_await_tile", "take")
+    slot_in = slot_of_scratch(
+        "_await_tile", "take", barriers=lambda scratch: (scratch.ring.k_full, scratch.ring.k_free)
+    )
     assert is_race_to_release_early(lambda: launch(RING, WHOLE), slot_in, capsys)
 
 

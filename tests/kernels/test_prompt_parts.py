@@ -67,6 +67,8 @@ def problem(window: int | None) -> Problem:
         in_registers=True,
         block_stride=1,
         is_interpreted=False,
+        tile_kv=128,
+        packed=None,
     )
 
 

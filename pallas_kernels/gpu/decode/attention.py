@@ -196,8 +196,8 @@ def _kernel(
                 return fetch.produce(p, unit(i)[1], i, gmem, extras, scratch, done, warp)
 
             done = lax.fori_loop(0, num_mine, produce, jnp.int32(0))
-            common.drain(scratch.empty, p.num_stages, done)
-            pl.when(warp == 0)(lambda: common.drain(scratch.q_empty, program.NUM_QUERY_SLOTS, num_mine))
+            common.drain(scratch.ring.k_free, p.num_stages, done)
+            pl.when(warp == 0)(lambda: common.drain(scratch.q_free, program.NUM_QUERY_SLOTS, num_mine))
 
     @pl.when(thread == 0)
     def _consumer() -> None:

@@ -33,7 +33,7 @@ from pallas_kernels.gpu import arrival_counter, common
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
 from pallas_kernels.gpu.prompt import fetch, partitions, program, softmax
 from pallas_kernels.gpu.prompt.program import TILE_LENS, Problem
-from pallas_kernels.support import Arrays, Options, sizes_of, view_of
+from pallas_kernels.support import Arrays, Options
 
 
 def _kernel(
@@ -57,7 +57,7 @@ def _kernel(
     def row() -> jax.Array:
         return item if work is None else work.items[item, 0]
 
-    def row_and_span() -> tuple[jax.Array, program.KeyRange]:
+    def row_and_keys() -> tuple[jax.Array, program.KeyRange]:
         """The program's tile, and its tokens of it. Each warpgroup reads them for itself: what is known
         before they part stays in registers while the producer runs, who has few.
         """
@@ -70,8 +70,8 @@ def _kernel(
         def _producer() -> None:
             if p.shares_registers:
                 plgpu.set_max_registers(p.registers.producer, action="decrease")
-            its, span = row_and_span()
-            plgpu.warp_map(lambda warp: fetch.produce(p, span, gmem, extras, its, kv_head, scratch, warp))
+            its, keys = row_and_keys()
+            plgpu.warp_map(lambda warp: fetch.produce(p, keys, gmem, extras, its, kv_head, scratch, warp))
 
         if scratch.raw is not None:
 
@@ -79,8 +79,8 @@ def _kernel(
             def _widener() -> None:
                 if p.shares_registers:
                     plgpu.set_max_registers(p.registers.widener, action="decrease")
-                its, span = row_and_span()
-                fetch.widen(p, span, gmem, extras, its, scratch)
+                its, keys = row_and_keys()
+                fetch.widen(p, keys, gmem, extras, its, scratch)
 
         @pl.when(warpgroup < p.num_warpgroups)
         def _consumer() -> None:
@@ -88,10 +88,10 @@ def _kernel(
                 plgpu.set_max_registers(p.registers.consumer, action="increase")
             number = warpgroup if p.num_warpgroups > 1 else jnp.int32(0)  # which takes no register
             first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # in the group
-            its, span = row_and_span()
+            its, keys = row_and_keys()
             softmax.load_queries(p, gmem.q.at[its], kv_head, first_head, scratch, number)
             heads = kv_head, kv_head * p.group_size + first_head
-            state = softmax.consume(p, span, extras, *heads, scratch, number)
+            state = softmax.consume(p, keys, extras, *heads, scratch, number)
 
             # From here on the row is read again: registers were short.
             def write(pieces: Iterable[tuple[int, softmax.Softmax]]) -> None:
@@ -132,37 +132,15 @@ def prompt_attention(
     in_registers: whether P stays in registers; by default unless it is interpreted.
     interpret: bool or plgpu.InterpretGPUParams.
     """
-    num_tiles, query_len, num_q_heads, head_dim = arrays.q.shape
+    num_tiles, query_len = arrays.q.shape[:2]
     if query_len > TILE_LENS[-1]:
         raise NotImplementedError(
             f"mosaic_gpu serves tiles of at most {TILE_LENS[-1]} tokens, not {query_len}. Use 'xla'."
         )
     if not interpret:
         support.refuse_ptxas(support.ptxas_version())
-    tile_len = next(length for length in TILE_LENS if length >= query_len)
-    cache = sizes_of(arrays, options)
-    is_quantised = arrays.k_cache.dtype.itemsize == 1
-    p = Problem(
-        num_kv_heads=cache.num_kv_heads,
-        group_size=num_q_heads // cache.num_kv_heads,
-        tile_len=tile_len,
-        query_len=query_len,
-        head_dim=head_dim,
-        block_size=cache.block_size,
-        block_stride=common.block_stride(options),
-        dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
-        cache_dtype=arrays.k_cache.dtype,
-        new_dtype=arrays.q.dtype if options.packed is None else options.packed.k_new.dtype,
-        view=view_of(options),
-        scale=options.scale,
-        has_slopes=options.alibi_slopes is not None,
-        soft_cap=options.soft_cap,
-        sliding_window=options.sliding_window,
-        in_registers=not interpret if in_registers is None else in_registers,
-        is_interpreted=bool(interpret),
-        packed=options.kv_layout.packed_view(),
-    )
-    q = jnp.pad(arrays.q, [(0, 0), (0, tile_len - query_len), (0, 0), (0, 0)])
+    p = program.make_problem(arrays, options, in_registers=in_registers, is_interpreted=bool(interpret))
+    q = jnp.pad(arrays.q, [(0, 0), (0, p.tile_len - query_len), (0, 0), (0, 0)])
     if q.dtype != p.dtype:  # bfloat16's numbers go further
         q = jnp.clip(q, -common.FLOAT16_MAX, common.FLOAT16_MAX).astype(p.dtype)
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import common, int4_cache
-from pallas_kernels.layouts import PackedView, View
+from pallas_kernels.gpu.attention import AttentionProblem, Ring, problem_fields, ring_types
+from pallas_kernels.support import Arrays, Options
 
 WARPGROUP_ROWS = 64
 MAX_WARPGROUPS = 2  # consumers of a program
@@ -31,35 +32,17 @@ class Registers(NamedTuple):
     widener: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """The static shape of a call, and what follows from it."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(AttentionProblem):
+    """The static shape of a call, and what follows from it; query_len is tile_len without padding.
 
-    num_kv_heads: int
-    group_size: int
+    dtype: of what is multiplied, and of the output.
+    """
+
     tile_len: int  # query tokens of a tile, one of TILE_LENS
-    query_len: int  # of these, without padding
-    head_dim: int
-    block_size: int
-    block_stride: int  # from one block of a part to the next, among the arrays' blocks
-    dtype: Any  # of what is multiplied, and of the output
-    cache_dtype: Any
-    new_dtype: Any  # of the newest tokens in a cache of 4 bits a number
-    view: View
-    scale: float
     has_slopes: bool
-    soft_cap: float | None
-    sliding_window: int | None
-    in_registers: bool
-    is_interpreted: bool
-    packed: PackedView | None = None  # of a cache of 4 bits a number
+    in_registers: bool  # whether the weights of a tile go from registers into their product
     num_stages: int = 2
-
-    @property
-    def tile_kv(self) -> int:
-        """Tokens of K and V at a time: as many as memory has room for, in two stages, and registers."""
-        is_short = self.packed is not None or (self.is_quantised and self.has_slopes)
-        return 64 if self.head_dim > 128 or is_short else 128
 
     @property
     def warpgroup_heads(self) -> int:
@@ -77,10 +60,6 @@ class Problem:
     def num_chunks(self) -> int:
         """Programs that share a group's heads."""
         return -(-self.group_size // (self.num_warpgroups * self.warpgroup_heads))
-
-    @property
-    def is_quantised(self) -> bool:
-        return jnp.dtype(self.cache_dtype).itemsize == 1
 
     @property
     def num_raw_stages(self) -> int:
@@ -104,48 +83,29 @@ class Problem:
             return Registers(consumer=256, producer=64, widener=128)
         return Registers(208, 32, 64) if self.is_quantised else Registers(240, 32, 0)
 
-    @property
-    def copy_tokens(self) -> int:
-        return common.copy_tokens(self.block_size, self.tile_kv)
 
-    @property
-    def copies_per_tile(self) -> int:
-        return self.tile_kv // self.copy_tokens
+def make_problem(
+    arrays: Arrays, options: Options, *, in_registers: bool | None, is_interpreted: bool
+) -> Problem:
+    """Return the problem of arguments that `ops` has checked, with q of four axes.
 
-    @property
-    def scale_copies(self) -> int:
-        """Of the scales that each token has; 0 if there are none."""
-        if self.view.k_scale is None:
-            return 0
-        return self.tile_kv // common.scale_tokens(self.block_size, self.tile_kv)
-
-    @property
-    def packed_copies(self) -> int:
-        """Of the scales and zeros that K has in a cache of 4 bits a number, and of those of V."""
-        return 0 if self.packed is None else 2 * int4_cache.num_copies(self.block_size, self.tile_kv)
-
-    @property
-    def line(self) -> int:
-        """What memory has of a token's head: a number each, or half as many bytes."""
-        return self.head_dim if self.packed is None else self.head_dim // 2
-
-
-class Ring(NamedTuple):
-    """Tiles of K and V, each array with slots of its own."""
-
-    k: Any  # [num_stages, tile_kv, head_dim]
-    v: Any  # [num_stages, tile_kv, head_dim]
-    k_full: Any  # [num_stages], an arrival per copy, or one of who widens
-    v_full: Any
-    k_free: Any  # [num_stages], an arrival per reader
-    v_free: Any
-    scales: Any = (None, None)  # of each token's K and V, [num_stages, tile_kv] each
-    packed: Any = None  # `int4_cache.Scales`
-
-    @property
-    def arrays(self) -> tuple[tuple[Any, Any, Any], ...]:
-        """(tiles, full, free) of K, and of V."""
-        return (self.k, self.k_full, self.k_free), (self.v, self.v_full, self.v_free)
+    in_registers: None stands for True, except in the interpreter, which knows no product of registers.
+    """
+    query_len, is_quantised = arrays.q.shape[1], arrays.k_cache.dtype.itemsize == 1
+    fields = problem_fields(arrays, options)
+    has_slopes = options.alibi_slopes is not None
+    # As many tokens as two stages of the ring, and registers, have room for.
+    is_narrow = fields["packed"] is not None or (is_quantised and has_slopes) or fields["head_dim"] > 128
+    return Problem(
+        **fields,
+        tile_len=next(length for length in TILE_LENS if length >= query_len),
+        query_len=query_len,
+        dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
+        has_slopes=has_slopes,
+        tile_kv=64 if is_narrow else 128,
+        in_registers=not is_interpreted if in_registers is None else in_registers,
+        is_interpreted=is_interpreted,
+    )
 
 
 class Scratch(NamedTuple):
@@ -153,7 +113,7 @@ class Scratch(NamedTuple):
 
     q: Any  # [num_warpgroups, 64, head_dim]; in the end, the output
     ring: Ring
-    raw: Ring | None  # as a quantised cache has them
+    raw: Ring | None  # of a quantised cache's tiles, as memory has them
     p: Any  # [num_warpgroups, 64, tile_kv] the weights of one tile; None where they stay in registers
     q_full: Any  # [num_warpgroups], an arrival per head
     turn: Any  # of both consumers
@@ -167,24 +127,32 @@ def scratch_types(p: Problem) -> Scratch:
     def rows(count: int, size: int, width: int, tiled: int) -> Any:
         return plgpu.SMEM((count, size, width), p.dtype, transforms=common.tiled(tiled))
 
-    def ring(tiles: Any, num_stages: int, num_writers: int, num_readers: int, scales: Any = None) -> Ring:
-        full = plgpu.Barrier(num_arrivals=num_writers, num_barriers=num_stages)
-        free = plgpu.Barrier(num_arrivals=num_readers, num_barriers=num_stages)
-        return Ring(tiles, tiles, full, full, free, free, (scales, scales))
-
     num_writers, raw, k_new = p.copies_per_tile, None, None
     if p.is_quantised:
-        tiles = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype)
-        scales = plgpu.SMEM((p.num_raw_stages, p.tile_kv), jnp.float32) if p.scale_copies else None
-        num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
-        num_writers, raw = 1, ring(tiles, p.num_raw_stages, num_copies, 1, scales)
-        if p.packed is not None:
-            raw = raw._replace(packed=int4_cache.scratch_types(p.num_raw_stages, p.tile_kv, p.head_dim))
-            k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
+        num_writers = 1
+        raw = ring_types(
+            p,
+            plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype),
+            p.num_raw_stages,
+            num_barriers=2,
+            num_writers=p.copies_per_tile + p.scale_copies + p.packed_copies,
+            num_readers=1,
+            is_fetched=True,
+        )
+    if p.packed is not None:
+        k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
     tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
     return Scratch(
         q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim, p.line),
-        ring=ring(tiles, p.num_stages, num_writers, p.num_warpgroups),
+        ring=ring_types(
+            p,
+            tiles,
+            p.num_stages,
+            num_barriers=2,
+            num_writers=num_writers,
+            num_readers=p.num_warpgroups,
+            is_fetched=not p.is_quantised,
+        ),
         raw=raw,
         p=None if p.in_registers else rows(p.num_warpgroups, WARPGROUP_ROWS, p.tile_kv, p.tile_kv),
         q_full=plgpu.Barrier(num_arrivals=p.warpgroup_heads, num_barriers=p.num_warpgroups),
@@ -195,10 +163,10 @@ def scratch_types(p: Problem) -> Scratch:
 
 
 class KeyRange(NamedTuple):
-    """What a tile of queries sees, tokens [begin, end), and which tiles of K and V a program reads for it."""
+    """What a tile of queries sees, tokens [start, end), and which tiles of K and V a program reads for it."""
 
     position: jax.Array  # of the first query
-    begin: jax.Array
+    start: jax.Array
     end: jax.Array
     first: jax.Array  # of the program's tiles
     num_tiles: jax.Array
@@ -222,13 +190,13 @@ def span_of(
     mine: the first token, and the one behind the last.
     """
     tile_kv = jnp.int32(p.tile_kv)
-    begin, end = seen_by(p, position, seq_len)
+    start, end = seen_by(p, position, seq_len)
     full_from = jnp.int32(0)
     if p.sliding_window is not None:
         full_from = jnp.maximum(position + p.tile_len - p.sliding_window, 0)
-    from_, to = (begin, end) if mine is None else mine
+    from_, to = (start, end) if mine is None else mine
     first = lax.div(from_, tile_kv)
     num_tiles = pl.cdiv(to, tile_kv) - first
     full_to = jnp.clip(lax.div(jnp.minimum(position + 1, end), tile_kv) - first, 0, num_tiles)
     full_from = jnp.clip(pl.cdiv(full_from, tile_kv) - first, 0, full_to)
-    return KeyRange(position, begin, end, first, num_tiles, full_from, full_to)
+    return KeyRange(position, start, end, first, num_tiles, full_from, full_to)

@@ -48,7 +48,7 @@ class Softmax(NamedTuple):
 
 def consume(
     p: Problem,
-    span: KeyRange,
+    keys: KeyRange,
     extras: Extras,
     kv_head: jax.Array,
     first_head: jax.Array,
@@ -68,7 +68,7 @@ def consume(
 
     def take(i: jax.Array, state: Softmax, *, is_edge: bool) -> Softmax:
         slot = lax.rem(i, jnp.int32(p.num_stages))
-        first_token = (span.first + i) * p.tile_kv
+        first_token = (keys.first + i) * p.tile_kv
         plgpu.barrier_wait(ring.k_full.at[slot])
 
         def scores(acc: Any) -> jax.Array:
@@ -79,7 +79,7 @@ def consume(
 
         s = pl.run_scoped(scores, plgpu.ACC((WARPGROUP_ROWS, p.tile_kv), jnp.float32))
         plgpu.barrier_arrive(ring.k_free.at[slot])
-        s, factor = _logits(p, span, s, k_scale, first_token, slopes, is_edge=is_edge)
+        s, factor = _logits(p, keys, s, k_scale, first_token, slopes, is_edge=is_edge)
         largest = jnp.maximum(state.max, s.max(axis=1) * factor)
         rescale = jnp.exp2(state.max - largest)
         weights = jnp.exp2(s * factor - lax.broadcast_in_dim(largest, s.shape, [0]))
@@ -92,8 +92,8 @@ def consume(
         if is_edge or not takes_turns:
             plgpu.barrier_wait(ring.v_full.at[slot])
         if is_edge:
-            is_first = (warpgroup == 0) & ((first_token < span.begin) | (first_token + p.tile_kv > span.end))
-            pl.when(is_first)(lambda: _zero_stale_tokens(p, span, ring.v.at[slot], first_token))
+            is_first = (warpgroup == 0) & ((first_token < keys.start) | (first_token + p.tile_kv > keys.end))
+            pl.when(is_first)(lambda: _zero_stale_tokens(p, keys, ring.v.at[slot], first_token))
         if takes_turns:
             plgpu.barrier_arrive(scratch.turn)
             if not is_edge:
@@ -106,7 +106,7 @@ def consume(
     if takes_turns:  # the second begins half a turn later
         pl.when(warpgroup == 1)(give_and_take_turn)
     state = nothing(p.head_dim)
-    bounds = (jnp.int32(0), span.full_from, span.full_to, span.num_tiles)
+    bounds = (jnp.int32(0), keys.full_from, keys.full_to, keys.num_tiles)
     for k, is_edge in enumerate((True, False, True)):
         if k or p.sliding_window is not None:
             state = lax.fori_loop(bounds[k], bounds[k + 1], _with(take, is_edge), state)
@@ -134,7 +134,7 @@ def _filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
 
 def _logits(
     p: Problem,
-    span: KeyRange,
+    keys: KeyRange,
     s: jax.Array,
     k_scale: jax.Array | None,
     first_token: jax.Array,
@@ -153,7 +153,7 @@ def _logits(
         s, factor = s * factor, 1.0
     if slopes is None and not is_edge:
         return s, factor
-    position = span.position + (_numbers(WARPGROUP_ROWS, PER_ROW) & (p.tile_len - 1))
+    position = keys.position + (_numbers(WARPGROUP_ROWS, PER_ROW) & (p.tile_len - 1))
     token = lax.broadcast_in_dim(_numbers(p.tile_kv, PER_COLUMN) + first_token, s.shape, [1])
 
     def of_rows(values: jax.Array) -> jax.Array:
@@ -162,7 +162,7 @@ def _logits(
     if slopes is not None:
         s = s + of_rows(slopes) * (token - of_rows(position)).astype(jnp.float32)
     if is_edge:
-        seen = token <= of_rows(jnp.minimum(position, span.end - 1))
+        seen = token <= of_rows(jnp.minimum(position, keys.end - 1))
         if p.sliding_window is not None:
             seen = seen & (token > of_rows(position - p.sliding_window))
         s = jnp.where(seen, s, -jnp.inf)
@@ -174,15 +174,15 @@ def _numbers(count: int, layout: Any) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
 
 
-def _zero_stale_tokens(p: Problem, span: KeyRange, v: Any, first_token: jax.Array) -> None:
-    """Zero a tile's V outside the span."""
+def _zero_stale_tokens(p: Problem, keys: KeyRange, v: Any, first_token: jax.Array) -> None:
+    """Zero a tile's V outside the keys."""
     for row in range(0, p.tile_kv, WARPGROUP_ROWS):
         place = _numbers(WARPGROUP_ROWS, PER_ROW) + (first_token + row)
         place = lax.broadcast_in_dim(place, (WARPGROUP_ROWS, 64), [0])
         for column in common.columns_of(p.head_dim):
             piece = v.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, 64)]
             old = piece[...]
-            piece[...] = jnp.where((place >= span.begin) & (place < span.end), old, jnp.zeros_like(old))
+            piece[...] = jnp.where((place >= keys.start) & (place < keys.end), old, jnp.zeros_like(old))
     plgpu.commit_smem()
 
 
