@@ -1,7 +1,7 @@
-"""What may be asked of paged attention, and which implementation serves it.
+"""Calls of paged attention: their records, and the table of which implementation serves which call.
 
-`SUPPORT` is the one table: `refuse_unserved` makes the errors from it, `markdown_table` the README's
-table, and the tests decide by it whether a case must run or must be refused.
+`SUPPORT` is that table. `refuse_unserved` makes errors from it, `markdown_table` the documentation's table,
+and the tests decide by it whether a case must run or be refused.
 """
 
 import dataclasses
@@ -26,12 +26,13 @@ QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class BlockSparse(NamedTuple):
-    """Which sparse blocks of `block_size` tokens a query head sees: the last ones, and every so-manieth one.
+    """A pattern of sparse blocks of `block_size` tokens that a query head sees: the last ones, and every n-th
+    one.
 
-    With b = token // block_size and b_q the sparse block of the query's own token, a token is seen if
-    b > b_q - local_blocks, or if (b + offset) % vertical_stride == 0. The offset is
-    1 + head_sliding_step * q_head if the step is 0 or more, 1 - head_sliding_step * kv_head if it is
-    negative, with heads counted over all ranks of a tensor-parallel group (this one being `tp_rank`).
+    Let b = token // block_size, and b_q the sparse block of the query's own token. A token is seen if b > b_q
+    - local_blocks, or if (b + offset) % vertical_stride == 0. The offset is 1 + head_sliding_step * q_head if
+    the step is 0 or more, and 1 - head_sliding_step * kv_head if it is negative. Heads are counted over all
+    ranks of a tensor-parallel group, of which this is `tp_rank`.
     """
 
     block_size: int
@@ -42,7 +43,7 @@ class BlockSparse(NamedTuple):
 
 
 class PackedArrays(NamedTuple):
-    """The arrays of a packed view beside those of the codes."""
+    """The arrays of a packed view, besides those of the codes."""
 
     k_scale: jax.Array
     k_zero: jax.Array
@@ -98,7 +99,7 @@ class Options:
 
 
 def view_of(options: Options) -> View:
-    """How a kernel that needs one reads the layout. Raises ValueError if it has none."""
+    """Return the view by which a kernel reads the layout. Raise ValueError if the layout has none."""
     view = options.kv_layout.view()
     if packed := options.kv_layout.packed_view():
         view = View(packed.k, packed.v)
@@ -108,7 +109,7 @@ def view_of(options: Options) -> View:
 
 
 def sizes_of(arrays: Arrays, options: Options) -> Sizes:
-    """The sizes of the pool whose view the arrays are."""
+    """Return the sizes of the pool that holds these arrays of a view."""
     sizes = view_of(options).k.sizes(arrays.k_cache.shape)
     is_packed = options.kv_layout.packed_view() is not None
     return sizes._replace(head_dim=2 * sizes.head_dim) if is_packed else sizes
@@ -116,7 +117,7 @@ def sizes_of(arrays: Arrays, options: Options) -> Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What one implementation serves; None in place of a tuple means anything."""
+    """The calls that one implementation serves; None in place of a tuple means anything."""
 
     dtypes: tuple[str, ...]  # of q
     cache_dtypes: tuple[str, ...]  # of the caches; a type that is not quantised must also be q's
@@ -130,12 +131,12 @@ class Served:
     needs_view: bool = False  # whether it reads only what a view shows
 
     def serves(self, kv_layout: Layout) -> bool:
-        """Whether it reads a layout."""
+        """Return whether the implementation can read a layout."""
         has_view = kv_layout.view() is not None or kv_layout.packed_view() is not None
         return not self.needs_view or has_view
 
     def block_sizes_of(self, kv_layout: Layout) -> tuple[int, ...] | None:
-        """Those that it reads of a layout."""
+        """Return the block sizes that it serves in a layout; None for any."""
         view = kv_layout.view()
         if kv_layout.packed_view() is not None:
             return self.packed_block_sizes
@@ -143,7 +144,7 @@ class Served:
 
     @property
     def kv_layouts(self) -> list[str]:
-        """Those that it reads, by name."""
+        """The names of the registered layouts that it can read."""
         dtype = jnp.dtype("bfloat16")
         return [
             name
@@ -187,7 +188,9 @@ def refuse_unserved(
     group_size: int,
     options: Options,
 ) -> None:
-    """Raise NotImplementedError, naming what is not served and what serves it, unless all of it is served."""
+    """Raise NotImplementedError unless the implementation serves the call; name what it does not serve, and
+    what does.
+    """
     served = SUPPORT[implementation]
     wrong = []
 
@@ -227,7 +230,9 @@ def refuse_ptxas(version: tuple[int, ...] | None) -> None:
 
 @functools.cache
 def ptxas_version() -> tuple[int, ...] | None:
-    """The version of the ptxas that Mosaic compiles with, (12, 9, 86) for example; None if there is none."""
+    """Return the version of the ptxas that Mosaic compiles with, such as (12, 9, 86); None if there is
+    none.
+    """
 
     places = [f"{os.environ.get('MOSAIC_GPU_CUDA_ROOT')}/bin/ptxas", "ptxas", "/usr/local/cuda/bin/ptxas"]
     for command in places:
@@ -241,7 +246,7 @@ def ptxas_version() -> tuple[int, ...] | None:
 
 
 def markdown_table() -> str:
-    """The support table for people: one column per implementation, one line per property."""
+    """Return the support table as Markdown: one column per implementation, one line per property."""
 
     def join(values: Iterable[object] | None) -> str:
         return "any" if values is None else ", ".join(map(str, values))
@@ -267,10 +272,10 @@ def markdown_table() -> str:
 
 
 def layouts_table() -> str:
-    """The layouts of the registry for people: what each is, what it takes, and what reads it.
+    """Return a Markdown table of the registered layouts: what each is, its size, and which implementations
+    read it.
 
-    `native` is in `pallas_kernels/native`; the numbers are those of SmolLM2's heads in bfloat16, 64 tokens a
-    block.
+    `native` is `pallas_kernels.native`. Bits are for SmolLM2's heads in bfloat16, with 64 tokens a block.
     """
     dtype, sizes = jnp.dtype("bfloat16"), (64, 3, 64)
     rows = [["`kv_layout`", "what it is", "bits a number", "read by"], ["---"] * 4]

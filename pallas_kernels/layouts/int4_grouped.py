@@ -1,4 +1,4 @@
-"""The layout `int4_grouped`: two numbers a byte, K by channels, V by tokens."""
+"""The layout `int4_grouped`: two numbers a byte, K with scales for channels, V with scales for tokens."""
 
 import dataclasses
 
@@ -114,8 +114,9 @@ class Int4Grouped(Layout):
 
 
 def _quantised(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Packed codes, scales and zeros of float32 numbers [..., head_dim] that have them in common along an
-    axis.
+    """Return packed codes, scales and zeros of float32 numbers [..., head_dim].
+
+    axis: numbers along it share a scale and a zero.
     """
     low, high = (f(x, axis=axis, keepdims=True) for f in (jnp.min, jnp.max))
     scale = jnp.maximum((high - low) * np.float32(1 / 15), SMALLEST).astype(jnp.bfloat16)
@@ -126,5 +127,5 @@ def _quantised(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array
 
 
 def _numbers(codes: jax.Array) -> jax.Array:
-    """Codes [..., head_dim / 2] as numbers [..., head_dim]."""
+    """Unpack codes [..., head_dim / 2] into numbers [..., head_dim]."""
     return jnp.concatenate([codes & 15, codes >> 4], axis=-1).astype(jnp.float32)

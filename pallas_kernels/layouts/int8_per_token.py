@@ -80,13 +80,13 @@ class Int8PerToken(Layout):
 
 
 def _turned[T](axes: Iterable[T]) -> tuple[T, ...]:
-    """The same axes, that of tokens at the end."""
+    """Return the axes with that of tokens moved to the end."""
     return tuple(sorted(axes, key=lambda axis: axis == "token"))
 
 
 def _quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What is stored of x [num_tokens, num_kv_heads, head_dim], and the scales [num_tokens, num_kv_heads,
-    1].
+    """Return int8 codes of x [num_tokens, num_kv_heads, head_dim], and their scales [num_tokens,
+    num_kv_heads].
     """
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) * np.float32(1 / 127), SMALLEST)

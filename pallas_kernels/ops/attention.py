@@ -309,7 +309,9 @@ def _decode(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Attend with one query a row: by XLA's function, or by the kernel in these partitions."""
+    """Compute attention of one query a row: by this function of XLA's, or by the kernel in these
+    partitions.
+    """
     if choice.for_attention(implementation, batch, options, interpret=interpret) == "xla":
         return by_xla(batch, options)
     seen, options = _as_kernels_read(batch, options)

@@ -1,4 +1,4 @@
-"""Writing to caches, and copies between their blocks."""
+"""Operations that write to caches, and copy between their blocks."""
 
 from collections.abc import Sequence
 
@@ -21,12 +21,11 @@ def reshape_and_cache(
     v_scale: jax.Array | float | None = None,
     kv_layout: str | Layout = layouts.TOKEN_MAJOR,
 ) -> tuple[jax.Array, jax.Array]:
-    """`write` to two arrays; in place where they are donated to the surrounding jit.
+    """Write new tokens to a cache of two arrays; in place where they are donated to the surrounding jit.
 
     Args:
         k, v: [num_tokens, num_kv_heads, head_dim], any floating type.
-        slot_mapping: [num_tokens] int32, slot = block_id * block_size + offset. A slot outside the cache
-            (-1, say) is padding and goes to slot 0, in the null block. Other slots must be distinct.
+        slot_mapping: [num_tokens] int32, slot = block_id * block_size + offset. A slot outside the cache (-1, say) is padding and goes to slot 0, in the null block. Other slots must be distinct.
 
     Returns: the new k_cache and v_cache. A quantised cache stores x / scale, saturated (int8: rounded).
     Raises: ValueError on wrong shapes or types.
