@@ -25,7 +25,8 @@ def reshape_and_cache(
 
     Args:
         k, v: [num_tokens, num_kv_heads, head_dim], any floating type.
-        slot_mapping: [num_tokens] int32, slot = block_id * block_size + offset. A slot outside the cache (-1, say) is padding and goes to slot 0, in the null block. Other slots must be distinct.
+        slot_mapping: [num_tokens] int32, slot = block_id * block_size + offset. A slot outside the cache
+            (-1, say) is padding and goes to slot 0, in the null block. Other slots must be distinct.
 
     Returns: the new k_cache and v_cache. A quantised cache stores x / scale, saturated (int8: rounded).
     Raises: ValueError on wrong shapes or types.
