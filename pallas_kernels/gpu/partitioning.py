@@ -1,4 +1,4 @@
-"""How what a GPU kernel reads of a long sequence is cut into parts, for programs of their own."""
+"""Partitions of long sequences, each computed by a program of its own."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,17 @@ MOST_COUNTED = 2**15 - 1  # parts of a row, in the upper half of a number
 
 
 class Partitioning(NamedTuple):
-    """A rule: partitions begin at multiples of `tokens`, doubled until a row has at most `max_partitions`."""
+    """A rule for partitions: they begin at multiples of `tokens`, doubled until a row has at most
+    `max_partitions`.
+    """
 
     tokens: int
     max_partitions: int
 
     def sizes(self, start: jax.Array, end: jax.Array, capacity: int) -> jax.Array:
-        """Tokens of a part for each span [start, end), where no row has more than `capacity` tokens."""
+        """Return the tokens of a partition for each row's range [start, end); no row has more than `capacity`
+        tokens.
+        """
         size, longest = jnp.full_like(end, self.tokens), self.tokens
         while longest < capacity:
             size = jnp.where(-(-end // size) - start // size > self.max_partitions, 2 * size, size)
@@ -23,19 +27,23 @@ class Partitioning(NamedTuple):
         return size
 
     def bound(self, capacity: int) -> int:
-        """How many a row can have, of `capacity` tokens at most."""
+        """Return the most partitions that a row of up to `capacity` tokens can have."""
         return max(1, min(self.max_partitions, -(-capacity // self.tokens)))
 
 
 class PartitionList(NamedTuple):
-    """The parts of all rows in one list: row by row, from the first to the last."""
+    """The partitions of all rows in one list: row by row, each row's from the first to the last."""
 
     num_items: jax.Array  # [1]
     items: jax.Array  # [max_items, 4] row, first token, end token, which part + 65,536 x how many
 
 
 def partition_list(start: jax.Array, end: jax.Array, size: jax.Array, max_items: int) -> PartitionList:
-    """The parts of spans [start, end) of rows; a row without tokens has one, to be written with zeros."""
+    """List the partitions of rows' ranges [start, end). A row without tokens has one, which writes zeros.
+
+    start, end: [num_rows] int32, tokens; size: [num_rows] int32, tokens of a partition.
+    max_items: the length of the list.
+    """
     first = start // size
     count = jnp.maximum(-(-end // size) - first, 1)
     stop = jnp.cumsum(count, dtype=jnp.int32)

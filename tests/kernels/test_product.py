@@ -82,7 +82,7 @@ def test_a_layers_product_equals_the_oracle_without_a_race(
 
 def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
     """Nor on how many there are. Numbers are whole, so a slot's sums are exact: how a wgmma adds up no
-    interpreter knows. Each slot's are of another size, so what adds slots and shares up rounds.
+    interpreter knows. Each slot's are of another size, so what adds slots and splits up rounds.
     """
     rng, num_inputs = np.random.default_rng(1), 512
     x = rng.integers(-99, 100, (300, num_inputs)) * 2.0 ** rng.integers(-9, 9, num_inputs // 64).repeat(64)
@@ -96,8 +96,8 @@ def test_inputs_are_shared_out_by_the_weights_shape_alone() -> None:
     def problem(num_rows: int, num_outputs: int) -> mosaic.Problem:
         return mosaic.problem(num_rows, 4096, num_outputs, jnp.dtype("bfloat16"))
 
-    shares = {outs: {problem(rows, outs).num_shares for rows in (1, 64, 65, 512)} for outs in (4096, 28672)}
-    assert shares == {4096: {4}, 28672: {1}}
+    splits = {outs: {problem(rows, outs).num_splits for rows in (1, 64, 65, 512)} for outs in (4096, 28672)}
+    assert splits == {4096: {4}, 28672: {1}}
     assert [(p.num_blocks, p.num_columns) for p in (problem(1, 64), problem(256, 64), problem(528, 64))] == [
         (1, 8), (1, 256), (3, 176),
     ]  # fmt: skip

@@ -47,23 +47,25 @@ PARTIAL_COLUMNS = 2048  # of a row: partitions x kv heads x columns, unless that
 
 
 def default_partitioning(num_kv_heads: int, num_columns: int) -> Partitioning:
-    """Partitions so short that a lone row keeps the GPU busy, and so few that merging them costs little.
+    """Return the default rule: partitions short enough for a lone row to keep the GPU busy, few enough to be
+    merged cheaply.
 
-    The bound on a row's partial results is 8 KiB a number of head_dim: 1 MiB at 128, whatever the row's
-    length.
+    A row's partial results take at most 8 KiB for each number of head_dim: 1 MiB at 128, whatever its length.
     """
     most = PARTIAL_COLUMNS // (num_kv_heads * num_columns)
     return Partitioning(MIN_PARTITION, max(8, min(MAX_PARTITIONS, most)))
 
 
 def serves(query_len: int, group_size: int, head_dim: int) -> bool:
-    """Whether rows of so many new tokens are few enough for a step of decoding and a consumer's registers."""
+    """Return whether rows of so many new tokens are few enough for a decode step and a consumer's
+    registers.
+    """
     columns = tuning.num_columns(group_size * query_len)
     return query_len <= MAX_QUERY_LEN and columns <= MAX_COLUMNS and columns * head_dim <= MAX_OUTPUTS
 
 
 class WorkList(NamedTuple):
-    """The partitions of a batch, in one list: row by row, from the first to the last."""
+    """The partitions of a batch, in one list: row by row, each row's from the first to the last."""
 
     num_items: jax.Array  # [1]
     # [max_items, 4] row + 65,536 x its row of the block tables, first token, end token, which partition +
@@ -73,7 +75,9 @@ class WorkList(NamedTuple):
 
 
 def finds_tables(num_rows: int, num_tables: int) -> bool:
-    """Whether rows and block tables are few enough for both their numbers to be in one of an item."""
+    """Return whether rows and block tables are few enough for both numbers to fit into one number of an
+    item.
+    """
     return max(num_rows, num_tables) <= MOST_COUNTED
 
 
@@ -86,9 +90,14 @@ def plan(
     capacity: int,
     table_rows: jax.Array | None = None,
 ) -> WorkList:
-    """16 bytes a partition, computed by XLA.
+    """List the partitions of a batch: 16 bytes each, computed by XLA.
 
-    A row without tokens has one partition, to be written with zeros.
+    seq_lens, positions: [num_rows] int32, tokens in the cache, and the position of each row's first new
+        token.
+    query_len: new tokens of a row.
+    table_rows: [num_rows] int32, each row's row of the block tables; None: in their order.
+
+    A row without tokens has one partition, which writes zeros.
     """
     end = jnp.minimum(seq_lens, positions + query_len)
     start = jnp.zeros_like(end) if window is None else jnp.clip(positions + 1 - window, 0, end)
@@ -101,7 +110,7 @@ def plan(
 
 
 class PlanSizes(NamedTuple):
-    """What a plan depends on beside the numbers in its arrays."""
+    """The static sizes that a plan depends on."""
 
     num_rows: int
     query_len: int  # new tokens of a row
@@ -115,7 +124,7 @@ class PlanSizes(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedPlan:
-    """A plan for several calls, which differ in queries and caches alone: those of a model's layers."""
+    """A plan for several calls that differ in queries and caches alone: those of a model's layers."""
 
     plan: WorkList
     sizes: PlanSizes = dataclasses.field(metadata={"static": True})
@@ -128,7 +137,10 @@ def shared_plan(
     table_rows: jax.Array | None = None,
     partitioning: Partitioning | None = None,
 ) -> SharedPlan:
-    """The plan of calls of these sizes; the arrays as `paged_attention` takes them."""
+    """Make the plan of calls of these sizes; the arrays are those of `paged_attention`.
+
+    Raises: NotImplementedError if a row may have more partitions than an item can count.
+    """
     num_columns = tuning.num_columns(sizes.group_size * sizes.query_len)
     partitioning = partitioning or default_partitioning(sizes.num_kv_heads, num_columns)
     if partitioning.bound(sizes.capacity) > MOST_COUNTED:
@@ -144,7 +156,10 @@ def shared_plan(
 
 
 def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int) -> int:
-    """What the partial results of a decode step take, cut by default; `capacity` tokens a row at most."""
+    """Return the bytes of the partial results of a decode step, partitioned by default.
+
+    capacity: the most tokens of a row.
+    """
     columns = tuning.num_columns(group_size)
     parts = default_partitioning(num_kv_heads, columns).bound(capacity)
     kept = head_dim if head_dim % 64 == 0 else 128
@@ -152,7 +167,7 @@ def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: i
 
 
 class Partials(NamedTuple):
-    """What is kept of the rows with several partitions; None if no row can have them."""
+    """The partial results of rows with several partitions, in the GPU's memory."""
 
     out: Any  # [max_items, num_kv_heads, pieces * piece_rows, num_columns] float32
     stats: Any  # [max_items, num_kv_heads, 2, num_columns] float32, maximum and sum
@@ -173,13 +188,17 @@ def _kernel(
     num_programs: int,
     is_last: Any,
 ) -> None:
+    """Compute the program's units of work: the second warpgroup fetches, the first takes the softmax.
+
+    A partition's item in the plan names its row; the unit's kv head is the remainder of its number.
+    """
     p = problem
     program_id, thread = lax.axis_index("program"), lax.axis_index("thread")
     num_units = plan.num_items[0] * p.num_kv_heads
     num_mine = pl.cdiv(jnp.maximum(num_units - program_id, 0), jnp.int32(num_programs))
 
     def unit(i: jax.Array) -> tuple[jax.Array, program.WorkUnit]:
-        """The program's unit of that number: its partition's place in the list, and its tokens."""
+        """Return the program's i-th unit of work, and its partition's index in the list."""
         number = program_id + i * num_programs
         item, kv_head = lax.div(number, jnp.int32(p.num_kv_heads)), lax.rem(number, jnp.int32(p.num_kv_heads))
         row, start, end = (plan.items[item, k] for k in range(3))
@@ -234,7 +253,7 @@ def _kernel(
 def _store(
     p: program.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: softmax.Softmax
 ) -> None:
-    """Keep a partition's result, straight from the registers."""
+    """Store a partition's result, straight from the registers."""
     for i, piece in enumerate(state.out):
         common.store(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], piece)
     common.store(partials.stats.at[item, kv_head, 0], state.max)
@@ -244,7 +263,7 @@ def _store(
 def _merged(
     p: program.Problem, partials: Partials, first: jax.Array, count: jax.Array, kv_head: jax.Array
 ) -> softmax.Softmax:
-    """The softmax of a whole row, whose partitions are `count` items from `first` on."""
+    """Merge the partitions of a row: `count` items of the list from `first` on."""
 
     def load(ref: Any, layout: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
@@ -290,13 +309,16 @@ def paged_attention(
     num_programs: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Launch the kernel. Arguments as `ops` has checked them; interpret: bool or plgpu.InterpretGPUParams.
+    """Launch the kernel. `ops` has checked the arguments.
 
     query_starts: [num_rows] int32 where rows have several new tokens, the position of the first; q is then
         [num_rows * query_len, num_q_heads, head_dim], row by row.
     shared: by `shared_plan` of the same rows, partitioning and query_starts; None: it is made for this call.
     num_programs: how many programs share the units of work; by default what fills the GPU, and one in the
         interpreter. Results do not depend on it.
+    interpret: bool or plgpu.InterpretGPUParams.
+
+    Returns: as q, [num_rows * query_len, num_q_heads, head_dim].
     """
     num_rows = arrays.seq_lens.shape[0]
     query_len = arrays.q.shape[0] // num_rows
@@ -321,12 +343,14 @@ def paged_attention(
 
 @functools.cache
 def _shared_kernel_of(p: program.Problem, sizes: tuple[int, int, int]) -> Callable[..., jax.Array]:
-    """The kernel as one function for all calls of a shape: a model is lowered once, not layer by layer."""
+    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
+    layer.
+    """
     return jax.jit(_kernel_of(p, sizes, interpret=False))
 
 
 def _kernel_of(p: program.Problem, sizes: tuple[int, int, int], interpret: Any) -> Callable[..., jax.Array]:
-    """(arrays, plan, extras) -> output, for (rows, partitions at most, programs)."""
+    """Return a function (arrays, plan, extras) -> output, for (rows, partitions at most, programs)."""
     num_rows, max_items, num_programs = sizes
     partials = None
     if max_items > num_rows:

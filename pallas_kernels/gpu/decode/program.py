@@ -32,7 +32,7 @@ class Problem(AttentionProblem):
 
     @property
     def num_columns(self) -> int:
-        """Queries of a row that share a kv head, padded to what a wgmma takes as columns.
+        """The queries of a row that share a kv head, padded to what a wgmma takes as columns.
 
         Column i * group_size + g is query head g of the group for the row's new token i.
         """
@@ -40,7 +40,7 @@ class Problem(AttentionProblem):
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """(first row, rows) of the wgmmas that make the output's head_dim rows: multiples of 64.
+        """The wgmmas that make the output's head_dim rows, each (first row, rows): multiples of 64.
 
         Those of head_dim 80, 96 and 112 overlap, and compute the rows they share twice, to the same bits.
         """

@@ -1,21 +1,22 @@
-"""The softmax of a unit of work of decode attention, over tiles of K and V as they arrive.
+"""The consumer of a program of decode attention: the softmax of a unit of work, over tiles of K and V as they
+arrive.
 
-The products are turned round, so that the tokens fill the 64 rows a wgmma has and the few queries that share
-a kv head (the heads of a group, for each new token of the row, padded to a multiple of 8) are its columns:
+The products are transposed, so that the tokens fill the 64 rows of a wgmma. Its columns are the few queries
+that share a kv head: the heads of a group, for each new token of the row, padded to a multiple of 8.
 
     S^T [tile_kv, heads] = K [tile_kv, head_dim] @ Q^T          O^T [head_dim, heads] = V^T @ P^T
 
-Columns of a wgmma are independent: what lies in those of the padding never meets a live head. A tile that
-is not wholly inside [start, end) has stale tokens: their scores become -inf and their V is zeroed in shared
-memory, for zero times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no
-difference of two maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
+Columns of a wgmma are independent: padding columns never affect a live head. A tile that is not wholly inside
+    [start, end) has stale tokens: their scores become -inf and their V is zeroed in shared memory, for zero
+    times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no difference of two
+    maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
 
-A quantised cache comes into the ring as it is and is widened to float16, a tile at a time: V on its way to
-another place in shared memory, K likewise or, where there are registers for it, on its way into its product.
-(Pallas' interpreter knows no product of registers: there K goes the way of V.) The scales of a head are
-factors of the logits and of the output; those of each token come into the ring beside its numbers, and are
-factors of what is widened. All of a cache of 4 bits a number goes that way (`int4_cache`); the newest tokens,
-which the row's last block keeps in full, come with the queries.
+A quantised cache comes into the ring as it is, and is widened to float16 a tile at a time. V is widened into
+other shared memory; K likewise or, where there are registers for it, on its way into its product. (Pallas'
+interpreter cannot multiply from registers: there K goes the way of V.) The scales of a head are factors of
+the logits and of the output. The scales of each token come with the tiles, and are factors of what is
+widened. A cache of 4 bits a number always goes through shared memory (`int4_cache`); the newest tokens, which
+the row's last block keeps in full, come with the queries.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ PER_HEAD = WGMMA.reduce(0)  # one number per column of a wgmma's result
 
 
 class Softmax(NamedTuple):
-    """A softmax under way; maxima times log2(e)."""
+    """A running softmax; maxima are times log2(e)."""
 
     out: tuple[jax.Array, ...]  # per piece [rows, num_columns] float32, sum of exp2(s - max) * v
     max: jax.Array  # [num_columns]
@@ -44,7 +45,7 @@ class Softmax(NamedTuple):
 
 
 def nothing(p: Problem) -> Softmax:
-    """A softmax over no tokens."""
+    """Return the softmax over no tokens."""
     return Softmax(
         tuple(
             plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA)
@@ -64,7 +65,12 @@ def consume(
     scratch: Scratch,
     done: jax.Array,
 ) -> tuple[Softmax, jax.Array]:
-    """The softmax over the span, as its tiles arrive. Returns it and the number of tiles taken so far."""
+    """Compute the softmax over a unit of work, as its tiles arrive.
+
+    number: of the unit, among the program's; done: tiles that were taken for the units before.
+
+    Returns: the softmax, and the number of tiles taken so far.
+    """
     _load_queries(p, number, scratch)
     # Of the logits times log2(e); with a soft cap, of twice the argument of tanh.
     factor = p.scale * LOG2E if p.soft_cap is None else 2 * p.scale / p.soft_cap * LOG2E
@@ -106,7 +112,7 @@ def consume(
 
 
 def _load_queries(p: Problem, number: jax.Array, scratch: Scratch) -> None:
-    """The unit's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
+    """Move the unit's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
     slot = lax.rem(number, jnp.int32(NUM_QUERY_SLOTS))
     plgpu.barrier_wait(scratch.q_full.at[slot])
     for i, (first, size) in enumerate(p.pieces):
@@ -120,7 +126,7 @@ def _load_queries(p: Problem, number: jax.Array, scratch: Scratch) -> None:
 
 
 def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any]:
-    """K and V of a slot, [tile_kv, head_dim], when they are there. Widened, they leave the slot at once."""
+    """Wait for a slot. Return its K and V, [tile_kv, head_dim]; a widened tile frees the slot at once."""
     plgpu.barrier_wait(scratch.ring.k_full.at[slot])
     if not p.is_quantised:
         return scratch.ring.k.at[slot], scratch.ring.v.at[slot]
@@ -138,7 +144,10 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
 
 
 def _await_packed_tile(scratch: Scratch, slot: jax.Array, k_new: Any, place: jax.Array) -> tuple[Any, Any]:
-    """The same of a cache of 4 bits a number; place: of the newest tokens, among the tile's groups."""
+    """Wait for a slot of a cache of 4 bits a number. Return its K and V, widened, which frees the slot.
+
+    place: of the newest tokens `k_new`, among the tile's groups.
+    """
     plgpu.barrier_wait(scratch.ring.k_full.at[slot])
     scales = int4_cache.Scales(*(ring.at[slot] for ring in scratch.ring.packed))
     int4_cache.widen(scratch.ring.k.at[slot], scales.k_scale, scales.k_zero, scratch.k16, k_new, place)
@@ -151,7 +160,7 @@ def _await_packed_tile(scratch: Scratch, slot: jax.Array, k_new: Any, place: jax
 def _logits(
     p: Problem, work: WorkUnit, q: Any, k: Any, first_token: jax.Array, factor: Any, slopes: jax.Array | None
 ) -> jax.Array:
-    """A tile's logits times log2(e), [tile_kv, num_columns]; -inf for what is not seen."""
+    """Return a tile's logits times log2(e), [tile_kv, num_columns]; -inf for what a query does not see."""
 
     def scores(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, k, q.T)
@@ -175,7 +184,7 @@ def _logits(
 
 
 def _zero_stale_tokens(p: Problem, work: WorkUnit, v: Any, first_token: jax.Array) -> None:
-    """Zero a tile's V outside the work."""
+    """Zero V of a tile's tokens outside the unit of work."""
 
     @pl.when((first_token < work.start) | (first_token + p.tile_kv > work.end))
     def _zero() -> None:
@@ -189,7 +198,7 @@ def _zero_stale_tokens(p: Problem, work: WorkUnit, v: Any, first_token: jax.Arra
 def _add_weighted(
     p: Problem, v: Any, weights: Any, rescale: jax.Array, out: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """The output's pieces, rescaled, plus a tile's V^T @ weights^T."""
+    """Rescale the output's pieces, and add a tile's V^T @ weights^T."""
     new = []
     for (first, rows), old in zip(p.pieces, out, strict=True):
 
@@ -203,7 +212,9 @@ def _add_weighted(
 
 
 def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, work: WorkUnit) -> jax.Array:
-    """Whether the block-sparse pattern keeps a token [tile_kv, num_columns] for the head of its column."""
+    """Return whether the block-sparse pattern keeps a token [tile_kv, num_columns] for the head of its
+    column.
+    """
     heads = p.group_size * p.num_kv_heads
     if sparse.head_sliding_step >= 0:
         column = plgpu.broadcasted_iota(jnp.int32, token.shape, 1, layout=WGMMA)
@@ -218,7 +229,9 @@ def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, work: WorkUnit) 
 
 
 def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -> list[jax.Array]:
-    """out / sum times v_scale, with the sinks' shares in the sum; zeros where there was no token."""
+    """Divide the output by the sum, with the sinks in the sum, and multiply by v_scale; zeros where there was
+    no token.
+    """
     out, largest, total = state
     is_empty = total == 0
     factor = jnp.full_like(total, 1.0)
@@ -235,13 +248,16 @@ def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -
 
 
 def _token_of_column(p: Problem, shape: tuple[int, ...]) -> jax.Array:
-    """Which of the row's new tokens a column [rows, num_columns] belongs to."""
+    """Return which of the row's new tokens a column belongs to, for a shape [rows, num_columns]."""
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
     return lax.div(column, jnp.full_like(column, p.group_size))
 
 
 def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows: int) -> jax.Array:
-    """The group's part of values_gmem [num_q_heads] as [num_rows, num_columns]; anything in the padding."""
+    """Return the group's values as [num_rows, num_columns] float32; padding columns hold anything.
+
+    values_gmem: [num_q_heads] in the GPU's memory.
+    """
     head = plgpu.broadcasted_iota(jnp.int32, (num_rows, p.num_columns), 1, layout=WGMMA)
     if p.query_len > 1:
         head = lax.rem(head, jnp.full_like(head, p.group_size))
@@ -258,7 +274,7 @@ def store_outputs(
     out_smem: Any,  # [pieces, num_columns, piece_rows]
     out_gmem: Any,  # [num_rows * query_len, num_q_heads, head_dim]
 ) -> None:
-    """Start to write the outputs of a unit of work to their places."""
+    """Start to copy the outputs of a unit of work to the GPU's memory."""
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
         # The unit before has left the buffer; pieces overlap and are written in turn.
         plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)

@@ -4,18 +4,19 @@
                 applied to v[t]
 
 with the options of `ops.tiled_paged_attention`. A program computes one tile for up to 128 rows of a kv head's
-group, for example 4 query heads of 32 tokens: `fetch` brings K and V, `softmax` takes the
-softmax over them. The tiles of K and V lie on multiples of tile_kv whatever else is computed, so a token's
-bits do not depend on its company.
+group, for example 4 query heads of 32 tokens. Its producer warpgroup brings K and V (`fetch`), one or two
+consumer warpgroups take the softmax over them (`softmax`), and one more widens a quantised cache. The tiles
+of K and V lie on multiples of tile_kv whatever else is computed, so a token's bits do not depend on its
+company.
 
-A long context is cut into parts of 8,192 tokens or more by the tile's position alone, each a program's, so
-that few tiles behind it keep the GPU busy: `partitions`.
+A long context has partitions of 8,192 tokens or more, which follow from the tile's position alone. Each is a
+program's, so that few tiles keep the GPU busy: `partitions`.
 
-A quantised cache is multiplied in float16: queries are brought into that type before, and the output, still
-in units of the cache, is multiplied by the scale of V and brought back after the kernel, by XLA.
+A quantised cache is multiplied in float16: queries are converted before. The output, still in units of the
+    cache, is multiplied by the scale of V and converted back after the kernel, by XLA.
 
 Not for: float32, block sizes under 8, tiles of more than 64 tokens, other head_dims than those in
-`support.SUPPORT`.
+    `support.SUPPORT`.
 """
 
 import functools
@@ -49,6 +50,7 @@ def _kernel(
     problem: Problem,
     is_last: Any,
 ) -> None:
+    """Compute one item: a tile of queries for some heads, over all its keys or one partition of them."""
     p = problem
     item, chunk, kv_head, warpgroup = (
         lax.axis_index(name) for name in ("item", "chunk", "kv_head", "warpgroup")
@@ -58,12 +60,14 @@ def _kernel(
         return item if work is None else work.items[item, 0]
 
     def row_and_keys() -> tuple[jax.Array, program.KeyRange]:
-        """The program's tile, and its tokens of it. Each warpgroup reads them for itself: what is known
-        before they part stays in registers while the producer runs, who has few.
+        """Return the program's tile, and the keys that it reads for it.
+
+        Each warpgroup reads them for itself. If they were read before the warpgroups part, they would stay in
+        registers while the producer runs, which has few.
         """
         its = row()
         bounds = None if work is None else (work.items[item, 1], work.items[item, 2])
-        return its, program.span_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
+        return its, program.keys_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
 
     def run() -> None:
         @pl.when(warpgroup == p.num_warpgroups)
@@ -107,7 +111,7 @@ def _kernel(
                 index = (row() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
                 counter = counters.at[index * p.num_warpgroups + number]
                 # Queries are not needed any more.
-                return is_last(counter, scratch.q.at[number], mine.num_parts, common.tiled(p.line))
+                return is_last(counter, scratch.q.at[number], mine.num_partitions, common.tiled(p.line))
 
             partitions.finish(p, mine, state, write, arrive)
 
@@ -126,11 +130,15 @@ def prompt_attention(
     in_registers: bool | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Launch the kernel. Arguments as `ops.tiled_paged_attention` has checked them, with q of four axes.
+    """Launch the kernel. `ops.tiled_paged_attention` has checked the arguments.
 
-    partitioning: how the context of a tile is partitioned, by default `partitions.partitioning_of`.
+    arrays: with q of four axes, [num_tiles, tile_len, num_q_heads, head_dim].
+    query_starts: [num_tiles] int32, the position of each tile's first query.
+    partitioning: of the context of a tile, by default `partitions.partitioning_of`.
     in_registers: whether P stays in registers; by default unless it is interpreted.
     interpret: bool or plgpu.InterpretGPUParams.
+
+    Returns: as q.
     """
     num_tiles, query_len = arrays.q.shape[:2]
     if query_len > TILE_LENS[-1]:
@@ -171,7 +179,10 @@ def prompt_attention(
 def partial_bytes(
     num_tiles: int, tile_len: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int
 ) -> int:
-    """What the partial results of a call take at most; `capacity` tokens a sequence at most."""
+    """Return the most bytes of the partial results of a call.
+
+    capacity: the most tokens of a sequence.
+    """
     num_chunks = -(-group_size * tile_len // (program.MAX_WARPGROUPS * program.WARPGROUP_ROWS))
     num_programs = num_kv_heads * num_chunks
     count = partitions.partitioning_of(num_programs).bound(capacity)
@@ -183,12 +194,14 @@ def partial_bytes(
 
 @functools.cache
 def _shared_kernel_of(p: Problem, sizes: tuple[int, int]) -> Callable[..., jax.Array]:
-    """The kernel as one function for all calls of a shape: a model is lowered once, not layer by layer."""
+    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
+    layer.
+    """
     return jax.jit(_kernel_of(p, sizes, interpret=False))
 
 
 def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[..., jax.Array]:
-    """(arrays, positions, extras, work) -> output, for (tiles, parts at most)."""
+    """Return a function (arrays, positions, extras, work) -> output, for (tiles, partitions at most)."""
     num_tiles, max_items = sizes
     partials = partitions.partials_of(p, max_items) if max_items > num_tiles else None
 

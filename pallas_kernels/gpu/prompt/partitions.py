@@ -1,16 +1,18 @@
-"""A tile of queries behind a long context, in parts: each is a program's, and the last to finish folds them.
+"""Partitions of long contexts for the prompt kernel: each is a program's, and the last program to finish
+merges them.
 
-The parts of a tile lie between multiples of a number of tokens that follows from the tile's position alone
-(`partitioning_of`), so a token's bits do not depend on what else is in the pass: each part has a program of
-its own, however many tiles there are.
+The partitions of a tile lie between multiples of a number of tokens that follows from the tile's position
+alone (`partitioning_of`). So a token's bits do not depend on what else is in the pass: each partition has a
+program of its own, however many tiles there are.
 
-    part i:  m_i = max s[t],  l_i = sum exp2(s[t] - m_i),  o_i = sum exp2(s[t] - m_i) v[t]
-    tile:    sum_i exp2(m_i - m) o_i / sum_i exp2(m_i - m) l_i        with m = max m_i, added up in order
+    partition i:  m_i = max s[t],  l_i = sum exp2(s[t] - m_i),  o_i = sum exp2(s[t] - m_i) v[t]
+    tile:         sum_i exp2(m_i - m) o_i / sum_i exp2(m_i - m) l_i        with m = max m_i, added up in order
 
-A tile of one part is written at once. Otherwise each consumer of a program keeps its rows' part in memory,
-and that which arrives last (`arrival_counter`) folds them.
+A tile of one partition is written at once. Otherwise each consumer of a program stores its rows' result in
+memory, and the one that arrives last (`arrival_counter`) merges them.
 
-Not cut: tiles with a window of no more than two parts, and where no sequence can have two.
+Never in partitions: tiles with a window of no more than two partitions, and calls where no sequence can have
+    two.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,24 +31,24 @@ from pallas_kernels.gpu.prompt.softmax import Softmax, nothing
 
 MIN_TOKENS = 8192  # of a part: keeping and folding it takes a few microseconds, computing it 150
 PROGRAMS = 64  # of the parts of one tile: half of an H200's multiprocessors
-MIN_PARTS, MAX_PARTS = 4, 32  # into which a tile may be cut
+MIN_PARTITIONS, MAX_PARTITIONS = 4, 32  # into which a tile may be cut
 PARTIAL_BYTES = 2**29  # that a launch may keep: calls of more tiles are several
 STATS_WIDTH = 8  # the narrowest array that lies in registers as a wgmma's result does
 LOADED_AT_A_TIME = 2  # parts whose loads are in flight together, while they are folded
 
 
 def partitioning_of(num_programs: int, *, is_interpreted: bool = False) -> Partitioning:
-    """How tiles are cut, each of which has so many programs without.
+    """Return the default rule, for tiles that each have `num_programs` programs without partitions.
 
-    Not at all in Pallas' interpreter, which runs one program after the other, and takes it for a race if one
-    reads what another has left; unless it is told to run them at once.
+    In Pallas' interpreter tiles have one partition, unless a test asks for more. It runs one program after
+    the other, and reports a race when one reads another's result.
     """
-    most = max(MIN_PARTS, min(MAX_PARTS, PROGRAMS // num_programs))
+    most = max(MIN_PARTITIONS, min(MAX_PARTITIONS, PROGRAMS // num_programs))
     return Partitioning(MIN_TOKENS, 1 if is_interpreted else most)
 
 
 def max_partitions(p: Problem, capacity: int, partitioning: Partitioning) -> int:
-    """Into how many parts a tile may be cut, in sequences of `capacity` tokens at most."""
+    """Return the most partitions that a tile can have, in sequences of `capacity` tokens at most."""
     if partitioning.tokens % p.tile_kv:
         raise ValueError(
             f"{partitioning.tokens=} must be a multiple of the {p.tile_kv} tokens that are read at a time"
@@ -58,7 +60,11 @@ def max_partitions(p: Problem, capacity: int, partitioning: Partitioning) -> int
 def plan(
     p: Problem, positions: jax.Array, seq_lens: jax.Array, capacity: int, partitioning: Partitioning
 ) -> PartitionList:
-    """16 bytes a part, computed by XLA (once a step, if layers are no loop: they share it then)."""
+    """List the partitions: 16 bytes each, computed by XLA. Layers that are no loop share one computation of
+    it.
+
+    positions, seq_lens: [num_tiles] int32, the position of each tile's first query, and tokens in the cache.
+    """
     begin, end = jnp.broadcast_arrays(*seen_by(p, positions, seq_lens))
     window = capacity if p.sliding_window is None else p.sliding_window
     # By the tile's place alone: a sequence may grow, or end within the tile.
@@ -67,7 +73,7 @@ def plan(
 
 
 class Partials(NamedTuple):
-    """What is kept of parts, of each consumer's rows."""
+    """The partial results of each consumer's rows, in the GPU's memory."""
 
     out: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, 64, head_dim] float32
     max: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, 64, 8] float32, the same in all columns
@@ -75,14 +81,14 @@ class Partials(NamedTuple):
 
 
 def partials_of(p: Problem, max_items: int) -> Partials:
-    """The types of `Partials`."""
+    """Return the types of `Partials`."""
     shape = max_items, p.num_kv_heads, p.num_chunks, p.num_warpgroups, WARPGROUP_ROWS
     out, stats = (jax.ShapeDtypeStruct((*shape, width), jnp.float32) for width in (p.head_dim, STATS_WIDTH))
     return Partials(out, stats, stats)
 
 
 class ComputedPartition(NamedTuple):
-    """The part that a consumer of a program has computed, and where parts are kept."""
+    """The partition that a consumer of a program has computed, and the memory for all of them."""
 
     items: Any  # of `PartitionList`
     item: jax.Array
@@ -91,12 +97,12 @@ class ComputedPartition(NamedTuple):
 
     @property
     def number(self) -> jax.Array:
-        """Which of the tile's parts it is. Read where it is needed: registers are short before."""
+        """The partition's index among the tile's. Read where it is needed: registers are short before."""
         return lax.rem(self.items[self.item, 3], 1 << 16)
 
     @property
-    def num_parts(self) -> jax.Array:
-        """How many the tile has."""
+    def num_partitions(self) -> jax.Array:
+        """The number of the tile's partitions."""
         return lax.div(self.items[self.item, 3], 1 << 16)
 
 
@@ -107,10 +113,14 @@ def finish(
     write: Callable[[Iterable[tuple[int, Softmax]]], None],
     is_last: Callable[[], jax.Array],
 ) -> None:
-    """Write the tile's output, in pieces of columns, if this is the last of its parts to be there."""
-    pl.when(mine.num_parts == 1)(lambda: write([(0, state)]))
+    """Write the tile's output, in pieces of columns, if all its other partitions have arrived.
 
-    @pl.when(mine.num_parts > 1)
+    write: takes (first column, softmax) pairs.
+    is_last: counts the arrival, and returns whether it is the last one.
+    """
+    pl.when(mine.num_partitions == 1)(lambda: write([(0, state)]))
+
+    @pl.when(mine.num_partitions > 1)
     def _share() -> None:
         kept, at = mine.partials, (mine.item, *mine.at)
         common.store(kept.out.at[at], state.out)
@@ -120,8 +130,8 @@ def finish(
 
 
 def _merged(p: Problem, mine: ComputedPartition) -> Iterator[tuple[int, Softmax]]:
-    """The softmax over all parts of a tile: first columns, and the pieces from there on."""
-    count, first = mine.num_parts, mine.item - mine.number
+    """Merge the partitions of a tile. Yield pieces of it: the first column, and the softmax from there on."""
+    count, first = mine.num_partitions, mine.item - mine.number
     for column in range(0, p.head_dim, 64):  # registers are short
         width = min(64, p.head_dim - column)
         piece = pl.ds(column, width)
@@ -146,7 +156,7 @@ def _merged(p: Problem, mine: ComputedPartition) -> Iterator[tuple[int, Softmax]
 
 
 def _fold(so_far: Softmax, part: Softmax) -> Softmax:
-    """The parts so far, and one more."""
+    """Merge one more partition into those before it."""
     largest = jnp.maximum(so_far.max, part.max)
     old, new = jnp.exp2(so_far.max - largest), jnp.exp2(part.max - largest)
     out, more = (x.out * lax.broadcast_in_dim(w, x.out.shape, [0]) for x, w in ((so_far, old), (part, new)))
@@ -154,12 +164,12 @@ def _fold(so_far: Softmax, part: Softmax) -> Softmax:
 
 
 def bytes_of(num_items: int, num_rows: int, head_dim: int) -> int:
-    """What `Partials` of so many parts take, each of as many rows."""
+    """Return the bytes of `Partials` of so many partitions, each of as many rows."""
     return num_items * num_rows * (head_dim + 2 * STATS_WIDTH) * 4
 
 
 def tiles_of_a_launch(p: Problem, num_tiles: int, max_partitions: int) -> int:
-    """Calls of more tiles than so many, whose parts take `PARTIAL_BYTES`, are launches of as many each."""
+    """Return the tiles of one launch, such that its `Partials` take no more than `PARTIAL_BYTES`."""
     if max_partitions == 1:
         return num_tiles
     rows = p.num_kv_heads * p.num_chunks * p.num_warpgroups * WARPGROUP_ROWS

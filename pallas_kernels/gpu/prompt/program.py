@@ -1,9 +1,10 @@
-"""A program of the prompt kernel: the problem that it computes a part of, its memory and its tokens.
+"""A program of the prompt kernel: the problem that it works on, its shared memory, and the keys that it
+reads.
 
 Up to two consumer warpgroups have 64 rows of queries each: row = head * tile_len + token, for example 2 query
-heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`fetch`), of
-which they take the softmax (`softmax`). Per slot and array there is a barrier `full` (it may be read)
-and one `free` (every consumer has done with it).
+    heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`fetch`,
+    `gpu.attention`), over which they take the softmax (`softmax`). K and V of a slot have barriers of their
+    own.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ TILE_LENS = (8, 16, 32, 64)  # other lengths are padded to the next of these
 
 
 class Registers(NamedTuple):
-    """Of a thread of each warpgroup, where they share unequally."""
+    """The registers of a thread of each warpgroup, where they are shared unequally."""
 
     consumer: int
     producer: int
@@ -50,7 +51,9 @@ class Problem(AttentionProblem):
 
     @property
     def num_warpgroups(self) -> int:
-        """Consumers of a program: one if that is enough, or needs more registers than each of two has."""
+        """The number of consumers: one if that is enough, or if it needs more registers than each of two
+        has.
+        """
         needs_more = self.has_slopes or self.soft_cap is not None
         needs_more |= self.head_dim == 256 and (self.sliding_window is not None or self.is_quantised)
         needs_more |= self.is_quantised and self.sliding_window is not None
@@ -58,27 +61,27 @@ class Problem(AttentionProblem):
 
     @property
     def num_chunks(self) -> int:
-        """Programs that share a group's heads."""
+        """The number of programs that share a group's heads."""
         return -(-self.group_size // (self.num_warpgroups * self.warpgroup_heads))
 
     @property
     def num_raw_stages(self) -> int:
-        """Of the ring that a quantised cache comes into: as many as fit."""
+        """The slots of the ring that a quantised cache comes into: as many as fit."""
         return 1 if self.head_dim == 256 or (self.scale_copies and self.head_dim == 128) else 2
 
     @property
     def num_threads(self) -> int:
-        """Warpgroups: the consumers, the producer, and the one that widens."""
+        """The number of warpgroups: the consumers, the producer, and the one that widens."""
         return self.num_warpgroups + 1 + self.is_quantised
 
     @property
     def shares_registers(self) -> bool:
-        """Whether consumers take registers from the others, for an equal share is not enough."""
+        """Whether consumers take registers from the others, because an equal share is not enough."""
         return self.in_registers and (self.num_warpgroups == MAX_WARPGROUPS or self.is_quantised)
 
     @property
     def registers(self) -> Registers:
-        """Of a thread; all warpgroups together have 512 for one thread of each."""
+        """The registers of a thread; all warpgroups together have 512 for one thread of each."""
         if self.num_warpgroups < MAX_WARPGROUPS:
             return Registers(consumer=256, producer=64, widener=128)
         return Registers(208, 32, 64) if self.is_quantised else Registers(240, 32, 0)
@@ -122,7 +125,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_types(p: Problem) -> Scratch:
-    """The types of `Scratch`, for plgpu.kernel."""
+    """Return the types of `Scratch`, for plgpu.kernel."""
 
     def rows(count: int, size: int, width: int, tiled: int) -> Any:
         return plgpu.SMEM((count, size, width), p.dtype, transforms=common.tiled(tiled))
@@ -163,7 +166,9 @@ def scratch_types(p: Problem) -> Scratch:
 
 
 class KeyRange(NamedTuple):
-    """What a tile of queries sees, tokens [start, end), and which tiles of K and V a program reads for it."""
+    """The keys that a tile of queries sees, tokens [start, end), and the tiles of K and V that a program
+    reads.
+    """
 
     position: jax.Array  # of the first query
     start: jax.Array
@@ -175,26 +180,27 @@ class KeyRange(NamedTuple):
 
 
 def seen_by(p: Problem, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the tile of queries at a position sees: the first token, and the one behind the last."""
+    """Return the first token that a tile of queries sees, and the token after the last one."""
     end = jnp.where(seq_len == 0, 0, jnp.minimum(seq_len, position + p.query_len))
     if p.sliding_window is None:
         return jnp.int32(0), end
     return jnp.clip(position + 1 - p.sliding_window, 0, end), end
 
 
-def span_of(
-    p: Problem, position: jax.Array, seq_len: jax.Array, mine: tuple[jax.Array, jax.Array] | None = None
+def keys_of(
+    p: Problem, position: jax.Array, seq_len: jax.Array, partition: tuple[jax.Array, jax.Array] | None = None
 ) -> KeyRange:
-    """What a program computes of the tile of queries at a position: of all that it sees, or of `mine`.
+    """Return the keys that a program reads for the tile of queries at a position: all that it sees, or a
+    partition.
 
-    mine: the first token, and the one behind the last.
+    partition: its first token, and the token after its last; None for all.
     """
     tile_kv = jnp.int32(p.tile_kv)
     start, end = seen_by(p, position, seq_len)
     full_from = jnp.int32(0)
     if p.sliding_window is not None:
         full_from = jnp.maximum(position + p.tile_len - p.sliding_window, 0)
-    from_, to = (start, end) if mine is None else mine
+    from_, to = (start, end) if partition is None else partition
     first = lax.div(from_, tile_kv)
     num_tiles = pl.cdiv(to, tile_kv) - first
     full_to = jnp.clip(lax.div(jnp.minimum(position + 1, end), tile_kv) - first, 0, num_tiles)
