@@ -99,7 +99,9 @@ SHORT = Partitioning(
 
 
 def owned_blocks(c: Case) -> set[int]:
-    """The blocks of each row's tokens and window; what a sparse pattern leaves out is fetched as well."""
+    """Return the blocks of each row's tokens and window; what a sparse pattern leaves out is fetched as
+    well.
+    """
     tables, found = np.asarray(inputs(c)[0]["block_tables"]), set()
     for row, length in enumerate(c.seq_lens):
         first = max(0, length - (c.sliding_window or length)) // c.block_size
@@ -108,7 +110,7 @@ def owned_blocks(c: Case) -> set[int]:
 
 
 def interpret(c: Case, version: str) -> np.ndarray:
-    """The case through `ops`, traced anew: with what a test has put in the place of Pallas' functions."""
+    """Run the case through `ops`, traced anew so that it calls a test's replacements of Pallas' functions."""
     arrays, options = inputs(c, version)
     operation = functools.partial(OPERATIONS[version], **options, interpret=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -125,7 +127,7 @@ def chosen(version: str) -> list[Any]:
 def test_the_kernel_equals_the_oracle_without_a_race(
     c: Case, version: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And no table entry past a row's tokens, or before its window, is looked up."""
+    """No table entry past a row's tokens, or before its window, is looked up."""
     if not is_served(c):
         assert c not in LEAN[version]
         pytest.skip("not served by mosaic_gpu, by the support table")
@@ -142,7 +144,7 @@ def test_the_kernel_equals_the_oracle_without_a_race(
 def test_partitions_hold_each_token_of_a_row_once_and_are_few(
     partitioning: Partitioning, window: int | None
 ) -> None:
-    """And follow from the row's own length: one list of all lengths, and one a length."""
+    """Partitions follow from the row's own length: a list of all lengths equals one list a length."""
     capacity, new_tokens = 512, 2
     lengths = np.array([0, 2, 63, 64, 65, 191, 192, 193, 300, 400, 511, 512], np.int32)
 
@@ -167,7 +169,7 @@ def test_partitions_hold_each_token_of_a_row_once_and_are_few(
 
 
 def launch(c: Case, partitioning: Partitioning, num_stages: int = 2, num_programs: int = 1) -> np.ndarray:
-    """The kernel with a small ring, so that slots are used again within and across units of work."""
+    """Run the kernel with a small ring, so that slots are used again within and across units of work."""
     named, given = inputs(c)
     arrays = Arrays(**named)
     _, options = check_attention(arrays, given)
@@ -208,7 +210,7 @@ def test_int8_is_float16_by_its_bits() -> None:
 def test_rows_do_not_depend_on_how_many_programs_share_the_work(
     num_programs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a unit of work each, and with several."""
+    """Programs have one unit of work each, or several."""
     with shadow_reads(), several_programs():
         got = launch(RING, CUT, 2, num_programs)
     np.testing.assert_array_equal(got, one_program())

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 
 
 def launch(c: Case, tiles: slice = slice(None)) -> np.ndarray:
-    """Some of the case's tiles through `ops`, traced anew."""
+    """Run some of the case's tiles through `ops`, traced anew."""
     (q, k, v, tables, seq_lens), starts, _ = inputs(c)
 
     def operation(*arrays: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ def launch(c: Case, tiles: slice = slice(None)) -> np.ndarray:
 def test_tiles_equal_the_oracle_without_a_race(
     c: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no table entry that no query of the tile sees is looked up."""
+    """No table entry that no query of the tile sees is looked up."""
     monkeypatch.setattr(mosaic, "default_partitioning", lambda *_: Partitioning(64, 3))
     arrays, _, seen = inputs(c)
     with shadow_reads(), recorded_blocks(arrays.k_cache.shape) as fetched:
@@ -131,7 +131,9 @@ def test_an_early_release_is_a_race(c: Case, early: str, capsys: pytest.CaptureF
     ("c", "in_registers"), [(RING, False), (RING, True), (RINGS, True)], ids=lambda x: str(x)
 )
 def test_every_store_is_fenced_before_a_wgmma(c: Case, in_registers: bool) -> None:
-    """As the interpreter runs it, and as a GPU does; who widens hands its stores to another's wgmma."""
+    """Traced as the interpreter runs it, and as a GPU does. The widening warpgroup stores for another's
+    wgmma.
+    """
     (q, k, v, tables, seq_lens), starts, _ = inputs(c)
 
     def trace() -> int:

@@ -41,7 +41,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(c: Case, tiles: slice = slice(None), **wrong: bool) -> np.ndarray:
-    """All programs of a call at once."""
+    """Run all programs of a call at once."""
     with shadow_reads(), several_programs(**wrong):
         return launch_in_turn(c, tiles)
 
