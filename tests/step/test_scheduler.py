@@ -23,16 +23,13 @@ SETTINGS = [
 ]
 
 
-# In every run one, whose rows go to the host while there is room for them and are computed again where there is not.
+# Run every time: rows are swapped out while the host pool has room, and recomputed when it has none.
 QUICK = SETTINGS[1]
 
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each is not QUICK))
-        for each in SETTINGS
-    ],
+    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each is not QUICK)) for each in SETTINGS],
 )
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
