@@ -38,7 +38,6 @@ NOT_YET = {
     "pallas_kernels/xla",
     "reference",
     "reference/v0",
-    "reference/v063",
     "reference/v1",
     "tests",
     "tests/api",
