@@ -43,7 +43,6 @@ NOT_YET = {
     "tests/api",
     "tests/batch",
     "tests/engine",
-    "tests/fuzz",
     "tests/goldens",
     "tests/handover",
     "tests/kernels",
