@@ -16,7 +16,6 @@ FlashInfer and FlashAttention 3 (`flash_attn_interface`) may lie in a folder tha
 import functools
 import importlib
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,10 +44,9 @@ REPEATS = 5
 def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    deadline = time.monotonic() + _BUDGET.value
+    budget = record.Budget(_BUDGET.value)
     smoke, what = _SMOKE.value, _WHAT.value
-    context = record.context("benchmarks.attention_peers")
-    context |= {"device": "cpu"} if smoke else device.require_hopper()
+    results = record.Results("attention_peers", _OUT.value, short=True, **device.described(smoke))
     pool = attention_pool.create(MODEL, "bfloat16", BLOCK_SIZE, (20 if smoke else 4000) * 10**6)
     cases: Sequence[Any] = attention_pool.DECODE_CASES if what == "decode" else attention_pool.PROMPTS
     if smoke:
@@ -57,8 +55,7 @@ def main(argv: list[str]) -> None:
     for case, (whose, peer) in itertools.product(cases, PEERS[what]):
         if whose not in _OF.value:
             continue
-        if time.monotonic() > deadline:
-            print(json.dumps({"what": "stopped", "because": f"the budget of {_BUDGET.value:.0f} s is spent"}))
+        if budget.is_spent():
             break
         line = {"what": peer.__name__.replace("_", " "), "model": MODEL} | _shape(case)
         try:
@@ -66,8 +63,7 @@ def main(argv: list[str]) -> None:
         except Exception as error:
             reason = str(error).strip().splitlines() or [""]
             line |= {"skipped": f"{type(error).__name__}: {reason[0][:200]}"}
-        print(json.dumps(line), flush=True)
-        record.append(context | line, _OUT.value)
+        results.put(line)
 
 
 def _shape(case: Any) -> dict[str, int]:

@@ -15,7 +15,6 @@ share; bytes a token in all layers, and of the weights. Prompts are computed as 
 """
 
 import functools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -87,6 +86,7 @@ def main(argv: list[str]) -> None:
     count = num_windows * (window - 1)
     perplexity = {name: math.exp(loss / count) for name, loss in losses.items()}
     config = checkpoint.config
+    results = record.Results("cache_quality", _OUT.value)
     for name, (layout, how) in forms.items():
         agree = [num_equal(a, b) for a, b in zip(answers[name], answers["float32"], strict=True)]
         block_bytes = layout.block_bytes(_BLOCK_SIZE.value, config.num_kv_heads, config.head_dim, DTYPE)
@@ -100,9 +100,7 @@ def main(argv: list[str]) -> None:
             "bytes_per_token": round(config.num_layers * block_bytes / _BLOCK_SIZE.value),
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(models[how][1])),
         }
-        line = record.context("benchmarks.cache_quality") | line
-        print(json.dumps(line), flush=True)
-        record.append(line, _OUT.value)
+        results.put(line)
 
 
 def loaded(checkpoint: Checkpoint, how: str | None) -> Decoder:

@@ -12,7 +12,6 @@ compiled program. It needs jax, numpy, jaxtyping and absl-py; the cases are thos
 
 import functools
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -65,8 +64,7 @@ ROWS, TABLE_COLUMNS, BLOCKS = 5, 16, 64  # sizes are padded to multiples of thes
 def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    context = record.context("benchmarks.check_kernels")
-    context |= {"device": "cpu"} if _SMOKE.value else device.require_hopper()
+    results = record.Results("check_kernels", _OUT.value, short=True, **device.described(_SMOKE.value))
     num_wrong = 0
     names: tuple[str, ...]
     names, of_tiles = (SMOKE, tiles.CASES[:1]) if _SMOKE.value else (CASES, tiles.CASES)
@@ -77,8 +75,7 @@ def main(argv: list[str]) -> None:
     if "products" in _KERNEL.value:
         lines.append(check_products(products, interpret=_SMOKE.value))
     for line in itertools.chain(*lines):
-        print(json.dumps(line), flush=True)
-        record.append(context | line, _OUT.value)
+        results.put(line)
         num_wrong += not line["ok"]
     if num_wrong:
         sys.exit(f"{num_wrong} of the lines above are not ok")

@@ -9,12 +9,7 @@ dumps. A program that is one CUDA graph is one thunk, a command buffer, which ho
 """
 
 import dataclasses
-import json
-import os
-import re
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -99,8 +94,7 @@ def main(argv: list[str]) -> None:
     """Run as a module."""
     names = argv[1:]
     reports = map(_report_here, names) if names else run([str(case) for case in cases()])
-    for report in reports:
-        print(json.dumps(dataclasses.asdict(report)), flush=True)
+    cuda_compiler.print_lines(map(dataclasses.asdict, reports))
 
 
 def run(names: list[str]) -> list[Report]:
@@ -109,46 +103,38 @@ def run(names: list[str]) -> list[Report]:
     found = []
     for flags in (True, False):
         some = [name for name in names if by_name[name].flags == flags]
-        with tempfile.TemporaryDirectory() as folder:
-            wanted = [f"--{name}={value}" for name, value in FLAGS.items()] if flags else []
-            dump = [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_run"]
+        ours = [f"--{name}={value}" for name, value in FLAGS.items()] if flags else []
+        with cuda_compiler.dumping("jit_run") as dump:
             if some:
-                found += cuda_compiler.run("benchmarks.compile_loop", some, " ".join([*wanted, *dump]))
+                found += cuda_compiler.run("benchmarks.compile_loop", some, " ".join([*ours, dump]))
     return [Report(**line | {"outermost": tuple(line["outermost"])}) for line in found]
 
 
 def _report_here(name: str) -> Report:
-    (case,) = (case for case in cases() if str(case) == name)
+    case = cuda_compiler.named(cases(), name)
     start = time.perf_counter()
     state, compiled = compile_for_h200(case)
     memory = compiled.memory_analysis()
-    (folder,) = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])
-    dumps = Path(folder).glob("*jit_run*thunk_sequence_after_thunk_passes.txt")
-    thunks = read_thunks(max(dumps, key=lambda file: file.stat().st_mtime_ns).read_text())
+    thunks = cuda_compiler.dumped_thunks()
     kinds = sorted({kind for _, kind in thunks})
     layer_nodes, step_nodes = count_nodes(thunks, case)
     adapted_layer_nodes = count_nodes(thunks, case, passes_behind=1)[0] if case.num_adapters else 0
+    host_bytes = cuda_compiler.num_bytes(state.host and state.host.kv_cache)
     return Report(
         case=name,
-        state_bytes=_bytes(state) - _bytes(state.host and state.host.kv_cache),
-        state_host_bytes=_bytes(state.host and state.host.kv_cache),
+        state_bytes=cuda_compiler.num_bytes(state) - host_bytes,
+        state_host_bytes=host_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         alias_host_bytes=memory.host_alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         temp_host_bytes=memory.host_temp_size_in_bytes,
         thunks={kind: sum(k == kind for _, k in thunks) for kind in kinds},
-        outermost=tuple(kind for depth, kind in thunks if depth == 0),
+        outermost=cuda_compiler.outermost(thunks),
         layer_nodes=layer_nodes,
         step_nodes=step_nodes,
         adapted_layer_nodes=adapted_layer_nodes,
         seconds=round(time.perf_counter() - start, 1),
     )
-
-
-def read_thunks(dump: str) -> list[tuple[int, str]]:
-    """Return depth (in spaces) and kind of each thunk of a dumped sequence, in order."""
-    found = re.findall(r"^( *)\d+: (k\w+)", dump, re.MULTILINE)
-    return [(len(indent), kind) for indent, kind in found]
 
 
 def count_nodes(
@@ -295,12 +281,6 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         )
         lowered = traced.lower(lowering_platforms=("cuda",))
     return state, lowered.compile()
-
-
-def _bytes(tree: Any) -> int:
-    import jax
-
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 if __name__ == "__main__":

@@ -12,20 +12,16 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from absl import app, flags
 
 from benchmarks import cuda_compiler, record
-from benchmarks.compile_loop import read_thunks
 from jaxpaged.config import EngineConfig, Quantization
 from jaxpaged.engine.gpu_flags import FLAGS
 from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
@@ -121,35 +117,31 @@ class Report:
 
 def main(argv: list[str]) -> None:
     """Run as a module."""
-    for name in argv[1:] or map(str, cases()):
-        report = _report_here(name) if _HERE.value else run(name)
-        line = dataclasses.asdict(report) | record.context("benchmarks.compile_parallel")
-        print(json.dumps(line), flush=True)
+    report_of = _report_here if _HERE.value else run
+    reports = map(report_of, argv[1:] or map(str, cases()))
+    context = record.context("benchmarks.compile_parallel")
+    cuda_compiler.print_lines(dataclasses.asdict(report) | context for report in reports)
 
 
 def run(name: str) -> Report:
     """Compile the case of this name in a process of its own, and report."""
-    [case] = (case for case in cases() if str(case) == name)
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = [f"--xla_gpu_enable_command_buffer={case.graphs}"]
-        dump = [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text", "--xla_dump_hlo_module_re=jit_run"]
-        arguments, xla_flags = ["--here", name], " ".join([*wanted, *dump])
-        [line] = cuda_compiler.run("benchmarks.compile_parallel", arguments, xla_flags)
+    graphs = cuda_compiler.named(cases(), name).graphs
+    with cuda_compiler.dumping("jit_run") as dump:
+        xla_flags = f"--xla_gpu_enable_command_buffer={graphs} {dump}"
+        [line] = cuda_compiler.run("benchmarks.compile_parallel", ["--here", name], xla_flags)
     said = {field.name: line[field.name] for field in dataclasses.fields(Report)}
     return Report(**said | {"outermost": tuple(line["outermost"])})
 
 
 def _report_here(name: str) -> Report:
-    [case] = (case for case in cases() if str(case) == name)
+    case = cuda_compiler.named(cases(), name)
     start, processor_start = time.perf_counter(), _processor_seconds()
     weight_bytes, size, compiled = compile_for_h200s(case)
     seconds, processor_seconds = time.perf_counter() - start, _processor_seconds() - processor_start
     memory = compiled.memory_analysis()
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + new
-    [folder] = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])
-    dumps = Path(folder).glob("*jit_run*thunk_sequence_after_thunk_passes.txt")
-    thunks = read_thunks(max(dumps, key=lambda file: file.stat().st_mtime_ns).read_text())
+    thunks = cuda_compiler.dumped_thunks()
     return Report(
         case=name,
         collectives=collectives(compiled.as_text() or ""),
@@ -162,7 +154,7 @@ def _report_here(name: str) -> Report:
         temp_bytes=memory.temp_size_in_bytes,
         total_bytes=total,
         fits=total <= MEMORY_BYTES,
-        outermost=tuple(kind for depth, kind in thunks if depth == 0),
+        outermost=cuda_compiler.outermost(thunks),
         seconds=round(seconds, 1),
         processor_seconds=round(processor_seconds, 1),
     )
@@ -188,7 +180,6 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
 
     Needs the environment of `cuda_compiler.run`.
     """
-    import jax
     from flax import nnx
 
     from jaxpaged.engine import start
@@ -206,8 +197,7 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
         setup.check()
         model = start.abstract_model(setup, shapes_of)
         size, program = start.fitted(setup, model)
-    weights = jax.tree.leaves(nnx.state(model))
-    return sum(x.size * x.dtype.itemsize for x in weights), size, program.call  # type: ignore[attr-defined]
+    return cuda_compiler.num_bytes(nnx.state(model)), size, program.call  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ thread, 227 KiB of shared memory of which each program also takes 1 KiB, and 2,0
 
 import dataclasses
 import functools
-import json
 import os
 import re
 import signal
@@ -228,8 +227,7 @@ class Report:
 def main(argv: list[str]) -> None:
     """Run as a module."""
     if names := argv[1:]:
-        for report in _reports_here(names):
-            print(json.dumps(dataclasses.asdict(report)), flush=True)
+        cuda_compiler.print_lines(map(dataclasses.asdict, _reports_here(names)))
         return
     text = markdown(run([str(program) for program in programs()]))
     print(text)

@@ -3,6 +3,7 @@
 Needs the `cuda-compile` extra: the CUDA plugin of jax and ptxas, no driver and no GPU.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -11,7 +12,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import record
@@ -65,6 +68,52 @@ def run(module: str, arguments: list[str], flags: str = "") -> list[dict[str, An
     if done.returncode:
         raise RuntimeError(f"the compiler process ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def print_lines(lines: Iterable[dict[str, Any]]) -> None:
+    """Print a JSON line for each, as soon as it is there."""
+    for line in lines:
+        print(json.dumps(line), flush=True)
+
+
+def named[T](cases: Sequence[T], name: str) -> T:
+    """Return the case of this name. ValueError: there is none."""
+    for case in cases:
+        if str(case) == name:
+            return case
+    raise ValueError(f"{name=} must be one of {list(map(str, cases))}")
+
+
+def num_bytes(tree: Any) -> int:
+    """Return the bytes of all arrays of a tree, or of their shapes."""
+    import jax
+
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@contextlib.contextmanager
+def dumping(module: str) -> Iterator[str]:
+    """Make a folder for XLA's dumps of a module; yield the XLA flags that write them."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={module}"
+
+
+def dumped_thunks() -> list[tuple[int, str]]:
+    """Return the thunks of the program compiled last; this process must have the flags of `dumping`."""
+    [folder] = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])
+    dumps = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
+    return read_thunks(max(dumps, key=lambda file: file.stat().st_mtime_ns).read_text())
+
+
+def read_thunks(dump: str) -> list[tuple[int, str]]:
+    """Return depth (in spaces) and kind of each thunk of a dumped sequence, in order."""
+    found = re.findall(r"^( *)\d+: (k\w+)", dump, re.MULTILINE)
+    return [(len(indent), kind) for indent, kind in found]
+
+
+def outermost(thunks: list[tuple[int, str]]) -> tuple[str, ...]:
+    """Return the kinds of the thunks that are in no other."""
+    return tuple(kind for depth, kind in thunks if depth == 0)
 
 
 def topology(num_devices: int = 1) -> Any:

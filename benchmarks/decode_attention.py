@@ -17,8 +17,6 @@ what it needs to be repeated; `benchmarks.attention_peers` has the peers'.
 import dataclasses
 import functools
 import itertools
-import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,23 +75,16 @@ SMOKE = Setup(
 def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    deadline = time.monotonic() + _BUDGET.value
+    budget = record.Budget(_BUDGET.value)
     setup = SMOKE if _SMOKE.value else Setup()
-    context = record.context("benchmarks.decode_attention")
-    context |= {"device": "cpu"} if setup.interpret else device.require_hopper()
-
-    def put(line: dict[str, Any]) -> None:
-        print(json.dumps(line), flush=True)
-        record.append(context | line, _OUT.value)
-
+    results = record.Results("decode_attention", _OUT.value, short=True, **device.described(setup.interpret))
     bandwidth = device.read_bandwidth(setup.pool_bytes)
-    put({"what": "read bandwidth", "gb_per_s": round(bandwidth / 1e9, 1)})
+    results.put({"what": "read bandwidth", "gb_per_s": round(bandwidth / 1e9, 1)})
     for line in sweep(setup, bandwidth) if _SWEEP.value else grid(setup, bandwidth):
-        put(line)
+        results.put(line)
         if line.get("ok") is False:
             raise SystemExit(f"the kernel is wrong: {line}")
-        if time.monotonic() > deadline:
-            put({"what": "stopped", "because": f"the budget of {_BUDGET.value:.0f} s is spent"})
+        if budget.is_spent():
             break
 
 

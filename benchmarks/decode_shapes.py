@@ -115,26 +115,22 @@ _OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well."
 def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    deadline = time.monotonic() + _BUDGET.value
+    budget = record.Budget(_BUDGET.value)
     gpu_flags.set_defaults()
     models: dict[str, ModelConfig] = {name: MODELS[name] for name in _MODELS.value}
     batches, context_len, repeats, num_bytes = _BATCHES.value, _CONTEXT.value, _REPEATS.value, 8 * 10**9
     if _SMOKE.value:
         models, batches, context_len, repeats, num_bytes = {"tiny": TINY}, [4], 64, 2, 2 * 10**6
-    context = record.context("benchmarks.decode_shapes") | {"graph": decode_loop.has_flags()}
-    context |= {"device": "cpu"} if _SMOKE.value else device.require_hopper()
+    found = device.described(_SMOKE.value)
     bandwidth = device.read_bandwidth(num_bytes)
-    context["read_gb_per_s"] = round(bandwidth / 1e9, 1)
+    found |= {"graph": decode_loop.has_flags(), "read_gb_per_s": round(bandwidth / 1e9, 1)}
+    results = record.Results("decode_shapes", _OUT.value, short=True, **found)
     for batch, (name, config) in itertools.product(batches, models.items()):
-        if time.monotonic() > deadline:
-            print(json.dumps({"what": "stopped", "because": f"the budget of {_BUDGET.value:.0f} s is spent"}))
+        if budget.is_spent():
             break
         print(json.dumps({"model": name, "num_rows": batch, "what": "begins"}), flush=True)
-        line = (
-            context | {"model": name} | measure(random_model(config), batch, context_len, repeats, bandwidth)
-        )
-        print(json.dumps({key: value for key, value in line.items() if key not in context}), flush=True)
-        record.append(line, _OUT.value)
+        line = measure(random_model(config), batch, context_len, repeats, bandwidth)
+        results.put({"model": name} | line)
 
 
 def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidth: float) -> dict[str, Any]:

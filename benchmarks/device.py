@@ -31,6 +31,11 @@ def main() -> None:
     print(json.dumps(require_hopper()), flush=True)
 
 
+def described(smoke: bool) -> dict[str, Any]:
+    """Return a result line's entries about the device: a CPU for a smoke run, else a Hopper GPU."""
+    return {"device": "cpu"} if smoke else require_hopper()
+
+
 def require_hopper() -> dict[str, Any]:
     """Return what GPU and compiler there are. End the process with one line where JAX uses no Hopper GPU."""
     try:

@@ -8,7 +8,6 @@ forms must hit the same.
 
 import functools
 import inspect
-import json
 import os
 import time
 from collections.abc import Callable
@@ -93,7 +92,7 @@ def main(argv: list[str]) -> None:
             name: round(seconds["one_by_one"] / each, 3) for name, each in seconds.items()
         },
     }
-    print(json.dumps(record.context("benchmarks.lab_sweep") | line))
+    record.Results("lab_sweep").put(line)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ code attends. --draw makes layouts.png and .svg.
 """
 
 import functools
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> None:
     """Measure, print the lines, and draw them."""
     record.start(argv)
     bandwidth = read_gbs()
-    context = record.context("benchmarks.layouts") | {"device": jax.devices()[0].device_kind}
+    results = record.Results("layouts", _OUT.value, device=jax.devices()[0].device_kind)
     dtype = jnp.dtype(_DTYPE.value or "bfloat16")
     lines = []
     for name in _LAYOUTS.value or LAYOUTS:
@@ -63,8 +62,7 @@ def main(argv: list[str]) -> None:
             line = {"layout": name, "block_size": block_size, "dtype": str(dtype)}
             line |= measure(layout, block_size, dtype, bandwidth)
             lines.append(line)
-            print(json.dumps(context | line), flush=True)
-            record.append(context | line, _OUT.value)
+            results.put(line)
     if _DRAW.value:
         draw(lines, Path(_DRAW.value))
 

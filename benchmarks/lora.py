@@ -7,10 +7,8 @@ median over rounds.
 """
 
 import json
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,21 +64,10 @@ def compare(dtype: str, folder: Path) -> dict[str, object]:
         "room": lambda: roomy.generate(prompts, params, use_tqdm=False),
         "adapters": lambda: roomy.generate(prompts, params, lora_request=adapters, use_tqdm=False),
     }
-    for run in ways.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(_ROUNDS.value):
-        for name, run in ways.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
+    seconds = record.in_turns(ways, _ROUNDS.value)
     for llm in (plain, roomy):
         llm.engine.close()
-
-    def times_of_without(name: str) -> float:
-        pairs = zip(seconds[name], seconds["without"], strict=True)
-        return round(statistics.median(its / base for its, base in pairs), 3)
-
+    times = record.times_of(seconds, "without")
     tokens = num_rows * _TOKENS.value
     return {
         "dtype": dtype,
@@ -88,7 +75,7 @@ def compare(dtype: str, folder: Path) -> dict[str, object]:
         "adapters": num_adapters,
         "rank": _RANK.value,
         "tokens_per_s": {name: round(tokens / min(its), 1) for name, its in seconds.items()},
-        "time_for_without": {name: times_of_without(name) for name in ("room", "adapters")},
+        "time_for_without": {name: times[name] for name in ("room", "adapters")},
         "rounds": _ROUNDS.value,
     }
 
@@ -97,8 +84,7 @@ def main(argv: list[str]) -> None:
     record.start(argv)
     with tempfile.TemporaryDirectory() as folder:
         for dtype in _DTYPES.value:
-            line = compare(dtype, Path(folder)) | record.context("benchmarks.lora")
-            print(json.dumps(line), flush=True)
+            record.Results("lora").put(compare(dtype, Path(folder)))
 
 
 if __name__ == "__main__":

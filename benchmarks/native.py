@@ -14,7 +14,6 @@ and `of_floor` the floor's share of the least time. XLA uses the instructions th
 
 import functools
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,15 +66,10 @@ class Case(NamedTuple):
 def main(argv: Sequence[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    targets, context = _TARGETS.value or library.targets(), record.context("benchmarks.native")
-
-    def put(line: dict[str, Any]) -> None:
-        print(json.dumps(context | line), flush=True)
-        record.append(context | line, _OUT.value)
-
+    targets, results = _TARGETS.value or library.targets(), record.Results("native", _OUT.value)
     peaks = {target: measure_peaks(target) for target in targets}
     bandwidth = max(peak["read_gbs"] for peak in peaks.values())
-    put({"operation": "peaks", "read_gbs": bandwidth, "targets": peaks})
+    results.put({"operation": "peaks", "read_gbs": bandwidth, "targets": peaks})
     for dtype in ("float32", "bfloat16"):
         for case in itertools.chain(products(dtype), quantised_products(dtype), attentions(dtype)):
             times = measure(case, ["xla", *targets], _ROUNDS.value)
@@ -85,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
                     "floor": round(floor, 1),
                     "of_floor": round(floor / times[target]["min"], 2),
                 }
-            put({"dtype": dtype, **case.line, "us": times})
+            results.put({"dtype": dtype, **case.line, "us": times})
 
 
 def measure(case: Case, forms: list[str], rounds: int) -> dict[str, dict[str, float]]:

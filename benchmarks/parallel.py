@@ -12,9 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import re
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -124,22 +122,18 @@ def collectives(driver: Driver) -> dict[str, dict[str, int]]:
 def compare() -> Iterator[dict[str, Any]]:
     ways = [PLAIN, *_SIZES.value]
     drivers = {way: driver_of(way) for way in ways}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for driver in drivers.values():
-        generate(driver)
-    for _ in range(_ROUNDS.value):
-        for way, driver in drivers.items():
-            seconds[way].append(generate(driver))
+    runs = {way: functools.partial(generate, driver) for way, driver in drivers.items()}
+    seconds = record.in_turns(runs, _ROUNDS.value)
+    times = record.times_of(seconds, PLAIN)
     num_tokens = _ROWS.value * _TOKENS.value
     for way in ways:
-        pairs = zip(seconds[way], seconds[PLAIN], strict=True)
         yield {
             "way": way,
             "sums": _SUMS.value,
             "model": f"{_LAYERS.value} layers of {_HIDDEN.value}",
             "rows": _ROWS.value,
             "tokens_per_s": record.spread([num_tokens / s for s in seconds[way]], 1),
-            "times_plain": round(statistics.median(s / plain for s, plain in pairs), 3),
+            "times_plain": times[way],
             "decode_step": collectives(drivers[way]),
         }
 
@@ -151,7 +145,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         disk_cache.keep_in(Path(folder))  # then the driver has the compiled program in its hands
         for line in compare():
-            print(json.dumps(line | record.context("benchmarks.parallel")), flush=True)
+            record.Results("parallel").put(line)
 
 
 if __name__ == "__main__":

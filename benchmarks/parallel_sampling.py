@@ -4,8 +4,6 @@ SmolLM2, a prompt of 500 random tokens, 32 new ones each, without a prefix cache
 `n=8`, of eight requests one after the other, and of eight at once; all must give the same answers.
 """
 
-import json
-import time
 from typing import Any
 
 import numpy as np
@@ -38,18 +36,14 @@ def main(argv: list[str]) -> None:
         "one_after_the_other": lambda: [generate([prompt], params)[0] for params in single],
         "at_once": lambda: generate([prompt] * NUM_ANSWERS, single),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    computed = {}
-    for repeat in range(1 + _REPEATS.value):
-        answers = []
-        for name, form in forms.items():
-            before, start = llm.engine.stats.num_prompt_tokens, time.perf_counter()
-            answers.append(form())
-            if repeat:
-                seconds[name].append(time.perf_counter() - start)
-            computed[name] = llm.engine.stats.num_prompt_tokens - before
-        if any(each != answers[0] for each in answers):
-            raise RuntimeError("the answers must be the same in each form")
+    answers, computed = [], {}
+    for name, form in forms.items():
+        before = llm.engine.stats.num_prompt_tokens
+        answers.append(form())
+        computed[name] = llm.engine.stats.num_prompt_tokens - before
+    if any(each != answers[0] for each in answers):
+        raise RuntimeError("the answers must be the same in each form")
+    seconds = record.in_turns(forms, _REPEATS.value)
     spreads = {name: record.spread(its) for name, its in seconds.items()}
     line = {
         "seconds": spreads,
@@ -60,7 +54,7 @@ def main(argv: list[str]) -> None:
         },
         "prompt_tokens": computed,
     }
-    print(json.dumps(record.context("benchmarks.parallel_sampling") | line))
+    record.Results("parallel_sampling").put(line)
 
 
 if __name__ == "__main__":

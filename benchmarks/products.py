@@ -10,9 +10,7 @@ memory. The shapes are those of Llama 3.1 8B, outputs x inputs.
 """
 
 import itertools
-import json
 import math
-import time
 from typing import Any
 
 import jax
@@ -39,18 +37,14 @@ ALLOWED = 1e-5
 def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    deadline = time.monotonic() + _BUDGET.value
-    context = record.context("benchmarks.products")
-    context |= {"device": "cpu"} if _SMOKE.value else device.require_hopper()
+    budget = record.Budget(_BUDGET.value)
+    results = record.Results("products", _OUT.value, short=True, **device.described(_SMOKE.value))
     shapes, rows = (TINY, TINY_ROWS) if _SMOKE.value else (SHAPES, ROWS)
     for (name, shape), num_rows in itertools.product(shapes.items(), rows):
-        if time.monotonic() > deadline:
-            print(json.dumps({"what": "stopped", "because": f"the budget of {_BUDGET.value:.0f} s is spent"}))
+        if budget.is_spent():
             break
         for line in measure(*shape, num_rows):
-            line = {"role": name} | line
-            print(json.dumps(line), flush=True)
-            record.append(context | line, _OUT.value)
+            results.put({"role": name} | line)
 
 
 def measure(num_outputs: int, num_inputs: int, num_rows: int) -> list[dict[str, Any]]:

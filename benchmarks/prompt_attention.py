@@ -10,8 +10,6 @@ an H200. `benchmarks.attention_peers` has the peers'.
 """
 
 import functools
-import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,17 +35,14 @@ SMOKE, SMOKE_POOLS = Prompt(prefix=40, length=40), [("llama-70b/8", "bfloat16")]
 def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    deadline = time.monotonic() + _BUDGET.value
+    budget = record.Budget(_BUDGET.value)
     smoke = _SMOKE.value
-    context = record.context("benchmarks.prompt_attention")
-    context |= {"device": "cpu"} if smoke else device.require_hopper()
+    results = record.Results("prompt_attention", _OUT.value, short=True, **device.described(smoke))
     num_wrong = 0
     for line in lines(smoke):
-        print(json.dumps(line), flush=True)
-        record.append(context | line, _OUT.value)
+        results.put(line)
         num_wrong += not line["ok"]
-        if time.monotonic() > deadline:
-            print(json.dumps({"what": "stopped", "because": f"the budget of {_BUDGET.value:.0f} s is spent"}))
+        if budget.is_spent():
             break
     if num_wrong:
         raise SystemExit(f"{num_wrong} of the lines above are not ok")

@@ -11,7 +11,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,65 @@ def start(argv: Sequence[str]) -> None:
         raise app.UsageError(f"{shlex.join(argv[1:])!r} must be flags alone")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
+
+
+class Results:
+    """Result lines of one run, printed and appended to a file as soon as they are there.
+
+    Args:
+        name: the benchmark's, of this folder.
+        out: a file; None for none.
+        short: print lines without their circumstances.
+        more: what all lines have beside `context`.
+    """
+
+    def __init__(self, name: str, out: str | None = None, *, short: bool = False, **more: Any) -> None:
+        self.context = context(f"benchmarks.{name}") | more
+        self.out, self.short = out, short
+
+    def put(self, line: dict[str, Any]) -> None:
+        print(json.dumps(line if self.short else self.context | line), flush=True)
+        append(self.context | line, self.out)
+
+
+class Budget:
+    """Seconds that a run may take, counted from here on."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._end = seconds, time.monotonic() + seconds
+
+    def is_spent(self) -> bool:
+        """Return whether the time is over, and print a line if it is."""
+        over = time.monotonic() > self._end
+        if over:
+            print(json.dumps({"what": "stopped", "because": f"the budget of {self.seconds:.0f} s is spent"}))
+        return over
+
+
+def in_turns(
+    ways: Mapping[str, Callable[[], object]], rounds: int, wait: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Return the seconds of each way, run in turns; a first turn, which compiles, is not counted.
+
+    wait: called after each run, and counted with it: it waits for what was dispatched.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(1 + rounds):
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run()
+            wait()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def times_of(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, float]:
+    """Return the time of each way as a multiple of the base's in the same turn, the median over turns."""
+    return {
+        name: round(statistics.median(a / b for a, b in zip(its, seconds[base], strict=True)), 3)
+        for name, its in seconds.items()
+    }
 
 
 CIRCUMSTANCES = ("command", "commit", "date", "machine", "versions", "device", "gpu", "ptxas")

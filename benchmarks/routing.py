@@ -9,7 +9,6 @@ has not answered yet, which a router counts as it goes, is estimated here from t
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -140,6 +139,7 @@ def main(argv: list[str]) -> None:
         "load": lambda: assigned(trace, num, None, Estimate(num, peak, decoder)),
         "prefix_then_load": lambda: assigned(trace, num, router, Estimate(num, peak, decoder)),
     }
+    results = record.Results("routing", _OUT.value)
     for way, choose in ways.items():
         line = {
             "routing": way,
@@ -152,9 +152,7 @@ def main(argv: list[str]) -> None:
             "model": f"{DECODER} on {_GPU.value}, a roofline",
             **served(trace, choose(), cache, peak),
         }
-        line = record.context("benchmarks.routing") | line
-        print(json.dumps(line), flush=True)
-        record.append(line, _OUT.value)
+        results.put(line)
 
 
 if __name__ == "__main__":

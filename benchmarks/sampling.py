@@ -11,7 +11,6 @@ of 49,152 tokens.
 """
 
 import functools
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +60,7 @@ MIXES: dict[str, list[dict[str, Any]]] = {
 def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    context = record.context("benchmarks.sampling") | {"device": jax.devices()[0].device_kind}
+    results = record.Results("sampling", _OUT.value, device=jax.devices()[0].device_kind)
     sizes = [(4, 40_000)] if _SMOKE.value else [(16, 49_152), (16, 151_936), (256, 49_152), (256, 151_936)]
     repeats = 2 if _SMOKE.value else _REPEATS.value
     for num_rows, vocab_size in sizes:
@@ -82,8 +81,7 @@ def main(argv: list[str]) -> None:
             line |= {"us": record.spread(us, digits=1), "us_of_that": round(base, 1)}
             if (num_rows, vocab_size) == (16, 49_152):
                 line["share_of_step"] = round((min(us) - base) / (1000 * SMOLLM2_STEP_MS), 4)
-            print(json.dumps(context | line), flush=True)
-            record.append(context | line, _OUT.value)
+            results.put(line)
 
 
 def choose(logits: jax.Array, rows: Rows) -> jax.Array:

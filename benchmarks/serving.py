@@ -58,10 +58,9 @@ def main(argv: Sequence[str]) -> None:
             with start() as (url, _):
                 found[name].append(asked(url, clients))
         found[GENERATE].append([generated(num_rows)])
+    results = record.Results("serving", _OUT.value, dtype=_DTYPE.value)
     for line in lines(found, clients):
-        line = record.context("benchmarks.serving") | {"dtype": _DTYPE.value} | line
-        print(json.dumps(line), flush=True)
-        record.append(line, _OUT.value)
+        results.put(line)
 
 
 def lines(found: dict[str, list[list[dict[str, Any]]]], clients: list[int]) -> Iterator[dict[str, Any]]:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     with servers.ours("--max-queue", str(FLAGS.clients), *FLAGS.serve, model=FLAGS.model) as (url, server):
         line = asyncio.run(soak(url, server.pid))
     line["exit_code"] = server.returncode
-    print(json.dumps(line | record.context("benchmarks.soak")))
+    record.Results("soak").put(line)
     if line["grown"] or server.returncode:
         sys.exit(f"not as before: {line['grown']}, exit code {server.returncode}")
 

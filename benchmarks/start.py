@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
 from absl import app, flags
 
@@ -60,7 +59,7 @@ print(json.dumps(laps))
 def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
-    context = record.context("benchmarks.start") | {"model": _MODEL.value, "dtype": _DTYPE.value}
+    results = record.Results("start", _OUT.value, model=_MODEL.value, dtype=_DTYPE.value)
     starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(_REPEATS.value):
         with tempfile.TemporaryDirectory() as folder:
@@ -68,9 +67,7 @@ def main(argv: list[str]) -> None:
                 starts[kind].append(_seconds(folder))
     for kind, laps in starts.items():
         spreads = {name: record.spread([lap[name] for lap in laps]) for name in laps[0]}
-        line: dict[str, Any] = context | {"start": kind, "seconds": spreads}
-        print(json.dumps(line), flush=True)
-        record.append(line, _OUT.value)
+        results.put({"start": kind, "seconds": spreads})
 
 
 def _seconds(folder: str) -> dict[str, float]:

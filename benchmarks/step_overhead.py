@@ -17,7 +17,6 @@ one slot is left, and in each step a request is admitted that hits four blocks, 
 published, and is freed. `ratio` is the least time over that of the first length.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,37 +53,29 @@ def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
     gpu_flags.set_defaults()
-    context = record.context("benchmarks.step_overhead") | {"graph": decode_loop.has_flags()}
-    context |= (
-        device.require_hopper()
-        if _GPU.value and not _SMOKE.value
-        else {"device": jax.devices()[0].device_kind}
-    )
+    is_gpu = _GPU.value and not _SMOKE.value
+    found = device.require_hopper() if is_gpu else {"device": jax.devices()[0].device_kind}
+    results = record.Results("step_overhead", _OUT.value, graph=decode_loop.has_flags(), **found)
     platform = jax.devices()[0].platform
     repeats = 2 if _SMOKE.value else _REPEATS.value
     num_rows, num_blocks = (4, 320) if _SMOKE.value else SIZES[platform]
-
-    def put(line: dict[str, Any]) -> None:
-        print(json.dumps(context | line), flush=True)
-        record.append(context | line, _OUT.value)
-
     if _LENGTHS.value:
         num_rows, num_blocks = (4, 320) if _SMOKE.value else (LONG_ROWS, LONG_BLOCKS)
         for line in measure_lengths(_LENGTHS.value, num_rows, num_blocks, repeats):
-            put(line)
+            results.put(line)
         return
     for prefix_caching in (True,) if _SMOKE.value else (True, False):
         line = measure_constant(num_rows, num_blocks, prefix_caching, repeats)
         if not _SMOKE.value:
             limit = LIMIT_US[platform]
             line |= {"limit_us": limit, "within_limit": line["us_per_step"]["median"] <= limit}
-        put(line)
+        results.put(line)
     if _MODEL.value:
         overhead = measure_constant(REAL_ROWS, REAL_BLOCKS, True, repeats)
         real = measure_real(_MODEL.value, _DTYPE.value, repeats)
         share = overhead["us_per_step"]["median"] / real["us_per_step"]["median"]
-        put(overhead)
-        put(real | {"overhead_share": round(share, 4)})
+        results.put(overhead)
+        results.put(real | {"overhead_share": round(share, 4)})
 
 
 def measure_constant(num_rows: int, num_blocks: int, prefix_caching: bool, repeats: int) -> dict[str, Any]:

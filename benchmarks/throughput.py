@@ -88,11 +88,12 @@ def main(argv: list[str]) -> None:
     engines = [ours, *map(_peer, _PEER.value)]
     if _INSTRUCTIONS.value:
         os.environ.update(LIMITS[_INSTRUCTIONS.value])
+    results = record.Results("throughput")
     for name in _WORKLOADS.value:
         workload = getattr(workloads, name)()
         for dtype in _DTYPES.value:
             for line in compare(engines, workload, dtype, _ROUNDS.value, _REPEATS.value):
-                print(json.dumps(record.context("benchmarks.throughput") | line), flush=True)
+                results.put(line)
 
 
 def compare(

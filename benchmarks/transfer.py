@@ -5,10 +5,8 @@ same process, as bytes, and to adopt it; and to hand it over from device to devi
 line: milliseconds of each, the median over rounds, GB/s of K and V, and the same for the bytes' form alone.
 """
 
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,15 +62,12 @@ def measure() -> dict[str, Any]:
         "adopt": adopt,
         "hand_over": hand_over,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(1 + _ROUNDS.value):  # the first compiles
-        for name, run in ways.items():
-            start = time.perf_counter()
-            run()
-            for llm in (here, there):  # waits for what was dispatched
-                jax.block_until_ready(llm.engine._driver._state.kv_cache)
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
+
+    def wait() -> None:
+        for llm in (here, there):
+            jax.block_until_ready(llm.engine._driver._state.kv_cache)
+
+    seconds = record.in_turns(ways, _ROUNDS.value, wait)
     answer = there.generate([prompt], one_token, use_tqdm=False)[0]
     num_bytes = kept["blocks"].num_bytes
     for llm in (here, there):
@@ -95,7 +90,7 @@ def measure() -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     record.start(argv)
-    print(json.dumps(measure() | record.context("benchmarks.transfer")), flush=True)
+    record.Results("transfer").put(measure())
 
 
 if __name__ == "__main__":

@@ -126,14 +126,16 @@ def test_the_committed_table_is_of_these_kernels(reports: list[compile_report.Re
 def test_codes_with_one_scale_an_output_are_all_that_a_product_reads() -> None:
     """Half of bfloat16's bytes, beside rows and results: nothing widened is written to memory."""
     names = ["bfloat16", "fp8, by output"]
-    wide, codes = cuda_compiler.run("benchmarks.compile_quantised", names)
+    wide, codes = cuda_compiler.run("benchmarks.compile_products", names)
     assert codes["weight_bytes"] < 0.51 * wide["weight_bytes"]
     assert codes["moved_bytes"] - codes["weight_bytes"] <= wide["moved_bytes"] - wide["weight_bytes"] + 2**16
 
 
 def test_no_experts_weights_are_copied_for_the_kernel() -> None:
     """XLA copies both of an expert's: they are read, written and read again."""
-    by_xla, by_kernel = cuda_compiler.run("benchmarks.compile_experts", ["xla", "kernel"])
+    by_xla, by_kernel = cuda_compiler.run(
+        "benchmarks.compile_products", ["experts", "experts, by the kernel"]
+    )
     assert sum(by_xla["written"].values()) == by_xla["expert_bytes"]
     assert by_kernel["written"] == {}
     assert by_kernel["temporary_bytes"] < by_kernel["expert_bytes"] // 16
@@ -142,7 +144,7 @@ def test_no_experts_weights_are_copied_for_the_kernel() -> None:
 def test_codes_and_scales_are_all_that_the_kernel_reads_of_a_weight() -> None:
     """Besides them only rows, and sums that are written and read once."""
     bits = {"int4, Q4_0": 4 + 16 / 32, "Q6_K": 6 + 32 / 16, "fp8, blocks of 128": 8 + 32 / 128}
-    lines = cuda_compiler.run("benchmarks.compile_quantised", [f"{name}, by the kernel" for name in bits])
+    lines = cuda_compiler.run("benchmarks.compile_products", [f"{name}, by the kernel" for name in bits])
     rows, sums = 16 * 4096 * 2, 4 * 16 * 4096 * 4
     for line, its in zip(lines, bits.values(), strict=True):
         assert line["weight_bytes"] == 4096 * 4096 * its / 8

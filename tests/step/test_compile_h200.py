@@ -124,7 +124,7 @@ condition:
         003: kCustomKernel [source       | next=004 (1)] input_reduce_fusion_4 grid: [1, 1, 1]
 001: kCopy          [source       | next=002 (1)] kCopy
 """
-    assert compile_loop.read_thunks(dump) == [
+    assert cuda_compiler.read_thunks(dump) == [
         (0, "kCommandBuffer"),
         (4, "kWhile"),
         (8, "kCustomKernel"),
