@@ -25,9 +25,9 @@ GROUND = {
     "jaxpaged/untrusted.py",
 }
 MEMORY = {"pallas_kernels", "jaxpaged/memory", *GROUND}
-MODELS = {"jaxpaged/models", "jaxpaged/disk_cache.py", *MEMORY}
+MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", *MEMORY}
 # The compiled part: from here on no thread and no clock.
-STEP = {"jaxpaged/step", "jaxpaged/parallel", "jaxpaged/digest.py", "jaxpaged/sampling.py", *MODELS}
+STEP = {"jaxpaged/step", "jaxpaged/parallel", "jaxpaged/sampling.py", *MODELS}
 HANDOVER = {"jaxpaged/handover", "jaxpaged/channel.py", *STEP}
 TEXT = {"jaxpaged/chat.py", "jaxpaged/conversations.py", "jaxpaged/detokenizer.py", "jaxpaged/vocabulary.py"}
 ENGINE = {"jaxpaged/engine", "jaxpaged/routing.py", "jaxpaged/detokenizer.py", *HANDOVER}
@@ -60,19 +60,11 @@ ALLOWED = {
     "jaxpaged/digest.py": set(),
     "jaxpaged/moved.py": set(),
     "jaxpaged/memory": MEMORY,
-    # What devices say to each other: in models, too.
-    "jaxpaged/parallel/shards.py": {"jaxpaged/config.py", "jaxpaged/digest.py"},
-    "jaxpaged/models": {"jaxpaged/parallel/shards.py", *MODELS},
-    "jaxpaged/parallel": {
-        "jaxpaged/models",
-        "jaxpaged/channel.py",
-        "jaxpaged/digest.py",
-        "jaxpaged/parallel/shards.py",
-        *GROUND,
-    },
+    "jaxpaged/models": MODELS,
+    "jaxpaged/parallel": {"jaxpaged/models", "jaxpaged/channel.py", "jaxpaged/digest.py", *GROUND},
     "jaxpaged/step": STEP,
-    "jaxpaged/handover": {"jaxpaged/parallel/shards.py", *HANDOVER},
-    "jaxpaged/engine": {"jaxpaged/parallel/shards.py", *ENGINE},
+    "jaxpaged/handover": HANDOVER,
+    "jaxpaged/engine": ENGINE,
     "jaxpaged/pooling": POOLING,
     "jaxpaged/api": API,
     "jaxpaged/__init__.py": {"jaxpaged/engine/async_llm_engine.py", *API},

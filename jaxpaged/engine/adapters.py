@@ -22,8 +22,8 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.names import Names
+from jaxpaged.models.shards import Shard
 from jaxpaged.parallel.mesh import repeated
-from jaxpaged.parallel.shares import Share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,12 +94,12 @@ class Adapters:
 
 
 def beside(
-    model: Decoder, names: Names | None, config: EngineConfig, shares: Sequence[Share] = ()
+    model: Decoder, names: Names | None, config: EngineConfig, shards: Sequence[Shard] = ()
 ) -> Adapters | None:
     """Make room for adapters beside a model's weights, and know how they are read; None where there are none.
 
-    `names`: what adapters call the weights. `shares`: of the devices, if the model is on several; arrays then
-    have the shares' along their first axis.
+    `names`: what adapters call the weights. `shards`: of the devices, if the model is on several; arrays then
+    have the shards' along their first axis.
     """
     if not config.enable_lora:
         return None
@@ -113,16 +113,16 @@ def beside(
     model_config = model.config
 
     def read(request: LoRARequest) -> Arrays:
-        if not shares:
+        if not shards:
             return lora.read(request, model_config, *more)
-        return _joined([lora.read(request, share.whole, *more, share) for share in shares])
+        return _joined([lora.read(request, shard.whole, *more, shard) for shard in shards])
 
     nothing = lora.nothing(model_config, *more)
-    return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shares)) if shares else nothing)
+    return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shards)) if shards else nothing)
 
 
 def _joined(each: Sequence[Arrays]) -> Arrays:
-    """Those of all shares, one after the other."""
+    """Those of all shards, one after the other."""
     return {
         role: (np.concatenate([its[role][0] for its in each]), np.concatenate([its[role][1] for its in each]))
         for role in each[0]

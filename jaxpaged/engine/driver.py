@@ -141,7 +141,7 @@ class Driver:
             processes.agree(startup.description(config, model_config))
         self._tell: Call | None = None  # to other processes; all make the calls of `__init__`
         self.config, self._mesh = config, machine.mesh(config)
-        model_config, load_model, shapes, shares = startup.split(config, model_config, load_model, shapes)
+        model_config, load_model, shapes, shards = startup.split(config, model_config, load_model, shapes)
         size = startup.known_size(config, model_config, shapes)
         # A cache that is too small is told of before anything is loaded.
         max_len = None if size is None else machine.served_len(config, model_config, size)
@@ -149,7 +149,7 @@ class Driver:
         model = load_model(machine.resolve_dtype(config))
         for implementation, count in quantised.implementations(nnx.state(model)).items():
             logging.info("products with quantised weights: %s for %d of them", implementation, count)
-        adapters = beside(model, adapter_names, config, shares)
+        adapters = beside(model, adapter_names, config, shards)
         self._on_device = OnDevice(config.max_loras)
         self._waits_for_adapter = False  # the first in the queue, while others' are on the device
         self._graphdef, self._params = nnx.split(model)

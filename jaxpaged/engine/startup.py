@@ -23,9 +23,8 @@ from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.layer_form import form_of
+from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import BY_SHARD, assembled, by_group, from_host, num_groups, placed
-from jaxpaged.parallel.shards import Shards
-from jaxpaged.parallel.shares import Share
 from jaxpaged.step import loop
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.loop import Report
@@ -42,12 +41,12 @@ type Shapes = Callable[..., Decoder]
 
 
 class Split(NamedTuple):
-    """A model as one device has it: all of it, or its share."""
+    """A model as one device has it: all of it, or its shard."""
 
     config: ModelConfig
     load_model: Callable[[jnp.dtype], Decoder]  # its arrays those of all devices
     shapes: Shapes | None
-    shares: tuple[Share, ...]  # of all devices, if there are several
+    shards: tuple[Shard, ...]  # of all devices, if there are several
 
 
 def description(config: EngineConfig, model_config: ModelConfig) -> dict[str, str]:
@@ -60,7 +59,7 @@ def description(config: EngineConfig, model_config: ModelConfig) -> dict[str, st
 def split(
     config: EngineConfig, model_config: ModelConfig, load_model: Callable[..., Decoder], shapes: Shapes | None
 ) -> Split:
-    """The model as one device has it. What is given to load and to describe it gets a `share`, if there are
+    """The model as one device has it. What is given to load and to describe it gets a `shard`, if there are
     several. Raises `InputError` if it cannot be split into so many.
     """
     machine.refuse_other_heads(config, model_config)
@@ -71,15 +70,15 @@ def split(
     size = config.tensor_parallel_size
     if size == 1:
         return Split(model_config, lambda dtype: assembled(mesh, lambda _: load_model(dtype)), shapes, ())
-    shards = Shards(size, config.tensor_parallel_sums)
-    shares = tuple(Share(model_config, shards, number) for number in range(size))
+    together = Shards(size, config.tensor_parallel_sums)
+    shards = tuple(Shard(model_config, together, number) for number in range(size))
 
     def load(dtype: jnp.dtype) -> Decoder:
-        return assembled(mesh, lambda number: load_model(dtype, share=shares[number]))
+        return assembled(mesh, lambda number: load_model(dtype, shard=shards[number]))
 
     whole = functools.partial(abstract, model_config, loop_over_layers=config.loop_over_layers)
-    shapes = functools.partial(shapes or whole, share=shares[0])
-    return Split(shares[0].config, load, shapes, shares)
+    shapes = functools.partial(shapes or whole, shard=shards[0])
+    return Split(shards[0].config, load, shapes, shards)
 
 
 def cache_size(config: EngineConfig, model_config: ModelConfig, shapes: Shapes | None = None) -> CacheSize:
