@@ -230,10 +230,17 @@ def test_the_decoder_knows_no_family():
             assert not named, f"{file.relative_to(ROOT)} imports {named}"
 
 
+def test_the_compiled_part_has_no_thread_and_no_clock():
+    others = {"threading", "time", "asyncio", "queue", "socket", "subprocess", "multiprocessing"}
+    for file in files("jaxpaged/step"):
+        named = {name.split(".")[0] for name in imported_modules(file)} & others
+        assert not named, f"{file.relative_to(ROOT)} imports {named}"
+
+
 def test_jit_and_donation_are_only_in_the_loop():
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
         uses = {
             node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)
         } & {"jit", "pmap"}
-        allowed = file.name in ("loop.py", "programs.py") or file.is_relative_to(ROOT / "jaxpaged/verify")
+        allowed = file.name in ("loop.py", "program.py") or file.is_relative_to(ROOT / "jaxpaged/verify")
         assert not uses or allowed, f"{file.relative_to(ROOT)} uses {uses}"

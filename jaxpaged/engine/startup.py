@@ -23,12 +23,13 @@ from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.layer_form import form_of
-from jaxpaged.parallel.mesh import BY_SHARD, assembled, by_group, from_host, num_groups, placed
+from jaxpaged.parallel.mesh import BY_SHARD, assembled, from_host, num_replicas, per_replica, placed
 from jaxpaged.parallel.shards import Shards
 from jaxpaged.parallel.shares import Share
 from jaxpaged.step import loop
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.loop import Report
+from jaxpaged.step.program import specs_of
+from jaxpaged.step.report import Report
 from jaxpaged.step.state import EngineState, HostPool
 from jaxpaged.step.step import no_prompt_scores
 from pallas_kernels import layouts, native
@@ -223,7 +224,7 @@ class Source:
         fixed: dict[str, Any] = {"config": self.step_config, "mesh": self.mesh}
         if not self.by_host:
             return loop.run.lower(self.graphdef, *self.arrays, **fixed)
-        one_of_several = num_groups(self.mesh) > 1
+        one_of_several = num_replicas(self.mesh) > 1
         return loop.run_step.lower(self.graphdef, *self.arrays, **fixed, one_of_several=one_of_several)
 
     def kept(self) -> Program | None:
@@ -235,7 +236,7 @@ class Source:
             return None
         told = no_prompt_scores(self.step_config, self.config.num_rows)
         state = self.state
-        if num_groups(self.mesh) > 1:  # of one: it is the report's structure that counts
+        if num_replicas(self.mesh) > 1:  # of one: it is the report's structure that counts
             state = jax.eval_shape(lambda state: jax.tree.map(lambda x: x[0], state), state)
         report = jax.eval_shape(loop.report, state, told, state.rows.order)
         what = "run by host" if self.by_host else "run"
@@ -284,7 +285,7 @@ def state_shapes(
     def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
         made = functools.partial(_created, config, model_config, model, num_blocks)
         shapes = jax.eval_shape(functools.partial(made, prefix_caching=prefix_caching))
-        specs = by_group(machine.mesh(config), loop.specs_of(shapes))
+        specs = per_replica(machine.mesh(config), specs_of(shapes))
         return _placed(config, specs, shapes)
 
     def to_host(cache: KVCache) -> KVCache:
