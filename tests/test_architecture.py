@@ -19,6 +19,7 @@ GROUND = {
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
     "jaxpaged/lora",
+    "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
     "jaxpaged/status.py",
     "jaxpaged/vllm_names",
@@ -27,7 +28,14 @@ GROUND = {
 MEMORY = {"pallas_kernels", "jaxpaged/memory", *GROUND}
 MODELS = {"jaxpaged/models", "jaxpaged/disk_cache.py", *MEMORY}
 # The compiled part: from here on no thread and no clock.
-STEP = {"jaxpaged/step", "jaxpaged/parallel", "jaxpaged/digest.py", "jaxpaged/sampling.py", *MODELS}
+STEP = {
+    "jaxpaged/step",
+    "jaxpaged/parallel",
+    "jaxpaged/digest.py",
+    "jaxpaged/sampling.py",
+    "jaxpaged/sampling_state.py",
+    *MODELS,
+}
 HANDOVER = {"jaxpaged/handover", "jaxpaged/channel.py", *STEP}
 TEXT = {"jaxpaged/chat.py", "jaxpaged/conversations.py", "jaxpaged/detokenizer.py", "jaxpaged/vocabulary.py"}
 ENGINE = {"jaxpaged/engine", "jaxpaged/routing.py", "jaxpaged/detokenizer.py", *HANDOVER}
@@ -41,8 +49,9 @@ ALLOWED = {
     "jaxpaged/bounds.py": {"jaxpaged/checks.py"},
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
-    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/sampling_params.py"},
-    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
+    "jaxpaged/options.py": {"jaxpaged/checks.py"},
+    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/vllm_names"},
     "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora": {"jaxpaged/checks.py"},
     "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
@@ -55,7 +64,12 @@ ALLOWED = {
     "jaxpaged/vocabulary.py": set(),
     "jaxpaged/detokenizer.py": {"jaxpaged/vocabulary.py"},
     "jaxpaged/routing.py": {"jaxpaged/checks.py"},
-    "jaxpaged/sampling.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/sampling.py": {
+        "jaxpaged/arithmetic.py",
+        "jaxpaged/sampling_params.py",
+        "jaxpaged/sampling_state.py",
+    },
+    "jaxpaged/sampling_state.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
     "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/digest.py": set(),
     "jaxpaged/moved.py": set(),

@@ -39,7 +39,7 @@ from jaxpaged.models.quantised import codes as quantised
 from jaxpaged.parallel.calls import SendCall, SharedCalls
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Leader, Processes
-from jaxpaged.sampling import LogitRules, SamplingState
+from jaxpaged.sampling_state import LogitRules, SamplingState
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import loop
 from jaxpaged.step.config import StepConfig
