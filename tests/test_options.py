@@ -33,9 +33,7 @@ def test_a_sampling_option_is_in_four_files_at_most(option):
 
 def test_a_request_without_options_is_written_as_neutral_values():
     params = SamplingParams(temperature=0, max_tokens=3)
-    row = RowOptions(
-        params=params, prompt_len=5, vocab_size=VOCAB_SIZE, seed=0, stop_token_ids=(), edits=()
-    )
+    row = RowOptions(params=params, prompt_len=5, vocab_size=VOCAB_SIZE, seed=0, stop_token_ids=(), edits=())
     for table in (SamplingState, LogitRules):
         written, untouched = (neutral_rows(table, 2, VOCAB_SIZE) for _ in range(2))
         write_row(written, 1, row)
