@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxpaged.api.outputs import RequestOutput
 
 EXIT_ERROR = 1  # of ours
+MODEL_OPTIONS = ("tokenizer", "revision", "generation_config")  # of `LLM`, beside its engine's
 EXIT_INTERRUPTED = 130  # as a shell says of Ctrl-C
 
 

@@ -13,6 +13,7 @@ from jaxpaged.checks import (
     check,
     checked_bool,
     checked_int,
+    checked_number,
     is_int,
     is_int_type,
     shown,
@@ -142,7 +143,7 @@ def _logit_bias(name: str, bias: object) -> dict[int, float] | None:
     assert isinstance(bias, Mapping)
     try:
         return {
-            checked_int("", token, "", 0): checkednumber("", value, "", -FLOAT32_MAX)
+            checked_int("", token, "", 0): checked_number("", value, "", -FLOAT32_MAX)
             for token, value in bias.items()
         } or None
     except InputError:
@@ -327,7 +328,7 @@ class SamplingParams:
         return made
 
     @classmethod
-    def fromoptional(cls, **options: Any) -> Self:
+    def from_optional(cls, **options: Any) -> Self:
         """Make parameters of what servers get.
 
         Token ids of `logit_bias` may be texts, and biases beyond 100 count as 100, as in vLLM.
@@ -372,8 +373,10 @@ class BeamSearchParams:
             "include_stop_str_in_output": checked_bool(
                 "include_stop_str_in_output", self.include_stop_str_in_output
             ),
-            "temperature": checkednumber("temperature", self.temperature, "a number >= 0, at most 3.4e38", 0),
-            "length_penalty": checkednumber(
+            "temperature": checked_number(
+                "temperature", self.temperature, "a number >= 0, at most 3.4e38", 0
+            ),
+            "length_penalty": checked_number(
                 "length_penalty",
                 self.length_penalty,
                 f"in [-{MOST_PENALTY}, {MOST_PENALTY}]",

@@ -156,7 +156,7 @@ def neutral_rows[Options: SamplingState | LogitRules](
 ) -> Options:
     """Return NumPy arrays of neutral values, which `write_row` fills in."""
 
-    def values(field: "dataclasses.Field[Any]") -> np.ndarray:
+    def values(field: "dataclasses.Field[Any]") -> Any:
         m = field.metadata
         return np.full((num_rows, *m["shape"](vocab_size)), m["neutral"], m["dtype"])
 
