@@ -31,7 +31,7 @@ from benchmarks import record
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.models import loading
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.loading import Checkpoint
 from pallas_kernels import layouts, native
@@ -128,7 +128,7 @@ def logits(graphdef: nnx.GraphDef, params: nnx.State, token_ids: jax.Array, *, l
     implementation = choice.default_tiled_implementation(DTYPE, PREFILL_TILE)
     if implementation != "native" or native.why_not_layout(layout, DTYPE):
         implementation = "xla"
-    batch = AttentionBatch(
+    batch = PassBatch(
         slot_mapping=positions + block_size,
         block_tables=jnp.broadcast_to(1 + jnp.arange(width, dtype=jnp.int32), (num_tiles, width)),
         query_starts=starts,

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
-from jaxpaged.models.attention import AttentionBatch, attend, planned
+from jaxpaged.models.attention import PassBatch, attend, planned
 from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.feed_forward import MLP, linear, stack
@@ -75,7 +75,7 @@ class Decoder(nnx.Module):
         token_ids: Int[Array, " num_tokens"],
         positions: Int[Array, " num_tokens"],
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """The wanted tokens' hidden states after the last norm, and the cache with all tokens written."""
         # Zeros stay zeros in every layer without biases, and products on a CPU skip rows of zeros.
@@ -106,7 +106,7 @@ class Decoder(nnx.Module):
         x: Float[Array, "num_tokens hidden"],
         cache: KVCache,
         angles: Angles | None,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         count = self.config.num_layers
         if not self.form.loops:
@@ -173,7 +173,7 @@ class DecoderLayers(nnx.Module):
         cache: KVCache,
         layer: layers.Layer,
         angles: Angles | None,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         batch = batch.in_layer(layer == self.config.num_layers - 1)
         normed = self.attention_norm(x, layer) if self.attention_norm else x
@@ -191,7 +191,7 @@ class DecoderLayers(nnx.Module):
         return self._added(after, out, self.mlp_out_norm, layer), cache
 
     def _fed_forward(
-        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, batch: AttentionBatch
+        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, batch: PassBatch
     ) -> Float[Array, "num_tokens hidden"]:
         """Return the feed-forward part's output, in float32: in the first layers it may be a dense one."""
         experts, dense = self.config.experts, self.dense
@@ -239,7 +239,7 @@ class Attention(nnx.Module):
         cache: KVCache,
         layer: layers.Layer,
         angles: Angles | None,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         c, dtype = self.config, x.dtype
         q, k, v = self._projected(x, layer, angles, batch.adapters)

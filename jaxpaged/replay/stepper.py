@@ -18,7 +18,7 @@ from jaxpaged.engine.setup import Setup
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.replay.dump import Dump, kv_of, put_kv, without_layers
 from jaxpaged.sampling_state import tokens_of
@@ -105,7 +105,7 @@ class StandIn(nnx.Module):
         token_ids: Int[Array, " num_tokens"],
         positions: Int[Array, " num_tokens"],
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens 1"], KVCache]:
         return jnp.zeros((token_ids.shape[0], 1)), cache
 

@@ -21,7 +21,7 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.sampling_params import SamplingParams
@@ -103,7 +103,7 @@ def answers(name: str, layout: Layout, window: int | None = None) -> list[list[i
 
 @jax.jit
 def run(
-    model: Decoder, cache: KVCache, token_ids: jax.Array, positions: jax.Array, batch: AttentionBatch
+    model: Decoder, cache: KVCache, token_ids: jax.Array, positions: jax.Array, batch: PassBatch
 ) -> tuple[jax.Array, KVCache]:
     """The likeliest token after each, and the cache."""
     hidden, cache = model(token_ids, positions, cache, batch)
@@ -147,7 +147,7 @@ def by_passes(layout: Layout, window: int | None = None, passes: Any = Passes) -
         slots = of_token[np.arange(len(positions)), positions // block_size] * block_size
         slots = np.where(is_token, slots + positions % block_size, 0)
         ints = (jnp.asarray(x, jnp.int32) for x in (slots, at, starts, lens))
-        batch = AttentionBatch(*ints, implementation=implementation)
+        batch = PassBatch(*ints, implementation=implementation)
         given = (jnp.asarray(x, jnp.int32) for x in (token_ids, positions))
         newest, cache = model.run(cache, *given, batch)
         return np.asarray(newest)

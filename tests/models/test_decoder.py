@@ -13,7 +13,7 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.checks import InputError
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading, names, weights
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families import BY_TYPE, WRAPPER_OF
 from jaxpaged.models.families.llama import NAMES
@@ -48,10 +48,10 @@ def assert_equal(logits, stored):
     )
 
 
-def batch_of(table, positions, tile_len, block_size) -> AttentionBatch:
+def batch_of(table, positions, tile_len, block_size) -> PassBatch:
     """Tiles of neighbouring tokens of one sequence, its blocks as the table says."""
     starts = positions[::tile_len]
-    return AttentionBatch(
+    return PassBatch(
         slot_mapping=jnp.asarray(table[positions // block_size] * block_size + positions % block_size),
         block_tables=jnp.tile(table, (len(starts), 1)),
         query_starts=jnp.asarray(starts),
