@@ -33,6 +33,7 @@ from jaxpaged.config import PREFILL_TILE
 from jaxpaged.models import loading
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.loading import Checkpoint
 from pallas_kernels import layouts, native
 from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout
@@ -108,8 +109,8 @@ def main(argv: list[str]) -> None:
 def loaded(checkpoint: Checkpoint, how: str | None) -> Decoder:
     """Load the model, quantised so, or as this directory has it."""
     if how is None or not Path(how).is_dir():
-        return checkpoint.model(DTYPE, how)
-    return loading.open_checkpoint(how).model(DTYPE)
+        return checkpoint.model(LoadAs(DTYPE, how))
+    return loading.open_checkpoint(how).model(LoadAs(DTYPE))
 
 
 def text() -> str:

@@ -22,8 +22,8 @@ from pallas_kernels.ops import TiledImplementation
 class PassBatch:
     """The tokens of one forward pass, in tiles: neighbouring tokens of one sequence each.
 
-    Tells where the tokens stand in their sequences and in the cache, which adapters they have, and whose hidden
-    states are wanted.
+    Tells where the tokens stand in their sequences and in the cache, which adapters they have, and whose
+    hidden states are wanted.
     """
 
     slot_mapping: Int[Array, " num_tokens"]  # of each K and V, 0 for none; num_tokens = tiles x tile_len

@@ -20,6 +20,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.replay.dump import Dump, kv_of, put_kv, without_layers
 from jaxpaged.sampling_state import tokens_of
 from jaxpaged.step import loop, scheduler
@@ -145,7 +146,7 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     dtype: Any = str(kv.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)
     step_config = replace(dump.step_config, attention=Setup(config, c).attention)
-    model = checkpoint.model(kv.dtype)
+    model = checkpoint.model(LoadAs(kv.dtype))
     return replace(dump, step_config=step_config), model
 
 

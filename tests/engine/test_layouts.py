@@ -24,6 +24,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.sampling_params import SamplingParams
 from pallas_kernels import layouts, native
 from pallas_kernels.layouts import LAYOUTS, Fp8, Layout, Sizes
@@ -118,7 +119,7 @@ class Passes:
     )
 
     def __init__(self, config: ModelConfig) -> None:
-        self.model = tiny.load(F32, config)
+        self.model = tiny.load(LoadAs(F32), config)
         self.create_cache = self.model.create_cache
         self.run = functools.partial(run, self.model)
 
@@ -271,7 +272,7 @@ def test_combinations_that_mean_nothing_are_refused_at_the_door(wrong: dict[str,
 
 
 def test_a_block_takes_what_the_arrays_take() -> None:
-    model = tiny.load(F32)
+    model = tiny.load(LoadAs(F32))
     for name, layout in LAYOUTS.items():
         setup = Setup(EngineConfig(**tiny.DEFAULTS | options(name, layout)), tiny.CONFIG)
         size = capacity.cache_size(setup)
