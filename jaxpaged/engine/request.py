@@ -11,13 +11,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from jaxpaged.bounds import (
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    check_texts,
-)
 from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
@@ -28,6 +21,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, seed_bits
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import MAX_EDITS, FinishReason, Phase, Rows, token_bits
+from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
 
 INT32_RULE = "an int in [-2**31, 2**31)"
 # A smaller number would count as 0 in a compiled program, and 0 cannot divide: float32's least normal one.
