@@ -188,10 +188,10 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
     `cuda_compiler.run`.
     """
     import jax
-    import jax.numpy as jnp
     from flax import nnx
 
-    from jaxpaged.engine import startup
+    from jaxpaged.engine import start
+    from jaxpaged.engine.setup import Setup
     from jaxpaged.models import decoder
     from jaxpaged.models.families.llama import NAMES
     from jaxpaged.models.quantised.on_load import OnLoad
@@ -201,10 +201,10 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
     kept_as: Any = {"quantisation": quantisation, "loop_over_layers": config.loop_over_layers}
     shapes_of = functools.partial(decoder.abstract, model_config, names=NAMES, **kept_as)
     with _on_h200s(case.num_devices):
-        split = startup.split(config, model_config, shapes_of, shapes_of)
-        assert split.shapes is not None
-        model = split.shapes(jnp.dtype(config.dtype))
-        size, program = startup.fitted(config, split.config, model)
+        setup = Setup(config, model_config)
+        setup.check()
+        model = start.abstract_model(setup, shapes_of)
+        size, program = start.fitted(setup, model)
     weights = jax.tree.leaves(nnx.state(model))
     return sum(x.size * x.dtype.itemsize for x in weights), size, program.call  # type: ignore[attr-defined]
 
@@ -216,7 +216,7 @@ def _on_h200s(num_devices: int) -> Iterator[None]:
     import numpy as np
     from jax.sharding import Mesh
 
-    from jaxpaged.engine import gpu_flags, machine
+    from jaxpaged.engine import gpu_flags, machine, setup
     from jaxpaged.parallel.shards import DATA, MODEL
     from pallas_kernels.ops import choice
 
@@ -227,7 +227,7 @@ def _on_h200s(num_devices: int) -> Iterator[None]:
         (jax, "default_backend", "gpu"),
         (jax, "local_devices", list(devices)),
         (choice, "default_implementation", "mosaic_gpu"),
-        (machine, "mesh", mesh),
+        (setup, "mesh_of", mesh),
         (machine, "memory_stats", memory),
         (gpu_flags, "memory_share", SHARE),
     )

@@ -17,7 +17,8 @@ from flax import nnx
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE, EngineConfig
-from jaxpaged.engine import gpu_flags, machine
+from jaxpaged.engine import gpu_flags
+from jaxpaged.engine.setup import WATERMARK
 from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
@@ -161,7 +162,7 @@ def create(
         num_tiles=num_tiles,
         tiles_per_pass=num_tiles,
         attention=attention,
-        watermark_blocks=int(machine.WATERMARK * num_blocks),
+        watermark_blocks=int(WATERMARK * num_blocks),
     )
     max_blocks = sum(cdiv(n, BLOCK_SIZE) for n in seq_lens)
     tables = _fill(state.tables, state.rows, lens, config=config, max_blocks=max_blocks)

@@ -31,7 +31,8 @@ from flax import nnx
 from benchmarks import decode_loop, device, record
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import gpu_flags, machine
+from jaxpaged.engine import gpu_flags
+from jaxpaged.engine.setup import Setup, resolve_dtype
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import decoder
 from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
@@ -140,7 +141,7 @@ def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidt
     """The line of one model and batch."""
     start = time.perf_counter()
     c, dtype = model.config, model.dtype
-    attention, _ = machine.attention(EngineConfig(), c)
+    attention = Setup(EngineConfig(), c).attention
     max_model_len = context_len + decode_loop.BLOCK_SIZE + MAX_STEPS * (repeats + 2)
     # Beside the null block, and those that stay free, for all rows at their longest.
     num_blocks = 1 + math.ceil(1.02 * batch * cdiv(max_model_len, decode_loop.BLOCK_SIZE))
@@ -185,7 +186,7 @@ def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidt
 
 def random_model(config: ModelConfig) -> Decoder:
     """A model with normal weights, made on the device."""
-    dtype = machine.resolve_dtype(EngineConfig())
+    dtype = resolve_dtype(EngineConfig())
     graphdef, params = nnx.split(decoder.abstract(config, dtype, loop_over_layers=_LOOP.value or None))
     return nnx.merge(graphdef, _random_like(params, seed=0))
 

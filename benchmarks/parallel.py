@@ -29,9 +29,9 @@ from absl import app, flags
 
 from benchmarks import record
 from jaxpaged import EngineConfig, SamplingParams, disk_cache
-from jaxpaged.engine import machine
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.programs import Program
+from jaxpaged.engine.setup import Setup
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
@@ -81,7 +81,7 @@ def driver_of(way: str) -> Driver:
 
     options: dict[str, Any] = {"tensor_parallel_size": size, "tensor_parallel_sums": _SUMS.value}
     options |= {"dtype": "float32", "max_num_seqs": _ROWS.value, "num_blocks": 1 + 40 * _ROWS.value}
-    on_a_mesh = mock.patch.object(machine, "mesh", return_value=mesh_of(size))
+    on_a_mesh = mock.patch.object(Setup, "mesh", mesh_of(size))
     with contextlib.nullcontext() if way == PLAIN else on_a_mesh:
         return Driver(EngineConfig(**options), config, load)
 

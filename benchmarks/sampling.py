@@ -24,8 +24,9 @@ from jax import lax
 
 from benchmarks import record
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import machine
+from jaxpaged.engine import capacity
 from jaxpaged.engine.request import Door
+from jaxpaged.engine.setup import Setup
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.sampling import Context, edited, sample, score
 from jaxpaged.sampling_params import SamplingParams
@@ -151,7 +152,7 @@ def _rows(mix: str, num_rows: int, vocab_size: int) -> Rows:
         tie_word_embeddings=True,
     )
     step_config = StepConfig(max_num_seqs=num_rows, num_tiles=1, tiles_per_pass=1, attention="xla")
-    door = Door(config, model, 2 * LENGTH, machine.cache_size(config, model), step_config)
+    door = Door(config, model, 2 * LENGTH, capacity.cache_size(Setup(config, model)), step_config)
     rng = np.random.default_rng(1)
     rows = empty_rows(num_rows, 2 * LENGTH, vocab_size)
     for line in range(num_rows):

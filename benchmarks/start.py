@@ -32,19 +32,20 @@ laps = []
 lap = lambda name: laps.append((name, time.time()))
 from jaxpaged import EngineConfig, SamplingParams
 from jaxpaged.engine import gpu_flags, machine
+from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.engine.engine import Engine
 from jaxpaged.models import loading
 from pallas_kernels import native
 lap("imports")
 config = EngineConfig(dtype=sys.argv[2])
 gpu_flags.set_defaults()
-native.prepare(machine.resolve_dtype(config))
+native.prepare(resolve_dtype(config))
 checkpoint = loading.open_checkpoint(sys.argv[1])
 lap("header and tokenizer")
 machine.keep_on_disk()
-native.why_not(machine.resolve_dtype(config))
+native.why_not(resolve_dtype(config))
 lap("native kernels")
-model = checkpoint.model(machine.resolve_dtype(config))
+model = checkpoint.model(resolve_dtype(config))
 lap("weights")
 engine = Engine(config, checkpoint.config, lambda dtype: model, checkpoint.tokenizer)
 lap("state and program")

@@ -27,7 +27,8 @@ from absl import app, flags
 
 from benchmarks import decode_loop, device, record
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import gpu_flags, machine
+from jaxpaged.engine import gpu_flags
+from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading
 from jaxpaged.models.constant import ConstantModel
@@ -128,8 +129,9 @@ def measure_real(name: str, dtype_name: Any, repeats: int) -> dict[str, Any]:
     """The line of a real model, as the engine would run it with prefix caching."""
     checkpoint = loading.open_checkpoint(name)
     config = EngineConfig(dtype=dtype_name)
-    dtype, c = machine.resolve_dtype(config), checkpoint.config
-    attention, _ = machine.attention(config, c)
+    c = checkpoint.config
+    setup = Setup(config, c)
+    dtype, attention = setup.dtype, setup.attention
     model = checkpoint.model(dtype)
     cache = kv_cache.create(
         c.num_layers, REAL_BLOCKS, decode_loop.BLOCK_SIZE, c.num_kv_heads, c.head_dim, dtype

@@ -1,6 +1,6 @@
 """What may be asked of paged attention, and which implementation serves it.
 
-`SUPPORT` is the one table: `refuse_unserved` makes the errors from it, `markdown_table` the README's
+`SUPPORT` is the one table: `refuse_unserved` makes the errors from it, `markdown_table` a page's
 table, and the tests decide by it whether a case must run or must be refused.
 """
 

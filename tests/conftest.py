@@ -40,6 +40,11 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("left out, for make test-all: tests marked slow")
 
 
+def pytest_collection_modifyitems(items):
+    """Put the fuzzers last: tests of ten seconds each, which idle workers take from busy ones."""
+    items.sort(key=lambda item: item.path.parent.name == "fuzz")
+
+
 # Of the kernel's usual 65,530 mappings of memory a process; a compiled loop takes over a thousand.
 MANY_MAPPINGS = 30_000
 counted = itertools.count(1)

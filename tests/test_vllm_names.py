@@ -263,7 +263,7 @@ def test_the_script_reads_classes_and_their_defaults_from_source(tmp_path):
         with tarfile.open(tmp_path / f"vllm-{version}.tar.gz", "w:gz") as files:
             for name, content in (
                 ("config/model.py", configs),
-                ("api/arg_utils.py", text),
+                ("engine/arg_utils.py", text),
                 ("entrypoints/llm.py", llm),
                 ("entrypoints/openai/cli_args.py", flags),
             ):

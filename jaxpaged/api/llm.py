@@ -33,6 +33,7 @@ from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.engine.texts import texts
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.inputs import check_prompt_keys
@@ -97,7 +98,7 @@ class LLM(PoolingMethods):
         processes = None
         if c.distributed_init is not None:
             processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
-        native.prepare(machine.resolve_dtype(c))
+        native.prepare(resolve_dtype(c))
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
         if runner == "pooling" or (runner == "auto" and is_for_pooling(checkpoint.path)):
             machine.keep_on_disk(c.keep_programs)

@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> None:
     import jax
     from flax import nnx
 
-    from jaxpaged.engine import gpu_flags, machine, startup
+    from jaxpaged.engine import capacity, gpu_flags, machine, start
+    from jaxpaged.engine.setup import Setup
     from jaxpaged.models import loading
     from jaxpaged.models.layer_form import form_of
     from jaxpaged.models.quantised import codes as quantised
@@ -44,8 +45,8 @@ def run(args: argparse.Namespace) -> None:
     shapes = functools.partial(
         checkpoint.abstract, quantization=config.quantization, loop_over_layers=config.loop_over_layers
     )
-    implementation, why = machine.attention(config, model)
-    dtype = machine.resolve_dtype(config)
+    setup = Setup(config, model)
+    attention, dtype = f"{setup.attention}: {setup.attention_reason}", setup.dtype
     how = config.quantization or checkpoint.quant_method
     kernels = quantised.implementations(nnx.state(shapes(dtype))) if how else {}
     no_native, form = native.why_not(dtype), form_of(dtype, config.loop_over_layers)
@@ -53,10 +54,10 @@ def run(args: argparse.Namespace) -> None:
     if no_native and form.loops:
         products = f"{form.stacked}: loop_over_layers"
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
-    cache, folder = startup.cache_size(config, model, shapes), compilation_cache_dir()
-    longest = machine.longest_that_fits(config, model, cache)
+    cache, folder = start.cache_size(setup, shapes), compilation_cache_dir()
+    longest = capacity.longest_that_fits(setup, cache)
     lines += [
-        ("attention", f"{implementation}: {why}"),
+        ("attention", attention),
         ("products", products),
         ("programs", f"kept in {folder}" if folder else "not kept"),
         (
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         *([("quantization", how)] if how else []),
         *(("", f"{kernel} products for {n} of its weights") for kernel, n in kernels.items()),
         ("rows", f"{config.max_num_seqs} sequences of up to {longest} tokens"),
-        ("layout", str(machine.layout(config, model))),
+        ("layout", str(setup.layout)),
         (
             "cache",
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {cache.bytes_per_block:,} bytes each: "
@@ -79,4 +80,4 @@ def run(args: argparse.Namespace) -> None:
     ]
     for name, value in lines:
         write_stdout(f"{name:<14}{value}")
-    machine.served_len(config, model, cache)  # where an engine would not start, that is said last
+    capacity.served_len(setup, cache)  # where an engine would not start, that is said last

@@ -14,8 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpaged.checks import InputError, check
-from jaxpaged.config import EngineConfig
-from jaxpaged.engine import machine
+from jaxpaged.engine.setup import Setup
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import lora
 from jaxpaged.models.decoder import Decoder
@@ -23,7 +22,6 @@ from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.names import Names
 from jaxpaged.parallel.mesh import repeated
-from jaxpaged.parallel.shares import Share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,20 +91,19 @@ class Adapters:
             return {*self._loaded}
 
 
-def beside(
-    model: Decoder, names: Names | None, config: EngineConfig, shares: Sequence[Share] = ()
-) -> Adapters | None:
+def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None:
     """Make room for adapters beside a model's weights, and know how they are read; None where there are none.
 
     `names`: what adapters call the weights. `shares`: of the devices, if the model is on several; arrays then
     have the shares' along their first axis.
     """
+    config, mesh, shares = setup.config, setup.mesh, setup.shares
     if not config.enable_lora:
         return None
     check("adapter_names", names, "those of the model's family, for enable_lora", names is not None)
     assert names is not None
     lora.make_room(model, names, config.max_loras, config.max_lora_rank)
-    mesh, more = machine.mesh(config), (names, config.max_lora_rank, model.dtype)
+    more = names, config.max_lora_rank, model.dtype
     if mesh is not None:
         nnx.update(model, repeated(mesh, nnx.state(model, AdapterParam)))
 

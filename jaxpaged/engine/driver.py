@@ -20,14 +20,15 @@ from flax import nnx
 
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import machine, startup
+from jaxpaged.engine import capacity, machine, start
 from jaxpaged.engine.adapters import Adapter, OnDevice, beside
 from jaxpaged.engine.groups import Groups
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.pace import Pace
 from jaxpaged.engine.places import Place, Places
 from jaxpaged.engine.request import Delta, Door, Request
-from jaxpaged.engine.startup import Shapes
+from jaxpaged.engine.setup import Setup
+from jaxpaged.engine.start import Shapes
 from jaxpaged.handover import exchange
 from jaxpaged.handover.blocks import Blocks, Kind
 from jaxpaged.models.config import ModelConfig
@@ -137,35 +138,36 @@ class Driver:
         processes: Processes | None = None,
     ) -> None:
         self._processes = processes
+        self.setup = setup = Setup(config, model_config)
         if processes is not None:  # before anything heavy
-            processes.agree(startup.description(config, model_config))
+            processes.agree(setup.description())
         self._tell: Call | None = None  # to other processes; all make the calls of `__init__`
-        self.config, self._mesh = config, machine.mesh(config)
-        model_config, load_model, shapes, shares = startup.split(config, model_config, load_model, shapes)
-        size = startup.known_size(config, model_config, shapes)
-        # A cache that is too small is told of before anything is loaded.
-        max_len = None if size is None else machine.served_len(config, model_config, size)
-        logging.info("attention: %s (%s)", *machine.attention(config, model_config))
-        model = load_model(machine.resolve_dtype(config))
+        setup.check()
+        self.config, self._mesh = config, setup.mesh
+        size = start.known_size(setup, shapes)
+        # A cache that is too small is refused before anything is loaded.
+        max_len = None if size is None else capacity.served_len(setup, size)
+        logging.info("attention: %s (%s)", setup.attention, setup.attention_reason)
+        model = start.load(setup, load_model)
         for implementation, count in quantised.implementations(nnx.state(model)).items():
             logging.info("products with quantised weights: %s for %d of them", implementation, count)
-        adapters = beside(model, adapter_names, config, shares)
+        adapters = beside(model, adapter_names, setup)
         self._on_device = OnDevice(config.max_loras)
         self._waits_for_adapter = False  # the first in the queue, while others' are on the device
         self._graphdef, self._params = nnx.split(model)
         self._kept_run: Callable[..., tuple[EngineState, Report]] | None = None
         if size is None:
-            size, self._kept_run = startup.fitted(config, model_config, model)
+            size, self._kept_run = start.fitted(setup, model)
         if max_len is None:
-            max_len = machine.served_len(config, model_config, size)
+            max_len = capacity.served_len(setup, size)
         logging.info("cache: %s", size)
         self.cache_size = size
-        self.step_config = machine.step_config(config, model_config, size.num_blocks)
-        self.door = Door(config, model_config, max_len, size, self.step_config, adapters=adapters)
+        self.step_config = setup.step_config(size.num_blocks)
+        self.door = Door(config, setup.model_config, max_len, size, self.step_config, adapters=adapters)
         self._groups = Groups(config, size.num_blocks)
         num_blocks, num_rows = (n * self._groups.size for n in (size.num_blocks - 1, config.num_rows))
         self.stats = Stats(num_blocks=num_blocks, num_free_blocks=num_blocks)
-        self._state = startup.create_state(config, model_config, model, size.num_blocks)
+        self._state = start.create_state(setup, model, size.num_blocks)
         self._counters: Any = np.zeros(len(Counter), np.int32)
         self._queue: list[Queued] = []  # a heap of those without a row
         self._places = Places(num_rows)
@@ -308,11 +310,11 @@ class Driver:
 
         Where a GPU fails to run the loop as one program the host turns it, unless it is not to.
         """
-        start = time.perf_counter()
-        loaded = self.config, self.door.model_config, self._graphdef, self._params
+        began = time.perf_counter()
+        loaded = self.setup, self._graphdef, self._params
         by_host = self.config.loop == "host"
         if self._kept_run is None:
-            self._kept_run = startup.run_of(*loaded, self._state, by_host=by_host)
+            self._kept_run = start.run_of(*loaded, self._state, by_host=by_host)
         if self._processes is not None:  # none may wait in a collective while another still compiles
             self._processes.agree({"num_blocks": str(self.cache_size.num_blocks)})
         try:
@@ -325,11 +327,11 @@ class Driver:
             del self._state  # it was donated, and two would not fit
             model = nnx.merge(self._graphdef, self._params)
             size = self.cache_size.num_blocks
-            self._state = startup.create_state(self.config, self.door.model_config, model, size)
-            self._kept_run = startup.run_of(*loaded, self._state, by_host=True)
+            self._state = start.create_state(self.setup, model, size)
+            self._kept_run = start.run_of(*loaded, self._state, by_host=True)
             self._run_nothing()
         who = "the host, a step at a time" if by_host else "the device"
-        logging.info("compiled in %.1f s; the loop is turned by %s", time.perf_counter() - start, who)
+        logging.info("compiled in %.1f s; the loop is turned by %s", time.perf_counter() - began, who)
 
     def _run_nothing(self) -> None:
         if self.door.adapters is not None:
@@ -472,8 +474,8 @@ class Driver:
 
     def _write_tokens(self, tokens: np.ndarray) -> None:
         """Write tokens, each under its row and position, in pieces of one size: nothing is compiled anew."""
-        for start in range(0, max(tokens.shape[1], 1), SUBMIT_TOKENS):
-            piece = tokens[:, start : start + SUBMIT_TOKENS]
+        for first in range(0, max(tokens.shape[1], 1), SUBMIT_TOKENS):
+            piece = tokens[:, first : first + SUBMIT_TOKENS]
             padding = ((0, 0), (0, SUBMIT_TOKENS - piece.shape[1]))
             piece = np.pad(piece, padding, constant_values=len(self._places))  # beyond all rows: none
             self._write_piece(self._groups.with_rows(piece))

@@ -21,7 +21,7 @@ from jaxpaged.engine.handle import EngineDeadError, Handle, Sink, or_raise
 from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
-from jaxpaged.engine.startup import Shapes
+from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.texts import TextError
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.handover.exchange import Piece

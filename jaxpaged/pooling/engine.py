@@ -15,7 +15,8 @@ from flax import nnx
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check, checked_int, is_int, shown
 from jaxpaged.config import PREFILL_TILE, EngineConfig
-from jaxpaged.engine import machine
+from jaxpaged.engine import capacity
+from jaxpaged.engine.setup import Setup
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.loading import Checkpoint
 from jaxpaged.pooling import loop
@@ -53,17 +54,15 @@ class PoolingEngine:
         checkpoint = body(checkpoint)
         self.config, self.model_config, self.head = config, checkpoint.config, head
         self.tokenizer = checkpoint.tokenizer
-        self.max_model_len = machine.max_model_len(config, checkpoint.config)
-        self._implementation, why = machine.attention(config, checkpoint.config)
-        logging.info("attention: %s (%s)", self._implementation, why)
-        dtype = machine.resolve_dtype(config)
-        model = checkpoint.model(dtype, config.quantization, None, config.loop_over_layers)
-        self._num_blocks = _num_blocks(config, checkpoint, self.max_model_len)
-        layout = machine.layout(config, checkpoint.config)
-        self._cache: KVCache = model.create_cache(self._num_blocks, config.block_size, layout)
+        setup = Setup(config, checkpoint.config)
+        self.max_model_len, self._implementation = setup.max_model_len, setup.attention
+        logging.info("attention: %s (%s)", setup.attention, setup.attention_reason)
+        model = checkpoint.model(setup.dtype, config.quantization, None, config.loop_over_layers)
+        self._num_blocks = _num_blocks(setup)
+        self._cache: KVCache = model.create_cache(self._num_blocks, config.block_size, setup.layout)
         model.lm_head = None  # nobody asks for logits
         self._graphdef, self._params = nnx.split(model)
-        self._num_tiles = machine.tiles_per_pass(config)
+        self._num_tiles = setup.tiles_per_pass
         self._lock = threading.Lock()
 
     def admit(self, token_ids: Any, params: PoolingParams, *, wants_tokens: bool = False) -> Text:
@@ -199,13 +198,14 @@ def _chances(logits: np.ndarray, activation: str) -> np.ndarray:
     return logits
 
 
-def _num_blocks(config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> int:
+def _num_blocks(setup: Setup) -> int:
     """Return the blocks of the cache: room for one text of full length, and for a few tokens of each row.
 
     Raises `InputError` if memory, or `num_blocks`, leaves no room for a text of full length.
     """
+    config, max_model_len = setup.config, setup.max_model_len
     least = 1 + cdiv(max_model_len, config.block_size)
-    most = machine.cache_size(config, checkpoint.config).num_blocks
+    most = capacity.cache_size(setup).num_blocks
     if most < least:
         room = (most - 1) * config.block_size
         raise InputError(

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import machine
 from jaxpaged.engine.request import since
+from jaxpaged.engine.setup import Setup
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
@@ -143,7 +143,7 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     check("model", name, rule.format(shape, dump.vocab_size, window), fits)
     dtype: Any = str(kv.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)
-    step_config = replace(dump.step_config, attention=machine.attention(config, c)[0])
+    step_config = replace(dump.step_config, attention=Setup(config, c).attention)
     model = checkpoint.model(kv.dtype)
     return replace(dump, step_config=step_config), model
 

@@ -514,7 +514,7 @@ class Anything: pass
 first = weakref.finalize(Anything(), int)  # so that what weakref does at the end comes after what jax does
 import sys
 import jaxpaged
-from jaxpaged.engine import loop
+from jaxpaged.step import loop
 traced = []
 advance = loop.advance
 def spy(*args):

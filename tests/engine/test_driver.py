@@ -9,8 +9,8 @@ import pytest
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import driver as driver_module
-from jaxpaged.engine import machine
 from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.setup import Setup
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from jaxpaged.step import loop
@@ -318,19 +318,19 @@ def test_the_attention_is_chosen_once_and_says_why(options, head_dim, default, c
     monkeypatch.setattr(native, "why_not_cache", lambda layout, dtype: why_not)
     monkeypatch.setattr(native, "instructions", lambda: "AVX2 with FMA")
     model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
-    implementation, reason = machine.attention(EngineConfig(**options), model)
-    assert implementation == chosen
-    assert why in reason
+    setup = Setup(EngineConfig(**options), model)
+    assert setup.attention == chosen
+    assert why in setup.attention_reason
 
 
 def test_an_attention_that_does_not_serve_the_model_is_refused():
     with pytest.raises(InputError, match="attention='mosaic_gpu' must serve the model: .*q.dtype=float32"):
-        machine.attention(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG)
+        _ = Setup(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG).attention
     with pytest.raises(InputError, match="attention='native' must serve the model: the dtype is float16"):
-        machine.attention(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG)
+        _ = Setup(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG).attention
 
 
 def test_a_native_target_that_the_processor_is_not_is_refused(monkeypatch):
     monkeypatch.setenv("JAXPAGED_NATIVE", "avx3")
     with pytest.raises(InputError, match="JAXPAGED_NATIVE='avx3' must be 0, 1 or a target of this processor"):
-        machine.attention(EngineConfig(), tiny.CONFIG)
+        _ = Setup(EngineConfig(), tiny.CONFIG).attention

@@ -16,8 +16,9 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import machine, startup
+from jaxpaged.engine import capacity, start
 from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import AttentionBatch
@@ -272,9 +273,9 @@ def test_combinations_that_mean_nothing_are_refused_at_the_door(wrong: dict[str,
 def test_a_block_takes_what_the_arrays_take() -> None:
     model = tiny.load(F32)
     for name, layout in LAYOUTS.items():
-        config = EngineConfig(**tiny.DEFAULTS | options(name, layout))
-        size = machine.cache_size(config, tiny.CONFIG)
-        cache = startup.state_shapes(config, tiny.CONFIG, model, size.num_blocks).kv_cache
+        setup = Setup(EngineConfig(**tiny.DEFAULTS | options(name, layout)), tiny.CONFIG)
+        size = capacity.cache_size(setup)
+        cache = start.state_shapes(setup, model, size.num_blocks).kv_cache
         held = sum(x.size * x.dtype.itemsize for x in cache.blocks.values())
         assert held == size.num_bytes, name
         assert cache.dtype == jnp.float32

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import disk_cache
-from jaxpaged.engine import programs, startup
+from jaxpaged.engine import programs, start
 from jaxpaged.engine.driver import Driver
 from jaxpaged.memory import block_pool
 from tests import tiny
@@ -147,8 +147,8 @@ def test_an_engine_may_keep_no_programs(monkeypatch):
     monkeypatch.setattr(programs, "kept", lambda *args, **options: asked.append(args))
     for keep in (True, False):
         driver = tiny.driver(keep_programs=keep)
-        loaded = driver.config, driver.door.model_config, driver._graphdef, driver._params, driver._state
-        assert startup.run_of(*loaded, by_host=False) is None
+        loaded = driver.setup, driver._graphdef, driver._params, driver._state
+        assert start.run_of(*loaded, by_host=False) is None
         assert len(asked) == keep
         asked.clear()
 

@@ -15,9 +15,10 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import machine, startup
+from jaxpaged.engine import machine, start
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.request import Delta
+from jaxpaged.engine.setup import Setup
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.step import step
 from jaxpaged.step.plan import plan, slots_of
@@ -121,7 +122,7 @@ def test_a_step_takes_the_narrowest_pass_that_holds_all_that_run():
 
 def test_the_host_turns_the_loop_where_the_device_fails_to(monkeypatch, caplog):
     """Unless it is not to. What fails has used up the state; what runs then is the device's loop again."""
-    run_of = startup.run_of
+    run_of = start.run_of
     by_hosts = []
 
     def run_or_fail(*loaded, by_host):
@@ -132,7 +133,7 @@ def test_the_host_turns_the_loop_where_the_device_fails_to(monkeypatch, caplog):
         by_hosts.append(by_host)
         return run_of(*loaded, by_host=False) if by_host else fails
 
-    monkeypatch.setattr(startup, "run_of", run_or_fail)
+    monkeypatch.setattr(start, "run_of", run_or_fail)
     with pytest.raises(jax.errors.JaxRuntimeError):  # on a CPU it is no graph that fails
         tiny.driver(**tiny.SMALL)
     monkeypatch.setattr(machine, "may_fail_to_launch", lambda error: True)
@@ -171,7 +172,7 @@ def test_a_loop_over_layers_that_a_gpu_cannot_have_is_refused(monkeypatch):
     asked = {"loop_over_layers": True, "dtype": "bfloat16", "attention": "mosaic_gpu", "block_size": 16}
 
     def refuse(**options):
-        machine.refuse_loop(EngineConfig(**asked | options), dataclasses.replace(tiny.CONFIG, head_dim=64))
+        Setup(EngineConfig(**asked | options), dataclasses.replace(tiny.CONFIG, head_dim=64)).check()
 
     refuse()  # on a CPU XLA may copy what it likes
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -22,6 +22,11 @@ DRIVER = Path(__file__).parent / "native_driver.cc"
 CACHE = Path(__file__).parents[2] / ".pytest_cache"
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATORS = "qemu-aarch64", "qemu-aarch64-static"
+# Compiling a driver takes 10 to 25 seconds, so every run has that of this processor's fastest target alone.
+EACH = [
+    pytest.param(name, marks=[] if name in library.targets()[:1] else pytest.mark.slow)
+    for name in library.TARGETS
+]
 
 
 class Kernels(Protocol):

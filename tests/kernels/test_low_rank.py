@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import low_rank, native
-from pallas_kernels.native import library
 from tests.kernels import native_targets
 from tests.kernels.native_targets import Kernels
 from tests.kernels.test_native import bits, draw, each_dtype
@@ -13,7 +12,7 @@ from tests.kernels.test_native import bits, draw, each_dtype
 WIDTHS, INPUTS, RANK, CHOICES, LAYERS = (70, 16, 33), 41, 32, 3, 2
 
 
-@pytest.fixture(params=["plain", "xla", *library.TARGETS])
+@pytest.fixture(params=["plain", "xla", *native_targets.EACH])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Plain() if request.param == "plain" else native_targets.kernels(request.param)
 

@@ -35,7 +35,7 @@ F32, BF16 = map(jnp.dtype, ("float32", "bfloat16"))
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@pytest.fixture(params=["xla", *library.TARGETS])
+@pytest.fixture(params=["xla", *native_targets.EACH])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return native_targets.kernels(request.param)
 

@@ -10,7 +10,6 @@ from jaxpaged.models.files.gguf import blocks as gguf_blocks
 from jaxpaged.models.files.gguf.blocks import KINDS
 from jaxpaged.models.quantised.codes import Kind, Rows, packed
 from pallas_kernels import native, quantised
-from pallas_kernels.native import library
 from reference import quantisation, quantised_checkpoints
 from tests.kernels import native_targets
 from tests.kernels.native_targets import Kernels
@@ -21,7 +20,7 @@ FLOATS = "fp8, a scale for 128 inputs"
 each_kind = pytest.mark.parametrize("kind", [*KINDS, FLOATS])
 
 
-@pytest.fixture(params=["xla", *library.TARGETS])
+@pytest.fixture(params=["xla", *native_targets.EACH])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return native_targets.kernels(request.param)
 

@@ -9,8 +9,9 @@ from flax import nnx
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import machine, programs, startup
+from jaxpaged.engine import capacity, machine, programs, start
 from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget
 from jaxpaged.models.decoder import abstract
@@ -138,8 +139,8 @@ def test_the_memory_of_a_gpu_is_what_jax_has_of_it(utilization, environment, sta
 def test_where_jax_does_not_say_how_much_memory_there_is_the_cache_must_be_given(monkeypatch):
     monkeypatch.setattr(machine, "memory_stats", dict)
     with pytest.raises(InputError, match="num_blocks=None must be an int where JAX does not say how much"):
-        startup.known_size(EngineConfig(), tiny.CONFIG)
-    assert startup.known_size(EngineConfig(num_blocks=9), tiny.CONFIG).num_blocks == 9
+        start.known_size(Setup(EngineConfig(), tiny.CONFIG))
+    assert start.known_size(Setup(EngineConfig(num_blocks=9), tiny.CONFIG)).num_blocks == 9
 
 
 def test_what_is_too_large_beside_the_weights_is_refused_before_they_are_loaded(monkeypatch):
@@ -148,13 +149,13 @@ def test_what_is_too_large_beside_the_weights_is_refused_before_they_are_loaded(
     config = EngineConfig(**tiny.DEFAULTS | {"num_blocks": None, "gpu_memory_utilization": 0.5})
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": most})
-    assert startup.known_size(config, tiny.CONFIG) is None
+    assert start.known_size(Setup(config, tiny.CONFIG)) is None
     monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": most - 1})
     message = (
         rf"at least 2 blocks of 2048 bytes, but only 4095 bytes .* less .* free and {weights} of weights"
     )
     with pytest.raises(InputError, match=message):
-        startup.known_size(config, tiny.CONFIG)
+        start.known_size(Setup(config, tiny.CONFIG))
 
 
 def test_quantised_weights_count_as_they_are_kept(monkeypatch):
@@ -169,12 +170,12 @@ def test_quantised_weights_count_as_they_are_kept(monkeypatch):
     config = EngineConfig(**tiny.DEFAULTS | {"num_blocks": None, "gpu_memory_utilization": 0.5})
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": most})
-    assert startup.known_size(config, tiny.CONFIG, shapes) is None
+    assert start.known_size(Setup(config, tiny.CONFIG), shapes) is None
     with pytest.raises(InputError, match="of weights"):
-        startup.known_size(config, tiny.CONFIG)
+        start.known_size(Setup(config, tiny.CONFIG))
     monkeypatch.setattr(machine, "memory_stats", lambda: {"bytes_limit": most - 1})
     with pytest.raises(InputError, match=f"only 4095 bytes .* less .* free and {kept} of weights"):
-        startup.known_size(config, tiny.CONFIG, shapes)
+        start.known_size(Setup(config, tiny.CONFIG), shapes)
 
 
 def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
@@ -191,7 +192,7 @@ def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     tiny.replace(monkeypatch, machine, "memory_stats", lambda: {"bytes_limit": limit, "bytes_in_use": in_use})
     tiny.replace(
-        monkeypatch, machine, "activation_bytes", lambda *_: of_loop
+        monkeypatch, capacity, "activation_bytes", lambda *_: of_loop
     )  # a good guess: 65 blocks, or one less
     tiny.replace(monkeypatch, programs, "compiled", lambda *_: pytest.fail("there is one"))
     driver = tiny.driver(num_blocks=None, gpu_memory_utilization=0.5)
@@ -206,7 +207,7 @@ def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     weights = sum(x.nbytes for x in jax.tree.leaves(driver._params))
     stats = {"bytes_limit": limit + weights, "bytes_in_use": in_use}
     tiny.replace(monkeypatch, machine, "memory_stats", lambda: stats)
-    size = startup.cache_size(driver.config, tiny.CONFIG)
+    size = start.cache_size(driver.setup)
     assert (size.num_blocks, size.budget.left) == (num_blocks, limit - taken)
 
 
@@ -261,9 +262,9 @@ def test_a_length_that_the_cache_cannot_hold_is_refused_or_made_to_fit(
     size = sizing.CacheSize(config.num_blocks or 9, 2048, 8, *why)
     if isinstance(want, str):
         with pytest.raises(InputError, match=want):
-            machine.served_len(config, model_config, size)
+            capacity.served_len(Setup(config, model_config), size)
     else:
-        assert machine.served_len(config, model_config, size) == want
+        assert capacity.served_len(Setup(config, model_config), size) == want
     says = f"max_model_len is {want}, not the model's 128: what fits into 8 blocks of 8 tokens"
     assert (says in caplog.text) == (want == 65 and options.get("max_model_len") != 65)
 
@@ -282,10 +283,10 @@ def test_a_cache_too_small_is_told_of_before_anything_is_loaded_and_the_door_kno
 
 def test_what_a_cpu_has_for_the_cache_is_reckoned_from_shapes():
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=36)
-    budget = machine.budget(config, tiny.CONFIG, bytes_to_load=10**6)
+    budget = capacity.budget(Setup(config, tiny.CONFIG), bytes_to_load=10**6)
     # 32 tokens x the 96 columns of gate and up, four times, and 4 rows x 97 logits, three times
     activations = 4 * (4 * 32 * 96 + 3 * 4 * 97)
-    state, per_block = machine.state_bytes(config, tiny.CONFIG)
+    state, per_block = capacity.state_bytes(Setup(config, tiny.CONFIG))
     assert budget.taken == (("of state", state), ("of activations", activations))
     assert "5% of this machine's" in budget.what
     # Of 8 rows the tokens, what changes logits, and the last tokens' scores; 56 bytes and 16 tokens a block.
@@ -297,7 +298,7 @@ def test_what_a_cpu_has_for_the_cache_is_reckoned_from_shapes():
 def test_what_is_reckoned_of_the_state_is_what_the_state_takes(monkeypatch):
     monkeypatch.setattr(Driver, "_compile", lambda self: None)
     driver = tiny.driver(num_blocks=128)
-    fixed, per_block = machine.state_bytes(driver.config, tiny.CONFIG)
+    fixed, per_block = capacity.state_bytes(driver.setup)
     state = driver._state
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - sum(
         x.nbytes for x in jax.tree.leaves(state.kv_cache)

@@ -14,8 +14,9 @@ from jaxpaged.checks import InputError
 from jaxpaged.models import loading
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.files import safetensors_files
+from jaxpaged.models.quantised import mxfp4
 from jaxpaged.models.quantised.checkpoints import Module, Tensors, read
-from jaxpaged.models.quantised.codes import Part, mxfp4, packed, wide
+from jaxpaged.models.quantised.codes import Part, packed, wide
 from jaxpaged.models.weights import by_role
 from pallas_kernels.quantised import Quantised
 from reference import model as reference_model

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jaxpaged import LLM, LoRARequest, SamplingParams
-from jaxpaged.engine import startup
 from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.setup import Setup
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPTS = [[5, 6, 7, 8, 9] * n for n in (1, 4, 9, 6)]
@@ -64,10 +64,10 @@ def differ_in_the_end(follow):
     return following
 
 
-def tells_that_it_begins(*args, split=startup.split):
+def tells_that_it_begins(setup, check=Setup.check):
     """What an engine does first, once all processes have agreed."""
     say(begins=True)
-    return split(*args)
+    return check(setup)
 
 
 def fails(*_):
@@ -78,9 +78,8 @@ def fails(*_):
 
 def main(arguments):
     options = json.loads(arguments)
-    startup.split = {"tells": tells_that_it_begins, "fails": fails}.get(
-        options.pop("begins", ""), startup.split
-    )
+    begins = {"tells": tells_that_it_begins, "fails": fails}
+    Setup.check = begins.get(options.pop("begins", ""), Setup.check)
     if options.pop("differs", False):
         Driver.follow = differ_in_the_end(Driver.follow)
     is_brief = options.pop("brief", False)

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpaged import LLM, AsyncLLM
 from jaxpaged.checks import InputError
-from jaxpaged.engine import machine, startup
+from jaxpaged.engine import start
 from jaxpaged.engine.driver import Driver
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
@@ -233,15 +233,13 @@ def test_one_group_runs_the_loop_as_it_is_written(monkeypatch):
     monkeypatch.setattr(Driver, "_compile", lambda self: None)
     driver = tiny.driver(**tiny.SMALL)
     size = driver.cache_size.num_blocks
-    config, model_config = driver.config, driver.door.model_config
-    state = startup.create_state(config, model_config, tiny.load(np.dtype("float32")), size)
-    parts = config, model_config, driver._graphdef, driver._params, state
-    source = startup.Source(*parts, by_host=False)
+    state = start.create_state(driver.setup, tiny.load(np.dtype("float32")), size)
+    source = start.Source(driver.setup, driver._graphdef, driver._params, state, by_host=False)
     written = jax.jit(
         inspect.unwrap(loop.run), static_argnames=("graphdef", "config"), donate_argnames="state"
     )
     plain = written.lower(driver._graphdef, *source.arrays, config=source.step_config)
-    assert machine.mesh(config) is None
+    assert driver.setup.mesh is None
     assert source.lower().as_text() == plain.as_text()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxpaged.arithmetic import cdiv, next_power_of_two
 from jaxpaged.checks import INT32_MAX, InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.machine import WATERMARK
+from jaxpaged.engine.setup import WATERMARK
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.serving import loop
 from jaxpaged.lab.serving.loop import FINISHED, FIRST_TOKEN, STARTED

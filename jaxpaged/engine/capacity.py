@@ -1,0 +1,157 @@
+"""Capacity: how many blocks the cache gets, and how long a request may be, reckoned from shapes."""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.checks import InputError
+from jaxpaged.config import AUTO, PREFILL_TILE
+from jaxpaged.engine import machine
+from jaxpaged.engine.setup import Setup
+from jaxpaged.memory import kv_cache, sizing
+from jaxpaged.memory.sizing import Budget, CacheSize
+from jaxpaged.models.names import num_weights
+from jaxpaged.step.state import EngineState, create_state, create_tables
+from pallas_kernels.gpu.decode.attention import partial_bytes
+from pallas_kernels.gpu.prompt.attention import partial_bytes as prompt_partial_bytes
+
+# Fraction of a CPU's memory that the cache may take, beside other programs.
+CPU_MEMORY_SHARE = 0.05
+
+
+def cache_size(setup: Setup) -> CacheSize:
+    """Reckon from shapes alone how many blocks the cache gets on this machine.
+
+    On a GPU this is a guess, which `start.fitted` corrects: there the cache gets all that is left.
+    """
+    config = setup.config
+    return sizing.cache_size(
+        num_blocks=config.num_blocks,
+        bytes_per_block=bytes_per_block(setup),
+        state_bytes_per_block=state_bytes(setup)[1],
+        block_size=config.block_size,
+        num_layers=setup.model_config.num_layers,
+        budget=budget(setup, weight_bytes(setup)) if config.num_blocks is None else None,
+    )
+
+
+def longest_that_fits(setup: Setup, size: CacheSize) -> int:
+    """Return how many tokens a request may have for the cache to hold it: at most `max_model_len`.
+
+    The request has the cache for itself. An answer's last token is never written to the cache.
+    """
+    longest, usable = setup.max_model_len, size.num_blocks - 1
+    fits = setup.step_config(size.num_blocks).blocks_of(longest - 1, size.block_size) <= usable
+    return longest if fits else usable * size.block_size + 1
+
+
+def served_len(setup: Setup, size: CacheSize) -> int:
+    """Return how many tokens a request may have in an engine with a cache of this size.
+
+    The length is `max_model_len` if the cache holds so many. Otherwise it is what fits, where that was asked
+    for with "auto", or where neither the length nor the cache's size was chosen, on a CPU. A shorter length
+    is logged. Raises `InputError` if the cache is too small for the length that was asked for.
+    """
+    config = setup.config
+    longest, fits = setup.max_model_len, longest_that_fits(setup, size)
+    if fits == longest:
+        return longest
+    is_ours = config.max_model_len is None and config.num_blocks is None and machine.memory_stats() is None
+    if is_ours or config.max_model_len == AUTO:
+        logging.warning(
+            "max_model_len is %d, not the model's %d: what fits into %d blocks of %d tokens",
+            *(fits, longest, size.num_blocks - 1, size.block_size),
+        )
+        return fits
+    whose = ", the model's own," if config.max_model_len is None else ""
+    need = setup.step_config(size.num_blocks).blocks_of(longest - 1, size.block_size)
+    usable = size.num_blocks - 1
+    if config.num_blocks is not None:
+        has, or_more = f"num_blocks={size.num_blocks} leaves {usable} for use", f", or num_blocks={need + 1}"
+    else:
+        has = f"the cache has {usable} for use, {usable * size.bytes_per_block} bytes: {size.reason}"
+        or_more = ", or more memory (gpu_memory_utilization)"
+    raise InputError(
+        f"max_model_len={longest}{whose} needs {need} blocks of {size.block_size} tokens, "
+        f"{need * size.bytes_per_block} bytes, but {has}; give max_model_len={fits}, or 'auto' for what fits"
+        f"{or_more}"
+    )
+
+
+def budget(setup: Setup, bytes_to_load: int) -> Budget:
+    """Reckon the bytes that the cache may take.
+
+    On a CPU these are a fraction of the physical memory. On a GPU they are what `gpu_memory_utilization`
+    gives, less the weights that are still to be loaded. The engine's state and the activations of the widest
+    step are subtracted, both reckoned from shapes.
+    """
+    beside = ("of state", state_bytes(setup)[0]), ("of activations", activation_bytes(setup))
+    stats = machine.memory_stats()
+    if stats is None:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        what = f"{CPU_MEMORY_SHARE:.0%} of this machine's {physical} bytes"
+        size = setup.config.tensor_parallel_size * setup.config.data_parallel_size
+        if size > 1:
+            what += f", shared by {size} devices"
+        return Budget(int(physical * CPU_MEMORY_SHARE) // size, what, beside)
+    return machine.gpu_budget(setup.config, stats).less(("of weights", bytes_to_load), *beside)
+
+
+def bytes_per_block(setup: Setup) -> int:
+    """Return the bytes of one block: K and V in all layers."""
+    return sizing.bytes_per_block(
+        block_size=setup.config.block_size,
+        num_layers=setup.model_config.num_layers,
+        num_kv_heads=setup.model_config.num_kv_heads,
+        head_dim=setup.model_config.head_dim,
+        dtype=setup.dtype,
+        layout=setup.layout,
+    )
+
+
+def weight_bytes(setup: Setup) -> int:
+    """Return the bytes of all weights, if all had the engine's dtype."""
+    return num_weights(setup.model_config) * setup.dtype.itemsize
+
+
+@functools.cache  # asked for twice, and it traces what creates the state
+def state_bytes(setup: Setup) -> tuple[int, int]:
+    """Return the bytes of the engine's state beside K and V: those of its rows, and those of each block."""
+    config, max_len = setup.config, setup.max_model_len
+
+    def of_blocks(num_blocks: int) -> int:
+        def create() -> EngineState:
+            caching = config.enable_prefix_caching
+            width = cdiv(max_len, config.block_size)
+            sizes = num_blocks, config.num_rows, width, config.block_size
+            tables = create_tables(*sizes, prefix_caching=caching)
+            nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
+            return create_state(tables, nothing, max_len, setup.model_config.vocab_size)
+
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
+
+    few, step = of_blocks(1024), 1024
+    per_block = (of_blocks(1024 + step) - few) // step
+    return few - 1024 * per_block, per_block
+
+
+def activation_bytes(setup: Setup) -> int:
+    """Estimate from above the bytes that one step needs beside weights and cache.
+
+    In float32 there are four copies of the widest intermediate of a layer, three of the logits (in a step
+    with filters; penalties take a little more), and the partial results of a GPU's kernels for long rows.
+    """
+    c, config = setup.model_config, setup.config
+    tokens = max(config.num_prefill_tiles * PREFILL_TILE, config.max_num_seqs)
+    widest = max(2 * c.widest_mlp, (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)
+    partials = 0
+    if setup.attention == "mosaic_gpu":
+        group_size, max_len = c.num_q_heads // c.num_kv_heads, setup.max_model_len
+        heads = c.num_kv_heads, group_size, c.head_dim
+        partials = partial_bytes(config.max_num_seqs, max_len, *heads)
+        partials += prompt_partial_bytes(setup.tiles_per_pass, PREFILL_TILE, max_len, *heads)
+    return 4 * (4 * tokens * widest + 3 * config.max_num_seqs * c.vocab_size) + partials

@@ -1,0 +1,197 @@
+"""An engine's setup: what its options come to for one model on this machine."""
+
+import dataclasses
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxpaged.checks import InputError, check
+from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.layer_form import form_of
+from jaxpaged.parallel.mesh import mesh_of
+from jaxpaged.parallel.shards import Shards
+from jaxpaged.parallel.shares import Share
+from jaxpaged.step.config import StepConfig
+from pallas_kernels import layouts, native, support
+from pallas_kernels.layouts import Layout
+from pallas_kernels.ops import TiledImplementation, choice
+
+# Fraction of the blocks that stays free, as in vLLM, when a request is admitted beside running ones.
+WATERMARK = 0.01
+
+
+def resolve_dtype(config: EngineConfig) -> jnp.dtype:
+    """Return the dtype of weights and activations; "auto" is float32 on a CPU and bfloat16 on a GPU."""
+    if config.dtype == "auto":
+        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return jnp.dtype(config.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The options of an engine and its model, with all that follows from them on this machine.
+
+    Each property is computed when it is first asked for, and kept. Those that refuse options raise
+    `InputError`; `check` asks for them before anything is loaded.
+    """
+
+    config: EngineConfig
+    whole: ModelConfig  # the model; `model_config` describes what one device computes
+
+    def check(self) -> None:
+        """Raise `InputError` if the layout, the loop over layers, or the shards do not go with the model."""
+        _ = self.mesh
+        if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
+            raise InputError(f"kv_layout={self.layout}: {rule}")
+        self._check_loop_over_layers()
+        _ = self.shares
+
+    @functools.cached_property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of weights and activations."""
+        return resolve_dtype(self.config)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh | None:
+        """Mesh of the devices: replicas by shards. None for one device."""
+        size, replicas = self.config.tensor_parallel_size, self.config.data_parallel_size
+        return None if size == replicas == 1 else mesh_of(size, replicas, self.config.num_processes)
+
+    @functools.cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """Shards of the model under tensor parallelism, one for each device; empty for one device."""
+        size = self.config.tensor_parallel_size
+        if self.mesh is None or size == 1:
+            return ()
+        shards = Shards(size, self.config.tensor_parallel_sums)
+        return tuple(Share(self.whole, shards, number) for number in range(size))
+
+    @functools.cached_property
+    def model_config(self) -> ModelConfig:
+        """Model as one device computes it: narrower than `whole` under tensor parallelism."""
+        return self.shares[0].config if self.shares else self.whole
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Layout of the cache."""
+        config = self.config
+        try:
+            chosen = layouts.choose(
+                config.kv_layout, config.kv_cache_dtype, measures_scales=config.calculate_kv_scales
+            )
+            layouts.check(chosen, config.block_size, self.whole.head_dim, self.dtype)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        return chosen.on_several() if config.tensor_parallel_size > 1 else chosen
+
+    @property
+    def attention(self) -> TiledImplementation:
+        """Implementation of attention for prompts and answers, on this machine."""
+        return self._attention[0]
+
+    @property
+    def attention_reason(self) -> str:
+        """Reason for the choice of `attention`, for the log."""
+        return self._attention[1]
+
+    @functools.cached_property
+    def max_model_len(self) -> int:
+        """Tokens that a row of the state can hold: at most what the model was made for.
+
+        A request may have fewer where the cache is small: see `capacity.served_len`.
+        """
+        wanted, most = self.config.max_model_len, self.whole.max_model_len
+        if wanted is None or wanted == AUTO:
+            return most
+        check("max_model_len", wanted, f"at most the model's {most}", wanted <= most)
+        return wanted
+
+    @functools.cached_property
+    def tiles_per_pass(self) -> int:
+        """Prompt tiles in one forward pass: a fixed number, so that a token's bits are fixed, too.
+
+        A wide pass computes long prompts faster, a narrow one wastes less on short ones. It has 16 tokens for
+        each row that can run, at least 64, and at most what makes a product efficient (LOG.md: 256 on two CPU
+        cores).
+        """
+        widest = 256 if jax.default_backend() == "cpu" else 512
+        tokens = min(max(16 * self.config.max_num_seqs, 64), widest)
+        return min(tokens // PREFILL_TILE, self.config.num_prefill_tiles)
+
+    def step_config(self, num_blocks: int) -> StepConfig:
+        """Return the constants of the compiled step over a pool of `num_blocks` blocks."""
+        config = self.config
+        return StepConfig(
+            max_num_seqs=config.max_num_seqs,
+            num_tiles=config.num_prefill_tiles,
+            tiles_per_pass=self.tiles_per_pass,
+            attention=self.attention,
+            watermark_blocks=int(WATERMARK * num_blocks),
+            sliding_window=self.whole.sliding_window,
+            reuse_answers=config.reuse_answers,
+            decode_widths=config.decode_widths,
+        )
+
+    def description(self) -> dict[str, str]:
+        """Describe what all processes of an engine must have in common, as texts by their names."""
+        fields = {f.name: repr(getattr(self.config, f.name)) for f in dataclasses.fields(self.config)}
+        del fields["process_id"], fields["distributed_init"]  # these may differ between processes
+        return {**fields, "model": hashlib.sha256(repr(self.whole).encode()).hexdigest()[:12]}
+
+    @functools.cached_property
+    def _attention(self) -> tuple[TiledImplementation, str]:
+        asked = self.config.attention
+        try:
+            no_native = native.why_not_cache(self.layout, self.dtype)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        wanted = choice.default_tiled_implementation(self.dtype, tile_len=1) if asked == "auto" else asked
+        if why := self._why_not(wanted):
+            if asked != "auto":
+                raise InputError(f"attention={asked!r} must serve the model: {why}")
+            return "xla", why
+        if asked != "auto":
+            return wanted, "asked for"
+        if wanted == "xla":
+            if jax.default_backend() != "cpu":
+                no_native = None
+            return wanted, no_native or "the kernels are for Hopper GPUs"
+        return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else native.instructions()
+
+    def _why_not(self, implementation: TiledImplementation) -> str | None:
+        """Return why an implementation of attention does not serve this setup; None if it does."""
+        c = self.model_config
+        if implementation == "native":
+            extras = ", ".join(c.attention_extras)
+            why_not = native.why_not_cache(self.layout, self.dtype)
+            return why_not or (f"the native kernel has no {extras}" if extras else None)
+        view = self.layout.view()
+        numbers = None if view is None else self.layout.arrays(1, 1, 1, 1, self.dtype)[view.k.array].dtype
+        try:
+            support.refuse_unserved(
+                implementation,
+                dtype=self.dtype,
+                cache_dtype=jnp.dtype(numbers or self.dtype),
+                head_dim=c.head_dim,
+                block_size=self.config.block_size,
+                group_size=c.num_q_heads // c.num_kv_heads,
+                options=support.Options(scale=1.0, sliding_window=c.sliding_window, kv_layout=self.layout),
+            )
+        except NotImplementedError as error:
+            return str(error)
+        return None
+
+    def _check_loop_over_layers(self) -> None:
+        """Raise `InputError` if layers cannot be computed in a loop: on a GPU XLA cannot multiply in one."""
+        if not self.config.loop_over_layers or jax.default_backend() == "cpu":
+            return
+        serves = form_of(self.dtype).stacked == "mosaic_gpu" and self.attention == "mosaic_gpu"
+        rule = (
+            f"None or False with {self.dtype} and attention by {self.attention} on this device: on a GPU a "
+            "loop over layers needs Hopper's kernels for both, and 16 bits"
+        )
+        check("loop_over_layers", True, rule, serves)
