@@ -1,7 +1,7 @@
-"""Who of several GPU programs arrives last: a counter in the GPU's memory.
+"""A counter in the GPU's memory by which the last of several programs to arrive knows that it is the last.
 
-Each program that works on a part of something writes its result to memory, then arrives. The one that is told
-it was the last may read what all the others wrote, and no program ever waits for another.
+Each program that computes a partition of something writes its result to memory, then arrives. The last one
+may read what all the others wrote, and no program ever waits for another.
 """
 
 from typing import Any
@@ -16,14 +16,15 @@ SCALAR = plgpu.Layout.WG_SPLAT  # a number that all threads of a warpgroup have
 
 
 def is_last(counter: Any, flag_smem: Any, count: jax.Array, transforms: tuple[Any, ...] = ()) -> jax.Array:
-    """Count an arrival of a warpgroup; whether it is the last of `count`, whose writes are then all seen.
+    """Count a warpgroup's arrival. Return whether it is the last of `count`; then all the others' writes are
+    visible.
 
     counter: [1] int32 in the GPU's memory, 0 before the first arrival, and 0 again after the last.
-    flag_smem: shared memory of this warpgroup of whatever type, with these transforms; its first 4 bytes are
+    flag_smem: shared memory of this warpgroup of any type, with these transforms. Its first 4 bytes are
         overwritten, and free again afterwards.
 
-    Every thread's own writes come first (fence), then those of its warpgroup (barrier), then one thread
-    counts for all; whoever reads after the last arrival does so behind a fence too.
+    A fence orders every thread's own writes, a barrier those of its warpgroup; then one thread counts for
+    all. A second fence lets the last warpgroup read the others' writes.
     """
 
     @plgpu.inline_mgpu(
@@ -61,7 +62,9 @@ def is_last(counter: Any, flag_smem: Any, count: jax.Array, transforms: tuple[An
 def is_last_in_turn(
     counter: Any, flag_smem: Any, count: jax.Array, transforms: tuple[Any, ...] = ()
 ) -> jax.Array:
-    """The same for programs that run one after another, as in Pallas' interpreter, which knows no atomics."""
+    """Compute `is_last` for programs that run one after another, as in Pallas' interpreter, which has no
+    atomics.
+    """
     before = counter[0]
     counter[0] = jnp.where(before == count - 1, 0, before + 1)
     return before == count - 1

@@ -10,10 +10,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.verify.tiles import Case, assert_close
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu.cut import Cut, Parts
-from pallas_kernels.gpu.prompt import parts
-from pallas_kernels.gpu.prompt.tile import Problem
+from pallas_kernels.gpu import common
+from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
+from pallas_kernels.gpu.prompt import partitions
+from pallas_kernels.gpu.prompt.program import Problem
 from pallas_kernels.layouts import TOKEN_MAJOR
 from tests.kernels.interpreter import (
     fresh_interpreter,
@@ -37,11 +37,11 @@ WINDOW = Case(
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "cut_of", lambda *_, **__: Cut(128, 3))
+    monkeypatch.setattr(partitions, "partitioning_of", lambda *_, **__: Partitioning(128, 3))
 
 
 def launch(c: Case, tiles: slice = slice(None), **wrong: bool) -> np.ndarray:
-    """All programs of a call at once."""
+    """Run all programs of a call at once."""
     with shadow_reads(), several_programs(**wrong):
         return launch_in_turn(c, tiles)
 
@@ -67,6 +67,8 @@ def problem(window: int | None) -> Problem:
         in_registers=True,
         block_stride=1,
         is_interpreted=False,
+        tile_kv=128,
+        packed=None,
     )
 
 
@@ -77,11 +79,11 @@ LENGTHS = np.array([32, 128, 130, 392, 400, 505, 772, 1024, 0], np.int32)  # the
 @pytest.mark.parametrize("window", [None, 300])
 def test_parts_follow_from_a_tiles_own_position(window: int | None) -> None:
     """Each token that a tile sees is one part's; the same alone, and in a sequence that ends earlier."""
-    cut = Cut(128, 4)
+    partitioning = Partitioning(128, 4)
 
     @jax.jit
-    def plan(positions: jax.Array, seq_lens: jax.Array) -> Parts:
-        return parts.plan(problem(window), positions, seq_lens, 1024, cut)
+    def plan(positions: jax.Array, seq_lens: jax.Array) -> PartitionList:
+        return partitions.plan(problem(window), positions, seq_lens, 1024, partitioning)
 
     def parts_of(positions: np.ndarray, seq_lens: np.ndarray) -> list[list[tuple[int, int]]]:
         found: list[list[tuple[int, int]]] = [[] for _ in positions]
@@ -97,7 +99,7 @@ def test_parts_follow_from_a_tiles_own_position(window: int | None) -> None:
     for tile, (position, length) in enumerate(zip(POSITIONS, LENGTHS, strict=True)):
         its, first = together[tile], 0 if window is None else max(int(position) + 1 - window, 0)
         assert [t for span in its for t in range(*span)] == list(range(first, length))
-        assert 1 <= len(its) <= cut.most
+        assert 1 <= len(its) <= partitioning.max_partitions
         one = POSITIONS[tile : tile + 1]
         assert parts_of(one, LENGTHS[tile : tile + 1]) == [its]
         if length:
@@ -107,32 +109,32 @@ def test_parts_follow_from_a_tiles_own_position(window: int | None) -> None:
 
 
 def test_what_is_not_cut_has_the_program_of_one_part() -> None:
-    assert parts.max_parts(problem(None), 128, Cut(128, 3)) == 1
-    assert parts.max_parts(problem(256), 1024, Cut(128, 3)) == 1
-    assert parts.max_parts(problem(257), 1024, Cut(128, 3)) == 3
-    with pytest.raises(ValueError, match=r"cut.tokens=192 must be a multiple of the 128"):
-        parts.max_parts(problem(None), 1024, Cut(192, 3))
+    assert partitions.max_partitions(problem(None), 128, Partitioning(128, 3)) == 1
+    assert partitions.max_partitions(problem(256), 1024, Partitioning(128, 3)) == 1
+    assert partitions.max_partitions(problem(257), 1024, Partitioning(128, 3)) == 3
+    with pytest.raises(ValueError, match=r"partitioning.tokens=192 must be a multiple of the 128"):
+        partitions.max_partitions(problem(None), 1024, Partitioning(192, 3))
 
 
 def test_memory_for_parts_has_a_bound_whatever_the_number_of_tiles() -> None:
     bytes_of_a_tile = 3 * 2 * 64 * (64 + 16) * 4
-    assert parts.tiles_of_a_launch(problem(None), 9, 1) == 9
-    fitting = parts.PARTIAL_BYTES // bytes_of_a_tile
-    assert parts.tiles_of_a_launch(problem(None), fitting, 3) == fitting
-    assert parts.tiles_of_a_launch(problem(None), fitting + 1, 3) == (fitting + 2) // 2
+    assert partitions.tiles_of_a_launch(problem(None), 9, 1) == 9
+    fitting = partitions.PARTIAL_BYTES // bytes_of_a_tile
+    assert partitions.tiles_of_a_launch(problem(None), fitting, 3) == fitting
+    assert partitions.tiles_of_a_launch(problem(None), fitting + 1, 3) == (fitting + 2) // 2
 
 
 def test_bits_do_not_depend_on_what_else_is_in_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile alone, among others, and where a call is several launches. One program after the other, in which
     the detector of races would see one.
     """
-    monkeypatch.setattr(parts, "cut_of", lambda *_, **__: Cut(128, 2))
-    monkeypatch.setattr(_gpu, "interpret_params", lambda _: plgpu.InterpretGPUParams(detect_races=False))
+    monkeypatch.setattr(partitions, "partitioning_of", lambda *_, **__: Partitioning(128, 2))
+    monkeypatch.setattr(common, "interpret_params", lambda _: plgpu.InterpretGPUParams(detect_races=False))
     together = launch_in_turn(TWO)
     assert_close(TWO, together)
     for tile in range(len(TWO.starts)):
         np.testing.assert_array_equal(launch_in_turn(TWO, slice(tile, tile + 1))[0], together[tile])
-    monkeypatch.setattr(parts, "PARTIAL_BYTES", 2 * 64 * (64 + 16) * 4)
+    monkeypatch.setattr(partitions, "PARTIAL_BYTES", 2 * 64 * (64 + 16) * 4)
     np.testing.assert_array_equal(launch_in_turn(TWO), together)
 
 

@@ -1,8 +1,10 @@
-"""Arguments of the public operations: what is wrong is said in one sentence, while tracing; what is right is
-packed as implementations take it.
+"""Checks of the public operations' arguments, while tracing: an error names the value and the rule it breaks.
+
+Checked arguments are returned in the form that the implementations take.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, TypedDict
 
 import jax
@@ -10,28 +12,46 @@ import jax.numpy as jnp
 
 from pallas_kernels import layouts
 from pallas_kernels.layouts import Dense, Layout, Pool, Sizes
-from pallas_kernels.support import QUANTISED_DTYPES, Arrays, BlockSparse, Options
+from pallas_kernels.support import QUANTISED_DTYPES, Arrays, Batch, BlockSparse, Options
 
 # The axes of a cache of two arrays, in the order of `Sizes`, as a layout and as a user calls them.
 AXES = {"block": "num_blocks", "token": "block_size", "head": "num_kv_heads", "dim": "head_dim"}
 
 
-class AttentionOptions(TypedDict, total=False):
-    """What `paged_attention`, `_v1` and `_v2` take by keyword; None, or the default layout, if left out."""
+class TiledOptions(TypedDict, total=False):
+    """Keyword options of `tiled_paged_attention` and `ragged_paged_attention`; each is None by default."""
+
+    alibi_slopes: jax.Array | None  # [num_q_heads]
+    sliding_window: int | None  # tokens: a query sees only so many, its own the last of them
+    soft_cap: float | None  # bound of the logits, positive
+    sinks: jax.Array | None  # [num_q_heads], a logit per head that joins the softmax's sum without a value
+    k_scale: jax.Array | float | None  # of two quantised arrays, [num_kv_heads] or one for all heads
+    v_scale: jax.Array | float | None
+    kv_layout: str | Layout  # of two arrays, "token_major" by default; a pool has its own
+
+
+class AttentionOptions(TiledOptions, total=False):
+    """Keyword options of `paged_attention`, `_v1` and `_v2`."""
 
     scale: float | None  # factor on the dot products; 1 / sqrt(head_dim) if None
-    alibi_slopes: jax.Array | None  # [num_q_heads]
-    sliding_window: int | None  # only the last so many tokens are seen, the query's own among them
-    soft_cap: float | None  # bound of the logits, positive
-    sinks: jax.Array | None  # [num_q_heads], a logit per head that takes its share and has no value
-    k_scale: jax.Array | float | None  # of a quantised cache; see above
-    v_scale: jax.Array | float | None
     block_sparse: BlockSparse | None
-    kv_layout: str | Layout  # of two arrays
 
 
-def check_attention(arrays: Arrays, given: AttentionOptions) -> Options:
-    """Refuse what is wrong, and pack the options."""
+def check_names(function: str, given: Iterable[str], options: type[TiledOptions]) -> None:
+    """Raise TypeError, as Python does, for a keyword that is none of these options."""
+    if unknown := sorted(set(given) - set(options.__annotations__)):
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+
+
+def check_attention(arrays: Arrays, given: AttentionOptions) -> tuple[Batch, Options]:
+    """Check the arrays and options of an attention call.
+
+    arrays: as a caller gave them; k_cache may be a `Pool`, with v_cache None.
+
+    Returns: the arrays with the cache as a pool, and the options with defaults filled in.
+    Raises: ValueError for what is wrong.
+    """
+    check_names("paged_attention", given, AttentionOptions)
     q, k_cache, v_cache, block_tables, seq_lens, table_rows = arrays
     pool = pool_of(k_cache, v_cache, given.get("kv_layout", layouts.TOKEN_MAJOR))
     if q.ndim != 3:
@@ -56,16 +76,19 @@ def check_attention(arrays: Arrays, given: AttentionOptions) -> Options:
     if block_tables.shape[1] == 0:
         raise ValueError(f"{block_tables.shape=} must have room for at least one block per sequence")
     check_int32("seq_lens", seq_lens, (num_seqs,))
-    return _pack(given, num_q_heads, pool, None if v_cache is None else k_cache.dtype)
+    options = _filled_in(given, num_q_heads, pool, None if v_cache is None else k_cache.dtype)
+    return Batch(q, pool, block_tables, seq_lens, table_rows), options
 
 
-def _pack(given: AttentionOptions, num_q_heads: int, pool: Pool, cache_dtype: jnp.dtype | None) -> Options:
-    """The options as implementations take them: defaults filled in, arrays in full shape and float32.
+def _filled_in(
+    given: AttentionOptions, num_q_heads: int, pool: Pool, cache_dtype: jnp.dtype | None
+) -> Options:
+    """Return the options with defaults filled in, and arrays in full shape and float32.
 
-    cache_dtype: of two arrays, which come without scales of their own.
+    cache_dtype: of a cache of two arrays; None for a pool, which has its own scales.
     """
     cache = pool.sizes
-    packed: dict[str, Any] = dict(given) | {"kv_layout": pool.layout, "pool": pool}
+    packed: dict[str, Any] = dict(given) | {"kv_layout": pool.layout}
     packed["scale"] = cache.head_dim**-0.5 if packed.get("scale") is None else float(packed["scale"])
     for name in ("alibi_slopes", "sinks"):
         if packed.get(name) is not None:
@@ -87,7 +110,7 @@ def _pack(given: AttentionOptions, num_q_heads: int, pool: Pool, cache_dtype: jn
 
 
 def pool_of(k_cache: Any, v_cache: Any, kv_layout: str | Layout) -> Pool:
-    """The cache, however it was given; two arrays must be alike."""
+    """Return the cache as a pool. Raise ValueError unless two arrays are alike and in a layout of two."""
     if isinstance(k_cache, Pool):
         if v_cache is not None:
             raise ValueError("v_cache must be None beside a pool")
@@ -116,7 +139,7 @@ def check_scales(
     cache_dtype: jnp.dtype | None,
     num_kv_heads: int,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Both scales as float32 [num_kv_heads], or None for a cache that takes none."""
+    """Return both scales as float32 [num_kv_heads], or None for a cache that takes none."""
     is_quantised = cache_dtype is not None and cache_dtype.name in QUANTISED_DTYPES
     scales = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):

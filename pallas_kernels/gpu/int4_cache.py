@@ -1,10 +1,10 @@
-"""A tile of a cache of 4 bits a number: how scales are fetched, and it becomes float16 in shared memory.
+"""Tiles of a cache of 4 bits a number: their scales are fetched, and codes become float16 in shared memory.
 
     x[token, d] = code[token, d] * scale + zero     of K for a channel of 16 tokens, of V for a token
 
-16 tokens at a time are widened: they have K's scales in common, and each thread has four bytes of a line,
-eight numbers. A code needs no conversion: behind the bits of 1,024 in float16 it counts ones. The newest
-tokens of K, of which there are no codes yet, take the places of whatever was widened there.
+16 tokens at a time are widened: they share K's scales, and each thread has four bytes of a line, eight
+    numbers. A code needs no conversion: put behind the bits of 1,024 in float16, it counts ones. The newest
+    tokens of K, which have no codes yet, replace what was widened in their rows.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array
 
-from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu import common
 from pallas_kernels.gpu.common import FLOAT16_MAX
 from pallas_kernels.layouts import PackedView
 
@@ -26,7 +26,7 @@ THOUSAND = 0x6400  # 1,024 in float16, whose last bit counts ones
 
 
 class Scales(NamedTuple):
-    """Those of a ring's tiles, bfloat16."""
+    """The scales and zeros of a ring's tiles, bfloat16 in shared memory."""
 
     k_scale: Any  # [num_stages, groups, head_dim]
     k_zero: Any  # likewise
@@ -35,15 +35,15 @@ class Scales(NamedTuple):
 
 
 def scratch_types(num_stages: int, tile_kv: int, head_dim: int) -> Scales:
-    """The types of `Scales`, for plgpu.kernel."""
+    """Return the types of `Scales`, for plgpu.kernel."""
     of_channel = plgpu.SMEM((num_stages, tile_kv // GROUP, head_dim), jnp.bfloat16)
     of_token = plgpu.SMEM((num_stages, tile_kv), jnp.bfloat16)
     return Scales(of_channel, of_channel, of_token, of_token)
 
 
 def num_copies(block_size: int, tile_kv: int) -> int:
-    """Of each array of scales, for a tile."""
-    return tile_kv // _gpu.scale_tokens(block_size, tile_kv)
+    """Return the copies of each array of scales, for a tile."""
+    return tile_kv // common.scale_tokens(block_size, tile_kv)
 
 
 def fetch(
@@ -53,34 +53,38 @@ def fetch(
     ring: Scales,
     slot: jax.Array,
     barrier: Any,
-    source: Callable[[int, int], tuple[jax.Array, Any]],
+    first_token: jax.Array,
+    find: Callable[[Any, int], tuple[jax.Array, Any]],
     kv_head: jax.Array,
     block_size: int,
 ) -> None:
-    """Fetch a tile's part of one array of scales.
+    """Start the copies of a tile's scales, or zeros, of one array.
 
-    source(place, num_tokens): the block of the tile's tokens from a place on, and where in it they are.
+    name: the array, a field of `Scales`.
+    first_token: of the tile, in its sequence.
+    find: see `attention.token_finder`.
     """
     assert view is not None
     target = getattr(ring, name)
     unit = GROUP if name.startswith("k") else 1
     tile_kv = target.shape[1] * unit
-    num_tokens = _gpu.scale_tokens(block_size, tile_kv)
-    for place in range(0, tile_kv, num_tokens):
-        block_id, tokens = source(place, num_tokens)
+    num_tokens = common.scale_tokens(block_size, tile_kv)
+    for offset in range(0, tile_kv, num_tokens):
+        block_id, tokens = find(first_token + offset, num_tokens)
         start = (
             tokens.start // unit if isinstance(tokens.start, int) else lax.div(tokens.start, jnp.int32(unit))
         )
         found = getattr(view, name).at(block_id, pl.ds(start, num_tokens // unit), kv_head)
-        its = target.at[slot, pl.ds(place // unit, num_tokens // unit)]
-        plgpu.copy_gmem_to_smem(getattr(gmem, name).at[found], its, barrier)
+        slot_target = target.at[slot, pl.ds(offset // unit, num_tokens // unit)]
+        plgpu.copy_gmem_to_smem(getattr(gmem, name).at[found], slot_target, barrier)
 
 
 def widen(codes: Any, scale: Any, zero: Any, target: Any, newest: Any = None, place: Any = None) -> None:
-    """A tile of codes [tile_kv, head_dim / 2] into float16 [tile_kv, head_dim].
+    """Widen a tile of codes [tile_kv, head_dim / 2] uint8 into float16 [tile_kv, head_dim], both in shared
+    memory.
 
     scale, zero: of K [groups, head_dim], of V [tile_kv].
-    newest: [16, head_dim] K of the tile's group `place`; it may be none of the tile's.
+    newest: [16, head_dim] K of the tile's group `place`, which may lie outside the tile; None for V.
     """
     by_channel = len(scale.shape) == 2
 
@@ -127,14 +131,18 @@ def _as_float16(ref: Any, layout: Any) -> jax.Array:
 
 
 def piece_width(width: int) -> int:
-    """Bytes of a line at a time; the numbers that are side by side in shared memory are as many."""
+    """Return how many bytes of a line are widened at a time: as many as numbers lie side by side in shared
+    memory.
+    """
     return 64 if width % 64 == 0 else 32
 
 
 def _layout(width: int) -> Any:
-    """Of 16 lines of 64 or 32 numbers: a warp has a quarter of each, a thread four next to each other.
+    """Return the register layout of 16 lines of 64 or 32 numbers: a warp has a quarter of each line, a thread
+    four neighbouring numbers.
 
-    Half a warp has eight of each of eight lines, so that its stores to swizzled memory meet in no bank.
+    Half a warp has eight numbers of each of eight lines, so that its stores to swizzled memory hit different
+    banks.
     """
     tiling: Any = ((GROUP, 64), (8, 16), (8,), (4,)) if width == 64 else ((GROUP, 32), (16, 8), (4,))
     warps, lanes = (-5, (-3, -4, -2)) if width == 64 else (-4, (-3, -2))

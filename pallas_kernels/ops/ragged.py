@@ -1,7 +1,7 @@
-"""Flat batches of queries as tiles: which tile and place a token has, and which sequence and position a tile.
+"""Flat batches of queries as tiles: the tile and offset of a token, and the sequence and position of a tile.
 
-A sequence with one query is a tile of one token; one with more is cut into tiles of `tile_len` from its first
-query on. Both lists have a fixed length, so sequences of the other kind and tiles that nobody needs have no
+A sequence with one query is a tile of one token. One with more has tiles of `tile_len` tokens from its first
+query on. Both lists have a fixed length: entries for sequences of the other kind, and unused tiles, have no
 tokens.
 """
 
@@ -23,8 +23,8 @@ class Tiles(NamedTuple):
     seq_len: Int[Array, " num_tiles"]  # of its sequence; 0 for a tile that is none
 
 
-class Places(NamedTuple):
-    """Where the results of a flat batch's tokens lie."""
+class ResultLocations(NamedTuple):
+    """The locations of the results of a flat batch's tokens."""
 
     is_query: jax.Array  # [num_tokens]
     is_single: jax.Array  # [num_tokens] whether it is its sequence's only query
@@ -34,12 +34,12 @@ class Places(NamedTuple):
 
 
 def num_tiles(num_tokens: int, num_seqs: int, max_query_len: int, tile_len: int) -> int:
-    """At most so many tiles have queries."""
+    """Return the most tiles that can have queries."""
     return min(num_tokens // tile_len + num_seqs, num_seqs * -(-max_query_len // tile_len))
 
 
 def singles(seq_lens: Int[Array, " num_seqs"], cu_query_lens: Int[Array, " num_seqs_plus_1"]) -> Tiles:
-    """A tile of one token for each sequence that has one query."""
+    """Return a tile of one token for each sequence that has one query."""
     is_single = jnp.diff(cu_query_lens) == 1
     seq = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
     return Tiles(seq, cu_query_lens[:-1], seq_lens - 1, jnp.where(is_single, seq_lens, 0))
@@ -51,8 +51,8 @@ def tiles(
     num_tokens: int,
     count: int,
     tile_len: int,
-) -> tuple[Tiles, Places]:
-    """`count` tiles for the sequences with several queries, and where every token's result lies."""
+) -> tuple[Tiles, ResultLocations]:
+    """Return `count` tiles for the sequences with several queries, and where every token's result lies."""
     query_lens = jnp.diff(cu_query_lens)
     counts = jnp.where(query_lens > 1, -(-query_lens // tile_len), 0)
     stop = jnp.cumsum(counts, dtype=jnp.int32)
@@ -67,7 +67,7 @@ def tiles(
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     seq = jnp.minimum(jnp.sum(token[:, None] >= cu_query_lens[1:], axis=1, dtype=jnp.int32), last_seq)
     number = token - cu_query_lens[seq]
-    places = Places(
+    places = ResultLocations(
         is_query=token < cu_query_lens[-1],
         is_single=query_lens[seq] == 1,
         seq=seq,
@@ -80,5 +80,5 @@ def tiles(
 def queries_of(
     q: Float[Array, "num_tokens num_q_heads head_dim"], tiles: Tiles, tile_len: int
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
-    """The tiles' queries; padding is anything."""
+    """Return the tiles' queries; padding has any values."""
     return q.at[tiles.first_token[:, None] + jnp.arange(tile_len)].get(mode="clip")

@@ -1,27 +1,30 @@
-"""Products with a layer's weights on Hopper GPUs: of the stack of all layers the kernel is told which.
+"""Products with a layer's weights on Hopper GPUs; the kernel reads its layer from a stack of weights.
 
     y[row, o] = sum over i of  x[row, i] * weights[layer, i, o]
 
 So a loop over layers, or over experts, copies no weights: XLA's own products take a whole array.
 
-A program has 128 outputs, up to 256 rows and a share of the inputs, and three Pallas threads (warpgroups):
-the producer's warps fetch weights and rows, with 64 inputs, into a ring of slots; two consumers multiply, 64
-outputs each. The product is turned round, so that outputs fill the 64 rows that a wgmma has and the rows of
-x, padded to a multiple of 8, are its columns, which are independent of each other:
+A program has 128 outputs, up to 256 rows and a range of the inputs, and three Pallas threads (warpgroups).
+The producer's warps fetch weights and rows, with 64 inputs, into a ring of slots; two consumers multiply, 64
+outputs each. The product is transposed, so that outputs fill the 64 rows of a wgmma. Its columns, independent
+of each other, are the rows of x, padded to a multiple of 8:
 
     y^T [64, rows] = weights^T [64, inputs] @ x^T [inputs, rows]
 
-wgmma reads weights as they lie, and sums stay in registers. They are written turned back, 8 neighbouring
+wgmma reads weights as they lie, and sums stay in registers. They are written transposed back, 8 neighbouring
 outputs, 32 bytes, at a time. Blocks of rows are neighbours in the grid, so that weights are fetched from
-memory for one of them. What lies past an array's end, copies fill with zeros.
+memory for one of them. Copies fill what lies past an array's end with zeros.
 
-How inputs are shared out follows from the weights' shape, so a row's bits depend neither on other rows nor on
-their number. Each program writes its sums, in float32; XLA adds those of the shares, one after the other.
+The ranges of inputs (split-K) follow from the weights' shape, so a row's bits depend neither on other rows
+nor on their number. Each program writes its sums in float32; XLA adds those of the ranges, one after the
+other.
 
 Floor: the weights' bytes over 4.8 TB/s for few rows; for many 2 * rows * inputs * outputs over 790 TFLOP/s. A
-slot of 256 rows is 48 KB, which the second-level cache gives while tensor cores take 1,024 cycles for it: 48
-bytes a cycle and multiprocessor, more than it has, so some 600 TFLOP/s are the most. Clusters, whose programs
-share what they fetch, would halve that.
+    slot of 256 rows is 48 KB, for which tensor cores take 1,024 cycles. The second-level cache would have to
+    give 48 bytes a cycle and multiprocessor, more than it has, so some 600 TFLOP/s are the most. Clusters,
+    whose programs share what they fetch, would halve that.
+
+Not for: float32; sizes that are not multiples of 8 (`why_not`).
 """
 
 import dataclasses
@@ -37,8 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu import common, tuning
 
 DTYPES = ("bfloat16", "float16")
 NUM_CONSUMERS = 2
@@ -46,8 +48,8 @@ NUM_OUTPUTS = 64  # of a consumer: the rows of a wgmma
 NUM_INPUTS = 64  # of a slot: 128 bytes, which is as wide as a swizzle
 MAX_COLUMNS = 256  # of a wgmma
 UNIT = 8  # numbers: an array's rows must begin where TMA can, every 16 bytes
-MIN_STEPS = 4  # of a program, if inputs are shared out
-PROGRAMS = tuning.H200_CORES  # that inputs are shared out for, whatever the GPU: so bits are the same
+MIN_STEPS = 4  # of a program, if inputs are split
+PROGRAMS = tuning.H200_CORES  # for which inputs are split, whatever the GPU: so bits are the same
 MAX_STAGES = 8
 
 
@@ -63,39 +65,41 @@ class Problem:
 
     @property
     def num_rows(self) -> int:
-        """Of x in whole blocks."""
+        """The rows of x, in whole blocks."""
         return self.num_blocks * self.num_columns
 
     @property
     def num_pieces(self) -> int:
-        """Of outputs, a consumer's each."""
+        """The pieces of NUM_OUTPUTS outputs, one for a consumer each."""
         return pl.cdiv(self.num_outputs, NUM_OUTPUTS)
 
     @property
     def num_tiles(self) -> int:
-        """Of outputs, a program's each."""
+        """The tiles of outputs, one for a program each."""
         return pl.cdiv(self.num_pieces, NUM_CONSUMERS)
 
     @property
     def num_steps(self) -> int:
-        """Of all programs with the same outputs."""
+        """The steps over the inputs, of all programs with the same outputs together."""
         return pl.cdiv(self.num_inputs, NUM_INPUTS)
 
     @property
-    def num_shares(self) -> int:
-        """Programs with the same outputs and rows."""
+    def num_splits(self) -> int:
+        """The programs with the same outputs and rows, which split the inputs."""
         return max(1, min(PROGRAMS // self.num_tiles, self.num_steps // MIN_STEPS))
 
     @property
     def num_stages(self) -> int:
-        """Slots: so many that two programs share a multiprocessor's memory, if one has four or more then."""
+        """The slots: so many that two programs share a multiprocessor's memory, if each then has four or
+        more.
+        """
         slot = (NUM_CONSUMERS * NUM_OUTPUTS + self.num_columns) * NUM_INPUTS * self.dtype.itemsize
         shared, alone = ((tuning.SHARED_MEMORY_BYTES // n - 2048) // slot for n in (2, 1))
         return min(MAX_STAGES, shared if shared >= 4 else alone)
 
 
 def problem(num_rows: int, num_inputs: int, num_outputs: int, dtype: jnp.dtype) -> Problem:
-    """The problem of so many rows, in as few blocks as are enough, all alike."""
+    """Return the problem of so many rows, in as few equal blocks as are enough."""
     num_blocks = pl.cdiv(num_rows, MAX_COLUMNS)
     num_columns = tuning.num_columns(pl.cdiv(num_rows, num_blocks))
     return Problem(num_blocks, num_columns, num_inputs, num_outputs, jnp.dtype(dtype))
@@ -107,23 +111,23 @@ class Scratch(NamedTuple):
     weights: Any  # [num_stages, NUM_CONSUMERS, NUM_INPUTS, NUM_OUTPUTS]
     x: Any  # [num_stages, num_columns, NUM_INPUTS]
     full: Any  # [num_stages], an arrival per copy
-    empty: Any  # [num_stages], an arrival per consumer
+    free: Any  # [num_stages], an arrival per consumer
 
 
 def scratch_types(p: Problem) -> Scratch:
-    """The types of `Scratch`, for plgpu.kernel."""
-    slots, transforms = p.num_stages, _gpu.tiled(NUM_INPUTS)
+    """Return the types of `Scratch`, for plgpu.kernel."""
+    slots, transforms = p.num_stages, common.tiled(NUM_INPUTS)
     weights = slots, NUM_CONSUMERS, NUM_INPUTS, NUM_OUTPUTS
     return Scratch(
         weights=plgpu.SMEM(weights, p.dtype, transforms=transforms),
         x=plgpu.SMEM((slots, p.num_columns, NUM_INPUTS), p.dtype, transforms=transforms),
         full=plgpu.Barrier(num_arrivals=NUM_CONSUMERS + 1, num_barriers=slots),
-        empty=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=slots),
+        free=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=slots),
     )
 
 
 class Work(NamedTuple):
-    """What a program multiplies."""
+    """The outputs, rows and inputs that a program multiplies."""
 
     tile: jax.Array  # of outputs
     rows: Any
@@ -135,15 +139,16 @@ def _kernel(
     layer: Any,  # [1]
     weights: Any,  # [num_layers, num_inputs, num_outputs]
     x: Any,  # [num_rows, num_inputs]
-    out: Any,  # [num_shares, num_rows, num_pieces * NUM_OUTPUTS]
+    out: Any,  # [num_splits, num_rows, num_pieces * NUM_OUTPUTS]
     scratch: Scratch,
     *,
     problem: Problem,
 ) -> None:
+    """Compute a tile of outputs for a block of rows, over a range of the inputs."""
     p = problem
-    share, tile = lax.axis_index("share"), lax.axis_index("tile")
+    split, tile = lax.axis_index("split"), lax.axis_index("tile")
     rows = pl.ds(lax.axis_index("block") * p.num_columns, p.num_columns)
-    first, end = (lax.div(i * p.num_steps, jnp.int32(p.num_shares)) for i in (share, share + 1))
+    first, end = (lax.div(i * p.num_steps, jnp.int32(p.num_splits)) for i in (split, split + 1))
     work = Work(tile, rows, first, end - first)
     thread = lax.axis_index("thread")
 
@@ -165,11 +170,11 @@ def _kernel(
         def _store() -> None:
             # In registers that lie so, two outputs are neighbours where there were two rows.
             turned = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
-            _gpu.store(out.at[share, rows, pl.ds(piece * NUM_OUTPUTS, NUM_OUTPUTS)].T, turned)
+            common.store(out.at[split, rows, pl.ds(piece * NUM_OUTPUTS, NUM_OUTPUTS)].T, turned)
 
 
 def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, warp: jax.Array) -> None:
-    """Fetch what this warp has of each step: a consumer's weights, or rows."""
+    """Fetch this warp's copies of each step: a consumer's weights, or rows."""
 
     def fetch(i: jax.Array, _: None) -> None:
         slot = lax.rem(i, jnp.int32(p.num_stages))
@@ -177,7 +182,7 @@ def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, war
 
         @pl.when(i >= p.num_stages)
         def _wait() -> None:
-            plgpu.barrier_wait(scratch.empty.at[slot])
+            plgpu.barrier_wait(scratch.free.at[slot])
 
         inputs = pl.ds((work.first + i) * NUM_INPUTS, NUM_INPUTS)
         for consumer in range(NUM_CONSUMERS):
@@ -192,18 +197,18 @@ def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, war
             plgpu.copy_gmem_to_smem(x.at[work.rows, inputs], scratch.x.at[slot], full)
 
     lax.fori_loop(0, work.num_steps, fetch, None)
-    _gpu.drain(scratch.empty, p.num_stages, work.num_steps)
+    common.drain(scratch.free, p.num_stages, work.num_steps)
 
 
 def _consume(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.Array, acc: Any) -> jax.Array:
-    """The sums of all steps [NUM_OUTPUTS, num_columns]."""
+    """Add up the products of all steps, [NUM_OUTPUTS, num_columns] float32."""
 
     def add(i: jax.Array, _: None) -> None:
         slot = lax.rem(i, jnp.int32(p.num_stages))
         plgpu.barrier_wait(scratch.full.at[slot])
         plgpu.wgmma(acc, scratch.weights.at[slot, consumer].T, scratch.x.at[slot].T)
         plgpu.wgmma_wait(0)  # before the slot is filled again; the other consumer's products go on
-        plgpu.barrier_arrive(scratch.empty.at[slot])
+        plgpu.barrier_arrive(scratch.free.at[slot])
 
     lax.fori_loop(0, num_steps, add, None)
     sums: jax.Array = acc[...]
@@ -211,7 +216,7 @@ def _consume(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.A
 
 
 def why_not(dtype: jnp.dtype, num_inputs: int, num_outputs: int) -> str | None:
-    """The rule that rows of that dtype, or weights of these sizes, break; None if there is none."""
+    """Return the rule that rows of that dtype, or weights of these sizes, break; None if they break none."""
     if jnp.dtype(dtype).name not in DTYPES:
         return f"rows and weights must be {' or '.join(DTYPES)}"
     for name, size, least in (("inputs", num_inputs, NUM_INPUTS), ("outputs", num_outputs, NUM_OUTPUTS)):
@@ -221,7 +226,7 @@ def why_not(dtype: jnp.dtype, num_inputs: int, num_outputs: int) -> str | None:
 
 
 def pack[A: jax.Array | np.ndarray](weight: A) -> A:
-    """A weight [num_outputs, num_inputs] turned round, and filled up with zeros to sizes that are served."""
+    """Transpose a weight [num_outputs, num_inputs], and pad it with zeros to sizes that are served."""
     least = NUM_OUTPUTS, NUM_INPUTS
     missing = [
         (0, max(n, pl.cdiv(size, UNIT) * UNIT) - size) for size, n in zip(weight.shape, least, strict=True)
@@ -236,7 +241,7 @@ def pack[A: jax.Array | np.ndarray](weight: A) -> A:
 def packed_product(
     x: jax.Array, packed: jax.Array, num_outputs: int, layer: int | jax.Array | None = None
 ) -> jax.Array:
-    """`product` with what `pack` has made of a weight of so many outputs, or with a stack of such."""
+    """Compute `product` with a packed weight of so many outputs, or with a layer of a stack of them."""
     x = jnp.pad(x, ((0, 0), (0, packed.shape[-2] - x.shape[1])))
     return product(x, packed, layer)[:, :num_outputs]
 
@@ -244,8 +249,9 @@ def packed_product(
 def product(
     x: jax.Array, weights: jax.Array, layer: int | jax.Array | None = None, *, interpret: Any = False
 ) -> jax.Array:
-    """`x @ weights` in float32, of a stack that of a layer.
+    """Compute `x @ weights` in float32.
 
+    layer: which weights of a stack; None if there is no stack.
     interpret: bool or plgpu.InterpretGPUParams.
     """
     num_rows, num_inputs = x.shape
@@ -260,25 +266,27 @@ def product(
 
 @functools.cache
 def _shared_kernel_of(p: Problem) -> Callable[..., jax.Array]:
-    """The kernel as one function for all calls of a shape: a model is lowered once, not layer by layer."""
+    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
+    layer.
+    """
     return jax.jit(_kernel_of(p, interpret=False))
 
 
 def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:
-    """(layer, weights, x) -> sums [num_shares, num_rows, num_pieces * NUM_OUTPUTS]."""
+    """Return a function (layer, weights, x) -> sums [num_splits, num_rows, num_pieces * NUM_OUTPUTS]."""
 
     def product_kernel(*refs: Any) -> None:
         _kernel(*refs, problem=p)
 
-    sums = p.num_shares, p.num_rows, p.num_pieces * NUM_OUTPUTS
+    sums = p.num_splits, p.num_rows, p.num_pieces * NUM_OUTPUTS
     kernel: Callable[..., jax.Array] = plgpu.kernel(
         product_kernel,
         out_type=jax.ShapeDtypeStruct(sums, jnp.float32),
-        grid=(p.num_shares, p.num_tiles, p.num_blocks),
-        grid_names=("share", "tile", "block"),
+        grid=(p.num_splits, p.num_tiles, p.num_blocks),
+        grid_names=("split", "tile", "block"),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="thread",
         scratch_types=[scratch_types(p)],
-        interpret=_gpu.interpret_params(interpret),
+        interpret=common.interpret_params(interpret),
     )
     return kernel

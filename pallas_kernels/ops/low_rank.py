@@ -1,4 +1,6 @@
-"""What low-rank adapters add to products: x @ a @ b, each tile of rows with an a and a b of its choice."""
+"""Low-rank additions to products, for adapters: y + x @ a @ b, where each tile of rows chooses its a and
+b.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -16,10 +18,10 @@ PANEL_WIDTH = 16  # columns that lie side by side
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRank:
-    """For each layer, and each of some choices, an a and a b for every piece of a product's outputs.
+    """The matrices a and b of each layer and choice, for every section of a product's outputs.
 
-    Pieces are neighbours: queries, keys and values, for example, of `widths` outputs. The a of all pieces lie
-    side by side, `rank` columns each; of b each piece has panels of its own.
+    Sections are neighbouring outputs, such as those of queries, keys and values; `widths` counts each one's.
+    The a of all sections lie side by side, `rank` columns each; the b of each section has panels of its own.
     """
 
     a: Float[Array, "num_layers num_choices a_panels in_features panel_width"]
@@ -28,24 +30,24 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """Columns of an a, those of zeros included: whole panels."""
+        """The columns of an a, padding included: whole panels."""
         return int(self.b.shape[-2])
 
     @property
     def b_panels(self) -> list[int]:
-        """Of each piece."""
+        """The number of panels that each section's b has."""
         return [num_panels(width) for width in self.widths]
 
 
 def num_panels(columns: int) -> int:
-    """Panels that hold so many columns."""
+    """Return how many panels hold so many columns."""
     return math.ceil(columns / PANEL_WIDTH)
 
 
 def zeros(
     num_layers: int, num_choices: int, in_features: int, widths: tuple[int, ...], rank: int, dtype: jnp.dtype
 ) -> LowRank:
-    """Choices that add nothing yet, for ranks up to this one."""
+    """Return choices that add nothing yet, for ranks up to this one."""
     panels = num_panels(rank)
     stack = num_layers, num_choices
     a = jnp.zeros((*stack, len(widths) * panels, in_features, PANEL_WIDTH), dtype)
@@ -54,7 +56,7 @@ def zeros(
 
 
 def pack(matrix: np.ndarray) -> np.ndarray:
-    """A matrix [rows, columns] as panels [num_panels, rows, panel_width], filled up with zeros."""
+    """Return a matrix [rows, columns] as panels [num_panels, rows, panel_width], padded with zeros."""
     rows, columns = matrix.shape
     whole = np.pad(matrix, ((0, 0), (0, -columns % PANEL_WIDTH)))
     return np.ascontiguousarray(whole.reshape(rows, -1, PANEL_WIDTH).swapaxes(0, 1))
@@ -67,7 +69,9 @@ def add(
     layer: int | Int[Array, ""],
     choices: Int[Array, " num_tiles"],
 ) -> Float[Array, "num_rows out_features"]:
-    """`y + x @ a @ b` in float32, with what each tile of rows has chosen, from 1 on; with 0 it is y.
+    """Add `x @ a @ b` to y in float32, with the matrices that each tile of rows has chosen.
+
+    choices: for each tile a choice, counted from 1; 0 adds nothing.
 
     A row's bits depend on its tile and the choice's a and b alone, not on the choice's number.
     """
@@ -84,7 +88,7 @@ def add_by_xla(
     layer: int | Int[Array, ""],
     choices: Int[Array, " num_tiles"],
 ) -> Float[Array, "num_rows out_features"]:
-    """`add` by gathering what tiles have chosen: a copy for each of them."""
+    """Compute `add` by gathering the chosen matrices: a copy for each tile."""
     num_tiles, num_pieces = choices.shape[0], len(parts.widths)
     place = layer, jnp.maximum(choices - 1, 0)
     a, b = parts.a[place], parts.b[place]

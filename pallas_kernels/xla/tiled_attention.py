@@ -1,7 +1,7 @@
 """Attention of tiles of query tokens in plain jax.numpy: prompts, and decoding on a CPU.
 
 A tile is a few neighbouring tokens of one sequence; a decode step has tiles of one token. These forms were
-chosen by measuring XLA's CPU code, see benchmarks/LOG.md; products are in q's type, sums in float32.
+chosen by measuring XLA's CPU code, see benchmarks/LOG.md. Products are in q's type, sums in float32.
 """
 
 import jax.numpy as jnp
@@ -30,7 +30,9 @@ def tiled_paged_attention(
     seq_lens: Int[Array, " num_tiles"],
     options: Options,
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
-    """As `ops.tiled_paged_attention`: a running softmax over the chunks of blocks that some tile sees."""
+    """Compute `ops.tiled_paged_attention` by a running softmax over the chunks of blocks that some tile
+    sees.
+    """
     num_tiles, tile_len, num_q_heads, head_dim = q.shape
     num_kv_heads = pool.sizes.num_kv_heads
     group = num_q_heads // num_kv_heads
@@ -57,7 +59,9 @@ def _attend_by_kv_head(
     seq_lens: Int[Array, " num_tiles"],
     options: Options,
 ) -> Float[Array, "num_tiles tile_len wide_heads group wide_dim"]:
-    """Attention of scaled queries, in float32. A token's K and V are cut into heads as q's shape says."""
+    """Compute attention of scaled queries in float32. q's shape says how many heads a token's K and V
+    have.
+    """
     num_tiles, tile_len, num_kv_heads, group, head_dim = q.shape
     block_size = pool.sizes.block_size
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
@@ -134,11 +138,11 @@ def _blocks_seen(
     block_size: int,
     blocks_per_chunk: int,
 ) -> tuple[Int[Array, "num_tiles padded"], Int[Array, ""] | int, Int[Array, ""]]:
-    """The blocks that each tile sees, and where the chunks that some tile sees begin and end.
+    """Return the blocks that each tile sees, and the first and the end of the chunks that some tile sees.
 
-    Instead of others, which may be anything, there is the null block, up to whole chunks. Chunks are counted
-    from position 0 whatever the window: which ones a tile is computed in, and so its bits, must not depend
-    on where its company begins.
+    The null block replaces blocks that a tile does not see, and pads to whole chunks. Chunks are counted from
+    position 0 whatever the window: which ones a tile is computed in, and so its bits, must not depend on
+    where other tiles begin.
     """
     chunk_len = blocks_per_chunk * block_size
     block_start = jnp.arange(block_tables.shape[1]) * block_size
@@ -171,7 +175,7 @@ def _join(
     soft_cap: float | None,
     bias: Float[Array, "batch rows chunk_len"] | None,
 ) -> Softmax:
-    """The running softmax with one chunk more."""
+    """Add a chunk to the running softmax."""
     row_max, row_sum, acc = state
     scores = jnp.einsum("brd,bcd->brc", q, k, preferred_element_type=jnp.float32)
     if k_scale is not None:
