@@ -94,7 +94,7 @@ class Group:
         return 2 * share * num_tokens * self.model.hidden_size * BYTES
 
     def sum_seconds(self, num_tokens: int) -> float:
-        """Return the seconds of all sums of a step over `num_tokens` tokens; none is hidden behind compute."""
+        """Return the seconds of all sums of a step over `num_tokens` tokens, none hidden behind compute."""
         if self.num_gpus == 1:
             return 0.0
         each = max(self.link.latency, self.sum_bytes(num_tokens) / self.link.bytes)
@@ -109,7 +109,7 @@ class Group:
         return max(read, compute) / self.num_gpus + self.sum_seconds(num_rows)
 
     def prompt_seconds(self, num_tokens: int, context: int) -> float:
-        """Return the seconds to compute `num_tokens` prompt tokens, each behind half of `context` on average."""
+        """Return the seconds to compute prompt tokens, each behind half of `context` tokens on average."""
         m = self.model
         attention = 4 * m.num_layers * m.num_q_heads * m.head_dim * context / 2
         compute = num_tokens * (2 * m.num_params + attention) / self.gpu.flops
@@ -148,7 +148,7 @@ def request_seconds(group: Group) -> float:
 
 
 def prompt_share(group: Group) -> float:
-    """Return the fraction of `request_seconds` that the prompt takes."""
+    """Return the part of `request_seconds` that the prompt takes."""
     return PROMPT / CHUNK * group.prompt_seconds(CHUNK, PROMPT)
 
 
@@ -262,7 +262,7 @@ def transfer_table(model: Model = LLAMA_70B) -> str:
 
 
 def split_table(model: Model = LLAMA_70B) -> str:
-    """Return the table of what a decoding row waits for: steps with and without a chunk of another's prompt."""
+    """Return the table of a decoding row's step times, with and without a chunk of a prompt."""
     group = Group(model, GROUP)
     rows = min(ROWS, group.rows(CONTEXT))
     step = group.step_seconds(rows, CONTEXT)

@@ -21,26 +21,11 @@ from jaxpaged.commands.output import (
 from jaxpaged.commands.parser import Commands
 from jaxpaged.config import config_of
 from jaxpaged.lora import LoRARequest
+from jaxpaged.options import flags_of
 from jaxpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxpaged.api.outputs import RequestOutput
-
-SAMPLING_OPTIONS = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "n",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "ignore_eos",
-)
 
 
 def add_generate(commands: Commands) -> None:
@@ -64,24 +49,8 @@ def add_generate(commands: Commands) -> None:
     )
     prompts.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     sampling = generate.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=64, help="new tokens a prompt (default 64)")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
-    sampling.add_argument("--n", type=int, default=1, help="answers to each prompt (default 1)")
-    sampling.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="keep this much probability (default 1)")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="relative to the likeliest (default 0)")
-    sampling.add_argument("--seed", type=int, help="the same tokens again (default: by the request's number)")
-    for name in ("presence", "frequency", "repetition"):
-        none = 1.0 if name == "repetition" else 0.0
-        help_ = f"less of what is there already (default {none:g}: none)"
-        sampling.add_argument(f"--{name}-penalty", type=float, default=none, help=help_)
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given repeatedly"
-    )
-    sampling.add_argument(
-        "--min-tokens", type=int, default=0, help="new tokens before it may end (default 0)"
-    )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    for names, flag in flags_of(SamplingParams).values():
+        sampling.add_argument(*names, **flag)
     generate.add_argument("--lora", metavar="DIR", help="answer with this adapter, one of PEFT's")
     generate.add_argument("--json", action="store_true", help="JSON lines on standard output, nothing else")
     add_engine_options(generate)
@@ -94,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         options["enable_lora"] = True
         adapter = LoRARequest("adapter", 1, args.lora)
     config_of(options)  # mistakes are told before anything heavy is loaded
-    sampling = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
+    sampling = {name: getattr(args, name) for name in flags_of(SamplingParams)}
     SamplingParams(**sampling)
     asked = [
         *prompt_files.of_texts(args.prompt, sampling),
