@@ -26,12 +26,11 @@ GROUND = {
     "jaxpaged/untrusted.py",
 }
 MEMORY = {"pallas_kernels", "jaxpaged/memory", *GROUND}
-MODELS = {"jaxpaged/models", "jaxpaged/disk_cache.py", *MEMORY}
+MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", *MEMORY}
 # The compiled part: from here on no thread and no clock.
 STEP = {
     "jaxpaged/step",
     "jaxpaged/parallel",
-    "jaxpaged/digest.py",
     "jaxpaged/sampling.py",
     "jaxpaged/sampling_state.py",
     *MODELS,
@@ -67,18 +66,11 @@ ALLOWED = {
     "jaxpaged/digest.py": set(),
     "jaxpaged/moved.py": set(),
     "jaxpaged/memory": MEMORY,
-    # What devices say to each other: in models, too.
-    "jaxpaged/parallel/shards.py": {"jaxpaged/config.py", "jaxpaged/digest.py"},
-    "jaxpaged/models": {"jaxpaged/parallel/shards.py", *MODELS},
-    "jaxpaged/parallel": {
-        "jaxpaged/models",
-        "jaxpaged/digest.py",
-        "jaxpaged/parallel/shards.py",
-        *GROUND,
-    },
+    "jaxpaged/models": MODELS,
+    "jaxpaged/parallel": {"jaxpaged/models", "jaxpaged/digest.py", *GROUND},
     "jaxpaged/step": STEP,
-    "jaxpaged/handover": {"jaxpaged/parallel/shards.py", *HANDOVER},
-    "jaxpaged/engine": {"jaxpaged/parallel/shards.py", *ENGINE},
+    "jaxpaged/handover": HANDOVER,
+    "jaxpaged/engine": ENGINE,
     "jaxpaged/pooling": POOLING,
     "jaxpaged/api": API,
     "jaxpaged/__init__.py": {"jaxpaged/engine/async_llm_engine.py", *API},
