@@ -18,7 +18,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Not what is there to meet wrong types and say so: the host side, and the public operations.
 CHECKED = [
-    "pallas_kernels.xla.tiles",
+    "pallas_kernels.xla.tiled_attention",
     "jaxpaged.memory",
     "jaxpaged.models",
     "jaxpaged.parallel",

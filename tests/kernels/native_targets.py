@@ -40,7 +40,7 @@ class Kernels(Protocol):
 
 
 class Called:
-    """By XLA, as they are for this processor."""
+    """The kernels as XLA calls them, compiled for this processor."""
 
     def product(self, x, weight):
         return np.asarray(native.product(jnp.asarray(x), native.pack(jnp.asarray(weight)), len(weight)))
@@ -64,7 +64,9 @@ class Called:
 
 
 class Driven:
-    """`native_driver.cc`, for some target. It fails if memory behind an array is touched."""
+    """The kernels in `native_driver.cc`, compiled for some target. It fails if memory behind an array is
+    touched.
+    """
 
     def __init__(self, program: list[str]) -> None:
         self.program = program
@@ -130,7 +132,7 @@ class Driven:
 
 
 def kernels(target: str) -> Kernels:
-    """The kernels for a target, or as XLA calls them. Skips the test where this machine has none."""
+    """Return the kernels for a target, or as XLA calls them. Skip the test where this machine has none."""
     if target == "xla":
         if why := why_not("float32"):
             pytest.skip(f"no native kernels: {why}")
@@ -149,13 +151,13 @@ def kernels(target: str) -> Kernels:
 
 
 def why_not(dtype: str) -> str | None:
-    """`native.why_not`, by one process at a time: so that only one of them compiles."""
+    """Return `native.why_not`, one process at a time, so that only one of them compiles."""
     with one_at_a_time(CACHE / "native.lock"):
         return native.why_not(jnp.dtype(dtype))
 
 
 def _driver(target: str, compiler: str) -> str:
-    """The driver, compiled unless it has been before."""
+    """Return the driver, compiled unless it has been before."""
     sources = [DRIVER, *library.SOURCES.glob("*.h")]
     command = library.compile_command(library.TARGETS[target], compiler)
     command += ["-static", "-I", str(library.SOURCES), str(DRIVER)]

@@ -142,7 +142,7 @@ def test_the_kernel_refuses_what_it_does_not_serve(
 def test_causal_masks_are_not_compiled_by_a_ptxas_that_makes_them_wrong(
     version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of prompts; decode steps of one token have no causal mask."""
+    """Prompts have causal masks; decode steps of one token have none."""
     monkeypatch.setattr(support, "ptxas_version", lambda: version)
     tiles = good() | {"q": array(2, 32, 4, 64), "query_starts": array(2, dtype=jnp.int32)}
     named = ".".join(map(str, version))
