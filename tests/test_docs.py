@@ -119,7 +119,7 @@ def workplace(tmp_path, monkeypatch):
         registry.clear()
         registry.update(before)
     for llm in made:
-        if hasattr(llm, "engine"):
+        if "engine" in vars(llm):
             llm.engine.close()
 
 
@@ -188,7 +188,7 @@ def check_command(words: list[str]) -> None:
     """Check a command's name, and its flags by the parser that reads them."""
     program, *rest = words
     if program == "jaxpaged":
-        assert cli._parser().parse_args(rest).command
+        assert cli.parser().parse_args(rest).command
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert rest[0] in targets, words
