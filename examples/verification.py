@@ -25,7 +25,7 @@ args, _ = parser.parse_known_args()
 def attention(
     q, k_cache, v_cache, block_tables, seq_lens, *, scale=None, sliding_window=None, soft_cap=None, bug=0
 ):
-    """Attend from each row's last token to its cached tokens, row by row and head by head."""
+    """Compute each row's attention, head by head, from its last token to its cached tokens."""
     out = np.zeros_like(q)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     heads_a_group = q.shape[1] // k_cache.shape[2]
@@ -67,7 +67,7 @@ assert found.ok
 
 
 class WrongPool:
-    """The same functions with a fork that forgets to count the new holder of each block."""
+    """Allocator whose fork forgets to count the new holder of each block."""
 
     create, append, free, observe = (
         staticmethod(f) for f in (pool.create, pool.append, pool.free, pool.observe)
