@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from jaxpaged.checks import InputError, checked_choice
-from jaxpaged.conversations import Message, check_tools, joined, read_messages
+from jaxpaged.text.conversations import Message, check_tools, joined, read_messages
 
 __all__ = [
     "CONTENT_FORMATS",
@@ -189,7 +189,9 @@ ArgumentsForm = Literal["object", "text", "member"]
 
 @dataclasses.dataclass(frozen=True)
 class CallsWay:
-    """What a template does with calls: which forms of arguments it takes, best first; if several calls."""
+    """Rules by which a template takes calls: the forms of arguments, best first, and whether several calls
+    fit.
+    """
 
     forms: tuple[ArgumentsForm, ...] = ("object",)
     takes_several: bool = True

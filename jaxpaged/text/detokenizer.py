@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxpaged.vocabulary import REPLACEMENT, Vocabulary, vocabulary_of
+from jaxpaged.text.vocabulary import REPLACEMENT, Vocabulary, vocabulary_of
 
 CONTEXT = 8  # tokens of a prompt that may change what follows, where the tokenizer has to be asked
 PATIENCE = 8  # tokens without a whole character, after which the tokenizer is asked more and more seldom
 
 
 class Step(NamedTuple):
-    """What one more token says."""
+    """Result of one more token."""
 
     settled: str = ""  # characters that will not change any more
     # Characters known with this token, settled or not: those settled later are not known anew.
@@ -63,7 +63,7 @@ class Detokenizer:
 
     @property
     def num_known(self) -> int:
-        """How many characters are known, settled or not."""
+        """Number of characters that are known, settled or not."""
         return self._num_settled + self._num_ahead
 
     @property
