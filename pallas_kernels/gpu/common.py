@@ -5,13 +5,14 @@
     memory.
 * Multiply: `WGMMA` is the layout of a product in registers; `widen` and `widened` make float16 of 8-bit
     numbers.
-* Write: `store`. Wait: `drain`.
-* Interpret: `interpret_params`.
+* Wait: `fill_ring` and `drain` wait for free slots. Write: `store`.
+* Launch: `kernel_of`, `interpret_params`.
 
 Primitives of tiles with 4 bits a number are in `int4_cache.py`, the counter of arrivals in
 `arrival_counter.py`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -110,6 +111,27 @@ def drain(empty: Any, num_slots: int, done: jax.Array) -> None:
             plgpu.barrier_wait(empty.at[lax.rem(done - 1 - k, jnp.int32(num_slots))])
 
 
+def fill_ring(
+    free: Any, num_stages: int, num_steps: jax.Array, fetch: Callable[[jax.Array, jax.Array], None]
+) -> None:
+    """Fill a ring step by step: call fetch(step, slot) whenever the step's slot is free.
+
+    free: barriers [num_stages], at which readers of a slot arrive.
+    """
+
+    def fill(i: jax.Array, _: None) -> None:
+        slot = lax.rem(i, jnp.int32(num_stages))
+
+        @pl.when(i >= num_stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(free.at[slot])
+
+        fetch(i, slot)
+
+    lax.fori_loop(0, num_steps, fill, None)
+    drain(free, num_stages, num_steps)
+
+
 def columns_of(head_dim: int) -> list[int]:
     """Return the first columns of pieces of 64 that cover head_dim; the last two may overlap."""
     return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
@@ -197,6 +219,22 @@ def store(target: Any, value: jax.Array) -> None:
         plgpu.store(target, value, optimized=False)
     else:
         target[...] = value
+
+
+def kernel_of(
+    make: Callable[..., Callable[..., jax.Array]], *sizes: Any, interpret: Any
+) -> Callable[..., jax.Array]:
+    """Return the kernel make(*sizes, interpret), as one jitted function for all calls of these sizes.
+
+    A model is then lowered once, not layer by layer. An interpreted kernel is made anew for each call.
+    """
+    return make(*sizes, interpret) if interpret else jitted_kernel(make, *sizes)
+
+
+@functools.cache
+def jitted_kernel(make: Callable[..., Callable[..., jax.Array]], *sizes: Any) -> Callable[..., jax.Array]:
+    """Return the kernel make(*sizes, False), jitted and cached."""
+    return jax.jit(make(*sizes, False))
 
 
 def interpret_params(interpret: Any) -> Any:

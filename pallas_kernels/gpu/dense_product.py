@@ -176,14 +176,8 @@ def _kernel(
 def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, warp: jax.Array) -> None:
     """Fetch this warp's copies of each step: a consumer's weights, or rows."""
 
-    def fetch(i: jax.Array, _: None) -> None:
-        slot = lax.rem(i, jnp.int32(p.num_stages))
+    def fetch(i: jax.Array, slot: jax.Array) -> None:
         full = scratch.full.at[slot]
-
-        @pl.when(i >= p.num_stages)
-        def _wait() -> None:
-            plgpu.barrier_wait(scratch.free.at[slot])
-
         inputs = pl.ds((work.first + i) * NUM_INPUTS, NUM_INPUTS)
         for consumer in range(NUM_CONSUMERS):
 
@@ -196,8 +190,7 @@ def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, war
         def _fetch_rows() -> None:
             plgpu.copy_gmem_to_smem(x.at[work.rows, inputs], scratch.x.at[slot], full)
 
-    lax.fori_loop(0, work.num_steps, fetch, None)
-    common.drain(scratch.free, p.num_stages, work.num_steps)
+    common.fill_ring(scratch.free, p.num_stages, work.num_steps, fetch)
 
 
 def _consume(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.Array, acc: Any) -> jax.Array:
@@ -258,18 +251,10 @@ def product(
     p = problem(num_rows, num_inputs, weights.shape[-1], x.dtype)
     x = jnp.pad(x, ((0, p.num_rows - num_rows), (0, 0)))
     number = jnp.full((1,), 0 if layer is None else layer, jnp.int32)
-    run = _kernel_of(p, interpret) if interpret else _shared_kernel_of(p)
+    run = common.kernel_of(_kernel_of, p, interpret=interpret)
     sums = run(number, weights if layer is not None else weights[None], x)
     # Added one by one: the order is then the program's own, whatever the rows.
     return functools.reduce(operator.add, sums)[:num_rows, : p.num_outputs]
-
-
-@functools.cache
-def _shared_kernel_of(p: Problem) -> Callable[..., jax.Array]:
-    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
-    layer.
-    """
-    return jax.jit(_kernel_of(p, interpret=False))
 
 
 def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:

@@ -175,13 +175,7 @@ def _produce(
 ) -> None:
     """Fetch this warp's copies of each step."""
 
-    def fetch(i: jax.Array, _: None) -> None:
-        slot = lax.rem(i, jnp.int32(p.num_stages))
-
-        @pl.when(i >= p.num_stages)
-        def _wait() -> None:
-            plgpu.barrier_wait(scratch.free.at[slot])
-
+    def fetch(i: jax.Array, slot: jax.Array) -> None:
         step = first + i
         groups = pl.ds(step * p.groups, p.groups)
         sources = Operands(
@@ -197,8 +191,7 @@ def _produce(
                 def _copy(source: Any = source, target: Any = target) -> None:
                     plgpu.copy_gmem_to_smem(source, target.at[slot], scratch.full.at[slot])
 
-    lax.fori_loop(0, num_steps, fetch, None)
-    common.drain(scratch.free, p.num_stages, num_steps)
+    common.fill_ring(scratch.free, p.num_stages, num_steps, fetch)
 
 
 def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> jax.Array:
@@ -344,18 +337,10 @@ def product(
         by_memory=bool(interpret),
     )
     x = jnp.pad(x, ((0, p.num_rows - num_rows), (0, p.num_inputs - x.shape[1])))
-    run = _kernel_of(p, interpret) if interpret else _shared_kernel_of(p)
+    run = common.kernel_of(_kernel_of, p, interpret=interpret)
     number = jnp.full((1,), 0 if layer is None else layer, jnp.int32)
     sums = run(number, Operands(stack.codes, x, stack.scales, stack.minima))
     return jnp.sum(sums, axis=0).T[:num_rows, : stack.out_features]
-
-
-@functools.cache
-def _shared_kernel_of(p: Problem) -> Callable[..., jax.Array]:
-    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
-    layer.
-    """
-    return jax.jit(_kernel_of(p, interpret=False))
 
 
 def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:

@@ -21,7 +21,6 @@ is served, but blocks it leaves out are read all the same.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import arrival_counter, common, tuning
+from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.decode import fetch, program, softmax
 from pallas_kernels.gpu.partitioning import MOST_COUNTED, Partitioning, partition_list
 from pallas_kernels.support import Arrays, Options
@@ -224,7 +224,7 @@ def _kernel(
             item, span = unit(i)
             state, done = softmax.consume(p, span, i, gmem, extras, scratch, done)
 
-            def write(state: softmax.Softmax) -> None:
+            def write(state: Softmax) -> None:
                 softmax.store_outputs(
                     p, softmax.normalised(p, state, extras, span.kv_head), span, out_smem, out_gmem
                 )
@@ -251,7 +251,7 @@ def _kernel(
 
 
 def _store(
-    p: program.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: softmax.Softmax
+    p: program.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: Softmax
 ) -> None:
     """Store a partition's result, straight from the registers."""
     for i, piece in enumerate(state.out):
@@ -262,7 +262,7 @@ def _store(
 
 def _merged(
     p: program.Problem, partials: Partials, first: jax.Array, count: jax.Array, kv_head: jax.Array
-) -> softmax.Softmax:
+) -> Softmax:
     """Merge the partitions of a row: `count` items of the list from `first` on."""
 
     def load(ref: Any, layout: Any) -> jax.Array:
@@ -271,7 +271,7 @@ def _merged(
     numbers = len(p.pieces) * p.piece_rows * p.num_columns
     at_a_time = max(1, min(MERGED_AT_A_TIME, MERGED_NUMBERS // numbers))
 
-    def merge(i: jax.Array, state: softmax.Softmax) -> softmax.Softmax:
+    def merge(i: jax.Array, state: Softmax) -> Softmax:
         parts = []
         for k in range(at_a_time):
             number = i * at_a_time + k
@@ -281,7 +281,7 @@ def _merged(
                 load(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], common.WGMMA)
                 for i in range(len(p.pieces))
             )
-            parts.append(softmax.Softmax(out, largest + jnp.where(number < count, 0.0, common.LOWEST), total))
+            parts.append(Softmax(out, largest + jnp.where(number < count, 0.0, common.LOWEST), total))
         new_max = state.max
         for part in parts:
             new_max = jnp.maximum(new_max, part.max)
@@ -293,7 +293,7 @@ def _merged(
             total = total + part.sum * weight
             weights = lax.broadcast_in_dim(weight, out[0].shape, [1])
             out = tuple(piece + new * weights for piece, new in zip(out, part.out, strict=True))
-        return softmax.Softmax(out, new_max, total)
+        return Softmax(out, new_max, total)
 
     return lax.fori_loop(0, pl.cdiv(count, jnp.int32(at_a_time)), merge, softmax.nothing(p))
 
@@ -337,16 +337,8 @@ def paged_attention(
         num_programs = num_programs or 1
     num_programs = min(num_programs or tuning.num_cores() * config.ctas_per_core, max_items * p.num_kv_heads)
     sizes = num_rows, max_items, num_programs
-    run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
+    run = common.kernel_of(_kernel_of, p, sizes, interpret=interpret)
     return run(arrays._replace(table_rows=None), work, common.extras_of(options))
-
-
-@functools.cache
-def _shared_kernel_of(p: program.Problem, sizes: tuple[int, int, int]) -> Callable[..., jax.Array]:
-    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
-    layer.
-    """
-    return jax.jit(_kernel_of(p, sizes, interpret=False))
 
 
 def _kernel_of(p: program.Problem, sizes: tuple[int, int, int], interpret: Any) -> Callable[..., jax.Array]:

@@ -19,7 +19,7 @@ widened. A cache of 4 bits a number always goes through shared memory (`int4_cac
 the row's last block keeps in full, come with the queries.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import common, int4_cache
-from pallas_kernels.gpu.attention import newest_group
+from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled, newest_group
 from pallas_kernels.gpu.common import FLOAT16_MAX, LOG2E, LOWEST, WGMMA, Extras
 from pallas_kernels.gpu.decode.program import NUM_QUERY_SLOTS, Problem, Scratch, WorkUnit, group_heads
 from pallas_kernels.support import BlockSparse
@@ -36,23 +36,12 @@ from pallas_kernels.support import BlockSparse
 PER_HEAD = WGMMA.reduce(0)  # one number per column of a wgmma's result
 
 
-class Softmax(NamedTuple):
-    """A running softmax; maxima are times log2(e)."""
-
-    out: tuple[jax.Array, ...]  # per piece [rows, num_columns] float32, sum of exp2(s - max) * v
-    max: jax.Array  # [num_columns]
-    sum: jax.Array  # [num_columns]
-
-
 def nothing(p: Problem) -> Softmax:
-    """Return the softmax over no tokens."""
+    """Return the softmax over no tokens: its output is a piece [rows, num_columns] for each of `p.pieces`."""
     return Softmax(
-        tuple(
-            plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA)
-            for _, rows in p.pieces
-        ),
-        plgpu.layout_cast(jnp.full((p.num_columns,), LOWEST, jnp.float32), PER_HEAD),
-        plgpu.layout_cast(jnp.full((p.num_columns,), 0.0, jnp.float32), PER_HEAD),
+        tuple(filled((rows, p.num_columns), 0.0, WGMMA) for _, rows in p.pieces),
+        filled((p.num_columns,), LOWEST, PER_HEAD),
+        filled((p.num_columns,), 0.0, PER_HEAD),
     )
 
 
@@ -232,19 +221,11 @@ def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -
     """Divide the output by the sum, with the sinks in the sum, and multiply by v_scale; zeros where there was
     no token.
     """
-    out, largest, total = state
-    is_empty = total == 0
-    factor = jnp.full_like(total, 1.0)
+    sinks = None
     if extras.sinks is not None:
         sinks = _per_head_values(p, extras.sinks, kv_head, 64).max(axis=0) * LOG2E
-        with_sink = jnp.maximum(largest, sinks)
-        rescale = jnp.exp2(largest - with_sink)
-        total = total * rescale + jnp.exp2(sinks - with_sink)
-        factor = rescale
-    if extras.v_scale is not None:
-        factor = factor * extras.v_scale[kv_head]
-    factor = factor / jnp.where(is_empty, 1.0, total)
-    return [piece * lax.broadcast_in_dim(factor, piece.shape, [1]) for piece in out]
+    factor = factor_of_output(state, sinks, None if extras.v_scale is None else extras.v_scale[kv_head])
+    return [piece * lax.broadcast_in_dim(factor, piece.shape, [1]) for piece in state.out]
 
 
 def _token_of_column(p: Problem, shape: tuple[int, ...]) -> jax.Array:
@@ -261,7 +242,7 @@ def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows:
     head = plgpu.broadcasted_iota(jnp.int32, (num_rows, p.num_columns), 1, layout=WGMMA)
     if p.query_len > 1:
         head = lax.rem(head, jnp.full_like(head, p.group_size))
-    values = plgpu.layout_cast(jnp.full((num_rows, p.num_columns), 0.0, jnp.float32), WGMMA)
+    values = filled((num_rows, p.num_columns), 0.0, WGMMA)
     for g in range(p.group_size):
         values = jnp.where(head == g, values_gmem[kv_head * p.group_size + g], values)
     return values

@@ -19,7 +19,6 @@ Not for: float32, block sizes under 8, tiles of more than 64 tokens, other head_
     `support.SUPPORT`.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,6 +30,7 @@ from jax import lax
 
 from pallas_kernels import support
 from pallas_kernels.gpu import arrival_counter, common
+from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
 from pallas_kernels.gpu.prompt import fetch, partitions, program, softmax
 from pallas_kernels.gpu.prompt.program import TILE_LENS, Problem
@@ -98,7 +98,7 @@ def _kernel(
             state = softmax.consume(p, keys, extras, *heads, scratch, number)
 
             # From here on the row is read again: registers were short.
-            def write(pieces: Iterable[tuple[int, softmax.Softmax]]) -> None:
+            def write(pieces: Iterable[tuple[int, Softmax]]) -> None:
                 place = out_gmem.at[row()], kv_head, first_head
                 softmax.store_output(p, pieces, extras, *place, scratch, number)
 
@@ -158,7 +158,7 @@ def prompt_attention(
         if max_partitions > 1:
             work = partitions.plan(p, positions, some.seq_lens, capacity, chosen)
         sizes = num_tiles, num_tiles * max_partitions
-        run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
+        run = common.kernel_of(_kernel_of, p, sizes, interpret=interpret)
         return run(some, positions, common.extras_of(options), work)
 
     chosen = partitioning or partitions.partitioning_of(
@@ -190,14 +190,6 @@ def partial_bytes(
         return 0
     rows = num_programs * program.MAX_WARPGROUPS * program.WARPGROUP_ROWS
     return min(partitions.bytes_of(num_tiles * count, rows, head_dim), partitions.PARTIAL_BYTES)
-
-
-@functools.cache
-def _shared_kernel_of(p: Problem, sizes: tuple[int, int]) -> Callable[..., jax.Array]:
-    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
-    layer.
-    """
-    return jax.jit(_kernel_of(p, sizes, interpret=False))
 
 
 def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[..., jax.Array]:

@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import common
+from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList, partition_list
 from pallas_kernels.gpu.prompt.program import WARPGROUP_ROWS, Problem, seen_by
-from pallas_kernels.gpu.prompt.softmax import Softmax, nothing
+from pallas_kernels.gpu.prompt.softmax import nothing
 
 MIN_TOKENS = 8192  # of a part: keeping and folding it takes a few microseconds, computing it 150
 PROGRAMS = 64  # of the parts of one tile: half of an H200's multiprocessors

@@ -8,6 +8,7 @@ Up to two consumer warpgroups have 64 rows of queries each: row = head * tile_le
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -130,32 +131,21 @@ def scratch_types(p: Problem) -> Scratch:
     def rows(count: int, size: int, width: int, tiled: int) -> Any:
         return plgpu.SMEM((count, size, width), p.dtype, transforms=common.tiled(tiled))
 
-    num_writers, raw, k_new = p.copies_per_tile, None, None
+    tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
+    types = functools.partial(ring_types, p, by_array=True)
+    ring = types(tiles, p.num_stages, writers=p.copies_per_tile, readers=p.num_warpgroups)
+    raw = k_new = None
     if p.is_quantised:
-        num_writers = 1
-        raw = ring_types(
-            p,
-            plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype),
-            p.num_raw_stages,
-            num_barriers=2,
-            num_writers=p.copies_per_tile + p.scale_copies + p.packed_copies,
-            num_readers=1,
-            is_fetched=True,
-        )
+        in_memory = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype)
+        num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
+        raw = types(in_memory, p.num_raw_stages, writers=num_copies, readers=1)
+        ring = types(tiles, p.num_stages, writers=1, readers=p.num_warpgroups)
+        ring = ring._replace(scales=(None, None), packed=None)  # they are factors of what is widened
     if p.packed is not None:
         k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
-    tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
     return Scratch(
         q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim, p.line),
-        ring=ring_types(
-            p,
-            tiles,
-            p.num_stages,
-            num_barriers=2,
-            num_writers=num_writers,
-            num_readers=p.num_warpgroups,
-            is_fetched=not p.is_quantised,
-        ),
+        ring=ring,
         raw=raw,
         p=None if p.in_registers else rows(p.num_warpgroups, WARPGROUP_ROWS, p.tile_kv, p.tile_kv),
         q_full=plgpu.Barrier(num_arrivals=p.warpgroup_heads, num_barriers=p.num_warpgroups),

@@ -12,7 +12,7 @@ Only tiles at the edge of what the queries see are masked: the last ones, and th
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import common
+from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled
 from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
 from pallas_kernels.gpu.prompt.program import MAX_WARPGROUPS, WARPGROUP_ROWS, KeyRange, Problem, Scratch
 
@@ -36,14 +37,6 @@ def load_queries(
         target = scratch.q.at[warpgroup, pl.ds(h * p.tile_len, p.tile_len)]
         plgpu.copy_gmem_to_smem(q_gmem.at[:, head], target, scratch.q_full.at[warpgroup])
     plgpu.barrier_wait(scratch.q_full.at[warpgroup])
-
-
-class Softmax(NamedTuple):
-    """A running softmax; maxima are times log2(e)."""
-
-    out: jax.Array  # [64, head_dim] float32, sum of exp2(s - max) * v
-    max: jax.Array  # [64]
-    sum: jax.Array  # [64]
 
 
 def consume(
@@ -125,14 +118,10 @@ def _with(take: Callable[..., Softmax], is_edge: bool) -> Callable[[jax.Array, S
 def nothing(width: int) -> Softmax:
     """Return the softmax over no tokens, with so many columns of output."""
     return Softmax(
-        _filled((WARPGROUP_ROWS, width), 0.0, WGMMA),
-        _filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
-        _filled((WARPGROUP_ROWS,), 0.0, PER_ROW),
+        filled((WARPGROUP_ROWS, width), 0.0, WGMMA),
+        filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
+        filled((WARPGROUP_ROWS,), 0.0, PER_ROW),
     )
-
-
-def _filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def _logits(
@@ -213,16 +202,8 @@ def _add_weighted(
 
 def _normalised(p: Problem, state: Softmax, extras: Extras, first_head: jax.Array) -> jax.Array:
     """Divide the output by the sum, with the sinks in the sum; zeros where there was no token."""
-    out, largest, total = state
-    factor = jnp.full_like(total, 1.0)
-    is_empty = total == 0
-    if extras.sinks is not None:
-        sinks = _per_row(p, extras.sinks, first_head) * LOG2E
-        with_sink = jnp.maximum(largest, sinks)
-        factor = jnp.exp2(largest - with_sink)
-        total = total * factor + jnp.exp2(sinks - with_sink)
-    factor = factor / jnp.where(is_empty, 1.0, total)
-    return out * lax.broadcast_in_dim(factor, out.shape, [0])
+    sinks = None if extras.sinks is None else _per_row(p, extras.sinks, first_head) * LOG2E
+    return state.out * lax.broadcast_in_dim(factor_of_output(state, sinks), state.out.shape, [0])
 
 
 def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
@@ -232,7 +213,7 @@ def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
     """
     shape = WARPGROUP_ROWS, 8  # the narrowest result that a wgmma has
     head = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA), p.tile_len)
-    values = _filled(shape, 0.0, WGMMA)
+    values = filled(shape, 0.0, WGMMA)
     last = values_gmem.shape[0] - 1
     for h in range(p.warpgroup_heads):
         values = jnp.where(head == h, values_gmem[jnp.minimum(first_head + h, last)], values)
