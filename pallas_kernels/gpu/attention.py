@@ -179,9 +179,10 @@ def token_finder(
     last_block = jnp.maximum(pl.cdiv(end, jnp.int32(p.block_size)) - 1, first_block)
 
     def find(token: Any, num_tokens: int) -> tuple[jax.Array, Any]:
-        column = jnp.clip(lax.div(token, jnp.int32(p.block_size)), first_block, last_block)
+        column = lax.div(token, jnp.int32(p.block_size))
+        block_id = block_at(tables[row, jnp.clip(column, first_block, last_block)])
         offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
-        return block_at(tables[row, column]), pl.ds(offset, num_tokens)
+        return block_id, pl.ds(offset, num_tokens)
 
     return find
 
