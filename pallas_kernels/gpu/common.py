@@ -2,9 +2,9 @@
 
 * A call's optional arrays: `Extras`, `extras_of`; the arrays' blocks that its block ids name: `places`.
 * Bring a tile: `copy_tokens` and `scale_tokens` size the TMA copies, `tiled` gives the layout of shared
-    memory.
+memory.
 * Multiply: `WGMMA` is the layout of a product in registers; `widen` and `widened` make float16 of 8-bit
-    numbers.
+numbers.
 * Wait: `fill_ring` and `drain` wait for free slots. Write: `store`.
 * Launch: `kernel_of`, `interpret_params`.
 

@@ -226,7 +226,7 @@ def _numbers(p: Problem, halfwords: Any, run: jax.Array) -> jax.Array:
     """Return the codes of a slot's run as bfloat16 [NUM_OUTPUTS, run].
 
     No conversion is needed: the lower seven bits of a bfloat16 between 128 and 255 count ones, and the eighth
-        adds 128. In a bfloat16 that is 16 times as large they count sixteens.
+    adds 128. In a bfloat16 that is 16 times as large they count sixteens.
     """
 
     def number(bits: jax.Array, mask: int, unit: int = 0) -> jax.Array:

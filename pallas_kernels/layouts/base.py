@@ -1,9 +1,9 @@
 """The base of layouts: how the K and V of one layer lie in arrays of blocks.
 
 A layout is a frozen value that three methods define: `arrays`, `write` and `read`. A block is one line of
-    each array, so copying, swapping and counting bytes follow. `view` is for the kernels: where a token's
-    head has its numbers side by side, `view` gives their location, and kernels read them there. XLA reads
-    whole blocks of any other layout with `read`.
+each array, so copying, swapping and counting bytes follow. `view` is for the kernels: where a token's head
+has its numbers side by side, `view` gives their location, and kernels read them there. XLA reads whole blocks
+of any other layout with `read`.
 """
 
 import abc
@@ -80,9 +80,9 @@ class PackedView(NamedTuple):
     bfloat16.
 
     Scales and zeros of K are for a channel of `group` tokens: in their locations axis "token" counts groups.
-        Those of V are for a token. A byte of a head has the codes of channels d and d + head_dim / 2, the
-        first in its low bits. The newest group of a block, `new_group` (int32, -1 for none), has its K in
-        `k_new`, in the type of the computation; only the last block of a sequence has one.
+    Those of V are for a token. A byte of a head has the codes of channels d and d + head_dim / 2, the first
+    in its low bits. The newest group of a block, `new_group` (int32, -1 for none), has its K in `k_new`, in
+    the type of the computation; only the last block of a sequence has one.
     """
 
     group: int  # tokens; block_size is a multiple

@@ -22,7 +22,7 @@ from pallas_kernels.ops import checks, choice, ragged
 from pallas_kernels.ops.checks import AttentionOptions, TiledOptions
 from pallas_kernels.ops.choice import Implementation, TiledImplementation
 from pallas_kernels.support import Arrays, Batch, Options, PackedArrays, view_of
-from pallas_kernels.xla import operations as xla
+from pallas_kernels.xla import attention as xla
 from pallas_kernels.xla import tiled_attention as xla_tiles
 
 

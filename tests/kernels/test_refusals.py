@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ops, support
+from pallas_kernels.gpu import ptxas
 from pallas_kernels.ops import choice
 from pallas_kernels.support import BlockSparse
 
@@ -143,7 +144,7 @@ def test_causal_masks_are_not_compiled_by_a_ptxas_that_makes_them_wrong(
     version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts have causal masks; decode steps of one token have none."""
-    monkeypatch.setattr(support, "ptxas_version", lambda: version)
+    monkeypatch.setattr(ptxas, "version", lambda: version)
     tiles = good() | {"q": array(2, 32, 4, 64), "query_starts": array(2, dtype=jnp.int32)}
     named = ".".join(map(str, version))
     with pytest.raises(
@@ -157,7 +158,7 @@ def test_causal_masks_are_not_compiled_by_a_ptxas_that_makes_them_wrong(
 
 @pytest.mark.parametrize("version", [None, (12, 6, 85), (12, 9, 86), (13, 0, 48)])
 def test_any_other_ptxas_is_taken(version: tuple[int, ...] | None) -> None:
-    support.refuse_ptxas(version)
+    ptxas.refuse(version)
 
 
 def test_the_kernel_counts_so_many_partitions() -> None:

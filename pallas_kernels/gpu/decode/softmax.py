@@ -7,9 +7,9 @@ that share a kv head: the heads of a group, for each new token of the row, padde
     S^T [tile_kv, heads] = K [tile_kv, head_dim] @ Q^T          O^T [head_dim, heads] = V^T @ P^T
 
 Columns of a wgmma are independent: padding columns never affect a live head. A tile that is not wholly inside
-    [start, end) has stale tokens: their scores become -inf and their V is zeroed in shared memory, for zero
-    times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no difference of two
-    maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
+[start, end) has stale tokens: their scores become -inf and their V is zeroed in shared memory, for zero times
+NaN is NaN. Maxima start at a large negative number instead of -inf, so that no difference of two maxima is
+NaN. Logits are kept times log2(e): exp2 is the GPU's own.
 
 A quantised cache comes into the ring as it is, and is widened to float16 a tile at a time. V is widened into
 other shared memory; K likewise or, where there are registers for it, on its way into its product. (Pallas'

@@ -13,10 +13,10 @@ A long context has partitions of 8,192 tokens or more, which follow from the til
 program's, so that few tiles keep the GPU busy: `partitions`.
 
 A quantised cache is multiplied in float16: queries are converted before. The output, still in units of the
-    cache, is multiplied by the scale of V and converted back after the kernel, by XLA.
+cache, is multiplied by the scale of V and converted back after the kernel, by XLA.
 
 Not for: float32, block sizes under 8, tiles of more than 64 tokens, other head_dims than those in
-    `support.SUPPORT`.
+`support.SUPPORT`.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,8 +28,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import support
-from pallas_kernels.gpu import arrival_counter, common
+from pallas_kernels.gpu import arrival_counter, common, ptxas
 from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
 from pallas_kernels.gpu.prompt import fetch, partitions, program, softmax
@@ -146,7 +145,7 @@ def prompt_attention(
             f"mosaic_gpu serves tiles of at most {TILE_LENS[-1]} tokens, not {query_len}. Use 'xla'."
         )
     if not interpret:
-        support.refuse_ptxas(support.ptxas_version())
+        ptxas.refuse(ptxas.version())
     p = program.make_problem(arrays, options, in_registers=in_registers, is_interpreted=bool(interpret))
     q = jnp.pad(arrays.q, [(0, 0), (0, p.tile_len - query_len), (0, 0), (0, 0)])
     if q.dtype != p.dtype:  # bfloat16's numbers go further

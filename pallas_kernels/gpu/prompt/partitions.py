@@ -12,7 +12,7 @@ A tile of one partition is written at once. Otherwise each consumer of a program
 memory, and the one that arrives last (`arrival_counter`) merges them.
 
 Never in partitions: tiles with a window of no more than two partitions, and calls where no sequence can have
-    two.
+two.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -2,9 +2,8 @@
 reads.
 
 Up to two consumer warpgroups have 64 rows of queries each: row = head * tile_len + token, for example 2 query
-    heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`fetch`,
-    `gpu.attention`), over which they take the softmax (`softmax`). K and V of a slot have barriers of their
-    own.
+heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`fetch`,
+`gpu.attention`), over which they take the softmax (`softmax`). K and V of a slot have barriers of their own.
 """
 
 import dataclasses

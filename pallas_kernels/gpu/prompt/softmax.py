@@ -3,12 +3,12 @@
     S [64, tile_kv] = Q @ K^T          O [64, head_dim] += P @ V
 
 Two consumers take turns: while one multiplies, the other takes its softmax. P goes to the second product from
-    registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P
-    goes through shared memory and the product is added afterwards. Nothing else differs.
+registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P goes
+through shared memory and the product is added afterwards. Nothing else differs.
 
 Only tiles at the edge of what the queries see are masked: the last ones, and those where a window begins.
-    There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first zeroes
-    it, before it gives the second its turn.
+There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first zeroes it,
+before it gives the second its turn.
 """
 
 from collections.abc import Callable, Iterable
