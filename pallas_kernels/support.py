@@ -84,11 +84,11 @@ class Options:
     k_scale: jax.Array | None = None  # [num_kv_heads] float32
     v_scale: jax.Array | None = None  # [num_kv_heads] float32
     block_sparse: BlockSparse | None = None
-    # Of each token, where the layout's view has such: the arrays of K's scales and of V's.
+    # The arrays of K's and V's scales for each token, if the layout's view has them.
     token_scales: tuple[jax.Array, jax.Array] | None = None
-    packed: PackedArrays | None = None  # what a packed view has beside the codes
+    packed: PackedArrays | None = None  # the arrays of a packed view besides the codes
     kv_layout: Layout = TOKEN_MAJOR
-    blocks: BlockSlice | None = None  # of the arrays' blocks, where a kernel has these in place of the pool
+    blocks: BlockSlice | None = None  # which of the arrays' blocks the call's ids name; None: all
 
 
 def view_of(options: Options) -> View:

@@ -174,7 +174,7 @@ def token_finder(
 
     tables: [num_tables, max_blocks_per_seq] int32 in the GPU's memory; row: the sequence's row of them.
     """
-    block_at = common.places(extras, p.block_stride)
+    block_at = common.array_blocks(extras, p.block_stride)
     first_block = lax.div(start, jnp.int32(p.block_size))
     last_block = jnp.maximum(pl.cdiv(end, jnp.int32(p.block_size)) - 1, first_block)
 
@@ -193,7 +193,7 @@ def last_block(
     """Return which of the arrays' blocks holds the last token of [start, end); if none, the null block."""
     column = lax.div(jnp.maximum(end - 1, 0), jnp.int32(p.block_size))
     block_id = jnp.where(end > start, tables[row, column], 0)
-    return common.places(extras, p.block_stride)(block_id)
+    return common.array_blocks(extras, p.block_stride)(block_id)
 
 
 def newest_group(

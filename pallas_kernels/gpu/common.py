@@ -1,6 +1,6 @@
 """Primitives of the GPU kernels: bring tiles into shared memory, widen, multiply, store, wait.
 
-* A call's optional arrays: `Extras`, `extras_of`; the arrays' blocks that its block ids name: `places`.
+* A call's optional arrays: `Extras`, `extras_of`; the arrays' blocks that its block ids name: `array_blocks`.
 * Bring a tile: `copy_tokens` and `scale_tokens` size the TMA copies, `tiled` gives the layout of shared
 memory.
 * Multiply: `WGMMA` is the layout of a product in registers; `widen` and `widened` make float16 of 8-bit
@@ -31,7 +31,7 @@ from pallas_kernels.support import Options
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
 FLOAT16_MAX = 65504.0
-NUM_WARPS = 4  # of the producer
+NUM_WARPS = 4  # in a producer warpgroup
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -65,7 +65,7 @@ def block_stride(options: Options) -> int:
     return 1 if options.blocks is None else options.blocks.stride
 
 
-def places(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array]:
+def array_blocks(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array]:
     """Return a function from a block of the call to the arrays' block that it is. It reads memory once,
     now.
     """
@@ -142,9 +142,7 @@ def widen(source: Any, target: Any, scales: Any = None, *, is_interpreted: bool)
 
     scales: [rows] float32 in shared memory, a factor for each row; None for none.
     """
-    height = (
-        source.shape[0] if scales is None else 64
-    )  # of a part: with scales numbers are float32 on the way
+    height = source.shape[0] if scales is None else 64
     for row in range(0, source.shape[0], height):
         rows = slice(None) if scales is None else pl.ds(row, height)
         factor = None
@@ -168,8 +166,8 @@ def widened(source: Any, *, is_interpreted: bool) -> jax.Array:
     return x.astype(jnp.float16)
 
 
-# Of four int8 with their signs turned over, numbers from 0 to 255, each in the lower byte of a float16 whose
-# other byte makes it 1024 more; and what is then too much, twice in a word.
+# Four int8 with flipped signs are numbers from 0 to 255. Each becomes the lower byte of a float16 whose upper
+# byte adds 1024; TOO_MUCH is the excess, 1024 + 128, twice in a word.
 SIGNS, UPPER_BYTE, PAIRS, TOO_MUCH = 0x80808080, 0x64, (0x4140, 0x4342), 0x64806480
 
 
@@ -215,7 +213,7 @@ def _int8_as_float16(x: jax.Array) -> jax.Array:
 
 def store(target: Any, value: jax.Array) -> None:
     """Store registers to memory as they lie, in spite of bank conflicts and partly written cache lines."""
-    if hasattr(plgpu, "store"):  # jax 0.12 wants to be told that they are accepted
+    if hasattr(plgpu, "store"):  # JAX 0.12 needs `optimized=False` to accept them
         plgpu.store(target, value, optimized=False)
     else:
         target[...] = value

@@ -44,12 +44,12 @@ from pallas_kernels.gpu import common, tuning
 
 DTYPES = ("bfloat16", "float16")
 NUM_CONSUMERS = 2
-NUM_OUTPUTS = 64  # of a consumer: the rows of a wgmma
-NUM_INPUTS = 64  # of a slot: 128 bytes, which is as wide as a swizzle
+NUM_OUTPUTS = 64  # outputs of a consumer: the rows of a wgmma
+NUM_INPUTS = 64  # inputs of a slot: 128 bytes, the width of a swizzle
 MAX_COLUMNS = 256  # of a wgmma
 UNIT = 8  # numbers: an array's rows must begin where TMA can, every 16 bytes
-MIN_STEPS = 4  # of a program, if inputs are split
-PROGRAMS = tuning.H200_CORES  # for which inputs are split, whatever the GPU: so bits are the same
+MIN_STEPS = 4  # steps of a program, at least, if inputs are split
+PROGRAMS = tuning.H200_CORES  # to split inputs for, on any GPU: so bits are the same on all
 MAX_STAGES = 8
 
 
@@ -131,7 +131,7 @@ class Work(NamedTuple):
 
     tile: jax.Array  # of outputs
     rows: Any
-    first: jax.Array  # of its steps
+    first: jax.Array  # step of the program
     num_steps: jax.Array
 
 
@@ -168,7 +168,7 @@ def _kernel(
 
         @pl.when(piece < p.num_pieces)
         def _store() -> None:
-            # In registers that lie so, two outputs are neighbours where there were two rows.
+            # In this layout a thread's registers hold two neighbouring outputs, not two neighbouring rows.
             turned = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
             common.store(out.at[split, rows, pl.ds(piece * NUM_OUTPUTS, NUM_OUTPUTS)].T, turned)
 
@@ -253,7 +253,7 @@ def product(
     number = jnp.full((1,), 0 if layer is None else layer, jnp.int32)
     run = common.kernel_of(_kernel_of, p, interpret=interpret)
     sums = run(number, weights if layer is not None else weights[None], x)
-    # Added one by one: the order is then the program's own, whatever the rows.
+    # Added one by one: so the order of the sum does not depend on the number of rows.
     return functools.reduce(operator.add, sums)[:num_rows, : p.num_outputs]
 
 

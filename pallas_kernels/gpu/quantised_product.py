@@ -40,10 +40,12 @@ from pallas_kernels.gpu.common import WGMMA
 from pallas_kernels.quantised import NUM_INPUTS, NUM_OUTPUTS, PLANES, Halfwords, offset
 
 MAX_COLUMNS = 64
-MAX_ROWS = 256  # in blocks of MAX_COLUMNS: codes are fetched for each, and XLA moves four times as much
+MAX_ROWS = (
+    256  # in blocks of MAX_COLUMNS; codes are fetched for each block, still a quarter of what XLA moves
+)
 GROUP_SIZES = (16, 32, 64, 128)
-MIN_STEPS = 4  # of a program, if inputs are split
-PROGRAMS = 2 * tuning.H200_CORES  # for which inputs are split, whatever the GPU: so bits are the same
+MIN_STEPS = 4  # steps of a program, at least, if inputs are split
+PROGRAMS = 2 * tuning.H200_CORES  # to split inputs for, on any GPU: so bits are the same on all
 MAX_STAGES = 8
 
 
@@ -51,7 +53,7 @@ MAX_STAGES = 8
 class Problem:
     """The static shape of a call, and what follows from it."""
 
-    num_rows: int  # of x, whole blocks
+    num_rows: int  # rows of x, in whole blocks
     num_columns: int  # rows of a block, a multiple of 8: the columns of a wgmma
     num_outputs: int
     num_inputs: int
@@ -108,7 +110,7 @@ class Operands(NamedTuple):
     codes: Any  # [num_layers, num_outputs, halfwords]; in the ring [num_stages, NUM_OUTPUTS, halfwords]
     x: Any  # [num_rows, num_inputs]; [num_stages, num_columns, NUM_INPUTS]
     scales: Any  # [num_layers, num_groups, num_outputs]; [num_stages, groups, NUM_OUTPUTS]
-    minima: Any  # likewise, else None
+    minima: Any  # as scales, or None
 
 
 class Scratch(NamedTuple):
@@ -208,7 +210,7 @@ def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> ja
             terms = [each for term in terms for each in (term, _Term(ones, term.run, minima))]
         return _add(p, total, terms, x, scratch.wide)
 
-    # A loop: ptxas gives registers to the products of all that is unrolled.
+    # A loop, because ptxas would keep the products of an unrolled one in registers.
     total = lax.fori_loop(0, NUM_INPUTS // (p.run * p.at_a_time), add, total)
     plgpu.barrier_arrive(scratch.free.at[slot])
     return total

@@ -81,7 +81,7 @@ def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, o
         column = first_token // block_size + chunk * chunk_blocks + jnp.arange(chunk_blocks)
         token = column[:, None] * block_size + jnp.arange(block_size)
         seen = _visible(token, seq_lens, num_q_heads, num_kv_heads, options) & (token < end_token)
-        # A block without a visible token is not looked up: block 0 stands in for it, and is masked as well.
+        # A block without a visible token is not looked up: block 0 replaces it, and is masked as well.
         is_needed = jnp.any(seen, axis=(1, 2, 4))
         entry = jnp.minimum(column, block_tables.shape[1] - 1)
         block_ids = jnp.where(is_needed, block_tables[:, entry], 0)
@@ -95,7 +95,7 @@ def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, o
         s = jnp.where(seen, s, LOWEST)
         largest = jnp.maximum(state.max, jnp.max(s, axis=(3, 4)))
         weight = jnp.where(seen, jnp.exp(s - largest[..., None, None]), 0)
-        # Zero times NaN is NaN: what nobody sees must be zero, not only weightless.
+        # Zero times NaN is NaN: V must be zero where no query sees it, not only have no weight.
         v = jnp.where(jnp.any(seen, axis=(1, 2))[:, :, :, None, None], v, 0)
         rescale = jnp.exp(state.max - largest)
         out = jnp.einsum("skgnb,snbkd->skgd", weight, v, precision=lax.Precision.HIGHEST)

@@ -19,7 +19,7 @@ def write(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Po
     is_padding = (slot_mapping < 0) | (slot_mapping >= pool.num_blocks * block_size)
     slots = jnp.where(is_padding, 0, slot_mapping)
     if pool.blocks is not None:
-        slots = pool.places(slots // block_size) * block_size + slots % block_size
+        slots = pool.array_blocks(slots // block_size) * block_size + slots % block_size
     return dataclasses.replace(pool, arrays=pool.layout.write(pool.arrays, pool.sizes, k, v, slots))
 
 

@@ -2,7 +2,7 @@
 
     out[row, h] = softmax over the row's tokens t of (scale * q[row, h] . k[t]), applied to v[t]
 
-with the options of `ops.paged_attention`, for one new token a row or a few. A row is cut into partitions:
+with the options of `ops.paged_attention`, for one new token a row or a few. A row is computed in partitions:
 
     partition p of a row:  m_p = max s[t],  l_p = sum exp(s[t] - m_p),  o_p = sum exp(s[t] - m_p) * v[t]
     the row:               sum_p exp(m_p - m) * o_p / sum_p exp(m_p - m) * l_p        with m = max m_p
@@ -43,7 +43,7 @@ MAX_PARTITIONS = 64
 MAX_QUERY_LEN = 16  # new tokens of a row
 MAX_COLUMNS = 64  # queries that share a kv head: heads of its group x new tokens
 MAX_OUTPUTS = 8192  # numbers of a unit's output: 64 registers a thread
-PARTIAL_COLUMNS = 2048  # of a row: partitions x kv heads x columns, unless that makes fewer than 8 partitions
+PARTIAL_COLUMNS = 2048  # partitions x kv heads x columns of a row, but at least 8 partitions
 
 
 def default_partitioning(num_kv_heads: int, num_columns: int) -> Partitioning:
@@ -68,8 +68,8 @@ class WorkList(NamedTuple):
     """The partitions of a batch, in one list: row by row, each row's from the first to the last."""
 
     num_items: jax.Array  # [1]
-    # [max_items, 4] row + 65,536 x its row of the block tables, first token, end token, which partition +
-    # 65,536 x how many.
+    # [max_items, 4] int32: row + 65,536 x its row of the block tables, first token, end token, index of the
+    # partition + 65,536 x the row's number of partitions
     items: jax.Array
     positions: jax.Array  # [num_rows] of each row's first new token
 
@@ -102,11 +102,11 @@ def plan(
     end = jnp.minimum(seq_lens, positions + query_len)
     start = jnp.zeros_like(end) if window is None else jnp.clip(positions + 1 - window, 0, end)
     size = partitioning.sizes(start, end, capacity)
-    parts = partition_list(start, end, size, seq_lens.shape[0] * partitioning.bound(capacity))
-    items = parts.items
+    partitions = partition_list(start, end, size, seq_lens.shape[0] * partitioning.bound(capacity))
+    items = partitions.items
     if table_rows is not None:
         items = items.at[:, 0].add(table_rows[items[:, 0]] << 16)
-    return WorkList(parts.num_items, items, positions)
+    return WorkList(partitions.num_items, items, positions)
 
 
 class PlanSizes(NamedTuple):
@@ -161,9 +161,9 @@ def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: i
     capacity: the most tokens of a row.
     """
     columns = tuning.num_columns(group_size)
-    parts = default_partitioning(num_kv_heads, columns).bound(capacity)
+    count = default_partitioning(num_kv_heads, columns).bound(capacity)
     kept = head_dim if head_dim % 64 == 0 else 128
-    return num_rows * parts * num_kv_heads * columns * (kept + 2) * 4 if parts > 1 else 0
+    return num_rows * count * num_kv_heads * columns * (kept + 2) * 4 if count > 1 else 0
 
 
 class Partials(NamedTuple):
@@ -272,7 +272,7 @@ def _merged(
     at_a_time = max(1, min(MERGED_AT_A_TIME, MERGED_NUMBERS // numbers))
 
     def merge(i: jax.Array, state: Softmax) -> Softmax:
-        parts = []
+        loaded = []
         for k in range(at_a_time):
             number = i * at_a_time + k
             item = first + jnp.minimum(number, count - 1)  # past the end: the last one again, with no weight
@@ -281,18 +281,18 @@ def _merged(
                 load(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], common.WGMMA)
                 for i in range(len(p.pieces))
             )
-            parts.append(Softmax(out, largest + jnp.where(number < count, 0.0, common.LOWEST), total))
+            loaded.append(Softmax(out, largest + jnp.where(number < count, 0.0, common.LOWEST), total))
         new_max = state.max
-        for part in parts:
-            new_max = jnp.maximum(new_max, part.max)
+        for partition in loaded:
+            new_max = jnp.maximum(new_max, partition.max)
         rescale = jnp.exp2(state.max - new_max)
         out = tuple(piece * lax.broadcast_in_dim(rescale, piece.shape, [1]) for piece in state.out)
         total = state.sum * rescale
-        for part in parts:
-            weight = jnp.exp2(part.max - new_max)
-            total = total + part.sum * weight
+        for partition in loaded:
+            weight = jnp.exp2(partition.max - new_max)
+            total = total + partition.sum * weight
             weights = lax.broadcast_in_dim(weight, out[0].shape, [1])
-            out = tuple(piece + new * weights for piece, new in zip(out, part.out, strict=True))
+            out = tuple(piece + new * weights for piece, new in zip(out, partition.out, strict=True))
         return Softmax(out, new_max, total)
 
     return lax.fori_loop(0, pl.cdiv(count, jnp.int32(at_a_time)), merge, softmax.nothing(p))

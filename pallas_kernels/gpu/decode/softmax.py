@@ -61,7 +61,7 @@ def consume(
     Returns: the softmax, and the number of tiles taken so far.
     """
     _load_queries(p, number, scratch)
-    # Of the logits times log2(e); with a soft cap, of twice the argument of tanh.
+    # The factor gives logits times log2(e); with a soft cap, twice the argument of tanh times log2(e).
     factor = p.scale * LOG2E if p.soft_cap is None else 2 * p.scale / p.soft_cap * LOG2E
     if extras.k_scale is not None:
         factor = extras.k_scale[work.kv_head] * factor
@@ -106,11 +106,11 @@ def _load_queries(p: Problem, number: jax.Array, scratch: Scratch) -> None:
     plgpu.barrier_wait(scratch.q_full.at[slot])
     for i, (first, size) in enumerate(p.pieces):
         q = plgpu.load(scratch.q_rows.at[slot, i].T, layout=WGMMA, optimized=False)
-        if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
+        if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # bfloat16 has a larger range
             q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
         scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
     plgpu.commit_smem()
-    if p.packed is None:  # else the slot has the newest tokens, too
+    if p.packed is None:  # otherwise the slot also holds the newest tokens
         plgpu.barrier_arrive(scratch.q_free.at[slot])
 
 
@@ -178,7 +178,9 @@ def _zero_stale_tokens(p: Problem, work: WorkUnit, v: Any, first_token: jax.Arra
     @pl.when((first_token < work.start) | (first_token + p.tile_kv > work.end))
     def _zero() -> None:
         place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-        for column in common.columns_of(p.head_dim):  # in parts, to need no more registers than the rest
+        for column in common.columns_of(
+            p.head_dim
+        ):  # 64 columns at a time, to need no more registers than the rest
             piece = v.at[:, pl.ds(column, 64)]
             old = piece[...]
             piece[...] = jnp.where((place >= work.start) & (place < work.end), old, jnp.zeros_like(old))
@@ -257,7 +259,7 @@ def store_outputs(
 ) -> None:
     """Start to copy the outputs of a unit of work to the GPU's memory."""
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
-        # The unit before has left the buffer; pieces overlap and are written in turn.
+        # Wait until the unit before has left the buffer. Pieces overlap, and are written in turn.
         plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
         common.store(out_smem.at[i].T, piece.astype(p.dtype))
         plgpu.commit_smem()

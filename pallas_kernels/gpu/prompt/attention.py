@@ -89,14 +89,14 @@ def _kernel(
         def _consumer() -> None:
             if p.shares_registers:
                 plgpu.set_max_registers(p.registers.consumer, action="increase")
-            number = warpgroup if p.num_warpgroups > 1 else jnp.int32(0)  # which takes no register
-            first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # in the group
+            number = warpgroup if p.num_warpgroups > 1 else jnp.int32(0)  # a constant takes no register
+            first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # index in the group
             its, keys = row_and_keys()
             softmax.load_queries(p, gmem.q.at[its], kv_head, first_head, scratch, number)
             heads = kv_head, kv_head * p.group_size + first_head
             state = softmax.consume(p, keys, extras, *heads, scratch, number)
 
-            # From here on the row is read again: registers were short.
+            # The row is read again where it is needed, because registers are short above.
             def write(pieces: Iterable[tuple[int, Softmax]]) -> None:
                 place = out_gmem.at[row()], kv_head, first_head
                 softmax.store_output(p, pieces, extras, *place, scratch, number)
@@ -109,7 +109,7 @@ def _kernel(
             def arrive() -> jax.Array:
                 index = (row() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
                 counter = counters.at[index * p.num_warpgroups + number]
-                # Queries are not needed any more.
+                # The queries' memory is free by now.
                 return is_last(counter, scratch.q.at[number], mine.num_partitions, common.tiled(p.line))
 
             partitions.finish(p, mine, state, write, arrive)

@@ -30,12 +30,12 @@ from pallas_kernels.gpu.partitioning import Partitioning, PartitionList, partiti
 from pallas_kernels.gpu.prompt.program import WARPGROUP_ROWS, Problem, seen_by
 from pallas_kernels.gpu.prompt.softmax import nothing
 
-MIN_TOKENS = 8192  # of a part: keeping and folding it takes a few microseconds, computing it 150
-PROGRAMS = 64  # of the parts of one tile: half of an H200's multiprocessors
-MIN_PARTITIONS, MAX_PARTITIONS = 4, 32  # into which a tile may be cut
-PARTIAL_BYTES = 2**29  # that a launch may keep: calls of more tiles are several
+MIN_TOKENS = 8192  # of a partition: storing and merging it takes a few microseconds, computing it 150
+PROGRAMS = 64  # for the partitions of one tile: half of an H200's multiprocessors
+MIN_PARTITIONS, MAX_PARTITIONS = 4, 32  # of a tile
+PARTIAL_BYTES = 2**29  # of partial results in one launch: calls with more tiles are several launches
 STATS_WIDTH = 8  # the narrowest array that lies in registers as a wgmma's result does
-LOADED_AT_A_TIME = 2  # parts whose loads are in flight together, while they are folded
+LOADED_AT_A_TIME = 2  # partitions whose loads are in flight together, while they are merged
 
 
 def partitioning_of(num_programs: int, *, is_interpreted: bool = False) -> Partitioning:
@@ -68,7 +68,7 @@ def plan(
     """
     begin, end = jnp.broadcast_arrays(*seen_by(p, positions, seq_lens))
     window = capacity if p.sliding_window is None else p.sliding_window
-    # By the tile's place alone: a sequence may grow, or end within the tile.
+    # The size follows from the tile's position alone: a sequence may grow, or end within the tile.
     size = partitioning.sizes(jnp.maximum(positions + 1 - window, 0), positions + p.query_len, capacity)
     return partition_list(begin, end, size, positions.shape[0] * max_partitions(p, capacity, partitioning))
 
@@ -138,7 +138,7 @@ def _merged(p: Problem, mine: ComputedPartition) -> Iterator[tuple[int, Softmax]
         piece = pl.ds(column, width)
 
         def load(i: jax.Array, columns: Any = piece) -> Softmax:
-            # Past the end: the last one again, with no weight.
+            # Past the end the last partition is read again, without weight.
             place = (first + jnp.minimum(i, count - 1), *mine.at, slice(None))
             all_same, weight = pl.ds(0, STATS_WIDTH), jnp.where(i < count, 0.0, common.LOWEST)
             out, largest, total = (

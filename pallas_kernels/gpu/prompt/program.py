@@ -97,7 +97,7 @@ def make_problem(
     query_len, is_quantised = arrays.q.shape[1], arrays.k_cache.dtype.itemsize == 1
     fields = problem_fields(arrays, options)
     has_slopes = options.alibi_slopes is not None
-    # As many tokens as two stages of the ring, and registers, have room for.
+    # Two stages of the ring, and registers, have room for so many tokens.
     is_narrow = fields["packed"] is not None or (is_quantised and has_slopes) or fields["head_dim"] > 128
     return Problem(
         **fields,
@@ -119,7 +119,7 @@ class Scratch(NamedTuple):
     raw: Ring | None  # of a quantised cache's tiles, as memory has them
     p: Any  # [num_warpgroups, 64, tile_kv] the weights of one tile; None where they stay in registers
     q_full: Any  # [num_warpgroups], an arrival per head
-    turn: Any  # of both consumers
+    turn: Any  # one barrier, by which both consumers take turns
     k_new: Any  # [16, head_dim] the newest tokens of K, in a cache of 4 bits a number; else None
     new_full: Any  # likewise
 
@@ -162,9 +162,9 @@ class KeyRange(NamedTuple):
     position: jax.Array  # of the first query
     start: jax.Array
     end: jax.Array
-    first: jax.Array  # of the program's tiles
+    first: jax.Array  # index of the program's first tile
     num_tiles: jax.Array
-    full_from: jax.Array  # among these tiles, those of which every query sees all
+    full_from: jax.Array  # tiles [full_from, full_to) of these are seen whole by every query
     full_to: jax.Array
 
 

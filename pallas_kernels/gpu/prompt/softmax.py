@@ -83,7 +83,7 @@ def consume(
         out = state.out * lax.broadcast_in_dim(rescale, state.out.shape, [0])
         weights = weights.astype(p.dtype)
         if takes_turns:
-            # What comes before stays before the turn is given away.
+            # The compiler must not move this work behind the end of the turn.
             out, total, largest, weights = lax.optimization_barrier((out, total, largest, weights))
         if is_edge or not takes_turns:
             plgpu.barrier_wait(ring.v_full.at[slot])
@@ -143,7 +143,7 @@ def _logits(
     if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
         s = (1 - 2 / (1 + jnp.exp2(s * (2 * p.scale / p.soft_cap * LOG2E)))) * (p.soft_cap * LOG2E)
         factor = 1.0
-    elif slopes is not None or factor <= 0:  # else it is multiplied where the maximum is subtracted
+    elif slopes is not None or factor <= 0:  # otherwise the factor is applied where the maximum is subtracted
         s, factor = s * factor, 1.0
     if slopes is None and not is_edge:
         return s, factor
