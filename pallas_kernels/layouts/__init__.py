@@ -1,8 +1,9 @@
 """The layouts of a cache: the registry, and how a user's options name one.
 
-To add one, write a file with a frozen value of a class under `Layout` (or `Dense`, if only the order of axes
-is new) and put it into `LAYOUTS`; or leave it outside and name it "package.module:Name". `base.py` defines what
-it has to have. The operations, the engine, the tests and the benchmarks take whatever is in the registry.
+To add a layout, write a file with a frozen value of a class under `Layout` (or `Dense`, if only the order of
+axes is new) and put it into `LAYOUTS`; or leave it outside and name it "package.module:Name". `base.py`
+defines what it must have. The operations, the engine, the tests and the benchmarks take whatever is in the
+registry.
 """
 
 import importlib

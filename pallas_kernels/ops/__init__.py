@@ -1,8 +1,8 @@
 """The public operations on a paged KV cache: each checks its arguments, and calls an implementation.
 
 Wrong arguments raise ValueError while tracing. An implementation that cannot serve a combination raises
-NotImplementedError, which names those that can; none is ever replaced in silence. `support.SUPPORT` lists what
-each one serves.
+NotImplementedError, which names those that can; none is ever replaced in silence. `support.SUPPORT` lists
+what each one serves.
 
 Shared by all operations:
 
