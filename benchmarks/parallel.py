@@ -72,7 +72,7 @@ def weights(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def driver_of(way: str) -> Driver:
-    """An engine without a thread; that of a mesh of one device is split into one."""
+    """Create an engine without a thread; that of a mesh of one device is split into one."""
     size = 1 if way == PLAIN else int(way)
     config = model_config()
 
@@ -87,7 +87,7 @@ def driver_of(way: str) -> Driver:
 
 
 def generate(driver: Driver) -> float:
-    """Seconds for a batch."""
+    """Return the seconds for a batch."""
     params = SamplingParams(max_tokens=_TOKENS.value, temperature=0, ignore_eos=True)
     start = time.perf_counter()
     for row in range(_ROWS.value):
@@ -99,9 +99,9 @@ def generate(driver: Driver) -> float:
 
 
 def collectives(driver: Driver) -> dict[str, dict[str, int]]:
-    """Of a decode step, by kind: how many, and the bytes of their results.
+    """Count a decode step's collectives by kind, and the bytes of their results.
 
-    Those of a decode pass are told by their shape: its rows, by the model's width, or by the vocabulary.
+    A decode pass is recognised by the shape of its results: rows, by the model's width or by the vocabulary.
     """
     program: Any = driver._kept_run
     assert isinstance(program, Program)

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def lines(found: dict[str, list[list[dict[str, Any]]]], clients: list[int]) -> Iterator[dict[str, Any]]:
-    """Result lines of all rounds' runs: by engine, by round, by number of clients."""
+    """Return the result lines of all rounds' runs: by engine, by round, by number of clients."""
     ours = {}
     for name, rounds in found.items():
         for place, num_clients in enumerate(clients if name != GENERATE else clients[-1:]):
@@ -92,7 +92,7 @@ def lines(found: dict[str, list[list[dict[str, Any]]]], clients: list[int]) -> I
 
 
 def asked(url: str, clients: list[int]) -> list[dict[str, Any]]:
-    """What the load generator says of a server, at each number of clients."""
+    """Return the load generator's report of a server, at each number of clients."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "runs.jsonl")
         for num_clients in clients:
@@ -102,7 +102,7 @@ def asked(url: str, clients: list[int]) -> list[dict[str, Any]]:
 
 
 def generated(max_num_seqs: int) -> dict[str, Any]:
-    """The same requests through `LLM.generate`, in a process of its own as a server is."""
+    """Run the same requests through `LLM.generate`, in a process of its own as a server is."""
     asked = bench_workloads.make(_parsed(_bench("http://nobody", _REQUESTS.value)))
     workload: workloads.Workload = {
         "name": "ragged",
@@ -126,7 +126,7 @@ def _parsed(command: list[str]) -> argparse.Namespace:
 
 
 def _bench(url: str, num_clients: int) -> list[str]:
-    """With a seed of its own: who asks the same again finds it in the prefix cache."""
+    """Run the load generator with a seed of its own: repeated prompts would be found in the prefix cache."""
     options = ["--concurrency", num_clients, "--num-requests", _REQUESTS.value, "--seed", num_clients]
     return ["bench", "serve", "--base-url", url, *map(str, options)]
 

@@ -19,9 +19,10 @@ from jaxpaged.batch.prompt_files import Asked, Refused
 from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
 from jaxpaged.command_line import EXIT_USER_ERROR, Parser
-from jaxpaged.config import AUTO, EngineConfig, config_of
+from jaxpaged.config import EngineConfig, config_of
 from jaxpaged.lab import command as lab_command
 from jaxpaged.lora import LoRARequest
+from jaxpaged.options import flags_of
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import batch_command
 from jaxpaged.serve import command as serve_command
@@ -83,24 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     prompts.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     sampling = generate.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=64, help="new tokens a prompt (default 64)")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
-    sampling.add_argument("--n", type=int, default=1, help="answers to each prompt (default 1)")
-    sampling.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="keep this much probability (default 1)")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="relative to the likeliest (default 0)")
-    sampling.add_argument("--seed", type=int, help="the same tokens again (default: by the request's number)")
-    for name in ("presence", "frequency", "repetition"):
-        none = 1.0 if name == "repetition" else 0.0
-        help_ = f"less of what is there already (default {none:g}: none)"
-        sampling.add_argument(f"--{name}-penalty", type=float, default=none, help=help_)
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given repeatedly"
-    )
-    sampling.add_argument(
-        "--min-tokens", type=int, default=0, help="new tokens before it may end (default 0)"
-    )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    for names, flag in flags_of(SamplingParams).values():
+        sampling.add_argument(*names, **flag)
     generate.add_argument("--lora", metavar="DIR", help="answer with this adapter, one of PEFT's")
     generate.add_argument("--json", action="store_true", help="JSON lines on standard output, nothing else")
     _add_engine_options(generate)
@@ -132,119 +117,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--generation-config", help="sampling defaults: the model's own (auto, default), or none (vllm)"
     )
-    group.add_argument("--dtype", help="auto (default), float32, bfloat16 or float16")
-    group.add_argument(
-        "--quantization",
-        "-q",
-        help="weights that stay quantised in memory: gguf (as a file has them), int8, int4 or fp8 (on load)",
-    )
-    group.add_argument("--attention", help="auto (default), mosaic_gpu, native or xla")
-    group.add_argument("--block-size", type=int, help="tokens a block (default 16)")
-    group.add_argument(
-        "--num-blocks",
-        "--num-gpu-blocks-override",
-        type=int,
-        help="blocks of the cache (default: what memory allows)",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization", type=float, help="share of a device's memory to use (default 0.9)"
-    )
-    group.add_argument(
-        "--kv-layout", help="how K and V lie in a block: token_major (default), another name, or module:Name"
-    )
-    group.add_argument(
-        "--kv-cache-dtype", help="in what numbers: auto (default), fp8, fp8_e4m3, fp8_e5m2, int8 or int4"
-    )
-    group.add_argument(
-        "--calculate-kv-scales",
-        action=argparse.BooleanOptionalAction,
-        help="scales of an fp8 cache from the first prompt (default: no, they are 1)",
-    )
-    group.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default 16)")
-    group.add_argument(
-        "--max-model-len",
-        type=_length,
-        help="tokens of a prompt with its answer (default: the model's), or auto (-1): what the cache holds",
-    )
-    group.add_argument(
-        "--max-num-batched-tokens", type=int, help="computed in one step (default: max-num-seqs + 512)"
-    )
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="requests that begin alike share blocks (default: yes)",
-    )
-    group.add_argument(
-        "--reuse-answers",
-        action=argparse.BooleanOptionalAction,
-        help="prompts share blocks with earlier answers too, whose last bits may differ (default: no)",
-    )
-    group.add_argument(
-        "--eviction-policy",
-        help="which free blocks are taken first: the longest unused (lru, default); those without content, "
-        "then the longest unused (lru_split), or by fifo, lfu, depth, sieve or s3fifo",
-    )
-    group.add_argument("--preemption-mode", help="of who gives way: recompute (default) or swap")
-    group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")
-    group.add_argument("--scheduling-policy", help="fcfs (default) or priority")
-    group.add_argument(
-        "--enable-lora", action="store_true", default=None, help="requests may have low-rank adapters"
-    )
-    group.add_argument("--max-loras", type=int, help="different adapters that run together (default 1)")
-    group.add_argument("--max-lora-rank", type=int, help="of an adapter (default 16)")
-    group.add_argument("--max-cpu-loras", type=int, help="kept in the host's memory (default: all)")
-    group.add_argument(
-        "--decode-widths",
-        type=int,
-        nargs="+",
-        metavar="ROWS",
-        help="rows of narrower decode passes: a step takes the narrowest that holds all that run. A "
-        "token's last bits may then depend on how many run together (default: none)",
-    )
-    group.add_argument(
-        "--distributed-init", metavar="HOST:PORT", help="where the processes of a model meet: of process 0"
-    )
-    group.add_argument("--num-processes", type=int, help="that have the model's devices (default 1)")
-    group.add_argument("--process-id", type=int, help="which of them this one is, from 0 (default)")
-    group.add_argument(
-        "--tensor-parallel-size", "-tp", type=int, help="devices that share the model (default 1)"
-    )
-    group.add_argument(
-        "--data-parallel-size",
-        "-dp",
-        type=int,
-        help="groups of so many devices, each with the model (default 1)",
-    )
-    group.add_argument(
-        "--tensor-parallel-sums",
-        help="what they add up: fast (default), or ordered, in their order, for more bytes moved",
-    )
-    group.add_argument(
-        "--loop",
-        help="who turns the serving loop: device, host, or auto (default): the device, and the host where a "
-        "GPU fails to run the loop as one program",
-    )
-    group.add_argument(
-        "--loop-over-layers",
-        action=argparse.BooleanOptionalAction,
-        help="layers in a loop, so that compiling takes as long for many as for few (default: where our CPU "
-        "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)",
-    )
-    group.add_argument(
-        "--max-logprobs", type=int, help="likeliest tokens that a request may ask for (default and most: 20)"
-    )
-    group.add_argument(
-        "--keep-programs",
-        action=argparse.BooleanOptionalAction,
-        help="keep compiled programs and packed weights on disk for the next start (default: yes)",
-    )
+    for names, flag in flags_of(EngineConfig).values():
+        group.add_argument(*names, **flag)
     group.add_argument(
         "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
     )
-
-
-def _length(text: str) -> int | str:
-    return text if text == AUTO else int(text)
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -254,23 +131,6 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-SAMPLING_OPTIONS = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "n",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "ignore_eos",
-)
-
-
 def _generate(args: argparse.Namespace) -> None:
     options = _engine_options(args)
     adapter = None
@@ -278,7 +138,7 @@ def _generate(args: argparse.Namespace) -> None:
         options["enable_lora"] = True
         adapter = LoRARequest("adapter", 1, args.lora)
     config_of(options)  # mistakes are told before anything heavy is loaded
-    sampling = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
+    sampling = {name: getattr(args, name) for name in flags_of(SamplingParams)}
     SamplingParams(**sampling)
     asked = [
         *prompt_files.of_texts(args.prompt, sampling),

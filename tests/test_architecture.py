@@ -19,6 +19,7 @@ GROUND = {
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
     "jaxpaged/lora",
+    "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
     "jaxpaged/status.py",
     "jaxpaged/vllm_names",
@@ -27,7 +28,14 @@ GROUND = {
 MEMORY = {"pallas_kernels", "jaxpaged/memory", *GROUND}
 MODELS = {"jaxpaged/models", "jaxpaged/disk_cache.py", *MEMORY}
 # The compiled part: from here on no thread and no clock.
-STEP = {"jaxpaged/step", "jaxpaged/parallel", "jaxpaged/digest.py", "jaxpaged/sampling.py", *MODELS}
+STEP = {
+    "jaxpaged/step",
+    "jaxpaged/parallel",
+    "jaxpaged/digest.py",
+    "jaxpaged/sampling.py",
+    "jaxpaged/sampling_state.py",
+    *MODELS,
+}
 HANDOVER = {"jaxpaged/handover", "jaxpaged/channel.py", *STEP}
 TEXT = {"jaxpaged/chat.py", "jaxpaged/conversations.py", "jaxpaged/detokenizer.py", "jaxpaged/vocabulary.py"}
 ENGINE = {"jaxpaged/engine", "jaxpaged/routing.py", "jaxpaged/detokenizer.py", *HANDOVER}
@@ -41,8 +49,9 @@ ALLOWED = {
     "jaxpaged/bounds.py": {"jaxpaged/checks.py"},
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
-    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/sampling_params.py"},
-    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
+    "jaxpaged/options.py": {"jaxpaged/checks.py"},
+    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/vllm_names"},
     "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora": {"jaxpaged/checks.py"},
     "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
@@ -55,7 +64,12 @@ ALLOWED = {
     "jaxpaged/vocabulary.py": set(),
     "jaxpaged/detokenizer.py": {"jaxpaged/vocabulary.py"},
     "jaxpaged/routing.py": {"jaxpaged/checks.py"},
-    "jaxpaged/sampling.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/sampling.py": {
+        "jaxpaged/arithmetic.py",
+        "jaxpaged/sampling_params.py",
+        "jaxpaged/sampling_state.py",
+    },
+    "jaxpaged/sampling_state.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
     "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/digest.py": set(),
     "jaxpaged/moved.py": set(),
@@ -230,10 +244,17 @@ def test_the_decoder_knows_no_family():
             assert not named, f"{file.relative_to(ROOT)} imports {named}"
 
 
+def test_the_compiled_part_has_no_thread_and_no_clock():
+    others = {"threading", "time", "asyncio", "queue", "socket", "subprocess", "multiprocessing"}
+    for file in files("jaxpaged/step"):
+        named = {name.split(".")[0] for name in imported_modules(file)} & others
+        assert not named, f"{file.relative_to(ROOT)} imports {named}"
+
+
 def test_jit_and_donation_are_only_in_the_loop():
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
         uses = {
             node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)
         } & {"jit", "pmap"}
-        allowed = file.name in ("loop.py", "programs.py") or file.is_relative_to(ROOT / "jaxpaged/verify")
+        allowed = file.name in ("loop.py", "program.py") or file.is_relative_to(ROOT / "jaxpaged/verify")
         assert not uses or allowed, f"{file.relative_to(ROOT)} uses {uses}"

@@ -9,9 +9,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "examples", "tests")
 # Rooms whose docstrings have not been brought into this form yet.
 NOT_YET = {
-    "benchmarks",
-    "benchmarks/peers",
-    "examples",
     "jaxpaged",
     "jaxpaged/api",
     "jaxpaged/batch",
@@ -30,9 +27,6 @@ NOT_YET = {
     "jaxpaged/v1",
     "jaxpaged/verify",
     "jaxpaged/vllm_names",
-    "reference",
-    "reference/v0",
-    "reference/v1",
     "tests",
     "tests/api",
     "tests/batch",
@@ -44,7 +38,6 @@ NOT_YET = {
     "tests/models",
     "tests/parallel",
     "tests/pooling",
-    "tests/reference",
     "tests/serve",
     "tests/step",
     "tests/verify",

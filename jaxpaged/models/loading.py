@@ -19,6 +19,7 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import Quantisation
 from jaxpaged.models.weights import Parts, Share
+from jaxpaged.sampling_params import FROM_MODEL
 from pallas_kernels import native
 
 SMOLLM2 = "smollm2"
@@ -259,8 +260,7 @@ def _is_of_mlx(said: object) -> bool:
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Those of generation_config.json that vLLM takes, too."""
-    same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    names = {name: name for name in same} | {"max_new_tokens": "max_tokens"}
+    names = {name: name for name in FROM_MODEL} | {"max_new_tokens": "max_tokens"}
     return {ours: generation[name] for name, ours in names.items() if generation.get(name) is not None}
 
 

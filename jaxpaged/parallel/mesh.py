@@ -35,25 +35,25 @@ def mesh_of(size: int, groups: int = 1, num_processes: int = 1) -> Mesh:
     return Mesh(np.array(devices).reshape(groups, size), (DATA, MODEL))
 
 
-def num_groups(mesh: Mesh | None) -> int:
+def num_replicas(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[DATA]
 
 
-def by_group(mesh: Mesh | None, specs: Any) -> Any:
+def per_replica(mesh: Mesh | None, specs: Any) -> Any:
     """Where arrays lie that each group has of its own, from where a group's lie: with several groups they
     have one more axis, the first, for the groups.
     """
-    if num_groups(mesh) == 1:
+    if num_replicas(mesh) == 1:
         return specs
     return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs)
 
 
-def of_group(tree: Any) -> Any:
+def drop_replica_axis(tree: Any) -> Any:
     """What a device has of such arrays, without their first axis."""
     return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
 
 
-def as_group(tree: Any) -> Any:
+def add_replica_axis(tree: Any) -> Any:
     """With it."""
     return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), tree)
 

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ from jax.experimental import multihost_utils
 from jaxpaged.channel import LEAST_KEY_BYTES, Channel
 from jaxpaged.checks import InputError, shown
 from jaxpaged.parallel import messages
+from jaxpaged.parallel.calls import SendCall
 
 START_SECONDS = 120  # for all processes to come
 LEAVE_SECONDS = 5  # for JAX to take leave of the others
@@ -43,8 +44,6 @@ MOST_BYTES = 2**34  # of a message
 SECRET, SECRET_FILE = "JAXPAGED_SECRET", "JAXPAGED_SECRET_FILE"
 # A machine that has gone without a word is noticed after 3 + 3 * 2 seconds.
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
-
-type Call = Callable[[str, Sequence[Any]], Any]
 
 
 class Line:
@@ -146,7 +145,7 @@ class Follower:
             raise SystemExit(f"jaxpaged: {_has_ended(0, self._num_processes)}")
         self._waits = False
 
-    def follow(self, call: Call) -> NoReturn:
+    def follow(self, call: SendCall) -> NoReturn:
         """Make the calls that process 0 makes, until it ends; then raise `SystemExit`, without an error."""
         self._waits = True
         if threading.current_thread() is threading.main_thread():

@@ -18,8 +18,8 @@ from jaxpaged.bounds import (
     MAX_STOPS,
 )
 from jaxpaged.checks import MAX_SALT_CHARS
+from jaxpaged.sampling_state import MAX_EDITS
 from jaxpaged.serve.replies import ApiError
-from jaxpaged.step.state import MAX_EDITS
 
 PIECE = 2**16  # bytes that are looked at together
 QUOTE, BACKSLASH, COMMA, COLON = (ord(char) for char in '"\\,:')

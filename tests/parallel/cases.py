@@ -23,7 +23,7 @@ from jaxpaged.parallel.shares import Share
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError
 from jaxpaged.step import loop
-from jaxpaged.step.loop import specs_of
+from jaxpaged.step.program import specs_of
 from pallas_kernels.layouts import LAYOUTS, Fp8
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device
@@ -249,7 +249,7 @@ def test_blocks_go_to_as_many_devices():
     line = np.array(prompt, np.int32)
     want = tiny.generate(here, [prompt], tiny.greedy(12))
     assert tiny.generate(there, [prompt[::-1]], tiny.greedy(12)) != want
-    before = [each._cache_size() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)]
+    before = [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)]
     blocks, chain = here.export_blocks(line, None), here.locate(line, None)
     assert there.adopt_blocks(Blocks.from_bytes(blocks.to_bytes())) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
@@ -258,7 +258,7 @@ def test_blocks_go_to_as_many_devices():
     assert there.adopt(chain.token_ids, None, iter(here.pieces(chain))) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
-    assert [each._cache_size() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
+    assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
     assert_same_on_each(there._state)
     one = dataclasses.replace(blocks, kind=dataclasses.replace(blocks.kind, tensor_parallel_size=1))
