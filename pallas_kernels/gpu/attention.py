@@ -149,19 +149,23 @@ def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def factor_of_output(state: Softmax, sinks: jax.Array | None, scale: Any = None) -> jax.Array:
+def factor_of_output(
+    state: Softmax, sinks: Callable[[], jax.Array] | None, scale: Callable[[], jax.Array] | None = None
+) -> jax.Array:
     """Return the last factor of a softmax's output: scale / (sum with the sinks), and finite without tokens.
 
-    sinks: [queries] logits times log2(e), or None.
+    sinks: reads the [queries] logits times log2(e); None if there are none.
+    scale: reads the scale of V; None if there is none.
     """
     is_empty, total = state.sum == 0, state.sum
     factor = jnp.full_like(total, 1.0)
     if sinks is not None:
-        with_sink = jnp.maximum(state.max, sinks)
+        sink = sinks()
+        with_sink = jnp.maximum(state.max, sink)
         factor = jnp.exp2(state.max - with_sink)
-        total = total * factor + jnp.exp2(sinks - with_sink)
+        total = total * factor + jnp.exp2(sink - with_sink)
     if scale is not None:
-        factor = factor * scale
+        factor = factor * scale()
     return factor / jnp.where(is_empty, 1.0, total)
 
 

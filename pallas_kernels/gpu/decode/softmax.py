@@ -223,10 +223,17 @@ def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -
     """Divide the output by the sum, with the sinks in the sum, and multiply by v_scale; zeros where there was
     no token.
     """
-    sinks = None
-    if extras.sinks is not None:
-        sinks = _per_head_values(p, extras.sinks, kv_head, 64).max(axis=0) * LOG2E
-    factor = factor_of_output(state, sinks, None if extras.v_scale is None else extras.v_scale[kv_head])
+
+    def sinks() -> jax.Array:
+        return _per_head_values(p, extras.sinks, kv_head, 64).max(axis=0) * LOG2E
+
+    def scale() -> jax.Array:
+        found: jax.Array = extras.v_scale[kv_head]
+        return found
+
+    factor = factor_of_output(
+        state, None if extras.sinks is None else sinks, None if extras.v_scale is None else scale
+    )
     return [piece * lax.broadcast_in_dim(factor, piece.shape, [1]) for piece in state.out]
 
 

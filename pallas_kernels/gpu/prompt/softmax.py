@@ -202,8 +202,12 @@ def _add_weighted(
 
 def _normalised(p: Problem, state: Softmax, extras: Extras, first_head: jax.Array) -> jax.Array:
     """Divide the output by the sum, with the sinks in the sum; zeros where there was no token."""
-    sinks = None if extras.sinks is None else _per_row(p, extras.sinks, first_head) * LOG2E
-    return state.out * lax.broadcast_in_dim(factor_of_output(state, sinks), state.out.shape, [0])
+
+    def sinks() -> jax.Array:
+        return _per_row(p, extras.sinks, first_head) * LOG2E
+
+    factor = factor_of_output(state, None if extras.sinks is None else sinks)
+    return state.out * lax.broadcast_in_dim(factor, state.out.shape, [0])
 
 
 def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
