@@ -44,20 +44,13 @@ class Extras(NamedTuple):
     v_scale: Any  # [num_kv_heads] float32
     token_scales: Any  # two arrays in which the layout's view has them, float32
     packed: Any  # `PackedArrays`
-    first_block: Any  # [1] int32, of a part of the arrays' blocks
+    first_block: Any  # [1] int32, of a slice of the arrays' blocks
 
 
 def extras_of(options: Options) -> Extras:
     """Return the arrays among the options."""
-    return Extras(
-        options.alibi_slopes,
-        options.sinks,
-        options.k_scale,
-        options.v_scale,
-        options.token_scales,
-        options.packed,
-        None if options.blocks is None else options.blocks.first[None],
-    )
+    first_block = None if options.blocks is None else options.blocks.first[None]
+    return Extras._make([*(getattr(options, name) for name in Extras._fields[:-1]), first_block])
 
 
 def block_stride(options: Options) -> int:
