@@ -78,6 +78,13 @@ def test_an_unknown_option_is_refused() -> None:
             jax.eval_shape(lambda a, f=operation: f(**a, softcap=1.0), good())
 
 
+def test_tiles_take_no_block_sparse_pattern() -> None:
+    arrays = good() | {"q": array(2, 3, 4, 64), "query_starts": array(2, dtype=jnp.int32)}
+    options = {"scale": 1.0, "block_sparse": BlockSparse(64, 1, 1)}
+    with pytest.raises(TypeError, match="tiled_paged_attention.* unexpected keyword argument 'block_sparse'"):
+        jax.eval_shape(lambda a: ops.tiled_paged_attention(**a, **options), arrays)
+
+
 @pytest.mark.parametrize("partition_size", [0, -16, 24])
 def test_wrong_partition_size(partition_size: int) -> None:
     with pytest.raises(
