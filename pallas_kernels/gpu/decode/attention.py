@@ -221,28 +221,28 @@ def _kernel(
     @pl.when(thread == 0)
     def _consumer() -> None:
         def consume(i: jax.Array, done: jax.Array) -> jax.Array:
-            item, span = unit(i)
-            state, done = softmax.consume(p, span, i, gmem, extras, scratch, done)
+            item, work = unit(i)
+            state, done = softmax.consume(p, work, i, gmem, extras, scratch, done)
 
             def write(state: Softmax) -> None:
                 softmax.store_outputs(
-                    p, softmax.normalised(p, state, extras, span.kv_head), span, out_smem, out_gmem
+                    p, softmax.normalised(p, state, extras, work.kv_head), work, out_smem, out_gmem
                 )
 
             if partials is None:
                 write(state)
                 return done
-            which, count = lax.rem(plan.items[item, 3], 1 << 16), lax.div(plan.items[item, 3], 1 << 16)
+            index, count = lax.rem(plan.items[item, 3], 1 << 16), lax.div(plan.items[item, 3], 1 << 16)
             pl.when(count == 1)(lambda: write(state))
 
             @pl.when(count > 1)
             def _keep() -> None:
-                _store(p, partials, item, span.kv_head, state)
-                counter = counters.at[span.row * p.num_kv_heads + span.kv_head]
+                _store(p, partials, item, work.kv_head, state)
+                counter = counters.at[work.row * p.num_kv_heads + work.kv_head]
 
                 @pl.when(is_last(counter, flag_smem, count))
                 def _merge() -> None:
-                    write(_merged(p, partials, item - which, count, span.kv_head))
+                    write(_merged(p, partials, item - index, count, work.kv_head))
 
             return done
 

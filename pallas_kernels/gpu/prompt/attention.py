@@ -55,26 +55,26 @@ def _kernel(
         lax.axis_index(name) for name in ("item", "chunk", "kv_head", "warpgroup")
     )
 
-    def row() -> jax.Array:
+    def tile() -> jax.Array:
         return item if work is None else work.items[item, 0]
 
-    def row_and_keys() -> tuple[jax.Array, program.KeyRange]:
+    def tile_and_keys() -> tuple[jax.Array, program.KeyRange]:
         """Return the program's tile, and the keys that it reads for it.
 
         Each warpgroup reads them for itself. If they were read before the warpgroups part, they would stay in
         registers while the producer runs, which has few.
         """
-        its = row()
+        row = tile()
         bounds = None if work is None else (work.items[item, 1], work.items[item, 2])
-        return its, program.keys_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
+        return row, program.keys_of(p, positions_gmem[row], gmem.seq_lens[row], bounds)
 
     def run() -> None:
         @pl.when(warpgroup == p.num_warpgroups)
         def _producer() -> None:
             if p.shares_registers:
                 plgpu.set_max_registers(p.registers.producer, action="decrease")
-            its, keys = row_and_keys()
-            plgpu.warp_map(lambda warp: fetch.produce(p, keys, gmem, extras, its, kv_head, scratch, warp))
+            row, keys = tile_and_keys()
+            plgpu.warp_map(lambda warp: fetch.produce(p, keys, gmem, extras, row, kv_head, scratch, warp))
 
         if scratch.raw is not None:
 
@@ -82,8 +82,8 @@ def _kernel(
             def _widener() -> None:
                 if p.shares_registers:
                     plgpu.set_max_registers(p.registers.widener, action="decrease")
-                its, keys = row_and_keys()
-                fetch.widen(p, keys, gmem, extras, its, scratch)
+                row, keys = tile_and_keys()
+                fetch.widen(p, keys, gmem, extras, row, scratch)
 
         @pl.when(warpgroup < p.num_warpgroups)
         def _consumer() -> None:
@@ -91,28 +91,28 @@ def _kernel(
                 plgpu.set_max_registers(p.registers.consumer, action="increase")
             number = warpgroup if p.num_warpgroups > 1 else jnp.int32(0)  # a constant takes no register
             first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # index in the group
-            its, keys = row_and_keys()
-            softmax.load_queries(p, gmem.q.at[its], kv_head, first_head, scratch, number)
+            row, keys = tile_and_keys()
+            softmax.load_queries(p, gmem.q.at[row], kv_head, first_head, scratch, number)
             heads = kv_head, kv_head * p.group_size + first_head
             state = softmax.consume(p, keys, extras, *heads, scratch, number)
 
-            # The row is read again where it is needed, because registers are short above.
+            # The tile is read again where it is needed, because registers are short above.
             def write(pieces: Iterable[tuple[int, Softmax]]) -> None:
-                place = out_gmem.at[row()], kv_head, first_head
+                place = out_gmem.at[tile()], kv_head, first_head
                 softmax.store_output(p, pieces, extras, *place, scratch, number)
 
             if work is None or partials is None:
                 write([(0, state)])
                 return
-            mine = partitions.ComputedPartition(work.items, item, partials, (kv_head, chunk, number))
+            computed = partitions.ComputedPartition(work.items, item, partials, (kv_head, chunk, number))
 
             def arrive() -> jax.Array:
-                index = (row() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
+                index = (tile() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
                 counter = counters.at[index * p.num_warpgroups + number]
                 # The queries' memory is free by now.
-                return is_last(counter, scratch.q.at[number], mine.num_partitions, common.tiled(p.line))
+                return is_last(counter, scratch.q.at[number], computed.num_partitions, common.tiled(p.line))
 
-            partitions.finish(p, mine, state, write, arrive)
+            partitions.finish(p, computed, state, write, arrive)
 
     if work is None:
         run()
@@ -151,9 +151,11 @@ def prompt_attention(
     if q.dtype != p.dtype:  # bfloat16's numbers go further
         q = jnp.clip(q, -common.FLOAT16_MAX, common.FLOAT16_MAX).astype(p.dtype)
 
-    def launch(its: slice) -> jax.Array:
-        some = arrays._replace(q=q[its], block_tables=arrays.block_tables[its], seq_lens=arrays.seq_lens[its])
-        positions, num_tiles, work = query_starts[its], some.q.shape[0], None
+    def launch(tiles: slice) -> jax.Array:
+        some = arrays._replace(
+            q=q[tiles], block_tables=arrays.block_tables[tiles], seq_lens=arrays.seq_lens[tiles]
+        )
+        positions, num_tiles, work = query_starts[tiles], some.q.shape[0], None
         if max_partitions > 1:
             work = partitions.plan(p, positions, some.seq_lens, capacity, chosen)
         sizes = num_tiles, num_tiles * max_partitions
