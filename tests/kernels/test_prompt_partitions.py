@@ -25,7 +25,7 @@ from tests.kernels.test_mosaic_tiles import launch as launch_in_turn
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 # Two partitions of 256 tokens, the last of which begins within the tile. One consumer a program: with two,
-# programs that run at once may deadlock in the interpreter; `test_mosaic_tiles` runs them one after the other.
+# programs that run at once may deadlock in the interpreter. `test_mosaic_tiles` runs them in turn.
 NARROW = Case("narrow", (240,), (272,), num_q_heads=2)
 TWO = Case("two", (240, 20), (272, 30), num_q_heads=2)  # two partitions of 256, and one
 WIDE = Case("heads of 256", (110,), (142,), num_q_heads=2, head_dim=256)
