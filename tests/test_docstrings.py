@@ -29,7 +29,6 @@ NOT_YET = {
     "jaxpaged/v1",
     "jaxpaged/verify",
     "jaxpaged/vllm_names",
-    "tests",
     "tests/api",
     "tests/batch",
     "tests/commands",
