@@ -21,11 +21,11 @@ from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.checkpoints import Tensors
 from jaxpaged.models.quantised.codes import FLOAT8
 from jaxpaged.models.quantised.on_load import OnLoad
-from jaxpaged.models.shards import Shard
-from jaxpaged.models.weights import Parts, by_role, random_weights
+from jaxpaged.models.weights import StoredWeights, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from reference import model as reference_model
@@ -151,20 +151,15 @@ def quantised_weights() -> Tensors:
     return Tensors(tensors, said, CONFIG, NAMES)
 
 
-def load_quantised(dtype: Any) -> Decoder:
-    return Decoder(Parts(CONFIG, NAMES, quantised_weights(), dtype, quantised_weights().quantisation()))
+def load_quantised(load_as: LoadAs) -> Decoder:
+    tensors = quantised_weights()
+    return Decoder(StoredWeights(CONFIG, NAMES, tensors, load_as, tensors.quantisation()))
 
 
-def load(
-    dtype: Any,
-    config: ModelConfig = CONFIG,
-    quantization: str | None = None,
-    shard: Shard | None = None,
-    loop_over_layers: bool | None = None,
-) -> Decoder:
-    """The tiny model in this dtype; `config` may be one with the same weights."""
-    quantisation = quantization and OnLoad(quantization)
-    return Decoder(Parts(config, NAMES, weights(), dtype, quantisation, shard, loop_over_layers))
+def load(load_as: LoadAs, config: ModelConfig = CONFIG) -> Decoder:
+    """Load the tiny model; `config` may be one with the same weights."""
+    quantisation = OnLoad(load_as.quantization) if load_as.quantization else None
+    return Decoder(StoredWeights(config, NAMES, weights(), load_as, quantisation))
 
 
 def with_window(sliding_window: int | None) -> ModelConfig:
@@ -173,15 +168,13 @@ def with_window(sliding_window: int | None) -> ModelConfig:
 
 
 def driver(
-    load_model: Callable[[Any], Decoder] | None = None, model_config: ModelConfig = CONFIG, **options: Any
+    load_model: Callable[[LoadAs], Decoder] = load, model_config: ModelConfig = CONFIG, **options: Any
 ) -> Driver:
     """A float32 driver over the tiny model, or another; options are those of `EngineConfig`.
 
     Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
-    kept_as: Any = {name: options.get(name) for name in ("quantization", "loop_over_layers")}
-    model = functools.partial(load, **kept_as)
-    return Driver(EngineConfig(**DEFAULTS | options), model_config, load_model or model)
+    return Driver(EngineConfig(**DEFAULTS | options), model_config, load_model)
 
 
 def engine(model_config: ModelConfig = CONFIG, **options: Any) -> Engine:

@@ -15,6 +15,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.engine import start
 from jaxpaged.engine.driver import Driver
 from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from jaxpaged.step import loop
@@ -236,7 +237,7 @@ def test_one_group_runs_the_loop_as_it_is_written(monkeypatch):
     monkeypatch.setattr(Driver, "_compile", lambda self: None)
     driver = tiny.driver(**tiny.SMALL)
     size = driver.cache_size.num_blocks
-    state = start.create_state(driver.setup, tiny.load(np.dtype("float32")), size)
+    state = start.create_state(driver.setup, tiny.load(LoadAs(jnp.dtype("float32"))), size)
     source = start.Source(driver.setup, driver._graphdef, driver._params, state, by_host=False)
     written = jax.jit(
         inspect.unwrap(loop.run), static_argnames=("graphdef", "config"), donate_argnames="state"
