@@ -19,11 +19,9 @@ NOT_YET = {
     "jaxpaged/lora",
     "jaxpaged/memory",
     "jaxpaged/models",
-    "jaxpaged/parallel",
     "jaxpaged/pooling",
     "jaxpaged/replay",
     "jaxpaged/serve",
-    "jaxpaged/step",
     "jaxpaged/v1",
     "jaxpaged/verify",
     "jaxpaged/vllm_names",
@@ -36,10 +34,8 @@ NOT_YET = {
     "tests/lab",
     "tests/memory",
     "tests/models",
-    "tests/parallel",
     "tests/pooling",
     "tests/serve",
-    "tests/step",
     "tests/verify",
 }
 # What continues a sentence that is not there.

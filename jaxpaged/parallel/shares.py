@@ -1,8 +1,9 @@
-"""What one shard has of a decoder: a decoder itself, narrower, whose weights are slices of the whole one's.
+"""Tensor parallelism: one shard's part of a decoder is itself a decoder, narrower, whose weights are
+slices of the whole one's.
 
-Heads, the columns of feed-forward parts and the vocabulary are dealt out in their order, every shard alike.
-Of what follows them, the products back to the residual, a shard has the inputs that are its own: the sum of
-all shards' outputs is the whole. The embedding, norms and routers are whole on each.
+Heads, the columns of feed-forward parts and the vocabulary are dealt out in their order, to every shard
+alike. The products that follow them, back to the residual, are split by inputs: the sum of all shards'
+outputs is the whole. The embedding, norms and routers are whole on each shard.
 """
 
 import dataclasses
@@ -23,7 +24,9 @@ COLUMNS = ("o", "down")  # split by input; what is split by output, `_rows` says
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """That of one of the shards. Raises `InputError` for a model that cannot be split into so many."""
+    """Part of a decoder that one shard has. Raises `InputError` for a model that cannot be split into so
+    many.
+    """
 
     whole: ModelConfig
     shards: Shards
@@ -51,7 +54,9 @@ class Share:
 
     @functools.cached_property
     def config(self) -> ModelConfig:
-        """Of the narrower decoder: the same for all shards. Slopes of ALiBi it has of all heads."""
+        """Config of the narrower decoder, the same for all shards. It keeps the ALiBi slopes of all
+        heads.
+        """
         c, size = self.whole, self.shards.size
         experts = c.experts and dataclasses.replace(
             c.experts,
@@ -68,11 +73,13 @@ class Share:
         )
 
     def source(self, role: str) -> str:
-        """The role in the whole decoder that this one is made from."""
+        """Return the role in the whole decoder that a role of this one is taken from."""
         return "embedding.weight" if role == "lm_head.weight" and self.whole.tie_word_embeddings else role
 
     def taken(self, role: str, pieces: Sequence[Num[Values, "..."]]) -> list[Num[Values, "..."]]:
-        """Of a role's weight, whose pieces follow one another by outputs, this shard's, as views."""
+        """Return this shard's part of a role's weight, as views. The weight comes in pieces that follow
+        one another by outputs.
+        """
         name, _, ending = _bare(role).rpartition(".")
         if name in COLUMNS and ending == "bias":  # added once
             if self.number == 0:
@@ -86,7 +93,9 @@ class Share:
     def part(
         self, role: str, shape: tuple[int, ...]
     ) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
-        """Which outputs and which inputs of a weight of this shape are this shard's; None: all."""
+        """Return which ranges of outputs and which range of inputs of a weight are this shard's; None
+        stands for all.
+        """
         role = _bare(role)
         name, _, ending = role.rpartition(".")
         if name in COLUMNS and ending == "weight":
@@ -94,7 +103,9 @@ class Share:
         return self._rows(role, shape[0]) if shape else None, None
 
     def padding(self, role: str) -> int:
-        """Rows of zeros behind this shard's own: the vocabulary need not be a multiple of the shards."""
+        """Return how many rows of zeros follow this shard's own: the vocabulary need not be a multiple of
+        the shards.
+        """
         if not role.startswith("lm_head."):
             return 0
         width = cdiv(self.whole.vocab_size, self.shards.size)
@@ -102,7 +113,7 @@ class Share:
         return width - max(mine, 0)
 
     def _rows(self, role: str, count: int) -> list[tuple[int, int]] | None:
-        """From where to where, of so many; None for all."""
+        """Return the ranges of outputs that are this shard's, out of `count`; None for all."""
         c, size = self.whole, self.shards.size
         q, kv = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         name, _, _ = role.rpartition(".")
@@ -122,6 +133,7 @@ class Share:
         return None
 
     def _part(self, first: int, count: int) -> tuple[int, int]:
+        """Return this shard's range of `count` rows that begin at `first`."""
         width = count // self.shards.size
         return first + self.number * width, first + (self.number + 1) * width
 
@@ -145,7 +157,7 @@ def _bare(role: str) -> str:
 def _cut(
     pieces: Sequence[Num[Values, "..."]], ranges: Sequence[tuple[int, int]]
 ) -> Iterator[Num[Values, "..."]]:
-    """What lies in the ranges, of pieces that follow one another."""
+    """Yield the parts of the pieces, which follow one another, that lie in the ranges."""
     for start, stop in ranges:
         first = 0
         for piece in pieces:
