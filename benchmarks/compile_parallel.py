@@ -218,7 +218,7 @@ def _on_h200s(num_devices: int) -> Iterator[None]:
     from jax.sharding import Mesh
 
     from jaxpaged.engine import gpu_flags, machine, setup
-    from jaxpaged.parallel.shards import DATA, MODEL
+    from jaxpaged.models.shards import DATA, MODEL
     from pallas_kernels.ops import choice
 
     devices = np.array(cuda_compiler.topology(num_devices).devices)

@@ -23,7 +23,7 @@ PreemptionMode = Literal["recompute", "swap"]
 # Those of `memory/eviction.py`.
 EvictionPolicy = Literal["lru", "lru_split", "fifo", "lfu", "depth", "sieve", "s3fifo"]
 Loop = Literal["auto", "device", "host"]
-Sums = Literal["fast", "ordered"]  # see `parallel.shards.Shards`
+Sums = Literal["fast", "ordered"]  # see `models.shards.Shards`
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 # What every part of the package may import: small, and without jax.
 GROUND = {
     "jaxpaged/arithmetic.py",
-    "jaxpaged/bounds.py",
     "jaxpaged/checks.py",
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
@@ -22,31 +21,30 @@ GROUND = {
     "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
     "jaxpaged/status.py",
+    "jaxpaged/text/limits.py",
     "jaxpaged/vllm_names",
     "jaxpaged/untrusted.py",
 }
 MEMORY = {"pallas_kernels", "jaxpaged/memory", *GROUND}
-MODELS = {"jaxpaged/models", "jaxpaged/disk_cache.py", *MEMORY}
+MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", *MEMORY}
 # The compiled part: from here on no thread and no clock.
 STEP = {
     "jaxpaged/step",
     "jaxpaged/parallel",
-    "jaxpaged/digest.py",
     "jaxpaged/sampling.py",
     "jaxpaged/sampling_state.py",
     *MODELS,
 }
-HANDOVER = {"jaxpaged/handover", "jaxpaged/channel.py", *STEP}
-TEXT = {"jaxpaged/chat.py", "jaxpaged/conversations.py", "jaxpaged/detokenizer.py", "jaxpaged/vocabulary.py"}
-ENGINE = {"jaxpaged/engine", "jaxpaged/routing.py", "jaxpaged/detokenizer.py", *HANDOVER}
+HANDOVER = {"jaxpaged/handover", *STEP}
+ENGINE = {"jaxpaged/engine", "jaxpaged/routing.py", "jaxpaged/text", *HANDOVER}
 POOLING = {"jaxpaged/pooling", *ENGINE}
-API = {"jaxpaged/api", "jaxpaged/vllm_options.py", *TEXT, *POOLING}
+API = {"jaxpaged/api", *POOLING}
 # Each part, and the parts of our own that it may import.
 ALLOWED = {
     "reference": set(),
     "pallas_kernels": set(),
     "jaxpaged/arithmetic.py": set(),
-    "jaxpaged/bounds.py": {"jaxpaged/checks.py"},
+    "jaxpaged/text/limits.py": {"jaxpaged/checks.py"},
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
     "jaxpaged/options.py": {"jaxpaged/checks.py"},
@@ -56,13 +54,7 @@ ALLOWED = {
     "jaxpaged/lora": {"jaxpaged/checks.py"},
     "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
-    "jaxpaged/channel.py": {"jaxpaged/checks.py"},
-    "jaxpaged/vllm_options.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
-    "jaxpaged/conversations.py": {"jaxpaged/checks.py"},
-    "jaxpaged/chat.py": {"jaxpaged/checks.py", "jaxpaged/conversations.py"},
-    "jaxpaged/command_line.py": {"jaxpaged/vllm_names"},
-    "jaxpaged/vocabulary.py": set(),
-    "jaxpaged/detokenizer.py": {"jaxpaged/vocabulary.py"},
+    "jaxpaged/text": {"jaxpaged/checks.py", "jaxpaged/text/limits.py"},
     "jaxpaged/routing.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling.py": {
         "jaxpaged/arithmetic.py",
@@ -74,32 +66,23 @@ ALLOWED = {
     "jaxpaged/digest.py": set(),
     "jaxpaged/moved.py": set(),
     "jaxpaged/memory": MEMORY,
-    # What devices say to each other: in models, too.
-    "jaxpaged/parallel/shards.py": {"jaxpaged/config.py", "jaxpaged/digest.py"},
-    "jaxpaged/models": {"jaxpaged/parallel/shards.py", *MODELS},
-    "jaxpaged/parallel": {
-        "jaxpaged/models",
-        "jaxpaged/channel.py",
-        "jaxpaged/digest.py",
-        "jaxpaged/parallel/shards.py",
-        *GROUND,
-    },
+    "jaxpaged/models": MODELS,
+    "jaxpaged/parallel": {"jaxpaged/models", "jaxpaged/digest.py", *GROUND},
     "jaxpaged/step": STEP,
-    "jaxpaged/handover": {"jaxpaged/parallel/shards.py", *HANDOVER},
-    "jaxpaged/engine": {"jaxpaged/parallel/shards.py", *ENGINE},
+    "jaxpaged/handover": HANDOVER,
+    "jaxpaged/engine": ENGINE,
     "jaxpaged/pooling": POOLING,
     "jaxpaged/api": API,
     "jaxpaged/__init__.py": {"jaxpaged/engine/async_llm_engine.py", *API},
     "jaxpaged/replay": {"jaxpaged/__init__.py", *API},
     "jaxpaged/serve": {"jaxpaged/__init__.py", *API},
-    "jaxpaged/batch/prompt_files.py": {"jaxpaged/chat.py", "jaxpaged/conversations.py", *GROUND},
+    "jaxpaged/batch/prompt_files.py": {"jaxpaged/text", *GROUND},
     "jaxpaged/batch": {"jaxpaged/__init__.py", "jaxpaged/batch/prompt_files.py", "jaxpaged/serve", *API},
-    "jaxpaged/lab": {"jaxpaged/serve", *API},
-    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", "jaxpaged/lab", *API},
+    "jaxpaged/lab": API,
+    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/lab", *API},
     "jaxpaged/verify": {"jaxpaged/memory", *GROUND},
-    "jaxpaged/cli.py": {
+    "jaxpaged/commands": {
         "jaxpaged/__init__.py",
-        "jaxpaged/command_line.py",
         "jaxpaged/batch/prompt_files.py",
         "jaxpaged/serve",
         "jaxpaged/bench",
@@ -107,6 +90,7 @@ ALLOWED = {
         "jaxpaged/lab",
         *API,
     },
+    "jaxpaged/cli.py": {"jaxpaged/__init__.py", "jaxpaged/commands", "jaxpaged/checks.py"},
     # Where vLLM's scripts import names from.
     "jaxpaged/engine/arg_utils.py": {"jaxpaged/api"},
     "jaxpaged/engine/async_llm_engine.py": {"jaxpaged/api"},

@@ -11,13 +11,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from jaxpaged.bounds import (
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    check_texts,
-)
 from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
@@ -29,6 +22,7 @@ from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, seed_bits
 from jaxpaged.sampling_state import MAX_EDITS, Edit, RowOptions, count_or_none, write_row
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import FinishReason, Phase, Rows
+from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
 
 INT32_RULE = "an int in [-2**31, 2**31)"
 

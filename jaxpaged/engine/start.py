@@ -38,23 +38,23 @@ type Shapes = Callable[..., Decoder]
 def load(setup: Setup, load_model: Callable[..., Decoder]) -> Decoder:
     """Load the model onto the devices of a setup; its arrays are those of all devices.
 
-    `load_model` takes a dtype, and under tensor parallelism a `share`.
+    `load_model` takes a dtype, and under tensor parallelism a `shard`.
     """
     if setup.mesh is None:
         return load_model(setup.dtype)
-    shares = setup.shares
+    shards = setup.shards
     return assembled(
-        setup.mesh, lambda i: load_model(setup.dtype, **({"share": shares[i]} if shares else {}))
+        setup.mesh, lambda i: load_model(setup.dtype, **({"shard": shards[i]} if shards else {}))
     )
 
 
 def abstract_model(setup: Setup, shapes: Shapes | None) -> Decoder:
     """Describe the model that one device has, with shapes for arrays."""
-    share = setup.shares[0] if setup.shares else None
+    shard = setup.shards[0] if setup.shards else None
     if shapes is None:
         loops = setup.config.loop_over_layers
-        return abstract(setup.whole, setup.dtype, loop_over_layers=loops, share=share)
-    return shapes(setup.dtype) if share is None else shapes(setup.dtype, share=share)
+        return abstract(setup.whole, setup.dtype, loop_over_layers=loops, shard=shard)
+    return shapes(setup.dtype) if shard is None else shapes(setup.dtype, shard=shard)
 
 
 def cache_size(setup: Setup, shapes: Shapes | None = None) -> CacheSize:
@@ -78,7 +78,7 @@ def known_size(setup: Setup, shapes: Shapes | None = None) -> CacheSize | None:
     if setup.config.num_blocks is not None or stats is None:
         return capacity.cache_size(setup)
     of_weights = capacity.weight_bytes(setup)
-    if shapes is not None or setup.shares:
+    if shapes is not None or setup.shards:
         of_weights = _num_bytes(nnx.state(abstract_model(setup, shapes)))
     memory = machine.gpu_budget(setup.config, stats).less(("of weights", of_weights))
     per_block = capacity.bytes_per_block(setup)

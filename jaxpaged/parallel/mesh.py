@@ -10,9 +10,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.checks import check
-from jaxpaged.parallel.shards import DATA, MODEL
+from jaxpaged.models.shards import DATA, MODEL
 
-# Specs of global arrays: the shards' arrays one after the other along the first axis; or the same on each device.
+# Specs of global arrays: the shards' arrays one after the other along the first axis; or on each device the
+# same.
 BY_SHARD, ON_EACH = PartitionSpec(MODEL), PartitionSpec()
 
 

@@ -6,7 +6,7 @@ a connection, never inside a collective, and a process that has gone is noticed 
 by one that waits for its devices.
 
 What they send each other is data (`messages`), over connections on which both ends have proved that they have
-one key (`jaxpaged.channel`): made from the secret that all processes were given, or, on loopback without one,
+one key (`channel`): made from the secret that all processes were given, or, on loopback without one,
 drawn by process 0 and told by way of JAX. JAX's own connections between processes have no key at all.
 """
 
@@ -30,10 +30,10 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from jaxpaged.channel import LEAST_KEY_BYTES, Channel
 from jaxpaged.checks import InputError, shown
 from jaxpaged.parallel import messages
 from jaxpaged.parallel.calls import SendCall
+from jaxpaged.parallel.channel import LEAST_KEY_BYTES, Channel
 
 START_SECONDS = 120  # for all processes to come
 LEAVE_SECONDS = 5  # for JAX to take leave of the others

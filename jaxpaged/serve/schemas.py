@@ -8,10 +8,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
 
-from jaxpaged.chat import template_kwargs
 from jaxpaged.checks import InputError, is_int
 from jaxpaged.sampling_params import FROM_MODEL, RequestOutputKind, SamplingParams
 from jaxpaged.serve.bounds import first_error_only
+from jaxpaged.text.templates import template_kwargs
 from jaxpaged.vllm_names.judge import FIELD_NAMES, passes
 
 Count = int | None

@@ -17,9 +17,8 @@ from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading, lora
+from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
-from jaxpaged.parallel.shards import Shards
-from jaxpaged.parallel.shares import Share
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError
 from jaxpaged.step import loop
@@ -36,8 +35,8 @@ pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the proces
 
 def model_of(checkpoint, size, sums="fast"):
     """Make a model on so many devices."""
-    share = functools.partial(Share, checkpoint.config, Shards(size, sums))
-    return assembled(mesh_of(size), lambda i: checkpoint.model(FLOAT32, share=share(i)))
+    shard = functools.partial(Shard, checkpoint.config, Shards(size, sums))
+    return assembled(mesh_of(size), lambda i: checkpoint.model(FLOAT32, shard=shard(i)))
 
 
 def compiled(model, size, token_ids, adapter=None):
@@ -97,10 +96,10 @@ def test_an_adapter_in_shares_is_what_peft_merges(name):
     request = LoRARequest(name, 1, GOLDENS / "lora" / name)
 
     def load(number):
-        share = Share(checkpoint.config, Shards(2), number)
-        model = checkpoint.model(FLOAT32, share=share)
+        shard = Shard(checkpoint.config, Shards(2), number)
+        model = checkpoint.model(FLOAT32, shard=shard)
         lora.make_room(model, names, num_adapters=2, rank=9)
-        lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32, share), 1)
+        lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32, shard), 1)
         return model
 
     run, params = compiled(assembled(mesh_of(2), load), 2, golden["token_ids"], adapter=2)
@@ -170,8 +169,8 @@ class Passes:
     """Runner of `by_passes` with a model and its caches on two devices."""
 
     def __init__(self, config):
-        share = functools.partial(Share, config, Shards(2))
-        model = assembled(mesh_of(2), lambda i: tiny.load(FLOAT32, config, share=share(i)))
+        shard = functools.partial(Shard, config, Shards(2))
+        model = assembled(mesh_of(2), lambda i: tiny.load(FLOAT32, config, shard=shard(i)))
         graphdef, self.params = nnx.split(model)
 
         def run(params, cache, given, batch):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 from jaxpaged.handover import programs
 from jaxpaged.memory import block_pool, prefix_cache
 from jaxpaged.memory.policies import LRU
-from jaxpaged.parallel.shards import DATA, MODEL
+from jaxpaged.models.shards import DATA, MODEL
 from jaxpaged.step.program import PerReplica, PerShard, Static, program
 
 NUM_REPLICAS, NUM_SHARDS = 2, 3
