@@ -16,7 +16,7 @@ from jaxpaged.memory import block_table, kv_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Context, Scores, edited, is_among, no_scores, sample, score
 from jaxpaged.status import Status
 from jaxpaged.step import admission, beams, scheduler
@@ -44,7 +44,7 @@ class Model(Protocol):
         token_ids: Int[Array, " num_tokens"],
         positions: Int[Array, " num_tokens"],
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: PassBatch,
         /,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]: ...
 
@@ -258,7 +258,7 @@ def compute(
     is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))
     is_last = is_newest[:, None] & (positions == tiles.end[:, None] - 1)
     wanted = is_last | rows.tells_prompt[tiles.row][:, None]
-    batch = AttentionBatch(
+    batch = PassBatch(
         slot_mapping=block_table.slot_mapping(tables, row, positions, valid).reshape(-1),
         block_tables=tables.block_tables,
         query_starts=tiles.start,

@@ -401,7 +401,7 @@ def three_answers(model, monkeypatch, tmp_path, interrupted=False, **stream):
             yield next(generate_each(*args, **kwargs))
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(LLM, "generate_each", breaks_off)
+        tiny.replace(monkeypatch, LLM, "generate_each", breaks_off)
     lines = [
         {"prompt_token_ids": [i], "max_tokens": n, "ignore_eos": True} for i, n in ((1, 40), (2, 2), (3, 2))
     ]

@@ -16,11 +16,12 @@ from jaxpaged.models import loading
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.files import safetensors_files
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import in_expert, in_layer, num_weights
 from jaxpaged.models.quantised import checkpoints as quantised_checkpoints
 from jaxpaged.models.quantised.codes import QuantisedWeight
 from jaxpaged.models.shards import Shard, Shards
-from jaxpaged.models.weights import Abstract, Parts
+from jaxpaged.models.weights import AbstractWeights, StoredWeights
 from tests import tiny_gguf
 from tests.models.test_decoder import GOLDENS
 
@@ -47,7 +48,9 @@ def test_a_shard_reads_its_own_numbers_alone(name, size):
         poisoned = {key: np.where(np.isin(x, mine), x, np.nan) for key, x in numbered.items()}
         for leaf, again in zip(its, leaves(checkpoint, poisoned, shard), strict=True):
             np.testing.assert_array_equal(leaf, again)
-        shapes = jax.tree.leaves(nnx.state(abstract(checkpoint.config, jnp.dtype("float32"), shard=shard)))
+        shapes = jax.tree.leaves(
+            nnx.state(abstract(checkpoint.config, LoadAs(jnp.dtype("float32"), shard=shard)))
+        )
         assert [x.shape for x in shapes] == [x.shape for x in its]
     for key, tensor in numbered.items():
         here = times[tensor.astype(int)]
@@ -113,8 +116,12 @@ def test_half_of_a_file_is_read_for_half_of_a_model(name, quantization, monkeypa
     files = {key: np.array(tensor, np.float32) for key, tensor in checkpoint.load_weights().items()}
     tensors = {key: Counted(tensor) for key, tensor in files.items()}
     shard = Shard(config, Shards(2), 1)
-    parts = Parts(config, names, tensors, dtype, checkpoint.quantisation(quantization), shard)
-    again = Parts(config, names, files, dtype, checkpoint.quantisation(quantization), shard)
+    parts = StoredWeights(
+        config, names, tensors, LoadAs(dtype, shard=shard), checkpoint.quantisation(quantization)
+    )
+    again = StoredWeights(
+        config, names, files, LoadAs(dtype, shard=shard), checkpoint.quantisation(quantization)
+    )
     num_split = 0
     for role in [*in_layer(config), *in_expert(config), "lm_head.weight"]:
         for one, its in zip(weights_of(parts, role), weights_of(again, role), strict=True):
@@ -150,7 +157,9 @@ def test_half_of_a_quantised_file_is_read_for_half_of_a_model(name, monkeypatch)
     config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
     tensors = {key: Counted(np.array(tensor)) for key, tensor in safetensors_files.load(folder).items()}
     files = quantised_checkpoints.Tensors(tensors, said, config, names)
-    parts = Parts(config, names, files, dtype, files.quantisation(), Shard(config, Shards(2), 1))
+    parts = StoredWeights(
+        config, names, files, LoadAs(dtype, shard=Shard(config, Shards(2), 1)), files.quantisation()
+    )
     for role in ("qkv.weight", "o.weight", "gate_up.weight", "down.weight"):
         for _ in weights_of(parts, role):
             pass
@@ -171,7 +180,9 @@ def matches(template, key):
 
 
 def leaves(checkpoint, tensors, shard):
-    parts = Parts(checkpoint.config, checkpoint.names, tensors, jnp.dtype("float32"), shard=shard)
+    parts = StoredWeights(
+        checkpoint.config, checkpoint.names, tensors, LoadAs(jnp.dtype("float32"), shard=shard)
+    )
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(Decoder(parts)))]
 
 
@@ -235,11 +246,13 @@ def test_quantised_weights_are_cut_where_they_lie(name, quantization, tmp_path):
     checkpoint = loading.open_checkpoint(folder)
     quantisation = checkpoint.quantisation(quantization)
     config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
-    made = config, names, checkpoint.load_weights(), dtype, quantisation
-    whole, num_quantised = Parts(*made), 0
+    tensors, num_quantised = checkpoint.load_weights(), 0
+    whole = StoredWeights(config, names, tensors, LoadAs(dtype), quantisation)
     for number in range(2):
         shard = Shard(checkpoint.config, Shards(2), number)
-        parts, shapes = Parts(*made, shard), Abstract(config, dtype, names, quantisation, shard)
+        load_as = LoadAs(dtype, shard=shard)
+        parts = StoredWeights(config, names, tensors, load_as, quantisation)
+        shapes = AbstractWeights(config, load_as, names, quantisation)
         for role in [*in_layer(checkpoint.config), *in_expert(checkpoint.config), "lm_head.weight"]:
             all_, its, like = (list(weights_of(from_, role)) for from_ in (whole, parts, shapes))
             if role == "lm_head.weight" and all_[0] is None:
@@ -277,7 +290,7 @@ def test_inputs_in_an_order_of_their_own_are_not_cut():
         InputError,
         match=r"^tensor_parallel_size=2 must be 1 for 64 .* without, or have the model on each device",
     ):
-        checkpoint.model(jnp.dtype("float32"), shard=shard)
+        checkpoint.model(LoadAs(jnp.dtype("float32"), shard=shard))
 
 
 def test_an_eighth_of_llama_3_1_70b_fits_an_h200(monkeypatch):
@@ -293,7 +306,7 @@ def test_an_eighth_of_llama_3_1_70b_fits_an_h200(monkeypatch):
         layers=uniform(80, rope=Rope(theta=5e5, dim=128)),
         max_model_len=131072,
     )
-    model = abstract(config, jnp.dtype("bfloat16"), shard=Shard(config, Shards(8), 0))
+    model = abstract(config, LoadAs(jnp.dtype("bfloat16"), shard=Shard(config, Shards(8), 0)))
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model)))
     table, norms = 2 * config.vocab_size * config.hidden_size, 2 * 161 * config.hidden_size
     assert num_bytes == (2 * num_weights(config) - table - norms) / 8 + table + norms

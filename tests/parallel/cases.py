@@ -17,6 +17,7 @@ from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading, lora
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
 from jaxpaged.sampling_params import SamplingParams
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the proces
 def model_of(checkpoint, size, sums="fast"):
     """Make a model on so many devices."""
     shard = functools.partial(Shard, checkpoint.config, Shards(size, sums))
-    return assembled(mesh_of(size), lambda i: checkpoint.model(FLOAT32, shard=shard(i)))
+    return assembled(mesh_of(size), lambda i: checkpoint.model(LoadAs(FLOAT32, shard=shard(i))))
 
 
 def compiled(model, size, token_ids, adapter=None):
@@ -97,7 +98,7 @@ def test_an_adapter_in_shares_is_what_peft_merges(name):
 
     def load(number):
         shard = Shard(checkpoint.config, Shards(2), number)
-        model = checkpoint.model(FLOAT32, shard=shard)
+        model = checkpoint.model(LoadAs(FLOAT32, shard=shard))
         lora.make_room(model, names, num_adapters=2, rank=9)
         lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32, shard), 1)
         return model
@@ -129,7 +130,7 @@ def test_what_cannot_be_split_is_refused(size, message):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"tensor_parallel_size": 2, **tiny.SWAP}, id="2, swap"),
+        pytest.param({"tensor_parallel_size": 2, **tiny.SWAP}, id="2, swap", marks=pytest.mark.slow),
         pytest.param(
             {"tensor_parallel_size": 6, "tensor_parallel_sums": "ordered", "kv_layout": "all_layers"}
             | tiny.SMALL,
@@ -170,7 +171,7 @@ class Passes:
 
     def __init__(self, config):
         shard = functools.partial(Shard, config, Shards(2))
-        model = assembled(mesh_of(2), lambda i: tiny.load(FLOAT32, config, shard=shard(i)))
+        model = assembled(mesh_of(2), lambda i: tiny.load(LoadAs(FLOAT32, shard=shard(i)), config))
         graphdef, self.params = nnx.split(model)
 
         def run(params, cache, given, batch):

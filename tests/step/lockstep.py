@@ -17,7 +17,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
-from jaxpaged.models.attention import AttentionBatch, attend
+from jaxpaged.models.attention import PassBatch, attend
 from jaxpaged.sampling import score
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
@@ -64,7 +64,7 @@ class SumModel(nnx.Module):
         self.sliding_window = sliding_window
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, cache: KVCache, batch: AttentionBatch
+        self, token_ids: jax.Array, positions: jax.Array, cache: KVCache, batch: PassBatch
     ) -> tuple[jax.Array, KVCache]:
         value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
         zero = jnp.zeros_like(value)

@@ -18,7 +18,7 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.models import loading, weights
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
-from jaxpaged.models.weights import Parts
+from jaxpaged.models.weights import StoredWeights
 from jaxpaged.step.state import FinishReason
 from reference import model as reference_model
 from reference.beam_search import BeamSearch, Hypothesis, beam_search
@@ -155,7 +155,7 @@ def test_of_equally_good_answers_the_one_that_ended_earlier_is_the_first():
     [0, 1] and [2, 1], have the same score; there is room for two.
     """
     nothing = {name: np.zeros_like(tensor) for name, tensor in tiny.weights().items()}
-    driver = tiny.driver(lambda dtype: Decoder(Parts(tiny.CONFIG, NAMES, nothing, dtype)))
+    driver = tiny.driver(lambda load_as: Decoder(StoredWeights(tiny.CONFIG, NAMES, nothing, load_as)))
     alike = np.full(tiny.CONFIG.vocab_size, -np.log(np.float32(tiny.CONFIG.vocab_size)))
     search = BeamSearch([9], 2, 1 + 3, (1,))
     while not search.is_done:
