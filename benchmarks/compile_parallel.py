@@ -190,8 +190,7 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
 
     config, model_config = case.engine_config(), case.model_config()
     quantisation = None if case.quantization is None else OnLoad(case.quantization)
-    kept_as: Any = {"quantisation": quantisation, "loop_over_layers": config.loop_over_layers}
-    shapes_of = functools.partial(decoder.abstract, model_config, names=NAMES, **kept_as)
+    shapes_of = functools.partial(decoder.abstract, model_config, names=NAMES, quantisation=quantisation)
     with _on_h200s(case.num_devices):
         setup = Setup(config, model_config)
         setup.check()
@@ -208,7 +207,7 @@ def _on_h200s(num_devices: int) -> Iterator[None]:
     from jax.sharding import Mesh
 
     from jaxpaged.engine import gpu_flags, machine, setup
-    from jaxpaged.parallel.shards import DATA, MODEL
+    from jaxpaged.models.shards import DATA, MODEL
     from pallas_kernels.ops import choice
 
     devices = np.array(cuda_compiler.topology(num_devices).devices)

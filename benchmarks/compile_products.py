@@ -23,8 +23,9 @@ from flax import nnx
 from benchmarks import cuda_compiler
 from jaxpaged.models import experts, layers, weights
 from jaxpaged.models.config import Experts, ModelConfig, Rope, uniform
-from jaxpaged.models.files.gguf.blocks import KINDS
-from jaxpaged.models.quantised.codes import Kind, QuantisedWeight, Segment, zeros
+from jaxpaged.models.files.gguf.blocks import FORMATS
+from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.quantised.codes import CodeFormat, QuantisedWeight, SegmentSpec, zeros
 from pallas_kernels.gpu.quantised_product import why_not
 from pallas_kernels.ops import ProductImplementation, choice
 
@@ -32,20 +33,20 @@ _ROWS = flags.DEFINE_integer("rows", 16, "Rows of the product.")
 
 SIZE, DTYPE = 4096, jnp.dtype("bfloat16")
 EXPERTS, BY_KERNEL = "experts", ", by the kernel"
-FORMATS = {
+WEIGHTS = {
     "bfloat16": None,
-    "int8, Q8_0": KINDS["Q8_0"],
-    "int4, Q4_0": KINDS["Q4_0"],
-    "Q6_K": KINDS["Q6_K"],
-    "int4, groups of 128 with zero points": Kind(4, 128, "float32", has_minima=True),
-    "int8, by output": Kind(8, SIZE, "float32", has_minima=False),
-    "fp8, by output": Kind(8, SIZE, "float32", has_minima=False, is_float=True),
-    "fp8, blocks of 128": Kind(8, 128, "float32", has_minima=False, is_float=True),
+    "int8, Q8_0": FORMATS["Q8_0"],
+    "int4, Q4_0": FORMATS["Q4_0"],
+    "Q6_K": FORMATS["Q6_K"],
+    "int4, groups of 128 with zero points": CodeFormat(4, 128, "float32", has_minima=True),
+    "int8, by output": CodeFormat(8, SIZE, "float32", has_minima=False),
+    "fp8, by output": CodeFormat(8, SIZE, "float32", has_minima=False, is_float=True),
+    "fp8, blocks of 128": CodeFormat(8, 128, "float32", has_minima=False, is_float=True),
 }
-FORMATS |= {
-    name + BY_KERNEL: kind
-    for name, kind in FORMATS.items()
-    if kind and not why_not(DTYPE, kind.halfword_bits, kind.group_size, is_float=kind.is_float)
+WEIGHTS |= {
+    name + BY_KERNEL: form
+    for name, form in WEIGHTS.items()
+    if form and not why_not(DTYPE, form.halfword_bits, form.group_size, is_float=form.is_float)
 }
 CHOICE = Experts(num_experts=8, num_chosen=2, renormalise=True)
 MODEL = ModelConfig(
@@ -60,7 +61,7 @@ MODEL = ModelConfig(
     max_model_len=512,
     experts=CHOICE,
 )
-NAMES = [*FORMATS, EXPERTS, EXPERTS + BY_KERNEL]
+NAMES = [*WEIGHTS, EXPERTS, EXPERTS + BY_KERNEL]
 
 
 def main(argv: list[str]) -> None:
@@ -71,17 +72,17 @@ def main(argv: list[str]) -> None:
 def line(name: str) -> dict[str, Any]:
     """Compile the program of a name and return its line."""
     implementation: ProductImplementation = "mosaic_gpu" if name.endswith(BY_KERNEL) else "xla"
-    of_name = expert_layer if name.startswith(EXPERTS) else functools.partial(product, FORMATS[name])
+    of_name = expert_layer if name.startswith(EXPERTS) else functools.partial(product, WEIGHTS[name])
     return {"weights": name} | of_name(implementation)
 
 
-def product(kind: Kind | None, implementation: ProductImplementation) -> dict[str, Any]:
-    """Compile a product with weights of a kind, None for plain ones; return its line's numbers."""
+def product(form: CodeFormat | None, implementation: ProductImplementation) -> dict[str, Any]:
+    """Compile a product with weights in a format, None for plain ones; return its line's numbers."""
 
     def make() -> jax.Array | QuantisedWeight:
-        if kind is None:
+        if form is None:
             return jnp.zeros((SIZE, SIZE), DTYPE)
-        return zeros((Segment(kind, SIZE),), SIZE, DTYPE, implementation)
+        return zeros((SegmentSpec(form, SIZE),), SIZE, DTYPE, implementation)
 
     weight, x = jax.eval_shape(make), jax.ShapeDtypeStruct((_ROWS.value, SIZE), DTYPE)
     program = cuda_compiler.compiled(layers.unembed, x, weight)
@@ -101,7 +102,9 @@ def product(kind: Kind | None, implementation: ProductImplementation) -> dict[st
 def expert_layer(implementation: ProductImplementation) -> dict[str, Any]:
     """Compile a feed-forward layer of experts; return its line's numbers."""
     with mock.patch.object(choice, "default_implementation", return_value=implementation):
-        made = nnx.eval_shape(lambda: experts.ExpertsMLP(weights.Abstract(MODEL, DTYPE), CHOICE))
+        made = nnx.eval_shape(
+            lambda: experts.ExpertsMLP(weights.AbstractWeights(MODEL, LoadAs(DTYPE)), CHOICE)
+        )
     graphdef, params = nnx.split(made)
 
     def run(params: Any, x: jax.Array) -> jax.Array:

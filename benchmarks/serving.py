@@ -26,8 +26,9 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import record, servers, workloads
-from jaxpaged.bench import command as bench_command
 from jaxpaged.bench import workloads as bench_workloads
+from jaxpaged.commands.bench import add_bench
+from jaxpaged.commands.parser import Parser
 from jaxpaged.models import loading
 
 _CONCURRENCY = flags.DEFINE_list("concurrency", ["4", "16", "32"], "Clients, with commas between them.")
@@ -120,7 +121,7 @@ def generated(max_num_seqs: int) -> dict[str, Any]:
 
 def _parsed(command: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench_command.add_bench(parser.add_subparsers(), lambda parser: None, lambda args: {})
+    add_bench(parser.add_subparsers(parser_class=Parser))
     return parser.parse_args(command)
 
 

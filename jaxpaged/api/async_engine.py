@@ -14,7 +14,7 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
-from jaxpaged.vocabulary import Names
+from jaxpaged.text.vocabulary import Names
 
 # Checking a prompt takes some 20 ns a token: a longer one is checked in another thread, so that who else
 # awaits something does not wait for it.

@@ -94,10 +94,10 @@ class Adapters:
 def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None:
     """Make room for adapters beside a model's weights, and know how they are read; None where there are none.
 
-    `names`: what adapters call the weights. `shares`: of the devices, if the model is on several; arrays then
-    have the shares' along their first axis.
+    `names`: what adapters call the weights. Under tensor parallelism, shards' arrays are joined along the
+    first axis.
     """
-    config, mesh, shares = setup.config, setup.mesh, setup.shares
+    config, mesh, shards = setup.config, setup.mesh, setup.shards
     if not config.enable_lora:
         return None
     check("adapter_names", names, "those of the model's family, for enable_lora", names is not None)
@@ -110,16 +110,16 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
     model_config = model.config
 
     def read(request: LoRARequest) -> Arrays:
-        if not shares:
+        if not shards:
             return lora.read(request, model_config, *more)
-        return _joined([lora.read(request, share.whole, *more, share) for share in shares])
+        return _joined([lora.read(request, shard.whole, *more, shard) for shard in shards])
 
     nothing = lora.nothing(model_config, *more)
-    return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shares)) if shares else nothing)
+    return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shards)) if shards else nothing)
 
 
 def _joined(each: Sequence[Arrays]) -> Arrays:
-    """Those of all shares, one after the other."""
+    """Those of all shards, one after the other."""
     return {
         role: (np.concatenate([its[role][0] for its in each]), np.concatenate([its[role][1] for its in each]))
         for role in each[0]

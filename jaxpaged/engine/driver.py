@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
@@ -34,16 +33,18 @@ from jaxpaged.handover.blocks import Blocks, Kind
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import codes as quantised
+from jaxpaged.parallel.calls import SendCall, SharedCalls
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
-from jaxpaged.parallel.processes import Call, Leader, Processes
-from jaxpaged.sampling import LogitRules, SamplingState
+from jaxpaged.parallel.processes import Leader, Processes
+from jaxpaged.sampling_state import LogitRules, SamplingState
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import loop
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.loop import Report
+from jaxpaged.step.report import Report
 from jaxpaged.step.state import Beams, Counter, EngineState, FinishReason, Phase, Rows, empty_rows, without_kv
 
 # Requests submitted in one dispatch, and tokens written in one.
@@ -107,22 +108,10 @@ class Run:
 
 # The dataclasses that calls to other processes have among their arrays.
 CALL_CLASSES = Rows, SamplingState, LogitRules, Beams
-_CALLS: dict[str, Callable[..., Any]] = {}  # the methods that another process may be told to call
-
-
-def told[**P, T](method: Callable[P, T]) -> Callable[P, T]:
-    """Mark a driver's call to its devices, of host arrays, which all processes of the model make."""
-    _CALLS[method.__name__] = method
-
-    @functools.wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> T:
-        driver, *arrays = args
-        assert isinstance(driver, Driver)
-        if driver._tell is not None:
-            driver._tell(method.__name__, arrays)
-        return method(*args, **options)
-
-    return call
+# The driver's calls to its devices, of host arrays, which all processes of a model make.
+CALLS = SharedCalls(
+    "_forget_prefixes", "_abort_arrivals", "_dispatch", "_put_adapter", "_place", "_write_piece"
+)
 
 
 class Driver:
@@ -132,7 +121,7 @@ class Driver:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        load_model: Callable[[jnp.dtype], Decoder],
+        load_model: Callable[[LoadAs], Decoder],
         shapes: Shapes | None = None,
         adapter_names: Names | None = None,
         processes: Processes | None = None,
@@ -141,7 +130,7 @@ class Driver:
         self.setup = setup = Setup(config, model_config)
         if processes is not None:  # before anything heavy
             processes.agree(setup.description())
-        self._tell: Call | None = None  # to other processes; all make the calls of `__init__`
+        self.send_call: SendCall | None = None  # to other processes; all make the calls of `__init__`
         setup.check()
         self.config, self._mesh = config, setup.mesh
         size = start.known_size(setup, shapes)
@@ -177,7 +166,7 @@ class Driver:
         self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self._compile()
         if isinstance(processes, Leader):
-            self._tell = processes.tell
+            self.send_call = processes.tell
 
     @property
     def has_work(self) -> bool:
@@ -243,10 +232,10 @@ class Driver:
         return True
 
     def follow(self, name: str, arrays: Sequence[Any]) -> None:
-        """Make a call to the devices that process 0 makes. Raises `KeyError` for any other name."""
-        _CALLS[name](self, *arrays)
+        """Make a call to the devices that process 0 makes. Raises `InputError` for any other name."""
+        CALLS.make(self, name, arrays)
 
-    @told
+    @CALLS.shared
     def _forget_prefixes(self) -> None:
         self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
 
@@ -301,7 +290,7 @@ class Driver:
             arrivals[: len(places)] = [place.arrival for place in places]
             self._abort_arrivals(arrivals)
 
-    @told
+    @CALLS.shared
     def _abort_arrivals(self, arrivals: np.ndarray) -> None:
         self._state = loop.abort(self._state, arrivals, mesh=self._mesh)
 
@@ -346,7 +335,7 @@ class Driver:
         limits = loop.limits(pace.max_steps, pace.max_passes) if max_steps is None else loop.limits(max_steps)
         return self._dispatch(limits, self._wants_a_row, self._places.wants_scores)
 
-    @told
+    @CALLS.shared
     def _dispatch(self, limits: np.ndarray, wants_a_row: bool, wants_scores: bool) -> Report:
         arrays = self._params, self._state, limits, np.bool_(wants_a_row)
         if self._kept_run is not None:
@@ -440,7 +429,7 @@ class Driver:
             self._put_adapter(adapter.arrays, number)
         return number is not None
 
-    @told
+    @CALLS.shared
     def _put_adapter(self, arrays: Arrays, number: int) -> None:
         if self._mesh is not None:
             arrays = from_host(self._mesh, BY_SHARD, arrays)
@@ -468,7 +457,7 @@ class Driver:
         self._write_tokens(np.concatenate(tokens, axis=1))
         self._place(requests, self._groups.local(rows))
 
-    @told
+    @CALLS.shared
     def _place(self, requests: Rows, rows: np.ndarray) -> None:
         self._state = loop.submit(self._state, requests, rows, mesh=self._mesh)
 
@@ -480,7 +469,7 @@ class Driver:
             piece = np.pad(piece, padding, constant_values=len(self._places))  # beyond all rows: none
             self._write_piece(self._groups.with_rows(piece))
 
-    @told
+    @CALLS.shared
     def _write_piece(self, piece: np.ndarray) -> None:
         rows = self._state.rows
         token_ids = loop.write_tokens(rows.token_ids, piece, mesh=self._mesh)

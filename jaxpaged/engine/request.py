@@ -11,13 +11,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from jaxpaged.bounds import (
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    check_texts,
-)
 from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
@@ -26,12 +19,12 @@ from jaxpaged.lora import LoRARequest
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, seed_bits
+from jaxpaged.sampling_state import MAX_EDITS, Edit, RowOptions, count_or_none, write_row
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.state import MAX_EDITS, FinishReason, Phase, Rows, token_bits
+from jaxpaged.step.state import FinishReason, Phase, Rows
+from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
 
 INT32_RULE = "an int in [-2**31, 2**31)"
-# A smaller number would count as 0 in a compiled program, and 0 cannot divide: float32's least normal one.
-LEAST_DIVISOR = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +40,7 @@ class Request:
     salt: int
     eos_token_ids: tuple[int, ...]  # the model's, unless they are ignored
     stop_token_ids: tuple[int, ...]  # these, and its own
-    edits: "tuple[Edit, ...]"  # of `logit_bias` and `bad_words`
+    edits: tuple[Edit, ...]  # of `logit_bias` and `bad_words`
     max_num_tokens: int  # prompt and answer together
     index: int = 0  # which of the prompt's answers; the first one leads, and the others fork from it
     adapter: Adapter | None = None
@@ -68,14 +61,6 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Who is served first."""
         return self.priority, self.request_id
-
-
-class Edit(NamedTuple):
-    """Adds to one token's logit, if the answer ends with the ids of the `prefix` edits before this one."""
-
-    token_id: int
-    value: float
-    prefix: int = 0
 
 
 class Score(NamedTuple):
@@ -272,13 +257,8 @@ class Door:
         """Fill one line of NumPy rows, but for the tokens. Their number may be more than the prompt's, if a
         part of the answer is known already.
         """
-        params, edits, prompt_len = request.params, request.edits, len(request.prompt_token_ids)
-        vocab_size = self.model_config.vocab_size
-        options, rules, temperature = rows.sampling, rows.rules, params.temperature
-        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        params, prompt_len = request.params, len(request.prompt_token_ids)
         beams, width = rows.beams, request.beams.beam_width if request.beams else 0
-        is_restricted = params.allowed_token_ids is not None
-        has_rules = is_restricted or bool(edits) or params.min_tokens > 0 or penalties != (0, 0, 1)
         for array, value in (
             (rows.phase, Phase.HELD if request.index >= width > 0 else Phase.WAITING),
             (rows.arrival, arrival_of(request.request_id)),
@@ -288,22 +268,7 @@ class Door:
             (rows.prompt_lens, prompt_len),
             (rows.num_tokens, num_tokens),
             (rows.max_num_tokens, request.max_num_tokens),
-            (rows.num_prompt_logprobs, -1 if params.prompt_logprobs is None else params.prompt_logprobs),
-            (options.temperature, max(temperature, LEAST_DIVISOR) if temperature else 0),
-            (options.top_k, min(params.top_k, self.model_config.vocab_size)),
-            (options.top_p, params.top_p),
-            (options.min_p, params.min_p),
-            (options.seed, self._seed(request)),
-            (options.num_logprobs, -1 if params.logprobs is None else params.logprobs),
-            (options.has_rules, has_rules),
-            (rules.presence_penalty, params.presence_penalty),
-            (rules.frequency_penalty, params.frequency_penalty),
-            (rules.repetition_penalty, max(params.repetition_penalty, LEAST_DIVISOR)),
-            (rules.least_num_tokens, prompt_len + params.min_tokens if params.min_tokens else 0),
-            (rules.stop_tokens, token_bits(request.stop_token_ids, vocab_size)),
-            (rules.is_restricted, is_restricted),
-            (rules.allowed, token_bits(params.allowed_token_ids or (), vocab_size)),
-            (rules.num_edits, len(edits)),
+            (rows.num_prompt_logprobs, count_or_none(params.prompt_logprobs)),
             (beams.width, width),
             (beams.length_penalty, request.beams.length_penalty if request.beams else 0),
             (beams.temperature, (request.beams.temperature if request.beams else 0) or 1),
@@ -311,10 +276,16 @@ class Door:
             (beams.rank, request.index % width if width else 0),
         ):
             np.asarray(array)[line] = value
-        for array, values in zip(
-            (rules.edit_ids, rules.edit_values, rules.edit_prefix), zip(*edits, strict=True), strict=False
-        ):
-            np.asarray(array)[line, : len(edits)] = values
+        options = RowOptions(
+            params=params,
+            prompt_len=prompt_len,
+            vocab_size=self.model_config.vocab_size,
+            seed=self._seed(request),
+            stop_token_ids=request.stop_token_ids,
+            edits=request.edits,
+        )
+        write_row(rows.sampling, line, options)
+        write_row(rows.rules, line, options)
 
     def _prompt(self, token_ids: Any) -> np.ndarray:
         """The prompt as int32. One pass over its types and one over its values: it may be long."""
@@ -354,7 +325,7 @@ class Door:
             return token_ids
         return token_ids[:most] if params.cuts == "right" else token_ids[len(token_ids) - most :]
 
-    def _check_choice(self, params: SamplingParams, edits: "Sequence[Edit]", stops: Collection[int]) -> None:
+    def _check_choice(self, params: SamplingParams, edits: Sequence[Edit], stops: Collection[int]) -> None:
         """Raise `InputError` if an answer might come to where no token may follow."""
         words = [
             [each.token_id for each in edits[i - edit.prefix : i + 1]]

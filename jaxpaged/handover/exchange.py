@@ -28,8 +28,8 @@ from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import AdapterParam
+from jaxpaged.models.shards import MODEL
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
-from jaxpaged.parallel.shards import MODEL
 from jaxpaged.status import Status, raise_if_error
 from jaxpaged.step.state import EngineState, none_turned_away
 
@@ -56,7 +56,7 @@ def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_
     )
     for name, instead in (
         ("num_processes", "let one process have all devices"),
-        ("data_parallel_size", "make an engine for each group, whose cache is its own anyway"),
+        ("data_parallel_size", "make an engine for each replica, whose cache is its own anyway"),
     ):
         count = getattr(config, name)
         check(name, count, f"1 to export or adopt blocks: {instead}", count == 1)

@@ -2,8 +2,9 @@
 
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from jaxpaged.checks import InputError
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layer_form import form_of
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import (
     Names,
     Pieces,
@@ -25,79 +26,41 @@ from jaxpaged.models.names import (
     stored_shapes,
     without_prefix,
 )
-from jaxpaged.models.quantised.codes import Cut, Quantisation, Segment, zeros
-from jaxpaged.parallel.shards import Shards
+from jaxpaged.models.quantised.codes import Quantisation, SegmentSpec, ShardSlice, zeros
 from pallas_kernels import native
 
 
-@runtime_checkable
-class Share(Protocol):
-    """A part of a decoder that is one itself: see `parallel/shares.py`."""
+class Weights(ABC):
+    """A decoder's weights by role, in the form that `load_as` asks for.
 
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def shards(self) -> Shards: ...
-
-    def source(self, role: str) -> str:
-        """The role in the whole decoder that a role in this one is made from."""
-
-    def taken(self, role: str, pieces: Sequence[Any]) -> list[Any]:
-        """This part's of a role's pieces, as views."""
-
-    def part(self, role: str, shape: Shape) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
-        """Which outputs and which inputs of a weight these are; None: all."""
-
-    def padding(self, role: str) -> int:
-        """Rows of zeros behind them."""
-
-
-class Parts:
-    """A decoder's weights as it asks for them: of its dtype, by role; quantised where `quantisation` says so.
-    With a `share` the decoder is that part of the one that `config` describes, and nothing else is read: but
-    groups, blocks and words that it cuts through are read whole, a GGUF file that is widened is read tensor
-    by tensor, and of what is quantised on load all inputs of `o` and `down` are.
-
-    Raises `InputError` for weights that are not the config's: at once if one is missing or too many, and when
-    it is read if it is of another shape or type, or not finite.
+    `config` describes the whole decoder. With `load_as.shard` the weights are those of that shard alone.
+    `quantisation` is what `load_as.quantization` means for these weights: see `Checkpoint.quantisation`.
+    `names` may be None where nothing is quantised.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        names: Names,
-        tensors: Tensors,
-        dtype: jnp.dtype,
-        quantisation: Quantisation | None = None,
-        share: Share | None = None,
-        loop_over_layers: bool | None = None,
+        self, config: ModelConfig, names: Names | None, load_as: LoadAs, quantisation: Quantisation | None
     ) -> None:
-        self._describe(config, names, dtype, quantisation, share, loop_over_layers)
-        self._tensors = without_prefix(names, tensors)
-        check_names(config, names, self._tensors)
+        self._whole, self._optional_names, self._quantisation = config, names, quantisation
+        self._shard, self.dtype, self.form = load_as.shard, jnp.dtype(load_as.dtype), load_as.form
+        self.config = config if self._shard is None else self._shard.config  # of the decoder that is made
+        self.shards = None if self._shard is None else self._shard.shards
+        self._of_experts: dict[str, tuple[SegmentSpec, ...] | None] = {}
 
-    def _describe(
-        self,
-        config: ModelConfig,
-        names: Names | None,
-        dtype: jnp.dtype,
-        quantisation: Quantisation | None,
-        share: Share | None,
-        loop_over_layers: bool | None,
-    ) -> None:
-        self.form = form_of(jnp.dtype(dtype), loop_over_layers)
-        self._whole, self._share, self.dtype, self._quantisation = (
-            config,
-            share,
-            jnp.dtype(dtype),
-            quantisation,
-        )
-        self.config = config if share is None else share.config  # of the decoder that is made
-        self.shards = None if share is None else share.shards
-        self._of_experts: dict[str, tuple[Segment, ...] | None] = {}
-        if names is not None:
-            self._names = names
+    @property
+    def _names(self) -> Names:
+        assert self._optional_names is not None
+        return self._optional_names
+
+    @abstractmethod
+    def _made(
+        self, role: str, shape: Shape, segments: tuple[SegmentSpec, ...] | None, **numbers: int
+    ) -> layers.Weight:
+        """Make the weight of a role; `shape` is the whole decoder's, `numbers` name its layer and expert."""
+
+    @abstractmethod
+    def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
+        """Make the weights of all experts of a layer, one after the other."""
 
     def get(self, role: str) -> layers.Weight | None:
         """What the decoder has once; None where it has no such weight."""
@@ -137,6 +100,61 @@ class Parts:
 
         return layers.Each(len(numbers) * num_experts, make)
 
+    def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[SegmentSpec, ...] | None:
+        """How all experts of all layers are kept, for which a program has one way; None if they differ."""
+        if self._quantisation is None:
+            return None
+        if role not in self._of_experts:
+            count = num_experts if "{expert}" in self._names.pieces(role)[0] else 1
+            numbers = itertools.product(layers_with(self._whole, role), range(count))
+            ways = {self._segments(role, shape, layer=layer, expert=expert) for layer, expert in numbers}
+            self._of_experts[role] = ways.pop() if len(ways) == 1 else None
+        return self._of_experts[role]
+
+    def _segments(self, role: str, shape: Shape, **numbers: int) -> tuple[SegmentSpec, ...] | None:
+        """How a role's outputs are kept; None where they are not quantised."""
+        if self._quantisation is None:
+            return None
+        source = self._source(role)
+        stored = stored_pieces(self._whole, self._names, source, shape, **numbers)
+        segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
+        for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
+            native.serves(self.dtype, native.quantised_function(kind.bits, is_float=kind.is_float))
+        return segments
+
+    def _source(self, role: str) -> str:
+        """The role in the whole decoder."""
+        return role if self._shard is None else self._shard.source(role)
+
+    def _cut(self, role: str, shape: Shape) -> ShardSlice | None:
+        """What the shard takes of a weight."""
+        shard = self._shard
+        return None if shard is None else ShardSlice(*shard.ranges(role, shape), shard.padding(role))
+
+
+class StoredWeights(Weights):
+    """The weights in a file's tensors, each read when it is asked for.
+
+    Of a shard only its slices are read, with these exceptions. Quantisation groups, blocks and words that a
+    slice cuts through are read whole. A GGUF file that is dequantised is read tensor by tensor. Of what is
+    quantised on load, all inputs of `o` and `down` are read.
+
+    Raises `InputError` for weights that are not the config's. A missing tensor, or one too many, is found at
+    once; a wrong shape or type, or a number that is not finite, when the tensor is read.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        names: Names,
+        tensors: Tensors,
+        load_as: LoadAs,
+        quantisation: Quantisation | None = None,
+    ) -> None:
+        super().__init__(config, names, load_as, quantisation)
+        self._tensors = without_prefix(names, tensors)
+        check_names(config, names, self._tensors)
+
     def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
         [first, *_] = self._names.pieces(role)
         if "{expert}" in first:
@@ -152,30 +170,8 @@ class Parts:
         for expert in range(num_experts):
             yield self._joined(role, [piece[expert] for piece in pieces], segments)
 
-    def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[Segment, ...] | None:
-        """How all experts of all layers are kept, for which a program has one way; None if they differ."""
-        if self._quantisation is None:
-            return None
-        if role not in self._of_experts:
-            count = num_experts if "{expert}" in self._names.pieces(role)[0] else 1
-            numbers = itertools.product(layers_with(self._whole, role), range(count))
-            ways = {self._segments(role, shape, layer=layer, expert=expert) for layer, expert in numbers}
-            self._of_experts[role] = ways.pop() if len(ways) == 1 else None
-        return self._of_experts[role]
-
-    def _segments(self, role: str, shape: Shape, **numbers: int) -> tuple[Segment, ...] | None:
-        """How a role's outputs are kept; None where they are not quantised."""
-        if self._quantisation is None:
-            return None
-        source = self._source(role)
-        stored = stored_pieces(self._whole, self._names, source, shape, **numbers)
-        segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
-        for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
-            native.serves(self.dtype, native.quantised_function(kind.bits, is_float=kind.is_float))
-        return segments
-
     def _made(
-        self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
+        self, role: str, shape: Shape, segments: tuple[SegmentSpec, ...] | None, **numbers: int
     ) -> layers.Weight:
         source = self._source(role)
         stored = list(stored_pieces(self._whole, self._names, source, shape, **numbers))
@@ -187,31 +183,22 @@ class Parts:
         return self._joined(role, [self._read(name, its) for name, its in stored], segments)
 
     def _joined(
-        self, role: str, pieces: Pieces, segments: tuple[Segment, ...] | None = None
+        self, role: str, pieces: Pieces, segments: tuple[SegmentSpec, ...] | None = None
     ) -> layers.Weight:
-        pieces, share = self._restored(role, pieces), self._share
+        pieces, shard = self._restored(role, pieces), self._shard
         shape = sum(map(len, pieces)), *pieces[0].shape[1:]
         cut, quantised = self._cut(role, shape), None
         if cut is not None and (cut.inputs is None or segments is None):
-            assert share is not None
-            pieces = _padded(share.taken(role, pieces), share.padding(role), pieces[0])
+            assert shard is not None
+            pieces = _padded(shard.slices(role, pieces), shard.padding(role), pieces[0])
             cut = None
-        if share is not None:
+        if shard is not None:
             for piece in pieces:
                 _check_numbers(role, piece)
         whole = _concatenated(pieces)
         if segments is not None and self._quantisation is not None:  # of inputs after all have been seen
             quantised = self._quantisation.of_numbers(self._source(role), whole, self.dtype, cut)
         return quantised or whole.astype(self.dtype, copy=False)
-
-    def _source(self, role: str) -> str:
-        """The role in the whole decoder."""
-        return role if self._share is None else self._share.source(role)
-
-    def _cut(self, role: str, shape: Shape) -> Cut | None:
-        """What the share takes of a weight."""
-        share = self._share
-        return None if share is None else Cut(*share.part(role, shape), share.padding(role))
 
     def _restored(self, role: str, pieces: Pieces) -> Pieces:
         form = self._names.forms.get(role)
@@ -220,37 +207,33 @@ class Parts:
     def _read(self, name: str, shape: Shape) -> np.ndarray:
         weight = self._tensors[name]
         _check_form(name, weight, shape)
-        if self._share is None:
+        if self._shard is None:
             _check_numbers(name, weight)
         return weight
 
 
-class Abstract(Parts):
-    """Zeros in place of the weights: for shapes, and for tracing. `names` are needed where some are
-    quantised.
-    """
+class AbstractWeights(Weights):
+    """Zeros in place of the weights: for shapes, and for tracing."""
 
     def __init__(
         self,
         config: ModelConfig,
-        dtype: jnp.dtype,
+        load_as: LoadAs,
         names: Names | None = None,
         quantisation: Quantisation | None = None,
-        share: Share | None = None,
-        loop_over_layers: bool | None = None,
     ) -> None:
-        self._describe(config, names, dtype, quantisation, share, loop_over_layers)
+        super().__init__(config, names, load_as, quantisation)
 
     def _made(
-        self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
+        self, role: str, shape: Shape, segments: tuple[SegmentSpec, ...] | None, **numbers: int
     ) -> layers.Weight:
         if segments is not None:
             cut = self._cut(role, shape)
             return zeros(segments, shape[1] if cut is None else cut.width(shape[1]), self.dtype)
         whole = jnp.zeros(shape, self.dtype)  # traced, where it is called in a trace
-        if self._share is None:
+        if self._shard is None:
             return whole
-        return jnp.concatenate(_padded(self._share.taken(role, [whole]), self._share.padding(role), whole))
+        return jnp.concatenate(_padded(self._shard.slices(role, [whole]), self._shard.padding(role), whole))
 
     def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
         segments = self._expert_segments(role, shape, num_experts)
@@ -262,12 +245,12 @@ def _concatenated(pieces: Pieces) -> np.ndarray:
 
 
 def _padded(taken: list[Any], padding: int, like: Any) -> list[Any]:
-    """What a share takes of a role, and rows of zeros."""
+    """What a shard takes of a role, and rows of zeros."""
     return [*taken, np.zeros((padding, *like.shape[1:]), like.dtype)] if padding else taken
 
 
 def check_weights(config: ModelConfig, names: Names, tensors: Tensors) -> None:
-    """Read all of them, and refuse any that is not the config's, as `Parts` does."""
+    """Read all of them, and refuse any that is not the config's, as `StoredWeights` does."""
     tensors = without_prefix(names, tensors)
     check_names(config, names, tensors)
     for name, shape in stored_shapes(config, names):
@@ -342,14 +325,14 @@ def by_role(config: ModelConfig, names: Names, tensors: Tensors) -> dict[str, np
     """All weights in memory, as NumPy's of float32: "norm.weight", "layers.0.qkv.weight",
     "layers.0.experts.1.down.bias". For oracles, which know no file.
     """
-    parts = Parts(config, names, tensors, jnp.dtype("float32"))
-    found: dict[str, Any] = {role: parts.get(role) for role in once(config)}
+    weights = StoredWeights(config, names, tensors, LoadAs(jnp.dtype("float32")))
+    found: dict[str, Any] = {role: weights.get(role) for role in once(config)}
     for role in in_layer(config):
-        pairs = zip(layers_with(config, role), parts.each(role) or (), strict=True)
+        pairs = zip(layers_with(config, role), weights.each(role) or (), strict=True)
         found |= {f"layers.{i}.{role}": weight for i, weight in pairs}
     for role in in_expert(config):
         name = role.removeprefix("experts.")
         for layer in layers_with(config, role):
-            each = enumerate(parts.of_experts(role, [layer]) or ())
+            each = enumerate(weights.of_experts(role, [layer]) or ())
             found |= {f"layers.{layer}.experts.{i}.{name}": weight for i, weight in each}
     return {role: np.asarray(weight) for role, weight in found.items()}

@@ -6,7 +6,7 @@ a connection, never inside a collective, and a process that has gone is noticed 
 by one that waits for its devices.
 
 What they send each other is data (`messages`), over connections on which both ends have proved that they have
-one key (`jaxpaged.channel`): made from the secret that all processes were given, or, on loopback without one,
+one key (`channel`): made from the secret that all processes were given, or, on loopback without one,
 drawn by process 0 and told by way of JAX. JAX's own connections between processes have no key at all.
 """
 
@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,9 +30,10 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from jaxpaged.channel import LEAST_KEY_BYTES, Channel
 from jaxpaged.checks import InputError, shown
 from jaxpaged.parallel import messages
+from jaxpaged.parallel.calls import SendCall
+from jaxpaged.parallel.channel import LEAST_KEY_BYTES, Channel
 
 START_SECONDS = 120  # for all processes to come
 LEAVE_SECONDS = 5  # for JAX to take leave of the others
@@ -44,18 +45,19 @@ SECRET, SECRET_FILE = "JAXPAGED_SECRET", "JAXPAGED_SECRET_FILE"
 # A machine that has gone without a word is noticed after 3 + 3 * 2 seconds.
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
 
-type Call = Callable[[str, Sequence[Any]], Any]
-
 
 class Line:
     """A connection to another process, for messages of plain values."""
 
     def __init__(self, connection: socket.socket, key: bytes, classes: Sequence[type]) -> None:
-        """Prove to each other that both have the key; raises as `Channel` does."""
+        """Connect, once both ends have proved to each other that they have the key. Raises as `Channel`
+        does.
+        """
         self._connection, self._classes = connection, classes
         self._channel = Channel(connection, MOST_BYTES, key)
 
     def send(self, value: Any) -> None:
+        """Send a message."""
         self._channel.send(*messages.encode(value, self._classes))
 
     def receive(self) -> Any:
@@ -68,8 +70,8 @@ class Line:
         return messages.decode(data, self._classes)
 
     def stay(self) -> None:
-        """Have calls sent at once and waited for without limit, and the system ask whether the other end is
-        there.
+        """Set the connection so that calls are sent at once, are waited for without limit, and a lost
+        peer is noticed.
         """
         its = self._connection
         its.settimeout(None)
@@ -105,7 +107,7 @@ class Leader:
         self.tell("", ())
 
     def tell(self, name: str, arrays: Sequence[Any]) -> None:
-        """Have the others make this call, too."""
+        """Send a call to all other processes."""
         for process_id, line in self._lines.items():
             try:
                 line.send((name, tuple(arrays)))
@@ -146,7 +148,7 @@ class Follower:
             raise SystemExit(f"jaxpaged: {_has_ended(0, self._num_processes)}")
         self._waits = False
 
-    def follow(self, call: Call) -> NoReturn:
+    def follow(self, call: SendCall) -> NoReturn:
         """Make the calls that process 0 makes, until it ends; then raise `SystemExit`, without an error."""
         self._waits = True
         if threading.current_thread() is threading.main_thread():
@@ -176,10 +178,11 @@ Processes = Leader | Follower
 
 
 def join(address: str, num_processes: int, process_id: int, classes: Sequence[type] = ()) -> Processes:
-    """Meet the other processes at "HOST:PORT" of process 0, and connect to them.
+    """Join the other processes of an engine at "HOST:PORT" of process 0, and connect to them.
 
-    Before JAX is asked for its devices, and once in a process. `classes` are the dataclasses that calls may
-    have.
+    To be called before JAX is asked for its devices, and once in a process.
+
+    classes: the dataclasses that calls may have among their arguments.
 
     Raises `InputError` for a second call, and where HOST is not on loopback and no secret is given.
     """
@@ -228,7 +231,7 @@ def _secret() -> bytes | None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether all addresses of a host are this machine's own, unseen by others. Raises `InputError`."""
+    """Return whether all addresses of a host are on loopback. Raises `InputError` for an unknown host."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -250,7 +253,8 @@ def welcome(
 ) -> dict[int, Line]:
     """Return the connections of processes 1 to `num_processes - 1`, by their numbers, as they come.
 
-    Others may connect, too: they are heard beside each other, each for a short while, and told of in the log.
+    Other programs may connect, too: each is given a short while to prove that it has the key, and is then
+    logged.
     """
     came: dict[int, Line] = {}
     lock, is_full, room = threading.Lock(), threading.Event(), threading.Semaphore(MOST_STRANGERS)
@@ -292,7 +296,7 @@ def _follow(host: str, process_id: int, secret: bytes | None, classes: Sequence[
 
 
 def reach(host: str, port: int, process_id: int, key: bytes, classes: Sequence[type] = ()) -> Line:
-    """Connect to process 0, which may hear too many others at first.
+    """Connect to process 0. Tries again while process 0 is busy with too many other connections.
 
     Raises `InputError` if it does not prove within `START_SECONDS` that it has the key.
     """

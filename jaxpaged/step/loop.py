@@ -1,9 +1,11 @@
-"""The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
+"""The compiled programs: above all the loop, which makes steps without asking the host.
+
+Only here, and in `step.program`, are functions jitted and arguments donated.
+"""
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,19 +23,13 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import put
-from jaxpaged.parallel.mesh import (
-    BY_SHARD,
-    ON_EACH,
-    as_group,
-    by_group,
-    num_groups,
-    of_group,
-    on_each_shard,
-)
+from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.sampling import Scores
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.program import PerReplica, PerShard, Static, program
+from jaxpaged.step.report import Report
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
     MAX_STEPS,
@@ -47,106 +43,20 @@ from jaxpaged.step.state import (
 from jaxpaged.step.step import Model, PromptScores, advance, no_prompt_scores, step
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Report:
-    """What the host wants to know of a run. Copies: it can be read while the next run has the state."""
-
-    phase: Int[Array, " rows"]
-    arrival: Int[Array, " rows"]  # which request is in each row
-    num_tokens: Int[Array, " rows"]
-    finish_reason: Int[Array, " rows"]
-    num_hit_tokens: Int[Array, " rows"]
-    origin: Int[Array, " rows"]  # in which row what it holds was when the run began; its own, but of beams
-    cum_logprob: Float[Array, " rows"]  # of beams, and of what has ended of them
-    beam_rank: Int[Array, " rows"]
-    new_token_ids: Int[Array, "rows max_steps"]  # the row's last so many tokens, its newest at the end
-    new_scores: Scores | None  # the same tokens', from `recent_scores`, where they are wanted
-    num_free_blocks: Int[Array, ""]
-    num_cached_blocks: Int[Array, ""]  # free ones whose content can still be found
-    prompt_scores: PromptScores | None  # of the last step's prompt tiles; None where it was not fetched
-    counters: Int[Array, " counters"]  # by `Counter`
-    status: Int[Array, ""]
-
-
-# Of each shard its own are, beside K and V, these arguments of programs; and of each group these.
-OF_SHARDS = ("params", "adapters", "weights", "arrays", "kv_cache")
-OF_GROUPS = ("state", "carry", "rows", "token_ids", "tokens", "told", "origin")
-
-
-def program(
-    *,
-    static: tuple[str, ...] = (),
-    donate: str = "",
-    gives: Callable[[dict[str, Any]], Any] | None = None,
-    of_groups: bool = True,
-) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function of one device's arrays, or, called with `mesh`, of all its shards' arrays, which
-    each shard computes of its own, and each group of devices, where there are several: then its arguments of
-    `OF_GROUPS` and what it gives have an axis more, the first, for the groups.
-
-    `static` are arguments that it is compiled for, `donate` one that is donated. `gives`: where results lie,
-    from where the arguments do, by name; without it that is found by running it for shapes. `of_groups`:
-    False where all groups have the same results.
-    """
-
-    def made(function: Callable[..., Any]) -> Any:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call(*args: Any, mesh: Mesh | None = None, **options: Any) -> Any:
-            if mesh is None:
-                return function(*args, **options)
-            given = signature.bind(*args, **options).arguments
-            arrays = {name: value for name, value in given.items() if name not in static}
-            fixed = functools.partial(function, **{name: given[name] for name in given.keys() & {*static}})
-            specs = {name: BY_SHARD if name in OF_SHARDS else specs_of(x) for name, x in arrays.items()}
-            if num_groups(mesh) == 1 or not of_groups:
-                results = gives(specs) if gives else specs_of(jax.eval_shape(fixed, **arrays))
-                local = on_each_shard(lambda arrays: fixed(**arrays), mesh, (specs,), results)
-                return local(arrays)
-
-            def of_one(arrays: dict[str, Any]) -> Any:
-                return fixed(**{k: of_group(x) if k in OF_GROUPS else x for k, x in arrays.items()})
-
-            results = gives(specs) if gives else specs_of(jax.eval_shape(of_one, arrays))
-            specs = {k: by_group(mesh, its) if k in OF_GROUPS else its for k, its in specs.items()}
-            local = on_each_shard(
-                lambda arrays: as_group(of_one(arrays)), mesh, (specs,), by_group(mesh, results)
-            )
-            return local(arrays)
-
-        mesh = inspect.Parameter("mesh", inspect.Parameter.KEYWORD_ONLY, default=None)
-        call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), mesh])  # type: ignore[attr-defined]
-        return jax.jit(call, static_argnames=(*static, "mesh"), donate_argnames=donate or ())
-
-    return made
-
-
-def specs_of(tree: Any) -> Any:
-    """Where the arrays of a state, or of what is told of it, lie: K and V by shard, the rest on each."""
-
-    def of(path: tuple[Any, ...], _: Any) -> Any:
-        return BY_SHARD if any(getattr(key, "name", None) == "kv_cache" for key in path) else ON_EACH
-
-    return jax.tree_util.tree_map_with_path(of, tree)
-
-
-@program(
-    static=("kv_cache", "num_rows", "max_model_len", "vocab_size", "prefix_caching", "policy", "lora"),
-)
+@program()
 def create(
-    kv_cache: KVCache,
+    kv_cache: Static[KVCache],
     *,
-    num_rows: int,
-    max_model_len: int,
-    vocab_size: int,
-    prefix_caching: bool,
-    policy: Policy,
-    lora: bool = False,
-) -> EngineState:
-    """A state without requests, with zeros for K and V of these shapes; in one program, for outside of one
-    each shape is compiled by itself.
+    num_rows: Static[int],
+    max_model_len: Static[int],
+    vocab_size: Static[int],
+    prefix_caching: Static[bool],
+    policy: Static[Policy],
+    lora: Static[bool] = False,
+) -> PerReplica[EngineState]:
+    """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
+
+    One program makes all arrays; outside of one JAX would compile a program for each shape.
     """
     num_blocks, block_size = kv_cache.num_blocks, kv_cache.block_size
     tables = create_tables(
@@ -161,20 +71,20 @@ def create(
     return create_state(tables, zeros, max_model_len, vocab_size, lora=lora)
 
 
-@program(static=("graphdef", "config"), donate="state", gives=lambda specs: (specs["state"], ON_EACH))
+@program(donate="state", results=lambda specs: (specs["state"], ON_EACH))
 def run(
-    graphdef: nnx.GraphDef,
-    params: nnx.State,
-    state: EngineState,
+    graphdef: Static[nnx.GraphDef],
+    params: PerShard[nnx.State],
+    state: PerReplica[EngineState],
     limits: Int[Array, "2"],
     host_has_more: Bool[Array, ""],
     *,
-    config: StepConfig,
-) -> tuple[EngineState, Report]:
+    config: Static[StepConfig],
+) -> PerReplica[tuple[EngineState, Report]]:
     """Step until all rows are done, or as much is done as `limits` allow.
 
     If the host has more requests than rows, stop also when a row is free and no request waits in another; and
-    after a step that has something to tell of prompts. `limits` are what `limits()` makes. The model comes as
+    after a step that has scored tokens of prompts. `limits` are what `limits()` makes. The model comes as
     `nnx.split(model)`. The state is donated: use the one returned.
     """
     model = nnx.merge(graphdef, params)
@@ -185,48 +95,51 @@ def run(
     def goes_on(carry: Carry) -> Bool[Array, ""]:
         return _goes_on(carry, limits, host_has_more)
 
-    state, _, told, origin = lax.while_loop(goes_on, one_more, _before(state, config))
-    state = _compared(state, model)
-    return state, report(state, told, origin)
+    state, _, prompt_scores, origin = lax.while_loop(goes_on, one_more, _before(state, config))
+    state = _check_shards(state, model)
+    return state, report(state, prompt_scores, origin)
 
 
 def limits(max_steps: int, max_passes: int = INT32_MAX) -> np.ndarray:
     """Return the limits of a run, int32 [2]: at most `max_steps` steps, and MAX_STEPS; and no more after the
-    one in which it has made `max_passes` over tiles of prompts.
+    one in which it has made `max_passes` passes over tiles of prompts.
     """
     return np.array([min(max_steps, MAX_STEPS), min(max_passes, INT32_MAX)], np.int32)
 
 
-# How far a run is: steps made, and the counter of passes over prompts when it began.
-type Made = tuple[Int[Array, ""], Int[Array, ""]]
-# A run between two steps: the state, how far it is, what the last step told of prompts, and `Report.origin`.
-type Carry = tuple[EngineState, Made, PromptScores, Int[Array, " rows"]]
+# Progress of a run: steps made, and the counter of passes over prompts when it began.
+type Progress = tuple[Int[Array, ""], Int[Array, ""]]
+# A run between two steps: the state, its progress, the last step's scores of prompts, and `Report.origin`.
+type Carry = tuple[EngineState, Progress, PromptScores, Int[Array, " rows"]]
 
 
 def _before(state: EngineState, config: StepConfig) -> Carry:
+    """Return what the loop carries before its first step."""
     nothing = no_prompt_scores(config, state.tables.max_seqs)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     return state, (jnp.int32(0), state.counters[Counter.NUM_PROMPT_PASSES]), nothing, own_row
 
 
 def _goes_on(carry: Carry, limits: Int[Array, "2"], host_has_more: Bool[Array, ""]) -> Bool[Array, ""]:
-    state, (num_steps, passes_before), told, _ = carry
+    """Return whether the loop makes another step."""
+    state, (num_steps, passes_before), prompt_scores, _ = carry
     rows = state.rows
     num_passes = state.counters[Counter.NUM_PROMPT_PASSES] - passes_before
     starves = host_has_more & jnp.any(rows.free) & ~jnp.any(rows.waiting)
-    tells = jnp.any(told.row < rows.phase.shape[0])
-    may = (num_steps < limits[0]) & (num_passes < limits[1]) & ~starves & ~tells
-    return scheduler.any_work(rows) & may
+    has_scores = jnp.any(prompt_scores.row < rows.phase.shape[0])
+    within_limits = (num_steps < limits[0]) & (num_passes < limits[1]) & ~starves & ~has_scores
+    return scheduler.any_work(rows) & within_limits
 
 
 def _one_step(model: Model, carry: Carry, config: StepConfig) -> Carry:
-    state, (num_steps, passes_before), told, origin = carry
-    state, _, told, came_from = advance(model, state, config, told)
-    return state, (num_steps + 1, passes_before), told, origin[came_from]
+    """Make one step of the loop."""
+    state, (num_steps, passes_before), prompt_scores, origin = carry
+    state, _, prompt_scores, came_from = advance(model, state, config, prompt_scores)
+    return state, (num_steps + 1, passes_before), prompt_scores, origin[came_from]
 
 
-def _compared(state: EngineState, model: Model) -> EngineState:
-    """The state, with a status that says so if not all shards of the model have the same."""
+def _check_shards(state: EngineState, model: Model) -> EngineState:
+    """Return the state, with an error in its status if the model's shards have come to different numbers."""
     shards = getattr(model, "shards", None)
     if shards is None:
         return state
@@ -249,46 +162,49 @@ def run_by_host(
     config: StepConfig,
     mesh: Mesh | None = None,
 ) -> tuple[EngineState, Report]:
-    """`run` with its `while` on the host, which asks after each step whether there is another.
+    """Run the loop with its `while` on the host, which launches each step and asks whether there is
+    another.
 
-    For devices that cannot run the loop as one program; the answers are the same. `one_step` is `run_step`
+    For devices that cannot run the loop as one program. The answers are the same. `one_step` is `run_step`
     without its graphdef and config. The state is donated: use the one returned.
     """
     more, goes_on = before_run(state, limits, host_has_more, config=config, mesh=mesh)
     carry = state, *more
     while np.any(goes_on):
         carry, goes_on = one_step(params, carry, limits, host_has_more)
-    state, _, told, origin = carry
-    return state, report(state, told, origin, mesh=mesh)
+    state, _, prompt_scores, origin = carry
+    return state, report(state, prompt_scores, origin, mesh=mesh)
 
 
-@program(static=("config",), gives=lambda specs: ON_EACH)
+@program(results=lambda specs: ON_EACH)
 def before_run(
-    state: EngineState, limits: Int[Array, "2"], host_has_more: Bool[Array, ""], *, config: StepConfig
-) -> tuple[tuple[Made, PromptScores, Int[Array, " rows"]], Bool[Array, ""]]:
-    """What a run by the host carries beside the state, before its first step, and whether it makes one."""
+    state: PerReplica[EngineState],
+    limits: Int[Array, "2"],
+    host_has_more: Bool[Array, ""],
+    *,
+    config: Static[StepConfig],
+) -> PerReplica[tuple[tuple[Progress, PromptScores, Int[Array, " rows"]], Bool[Array, ""]]]:
+    """Return what a run by the host carries beside the state before its first step, and whether it makes
+    one.
+    """
     carry = _before(state, config)
     return carry[1:], _goes_on(carry, limits, host_has_more)
 
 
-@program(
-    static=("graphdef", "config", "one_of_several"),
-    donate="carry",
-    gives=lambda specs: (specs["carry"], ON_EACH),
-)
+@program(donate="carry", results=lambda specs: (specs["carry"], ON_EACH))
 def run_step(
-    graphdef: nnx.GraphDef,
-    params: nnx.State,
-    carry: Carry,
+    graphdef: Static[nnx.GraphDef],
+    params: PerShard[nnx.State],
+    carry: PerReplica[Carry],
     limits: Int[Array, "2"],
     host_has_more: Bool[Array, ""],
     *,
-    config: StepConfig,
-    one_of_several: bool = False,
-) -> tuple[Carry, Bool[Array, ""]]:
-    """One step of a run by the host, and whether it makes another. What was carried is donated.
+    config: Static[StepConfig],
+    one_of_several: Static[bool] = False,
+) -> PerReplica[tuple[Carry, Bool[Array, ""]]]:
+    """Make one step of a run by the host; also return whether there is another. The carry is donated.
 
-    A group that is one of several makes none if its own run is over.
+    A replica that is one of several makes no step once its own run is over.
     """
     model = nnx.merge(graphdef, params)
 
@@ -297,15 +213,20 @@ def run_step(
 
     if one_of_several:
         goes_on = _goes_on(carry, limits, host_has_more)
-        state, made, told, origin = lax.cond(goes_on, one_more, lambda carry: carry, carry)
+        state, progress, prompt_scores, origin = lax.cond(goes_on, one_more, lambda carry: carry, carry)
     else:
-        state, made, told, origin = one_more(carry)
-    carry = _compared(state, model), made, told, origin
+        state, progress, prompt_scores, origin = one_more(carry)
+    carry = _check_shards(state, model), progress, prompt_scores, origin
     return carry, _goes_on(carry, limits, host_has_more)
 
 
-@program(gives=lambda specs: ON_EACH)
-def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) -> Report:
+@program(results=lambda specs: ON_EACH)
+def report(
+    state: PerReplica[EngineState],
+    prompt_scores: PerReplica[PromptScores],
+    origin: PerReplica[Int[Array, " rows"]],
+) -> PerReplica[Report]:
+    """Return what the host reads of a run."""
     rows, pool = state.rows, state.tables.pool
     return Report(
         phase=rows.phase,
@@ -318,7 +239,7 @@ def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) 
         beam_rank=rows.beams.rank,
         new_token_ids=_newest_tokens(rows),
         new_scores=None,
-        prompt_scores=told,
+        prompt_scores=prompt_scores,
         num_free_blocks=pool.num_free,
         num_cached_blocks=block_pool.num_cached(pool),
         counters=state.counters,
@@ -327,62 +248,69 @@ def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) 
 
 
 def _newest_tokens(rows: Rows) -> Int[Array, "rows max_steps"]:
+    """Return each row's last MAX_STEPS tokens, the newest at the end."""
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
     window = first[:, None] + jnp.arange(MAX_STEPS)
     row = jnp.arange(rows.phase.shape[0])[:, None]
     return rows.token_ids.at[row, window].get(mode="clip")
 
 
-@program(gives=lambda specs: ON_EACH)
-def recent_scores(state: EngineState) -> Scores:
-    """The scores of the tokens that a report has. Beside it, for most runs need none."""
+@program(results=lambda specs: ON_EACH)
+def recent_scores(state: PerReplica[EngineState]) -> PerReplica[Scores]:
+    """Return the scores of the tokens that a report has. They are no part of it, for most runs need none."""
     first = jnp.maximum(state.rows.num_tokens - MAX_STEPS, 0)
     place = (first[:, None] + jnp.arange(MAX_STEPS)) % MAX_STEPS
     return jax.tree.map(lambda ring: ring[jnp.arange(place.shape[0])[:, None], place], state.scores)
 
 
-@program(donate="state", gives=lambda specs: specs["state"])
-def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
+@program(donate="state", results=lambda specs: specs["state"])
+def submit(
+    state: PerReplica[EngineState], requests: Rows, rows: PerReplica[Int[Array, " n"]]
+) -> PerReplica[EngineState]:
     """Put new requests into free rows (see `state.place_requests`); the state is donated."""
     return place_requests(state, requests, rows)
 
 
-@program(donate="token_ids", gives=lambda specs: ON_EACH)
+@program(donate="token_ids", results=lambda specs: ON_EACH)
 def write_tokens(
-    token_ids: Int[Array, "rows max_model_len"], tokens: Int[Array, "3 n"]
-) -> Int[Array, "rows max_model_len"]:
-    """The rows' tokens with new ones: of each its row (beyond all: none), its position, and itself.
+    token_ids: PerReplica[Int[Array, "rows max_model_len"]], tokens: PerReplica[Int[Array, "3 n"]]
+) -> PerReplica[Int[Array, "rows max_model_len"]]:
+    """Write tokens into rows, and return the rows' tokens.
 
-    What was given is donated.
+    tokens: for each token its row (one beyond all rows: the token is dropped), its position, and its id.
+
+    The rows' old tokens are donated.
     """
     row, position, token = tokens
     return token_ids.at[row, position].set(token, mode="drop")
 
 
-@program(static=("graphdef",), donate="adapters", gives=lambda specs: BY_SHARD, of_groups=False)
+@program(donate="adapters", results=lambda specs: BY_SHARD)
 def put_adapter(
-    graphdef: nnx.GraphDef,
-    adapters: nnx.State,
-    weights: nnx.State,
-    arrays: Mapping[str, tuple[Float[Array, "..."], Float[Array, "..."]]],
+    graphdef: Static[nnx.GraphDef],
+    adapters: PerShard[nnx.State],
+    weights: PerShard[nnx.State],
+    arrays: PerShard[Mapping[str, tuple[Float[Array, "..."], Float[Array, "..."]]]],
     place: Int[Array, ""],
-) -> nnx.State:
-    """The model's room for adapters with one more in it: see `lora.put`. What was given is donated."""
+) -> PerShard[nnx.State]:
+    """Write an adapter into one adapter slot of the model (see `lora.put`). The model's adapters are
+    donated.
+    """
     model = nnx.merge(graphdef, adapters, weights)
     put(model, arrays, place)
     return nnx.state(model, AdapterParam)
 
 
-@program(donate="state", gives=lambda specs: specs["state"])
-def reset_prefix_cache(state: EngineState) -> EngineState:
+@program(donate="state", results=lambda specs: specs["state"])
+def reset_prefix_cache(state: PerReplica[EngineState]) -> PerReplica[EngineState]:
     """Forget what can be found of former requests; none may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
     tables = replace(state.tables, pool=pool)
     return replace(state, tables=tables, status=state.status | info.status)
 
 
-@program(donate="state", gives=lambda specs: specs["state"])
-def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
+@program(donate="state", results=lambda specs: specs["state"])
+def abort(state: PerReplica[EngineState], arrivals: Int[Array, " n"]) -> PerReplica[EngineState]:
     """End the unfinished requests with these arrivals, where they still are, with reason ABORT.
 
     An arrival that is in no row, -1 for one, does nothing. The state is donated.
@@ -394,11 +322,11 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
 def step_once(
     graphdef: nnx.GraphDef, params: nnx.State, state: EngineState, *, config: StepConfig
 ) -> tuple[EngineState, Decision]:
-    """One step, with what it decided: for a replay, which looks at each. The state is donated."""
+    """Make one step, and return what it decided: a replay looks at each. The state is donated."""
     return step(nnx.merge(graphdef, params), state, config)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def schedule(state: EngineState, *, config: StepConfig) -> Decision:
-    """What the next step will decide."""
+    """Return what the next step would decide."""
     return scheduler.schedule(state, config)[1]

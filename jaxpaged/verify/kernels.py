@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.checks import checked_choice
-from jaxpaged.verify import adapters, cache_cases, cases, ragged, tiles
+from jaxpaged.verify import cache_cases, cases, frameworks, ragged, tiles
 
 IGNORED = {"partition_size"}  # who has no parameter for it does without
 NEUTRAL: dict[str, Any] = {"kv_layout": "token_major", "sliding_window": None, "soft_cap": None}
@@ -31,7 +31,7 @@ class NotServed(NotImplementedError):
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a function asks for; the default is what our own kernels do with.
+    """Terms under which a function is called; the defaults are those of our own kernels.
 
     arrays: whose it takes: "numpy", "jax" or "torch".
     weights: the type in which it holds the softmax's weights; None: q's.
@@ -49,7 +49,7 @@ class Terms:
     without: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        checked_choice("arrays", self.arrays, adapters.FRAMEWORKS)
+        checked_choice("arrays", self.arrays, frameworks.FRAMEWORKS)
         checked_choice("stale", self.stale, cases.STALE)
         checked_choice("padding", self.padding, cases.PADDING)
         if self.weights is not None:
@@ -63,7 +63,7 @@ class Terms:
         return cases.call_of(self)
 
     def leaves_out(self, case: Case) -> str | None:
-        """Why these terms leave a case out, or None."""
+        """Return why these terms leave a case out, or None."""
         for name, values in self.only.items():
             value = getattr(case, name, None)
             value = getattr(case, "dtype", None) if name == "cache_dtype" and value is None else value
@@ -139,7 +139,9 @@ def _attention(module: Any, case: Any, got: tuple[np.ndarray, ...], terms: Terms
 
 
 def _shaped(got: tuple[np.ndarray, ...], *want: np.ndarray) -> Any:
-    """The answer's arrays in float64, one or a tuple, if they have the right shapes."""
+    """Return the answer's arrays in float64, one or a tuple; raise `WrongResult` unless their shapes are
+    right.
+    """
     if [a.shape for a in got] != [a.shape for a in want]:
         found, right = (", ".join(str(a.shape) for a in each) for each in (got, want))
         raise WrongResult(f"the answer has shape {found or 'nothing'} and must have {right}")
@@ -148,7 +150,7 @@ def _shaped(got: tuple[np.ndarray, ...], *want: np.ndarray) -> Any:
 
 
 def _exact(case: Any, got: tuple[np.ndarray, ...], terms: Terms, skip: int = 0) -> Iterator[Compared]:
-    """Every element the same, from block `skip` on; a NaN is itself."""
+    """Compare every element from block `skip` on, bit for bit; NaN equals itself."""
     del terms
     want = case.wanted()
     arrays = _shaped(got, *want)
@@ -195,7 +197,7 @@ OPERATIONS = {
 
 
 def cases_of(op: str) -> list[Case]:
-    """The cases of an operation, for `pytest.mark.parametrize(..., ids=str)`."""
+    """Return the cases of an operation, for `pytest.mark.parametrize(..., ids=str)`."""
     return list(OPERATIONS[checked_choice("op", op, OPERATIONS)].cases)
 
 
@@ -228,7 +230,7 @@ def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> 
         raise NotServed(why)
     arrays, options = operation.arguments(case, terms)
     options = {name: _as(terms.arrays, v) for name, v in _asked(function, options).items()}
-    given = _mapped(adapters.to(terms.arrays), _mapped(np.copy, arrays))  # the case's own are shared
+    given = _mapped(frameworks.to(terms.arrays), _mapped(np.copy, arrays))  # the case's own are shared
     before = _mapped(np.copy, arrays)
     try:
         out = function(*given, **options)
@@ -243,7 +245,7 @@ def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> 
         # What is donated, or written to in place, may change.
         if place not in operation.results and not _same(before[place], after):
             raise WrongResult(f"{case}: the function has changed its argument {place}")
-    got = tuple(map(adapters.to_numpy, out if isinstance(out, (tuple, list)) else (out,)))
+    got = tuple(map(frameworks.to_numpy, out if isinstance(out, (tuple, list)) else (out,)))
     try:
         return list(operation.compared(case, got, terms))
     except WrongResult as error:
@@ -251,8 +253,11 @@ def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> 
 
 
 def _asked(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options without what is neutral and has no parameter. Raises: NotServed for others without one."""
-    accepted = adapters.keywords_of(function)
+    """Return the options without neutral ones that the function has no parameter for.
+
+    Raises: NotServed for others without one.
+    """
+    accepted = frameworks.keywords_of(function)
     options = {n: v for n, v in options.items() if n not in NEUTRAL or v != NEUTRAL[n]}
     if accepted is None:
         return options
@@ -262,7 +267,7 @@ def _asked(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, A
 
 
 def _as(framework: str, value: Any) -> Any:
-    return adapters.to(framework)(value.copy()) if isinstance(value, np.ndarray) and value.ndim else value
+    return frameworks.to(framework)(value.copy()) if isinstance(value, np.ndarray) and value.ndim else value
 
 
 def _mapped(do: Callable[[Any], Any], arrays: list[Any]) -> list[Any]:
@@ -272,4 +277,4 @@ def _mapped(do: Callable[[Any], Any], arrays: list[Any]) -> list[Any]:
 def _same(before: Any, after: Any) -> bool:
     if isinstance(before, list):
         return all(map(_same, before, after))
-    return before.tobytes() == adapters.to_numpy(after).tobytes()
+    return before.tobytes() == frameworks.to_numpy(after).tobytes()

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.verify import adapters, shrinking
+from jaxpaged.verify import frameworks, shrinking
 from jaxpaged.verify.kernels import Case, NotServed, Terms, WrongResult, cases_of, check
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one case: its worst error in units of what is allowed; or why it was not served, or is wrong."""
+    """Outcome of one case: its worst error in units of what is allowed, or why it was not served or is
+    wrong.
+    """
 
     case: Case
     worst: float | None = None
@@ -26,7 +28,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a function did with the cases of an operation."""
+    """Results of a function over the cases of an operation."""
 
     op: str
     terms: Terms
@@ -63,7 +65,7 @@ class Report:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The report for people."""
+        """Yield the lines of the report."""
         yield (
             f"{self.op}: {len(self.passed)} cases passed, {len(self.wrong)} failed, "
             f"{len(self.not_served)} not served"
@@ -125,7 +127,7 @@ def verify_kernel(
     smallest = shrinking.smallest_case(
         first, lambda case: _outcome(function, op, case, terms).wrong is not None, shrink_seconds
     )
-    path, seconds = name or adapters.path_of(function), time.monotonic() - start
+    path, seconds = name or frameworks.path_of(function), time.monotonic() - start
     return dataclasses.replace(
         report,
         smallest=smallest,

@@ -1,4 +1,4 @@
-"""How many bytes a block takes and how many blocks fit."""
+"""Tests of the bytes of a block and of the number of blocks that fit."""
 
 import re
 
@@ -15,9 +15,11 @@ from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget
 from jaxpaged.models.decoder import abstract
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.on_load import OnLoad
 from jaxpaged.sampling_params import MAX_LOGPROBS
-from jaxpaged.step.state import MAX_EDITS, MAX_STEPS
+from jaxpaged.sampling_state import MAX_EDITS
+from jaxpaged.step.state import MAX_STEPS
 from reference.v0.cache_engine import CacheEngine
 from tests import tiny
 
@@ -161,10 +163,12 @@ def test_what_is_too_large_beside_the_weights_is_refused_before_they_are_loaded(
 def test_quantised_weights_count_as_they_are_kept(monkeypatch):
     """Where there is room for these, but not for wide ones."""
 
-    def shapes(dtype):
-        return abstract(tiny.CONFIG, dtype, tiny.NAMES, OnLoad("int4"))
+    def shapes(load_as):
+        return abstract(tiny.CONFIG, load_as, tiny.NAMES, OnLoad("int4"))
 
-    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(shapes(jnp.dtype("float32")))))
+    kept = sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(shapes(LoadAs(jnp.dtype("float32")))))
+    )
     assert kept < sum(w.nbytes for w in tiny.weights().values()) / 2
     most = machine.GPU_BYTES_FREE + kept + 2 * 2048
     config = EngineConfig(**tiny.DEFAULTS | {"num_blocks": None, "gpu_memory_utilization": 0.5})
@@ -253,7 +257,7 @@ IN_MEMORY = Budget(20000, "half of 40000 bytes", (("of weights", 1568),))
 def test_a_length_that_the_cache_cannot_hold_is_refused_or_made_to_fit(
     options, is_gpu, window, want, monkeypatch, caplog
 ):
-    """By what the door asks of a request: all but an answer's last token have a place."""
+    """The door asks that all tokens of a request but the answer's last have slots."""
     if is_gpu:
         monkeypatch.setattr(machine, "memory_stats", dict)
     config = EngineConfig(**tiny.DEFAULTS | {"num_blocks": None, "max_num_batched_tokens": 36} | options)

@@ -1,0 +1,208 @@
+"""The command line of `jaxpaged lab`. Imports nothing heavy at the top."""
+
+import argparse
+import json
+import math
+from typing import TYPE_CHECKING
+
+from jaxpaged.checks import InputError, checked_choice, checked_int, checked_number
+from jaxpaged.commands.parser import Commands, require
+from jaxpaged.config import EngineConfig
+from jaxpaged.lab.combination import UNBOUNDED, Combination
+
+if TYPE_CHECKING:
+    from jaxpaged.lab.serving.replay import Served
+    from jaxpaged.lab.sweep import Result
+    from jaxpaged.lab.traces import Trace
+
+MOST_WARMUP = 1 - 1e-9
+SERVED = 1000  # requests, with --out
+DECODER = "Llama 3.1 8B"
+PROMPT_TOKENS = 2048  # of prompts in one step
+
+
+def add_lab(commands: Commands) -> None:
+    lab = commands.add_parser("lab", help="hit rates of a request trace by policy, block and cache size")
+    lab.set_defaults(command=run)
+    lab.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="JSON lines in Mooncake's format, Azure's CSV, or what LLM(..., record_trace=FILE) has written",
+    )
+    lab.add_argument("--policies", type=_names, default=["lru"], metavar="NAME,...", help="default lru")
+    lab.add_argument(
+        "--block-size", type=_names, metavar="TOKENS,...", help="default: that of the trace's own ids"
+    )
+    lab.add_argument(
+        "--cache-tokens",
+        type=_names,
+        metavar="TOKENS,...",
+        help=f"sizes of the cache, or {UNBOUNDED} (default: from 16384 on by fours, and {UNBOUNDED})",
+    )
+    lab.add_argument(
+        "--warmup",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="of the requests, which fill the cache and are not counted (default 0.5)",
+    )
+    lab.add_argument(
+        "--partial-blocks",
+        action="store_true",
+        help="a prompt's last, partly filled block can be found, too, as in simulators that know ids only",
+    )
+    lab.add_argument(
+        "--resident",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the last so many requests hold their blocks at the same time (default 1)",
+    )
+    lab.add_argument("--requests", type=int, metavar="N", help="the trace's first so many (default: all)")
+    lab.add_argument("--out", metavar="DIR", help="write a report with plots, report.html, and report.json")
+    lab.add_argument(
+        "--json", action="store_true", help="a JSON line for each combination on standard output"
+    )
+    serving = lab.add_argument_group(
+        "serving", "the engine's scheduler with each cache, in the time of a GPU at its peaks: a model"
+    )
+    serving.add_argument(
+        "--serve",
+        type=int,
+        metavar="N",
+        help=f"the first so many requests (default: {SERVED} with --out, else 0)",
+    )
+    serving.add_argument("--gpu", default="h100", help="a100, h100 (default), h200, b200 or 8xh200")
+    serving.add_argument("--decoder", default=DECODER, help=f'"{DECODER}" (default) or "Llama 3.1 70B"')
+    serving.add_argument("--max-num-seqs", type=int, default=64, help="that run together (default 64)")
+    serving.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        help=f"computed in one step (default: max-num-seqs + {PROMPT_TOKENS})",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Replay, and tell. Raises `InputError`."""
+    checked_number("warmup", args.warmup, "in [0, 1)", 0, MOST_WARMUP)
+    checked_int("resident", args.resident, "an int from 1 to 1024", 1, 1024)
+    if args.requests is not None:
+        checked_int("requests", args.requests, "an int >= 1", 1)
+    num_served = args.serve if args.serve is not None else SERVED if args.out is not None else 0
+    checked_int("serve", num_served, "an int >= 0", 0)
+
+    from tqdm import tqdm
+
+    from jaxpaged.engine import machine
+    from jaxpaged.lab import belady, sweep, traces
+    from jaxpaged.lab.serving import replay, roofline
+    from jaxpaged.memory import eviction
+
+    peak = roofline.named(args.gpu)
+    decoder = roofline.DECODERS[checked_choice("decoder", args.decoder, roofline.DECODERS)]
+    num_tokens = args.max_num_batched_tokens
+    if num_tokens is None:
+        num_tokens = args.max_num_seqs + PROMPT_TOKENS
+    config = EngineConfig(max_num_seqs=args.max_num_seqs, max_num_batched_tokens=num_tokens)
+    if args.out is not None:
+        require(("matplotlib",), "lab")
+    for name in args.policies:
+        belady.named(name)
+    trace = traces.read(args.trace)
+    if args.requests is not None:
+        trace = trace.first(args.requests)
+    block_sizes = [_size("block_size", text, 1) for text in args.block_size or [str(trace.block_size)]]
+    combinations = [
+        Combination(policy, block_size, tokens)
+        for block_size in block_sizes
+        for policy in args.policies
+        for tokens in _cache_tokens(args.cache_tokens, trace.input_lens.sum(), block_size)
+    ]
+    served = trace.first(num_served)
+    # Not Belady's rule, for one: it needs to know the future, and who runs when depends on what was hit.
+    known = eviction.EVICTION_POLICIES if num_served else ()
+    in_engine = [each for each in combinations if each.policy in known]
+    machine.keep_on_disk()
+    total = trace.num_requests * len(combinations) + served.num_requests * len(in_engine)
+    if not args.json:
+        print(_headline(trace, bool(in_engine)))
+    results: list[Result] = []
+    caches: list[Served] = []
+    with tqdm(total=total, unit=" requests", disable=None, leave=False) as bar:
+        sent = sweep.sweep(
+            trace,
+            combinations,
+            warmup=args.warmup,
+            partial=args.partial_blocks,
+            resident=args.resident,
+            progress=bar.update,
+        )
+        serving = replay.serve(
+            served, in_engine, peak, config, decoder, warmup=args.warmup, progress=bar.update
+        )
+        for result in sent:
+            results.append(result)
+            is_served = result.combination in in_engine
+            if is_served:
+                caches.append(next(serving))
+            with tqdm.external_write_mode():
+                print(_told(result, caches[-1] if is_served else None, args.json), flush=True)
+    if args.out is not None:
+        from jaxpaged.lab import report
+
+        of_gpu = replay.Serving(args.gpu, args.decoder, config, served.num_requests, caches)
+        written = report.write(args.out, trace, results, of_gpu if caches else None)
+        if not args.json:
+            print(f"report: {written}")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _size(name: str, text: str, least: int) -> int:
+    rule = f"an int >= {least}"
+    try:
+        value = int(text)
+    except ValueError:
+        raise InputError(f"{name}={text!r} must be {rule}") from None
+    return checked_int(name, value, rule, least, 2**62)
+
+
+def _cache_tokens(texts: list[str] | None, num_tokens: int, block_size: int) -> list[int | None]:
+    """Return the cache sizes that were given; by default each four times the last, up to the trace's
+    tokens.
+    """
+    if texts is not None:
+        return [None if text == UNBOUNDED else _size("cache_tokens", text, block_size) for text in texts]
+    sizes: list[int] = []
+    size = 2**14
+    while size < num_tokens and len(sizes) < 7:
+        sizes.append(size)
+        size *= 4
+    return [*(size for size in sizes if size >= block_size), None]
+
+
+def _headline(trace: "Trace", is_served: bool) -> str:
+    known = f"content known in blocks of {trace.block_size} tokens"
+    columns = f"{'policy':<12} {'block size':>10} {'cache tokens':>14} {'hit rate':>9}"
+    if is_served:
+        columns += f" {'preemptions':>12} {'queue p50, s':>13} {'TTFT p50, s':>12} {'TPOT p50, ms':>13}"
+    return (
+        f"{trace.name} ({trace.format}): {trace.num_requests:,} requests in {trace.arrival_s[-1]:,.0f} s, "
+        f"{trace.input_lens.mean():,.0f} tokens in and {trace.output_lens.mean():,.0f} out in the mean; "
+        f"{'nothing known of content' if trace.content is None else known}\n{columns}"
+    )
+
+
+def _told(result: "Result", served: "Served | None", as_json: bool) -> str:
+    """Return a line of output for a combination."""
+    if as_json:
+        return json.dumps(result.line() | ({} if served is None else {"served": served.line()}))
+    each = result.combination
+    row = f"{each.policy:<12} {each.block_size:>10} {each.size:>14} {result.hit_rate:>9.4f}"
+    if served is None:
+        return row
+    line = served.line()
+    queue, ttft, tpot = (line[name].get("p50", math.nan) for name in ("queue_s", "ttft_s", "tpot_s"))
+    return f"{row} {line['num_preemptions']:>12,} {queue:>13.3f} {ttft:>12.3f} {1000 * tpot:>13.2f}"

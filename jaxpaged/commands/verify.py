@@ -1,0 +1,163 @@
+"""The command line of `jaxpaged verify`. Imports nothing heavy at the top."""
+
+import argparse
+import ast
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxpaged.checks import InputError
+from jaxpaged.commands.parser import Commands
+
+if TYPE_CHECKING:
+    from jaxpaged.verify.kernels import Terms
+    from jaxpaged.verify.report import Outcome
+
+KINDS = ("v0", "v063", "v1", "v1_split", "policy")
+EXIT_WRONG = 1  # something was found, or nothing was verified
+OPERATIONS = (
+    "paged_attention_v1", "paged_attention_v2", "tiled_paged_attention", "ragged_paged_attention",
+    "reshape_and_cache", "copy_blocks", "swap_blocks", "merge",
+)  # fmt: skip
+
+
+def add_verify(commands: Commands) -> None:
+    verify = commands.add_parser("verify", help="hold somebody's kernel or allocator against our oracles")
+    verify.set_defaults(command=lambda args: verify.print_help())
+    kinds = verify.add_subparsers(metavar="WHAT", parser_class=type(verify))
+    _add_kernel(kinds)
+    _add_allocator(kinds)
+
+
+def _add_kernel(kinds: Commands) -> None:
+    kernel = kinds.add_parser("kernel", help="a function, over the case list of one of our operations")
+    kernel.set_defaults(command=verify_kernel)
+    kernel.add_argument("function", metavar="MODULE:FUNCTION", help="takes what pallas_kernels.ops says")
+    kernel.add_argument("--op", choices=OPERATIONS, required=True, help="what it is to do")
+    kernel.add_argument("--arrays", default="numpy", help="whose it takes: numpy (default), jax or torch")
+    kernel.add_argument("--weights", help="the type of its softmax's weights (default: q's)")
+    kernel.add_argument(
+        "--stale", default="nan", help="what unseen slots hold: nan (default), or zero to spare it"
+    )
+    kernel.add_argument(
+        "--padding",
+        default="invalid",
+        help="table entries past a row's tokens: invalid (default), or null: block 0",
+    )
+    kernel.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="what it serves of a case's fields, such as head_dim=64,128 dtype=float16",
+    )
+    kernel.add_argument(
+        "--without", default="", metavar="FEATURE,...", help="what it does not serve, such as alibi,sinks"
+    )
+    kernel.add_argument(
+        "--shrink-seconds", type=float, default=60.0, metavar="S", help="at most so long (default 60); 0: no"
+    )
+    kernel.add_argument("--save", default=".", metavar="DIR", help="for a failing case's arrays (default .)")
+    kernel.add_argument("--quiet", action="store_true", help="say nothing on the way")
+
+
+def verify_kernel(args: argparse.Namespace) -> int:
+    """Print the report; the exit code is 0 if something was verified and nothing was wrong."""
+    from jaxpaged.verify import frameworks, report, shrinking
+
+    terms = _terms(args)
+    function = frameworks.named(args.function)
+    if not callable(function):
+        raise InputError(f"{args.function!r} must be a function, not {type(function).__name__}")
+
+    def told(outcome: "Outcome") -> None:
+        if outcome.wrong and not args.quiet:
+            print(f"{outcome.case} fails", file=sys.stderr, flush=True)
+
+    found = report.verify_kernel(
+        function, args.op, terms, name=args.function, shrink_seconds=args.shrink_seconds, save=args.save,
+        told=told,
+    )  # fmt: skip
+    print(found)
+    if found.wrong and not shrinking.is_possible():
+        print("it would be made smaller with hypothesis: pip install 'jaxpaged[verify]'", file=sys.stderr)
+    return 0 if found.ok else EXIT_WRONG
+
+
+def _add_allocator(kinds: Commands) -> None:
+    allocator = kinds.add_parser("allocator", help="a class, or pure functions, through random histories")
+    allocator.set_defaults(command=verify_allocator)
+    allocator.add_argument(
+        "allocator",
+        metavar="MODULE:NAME",
+        nargs="?",
+        help="or MODULE alone, of pure functions; with --replay left out for a history of our own",
+    )
+    allocator.add_argument(
+        "--as", dest="kind", choices=KINDS, help="whose it is to equal; policy: of pure functions"
+    )
+    allocator.add_argument(
+        "--policy",
+        help="of --as policy: lifo, naive, lru or lru_split (default: a Policy's own name)",
+    )
+    allocator.add_argument("--histories", type=int, default=300, metavar="N", help="default 300")
+    allocator.add_argument("--steps", type=int, default=40, metavar="N", help="of each (default 40)")
+    allocator.add_argument(
+        "--block-size", type=int, nargs="+", default=[1, 4], metavar="N", help="default 1, 4"
+    )
+    allocator.add_argument("--seed", type=int, default=0, help="other histories (default 0)")
+    allocator.add_argument(
+        "--shrink-seconds", type=float, default=60.0, metavar="S", help="at most so long (default 60); 0: no"
+    )
+    allocator.add_argument("--save", default=".", metavar="DIR", help="for a failing history (default .)")
+    allocator.add_argument("--replay", metavar="TRACE", help="go through a saved history, step by step")
+
+
+def verify_allocator(args: argparse.Namespace) -> int:
+    """Print the report, or a replay; the exit code is 0 if the two sides agree."""
+    from jaxpaged.verify import allocators, frameworks
+
+    may_be_module = args.kind in (None, "policy")
+    theirs = None
+    if args.allocator is not None:
+        theirs = frameworks.named(args.allocator, may_be_module=may_be_module)
+    if args.replay is not None:
+        failed = False
+        for line in allocators.replay(args.replay, theirs):
+            print(line)
+            failed = line.startswith(allocators.DISAGREEMENT)
+        return EXIT_WRONG if failed else 0
+    if theirs is None or args.kind is None:
+        raise InputError("an allocator needs MODULE:NAME and --as, or --replay")
+    report = allocators.verify_allocator(
+        theirs, args.kind, policy=args.policy, name=args.allocator, histories=args.histories,
+        steps=args.steps, block_sizes=args.block_size, seed=args.seed, shrink_seconds=args.shrink_seconds,
+        save=args.save,
+    )  # fmt: skip
+    print(report)
+    return 0 if report.ok else EXIT_WRONG
+
+
+def _terms(args: argparse.Namespace) -> "Terms":
+    from jaxpaged.verify.kernels import Terms
+
+    only = {}
+    for given in args.only:
+        name, equals, values = given.partition("=")
+        if not (name and equals and values):
+            raise InputError(f"only={given!r} must be NAME=VALUE,...")
+        only[name] = tuple(map(_value, values.split(",")))
+    return Terms(
+        arrays=args.arrays,
+        weights=args.weights,
+        stale=args.stale,
+        padding=args.padding,
+        only=only,
+        without=frozenset(filter(None, args.without.split(","))),
+    )
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,29 @@
+"""Bounds of the texts in a request, counted before any is tokenized or searched for.
+
+Imports nothing heavy.
+"""
+
+from collections.abc import Collection
+
+from jaxpaged.checks import InputError, shown
+
+MAX_STOPS = 64  # each is searched for behind every token
+MAX_STOP_CHARS = 16_384  # of all stop strings of a request together
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 65_536  # of all of them together
+MAX_STOP_TOKENS = 1024
+
+
+def check_texts(name: str, texts: Collection[str], most: int, most_chars: int) -> None:
+    """Check that there are at most `most` texts, of at most `most_chars` characters together.
+
+    Raises `InputError`.
+    """
+    if len(texts) > most:
+        raise InputError(f"{name} has {len(texts)} texts, must have at most {most}")
+    num_chars = sum(map(len, texts))
+    if num_chars > most_chars:
+        first = shown(next(iter(texts)))
+        raise InputError(
+            f"{name}=[{first}, ...] has {num_chars} characters, must have at most {most_chars} in all"
+        )
