@@ -12,7 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.driver import Stats
+from jaxpaged.engine.stats import Stats
 from jaxpaged.serve import command
 from jaxpaged.serve.guard import OPEN_PATHS
 from jaxpaged.serve.metrics import Metrics

@@ -132,7 +132,7 @@ class LLM(PoolingMethods):
 
     @functools.cached_property
     def llm_engine(self) -> "LLMEngine":
-        """This model as an engine to step: see `LLMEngine`."""
+        """`LLMEngine` over this model, to step by hand."""
         from jaxpaged.api.llm_engine import LLMEngine
 
         return LLMEngine.of(self)
@@ -309,7 +309,7 @@ class LLM(PoolingMethods):
         return self._adapters.remove(lora_int_id)
 
     def list_loras(self) -> set[int]:
-        """The ids of those in the host's memory."""
+        """Return the ids of the adapters in the host's memory."""
         return self._adapters.ids()
 
     @property
@@ -324,9 +324,9 @@ class LLM(PoolingMethods):
         return self.engine.reset_prefix_cache()
 
     def export_blocks(self, prompt: Prompt) -> Blocks:
-        """The K and V that the cache has of a prompt, from its beginning on: see `Engine.export_blocks`.
+        """Return K and V that are cached of a prompt, from its beginning on: see `Engine.export_blocks`.
 
-        Answer it with `max_tokens=1` before, to have all of it.
+        Answer the prompt with `max_tokens=1` before, to have all of it.
         """
         return self.read_prompt(prompt, self.engine.export_blocks)[1]
 
@@ -378,7 +378,7 @@ class LLM(PoolingMethods):
         use_tqdm: bool | Callable[..., Any],
         output: Callable[[Sequence[Handle], str | None, Sequence[Delta]], Any],
     ) -> Iterator[Any]:
-        """First None, then what `output` makes of each group's answers; with a bar that shows both speeds."""
+        """Yield None first, then what `output` makes of each prompt's answers; show both speeds in a bar."""
         handles = [handle for _, group in groups for handle in group]
         deltas: dict[int, list[Delta]] = {handle.request_id: [] for handle in handles}
         progress = Progress(
@@ -495,5 +495,5 @@ def _encoded(backend: Any, text: str, add_special_tokens: bool) -> list[int]:
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """The config of `LLM`'s options. Raises `InputError`."""
+    """Return the config of `LLM`'s options. Raises `InputError`."""
     return EngineConfig(**vllm_options.translated(options, tuple(EngineConfig.__dataclass_fields__)))

@@ -22,7 +22,7 @@ from jaxpaged.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What scripts ask of an engine's model."""
+    """The part of a model's description that scripts ask an engine for."""
 
     max_model_len: int  # tokens of a prompt with its answer
     vocab_size: int
