@@ -1,4 +1,4 @@
-# make demo | serve-demo | test | test-all | lint | format. Environments are made once, and again when pyproject.toml changes.
+# make demo | serve-demo | test | test-all | lint | format | docs. Environments are made once, and again when pyproject.toml changes.
 
 PYTHON ?= python3
 PIP := bin/pip install --quiet --disable-pip-version-check
@@ -10,6 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 RAY_READY := $(VENV)/ready-ray
+DOCS_READY := $(VENV)/ready-docs
 
 # Where the kernels are compiled for an H200, without one, and tested once more: by default the oldest JAX.
 KERNELS_JAX ?= 0.11.2
@@ -22,7 +23,7 @@ PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
 # The slow ones, too.
 ALL := -m 'slow or not slow'
 
-.PHONY: demo serve-demo test test-all test-kernels kernels-ready lint format clean
+.PHONY: demo serve-demo test test-all test-kernels kernels-ready lint format docs clean
 
 demo: $(READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96
@@ -55,6 +56,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The site, into site/: warnings are errors. Needs no network once its packages are installed.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and f"Python {sys.version.split()[0]} is too old: install 3.12 or later, or say which with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
@@ -67,10 +72,15 @@ $(RAY_READY): $(READY)
 	$(VENV)/$(PIP) --editable '.[ray]'
 	@touch $@
 
+# Nothing but the site needs these packages.
+$(DOCS_READY): $(READY)
+	$(VENV)/$(PIP) --editable '.[docs]'
+	@touch $@
+
 $(KERNELS_READY): pyproject.toml
 	$(PYTHON) -m venv $(KERNELS_VENV)
 	$(KERNELS_VENV)/$(PIP) --editable '.[dev,cuda-compile]' jax==$(KERNELS_JAX) jax-cuda12-plugin==$(KERNELS_JAX)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-jax-*
+	rm -rf .venv .venv-jax-* site

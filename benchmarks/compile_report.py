@@ -295,9 +295,9 @@ def _product(p: Product) -> tuple[Any, tuple[Any, ...]]:
     from jaxpaged.models.files.gguf.blocks import KINDS
     from jaxpaged.models.quantised.codes import Kind, Segment, zeros
     from pallas_kernels import ops
-    from pallas_kernels.gpu import product
+    from pallas_kernels.gpu import dense_product
 
-    if p.kind in product.DTYPES:
+    if p.kind in dense_product.DTYPES:
         shapes = (p.num_rows, p.num_inputs), (LAYERS, p.num_inputs, p.num_outputs)
         arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(p.kind)) for shape in shapes]
         operation = functools.partial(ops.product, implementation="mosaic_gpu")
@@ -320,10 +320,10 @@ def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
     sizes = (num_blocks * p.num_layers, p.block_size, p.num_kv_heads, p.head_dim)
     pool = jax.eval_shape(lambda: layouts.create(kv_layout, *sizes, dtype))
     if p.num_layers > 1:
-        part = jax.eval_shape(lambda: layouts.Part(jnp.int32(0), p.num_layers, num_blocks))
-        pool = dataclasses.replace(pool, part=part)
+        blocks = jax.eval_shape(lambda: layouts.BlockSlice(jnp.int32(0), p.num_layers, num_blocks))
+        pool = dataclasses.replace(pool, blocks=blocks)
     # Two arrays with scales as options, or a pool of another kind.
-    is_pair = isinstance(kv_layout, layouts.Dense) and kv_layout.names == ("k", "v") and pool.part is None
+    is_pair = isinstance(kv_layout, layouts.Dense) and kv_layout.names == ("k", "v") and pool.blocks is None
     caches = (pool.arrays["k"], pool.arrays["v"]) if is_pair else (pool, None)
     is_tiled = p.version == "tiles" or p.num_layers > 1
     rows = (num_seqs, p.tile_len) if is_tiled else (num_seqs,)

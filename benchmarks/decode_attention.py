@@ -31,8 +31,8 @@ from benchmarks import attention_pool, device, record
 from benchmarks.attention_pool import MODELS, Pool
 from pallas_kernels import ops, support
 from pallas_kernels.gpu import tuning
-from pallas_kernels.gpu.cut import Cut
 from pallas_kernels.gpu.decode import attention as mosaic
+from pallas_kernels.gpu.partitioning import Partitioning
 from reference import attention
 
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, in the interpreter.")
@@ -182,15 +182,20 @@ def sweep(setup: Setup, bandwidth: float) -> Iterator[dict[str, Any]]:
         pool = attention_pool.create(model, cache_dtype, block_size, setup.pool_bytes)
         for tile_kv, num_stages in itertools.product(tiles, stages):
             config = tuning.TuningConfig(tile_kv=tile_kv, num_stages=num_stages)
-            cuts = [Cut(tokens, most) for tokens in (128, 256, 512) for most in (32, 64)]
+            partitionings = [Partitioning(tokens, most) for tokens in (128, 256, 512) for most in (32, 64)]
             trials = [
-                (Cut(setup.capacity, 1), busy),
-                *((cut, lens) for cut in cuts for lens in (busy, long)),
+                (Partitioning(setup.capacity, 1), busy),
+                *((partitioning, lens) for partitioning in partitionings for lens in (busy, long)),
             ]
-            for cut, lens in trials:
+            for partitioning, lens in trials:
                 line = {"model": model, "cache": cache_dtype, "block_size": block_size, "num_seqs": len(lens)}
-                line |= {"context": int(lens[0]), "what": "decode", "cut": cut, **dataclasses.asdict(config)}
-                operation = functools.partial(launch, pool, setup, config, cut)
+                line |= {
+                    "context": int(lens[0]),
+                    "what": "decode",
+                    "partitioning": partitioning,
+                    **dataclasses.asdict(config),
+                }
+                operation = functools.partial(launch, pool, setup, config, partitioning)
                 try:
                     program = program_of(operation, pool, setup, len(lens))
                     yield line | measure(program, pool, setup, lens, bandwidth)
@@ -202,19 +207,21 @@ def launch(
     pool: Pool,
     setup: Setup,
     config: tuning.TuningConfig,
-    cut: Cut,
+    partitioning: Partitioning,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     table: jax.Array,
     lens: jax.Array,
 ) -> jax.Array:
-    """The kernel with a given configuration and cut."""
+    """The kernel with a given configuration and partitioning."""
     num_kv_heads, head_dim = MODELS[pool.model][1:]
     scale = jnp.ones(num_kv_heads, jnp.float32) if pool.scales else None
     arrays = support.Arrays(q, k, v, table, lens)
     options = support.Options(scale=head_dim**-0.5, k_scale=scale, v_scale=scale)
-    return mosaic.paged_attention(arrays, options, cut=cut, config=config, interpret=setup.interpret)
+    return mosaic.paged_attention(
+        arrays, options, partitioning=partitioning, config=config, interpret=setup.interpret
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from absl import app, flags
 
 from benchmarks import attention_pool, device, record
 from benchmarks.attention_pool import Pool, Prompt
-from pallas_kernels import ops, ragged
+from pallas_kernels import ops
+from pallas_kernels.ops import ragged
 
 _SMOKE = flags.DEFINE_boolean("smoke", False, "One tiny prompt, in the interpreter.")
 _BUDGET = flags.DEFINE_float("budget", 200, "Seconds in which measurements begin.")

@@ -1,5 +1,4 @@
-"""A layout of one's own: `python examples/my_layout.py` tests it as ours are tested, and measures it beside
-one.
+"""A layout of one's own: `python examples/my_layout.py` runs the layouts' tests and benchmark on it.
 
 To serve a model with it: `LLM("smollm2", kv_layout="examples.my_layout:HalvesOfHeads")`.
 """
@@ -22,12 +21,12 @@ class HalvesOfHeads(Layout):
     """
 
     def arrays(self, num_blocks, block_size, num_kv_heads, head_dim, dtype):
-        """What a block of one layer is."""
+        """Return the shape and dtype of each array of one layer; num_blocks is its first axis."""
         spec = jax.ShapeDtypeStruct((num_blocks, 2, block_size, num_kv_heads, head_dim // 2), dtype)
         return {"k": spec, "v": spec}
 
     def write(self, arrays, sizes, k, v, slots):
-        """New tokens [num_tokens, num_kv_heads, head_dim] into their slots."""
+        """Return the arrays with new tokens [num_tokens, num_kv_heads, head_dim] in their slots."""
         block, offset = jnp.divmod(slots, sizes.block_size)
         new = {}
         for name, x in (("k", k), ("v", v)):
@@ -36,19 +35,19 @@ class HalvesOfHeads(Layout):
         return new
 
     def read(self, arrays, sizes, block_ids, dtype):
-        """Blocks [*n] as [*n, block_size, num_kv_heads, head_dim]."""
+        """Return K and V of blocks [*n], each [*n, block_size, num_kv_heads, head_dim]."""
         shape = (*block_ids.shape, *sizes[1:])
         halves = (jnp.moveaxis(arrays[name][block_ids], -4, -2) for name in "kv")
         k, v = (x.reshape(shape).astype(dtype) for x in halves)
         return k, v
 
     def why_not(self, block_size, head_dim, dtype):
-        """What it has no blocks of."""
+        """Return the rule that such blocks break; None if they break none."""
         return "head_dim must be even" if head_dim % 2 else None
 
 
 def main() -> int:
-    """Register it, then run the tests and the benchmark of all layouts on it."""
+    """Register the layout, then run the tests and the benchmark of all layouts on it."""
     import pytest
 
     sys.path.insert(0, str(ROOT))

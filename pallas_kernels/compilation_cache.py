@@ -1,4 +1,4 @@
-"""Where what is costly to make is kept from one process to the next."""
+"""The folder in which compiled programs and libraries are kept from one process to the next."""
 
 import functools
 import logging
@@ -10,11 +10,11 @@ import jax
 
 
 def compilation_cache_dir() -> Path | None:
-    """Return the folder, made if need be: `JAX_COMPILATION_CACHE_DIR`, else one in the user's cache, that is
-    in `XDG_CACHE_HOME` or ~/.cache.
+    """Return the folder: `JAX_COMPILATION_CACHE_DIR`, else "jaxpaged" in `XDG_CACHE_HOME` or ~/.cache. Create
+    it if needed.
 
-    None if it cannot be written to, if others could write to it, or if the user has no home: then nothing is
-    kept, and the log says so once.
+    Returns: None if it cannot be written to, if others could write to it, or if the user has no home. Then
+        nothing is kept, and a warning is logged once.
     """
     try:
         folder = _folder()
@@ -30,10 +30,11 @@ def compilation_cache_dir() -> Path | None:
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Return, in words, why what a file or folder holds may not be run: somebody else could have written it.
+    """Return why the content of a file or folder must not be run: another user could have written it.
 
-    None if it is the user's own and nobody else may write to it; a file must be no link. Raises `OSError` if
-    it is not there. Systems without users of POSIX's kind are trusted.
+    Returns: a reason in words; None if the path is the user's own and only the user may write to it. A file
+        must not be a link. Systems without POSIX users are trusted.
+    Raises: OSError if the path does not exist.
     """
     if not hasattr(os, "geteuid"):
         return None

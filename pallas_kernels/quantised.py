@@ -1,9 +1,13 @@
-"""Weights of 8, 6 or 4 bits that stay so in memory, and become numbers where a product reads them.
+"""Weights of 8, 6 or 4 bits, which stay so in memory and become numbers where a product reads them.
 
-Output o has for its input i the weight `scale[o, g] * code[o, i] + minimum[o, g]`, of the group g of
-neighbouring inputs that i is in. Codes of 8 bits are signed, or floats of the type e4m3; those of 4 bits are
-floats of the type e2m1, or go from 0 to 15 where there are minima, else from -8 to 7; those of 6 bits, on
-GPUs only, go from -32 to 31.
+Output o has for its input i the weight `scale[o, g] * code[o, i] + minimum[o, g]`, where g is the group of
+neighbouring inputs that contains i. Codes are:
+
+* 8 bits: signed integers, or floats of the type e4m3;
+* 6 bits, on GPUs only: from -32 to 31;
+* 4 bits: floats of the type e2m1; from 0 to 15 with minima; from -8 to 7 without.
+
+`Quantised` is the form for CPUs and XLA, `Halfwords` that for GPUs.
 """
 
 import functools
@@ -30,9 +34,9 @@ NUM_OUTPUTS, NUM_INPUTS = 64, 128  # halfwords are filled up to multiples of the
 class Quantised:
     """A weight [out_features, in_features], or a stack of one a layer, in the order of the CPU's product.
 
-    A panel holds 32 outputs, or one where XLA multiplies, which then transposes nothing; a word the next 4 or
-    8 codes of one of them, the first in its lowest bits.
-    `in_features` may be more than those of the rows that it meets: of the rest, codes stand for zeros.
+    A panel holds 32 outputs, or one where XLA multiplies, which then transposes nothing. A word holds the
+    next 4 or 8 codes of an output, the first in its lowest bits. `in_features` may exceed the inputs of the
+    rows it multiplies: the codes of the rest stand for zeros.
     """
 
     codes: UInt32[Array | np.ndarray, "*num_layers num_panels num_words panel_width"]
@@ -47,7 +51,7 @@ class Quantised:
         return int(self.codes.shape[-2]) * 32 // self.bits
 
     def of_layer(self, layer: int | Int[Array, ""]) -> "Quantised":
-        """One of a stack."""
+        """Return one weight of a stack."""
         one: Quantised = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), self)
         return one
 
@@ -56,19 +60,21 @@ class Quantised:
         return int(self.codes.shape[-1])
 
     def widened(self) -> Float[Array, "out_features in_features"]:
-        """All weights, in float32."""
+        """Return all weights in float32."""
         return self._numbers(self._by_row)[: self.out_features]
 
     def rows(self, outputs: Int[Array, " n"]) -> Float[Array, "n in_features"]:
-        """The weights of some outputs, in float32."""
+        """Return the weights of some outputs in float32."""
         panel, place = outputs // self.panel_width, outputs % self.panel_width
         return self._numbers(lambda x: jnp.asarray(x)[panel, :, place])
 
     def factors(
         self, dtype: jnp.dtype
     ) -> tuple[Float[Array, "out_features in_features"], Float[Array, " out_features"] | None]:
-        """All weights in a dtype, and what their products are still to be multiplied by: the scales, where an
-        output has one. Then the former are the codes, which XLA makes within its product.
+        """Return a matrix in a dtype, and factors of the outputs of products with it, or None.
+
+        With one scale an output these are the codes, which XLA converts within its product, and the scales.
+        Otherwise they are the weights, without factors.
         """
         if self.scales.shape[-2] > 1 or self.minima is not None:
             return self.widened().astype(dtype), None
@@ -81,7 +87,7 @@ class Quantised:
         return jnp.swapaxes(jnp.asarray(x), 1, 2).reshape(-1, x.shape[1])
 
     def _codes(self, codes: Array, dtype: jnp.dtype) -> Float[Array, "num_rows num_words codes_of_word"]:
-        """Rows of words as numbers of a dtype, which holds them."""
+        """Convert rows of words to numbers of a dtype that can represent all codes."""
         if self.is_float and self.bits == 4:
             return _e2m1(_fields(codes, self.bits), dtype)
         if self.is_float:
@@ -94,7 +100,7 @@ class Quantised:
     def _numbers(
         self, rows_of: Callable[[Array | np.ndarray], Array]
     ) -> Float[Array, "num_rows in_features"]:
-        """The weights of some rows."""
+        """Return the weights of the rows that `rows_of` selects from an array."""
         codes, scales = rows_of(self.codes), rows_of(self.scales)
         numbers = self._codes(codes, jnp.dtype("float32"))
         numbers = numbers.reshape(*scales.shape, -1) * scales.astype(jnp.float32)[..., None]
@@ -124,10 +130,10 @@ def _e2m1(codes: UInt32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*sh
 class Halfwords:
     """A weight [out_features, in_features], or a stack of one a layer, in the order of the GPU's product.
 
-    32 neighbouring halfwords have the codes of as many runs of 32 inputs as a halfword has places, from its
-    lowest bits on: halfword i those of input i of each run. In groups of 16 inputs runs are as short. Codes
-    of 6 bits lie in two planes, the lower 4 bits of 128 inputs before the upper 2. Outputs and inputs that
-    are missing to multiples of 64 and 128 have scales of zero.
+    A halfword has room for 16 / bits codes. 32 neighbouring halfwords hold the codes of as many runs of 32
+    inputs: halfword i has input i of each run, the first run in its lowest bits. In groups of 16 inputs runs
+    have 16. Codes of 6 bits lie in two planes: the lower 4 bits of 128 inputs, then their upper 2. Outputs
+    are padded to a multiple of 64, inputs to one of 128, with scales of zero.
     """
 
     codes: UInt16[Array | np.ndarray, "*num_layers num_outputs num_halfwords"]
@@ -147,25 +153,25 @@ class Halfwords:
 
     @property
     def run(self) -> int:
-        """Neighbouring inputs whose codes have one place in halfwords."""
+        """The number of neighbouring inputs whose codes have the same bits of neighbouring halfwords."""
         return min(RUN, self.group_size)
 
     def of_layer(self, layer: int | Int[Array, ""]) -> "Halfwords":
-        """One of a stack."""
+        """Return one weight of a stack."""
         one: Halfwords = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), self)
         return one
 
     def widened(self) -> Float[Array, "out_features in_features"]:
-        """All weights, in float32."""
+        """Return all weights in float32."""
         return self._numbers(self.codes, self.scales, self.minima)[: self.out_features]
 
     def rows(self, outputs: Int[Array, " n"]) -> Float[Array, "n in_features"]:
-        """The weights of some outputs, in float32."""
+        """Return the weights of some outputs in float32."""
         minima = None if self.minima is None else jnp.asarray(self.minima)[:, outputs]
         return self._numbers(jnp.asarray(self.codes)[outputs], jnp.asarray(self.scales)[:, outputs], minima)
 
     def factors(self, dtype: jnp.dtype) -> tuple[Float[Array, "out_features in_features"], None]:
-        """All weights in a dtype, and nothing that their products are still to be multiplied by."""
+        """Return all weights in a dtype, and None: their products need no factors."""
         return self.widened().astype(dtype), None
 
     def _numbers(
@@ -185,7 +191,7 @@ class Halfwords:
         return wide.reshape(codes.shape[0], -1)
 
     def _runs(self, codes: Array) -> UInt16[Array, "num_rows ..."]:
-        """The codes of some rows of halfwords, in the order of inputs."""
+        """Return the codes of some rows of halfwords, in the order of inputs."""
         planes = [codes]
         if len(PLANES[self.bits]) > 1:
             slots = codes.reshape(codes.shape[0], -1, NUM_INPUTS * self.bits // 16)
@@ -202,7 +208,7 @@ class Halfwords:
 
 
 def offset(bits: int) -> int:
-    """What is added to signed codes of fewer than 8 bits."""
+    """Return the number that is added to signed codes of fewer than 8 bits to store them."""
     return 1 << bits - 1
 
 
@@ -214,8 +220,9 @@ def pack_halfwords(
     bits: int,
     is_float: bool = False,
 ) -> Halfwords:
-    """A weight of NumPy's for a GPU; arguments as those of `pack`, in groups that divide 128 inputs. Codes of
-    6 bits are signed, in groups of 16.
+    """Pack a NumPy weight for a GPU.
+
+    Arguments are those of `pack`. Groups must divide 128 inputs. Codes of 6 bits are signed, in groups of 16.
     """
     out_features, in_features = codes.shape
     group_size = in_features // scales.shape[1]
@@ -250,10 +257,15 @@ def pack(
     is_float: bool = False,
     panel_width: int = PANEL_WIDTH,
 ) -> Quantised:
-    """A weight of NumPy's: a byte a code [out_features, in_features], scales and minima [out_features,
-    num_groups]. Codes of 4 bits go from 0 to 15: those that are signed have 8 added. Of floats, their bits.
+    """Pack a NumPy weight for a CPU, or for XLA with `panel_width` 1.
 
-    Outputs that are missing to whole panels are zeros. A group has whole words: a multiple of 4 codes, or 8.
+    codes: [out_features, in_features], one byte each. Codes of 4 bits go from 0 to 15: 8 is added to signed
+        ones. For floats they are the float's bits.
+    scales, minima: [out_features, num_groups].
+
+    Missing outputs of the last panel are zeros. A group must have whole words: a multiple of 4 codes of 8
+    bits, or of 8 codes of 4.
+
     Raises: ValueError if it has not, or for other bits.
     """
     if bits not in CODE_BITS:
@@ -277,7 +289,7 @@ def pack(
 
 
 def _panels(rows: np.ndarray, width: int) -> np.ndarray:
-    """[out_features, n] as [num_panels, n, width]."""
+    """Reorder [out_features, n] into [num_panels, n, width], padded with zeros."""
     missing = -rows.shape[0] % width
     whole = np.pad(rows, ((0, missing), (0, 0))) if missing else rows
     return whole.reshape(-1, width, rows.shape[1]).transpose(0, 2, 1)

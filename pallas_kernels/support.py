@@ -1,7 +1,7 @@
-"""What may be asked of paged attention, and which implementation serves it.
+"""Calls of paged attention: their records, and the table of which implementation serves which call.
 
-`SUPPORT` is the one table: `refuse_unserved` makes the errors from it, `markdown_table` the README's
-table, and the tests decide by it whether a case must run or must be refused.
+`SUPPORT` is that table. `refuse_unserved` makes errors from it, `markdown_table` the documentation's table,
+and the tests decide by it whether a case must run or be refused.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout, Part, Pool, Sizes, View
+from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, BlockSlice, Layout, Pool, Sizes, View
 from pallas_kernels.native import why_not_layout
 
 OPTIONAL = ("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse")  # served by all
@@ -26,12 +26,13 @@ QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class BlockSparse(NamedTuple):
-    """Which sparse blocks of `block_size` tokens a query head sees: the last ones, and every so-manieth one.
+    """A pattern of sparse blocks of `block_size` tokens that a query head sees: the last ones, and every n-th
+    one.
 
-    With b = token // block_size and b_q the sparse block of the query's own token, a token is seen if
-    b > b_q - local_blocks, or if (b + offset) % vertical_stride == 0. The offset is
-    1 + head_sliding_step * q_head if the step is 0 or more, 1 - head_sliding_step * kv_head if it is
-    negative, with heads counted over all ranks of a tensor-parallel group (this one being `tp_rank`).
+    Let b = token // block_size, and b_q the sparse block of the query's own token. A token is seen if b > b_q
+    - local_blocks, or if (b + offset) % vertical_stride == 0. The offset is 1 + head_sliding_step * q_head if
+    the step is 0 or more, and 1 - head_sliding_step * kv_head if it is negative. Heads are counted over all
+    ranks of a tensor-parallel group, of which this is `tp_rank`.
     """
 
     block_size: int
@@ -42,7 +43,7 @@ class BlockSparse(NamedTuple):
 
 
 class PackedArrays(NamedTuple):
-    """The arrays of a packed view beside those of the codes."""
+    """The arrays of a packed view, besides those of the codes."""
 
     k_scale: jax.Array
     k_zero: jax.Array
@@ -53,14 +54,29 @@ class PackedArrays(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The arrays of one attention call, checked by `ops`."""
+    """The arrays of one attention call: as a caller gives them, and as the GPU kernels read them."""
 
     q: jax.Array  # [num_seqs, num_q_heads, head_dim]
-    k_cache: Any  # the array in which the layout's view has K; at the door it may be a `Pool` of any layout
-    v_cache: Any  # that of V; None beside a `Pool`
+    k_cache: Any  # the array in which the layout's view finds K; a caller may give a `Pool` of any layout
+    v_cache: Any  # likewise of V; None beside a `Pool`
     block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
     seq_lens: jax.Array  # [num_seqs] int32
     table_rows: Any = None  # [num_seqs] int32, each sequence's row of block_tables; None: in their order
+
+
+class Batch(NamedTuple):
+    """The arrays of one attention call, checked by `ops`, with the cache as a pool."""
+
+    q: jax.Array  # [num_seqs, num_q_heads, head_dim]
+    pool: Pool
+    block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
+    seq_lens: jax.Array  # [num_seqs] int32
+    table_rows: jax.Array | None = None  # [num_seqs] int32, as in `Arrays`
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row of the block tables can hold."""
+        return self.block_tables.shape[1] * self.pool.sizes.block_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +95,11 @@ class Options:
     token_scales: tuple[jax.Array, jax.Array] | None = None
     packed: PackedArrays | None = None  # what a packed view has beside the codes
     kv_layout: Layout = TOKEN_MAJOR
-    pool: Pool | None = None  # K and V in that layout, however they were given
-    part: Part | None = None  # of the arrays' blocks, where a kernel has these in place of the pool
+    blocks: BlockSlice | None = None  # of the arrays' blocks, where a kernel has these in place of the pool
 
 
 def view_of(options: Options) -> View:
-    """How a kernel that needs one reads the layout. Raises ValueError if it has none."""
+    """Return the view by which a kernel reads the layout. Raise ValueError if the layout has none."""
     view = options.kv_layout.view()
     if packed := options.kv_layout.packed_view():
         view = View(packed.k, packed.v)
@@ -94,7 +109,7 @@ def view_of(options: Options) -> View:
 
 
 def sizes_of(arrays: Arrays, options: Options) -> Sizes:
-    """The sizes of the pool whose view the arrays are."""
+    """Return the sizes of the pool that holds these arrays of a view."""
     sizes = view_of(options).k.sizes(arrays.k_cache.shape)
     is_packed = options.kv_layout.packed_view() is not None
     return sizes._replace(head_dim=2 * sizes.head_dim) if is_packed else sizes
@@ -102,7 +117,7 @@ def sizes_of(arrays: Arrays, options: Options) -> Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What one implementation serves; None in place of a tuple means anything."""
+    """The calls that one implementation serves; None in place of a tuple means anything."""
 
     dtypes: tuple[str, ...]  # of q
     cache_dtypes: tuple[str, ...]  # of the caches; a type that is not quantised must also be q's
@@ -116,12 +131,12 @@ class Served:
     needs_view: bool = False  # whether it reads only what a view shows
 
     def serves(self, kv_layout: Layout) -> bool:
-        """Whether it reads a layout."""
+        """Return whether the implementation can read a layout."""
         has_view = kv_layout.view() is not None or kv_layout.packed_view() is not None
         return not self.needs_view or has_view
 
     def block_sizes_of(self, kv_layout: Layout) -> tuple[int, ...] | None:
-        """Those that it reads of a layout."""
+        """Return the block sizes that it serves in a layout; None for any."""
         view = kv_layout.view()
         if kv_layout.packed_view() is not None:
             return self.packed_block_sizes
@@ -129,7 +144,7 @@ class Served:
 
     @property
     def kv_layouts(self) -> list[str]:
-        """Those that it reads, by name."""
+        """The names of the registered layouts that it can read."""
         dtype = jnp.dtype("bfloat16")
         return [
             name
@@ -173,7 +188,9 @@ def refuse_unserved(
     group_size: int,
     options: Options,
 ) -> None:
-    """Raise NotImplementedError, naming what is not served and what serves it, unless all of it is served."""
+    """Raise NotImplementedError unless the implementation serves the call; name what it does not serve, and
+    what does.
+    """
     served = SUPPORT[implementation]
     wrong = []
 
@@ -213,7 +230,9 @@ def refuse_ptxas(version: tuple[int, ...] | None) -> None:
 
 @functools.cache
 def ptxas_version() -> tuple[int, ...] | None:
-    """The version of the ptxas that Mosaic compiles with, (12, 9, 86) for example; None if there is none."""
+    """Return the version of the ptxas that Mosaic compiles with, such as (12, 9, 86); None if there is
+    none.
+    """
 
     places = [f"{os.environ.get('MOSAIC_GPU_CUDA_ROOT')}/bin/ptxas", "ptxas", "/usr/local/cuda/bin/ptxas"]
     for command in places:
@@ -227,7 +246,7 @@ def ptxas_version() -> tuple[int, ...] | None:
 
 
 def markdown_table() -> str:
-    """The support table for people: one column per implementation, one line per property."""
+    """Return the support table as Markdown: one column per implementation, one line per property."""
 
     def join(values: Iterable[object] | None) -> str:
         return "any" if values is None else ", ".join(map(str, values))
@@ -253,10 +272,10 @@ def markdown_table() -> str:
 
 
 def layouts_table() -> str:
-    """The layouts of the registry for people: what each is, what it takes, and what reads it.
+    """Return a Markdown table of the registered layouts: what each is, its size, and which implementations
+    read it.
 
-    `native` is in `pallas_kernels/native`; the numbers are those of SmolLM2's heads in bfloat16, 64 tokens a
-    block.
+    `native` is `pallas_kernels.native`. Bits are for SmolLM2's heads in bfloat16, with 64 tokens a block.
     """
     dtype, sizes = jnp.dtype("bfloat16"), (64, 3, 64)
     rows = [["`kv_layout`", "what it is", "bits a number", "read by"], ["---"] * 4]

@@ -24,7 +24,8 @@ from .cache_ops import token_of
 
 
 class BlockSparse(NamedTuple):
-    """Which sparse blocks of `block_size` tokens a query head sees: the last ones, and every so-manieth one.
+    """Sparse attention: the blocks of `block_size` tokens that a query head sees, the last and every n-th
+    one.
 
     With b = t // block_size and the query's own b_q = (n - 1) // block_size, token t is seen if
     b > b_q - local_blocks, or if (b + offset) is a multiple of vertical_stride. The offset is
@@ -40,7 +41,9 @@ class BlockSparse(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """What each partition of a sequence hands to the reduction. Empty partitions: 0, -inf and 0."""
+    """Results of the partitions of all sequences, for the reduction. Those of an empty partition are 0, -inf
+    and 0.
+    """
 
     out: np.ndarray  # [num_seqs, num_q_heads, num_partitions, head_dim] sum of exp(s - max) * v
     max: np.ndarray  # [num_seqs, num_q_heads, num_partitions] largest s
@@ -64,7 +67,7 @@ def paged_attention(
     block_sparse: BlockSparse | None = None,
     kv_layout: str = "token_major",
 ) -> np.ndarray:
-    """Attention of one query token per sequence over its cached tokens.
+    """Compute attention of one query token per sequence over its cached tokens.
 
     Args:
         q: [num_seqs, num_q_heads, head_dim], any floating type.
@@ -112,7 +115,8 @@ def ragged_paged_attention(
     cu_query_lens: np.ndarray,
     **options: Any,
 ) -> np.ndarray:
-    """Attention of a flat batch: a sequence may have any number of queries, its last tokens, in order.
+    """Compute attention of a flat batch, in which a sequence has any number of queries: its last tokens, in
+    order.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim]. Row r has q[cu_query_lens[r] : cu_query_lens[r + 1]].
@@ -149,7 +153,7 @@ def partition_partials(
     block_sparse: BlockSparse | None = None,
     kv_layout: str = "token_major",
 ) -> Partials:
-    """The first half of v2: partition p holds tokens [p * partition_size, (p + 1) * partition_size).
+    """Compute the first half of v2: partition p holds tokens [p * partition_size, (p + 1) * partition_size).
 
     Arguments as in `paged_attention`. The number of partitions follows the longest row.
     """
@@ -180,7 +184,8 @@ def partition_partials(
 
 
 def merge_partials(partials: Partials, sinks: np.ndarray | None = None) -> np.ndarray:
-    """The second half of v2: bring all partitions of a row to one maximum, add up, divide once.
+    """Merge the partitions of each row: bring them to one maximum, add up, divide once. The second half of
+    v2.
 
     A sink is one more entry of the denominator, without a value. Returns: [num_seqs, num_q_heads, head_dim].
     """
@@ -223,7 +228,7 @@ def paged_attention_v2(
     block_sparse: BlockSparse | None = None,
     kv_layout: str = "token_major",
 ) -> np.ndarray:
-    """As `paged_attention`, computed in partitions of `partition_size` tokens that are merged afterwards."""
+    """Compute `paged_attention` in partitions of `partition_size` tokens that are merged afterwards."""
     partials = partition_partials(
         q, k_cache, v_cache, block_tables, seq_lens, partition_size=partition_size, scale=scale,
         alibi_slopes=alibi_slopes, sliding_window=sliding_window, soft_cap=soft_cap, k_scale=k_scale,

@@ -22,7 +22,9 @@ class Hypothesis:
     has_ended: bool = False
 
     def score(self, length_penalty: float) -> float:
-        """By which sequences of different lengths compare; a token that ends one has no length."""
+        """Return the number by which sequences of different lengths compare. A token that ends one adds no
+        length.
+        """
         length = np.float32(len(self.tokens) - self.has_ended)
         return float(self.cum_logprob * length ** np.float32(-length_penalty))
 
@@ -62,7 +64,9 @@ class BeamSearch:
         return bool(self.ended[-1].score(self.length_penalty) >= bound)
 
     def step(self, logprobs: Sequence[np.ndarray]) -> list[int]:
-        """Go on by a token, with what may come behind each beam; from which beam each new one comes."""
+        """Advance the search by a token, given what may follow each beam; return the beam that each new one
+        extends.
+        """
         going: list[tuple[int, Hypothesis]] = []
         for parent, (beam, values) in enumerate(zip(self.beams, logprobs, strict=True)):
             likeliest = np.argsort(-values, kind="stable")[: 2 * self.width]

@@ -1,4 +1,4 @@
-"""What the cache operations do to the arrays, written as loops over tokens and blocks.
+"""Cache operations on arrays, written as loops over tokens and blocks.
 
 A slot is one token's place: slot = block_id * block_size + offset. Block 0 is the null block: nobody owns
 it, padding is written into it, and its content means nothing. Nothing here changes its arguments: the new
@@ -15,14 +15,16 @@ QUANTISED_TYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 def token_of(
     cache: np.ndarray, block_table: np.ndarray, token: int, kv_layout: str = "token_major"
 ) -> np.ndarray:
-    """The entry [num_kv_heads, head_dim] of a sequence's token, found through its row of the block table."""
+    """Return the entry [num_kv_heads, head_dim] of a sequence's token, found through its row of the block
+    table.
+    """
     block_size = cache.shape[1 if kv_layout == "token_major" else 2]
     block = cache[int(block_table[token // block_size])]
     return block[token % block_size] if kv_layout == "token_major" else block[:, token % block_size]
 
 
 def quantise(x: np.ndarray, scale: np.ndarray | float | None, dtype: np.dtype) -> np.ndarray:
-    """The stored form of x [..., num_kv_heads, head_dim]: x / scale, brought into dtype's range.
+    """Return the stored form of x [..., num_kv_heads, head_dim]: x / scale, brought into dtype's range.
 
     Floating types saturate at their largest finite number; int8 is rounded half to even and clipped to
     -128 .. 127. Without a scale (a cache in a 16- or 32-bit type) it is a plain conversion.
@@ -97,7 +99,7 @@ def swap_blocks(source: np.ndarray, target: np.ndarray, pairs: np.ndarray) -> np
 def gather(
     cache: np.ndarray, block_table: np.ndarray, seq_len: int, kv_layout: str = "token_major"
 ) -> np.ndarray:
-    """A sequence's tokens in order, [seq_len, num_kv_heads, head_dim]."""
+    """Return a sequence's tokens in order, [seq_len, num_kv_heads, head_dim]."""
     heads_axis = 2 if kv_layout == "token_major" else 1
     tokens = np.empty((seq_len, cache.shape[heads_axis], cache.shape[3]), cache.dtype)
     for t in range(seq_len):

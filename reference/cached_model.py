@@ -38,7 +38,7 @@ def generate(
     max_tokens: int,
     tile_len: int,
 ) -> list[int]:
-    """The greedy answer. `empty`: one layer's arrays, with blocks for all tokens beside block 0."""
+    """Return the greedy answer. `empty`: one layer's arrays, with blocks for all tokens beside block 0."""
     cache, tokens = Cache(layout, empty), list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         end = min(cache.num_tokens + tile_len, len(prompt))

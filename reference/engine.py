@@ -14,10 +14,10 @@ row stays in it, the others take the places of rows from which nothing goes on, 
 
 Several answers of one prompt are several requests, of which the first leads. A follower waits while its
 leader's prompt is computed, and runs from the step on in which that is done: it takes over the blocks, and
-its first token comes from the same position. Who then finds no room is a request like any other.
+its first token comes from the same position. If there are too few blocks then, it is a request like any
+other.
 """
 
-import collections
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,26 +25,18 @@ import numpy as np
 
 from . import model
 from .beam_search import BeamSearch
+from .engine_blocks import Blocks, cdiv
 from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step
-from .v1.block_pool import BlockPool
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
-from .v1.kv_cache_utils import Request as V1Request
 
 
 def greedy(config: model.Config, weights: model.Weights) -> NextToken:
-    """The likeliest next token of a whole model."""
+    """Return the likeliest next token of a whole model."""
     return lambda tokens: int(np.argmax(model.logits(config, weights, tokens)[-1]))
 
 
 class Engine:
-    """Rows over a block pool of V1, and beside it a pool on the host, which caches no content.
-
-    Content is named exactly: a full block's name stands for its parent's name (the salt, if it is the first)
-    and its tokens, and dies with the last block that has it. A name is never used again, so that the children
-    of an evicted block are not found even if its content returns. vLLM's hash would find them.
-
-    In place of K and V the cache holds what they depend on, `marked_tokens` up to the position, and is
-    checked whenever it is read: a wrong block cannot go unnoticed.
+    """Scheduler and loop over the rows and their blocks.
 
     **Nobody waits for ever.** Let a request's work be cdiv(prompt_len, tile_len) + max_new_tokens - 1 steps,
     with max_new_tokens = max_num_tokens - prompt_len. Under first-come-first-served (equal priorities) a
@@ -70,20 +62,8 @@ class Engine:
         self.config = config
         self.next_token = next_token
         self.rows: list[Row | None] = [None] * config.num_rows
-        self.pool, self.host_pool = (
-            BlockPool(num_blocks, caching, config.block_size, free_profile=config.free_profile)
-            for num_blocks, caching in (
-                (config.num_blocks, config.prefix_caching),
-                (max(config.num_host_blocks, 1), False),
-            )
-        )
-        self.cache: dict[
-            tuple[KVCacheBlock, int], tuple[int, ...]
-        ] = {}  # by block, of either pool, and offset
-        self.names: dict[
-            tuple[BlockHash | int, tuple[int, ...]], BlockHash
-        ] = {}  # by parent or salt, and tokens
-        self.num_names = 0
+        self.blocks = Blocks(config)
+        self.pool, self.host_pool = self.blocks.pool, self.blocks.host_pool
         self.last_arrival: int | None = None
 
     # What the host may do between steps.
@@ -105,7 +85,7 @@ class Engine:
         most = request.max_num_tokens - 1  # the last token is never computed
         if cdiv(most, config.block_size) > config.max_blocks_per_seq:
             raise ValueError(f"{request.max_num_tokens=} needs more than {config.max_blocks_per_seq=}")
-        need = self._blocks_of(most)
+        need = self.blocks.most_held(most)
         if request.search is not None:
             need += (request.search.width - 1) * self._need_of_beam(len(request.prompt), most)
         if need > config.num_blocks - 1:
@@ -138,7 +118,7 @@ class Engine:
             its = [row] if row.group is None else row.group.rows + row.group.held
             for each in sorted(its, key=lambda each: each.index):
                 if each.phase is not Phase.FINISHED:
-                    self._free(each)
+                    self.blocks.free(each)
                     each.phase, each.finish_reason = Phase.FINISHED, "abort"
 
     # One step.
@@ -164,15 +144,15 @@ class Engine:
         # Blocks for the new tokens, then the tokens.
         running = [row for row in self._by_row() if row.phase is Phase.RUNNING]
         for row in running:
-            self._grow(row, new[row], step)
+            self.blocks.grow(row, new[row], step)
         for row in running:
-            self._write(row, new[row])
+            self.blocks.write(row, new[row])
         for row in running:
-            self._check(row, new[row])
+            self.blocks.check(row, new[row])
             row.computed += new[row]
         step.num_new_tokens = {row.index: new[row] for row in running if new[row]}
 
-        # Who has computed all tokens is due for the next.
+        # A row that has computed all its tokens gets the next.
         searches = []
         for row in running:
             computed = row.computed if row.forks_from is None else row.prompt_len
@@ -188,24 +168,24 @@ class Engine:
                 elif row.num_tokens == row.request.max_num_tokens:
                     row.phase, row.finish_reason = Phase.FINISHED, "length"
 
-        # What is computed can be found from now on; who has finished, and what left the window, goes.
+        # Computed blocks can be found from now on; finished rows and blocks out of the window are freed.
         computes_prompt = any(row.computed - new[row] < row.prompt_len and new[row] for row in running)
         if computes_prompt or not self._may_wait_to_publish():
             for row in running:
-                self._publish(row)
+                self.blocks.publish(row)
         for row in running:
             leader, row.forks_from = row.forks_from, None
             if leader is not None:
-                self._fork(row, leader)
+                self.blocks.fork(row, leader)
                 step.forked[row.index] = leader.index
         for group in searches:
             self._go_on(group)
         for row in running:
             if row.finish_reason is not None:
                 step.finished[row.index] = row.finish_reason
-                self._free(row)
+                self.blocks.free(row)
         for row in running:
-            self._slide(row)
+            self.blocks.slide(row)
 
         for row in self._by_row():
             if row.blocks:
@@ -216,7 +196,7 @@ class Engine:
         return step
 
     def _plan(self) -> tuple[dict[Row, int], int]:
-        """How many tokens each running row would compute now, and how many tiles are left.
+        """Return how many tokens each running row would compute now, and how many tiles are left.
 
         Tiles are dealt out in the order of requests.
         """
@@ -239,14 +219,7 @@ class Engine:
             cdiv(row.computed + num_new, self.config.block_size) - len(row.blocks)
             for row, num_new in new.items()
         )
-        return grown + self._num_copies([row for row, num_new in new.items() if num_new])
-
-    def _num_copies(self, writers: list[Row]) -> int:
-        """Blocks for those who write into a block that others hold too; its last holder may keep it."""
-        blocks = collections.Counter(
-            row.blocks[-1] for row in writers if row.computed % self.config.block_size
-        )
-        return sum(min(num_writers, block.ref_cnt - 1) for block, num_writers in blocks.items())
+        return grown + self.blocks.num_copies([row for row, num_new in new.items() if num_new])
 
     def _preempt(self, row: Row, step: Step) -> None:
         swaps = (
@@ -256,15 +229,15 @@ class Engine:
         )
         if row.group is not None:
             for each in sorted(row.group.rows, key=lambda each: each.index):
-                self._free(each)
+                self.blocks.free(each)
                 each.phase = Phase.WAITING
                 step.preempted[each.index] = "recompute"
             return
         if swaps:
-            step.copies_out += self._move(row, self.pool, self.host_pool)
+            step.copies_out += self.blocks.move(row, self.pool, self.host_pool)
             row.phase = Phase.SWAPPED
         else:
-            self._free(row)
+            self.blocks.free(row)
             row.phase = Phase.WAITING
         row.num_preemptions += 1
         step.preempted[row.index] = "swap" if swaps else "recompute"
@@ -292,13 +265,13 @@ class Engine:
         names: list[BlockHash] = []
         hits: list[KVCacheBlock] = []
         if row.phase is Phase.WAITING and self.config.prefix_caching:
-            names, hits = self._lookup(row)
+            names, hits = self.blocks.lookup(row)
             if self._is_worth_waiting(row, len(hits)):
                 return False
 
         # Room for all tokens that it and the running ones have. Of the hits, those in the window stay.
-        hits_held = hits[self._num_skipped(len(hits) * self.config.block_size) :]
-        need = self._blocks_of(row.num_tokens) - len(hits_held)
+        hits_held = hits[self.blocks.num_skipped(len(hits) * self.config.block_size) :]
+        need = self.blocks.most_held(row.num_tokens) - len(hits_held)
         need += (row.width - 1) * self._need_of_beam(row.prompt_len, row.num_tokens)
         need += sum(block.ref_cnt == 0 for block in hits_held)
         need += self._reserved(running)
@@ -306,12 +279,12 @@ class Engine:
             return False
 
         if row.phase is Phase.SWAPPED:
-            step.copies_in += self._move(row, self.host_pool, self.pool)
+            step.copies_in += self.blocks.move(row, self.host_pool, self.pool)
         else:
             self.pool.touch(hits)
             row.names, row.blocks = names, hits
             row.computed = len(hits) * self.config.block_size
-            self._slide(row)
+            self.blocks.slide(row)
         if row.group is not None:
             for other in row.group.rows:
                 other.phase = Phase.FOLLOWING
@@ -320,7 +293,7 @@ class Engine:
         return True
 
     def _leader_in_prompt(self, row: Row) -> Row | None:
-        """The row, if it runs and its prompt is not computed, whose blocks a new request is to take over."""
+        """Return the running row whose blocks a new request takes over when their prompt is computed."""
         if row.phase is not Phase.WAITING or row.num_tokens != row.prompt_len:
             return None
         for other in self._in_phase(Phase.RUNNING):
@@ -329,7 +302,7 @@ class Engine:
         return None
 
     def _need_of_fork(self, row: Row) -> int:
-        """Blocks for the copy of a block that is partly filled with the prompt."""
+        """Return how many blocks are needed to copy a block that is partly filled with the prompt."""
         return int(row.prompt_len % self.config.block_size != 0)
 
     def _reserved(self, running: list[Row]) -> int:
@@ -339,21 +312,21 @@ class Engine:
         forking = [row for row in running if row.forks_from is not None]
         following = [row for row in running if row.phase is Phase.FOLLOWING]
         others = [row for row in running if row.forks_from is None and row not in following]
-        need = sum(map(self._need_of_fork, forking)) + self._num_copies(others)
+        need = sum(map(self._need_of_fork, forking)) + self.blocks.num_copies(others)
         need += sum(self._need_of_beam(row.prompt_len, row.num_tokens) for row in following)
-        need += sum(max(self._blocks_of(row.num_tokens) - len(row.held), 0) for row in others)
+        need += sum(max(self.blocks.most_held(row.num_tokens) - len(row.held), 0) for row in others)
         return need + self.config.watermark_blocks + len(running)
 
     def _need_of_beam(self, prompt_len: int, num_tokens: int) -> int:
-        """Blocks for a beam of so many tokens beside its head's: all but those that its prompt fills.
+        """Return how many blocks a beam of so many tokens needs beside its head's.
 
-        With a window those may be gone when it forks.
+        They are all but those that its prompt fills. With a window those may be gone when it forks.
         """
         shared = prompt_len // self.config.block_size if self.config.sliding_window is None else 0
-        return self._blocks_of(num_tokens) - shared
+        return self.blocks.most_held(num_tokens) - shared
 
     def _is_worth_waiting(self, row: Row, num_hits: int) -> bool:
-        """Whether a running row's prompt will let this one find at least a tile more than its hits."""
+        """Return whether a running row's prompt will let this one find at least a tile more than its hits."""
         block_size = self.config.block_size
         for other in self._in_phase(Phase.RUNNING):
             if other.computed < other.prompt_len and other.request.salt == row.request.salt:
@@ -362,23 +335,6 @@ class Engine:
                 if shared - num_hits * block_size >= self.config.tile_len:
                     return True
         return False
-
-    def _grow(self, row: Row, num_new: int, step: Step) -> None:
-        """Take the blocks that the row's next tokens need; a shared one is copied before it is written to."""
-        if num_new and row.computed % self.config.block_size and row.blocks[-1].ref_cnt > 1:
-            shared, [own] = row.blocks[-1], self.pool.get_new_blocks(1)
-            self._copy(shared, own)
-            self.pool.free_blocks([shared])
-            row.blocks[-1] = own
-            step.copies.append((shared.block_id, own.block_id))
-        num_blocks = cdiv(row.computed + num_new, self.config.block_size) - len(row.blocks)
-        row.blocks += self.pool.get_new_blocks(num_blocks)
-
-    def _fork(self, row: Row, leader: Row) -> None:
-        """Let a row hold another one's blocks too, but for those that its own next token does not see."""
-        self.pool.touch(leader.held)
-        row.blocks, row.names, row.computed = [*leader.blocks], [*leader.names], leader.computed
-        self._slide(row)
 
     def _go_on(self, group: Group) -> None:
         """Let a beam search choose its next beams, and its rows hold them."""
@@ -392,9 +348,9 @@ class Engine:
             row: source for row, source in zip(group.beam_rows, sources, strict=True) if row is not source
         }
         for row in sorted(moves, key=lambda row: row.index):
-            self._free(row)
+            self.blocks.free(row)
         for row in sorted(moves, key=lambda row: row.index):
-            self._fork(row, moves[row])
+            self.blocks.fork(row, moves[row])
         for row in left:  # without a beam: it goes on as it would alone, and counts for nothing
             row.tokens.append(int(np.argmax(group.logprobs_of(row.tokens))))
         for row, beam in zip(group.beam_rows, search.beams, strict=True):
@@ -411,102 +367,10 @@ class Engine:
             for row in group.held:
                 row.phase, row.finish_reason = Phase.FINISHED, "stop"
 
-    def _write(self, row: Row, num_new: int) -> None:
-        """Put the next tokens' K and V, so to speak, into the cache."""
-        marked = row.marked_tokens
-        for position in range(row.computed, row.computed + num_new):
-            self.cache[self._place(row, position)] = tuple(marked[: position + 1])
-
-    def _check(self, row: Row, num_new: int) -> None:
-        """AssertionError unless all that the new tokens attend to is what this row would have written."""
-        window, marked = self.config.sliding_window, row.marked_tokens
-        first = 0 if window is None else max(row.computed + 1 - window, 0)
-        for position in range(first, row.computed + num_new) if num_new else ():
-            found = list(self.cache[self._place(row, position)])
-            wanted = marked[: position + 1]
-            if self.config.reuse_answers:  # their shape may differ
-                found, wanted = unmarked(found), unmarked(wanted)
-            assert found == wanted, f"{row} finds {found} at {position=}"
-
-    # Blocks.
-
-    def _place(self, row: Row, position: int) -> tuple[KVCacheBlock, int]:
-        """Where in the cache a position of a row is."""
-        return row.blocks[position // self.config.block_size], position % self.config.block_size
-
-    def _blocks_of(self, num_tokens: int) -> int:
-        """Blocks that a row may hold at once, until it has computed so many tokens."""
-        config = self.config
-        num_blocks = cdiv(num_tokens, config.block_size)
-        if config.sliding_window is None:
-            return num_blocks
-        widest = config.sliding_window - 1 + config.num_tiles * config.tile_len
-        return min(num_blocks, cdiv(widest, config.block_size) + 1)
-
-    def _num_skipped(self, computed: int) -> int:
-        """Leading blocks that the token after so many does not attend to."""
-        if self.config.sliding_window is None:
-            return 0
-        return max(computed + 1 - self.config.sliding_window, 0) // self.config.block_size
-
-    def _slide(self, row: Row) -> None:
-        """Free the blocks that have left the window."""
-        num_skipped = self._num_skipped(row.computed)
-        self.pool.free_blocks(reversed(row.blocks[:num_skipped]))
-        row.blocks[:num_skipped] = [self.pool.null_block] * num_skipped
-
-    def _free(self, row: Row) -> None:
-        """Free all blocks, the last first, so that the beginning, which others may share, is evicted last."""
-        pool = self.host_pool if row.phase is Phase.SWAPPED else self.pool
-        pool.free_blocks(reversed(row.blocks))
-        row.blocks, row.names, row.computed = [], [], 0
-
-    def _move(self, row: Row, source: BlockPool, target: BlockPool) -> list[tuple[int, int]]:
-        """Take new blocks of the other pool, copy, and free the old ones. What others hold they keep."""
-        held = row.held
-        twins = dict(zip(held, target.get_new_blocks(len(held)), strict=True))
-        for block, twin in twins.items():
-            self._copy(block, twin)
-        source.free_blocks(reversed(row.blocks))
-        row.blocks = [twins.get(block, target.null_block) for block in row.blocks]
-        return [(block.block_id, twin.block_id) for block, twin in twins.items()]
-
-    def _copy(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
-        for offset in range(self.config.block_size):
-            if (source, offset) in self.cache:
-                self.cache[target, offset] = self.cache[source, offset]
-
-    # Content.
-
-    def _content(self, row: Row, index: int) -> tuple[int, ...]:
-        """The tokens of a row's block as the prefix cache sees them."""
-        tokens = row.tokens if self.config.reuse_answers else row.marked_tokens
-        return tuple(tokens[index * self.config.block_size : (index + 1) * self.config.block_size])
-
-    def _find(
-        self, parent: BlockHash | int, content: tuple[int, ...]
-    ) -> tuple[BlockHash, KVCacheBlock] | None:
-        """The name of this content and the block that got it first, if any block still has it."""
-        name = self.names.get((parent, content))
-        blocks = None if name is None else self.pool.get_cached_block(name, [0])
-        return (name, blocks[0]) if name is not None and blocks is not None else None
-
-    def _lookup(self, row: Row) -> tuple[list[BlockHash], list[KVCacheBlock]]:
-        """The longest beginning of a row's tokens that can be found, at least one token left to compute."""
-        names: list[BlockHash] = []
-        blocks: list[KVCacheBlock] = []
-        parent: BlockHash | int = row.request.salt
-        for index in range((row.num_findable - 1) // self.config.block_size):
-            found = self._find(parent, self._content(row, index))
-            if found is None:
-                break
-            parent = found[0]
-            names.append(found[0])
-            blocks.append(found[1])
-        return names, blocks
+    # Order and waiting.
 
     def _may_wait_to_publish(self) -> bool:
-        """Whether nobody would look for blocks that only decoding has filled.
+        """Return whether nobody would look for blocks that only decoding has filled.
 
         Under their own names an answer's blocks are of use to their own request alone, and only if it gives
         way in the next step and is computed again. With a window they must be published before they leave it.
@@ -514,38 +378,16 @@ class Engine:
         is_tight = self.pool.get_num_free_blocks() < len(self._in_phase(Phase.RUNNING))
         return not (self.config.reuse_answers or self.config.sliding_window or is_tight)
 
-    def _publish(self, row: Row) -> None:
-        """Make the full blocks of the computed tokens findable, behind others with the same content."""
-        if not self.config.prefix_caching:
-            return
-        first, end = len(row.names), row.computed // self.config.block_size
-        for index in range(first, end):
-            parent = row.names[-1] if row.names else row.request.salt
-            content = self._content(row, index)
-            if self._find(parent, content) is None:
-                self.num_names += 1
-                self.names[parent, content] = BlockHash(self.num_names.to_bytes(32, "big"))
-            row.names.append(self.names[parent, content])
-        while first < end and row.blocks[first].block_hash is not None:
-            first += 1  # beams of one search share it, and another one was first
-        named = V1Request(str(row.request.arrival), row.tokens)
-        named.block_hashes = row.names
-        self.pool.cache_full_blocks(named, row.blocks, first, end, self.config.block_size, 0)
-
     # Rows.
 
     def _by_row(self) -> list[Row]:
         return [row for row in self.rows if row is not None]
 
     def _in_phase(self, *phases: Phase) -> list[Row]:
-        """In the order of requests."""
+        """Return the rows in a phase, in the order of requests."""
         return sorted(
             (row for row in self._by_row() if row.phase in phases), key=lambda row: row.request.order
         )
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
@@ -553,12 +395,8 @@ def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
 
 
 def num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
     return min(len(a), len(b))
-
-
-def unmarked(tokens: list[int]) -> list[int]:
-    return [token if token >= 0 else -1 - token for token in tokens]

@@ -1,4 +1,4 @@
-"""What `reference.engine` is made of: requests, the rows in which they run, and what a step did."""
+"""State of `reference.engine`: requests, the rows in which they run, and the report of a step."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Search:
-    """What makes a request a beam search: it has the arrivals from its own on, one for each of its rows."""
+    """Beam search of a request, which has the arrivals from its own on, one for each of its rows."""
 
     width: int
     length_penalty: float
@@ -115,12 +115,12 @@ class Row:
 
     @property
     def width(self) -> int:
-        """How many slots it takes with those that run with it."""
+        """Number of slots that it takes together with the rows that run with it."""
         return 1 if self.group is None else self.group.search.width
 
     @property
     def num_findable(self) -> int:
-        """So many of its tokens, but for the last, are looked for in the prefix cache."""
+        """Number of its tokens, the last left out, that are looked for in the prefix cache."""
         return self.num_tokens if self.group is None else self.prompt_len
 
     @property
@@ -150,7 +150,7 @@ class Group:
 
 @dataclass
 class Step:
-    """What one step did, by row; rows and requests of which there is nothing to say are left out."""
+    """Report of one step, by row. Rows and requests without an event are left out."""
 
     num_new_tokens: dict[int, int] = field(default_factory=dict)  # computed in this step
     preempted: dict[int, Preemption] = field(default_factory=dict)  # in this order

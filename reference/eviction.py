@@ -1,4 +1,4 @@
-"""Which cached block goes first: what each eviction policy does, one block at a time, in plain Python.
+"""Eviction policies for cached blocks, one block at a time, in plain Python.
 
 A policy sees five things: blocks that are taken (their content is forgotten), content that is made
 findable, blocks that are found again (hits), the free ones among these that leave (revived), and the blocks
@@ -45,7 +45,10 @@ class Lru:
 
 
 class LruSplit(Lru):
-    """What has no content goes first, a prompt's last block at once: vLLM V1's since mid-2026."""
+    """Least recently used first, after blocks without content: vLLM V1's policy since mid-2026.
+
+    A prompt's last block, if it has no content, goes first at once.
+    """
 
     def free(self, blocks: Sequence[tuple[int, bool]]) -> None:
         without = [block for block, has_content in blocks if not has_content]
@@ -93,7 +96,7 @@ class Ranked:
 
 
 class Fifo(Ranked):
-    """In the order in which blocks were first given back."""
+    """First in, first out: in the order in which blocks were first given back."""
 
     def rank(self, block: int) -> tuple[int, int]:
         return self.floor, self.born[block]
@@ -192,7 +195,7 @@ class S3Fifo(Ranked):
 
 
 class Belady(Ranked):
-    """Who is asked for last first; of these who has been unused for longest."""
+    """Farthest next use first; of several, the one unused for longest."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -242,9 +245,10 @@ class Prompts:
     def send(
         self, symbols: Sequence[int], num_lookup: int, num_held: int, next_use: Sequence[int] = ()
     ) -> int:
-        """One prompt: how many of its blocks are hit. At most the first `num_lookup` of its symbols may be,
-        and `num_held` blocks are held in all, those beyond the symbols without content. `next_use`, of each
-        symbol, is for `Belady`.
+        """Send one prompt through the cache; return how many of its blocks are hit.
+
+        At most the first `num_lookup` of its symbols may be hit. `num_held` blocks are held in all, those
+        beyond the symbols without content. `next_use`, of each symbol, is for `Belady`.
         """
         self._give_back(self.rows.pop(0))
         held: list[int] = []

@@ -1,4 +1,4 @@
-"""What must hold after every operation of an oracle; an AssertionError says what does not."""
+"""Invariants of the oracles after every operation. An AssertionError says what does not hold."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from .v1.kv_cache_utils import KVCacheBlock
 
 
 def check_block_space_manager(manager: BlockSpaceManager, prefixes: Iterable[Prefix] = ()) -> None:
-    """v0: on each device every block is either free, once, or held by exactly as many as its count says.
+    """Check v0: on each device a block is either free, once, or held by exactly as many as its count says.
 
     prefixes: those that may hold blocks of this manager.
     """
@@ -30,7 +30,7 @@ def check_block_space_manager(manager: BlockSpaceManager, prefixes: Iterable[Pre
 
 
 def check_block_pool(pool: BlockPool, block_tables: Iterable[Sequence[KVCacheBlock]]) -> None:
-    """V1: counts are those of the tables, the queue holds the unused blocks, hashes and blocks agree.
+    """Check V1: counts are the tables', the queue holds the unused blocks, hashes and blocks agree.
 
     block_tables: the blocks of every request; null blocks may stand anywhere.
     """

@@ -1,4 +1,4 @@
-"""How layouts hold K and V, written as loops over tokens: what `pallas_kernels.layouts` must do.
+"""Layouts of K and V, written as loops over tokens: what `pallas_kernels.layouts` must do.
 
 Each is a pair of functions on named arrays. `write(arrays, k, v, slots)` puts tokens [num_heads, head_dim]
 one after the other into their slots, slot = block * block_size + offset, and returns new arrays.
@@ -45,12 +45,15 @@ def head_major(
 
 
 def fused(arrays: Mapping[str, np.ndarray], which: str, block: int, offset: int, head: int) -> np.ndarray:
-    """Also `all_layers`: they differ in where the layers are."""
+    """Return a token's head in `fused`, and in `all_layers`: these differ only in where the layers are."""
     return arrays["kv"][block, "kv".index(which), offset, head]
 
 
 def split_x(arrays: Mapping[str, np.ndarray], which: str, block: int, offset: int, head: int) -> np.ndarray:
-    """K has x numbers of a token, then those of the next token; V a channel's of all tokens."""
+    """Return a token's head in `split_x`.
+
+    K has x numbers of a token, then those of the next token. V has a channel's numbers of all tokens.
+    """
     if which == "k":
         return arrays["k"][block, head, :, offset]  # [head_dim / x, x]
     return arrays["v"][block, head, :, offset]
@@ -61,7 +64,10 @@ def by_heads(
     put: Callable[[Arrays, str, int, int, int, np.ndarray], None],
     get: Callable[[Mapping[str, np.ndarray], str, int, int, int], np.ndarray],
 ) -> Oracle:
-    """Of (block_size, num_heads, head_dim): each token's head by itself, at (which, block, offset, head)."""
+    """Return functions that store each token's head by itself, at (which, block, offset, head).
+
+    sizes: block_size, num_heads and head_dim.
+    """
     block_size, num_heads, head_dim = sizes
 
     def write(arrays: Arrays, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Arrays:
@@ -85,7 +91,7 @@ def by_heads(
 
 
 def plain(numbers: Numbers, block_size: int, num_heads: int, head_dim: int) -> Oracle:
-    """Numbers as they are, in the arrays' type."""
+    """Store numbers as they are, in the arrays' type."""
 
     def put(arrays: Arrays, which: str, block: int, offset: int, head: int, x: np.ndarray) -> None:
         place = numbers(arrays, which, block, offset, head)
@@ -98,7 +104,7 @@ def plain(numbers: Numbers, block_size: int, num_heads: int, head_dim: int) -> O
 
 
 def float8(base: Oracle, dtype: np.dtype, largest: float, k_scale: np.ndarray, v_scale: np.ndarray) -> Oracle:
-    """x / scale in a type of 8 bits that has no numbers beyond `largest`; scales are [num_heads]."""
+    """Store x / scale in a type of 8 bits that has no numbers beyond `largest`; scales are [num_heads]."""
 
     def write(arrays: Arrays, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Arrays:
         k, v = (
@@ -115,13 +121,14 @@ def float8(base: Oracle, dtype: np.dtype, largest: float, k_scale: np.ndarray, v
 
 
 def measured_scale(x: np.ndarray, largest: float) -> np.float32:
-    """What makes the largest of these numbers the largest of the type."""
+    """Return the scale that makes the largest of these numbers the largest of the type."""
     return np.float32(np.max(np.abs(x.astype(np.float32))) / np.float32(largest))
 
 
 def int8_per_token(numbers: Numbers, block_size: int, num_heads: int, head_dim: int) -> Oracle:
-    """round(x / scale), with scale = max |x| / 127 of a token's head. Scales are [num_blocks, num_heads,
-    block_size], those of K and V in one array where the numbers are.
+    """Store round(x / scale), with scale = max |x| / 127 of a token's head.
+
+    Scales are [num_blocks, num_heads, block_size], those of K and V in one array where the numbers are.
     """
 
     def scale_of(
@@ -145,8 +152,9 @@ def int8_per_token(numbers: Numbers, block_size: int, num_heads: int, head_dim: 
 
 
 def int4_grouped(block_size: int, num_heads: int, head_dim: int, group: int = 16) -> Oracle:
-    """Codes from 0 to 15 with a scale and a zero: for V of a token's head, for K of a channel of a whole
-    group.
+    """Store codes from 0 to 15 with a scale and a zero.
+
+    V has them for a token's head, K for a channel of a whole group of tokens.
 
     What an unfinished group of K has is kept in `k_new`, and when its last token comes, all of it is made
     codes.
@@ -198,7 +206,7 @@ def int4_grouped(block_size: int, num_heads: int, head_dim: int, group: int = 16
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
-    """Finite float32 numbers rounded to bfloat16's, of two that are as near to the even one."""
+    """Round finite float32 numbers to bfloat16's, ties to even."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     rounded = bits + (0x7FFF + (bits >> 16 & 1))
     return (rounded & np.uint32(0xFFFF0000)).astype(np.uint32).view(np.float32)

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Update(NamedTuple):
-    """Of neighbouring outputs of one weight."""
+    """Low-rank update of neighbouring outputs of one weight."""
 
     first: int  # output
     a: np.ndarray  # [rank, in_features]
@@ -20,7 +20,7 @@ class Update(NamedTuple):
 
 
 def added(y: np.ndarray, x: np.ndarray, update: Update) -> np.ndarray:
-    """`y`, [num_tokens, out_features], with what the update makes of `x`, [num_tokens, in_features]."""
+    """Return `y`, [num_tokens, out_features], plus the update of `x`, [num_tokens, in_features]."""
     y = y.copy()
     y[:, update.first : update.first + len(update.b)] += update.scale * (x @ update.a.T) @ update.b.T
     return y
@@ -29,7 +29,7 @@ def added(y: np.ndarray, x: np.ndarray, update: Update) -> np.ndarray:
 def merged(
     weights: Mapping[str, np.ndarray], adapter: Mapping[str, Sequence[Update]]
 ) -> dict[str, np.ndarray]:
-    """All weights, by their role, with the updates of some: "layers.0.qkv.weight", for example.
+    """Return all weights, by their role ("layers.0.qkv.weight", for example), with the updates of some added.
 
     The product of the two is taken in float64, and the sum has the weight's dtype.
     """

@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Rope(Protocol):
-    """How positions turn the first `dim` coordinates of a head."""
+    """Rotary embedding: the first `dim` coordinates of a head are turned by the position."""
 
     theta: float
     dim: int
@@ -20,7 +20,7 @@ class Rope(Protocol):
 
 
 class Layer(Protocol):
-    """In what layers differ."""
+    """Properties in which layers differ."""
 
     rope: Rope | None
     sliding_window: int | None  # tokens that a token sees, itself among them; None: all before it
@@ -64,16 +64,18 @@ Weights = Mapping[str, np.ndarray]
 
 
 class Cache(Protocol):
-    """What keeps K and V of tokens, and may give them back changed."""
+    """Store of K and V of tokens, which may give them back changed."""
 
     num_tokens: int  # that it has of each layer before the next ones
 
     def add(self, layer: str, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the next tokens go in; those of all come back."""
+        """Add the next tokens' K and V; return those of all tokens."""
 
 
 def logits(config: Config, weights: Weights, token_ids: list[int], cache: Cache | None = None) -> np.ndarray:
-    """Scores of the token after each of `token_ids`: [num_tokens, vocab_size], in the weights' dtype.
+    """Return scores of the token after each of `token_ids`: [num_tokens, vocab_size], in the weights' dtype.
+
+    With a cache, only tokens that it does not have are computed.
 
     With a cache only of those that it does not have.
     """
@@ -93,7 +95,7 @@ def generate(
     max_tokens: int,
     stop_token_ids: tuple[int, ...] = (),
 ) -> list[int]:
-    """Greedy answer: the likeliest token again and again, a stop token included."""
+    """Return the greedy answer: the likeliest token again and again, a stop token included."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(int(np.argmax(logits(config, weights, tokens)[-1])))
@@ -103,7 +105,7 @@ def generate(
 
 
 def embed(config: Config, weights: Weights, token_ids: list[int], first: int = 0) -> np.ndarray:
-    """Of the tokens from position `first` on."""
+    """Return the embeddings of the tokens from position `first` on."""
     x = weights["embedding.weight"][token_ids[first:]]
     x = x * x.dtype.type(config.embedding_scale)
     if config.num_positions is not None:
@@ -114,7 +116,9 @@ def embed(config: Config, weights: Weights, token_ids: list[int], first: int = 0
 def layer(
     config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray, cache: Cache | None = None
 ) -> np.ndarray:
-    """Attention and a feed-forward part, each added to what came in; one after the other, or side by side."""
+    """Compute a layer: attention and a feed-forward block, each added to its input, in sequence or in
+    parallel.
+    """
     before, after = config.norm_place in ("before", "both"), config.norm_place in ("after", "both")
 
     def out(part: str, values: np.ndarray) -> np.ndarray:
@@ -135,8 +139,10 @@ def layer(
 def attention(
     config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray, cache: Cache | None = None
 ) -> np.ndarray:
-    """Causal attention of `x`, [num_tokens, hidden_size], over itself and what the cache has before it; query
-    heads share kv heads in groups.
+    """Compute causal attention of `x`, [num_tokens, hidden_size], over itself and the cached tokens before
+    it.
+
+    Query heads share kv heads in groups.
 
     Token i sees token j if j <= i and, with a sliding window, i - j < sliding_window. A sink is one more
     score, of a token without a value.
@@ -192,7 +198,7 @@ def qk_normed(
 
 
 def mlp(config: Config, weights: Weights, name: str, x: np.ndarray, prefix: str = "") -> np.ndarray:
-    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))`."""
+    """Compute `down(act(gate(x)) * up(x))`, or `down(act(up(x)))`."""
     first, down = f"{name}.{prefix}up", f"{name}.{prefix}down"
     if not config.gated:
         wide = linear(weights, first, x)
@@ -292,7 +298,7 @@ def linear(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def norm(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """By the root of the mean square; a layer norm takes the mean away first."""
+    """Normalise by the root of the mean square; a layer norm subtracts the mean first."""
     if config.norm == "layer":
         x = x - x.mean(axis=-1, keepdims=True)
     weight = weights[f"{name}.weight"] + x.dtype.type(config.norm_offset)
@@ -316,7 +322,7 @@ def rope(x: np.ndarray, rope: Rope, max_len: int, first: int = 0) -> np.ndarray:
 
 
 def frequency(rope: Rope, pair: int, max_len: int) -> float:
-    """Radians a position of one pair; the scaling says how much slower it is made."""
+    """Return the radians that one pair turns in a position, slowed as the scaling says."""
     plain, scaling = rope.theta ** (-2 * pair / rope.dim), rope.scaling
     if scaling is None:
         return plain
@@ -331,8 +337,10 @@ def frequency(rope: Rope, pair: int, max_len: int) -> float:
 
 
 def llama3_frequency(plain: float, scaling: Any) -> float:
-    """Llama 3 stretches what turns slowly: a wave longer than original / low is slowed by `factor`, one
-    shorter than original / high is kept, and between them the two are mixed.
+    """Scale a frequency as Llama 3 does, which slows what turns slowly.
+
+    A wave longer than original / low is slowed by `factor`, one shorter than original / high is kept, and
+    between them the two are mixed.
     """
     wavelength = 2 * math.pi / plain
     if wavelength < scaling.original_max_len / scaling.high_freq_factor:
@@ -345,13 +353,15 @@ def llama3_frequency(plain: float, scaling: Any) -> float:
 
 
 def yarn_frequency(rope: Rope, plain: float, pair: int) -> float:
-    """YaRN goes by the pair's number: kept before the one that turns `beta_fast` times in the original
-    length, slowed by `factor` behind the one that turns `beta_slow` times.
+    """Scale a frequency as YaRN does, by the pair's number.
+
+    Pairs before the one that turns `beta_fast` times in the original length are kept. Pairs behind the one
+    that turns `beta_slow` times are slowed by `factor`.
     """
     scaling = rope.scaling
 
     def pair_with(turns: float) -> float:
-        """The place among the pairs of one that turns so often."""
+        """Return the number of the pair that turns so often."""
         return math.log(scaling.original_max_len / (2 * math.pi * turns), rope.theta) * rope.dim / 2
 
     begin, end = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)

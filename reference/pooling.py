@@ -1,4 +1,4 @@
-"""What a pooling model makes of a prompt's hidden states, in NumPy: a vector, or the chances of classes."""
+"""Pooling in NumPy: a vector, or the probabilities of classes, from a prompt's hidden states."""
 
 import numpy as np
 

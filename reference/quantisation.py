@@ -24,7 +24,7 @@ ON_LOAD = {"int8": "Q8_0", "int4": "Q4_0"}
 
 
 def dequantise(rows: np.ndarray, kind: str) -> np.ndarray:
-    """The values, float32 [num_rows, num_values], of rows of blocks, uint8 [num_rows, num_bytes]."""
+    """Return the values, float32 [num_rows, num_values], of rows of blocks, uint8 [num_rows, num_bytes]."""
     num_values, num_bytes = BLOCKS[kind]
     blocks = rows.reshape(-1, num_bytes)
     values = np.stack([_DEQUANTISE[kind](block) for block in blocks])
@@ -33,8 +33,9 @@ def dequantise(rows: np.ndarray, kind: str) -> np.ndarray:
 
 
 def quantise(weight: np.ndarray, kind: str) -> np.ndarray:
-    """Rows of blocks, uint8 [num_rows, num_bytes], of kind Q8_0 or Q4_0: the nearest that these have to
-    values, float32 [num_rows, num_values].
+    """Return rows of blocks, uint8 [num_rows, num_bytes], of format Q8_0 or Q4_0.
+
+    They hold the numbers nearest to values, float32 [num_rows, num_values].
     """
     num_values, _ = BLOCKS[kind]
     blocks = weight.astype(np.float32).reshape(-1, num_values)
@@ -47,17 +48,17 @@ def _q8_0(block: np.ndarray) -> np.ndarray:
 
 
 def _q4_0(block: np.ndarray) -> np.ndarray:
-    """Codes count from -8."""
+    """Decode codes that count from -8."""
     return _float16(block, 0) * (_nibbles(block[2:]) - 8)
 
 
 def _q4_1(block: np.ndarray) -> np.ndarray:
-    """Codes count from a minimum."""
+    """Decode codes that count from a minimum."""
     return _float16(block, 0) * _nibbles(block[4:]) + _float16(block, 2)
 
 
 def _q5_0(block: np.ndarray) -> np.ndarray:
-    """The fifth bits of all codes come first, a bit a value."""
+    """Decode codes of five bits; the fifth bits of all codes come first, one per value."""
     return _float16(block, 0) * (_nibbles(block[6:]) + 16 * _bits(block[2:6]) - 16)
 
 
@@ -66,7 +67,7 @@ def _q5_1(block: np.ndarray) -> np.ndarray:
 
 
 def _q4_k(block: np.ndarray) -> np.ndarray:
-    """Eight groups of 32 values. Two groups share 32 bytes: one has the lower half of each, one the upper."""
+    """Decode eight groups of 32 values. Two share 32 bytes: one has the lower halves, one the upper."""
     scales, minima = _k_scales(block)
     values = []
     for group in range(8):
@@ -77,7 +78,7 @@ def _q4_k(block: np.ndarray) -> np.ndarray:
 
 
 def _q5_k(block: np.ndarray) -> np.ndarray:
-    """As Q4_K; of 32 bytes that come before, each has the fifth bit of one value in every group."""
+    """Decode Q4_K's codes with a fifth bit. 32 bytes before them hold one for each value."""
     scales, minima = _k_scales(block)
     values = []
     for group in range(8):
@@ -88,7 +89,7 @@ def _q5_k(block: np.ndarray) -> np.ndarray:
 
 
 def _q6_k(block: np.ndarray) -> np.ndarray:
-    """Two halves of 128 values: four bits of each in 64 bytes, two bits in 32; a scale for each 16 values."""
+    """Decode two halves of 128 values: four bits in 64 bytes, two bits in 32; a scale per 16 values."""
     scales = _float16(block, 208) * block[192:208].view(np.int8).astype(np.float32)
     codes = []
     for half in range(2):
@@ -102,13 +103,15 @@ def _q6_k(block: np.ndarray) -> np.ndarray:
 
 
 def _mxfp4(block: np.ndarray) -> np.ndarray:
-    """Codes of e2m1, and a scale that is a power of two, of which a byte is the exponent from -127 on."""
+    """Decode codes of e2m1 with a scale that is a power of two, stored as a byte: the exponent plus 127."""
     codes = _nibbles(block[1:]).astype(np.int64)
     return np.float32(2.0 ** (int(block[0]) - 127)) * E2M1[codes]
 
 
 def _k_scales(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and minima of eight groups: six bits each in twelve bytes, times two numbers of all groups."""
+    """Decode scales and minima of eight groups: six bits each in twelve bytes, times two numbers of all
+    groups.
+    """
     packed = block[4:16].astype(np.int32)
     scales, minima = [], []
     for group in range(8):
@@ -123,12 +126,12 @@ def _k_scales(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _float16(block: np.ndarray, start: int) -> np.float32:
-    """The number in two bytes, as float32."""
+    """Return the number in two bytes, as float32."""
     return np.float32(block[start : start + 2].copy().view("<f2")[0])
 
 
 def _nibbles(codes: np.ndarray) -> np.ndarray:
-    """All lower halves of the bytes, then all upper ones."""
+    """Return all lower halves of the bytes, then all upper ones."""
     return np.concatenate([codes & 15, codes >> 4]).astype(np.float32)
 
 
@@ -137,7 +140,7 @@ def _bits(codes: np.ndarray) -> np.ndarray:
 
 
 def _to_q8_0(block: np.ndarray) -> np.ndarray:
-    """The largest becomes 127, or -127; halves are rounded away from zero."""
+    """Encode values so that the largest becomes 127 or -127; halves are rounded away from zero."""
     scale = np.abs(block).max() / np.float32(127)
     scaled = block * _inverse(scale)
     codes = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))
@@ -145,7 +148,7 @@ def _to_q8_0(block: np.ndarray) -> np.ndarray:
 
 
 def _to_q4_0(block: np.ndarray) -> np.ndarray:
-    """The largest becomes -8, for there is no 8; halves are rounded up."""
+    """Encode values so that the largest becomes -8, for there is no 8; halves are rounded up."""
     scale = block[np.abs(block).argmax()] / np.float32(-8)
     codes = np.floor(block * _inverse(scale) + np.float32(8.5)).clip(0, 15).astype(np.uint8)
     return np.concatenate([_bytes(scale), codes[:16] + 16 * codes[16:]])

@@ -11,7 +11,9 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs whose codes a word has, from
 
 
 def awq(tensors: dict[str, np.ndarray]) -> np.ndarray:
-    """qweight [inputs, outputs / 8] and qzeros [groups, outputs / 8], words of 4-bit codes; scales [groups,
+    """Decode an AWQ weight.
+
+    qweight [inputs, outputs / 8] and qzeros [groups, outputs / 8] are words of 4-bit codes; scales [groups,
     outputs].
     """
     codes, zeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"].astype(np.float32)
@@ -27,8 +29,11 @@ def awq(tensors: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def gptq(tensors: dict[str, np.ndarray], bits: int, group_size: int, zero_is_less_one: bool) -> np.ndarray:
-    """qweight [inputs * bits / 32, outputs], a word having neighbouring inputs; qzeros [groups, outputs *
-    bits / 32], a word having neighbouring outputs; scales [groups, outputs]; g_idx [inputs], if there is one.
+    """Decode a GPTQ weight.
+
+    A word of qweight [inputs * bits / 32, outputs] holds neighbouring inputs. A word of qzeros [groups,
+    outputs * bits / 32] holds neighbouring outputs. The rest: scales [groups, outputs]; g_idx [inputs], if
+    there is one.
 
     In the first version of the format zero points are stored less one.
     """
@@ -49,8 +54,10 @@ def gptq(tensors: dict[str, np.ndarray], bits: int, group_size: int, zero_is_les
 
 
 def packed(tensors: dict[str, np.ndarray], bits: int) -> np.ndarray:
-    """Of compressed-tensors: weight_packed [outputs, words], weight_scale [outputs, groups], and sometimes
-    weight_zero_point [words, groups] and weight_g_idx [inputs]. All codes count from -2**(bits - 1).
+    """Decode a packed weight of compressed-tensors.
+
+    Tensors: weight_packed [outputs, words], weight_scale [outputs, groups], and sometimes weight_zero_point
+    [words, groups] and weight_g_idx [inputs]. All codes count from -2**(bits - 1).
     """
     codes, scales = tensors["weight_packed"], tensors["weight_scale"].astype(np.float32)
     num_outputs, num_inputs = tensors["weight_shape"]
@@ -75,8 +82,9 @@ def scaled(
     zero_points: np.ndarray | None = None,
     block: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """Integers, or numbers of e4m3, times scales: one, one an output, one for each group of an output's
-    inputs, or one for each block.
+    """Multiply integers, or numbers of e4m3, by their scales.
+
+    There is one scale, one per output, one per group of an output's inputs, or one per block.
     """
     num_outputs, num_inputs = codes.shape
     wide = codes.astype(np.float32)
@@ -95,8 +103,10 @@ def scaled(
 
 
 def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Bytes [outputs, groups, 16], of which each has two neighbouring inputs' codes of e2m1, the first in its
-    lower half; scales [outputs, groups] are powers of two, their exponents counted from -127.
+    """Decode an MXFP4 weight.
+
+    Each byte of [outputs, groups, 16] has two neighbouring inputs' codes of e2m1, the first in its lower
+    half. Scales [outputs, groups] are powers of two, their exponents counted from -127.
     """
     num_outputs, num_groups, num_bytes = blocks.shape
     weight = np.zeros((num_outputs, num_groups * 2 * num_bytes), np.float32)
@@ -111,12 +121,12 @@ def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def field(words: np.ndarray, bits: int, place: int) -> np.ndarray:
-    """The code at a place of each word, counted from its lowest bits."""
+    """Return the code at an index of each word, counted from its lowest bits."""
     return words.astype(np.int64) >> bits * place & 2**bits - 1
 
 
 def e4m3(codes: np.ndarray) -> np.ndarray:
-    """The numbers of bytes: a sign, four bits of an exponent that counts from -7, three of a fraction.
+    """Return the numbers of bytes: a sign, four bits of an exponent biased by 7, three of a fraction.
 
     An exponent of 0 stands for subnormal numbers. There is no infinity; all ones are NaN.
     """
@@ -127,8 +137,9 @@ def e4m3(codes: np.ndarray) -> np.ndarray:
 
 
 def as_e4m3(weight: np.ndarray) -> np.ndarray:
-    """What `quantization="fp8"` makes of a weight: in each row the nearest numbers that e4m3 has, times a
-    scale with which the row's largest becomes 448; of two that are as near the one whose last bit is 0.
+    """Return a weight as `quantization="fp8"` stores it: numbers of e4m3 and a scale per row.
+
+    The scale makes the row's largest number 448. Each number is the nearest that e4m3 has, ties to even.
     """
     every = e4m3(np.arange(127))
     found = np.zeros(weight.shape, np.float32)

@@ -1,4 +1,4 @@
-"""Which replica a request goes to, as plain lists of what each was sent."""
+"""Routing of requests to replicas, as plain lists of what each was sent."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
@@ -20,7 +20,7 @@ class Router:
         return longest
 
     def best(self, blocks: Sequence[Block], loads: Mapping[str, float]) -> str:
-        """The replica of `loads` that gets a prompt of these blocks."""
+        """Choose the replica, of those with these `loads`, that gets a prompt of these blocks."""
         allowed = [name for name in loads if loads[name] <= min(loads.values()) + self.max_lead]
         longest = max(self.num_cached(name, blocks) for name in allowed)
         allowed = [name for name in allowed if self.num_cached(name, blocks) == longest]

@@ -25,7 +25,8 @@ def edited(
     frequency_penalty: float = 0.0,
     presence_penalty: float = 0.0,
 ) -> np.ndarray:
-    """The logits of the token after `prompt` and `answer`, [vocab], in float64.
+    """Return the logits of the token after `prompt` and `answer`, [vocab], in float64, with penalties and
+    bans.
 
     A bad word is a sequence of tokens: its last one is barred where the answer ends with those before.
     """
@@ -52,8 +53,10 @@ def edited(
 def probabilities(
     logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """Chance of each token of one row, [vocab], in float64. Temperature 0 gives all to the first likeliest,
-    and so does a row in which nothing is left, or is too much: whose largest logit is infinite or NaN.
+    """Return the probability of each token of one row, [vocab], in float64.
+
+    Temperature 0 gives all to the first likeliest token. So does a row whose largest logit is infinite or
+    NaN, or in which every token is barred.
 
     Filters apply in the order min_p, top_k, top_p, each to what the one before has left. Tokens are ranked by
     logit, equal ones by their id, the lower first; the likeliest always stays.
@@ -79,17 +82,19 @@ def probabilities(
 
 
 def first_likeliest(logits: np.ndarray) -> int:
-    """The first of the largest logits; the last token of a row with NaN in it."""
+    """Return the first of the largest logits; the last token of a row with NaN in it."""
     return len(logits) - 1 if np.isnan(logits).any() else int(np.argmax(logits))
 
 
 def ranking(logits: np.ndarray) -> list[int]:
-    """The tokens by falling logit, equal ones by id."""
+    """Return the tokens by falling logit, equal ones by id."""
     return sorted(range(len(logits)), key=lambda token: (-logits[token], token))
 
 
 def logprobs(logits: np.ndarray) -> np.ndarray:
-    """The natural logarithm of each token's chance in `softmax(logits)`, in float64, over the last axis."""
+    """Return the natural logarithm of each token's share of `softmax(logits)`, in float64, over the last
+    axis.
+    """
     below = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return below - np.log(np.exp(below).sum(axis=-1, keepdims=True))
 
@@ -97,7 +102,7 @@ def logprobs(logits: np.ndarray) -> np.ndarray:
 def stopped(
     pieces: Sequence[str], stop: Sequence[str], *, include: bool = False, min_tokens: int = 0
 ) -> tuple[int, str, str | None]:
-    """The first stop string to be complete in a text: the tokens until then, the text left, and which it is.
+    """Find the first stop string to be complete; return the tokens until then, the text left, and its index.
 
     `pieces`: what each token adds to the text. Of strings that are complete with the same token the first to
     end counts, and of these the first in the list. One that is complete within the first `min_tokens` tokens

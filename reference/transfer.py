@@ -36,7 +36,7 @@ class Cache:
         self.kv: dict[int, Hashable] = {}  # by block
 
     def export(self, contents: Sequence[tuple[int, ...]], salt: int) -> list[Content]:
-        """The longest beginning of a chain of these tokens that can be found."""
+        """Return the longest prefix of a chain of these tokens that can be found."""
         return [
             Content(tokens, self.kv[block.block_id])
             for tokens, block in zip(contents, self._lookup(contents, salt)[1], strict=False)
@@ -64,7 +64,7 @@ class Cache:
     def compute(
         self, contents: Sequence[tuple[int, ...]], salt: int, kv: Sequence[Hashable]
     ) -> list[KVCacheBlock] | None:
-        """A request that looks nothing up, and computes these blocks; None if there is no room."""
+        """Start a request that looks nothing up and computes these blocks; return None if they do not fit."""
         if len(contents) > self.pool.get_num_free_blocks():
             return None
         blocks = self.pool.get_new_blocks(len(contents))
@@ -73,7 +73,7 @@ class Cache:
         return blocks
 
     def finish(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """A request's blocks are given back, the last first."""
+        """Give a request's blocks back, the last first."""
         self.pool.free_blocks(reversed(blocks))
 
     def _lookup(

@@ -18,7 +18,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Not what is there to meet wrong types and say so: the host side, and the public operations.
 CHECKED = [
-    "pallas_kernels.xla.tiles",
+    "pallas_kernels.xla.tiled_attention",
     "jaxpaged.memory",
     "jaxpaged.models",
     "jaxpaged.parallel",
@@ -38,6 +38,11 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"skipped {count} in {file}: {reason}")
     if terminalreporter.config.option.markexpr == "not slow":
         terminalreporter.write_line("left out, for make test-all: tests marked slow")
+
+
+def pytest_collection_modifyitems(items):
+    """Put the fuzzers last: tests of ten seconds each, which idle workers take from busy ones."""
+    items.sort(key=lambda item: item.path.parent.name == "fuzz")
 
 
 # Of the kernel's usual 65,530 mappings of memory a process; a compiled loop takes over a thousand.

@@ -1,5 +1,5 @@
-"""The layouts' cases: sizes that each has blocks of, and its oracle. All that is in the registry is in the
-tests.
+"""Cases for the layouts' tests: sizes that each layout supports, and its oracle, for all layouts of the
+registry.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ EACH = list(LAYOUTS)
 
 
 def block_size_of(layout: Layout, candidates: tuple[int, ...] = BLOCK_SIZES, head_dim: int = HEAD_DIM) -> int:
-    """The first of these sizes that the layout has blocks of."""
+    """Return the first of these sizes that the layout supports."""
     dtype = jnp.dtype("float32")
     return next(size for size in candidates if layout.why_not(size, head_dim, dtype) is None)
 
@@ -28,13 +28,15 @@ def sizes_of(layout: Layout, num_blocks: int = 9) -> Sizes:
 
 
 def empty(layout: Layout, sizes: Sizes) -> dict[str, np.ndarray]:
-    """A layer's arrays before anything is written."""
+    """Return a layer's arrays before anything is written."""
     pool = layouts.create(layout, *sizes, jnp.dtype("float32"))
     return {name: np.array(array) for name, array in pool.arrays.items()}
 
 
 def oracle(name: str, sizes: Sizes) -> Oracle | None:
-    """What a layout of ours must do; None for one from elsewhere, of which only its promises are checked."""
+    """Return the oracle of a registered layout; None for one from elsewhere, which only promises are checked
+    of.
+    """
     block = sizes[1:]
     ones = np.ones(sizes.num_kv_heads, np.float32)
     by_name = {

@@ -41,6 +41,7 @@ def gpu_sh(*arguments, **environment):
     )
 
 
+@pytest.mark.slow
 def test_everything_for_a_gpu_runs_tiny_on_a_cpu(tmp_path):
     """Each mode's results are there, checked first, and in the table."""
     done = gpu_sh(tmp_path, "--smoke")

@@ -1,4 +1,4 @@
-"""A layout as somebody writes it with the README alone, in one file, without a change to another."""
+"""A layout as somebody writes it with the documents alone, in one file, without a change to another."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """A MODEL, not a measurement: what a decoder takes and gives on groups of GPUs, and on many groups.
 
-The tables of docs/scale.md: `python -m jaxpaged.lab.scale` prints them. A group is a few GPUs that share one
-copy of the weights (tensor parallel); groups are copies of each other, each with its own requests.
+The tables of docs/research/scale.md: `python -m jaxpaged.lab.scale` prints them. A group is a few GPUs that
+share one copy of the weights (tensor parallel); groups are copies of each other, each with its own requests.
 """
 
 import math

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxpaged.memory.block_pool import NULL_BLOCK
-from pallas_kernels.layouts import TOKEN_MAJOR, Layout, Part, Pool, Sizes
+from pallas_kernels.layouts import TOKEN_MAJOR, BlockSlice, Layout, Pool, Sizes
 from pallas_kernels.ops import caches
 
 
@@ -52,8 +52,8 @@ class KVCache:
         shared = {name: x[layer] for name, x in self.shared.items()}
         sizes = Sizes(self.num_blocks * self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
         first, stride = (self.num_blocks, 1) if self.layout.layers_apart else (1, self.num_layers)
-        part = Part(jnp.asarray(layer * first, jnp.int32), stride, self.num_blocks)
-        return Pool(blocks | shared, self.layout, sizes, part)
+        of_layer = BlockSlice(jnp.asarray(layer * first, jnp.int32), stride, self.num_blocks)
+        return Pool(blocks | shared, self.layout, sizes, of_layer)
 
 
 def create(

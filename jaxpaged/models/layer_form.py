@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from pallas_kernels import native
-from pallas_kernels.gpu import product
+from pallas_kernels.gpu import dense_product
 from pallas_kernels.ops import ProductImplementation, choice
 
 
@@ -27,5 +27,5 @@ def form_of(dtype: jnp.dtype, loop_over_layers: bool | None = None) -> LayerForm
     """That of this machine for weights of a dtype; `loop_over_layers` as `EngineConfig` has it."""
     if native.serves(dtype):
         return LayerForm("native", "native", loop_over_layers is not False)
-    by_kernel = choice.default_implementation() == "mosaic_gpu" and dtype.name in product.DTYPES
+    by_kernel = choice.default_implementation() == "mosaic_gpu" and dtype.name in dense_product.DTYPES
     return LayerForm("xla", "mosaic_gpu" if by_kernel else "xla", bool(loop_over_layers))

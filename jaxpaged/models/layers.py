@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int, Num
 from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from jaxpaged.models.layer_form import LayerForm, form_of
 from jaxpaged.models.quantised.codes import QuantisedWeight
-from pallas_kernels import low_rank, native, ops
-from pallas_kernels.gpu import product
-from pallas_kernels.ops import ProductImplementation
+from pallas_kernels import native, ops
+from pallas_kernels.gpu import dense_product
+from pallas_kernels.ops import ProductImplementation, low_rank
 from pallas_kernels.xla import operations as xla
 
 Values = Array | np.ndarray  # a weight that is being made
@@ -186,7 +186,7 @@ class Linear(nnx.Module):
             y = native.product(x, packed, self.out_features, 0 if number is None else number)
         elif self.implementation == "mosaic_gpu":
             packed, number = self.kernel.holding(layer)
-            y = product.packed_product(x, packed, self.out_features, number)
+            y = dense_product.packed_product(x, packed, self.out_features, number)
         else:
             y = xla.product(x, self.kernel[layer], contract=0)
         return y if self.bias is None else y + self.bias[layer].astype(jnp.float32)
@@ -203,7 +203,7 @@ class Linear(nnx.Module):
 # A weight [out_features, in_features] as who multiplies by it reads it.
 _PACKED: dict[ProductImplementation, Callable[[Any], Any]] = {
     "native": native.pack,
-    "mosaic_gpu": product.pack,
+    "mosaic_gpu": dense_product.pack,
     "xla": lambda weight: weight.T,
 }
 

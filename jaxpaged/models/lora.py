@@ -25,8 +25,9 @@ from jaxpaged.models.layers import AdapterParam, Linear
 from jaxpaged.models.names import TRANSPOSED, Form, Names, in_layer, layers_with, piece_shapes
 from jaxpaged.models.patterns import Patterns
 from jaxpaged.models.weights import Share
-from pallas_kernels import low_rank, native
-from pallas_kernels.low_rank import LowRank
+from pallas_kernels import native
+from pallas_kernels.ops import low_rank
+from pallas_kernels.ops.low_rank import LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ROLES = ("qkv", "o", "gate_up", "up", "down")

@@ -1,4 +1,16 @@
-"""What the GPU kernels share: how numbers lie in shared memory and registers, and who brings them there."""
+"""Primitives of the GPU kernels: bring tiles into shared memory, widen, multiply, store, wait.
+
+* A call's optional arrays: `Extras`, `extras_of`; the arrays' blocks that its block ids name: `places`.
+* Bring a tile: `copy_tokens` and `scale_tokens` size the TMA copies, `tiled` gives the layout of shared
+    memory.
+* Multiply: `WGMMA` is the layout of a product in registers; `widen` and `widened` make float16 of 8-bit
+    numbers.
+* Write: `store`. Wait: `drain`.
+* Interpret: `interpret_params`.
+
+Primitives of tiles with 4 bits a number are in `int4_cache.py`, the counter of arrivals in
+`arrival_counter.py`.
+"""
 
 import math
 from collections.abc import Callable
@@ -35,7 +47,7 @@ class Extras(NamedTuple):
 
 
 def extras_of(options: Options) -> Extras:
-    """The arrays among the options."""
+    """Return the arrays among the options."""
     return Extras(
         options.alibi_slopes,
         options.sinks,
@@ -43,17 +55,19 @@ def extras_of(options: Options) -> Extras:
         options.v_scale,
         options.token_scales,
         options.packed,
-        None if options.part is None else options.part.first[None],
+        None if options.blocks is None else options.blocks.first[None],
     )
 
 
 def block_stride(options: Options) -> int:
-    """From one block of a call to the next, among the arrays' blocks."""
-    return 1 if options.part is None else options.part.stride
+    """Return the step from one block of a call to the next, among the arrays' blocks."""
+    return 1 if options.blocks is None else options.blocks.stride
 
 
 def places(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array]:
-    """From a block of the call to which of the arrays' blocks it is. Reads memory once, now."""
+    """Return a function from a block of the call to the arrays' block that it is. It reads memory once,
+    now.
+    """
     if extras.first_block is None:
         return lambda block_id: block_id
     first = extras.first_block[0]
@@ -61,18 +75,22 @@ def places(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def copy_tokens(block_size: int, tile_kv: int) -> int:
-    """Tokens of one copy: a block's, or so many that each warp of the producer has a part of a tile."""
+    """Return the tokens of one copy: a block's, or fewer, so that each warp of the producer copies some of a
+    tile.
+    """
     return min(block_size, tile_kv // NUM_WARPS)
 
 
 def scale_tokens(block_size: int, tile_kv: int) -> int:
-    """Tokens of one copy of scales: a copy's place in shared memory begins with 128 bytes, 32 of them."""
+    """Return the tokens of one copy of scales. Its target in shared memory is aligned to 128 bytes, 32
+    scales.
+    """
     return min(block_size, tile_kv)
 
 
 def tiled(width: int) -> Any:
-    """The transforms of rows in shared memory as wgmma reads them: small tiles, of as many columns as divide
-    the width.
+    """Return the transforms of rows in shared memory as wgmma reads them: tiles of 8 rows and the most
+    columns, 64, 32 or 16, that divide the width.
     """
     transforms: Any = plgpu  # mypy takes the two for abstract
     columns = next(columns for columns in (64, 32, 16) if width % columns == 0)
@@ -80,7 +98,11 @@ def tiled(width: int) -> Any:
 
 
 def drain(empty: Any, num_slots: int, done: jax.Array) -> None:
-    """Take the last arrivals at a ring's slots. The GPU would not mind; jax's interpreter wants each seen."""
+    """Wait for the last arrivals at a ring's slots. The GPU does not need it; JAX's interpreter wants each
+    seen.
+
+    free: barriers [num_slots]; done: how many tiles went through the ring.
+    """
     for k in range(num_slots):
 
         @pl.when(done > k)
@@ -89,12 +111,15 @@ def drain(empty: Any, num_slots: int, done: jax.Array) -> None:
 
 
 def columns_of(head_dim: int) -> list[int]:
-    """Where pieces of 64 columns begin that cover head_dim; the last two may overlap."""
+    """Return the first columns of pieces of 64 that cover head_dim; the last two may overlap."""
     return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
 
 
 def widen(source: Any, target: Any, scales: Any = None, *, is_interpreted: bool) -> None:
-    """A tile of 8-bit numbers into float16, in parts; times the scale of each row, if there are."""
+    """Convert a tile of 8-bit numbers in shared memory to float16 in shared memory.
+
+    scales: [rows] float32 in shared memory, a factor for each row; None for none.
+    """
     height = (
         source.shape[0] if scales is None else 64
     )  # of a part: with scales numbers are float32 on the way
@@ -114,7 +139,7 @@ def widen(source: Any, target: Any, scales: Any = None, *, is_interpreted: bool)
 
 
 def widened(source: Any, *, is_interpreted: bool) -> jax.Array:
-    """8-bit numbers in shared memory as float16, each where a wgmma wants it."""
+    """Load 8-bit numbers from shared memory as float16, in the registers in which a wgmma reads them."""
     x = plgpu.load(source, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
     if x.dtype == jnp.int8 and not is_interpreted:
         return _int8_as_float16(x)
@@ -127,9 +152,10 @@ SIGNS, UPPER_BYTE, PAIRS, TOO_MUCH = 0x80808080, 0x64, (0x4140, 0x4342), 0x64806
 
 
 def _int8_as_float16(x: jax.Array) -> jax.Array:
-    """x as float16, exactly, by five operations for four numbers, where a GPU converts one after the other.
+    """Convert int8 to float16 exactly, with five operations for four numbers; a GPU converts one number at a
+    time.
 
-    Pallas' interpreter does not know such code.
+    Pallas' interpreter cannot run such code.
     """
     layout = plgpu.Layout.WGMMA_UPCAST_2X
 
@@ -166,7 +192,7 @@ def _int8_as_float16(x: jax.Array) -> jax.Array:
 
 
 def store(target: Any, value: jax.Array) -> None:
-    """Registers into memory as they lie, whatever the bank conflicts and broken cache lines."""
+    """Store registers to memory as they lie, in spite of bank conflicts and partly written cache lines."""
     if hasattr(plgpu, "store"):  # jax 0.12 wants to be told that they are accepted
         plgpu.store(target, value, optimized=False)
     else:
@@ -174,9 +200,10 @@ def store(target: Any, value: jax.Array) -> None:
 
 
 def interpret_params(interpret: Any) -> Any:
-    """True stands for the GPU interpreter with race detection.
+    """Return the interpreter's parameters; True stands for race detection.
 
-    It takes copies that share a simulated TMA thread as ordered: 64 threads are enough for no two to.
+    The interpreter takes copies that share a simulated TMA thread as ordered. With 64 threads no two share
+    one.
     """
     if interpret is True:
         return plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)

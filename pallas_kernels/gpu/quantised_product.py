@@ -1,24 +1,27 @@
-"""Products of few rows with weights of 8, 6 or 4 bits on Hopper GPUs: codes are all that is read of a weight.
+"""Products of few rows with weights of 8, 6 or 4 bits on Hopper GPUs; of a weight only codes and scales are
+read.
 
     y[row, o] = sum over groups g of  scale[g, o] * (sum over i in g of x[row, i] * code[o, i])
                                     + minimum[g, o] * (sum over i in g of x[row, i])
 
-A program has 64 outputs and a share of the inputs, and two Pallas threads (warpgroups), as in decode
-attention: the producer's warps fetch codes, rows, scales and minima, a warp each, into a ring of slots of 128
-inputs; the consumer multiplies. The product is turned round, so that outputs fill the 64 rows that a wgmma
-has and the rows of x, padded to a multiple of 8, are its columns, which are independent of each other:
+A program has 64 outputs and a range of the inputs, and two Pallas threads (warpgroups), as in decode
+attention. The producer's warps fetch codes, rows, scales and minima, a warp each, into a ring of slots of 128
+inputs; the consumer multiplies. The product is transposed, so that outputs fill the 64 rows of a wgmma. Its
+columns, independent of each other, are the rows of x, padded to a multiple of 8:
 
     y^T [64, rows] = codes [64, inputs] @ x^T [inputs, rows]
 
-A halfword has 4 codes, or 2, of as many runs of 32 inputs, or of 16, if a group has no more; 6 bits are 4 in
-one and 2 in another (`quantised.Halfwords`). In registers, which lie as those of a wgmma's operand, shifts
-and masks make of halfwords the codes of one run, as bfloat16, which holds each exactly. (Pallas' interpreter
-knows no product of registers: there they go through shared memory.)
-The sum over a run is made by the tensor cores, in float32; scales are factors of it. The sums of rows that
-minima need are products with ones.
+A halfword has 2 or 4 codes, of as many runs of 32 inputs, or of 16 if groups have no more. Codes of 6 bits
+have 4 bits in one halfword and 2 in another (`quantised.Halfwords`). Registers hold halfwords as a wgmma's
+operand lies. Shifts and masks turn them into the codes of one run, as bfloat16, which holds each exactly.
+(Pallas' interpreter cannot multiply from registers: there they go through shared memory.) The tensor cores
+sum over a run, in float32; scales are factors of that sum. The sums of rows that minima need are products
+with ones.
 
-How inputs are shared out follows from the weight's shape, so a row's bits depend neither on other rows nor
-on their number. Each program keeps its sums, in float32; XLA adds them up.
+The ranges of inputs (split-K) follow from the weight's shape, so a row's bits depend neither on other rows
+nor on their number. Each program writes its sums in float32; XLA adds them up.
+
+Not for: rows in another type than bfloat16, more than 256 rows, other groups than `GROUP_SIZES` (`why_not`).
 """
 
 import dataclasses
@@ -32,16 +35,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu import common, tuning
 from pallas_kernels.gpu.common import WGMMA
 from pallas_kernels.quantised import NUM_INPUTS, NUM_OUTPUTS, PLANES, Halfwords, offset
 
 MAX_COLUMNS = 64
 MAX_ROWS = 256  # in blocks of MAX_COLUMNS: codes are fetched for each, and XLA moves four times as much
 GROUP_SIZES = (16, 32, 64, 128)
-MIN_STEPS = 4  # of a program, if inputs are shared out
-PROGRAMS = 2 * tuning.H200_CORES  # that inputs are shared out for, whatever the GPU: so bits are the same
+MIN_STEPS = 4  # of a program, if inputs are split
+PROGRAMS = 2 * tuning.H200_CORES  # for which inputs are split, whatever the GPU: so bits are the same
 MAX_STAGES = 8
 
 
@@ -63,18 +65,18 @@ class Problem:
 
     @property
     def halfwords(self) -> int:
-        """Of an output, in a slot."""
+        """The halfwords of an output in a slot."""
         return NUM_INPUTS * self.bits // 16
 
     @property
     def groups(self) -> int:
-        """Of a slot."""
+        """The groups of an output in a slot."""
         return NUM_INPUTS // self.group_size
 
     @property
     def at_a_time(self) -> int:
-        """Runs whose products are under way together: as many as a thread has registers for, and of 32 inputs
-        at least, else ptxas unrolls the loop over a slot.
+        """The runs whose products are under way together: as many as a thread has registers for, and at least
+        32 inputs, else ptxas unrolls the loop over a slot.
         """
         return max(32 // self.run, min(4, 64 // (self.num_columns * (1 + self.has_minima))))
 
@@ -84,24 +86,24 @@ class Problem:
 
     @property
     def num_steps(self) -> int:
-        """Of all programs with the same outputs."""
+        """The steps over the inputs, of all programs with the same outputs together."""
         return self.num_inputs // NUM_INPUTS
 
     @property
-    def num_shares(self) -> int:
-        """Programs with the same outputs."""
+    def num_splits(self) -> int:
+        """The programs with the same outputs, which split the inputs."""
         return max(1, min(PROGRAMS // self.num_tiles, self.num_steps // MIN_STEPS))
 
     @property
     def num_stages(self) -> int:
-        """Slots, so many that two programs share a multiprocessor's memory."""
+        """The slots: so many that two programs share a multiprocessor's memory."""
         scales = (1 + self.has_minima) * self.groups * NUM_OUTPUTS * jnp.dtype(self.scale_dtype).itemsize
         slot = NUM_OUTPUTS * NUM_INPUTS * self.bits // 8 + self.num_columns * NUM_INPUTS * 2 + scales
         return min(MAX_STAGES, (tuning.SHARED_MEMORY_BYTES // 2 - 4096) // slot)
 
 
 class Operands(NamedTuple):
-    """What is multiplied, in memory or in the ring."""
+    """The arrays to multiply: in the GPU's memory, or in the ring in shared memory."""
 
     codes: Any  # [num_layers, num_outputs, halfwords]; in the ring [num_stages, NUM_OUTPUTS, halfwords]
     x: Any  # [num_rows, num_inputs]; [num_stages, num_columns, NUM_INPUTS]
@@ -115,12 +117,12 @@ class Scratch(NamedTuple):
     ring: Operands
     wide: Any  # [terms, NUM_OUTPUTS, run] what is multiplied together, else None
     full: Any  # [num_stages], an arrival per copy
-    empty: Any  # [num_stages]
+    free: Any  # [num_stages]
 
 
 def scratch_types(p: Problem) -> Scratch:
-    """The types of `Scratch`, for plgpu.kernel."""
-    in_runs = _gpu.tiled(p.run)
+    """Return the types of `Scratch`, for plgpu.kernel."""
+    in_runs = common.tiled(p.run)
     slots = p.num_stages
     scales = plgpu.SMEM((slots, p.groups, NUM_OUTPUTS), p.scale_dtype)
     terms = p.at_a_time * (1 + p.has_minima)
@@ -134,16 +136,17 @@ def scratch_types(p: Problem) -> Scratch:
         ),
         wide=wide if p.by_memory else None,
         full=plgpu.Barrier(num_arrivals=3 + p.has_minima, num_barriers=slots),
-        empty=plgpu.Barrier(num_barriers=slots),
+        free=plgpu.Barrier(num_barriers=slots),
     )
 
 
 def _kernel(layer: Any, gmem: Operands, out: Any, scratch: Scratch, *, problem: Problem) -> None:
+    """Compute 64 outputs for a block of rows, over a range of the inputs."""
     p = problem
-    tile, share = lax.axis_index("tile"), lax.axis_index("share")
+    tile, split = lax.axis_index("tile"), lax.axis_index("split")
     outputs = pl.ds(tile * NUM_OUTPUTS, NUM_OUTPUTS)
     rows = pl.ds(lax.axis_index("block") * p.num_columns, p.num_columns)
-    first, end = (lax.div(i * p.num_steps, jnp.int32(p.num_shares)) for i in (share, share + 1))
+    first, end = (lax.div(i * p.num_steps, jnp.int32(p.num_splits)) for i in (split, split + 1))
     thread = lax.axis_index("thread")
 
     @pl.when(thread == 1)
@@ -156,7 +159,7 @@ def _kernel(layer: Any, gmem: Operands, out: Any, scratch: Scratch, *, problem: 
     def _consumer() -> None:
         total = plgpu.layout_cast(jnp.full((NUM_OUTPUTS, p.num_columns), 0.0, jnp.float32), WGMMA)
         total = lax.fori_loop(0, end - first, functools.partial(_consume, p, scratch), total)
-        _gpu.store(out.at[share, outputs, rows], total)
+        common.store(out.at[split, outputs, rows], total)
 
 
 def _produce(
@@ -170,14 +173,14 @@ def _produce(
     scratch: Scratch,
     warp: jax.Array,
 ) -> None:
-    """Fetch what this warp has of each step."""
+    """Fetch this warp's copies of each step."""
 
     def fetch(i: jax.Array, _: None) -> None:
         slot = lax.rem(i, jnp.int32(p.num_stages))
 
         @pl.when(i >= p.num_stages)
         def _wait() -> None:
-            plgpu.barrier_wait(scratch.empty.at[slot])
+            plgpu.barrier_wait(scratch.free.at[slot])
 
         step = first + i
         groups = pl.ds(step * p.groups, p.groups)
@@ -195,11 +198,11 @@ def _produce(
                     plgpu.copy_gmem_to_smem(source, target.at[slot], scratch.full.at[slot])
 
     lax.fori_loop(0, num_steps, fetch, None)
-    _gpu.drain(scratch.empty, p.num_stages, num_steps)
+    common.drain(scratch.free, p.num_stages, num_steps)
 
 
 def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> jax.Array:
-    """The sums with a slot's products more."""
+    """Add the products of a slot to the sums."""
     slot = lax.rem(i, jnp.int32(p.num_stages))
     plgpu.barrier_wait(scratch.full.at[slot])
     codes, x, scales, minima = (None if ring is None else ring.at[slot] for ring in scratch.ring)
@@ -214,12 +217,12 @@ def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> ja
 
     # A loop: ptxas gives registers to the products of all that is unrolled.
     total = lax.fori_loop(0, NUM_INPUTS // (p.run * p.at_a_time), add, total)
-    plgpu.barrier_arrive(scratch.empty.at[slot])
+    plgpu.barrier_arrive(scratch.free.at[slot])
     return total
 
 
 class _Term(NamedTuple):
-    """What is multiplied with a run of x, and by what the product is to be multiplied then."""
+    """The numbers to multiply with a run of x, and the factors of the product."""
 
     numbers: jax.Array  # [NUM_OUTPUTS, run]
     run: jax.Array
@@ -227,10 +230,10 @@ class _Term(NamedTuple):
 
 
 def _numbers(p: Problem, halfwords: Any, run: jax.Array) -> jax.Array:
-    """The codes of a slot's run [NUM_OUTPUTS, run], in bfloat16.
+    """Return the codes of a slot's run as bfloat16 [NUM_OUTPUTS, run].
 
-    Without a conversion: the lower seven bits of a bfloat16 of 128 to 255 count ones, the eighth adds 128; of
-    one that is 16 times as large they count sixteens.
+    No conversion is needed: the lower seven bits of a bfloat16 between 128 and 255 count ones, and the eighth
+        adds 128. In a bfloat16 that is 16 times as large they count sixteens.
     """
 
     def number(bits: jax.Array, mask: int, unit: int = 0) -> jax.Array:
@@ -258,8 +261,9 @@ def _numbers(p: Problem, halfwords: Any, run: jax.Array) -> jax.Array:
 def _halfwords(
     p: Problem, halfwords: Any, run: jax.Array, bits: int, start: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Those in which a slot's run has so many bits of its codes, and its place in them. The plane of those
-    bits begins at `start`.
+    """Return the halfwords that hold these bits of a run's codes, and the run's index in them.
+
+    start: the first halfword of the plane of these bits.
     """
     runs = jnp.int32(16 // bits)
     part, place = lax.div(run, runs), lax.rem(run, runs)
@@ -268,11 +272,11 @@ def _halfwords(
 
 
 def _float(bits: jax.Array) -> jax.Array:
-    """The e4m3 numbers in the upper bytes, in bfloat16.
+    """Return the e4m3 numbers in the upper bytes as bfloat16.
 
-    Exponent and mantissa lie as bfloat16's once they are shifted; its exponent is greater by 120. Below the
-    least normal number, 2^-6, e4m3 has no leading one and no exponent less by one: there twice what was read
-    less 2^-6 is right, which elsewhere is no less than it.
+    Shifted, exponent and mantissa lie as bfloat16's; its exponent is greater by 120. Below the least normal
+    number, 2^-6, e4m3 has no leading one and the exponent is not less by one. There, twice what was read less
+    2^-6 is right; elsewhere that is not below what was read, so the minimum of both is right everywhere.
     """
     size = lax.shift_right_logical(bits & jnp.uint16(0x7F00), jnp.full_like(bits, 4)) + jnp.uint16(120 << 7)
     number = lax.bitcast_convert_type(size, jnp.bfloat16)
@@ -282,7 +286,7 @@ def _float(bits: jax.Array) -> jax.Array:
 
 
 def _add(p: Problem, total: jax.Array, terms: list[_Term], x: Any, wide: Any) -> jax.Array:
-    """The sums with these terms more, one after the other: in that order, whatever is under way together."""
+    """Add terms to the sums one after the other, in that order, whatever is under way together."""
     if p.by_memory:
         for k, term in enumerate(terms):
             wide[k] = term.numbers
@@ -304,7 +308,7 @@ def _add(p: Problem, total: jax.Array, terms: list[_Term], x: Any, wide: Any) ->
 
 
 def why_not(dtype: jnp.dtype, bits: int, group_size: int, *, is_float: bool) -> str | None:
-    """The rule that such a weight breaks, beside rows of that dtype; None if there is none."""
+    """Return the rule that such a weight, or rows of that dtype, break; None if they break none."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return "rows must be bfloat16"
     if bits not in PLANES or (is_float and bits != 8):
@@ -318,8 +322,9 @@ def why_not(dtype: jnp.dtype, bits: int, group_size: int, *, is_float: bool) -> 
 def product(
     x: jax.Array, weight: Halfwords, layer: int | jax.Array | None = None, *, interpret: Any = False
 ) -> jax.Array:
-    """`x @ weight.T` in float32, of a stack that of a layer; at most MAX_ROWS rows in bfloat16.
+    """Compute `x @ weight.T` in float32, for at most MAX_ROWS rows in bfloat16.
 
+    layer: which weight of a stack; None if there is no stack.
     interpret: bool or plgpu.InterpretGPUParams.
     """
     num_rows = x.shape[0]
@@ -347,24 +352,26 @@ def product(
 
 @functools.cache
 def _shared_kernel_of(p: Problem) -> Callable[..., jax.Array]:
-    """The kernel as one function for all calls of a shape: a model is lowered once, not layer by layer."""
+    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
+    layer.
+    """
     return jax.jit(_kernel_of(p, interpret=False))
 
 
 def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:
-    """(layer, operands) -> sums [num_shares, num_outputs, num_rows]."""
+    """Return a function (layer, operands) -> sums [num_splits, num_outputs, num_rows]."""
 
     def quantised_product_kernel(*refs: Any) -> None:
         _kernel(*refs, problem=p)
 
     kernel: Callable[..., jax.Array] = plgpu.kernel(
         quantised_product_kernel,
-        out_type=jax.ShapeDtypeStruct((p.num_shares, p.num_outputs, p.num_rows), jnp.float32),
-        grid=(p.num_rows // p.num_columns, p.num_tiles, p.num_shares),
-        grid_names=("block", "tile", "share"),
+        out_type=jax.ShapeDtypeStruct((p.num_splits, p.num_outputs, p.num_rows), jnp.float32),
+        grid=(p.num_rows // p.num_columns, p.num_tiles, p.num_splits),
+        grid_names=("block", "tile", "split"),
         num_threads=2,
         thread_name="thread",
         scratch_types=[scratch_types(p)],
-        interpret=_gpu.interpret_params(interpret),
+        interpret=common.interpret_params(interpret),
     )
     return kernel

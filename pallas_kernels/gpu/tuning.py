@@ -2,8 +2,8 @@
 
 `config_for` looks a shape up in `MEASURED`, by (device kind, head_dim, block_size, cache dtype, queries of a
 row that share a kv head), and falls back to `default_config`. Results do not depend on num_stages and
-num_ctas; tile_kv changes the order of a sum. `benchmarks/decode_attention.py --sweep` prints entries for the
-table.
+ctas_per_core; tile_kv changes the order of a sum. `benchmarks/decode_attention.py --sweep` prints entries for
+the table.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ H200_CORES = 132
 
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
-    """How a decode-attention kernel is cut."""
+    """The tile size, pipeline depth and number of programs of a decode-attention kernel."""
 
     tile_kv: int = 64  # tokens per step, 64 or 128: the rows of a wgmma
     num_stages: int = 3  # tiles of K and V in flight or in use, at least 2
@@ -40,7 +40,7 @@ MEASURED: dict[tuple[str, int, int, str, int], TuningConfig] = {}
 
 
 def config_for(arrays: Arrays, options: Options, query_len: int = 1) -> TuningConfig:
-    """The measured configuration of this device and shape, or the default one."""
+    """Return the measured configuration of this device and shape, or the default one."""
     _, block_size, num_kv_heads, head_dim = sizes_of(arrays, options)
     cache_dtype, num_queries = arrays.k_cache.dtype, arrays.q.shape[1] // num_kv_heads * query_len
     key = (jax.devices()[0].device_kind, head_dim, block_size, cache_dtype.name, num_queries)
@@ -51,9 +51,10 @@ def config_for(arrays: Arrays, options: Options, query_len: int = 1) -> TuningCo
 def default_config(
     head_dim: int, cache_dtype: jnp.dtype, num_queries: int, *, is_scaled: bool = False
 ) -> TuningConfig:
-    """Tiles of 64 tokens, and 2 to 4 stages: as many as let two programs share a multiprocessor's memory.
+    """Return a configuration with tiles of 64 tokens and 2 to 4 stages: as many as let two programs share a
+    multiprocessor's memory.
 
-    Where that is not possible, one program gets what fits.
+    Where that is not possible, one program gets the stages that fit.
     """
     columns, itemsize = num_columns(num_queries), jnp.dtype(cache_dtype).itemsize
     stage = 2 * 64 * head_dim * itemsize
@@ -69,20 +70,24 @@ def default_config(
 
 
 def widens_in_registers(head_dim: int, cache_dtype: jnp.dtype, *, is_scaled: bool) -> bool:
-    """Whether K of that type goes from the ring through registers into its product, without a way back.
+    """Return whether K goes from the ring through registers into its product, not through shared memory
+    again.
 
-    It saves work of shared memory where two programs a multiprocessor have the registers; longer heads take
-    too many. Numbers with a scale for each token, and codes of 4 bits (uint8), go by way of shared memory.
+    That saves accesses to shared memory where two programs a multiprocessor have the registers; longer heads
+    need too many. Numbers with a scale for each token, and codes of 4 bits (uint8), go by way of shared
+    memory.
     """
     is_narrow = jnp.dtype(cache_dtype).itemsize == 1 and cache_dtype != jnp.uint8
     return is_narrow and not is_scaled and head_dim <= 128
 
 
 def num_columns(num_queries: int) -> int:
-    """Queries, padded to what a wgmma takes as columns."""
+    """Return the number of queries, padded to what a wgmma takes as columns: a multiple of 8."""
     return -(-num_queries // 8) * 8
 
 
 def num_cores() -> int:
-    """Multiprocessors of the default device; an H200's where there is no GPU (tests, compiling ahead)."""
+    """Return the multiprocessors of the default device; an H200's where there is no GPU (tests, compiling
+    ahead).
+    """
     return getattr(jax.devices()[0], "core_count", None) or H200_CORES

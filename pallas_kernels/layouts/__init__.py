@@ -14,10 +14,10 @@ import jax
 from pallas_kernels.layouts.all_layers import AllLayers
 from pallas_kernels.layouts.base import (
     Arrays,
+    BlockSlice,
     Layout,
+    Location,
     PackedView,
-    Part,
-    Place,
     Pool,
     Sizes,
     View,
@@ -39,12 +39,12 @@ __all__ = [
     "LAYOUTS",
     "TOKEN_MAJOR",
     "Arrays",
+    "BlockSlice",
     "Dense",
     "Fp8",
     "Layout",
+    "Location",
     "PackedView",
-    "Part",
-    "Place",
     "Pool",
     "Sizes",
     "View",
@@ -72,7 +72,7 @@ CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")  # fp8 is
 
 
 def named(layout: str | Layout) -> Layout:
-    """The layout of that name, "package.module:Name" for one from outside; a layout is itself.
+    """Return the layout of that name, "package.module:Name" for one from outside; return a layout itself.
 
     Raises: ValueError if there is none.
     """
@@ -94,7 +94,7 @@ def named(layout: str | Layout) -> Layout:
 
 
 def choose(kv_layout: str | Layout, kv_cache_dtype: str = "auto", *, measures_scales: bool = False) -> Layout:
-    """The layout of these options, in its form for JAX's default device.
+    """Choose the layout for these options, in its form for JAX's default device.
 
     Raises: ValueError for a combination that means nothing.
     """
@@ -120,7 +120,7 @@ def choose(kv_layout: str | Layout, kv_cache_dtype: str = "auto", *, measures_sc
 
 
 def words(layout: Layout) -> dict[str, Any]:
-    """What `choose` makes it of, in words. Raises ValueError if no words do."""
+    """Return the options with which `choose` makes the layout. Raise ValueError if there are none."""
     outside = f"{type(layout).__module__}:{type(layout).__qualname__}"
     for kv_layout, kv_cache_dtype, measures in itertools.product(
         (*LAYOUTS, outside), CACHE_DTYPES, (False, True)
@@ -135,6 +135,8 @@ def words(layout: Layout) -> dict[str, Any]:
 
 
 def is_ours(layout: Layout) -> bool:
-    """Whether its sources are in this package: what is made of one from outside must not be kept on disk."""
+    """Return whether the layout's source is in this package. Programs compiled for other layouts must not be
+    kept on disk: their source may change.
+    """
     parts = layout, getattr(layout, "base", layout)
     return all(type(part).__module__.startswith(f"{__name__}.") for part in parts)

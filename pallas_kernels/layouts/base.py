@@ -1,9 +1,9 @@
-"""What a layout is: how the K and V of one layer lie in arrays of blocks.
+"""The base of layouts: how the K and V of one layer lie in arrays of blocks.
 
-A layout is a frozen value with three methods that say all of it, `arrays`, `write` and `read`. A block is one
-line of each array, so that copying, swapping and counting bytes follow. `view` is for the kernels: where a
-layout can say at which place the numbers of a token's head lie next to each other, they read it themselves;
-of any other XLA reads whole blocks by `read`.
+A layout is a frozen value that three methods define: `arrays`, `write` and `read`. A block is one line of
+    each array, so copying, swapping and counting bytes follow. `view` is for the kernels: where a token's
+    head has its numbers side by side, `view` gives their location, and kernels read them there. XLA reads
+    whole blocks of any other layout with `read`.
 """
 
 import abc
@@ -29,10 +29,10 @@ class Sizes(NamedTuple):
     head_dim: int
 
 
-class Place(NamedTuple):
-    """Where something of a token's head lies: an array, and what each of its leading axes counts.
+class Location(NamedTuple):
+    """The location of a token's head in an array: the array's name, and what each of its leading axes counts.
 
-    An axis is "block", "token" (of the block), "head", or a number, the only place along it. An axis behind
+    An axis is "block", "token" (of the block), "head", or a number, the only index along it. An axis behind
     these has the head's numbers side by side; without one there is a single number.
     """
 
@@ -40,12 +40,14 @@ class Place(NamedTuple):
     axes: tuple[str | int, ...]
 
     def at(self, block: Any, token: Any, head: Any) -> tuple[Any, ...]:
-        """The index of these tokens of a block, for `ref.at` or an array."""
+        """Return the index of these tokens of a block, for `ref.at` or an array."""
         values = {"block": block, "token": token, "head": head}
         return tuple(values.get(axis, axis) if isinstance(axis, str) else axis for axis in self.axes)
 
     def strides(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Elements from one block, token and head to the next, and from the array's begin to the first."""
+        """Return the elements from one "block", "token" and "head" to the next, and from the array's start to
+        the "first".
+        """
         found = {"block": 0, "token": 0, "head": 0, "first": 0}
         for i, axis in enumerate(self.axes):
             elements = math.prod(shape[i + 1 :])
@@ -56,48 +58,47 @@ class Place(NamedTuple):
         return found
 
     def sizes(self, shape: tuple[int, ...]) -> Sizes:
-        """The sizes of the pool that the array holds."""
+        """Return the sizes of the pool that an array of this shape holds."""
         found = {axis: size for axis, size in zip(self.axes, shape, strict=False) if isinstance(axis, str)}
         return Sizes(found["block"], found.get("token", 1), found["head"], shape[-1])
 
 
 class View(NamedTuple):
-    """A layout as kernels read it."""
+    """The locations of K and V, as kernels read a layout."""
 
-    k: Place
-    v: Place
+    k: Location
+    v: Location
     # Factors of the stored numbers, float32; None: there are none, or a head has one for all
     # (`Layout.scales`).
-    k_scale: Place | None = None
-    v_scale: Place | None = None
+    k_scale: Location | None = None
+    v_scale: Location | None = None
     numbers: jnp.dtype | None = None  # what the bytes are, where the arrays have them as uint8
 
 
 class PackedView(NamedTuple):
-    """A layout of 4 bits a number as kernels read it: each is code * scale + zero, in bfloat16.
+    """The locations in a layout of 4 bits a number, as kernels read it: a number is code * scale + zero, in
+    bfloat16.
 
-    Those of K are for a channel of `group` tokens, those of V for a token; axis "token" counts groups in the
-    places of the former. A byte of a head has the codes of channels d and d + head_dim / 2, the first in its
-    low bits. Of a block's group `new_group` (int32, -1 for none) K is in `k_new`, in the type of the
-    computation; of a sequence's blocks only the last has one.
+    Scales and zeros of K are for a channel of `group` tokens: in their locations axis "token" counts groups.
+        Those of V are for a token. A byte of a head has the codes of channels d and d + head_dim / 2, the
+        first in its low bits. The newest group of a block, `new_group` (int32, -1 for none), has its K in
+        `k_new`, in the type of the computation; only the last block of a sequence has one.
     """
 
     group: int  # tokens; block_size is a multiple
-    k: Place
-    k_scale: Place
-    k_zero: Place
-    k_new: Place
-    new_group: Place
-    v: Place
-    v_scale: Place
-    v_zero: Place
+    k: Location
+    k_scale: Location
+    k_zero: Location
+    k_new: Location
+    new_group: Location
+    v: Location
+    v_scale: Location
+    v_zero: Location
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout(abc.ABC):
-    """Base of all layouts. What has fields of its own must be hashable: programs are compiled for a
-    layout.
-    """
+    """The base of all layouts. One with fields must be hashable: programs are compiled for a layout."""
 
     # What `kv_cache_dtype` calls its numbers, if they are not those of the computation.
     cache_dtype: ClassVar[str | None] = None
@@ -109,86 +110,94 @@ class Layout(abc.ABC):
     def arrays(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of one layer, by name: each begins with num_blocks. dtype is that of the computation."""
+        """Return the arrays of one layer, by name: each begins with num_blocks. dtype is that of the
+        computation.
+        """
 
     @abc.abstractmethod
     def write(
         self, arrays: Arrays, sizes: Sizes, k: jax.Array, v: jax.Array, slots: jax.Array
     ) -> dict[str, jax.Array]:
-        """The arrays with new tokens in their slots: slot = block * block_size + offset.
+        """Return the arrays with new tokens in their slots: slot = block * block_size + offset.
 
-        k, v: [num_tokens, num_kv_heads, head_dim], at least two tokens; slots: [num_tokens] int32, in range.
+        k, v: [num_tokens, num_kv_heads, head_dim], at least two tokens.
+        slots: [num_tokens] int32, in range.
+
         Tokens of a sequence come in their order, those of one call next to each other. Slots are distinct,
-        but a token may be there twice, and what goes to block 0, where nobody looks, is padding.
+        but a token may be there twice. Tokens written to block 0 are padding and never read.
         """
 
     @abc.abstractmethod
     def read(
         self, arrays: Arrays, sizes: Sizes, block_ids: jax.Array, dtype: jnp.dtype
     ) -> tuple[jax.Array, jax.Array]:
-        """K and V of these blocks [*n], in range, as [*n, block_size, num_kv_heads, head_dim] of that type.
+        """Return K and V of blocks, each [*n, block_size, num_kv_heads, head_dim] in that dtype.
 
-        Of places that nobody has written to, anything.
+        block_ids: [*n] int32, in range. Slots that were never written hold anything.
         """
 
     def shared(self, num_kv_heads: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Arrays of a layer that belong to no block. They begin as zeros, and go to `write` and `read`
-        too.
+        """Return the arrays of a layer that belong to no block. They start as zeros; `write` and `read` get
+        them too.
         """
         return {}
 
     def on_several(self) -> "Layout":
-        """The form of it for devices that have some of the kv heads each: what it has for each head must be
-        in `shared` then, for their program is one.
+        """Return the form for devices that each hold some of the kv heads. They run one program, so what this
+        layout has for each head must be in `shared`.
         """
         return self
 
     def given(self, num_kv_heads: int, device: int = 0, num_devices: int = 1) -> dict[str, np.ndarray]:
-        """What arrays of `shared` begin as, where they do not as zeros: those of one of several devices with
-        so many kv heads each. Neighbours have the same where there are fewer heads than devices.
+        """Return the first values of `shared` arrays that do not start as zeros.
+
+        num_kv_heads: of this device, one of `num_devices`. Neighbouring devices share a head where there are
+            fewer heads than devices.
         """
         return {}
 
     def scales(self, arrays: Arrays, sizes: Sizes) -> tuple[jax.Array, jax.Array] | None:
-        """What a view's numbers of K and V are to be multiplied by, float32 [num_kv_heads] each; None: by
-        nothing.
+        """Return factors of a view's numbers of K and of V, float32 [num_kv_heads] each; None if there are
+        none.
         """
         return None
 
     def view(self) -> View | None:
-        """Where kernels find K and V; None: XLA reads them."""
+        """Return where kernels find K and V; None if only XLA can read the layout."""
         return None
 
     def packed_view(self) -> PackedView | None:
-        """Where kernels find K and V in 4 bits; None: they are not so."""
+        """Return where kernels find K and V in 4 bits; None if they are stored otherwise."""
         return None
 
     def on(self, platform: str) -> "Layout":
-        """The form of it that suits a device of this platform, "cpu" or "gpu" for one: the same numbers."""
+        """Return the form that suits a platform, such as "cpu" or "gpu": it holds the same numbers."""
         return self
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
-        """The rule that such blocks break, "block_size must be 1" for one; None if there is none."""
+        """Return the rule that such blocks break, such as "block_size must be 1"; None if they break none."""
         return None
 
     def why_not_heads(self, num_kv_heads: int) -> str | None:
-        """The same of a model with so many kv heads."""
+        """Return the rule that a model with so many kv heads breaks; None if it breaks none."""
         return None
 
     def block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
-        """Bytes of one layer of a block."""
+        """Return the bytes of one layer of a block."""
         specs = self.arrays(1, block_size, num_kv_heads, head_dim, dtype).values()
         return sum(spec.size * jnp.dtype(spec.dtype).itemsize for spec in specs)
 
     def __str__(self) -> str:
-        """Its class's name, in small letters."""
+        """Return the class's name in snake case."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Some of the blocks that arrays have, a layer's for one: block i of them is block first + i * stride."""
+class BlockSlice:
+    """A slice of the arrays' blocks, such as a layer's: its block i is block first + i * stride of the
+    arrays.
+    """
 
     first: jax.Array  # [] int32
     stride: int = dataclasses.field(metadata={"static": True})
@@ -198,21 +207,21 @@ class Part:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Blocks in some layout: what the operations of `ops` take in place of an array of K and one of V."""
+    """The blocks of a cache in some layout, which operations take in place of an array of K and one of V."""
 
     arrays: dict[str, jax.Array]
     layout: Layout = dataclasses.field(metadata={"static": True})
     sizes: Sizes = dataclasses.field(metadata={"static": True})  # of the arrays
-    part: Part | None = None  # what block ids and slots are of; None: of all
+    blocks: BlockSlice | None = None  # what block ids and slots are of; None: of all
 
     @property
     def num_blocks(self) -> int:
-        """Of the part, if there is one."""
-        return self.sizes.num_blocks if self.part is None else self.part.num_blocks
+        """The number of blocks that block ids can name."""
+        return self.sizes.num_blocks if self.blocks is None else self.blocks.num_blocks
 
     def places(self, block_ids: jax.Array) -> jax.Array:
-        """Which of the arrays' blocks these are."""
-        return block_ids if self.part is None else self.part.first + block_ids * self.part.stride
+        """Return the blocks of the arrays that these block ids name."""
+        return block_ids if self.blocks is None else self.blocks.first + block_ids * self.blocks.stride
 
     def read(self, block_ids: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """See `Layout.read`."""
@@ -227,7 +236,7 @@ class Pool:
 def create(
     layout: Layout, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
 ) -> Pool:
-    """A pool of zeros for one layer. Raises ValueError for sizes that the layout has no blocks of."""
+    """Return a pool of zeros for one layer. Raise ValueError for sizes that the layout does not support."""
     check(layout, block_size, head_dim, dtype)
     sizes = Sizes(num_blocks, block_size, num_kv_heads, head_dim)
     specs = layout.arrays(*sizes, dtype) | layout.shared(num_kv_heads)
@@ -235,6 +244,6 @@ def create(
 
 
 def check(layout: Layout, block_size: int, head_dim: int, dtype: jnp.dtype) -> None:
-    """Raise ValueError if the layout has no blocks of such sizes."""
+    """Raise ValueError if the layout does not support blocks of such sizes."""
     if rule := layout.why_not(block_size, head_dim, dtype):
         raise ValueError(f"{rule}, not {block_size=} with {head_dim=}, for kv_layout={layout}")

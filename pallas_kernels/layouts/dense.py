@@ -1,4 +1,4 @@
-"""Layouts that keep numbers as they are, in arrays with some order of axes."""
+"""Layouts that store numbers as they are, and differ in the order of their axes."""
 
 from typing import ClassVar
 
@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts.base import Arrays, Layout, Place, Sizes, View
+from pallas_kernels.layouts.base import Arrays, Layout, Location, Sizes, View
 
 Axes = tuple[str, ...]
 KV = "kv"  # the axis along which K comes before V
 
 
 class Dense(Layout):
-    """An array of K and one of V, or with an axis "kv" both in one; all else is the order of its axes."""
+    """A layout of an array of K and one of V, or of one array with an axis "kv" for both, defined by the
+    order of its axes.
+    """
 
     # "block" first, then "token", "head", "dim" and perhaps "kv" in any order; without "token" a block has
     # one.
@@ -44,14 +46,14 @@ class Dense(Layout):
         if self.axes[-1] != "dim":
             return None
         k, v = (
-            Place(name, tuple(which if axis == KV else axis for axis in self.axes[:-1]))
+            Location(name, tuple(which if axis == KV else axis for axis in self.axes[:-1]))
             for which, name in enumerate(self.names)
         )
         return View(k, v)
 
 
 def shape(axes: Axes, sizes: Sizes) -> tuple[int, ...]:
-    """The shape of an array with these axes."""
+    """Return the shape of an array with these axes."""
     found = dict(zip(("block", "token", "head", "dim", KV), (*sizes, 2), strict=True))
     return tuple(found[axis] for axis in axes)
 
@@ -64,8 +66,9 @@ def put(
     slots: jax.Array,
     block_size: int,
 ) -> dict[str, jax.Array]:
-    """The arrays of these names with tokens of K and V, [num_tokens, num_kv_heads] and perhaps a dimension
-    more.
+    """Write tokens of K and V to the arrays of these names, and return these arrays.
+
+    new: K and V, [num_tokens, num_kv_heads] each, with head_dim last if the arrays have that axis.
     """
     found = {name: arrays[name] for name in names}
     block, offset = jnp.divmod(slots, block_size)
@@ -86,7 +89,7 @@ def _scatter(
 
 
 def _turned(x: jax.Array, axes: Axes) -> jax.Array:
-    """Tokens' heads with their axes in this order."""
+    """Swap a token's heads and dimensions if the axes are in that order."""
     is_turned = "dim" in axes and axes.index("dim") < axes.index("head")
     return x.swapaxes(1, 2) if is_turned else x
 
@@ -94,7 +97,9 @@ def _turned(x: jax.Array, axes: Axes) -> jax.Array:
 def take(
     arrays: Arrays, names: tuple[str, str], axes: Axes, block_ids: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V of these blocks, [*n, block_size, num_kv_heads] and perhaps head_dim, in that type."""
+    """Return K and V of these blocks in a dtype, [*n, block_size, num_kv_heads], with head_dim if the arrays
+    have it.
+    """
     lines: dict[str, jax.Array] = {}
     for name in dict.fromkeys(names):  # both from one array at once
         array = arrays[name]

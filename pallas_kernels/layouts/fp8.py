@@ -1,4 +1,4 @@
-"""The layouts `fp8_e4m3` and `fp8_e5m2`: 8 bits a number, with scales for all tokens."""
+"""The layouts `fp8_e4m3` and `fp8_e5m2`: 8 bits a number, with scales that all tokens share."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ class Fp8(Layout):
         return self.base.arrays(num_blocks, block_size, num_kv_heads, head_dim, self._stored_dtype)
 
     def shared(self, num_kv_heads: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Measured scales, 0 before there is one; or given ones."""
+        """Return the arrays of measured scales, 0 until they are measured, or of given ones."""
         spec = jax.ShapeDtypeStruct((num_kv_heads,), jnp.float32)
         return {"k_scale": spec, "v_scale": spec} if self.is_measured or self.in_arrays else {}
 
@@ -129,7 +129,7 @@ class Fp8(Layout):
         return lax.bitcast_convert_type(x, jnp.uint8) if self.as_bytes else x
 
     def _measured(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
-        """The scales of these tokens [num_kv_heads]; 0 if there are none but padding."""
+        """Return scales [num_kv_heads] measured on these tokens; 0 if all are padding."""
         magnitude = jnp.where(is_token[:, None, None], jnp.abs(x.astype(jnp.float32)), 0)
         largest = jnp.max(magnitude, axis=(0, 2) if self.is_per_head else None)
         return jnp.broadcast_to(largest / np.float32(jnp.finfo(self.dtype).max), x.shape[1:2])

@@ -1,4 +1,4 @@
-"""The layout `int4_grouped`: two numbers a byte, K by channels, V by tokens."""
+"""The layout `int4_grouped`: two numbers a byte, K with scales for channels, V with scales for tokens."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.layouts.base import Arrays, Layout, PackedView, Place, Sizes
+from pallas_kernels.layouts.base import Arrays, Layout, Location, PackedView, Sizes
 
 GROUP = (
     16  # tokens; divides a prompt's tile, so that what a token sees of its group is the same in any company
@@ -103,9 +103,9 @@ class Int4Grouped(Layout):
 
     def packed_view(self) -> PackedView:
         names = (name for name in PackedView._fields if name != "group")
-        view = PackedView(GROUP, **{name: Place(name, ("block", "token", "head")) for name in names})
-        scale, zero = (Place(name, ("block", "head", "token")) for name in ("v_scale", "v_zero"))
-        return view._replace(new_group=Place("new_group", ("block",)), v_scale=scale, v_zero=zero)
+        view = PackedView(GROUP, **{name: Location(name, ("block", "token", "head")) for name in names})
+        scale, zero = (Location(name, ("block", "head", "token")) for name in ("v_scale", "v_zero"))
+        return view._replace(new_group=Location("new_group", ("block",)), v_scale=scale, v_zero=zero)
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
         if block_size % GROUP:
@@ -114,8 +114,9 @@ class Int4Grouped(Layout):
 
 
 def _quantised(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Packed codes, scales and zeros of float32 numbers [..., head_dim] that have them in common along an
-    axis.
+    """Return packed codes, scales and zeros of float32 numbers [..., head_dim].
+
+    axis: numbers along it share a scale and a zero.
     """
     low, high = (f(x, axis=axis, keepdims=True) for f in (jnp.min, jnp.max))
     scale = jnp.maximum((high - low) * np.float32(1 / 15), SMALLEST).astype(jnp.bfloat16)
@@ -126,5 +127,5 @@ def _quantised(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array
 
 
 def _numbers(codes: jax.Array) -> jax.Array:
-    """Codes [..., head_dim / 2] as numbers [..., head_dim]."""
+    """Unpack codes [..., head_dim / 2] into numbers [..., head_dim]."""
     return jnp.concatenate([codes & 15, codes >> 4], axis=-1).astype(jnp.float32)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layouts.base import Arrays, Layout, Place, Sizes, View
+from pallas_kernels.layouts.base import Arrays, Layout, Location, Sizes, View
 from pallas_kernels.layouts.dense import Dense, put, shape, take
 from pallas_kernels.layouts.token_major import TOKEN_MAJOR
 
@@ -57,7 +57,9 @@ class Int8PerToken(Layout):
         view = self.base.view()
         if view is None:
             return None
-        k_scale, v_scale = (Place(f"{place.array}_scale", _turned(place.axes)) for place in (view.k, view.v))
+        k_scale, v_scale = (
+            Location(f"{place.array}_scale", _turned(place.axes)) for place in (view.k, view.v)
+        )
         return View(view.k, view.v, k_scale, v_scale)
 
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
@@ -78,13 +80,13 @@ class Int8PerToken(Layout):
 
 
 def _turned[T](axes: Iterable[T]) -> tuple[T, ...]:
-    """The same axes, that of tokens at the end."""
+    """Return the axes with that of tokens moved to the end."""
     return tuple(sorted(axes, key=lambda axis: axis == "token"))
 
 
 def _quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What is stored of x [num_tokens, num_kv_heads, head_dim], and the scales [num_tokens, num_kv_heads,
-    1].
+    """Return int8 codes of x [num_tokens, num_kv_heads, head_dim], and their scales [num_tokens,
+    num_kv_heads].
     """
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) * np.float32(1 / 127), SMALLEST)

@@ -9,7 +9,7 @@ PIECE_BYTES = 16  # what a CUDA thread loads at once
 
 
 class SplitX(Layout):
-    """That of vLLM's CUDA kernels: K in pieces of x = 16 bytes, a piece of all tokens side by side; V by
+    """The layout of vLLM's CUDA kernels: K in chunks of x = 16 bytes, each side by side for all tokens; V by
     columns.
 
     K is [num_blocks, num_kv_heads, head_dim / x, block_size, x], V is [num_blocks, num_kv_heads, head_dim,

@@ -1,4 +1,4 @@
-"""The layout `token_major`."""
+"""The layout `token_major`, the default."""
 
 from pallas_kernels.layouts.dense import Dense
 

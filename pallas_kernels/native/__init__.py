@@ -1,8 +1,8 @@
 """Kernels in C++ for CPUs, where XLA's own code takes two to three times as long.
 
-One source serves AVX-512, AVX2, SSE2 and NEON. Compiled programs call them through JAX's foreign function
-interface. Nothing depends on them: without a C++ compiler, or with `JAXPAGED_NATIVE=0`, XLA does their work.
-`JAXPAGED_NATIVE=avx2` asks for another target than the processor's fastest.
+One source serves AVX-512, AVX2, SSE2 and NEON. Compiled programs call the kernels through JAX's foreign
+function interface. They are optional: without a C++ compiler, or with `JAXPAGED_NATIVE=0`, XLA does their
+work. `JAXPAGED_NATIVE=avx2` selects another target than the processor's fastest.
 """
 
 from pallas_kernels.native.attention import tiled_paged_attention, why_not_cache, why_not_layout

@@ -1,11 +1,13 @@
-"""Attention of tiles of query tokens: `attention.h`, and over caches of 4 bits a number `nibbles.h`."""
+"""Attention of tiles of query tokens on CPUs: `attention.h`, and over caches of 4 bits a number
+`packed_attention.cc`.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layouts import Layout, Place, Pool
+from pallas_kernels.layouts import Layout, Location, Pool
 from pallas_kernels.native import library
 
 CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside the queries' own
@@ -13,9 +15,9 @@ GROUP = 16  # tokens of a packed cache that have K's scales in common
 
 
 def why_not_cache(layout: Layout, dtype: jnp.dtype) -> str | None:
-    """In words, why attention over caches of a layout is left to XLA; None if it is not.
+    """Return why XLA must compute attention over caches of a layout; None if the kernels serve them.
 
-    What XLA will call is known to it from now on, by a program that was compiled earlier, too.
+    Registers the kernel with XLA, so that a program from the disk cache finds it, too.
     """
     if why := library.why_not(dtype) or why_not_layout(layout, dtype):
         return why
@@ -23,7 +25,7 @@ def why_not_cache(layout: Layout, dtype: jnp.dtype) -> str | None:
 
 
 def why_not_layout(layout: Layout, dtype: jnp.dtype) -> str | None:
-    """In words, why caches of a layout are left to XLA; None if they are not."""
+    """Return why the kernels do not serve a layout, in words; None if they do. Registers nothing."""
     if packed := layout.packed_view():
         return None if packed.group == GROUP else f"kv_layout {layout} has groups of {packed.group} tokens"
     if layout.view() is None:
@@ -35,7 +37,7 @@ def why_not_layout(layout: Layout, dtype: jnp.dtype) -> str | None:
 
 
 def numbers_of(layout: Layout, dtype: jnp.dtype) -> jnp.dtype:
-    """Of what type are the numbers of K and V in a layout that has a view."""
+    """Return the dtype of K's and V's numbers in a layout with a view."""
     view = layout.view()
     assert view is not None
     if view.numbers is not None:
@@ -44,7 +46,7 @@ def numbers_of(layout: Layout, dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _function(layout: Layout, dtype: jnp.dtype) -> str:
-    """The one of `library.FUNCTIONS` that reads a layout."""
+    """Return which of `library.FUNCTIONS` reads a layout."""
     if layout.packed_view() is not None:
         return "attention_of_nibbles"
     return "attention" if numbers_of(layout, dtype) == dtype else "attention_of_bytes"
@@ -61,7 +63,9 @@ def tiled_paged_attention(
     scale: float,
     sliding_window: int | None,
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
-    """As `ops.tiled_paged_attention`, where `serves(q.dtype)`, and `why_not_layout` has nothing to say.
+    """Compute `ops.tiled_paged_attention`, where `serves(q.dtype)` and `why_not_layout` is None.
+
+    table_rows: each tile's row of block_tables; None: tile t has row t.
 
     Queries at or beyond seq_lens get zeros.
     """
@@ -75,28 +79,28 @@ def tiled_paged_attention(
     else:
         k, v, k_scales, v_scales, places = operands(pool)
         given = (q, k, v, *at, k_scales, v_scales)
-    first, stride = (jnp.int32(0), 1) if pool.part is None else (pool.part.first, pool.part.stride)
+    first, stride = (jnp.int32(0), 1) if pool.blocks is None else (pool.blocks.first, pool.blocks.stride)
     rows = jnp.zeros(0, jnp.int32) if table_rows is None else table_rows
     options = {"scale": np.float32(scale), "window": np.int64(window), "block_stride": np.int64(stride)}
     return call(*given, first, rows, **options, places=np.array(places, np.int64))
 
 
 def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, list[int]]:
-    """The arrays of K, V and their scales, these empty where there are none, and where in them a token's are.
+    """Return the arrays of K, V and their scales, and the numbers by which the kernel finds a token in them.
 
-    Places are, in elements: num_kv_heads and block_size; of K and V the first of each, then from one block,
-    token and head to the next, which both have in common; the same of the scales. Then the exponent's bits of
-    a float8 that is kept as bytes, or 0.
+    Absent scales are empty arrays. The numbers, counted in elements, are: num_kv_heads and block_size; the
+    first element of K and of V, and the strides of a block, a token and a head, which K and V share; the same
+    five of the scales; and the exponent bits of a float8 that is stored as bytes, or 0.
     """
     view, arrays = pool.layout.view(), pool.arrays
     assert view is not None
     numbers = [(view.k, arrays[view.k.array]), (view.v, arrays[view.v.array])]
-    nothing = Place("", ()), jnp.zeros(0, jnp.float32)
+    nothing = Location("", ()), jnp.zeros(0, jnp.float32)
     scales = [nothing, nothing]
     if view.k_scale is not None and view.v_scale is not None:
         scales = [(place, arrays[place.array]) for place in (view.k_scale, view.v_scale)]
     elif pool.scales is not None:
-        scales = [(Place("", ("head",)), scale) for scale in pool.scales]
+        scales = [(Location("", ("head",)), scale) for scale in pool.scales]
     places = [pool.sizes.num_kv_heads, pool.sizes.block_size]
     for pair in (numbers, scales):
         k_at, v_at = (place.strides(array.shape) for place, array in pair)
@@ -108,10 +112,11 @@ def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, li
 
 
 def packed_operands(pool: Pool) -> tuple[list[jax.Array], list[int]]:
-    """The arrays of a packed view in its order, and where in them a token's are.
+    """Return the arrays of a packed view in its order, and the numbers by which the kernel finds a token in
+    them.
 
-    Places are, in elements: num_kv_heads and block_size; then from one block, token and head to the next, of
-    codes, K's scales (where "token" counts groups), `k_new` and V's scales.
+    The numbers, counted in elements, are: num_kv_heads and block_size; then the strides of a block, a token
+        and a head in the codes, in K's scales (where "token" counts groups), in `k_new`, and in V's scales.
     """
     view = pool.layout.packed_view()
     assert view is not None

@@ -1,4 +1,6 @@
-"""The kernels' shared libraries: made by the machine's C++ compiler when they are first needed, and kept."""
+"""The kernels' shared libraries: compiled by the machine's C++ compiler when first needed, and cached on
+disk.
+"""
 
 import contextlib
 import ctypes
@@ -25,7 +27,9 @@ SOURCES = Path(__file__).parent
 
 
 class Function(NamedTuple):
-    """What XLA's programs call: a source file, which has a handler of its name, and further options."""
+    """A function that XLA's programs call: its source file, which defines a handler of that name, and
+    compiler options.
+    """
 
     source: str
     options: tuple[str, ...] = ()
@@ -72,14 +76,14 @@ TARGETS = {
 
 
 def serves(dtype: jnp.dtype, *functions: str) -> bool:
-    """Whether arrays of a dtype may be given to the kernels that everybody uses, and to these FUNCTIONS."""
+    """Return whether the kernels take arrays of a dtype: those of `USUAL`, and these of FUNCTIONS."""
     return why_not(dtype, *functions) is None
 
 
 def why_not(dtype: jnp.dtype, *functions: str) -> str | None:
-    """In words, why arrays of a dtype are left to XLA; None if they are not.
+    """Return why XLA must compute on arrays of a dtype, in words; None if the kernels serve them.
 
-    The functions that everybody uses, and these of FUNCTIONS, are known to XLA from now on.
+    Compiles and registers the kernels of `USUAL`, and these of FUNCTIONS, so that XLA finds them from now on.
 
     Raises: ValueError if JAXPAGED_NATIVE is neither 0, 1 nor a target of this processor.
     """
@@ -100,14 +104,18 @@ def why_not(dtype: jnp.dtype, *functions: str) -> str | None:
 
 
 def instructions() -> str:
-    """In words, the processor's instructions that the kernels use; "none" if XLA is left to it."""
+    """Return the name of the instruction set that the kernels use; "none" if XLA computes everything."""
     name = target()
     return TARGETS[name].words if name else "none"
 
 
 def target() -> str | None:
-    """The target that the kernels are compiled for: JAXPAGED_NATIVE's, else the processor's fastest, if that
-    is faster than XLA's code.
+    """Return the target that the kernels are compiled for; None if the processor has none faster than XLA's
+    code.
+
+    JAXPAGED_NATIVE names one; by default it is the processor's fastest.
+
+    Raises: ValueError if JAXPAGED_NATIVE names no target of this processor.
     """
     asked, served = os.environ.get("JAXPAGED_NATIVE", ""), targets()
     if asked in ("", "0", "1"):
@@ -119,13 +127,16 @@ def target() -> str | None:
 
 
 def targets() -> list[str]:
-    """The targets that this processor can run, the fastest first."""
+    """List the targets that this processor can run, the fastest first."""
     machine, features = platform.machine(), _cpu_features()
     return [name for name, t in TARGETS.items() if machine in t.machines and features.issuperset(t.features)]
 
 
 def registered(function: str, dtype: jnp.dtype) -> str:
-    """The name under which XLA knows one of FUNCTIONS for a dtype, as it is for the target in use."""
+    """Return the name under which XLA finds one of FUNCTIONS, for a dtype and the target in use.
+
+    Raises: NotImplementedError if it cannot be compiled.
+    """
     name = target()
     if name is None or (why := _load(name, dtype, _with(function))):
         raise NotImplementedError(f"there is no native {function}: {why}")
@@ -137,7 +148,9 @@ def _registered(function: str, dtype: jnp.dtype, name: str) -> str:
 
 
 def prepare(dtype: jnp.dtype) -> None:
-    """Compile the kernels in a thread of their own, if that is to be done: for who will soon ask for them."""
+    """Compile the kernels in a thread of their own, if they are not cached, for callers that will soon need
+    them.
+    """
     threading.Thread(target=_prepare, args=(dtype,), daemon=True).start()
 
 
@@ -147,12 +160,14 @@ def _prepare(dtype: jnp.dtype) -> None:
 
 
 def _with(function: str) -> tuple[str, ...]:
-    """The functions that are made known together with one."""
+    """Return the functions that are compiled together with one."""
     return USUAL if function in USUAL else (function,)
 
 
 def _load(name: str, dtype: jnp.dtype, functions: tuple[str, ...]) -> str | None:
-    """Compile functions for a target and make them known to JAX; in words, what prevents it."""
+    """Compile functions for a target and register them with JAX. Return what prevents it, in words; None if
+    nothing.
+    """
     with _LOADING:
         return _loaded(name, dtype, functions)
 
@@ -180,15 +195,15 @@ def _loaded(name: str, dtype: jnp.dtype, functions: tuple[str, ...]) -> str | No
 
 
 def _without(problem: str, remedy: str) -> str:
-    """A problem, what is lost by it and how to get that; into the log, too."""
+    """Return a problem with its effect and its remedy, and log it."""
     words = f"{problem}: XLA's attention and products take two to three times as long; {remedy}"
     logging.getLogger(__name__).warning("no native kernels: %s", words)
     return words
 
 
 def _handler(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> Any:
-    """One of these functions, from its library in the user's cache. If there is none, one is made, and kept
-    if it can be.
+    """Return one function's handler from its cached library. Compile and cache the library if there is
+    none.
     """
     source, options = FUNCTIONS[function]
     command = [*compile_command(target, compiler), *options, f"-DNUMBERS={NUMBERS[dtype.name]}"]
@@ -213,7 +228,7 @@ def _handler(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> 
 
 
 def _open(file: Path, source: str) -> Any:
-    """The handler in a library, whose threads wait for work where those of the first one do."""
+    """Load a library and return its handler. Its threads wait at the address that the first library chose."""
     library = ctypes.CDLL(str(file))
     handler = getattr(library, f"jaxpaged_{source}")
     wait_at = library.jaxpaged_wait_at
@@ -224,13 +239,13 @@ def _open(file: Path, source: str) -> Any:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: `CXX`, else one that is found."""
+    """Find the C++ compiler: `CXX`, else the first of c++, g++ and clang++; None if there is none."""
     found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
     return os.environ.get("CXX") or next(filter(None, found), None)
 
 
 def compile_command(target: Target, compiler: str) -> list[str]:
-    """A compiler and its options for a target. Raises ValueError if the compiler is no shell word."""
+    """Return a compiler's command and options for a target. Raise ValueError if `compiler` has no words."""
     words = shlex.split(compiler)
     if not words:
         raise ValueError("its name is empty")

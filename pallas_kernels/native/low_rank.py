@@ -1,4 +1,4 @@
-"""Low-rank additions to products: `low_rank.h`."""
+"""Low-rank additions to products on CPUs: `low_rank.h`."""
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ def add_low_rank(
     layer: int | Int[Array, ""],
     widths: tuple[int, ...],
 ) -> Float[Array, "num_rows out_features"]:
-    """`low_rank.add`, with a choice for each row, where `serves(x.dtype, "low_rank")`. y is changed in place.
+    """Compute `ops.low_rank.add` with a choice for each row, where `serves(x.dtype, "low_rank")`. y is
+    changed in place.
 
-    What rows have chosen is read once for up to four of them. A row's bits do not depend on the other rows,
-    and those without a choice keep y's.
+    The matrices that rows have chosen are read once for up to four rows. A row's bits do not depend on the
+    other rows, and rows without a choice keep y's.
 
     Raises: TypeError if x is not of a's and b's dtype.
     """

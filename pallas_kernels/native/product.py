@@ -1,4 +1,4 @@
-"""Products with weights: `product.h`."""
+"""Products with weights on CPUs: `product.h`."""
 
 from typing import Any
 
@@ -13,11 +13,12 @@ PANEL_WIDTH = 32  # columns that lie side by side in a packed kernel
 
 
 def pack[A: Array | np.ndarray](weight: A) -> A:
-    """A weight [out_features, in_features], float32 or bfloat16, in the order in which `product` reads it:
-    [num_panels, num_steps, panel_width, values]. One of NumPy's that is whole is not copied, but seen so.
+    """Return a weight [out_features, in_features] as `product` reads it: [num_panels, num_steps, panel_width,
+    values].
 
-    A panel holds 32 outputs, a step of it the next input of each, in bfloat16 the next two; what is missing
-    to whole panels and steps is zero.
+    A panel holds 32 outputs. A step of it holds the next input of each output in float32, the next two in
+    bfloat16. Missing outputs and inputs are zeros. A NumPy weight without missing ones is not copied but
+    viewed.
     """
     values = 4 // weight.dtype.itemsize
     out_features, in_features = weight.shape
@@ -35,13 +36,14 @@ def product(
     out_features: int,
     layer: int | Int[Array, ""] = 0,
 ) -> Float[Array, "num_rows out_features"]:
-    """`x @ weight.T` in float32, for `packed = pack(weight)`, where `serves(x.dtype)`.
+    """Compute `x @ weight.T` in float32, for `packed = pack(weight)`, where `serves(x.dtype)`.
 
-    Of a stack of weights, `packed[i] = pack(weights[i])`, it is the one of `layer`: so a loop over layers
-    need not copy one out of all. A row's bits do not depend on the other rows, nor on how many there are.
-    Rows of zeros give zeros and take no time.
+    layer: which weight of a stack, `packed[i] = pack(weights[i])`. A loop over layers then copies no weight.
 
-    Raises: TypeError if x is not of the kernel's dtype, ValueError if shapes do not fit.
+    A row's bits do not depend on the other rows, nor on how many there are. Rows of zeros give zeros and take
+    no time.
+
+    Raises: TypeError if x is not of the packed weight's dtype, ValueError if shapes do not fit.
     """
     if x.dtype != packed.dtype:
         raise TypeError(f"{x.dtype=} must be the packed weight's {packed.dtype}")

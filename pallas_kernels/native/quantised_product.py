@@ -1,4 +1,4 @@
-"""Products with weights of 8 or 4 bits: `quantised_product.h`."""
+"""Products with weights of 8 or 4 bits on CPUs: `quantised_product.h`."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def quantised_product(
     x: Float[Array, "num_rows in_features"], weight: "Quantised", layer: int | Int[Array, ""] = 0
 ) -> Float[Array, "num_rows out_features"]:
-    """`x @ weight.widened().T` in float32, where `serves(x.dtype)`; of a stack the one of `layer`.
+    """Compute `x @ weight.widened().T` in float32, where `serves(x.dtype)`.
+
+    layer: which weight of a stack.
 
     A row's bits do not depend on the other rows, nor on how many there are. Rows of zeros give zeros and take
     no time.
@@ -36,7 +38,7 @@ def quantised_product(
 
 
 def quantised_function(bits: int, *, is_float: bool) -> str:
-    """Return the one of `library.FUNCTIONS` that takes such codes."""
+    """Return which of `library.FUNCTIONS` takes codes of these bits."""
     if not is_float:
         return "quantised_product"
     return "quantised_product_of_floats" if bits == 8 else "quantised_product_of_short_floats"

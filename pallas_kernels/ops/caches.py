@@ -1,11 +1,12 @@
-"""Writing to caches, and copies between their blocks."""
+"""Operations that write to caches, and copy between their blocks."""
 
 from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels import checks, layouts
+from pallas_kernels import layouts
 from pallas_kernels.layouts import Layout, Pool
+from pallas_kernels.ops import checks
 from pallas_kernels.xla import operations as xla
 
 
@@ -20,7 +21,7 @@ def reshape_and_cache(
     v_scale: jax.Array | float | None = None,
     kv_layout: str | Layout = layouts.TOKEN_MAJOR,
 ) -> tuple[jax.Array, jax.Array]:
-    """`write` to two arrays; in place where they are donated to the surrounding jit.
+    """Write new tokens to a cache of two arrays; in place where they are donated to the surrounding jit.
 
     Args:
         k, v: [num_tokens, num_kv_heads, head_dim], any floating type.

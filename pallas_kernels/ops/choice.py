@@ -1,4 +1,4 @@
-"""Which implementation an operation is to have, where it is not told."""
+"""The choice of an implementation: by default for the device, and by what serves a call."""
 
 import functools
 from typing import Literal
@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
-from pallas_kernels.gpu.prompt import attention as mosaic_prompts
+from pallas_kernels.gpu.prompt.program import TILE_LENS
+from pallas_kernels.support import Batch, Options, refuse_unserved
 
 Implementation = Literal["mosaic_gpu", "xla"]
 TiledImplementation = Literal["mosaic_gpu", "native", "xla"]
@@ -16,21 +17,45 @@ ProductImplementation = Literal["mosaic_gpu", "native", "xla"]
 
 @functools.cache
 def default_implementation() -> Implementation:
-    """What implementation=None stands for: "mosaic_gpu" if the default device is a Hopper GPU, else "xla"."""
+    """Return "mosaic_gpu" if the default device is a Hopper GPU, else "xla": what None stands for."""
     device = jax.devices()[0]
     is_hopper = device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
     return "mosaic_gpu" if is_hopper else "xla"
 
 
 def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplementation:
-    """What None stands for in `tiled_paged_attention`: a kernel of this device if one serves, else "xla"."""
+    """Return what None stands for in `tiled_paged_attention`: a kernel of this device if one serves."""
     if native.serves(dtype):
         return "native"
-    return default_implementation() if tile_len <= mosaic_prompts.TILE_LENS[-1] else "xla"
+    return default_implementation() if tile_len <= TILE_LENS[-1] else "xla"
+
+
+def for_attention(
+    implementation: Implementation | None, batch: Batch, options: Options, *, interpret: bool
+) -> Implementation:
+    """Choose the implementation of an attention call; None stands for the default one.
+
+    Raises: ValueError for an unknown one; NotImplementedError if it does not serve the call.
+    """
+    if implementation is None:
+        implementation = "mosaic_gpu" if interpret else default_implementation()
+    is_mosaic(implementation, interpret=interpret)
+    pool = batch.pool
+    cache, view = pool.sizes, pool.layout.view()
+    refuse_unserved(
+        implementation,
+        dtype=batch.q.dtype,
+        cache_dtype=batch.q.dtype if view is None else pool.arrays[view.k.array].dtype,
+        head_dim=cache.head_dim,
+        block_size=cache.block_size,
+        group_size=batch.q.shape[1] // cache.num_kv_heads,
+        options=options,
+    )
+    return implementation
 
 
 def is_mosaic(implementation: Implementation, *, interpret: bool) -> bool:
-    """Whether it is that of the two. Raises ValueError if it is none, or cannot be interpreted."""
+    """Return whether it is "mosaic_gpu". Raise ValueError if it is unknown, or cannot be interpreted."""
     if implementation not in ("mosaic_gpu", "xla"):
         raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
     if interpret and implementation != "mosaic_gpu":

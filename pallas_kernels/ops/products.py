@@ -1,10 +1,10 @@
-"""Products with a layer's weights, whole or of few bits."""
+"""Products with a layer's weights, in their own type or of few bits."""
 
 import jax
 from jax import lax
 
 from pallas_kernels import native
-from pallas_kernels.gpu import product as mosaic_products
+from pallas_kernels.gpu import dense_product as mosaic_products
 from pallas_kernels.gpu import quantised_product as mosaic_quantised
 from pallas_kernels.ops import choice
 from pallas_kernels.ops.choice import Implementation, ProductImplementation
@@ -20,15 +20,16 @@ def product(
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`x @ weights`, of a stack of one a layer that of `layer`, [num_rows, num_outputs] float32.
+    """Compute `x @ weights`, [num_rows, num_outputs] float32.
 
-    Of a stack "mosaic_gpu" reads the layer's weights alone; "xla" may copy them first, if the layer is
+    With "mosaic_gpu" only the layer's weights of a stack are read; "xla" may copy them first, if the layer is
     traced. With "mosaic_gpu" a row's bits depend on no other row, nor on how many there are.
 
     x: [num_rows, num_inputs] float16, bfloat16 or float32.
     weights: of x's type, [num_inputs, num_outputs]; with a layer [num_layers, num_inputs, num_outputs].
+    layer: which weights of a stack; None if there is no stack.
     implementation: "mosaic_gpu" serves 16 bits, and numbers of inputs and of outputs that are multiples of 8,
-        64 or more. None is that one on a Hopper GPU if it serves the weights, else "xla".
+        64 or more. None chooses it on a Hopper GPU if it serves the weights, else "xla".
     """
     sizes = "[num_inputs, num_outputs]" if layer is None else "[num_layers, num_inputs, num_outputs]"
     if weights.ndim != 2 + (layer is not None):
@@ -59,13 +60,13 @@ def quantised_product(
     implementation: ProductImplementation | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`x @ weight.T` for a weight of few bits, or a stack of one a layer, [num_rows, out_features] float32.
+    """Compute `x @ weight.T` for a weight of few bits, [num_rows, out_features] float32.
 
-    x: [num_rows, in_features] bfloat16, float16 or float32, of no more inputs than the weight has: what a row
-        lacks is zeros.
+    x: [num_rows, in_features] bfloat16, float16 or float32. Inputs that the weight has beyond x's are zeros.
     weight: `Halfwords` for "mosaic_gpu", which serves up to 256 rows in bfloat16; `Quantised`, in panels, for
-        "native"; either for "xla", which widens it in the program, and multiplies numbers of x's type.
-    implementation: None is the one that the weight is packed for, if it serves x, else "xla".
+        "native". "xla" takes either: it widens the weight in the program, and multiplies numbers of x's type.
+    layer: which weight of a stack; None if there is no stack.
+    implementation: None chooses the one that the weight is packed for, if it serves x, else "xla".
     """
     if x.ndim != 2 or x.shape[1] > weight.in_features:
         raise ValueError(f"{x.shape=} must be [num_rows, in_features], at most {weight.in_features} of them")

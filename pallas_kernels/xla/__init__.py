@@ -1,1 +1,1 @@
-"""Plain JAX forms of the operations, for every device."""
+"""Implementations of the operations in plain JAX, for every device."""

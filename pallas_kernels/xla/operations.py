@@ -1,11 +1,11 @@
-"""Every operation in plain jax.numpy: for CPUs and older GPUs, and a second opinion on the kernels.
+"""Operations in plain jax.numpy: for CPUs and older GPUs, and a second opinion on the kernels.
 
-Attention streams over the cache: a chunk of a few hundred tokens of every row is gathered, its softmax
-joined to the running one, and the next chunk takes its place. The loop ends with the longest live row, so
-neither time nor temporary memory follows the capacity of the block table. A row's result does not depend
-on how long the others are: to a row, a chunk outside its tokens multiplies by one and adds zero.
+Attention streams over the cache: a chunk of a few hundred tokens of every row is gathered, its softmax is
+    joined to the running one, and the next chunk takes its place. The loop ends with the longest live row, so
+    neither time nor temporary memory follows the capacity of the block table. A row's result does not depend
+    on how long the others are: for a row, a chunk outside its tokens multiplies by one and adds zero.
 
-Arguments have been checked by `ops`, which has the shapes.
+`ops` has checked the arguments, and documents their shapes.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layouts import Pool
-from pallas_kernels.support import Options
+from pallas_kernels.support import Batch, Options
 
 CHUNK_TOKENS = 256  # tokens of each row that are gathered at a time
 LOWEST = -1e30  # stands for minus infinity as a maximum: its differences are not NaN
@@ -31,24 +31,15 @@ class Softmax(NamedTuple):
     sum: jax.Array  # [num_seqs, num_kv_heads, group_size] sum of exp(s - max)
 
 
-class Batch(NamedTuple):
-    """The arrays of one call."""
-
-    q: jax.Array  # [num_seqs, num_q_heads, head_dim]
-    pool: Pool
-    block_tables: jax.Array  # [num_seqs, max_blocks_per_seq] int32
-    seq_lens: jax.Array  # [num_seqs] int32
-
-
 def paged_attention_v1(arrays: Batch, options: Options) -> jax.Array:
-    """All tokens of a row in one running softmax."""
+    """Compute attention with all tokens of a row in one running softmax."""
     state = _attend(arrays, 0, jnp.max(arrays.seq_lens, initial=0), options)
     return _finish(state, arrays.q, options)
 
 
 def paged_attention_v2(arrays: Batch, options: Options, partition_size: int) -> jax.Array:
-    """One softmax per partition of a row, then a merge."""
-    q, pool, block_tables, seq_lens = arrays
+    """Compute attention with one softmax per partition of a row, then merge a row's partitions."""
+    q, pool, block_tables, seq_lens, _ = arrays
     max_partitions = max(1, -(-block_tables.shape[1] * pool.sizes.block_size // partition_size))
 
     def one_partition(p: jax.Array, partials: Softmax) -> Softmax:
@@ -66,7 +57,7 @@ def paged_attention_v2(arrays: Batch, options: Options, partition_size: int) -> 
 
 
 def merge(partials: Softmax) -> Softmax:
-    """One softmax of those of partitions, which lie along a first axis."""
+    """Merge the softmaxes of partitions, which lie along the first axis."""
     largest = jnp.max(partials.max, axis=0)
     weight = jnp.exp(partials.max - largest)
     return Softmax(
@@ -77,8 +68,8 @@ def merge(partials: Softmax) -> Softmax:
 
 
 def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, options: Options) -> Softmax:
-    """The softmax over tokens [first_token, end_token) of every row; first_token starts a block."""
-    q, pool, block_tables, seq_lens = arrays
+    """Compute the softmax over tokens [first_token, end_token) of every row; first_token starts a block."""
+    q, pool, block_tables, seq_lens, _ = arrays
     num_seqs, num_q_heads, _ = q.shape
     _, block_size, num_kv_heads, head_dim = pool.sizes
     queries = q.reshape(num_seqs, num_kv_heads, -1, head_dim).astype(jnp.float32) * options.scale
@@ -128,7 +119,7 @@ def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, o
 def _visible(
     token: jax.Array, seq_lens: jax.Array, num_q_heads: int, num_kv_heads: int, options: Options
 ) -> jax.Array:
-    """Whether a head sees a token: [num_seqs, num_kv_heads or 1, group_size or 1, *token.shape]."""
+    """Return whether a head sees a token: [num_seqs, num_kv_heads or 1, group_size or 1, *token.shape]."""
     seq_len = seq_lens.reshape(-1, 1, 1, 1, 1)
     token = token[None, None, None]
     seen = token < seq_len
@@ -176,20 +167,23 @@ def _finish(state: Softmax, q: jax.Array, options: Options) -> jax.Array:
 
 
 def write(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pool:
-    """The new tokens in their slots; in place where the pool is donated."""
+    """Write new tokens to their slots; in place where the pool is donated."""
     if slot_mapping.shape[0] == 1:
         # A scatter of one index becomes an update that XLA does not do in place on a CPU: write it twice.
         k, v, slot_mapping = (jnp.concatenate([x, x]) for x in (k, v, slot_mapping))
     block_size = pool.sizes.block_size
     is_padding = (slot_mapping < 0) | (slot_mapping >= pool.num_blocks * block_size)
     slots = jnp.where(is_padding, 0, slot_mapping)
-    if pool.part is not None:
+    if pool.blocks is not None:
         slots = pool.places(slots // block_size) * block_size + slots % block_size
     return dataclasses.replace(pool, arrays=pool.layout.write(pool.arrays, pool.sizes, k, v, slots))
 
 
 def quantise(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """The stored form of x [..., num_kv_heads, head_dim]; quantised types saturate."""
+    """Return the stored form of x [..., num_kv_heads, head_dim]; quantised types saturate.
+
+    scale: [num_kv_heads], or None for a type that is not quantised.
+    """
     if scale is None:
         return x.astype(dtype)
     scaled = x.astype(jnp.float32) / scale[:, None]
@@ -200,15 +194,15 @@ def quantise(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Arr
 
 
 def copy_blocks(caches: Sequence[jax.Array], pairs: jax.Array) -> list[jax.Array]:
-    """Find out where the content of each target comes from in the end, then gather once and scatter once."""
+    """Find where the content of each target comes from in the end, then gather once and scatter once."""
     source, target = _final_copies(pairs, caches[0].shape[0])
     return [cache.at[target].set(cache[source]) for cache in caches]
 
 
 def _final_copies(pairs: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
-    """Pairs that, all done at once, do what `pairs` do one after the other.
+    """Return pairs that, copied all at once, do what `pairs` do one after the other.
 
-    Several of them may have one target: they then have one source too. Pairs out of range become (0, 0).
+    Several pairs may have one target; they then have one source too. Pairs out of range become (0, 0).
     """
     in_range = jnp.all((pairs >= 0) & (pairs < num_blocks), axis=1)
     source, target = jnp.where(in_range[:, None], pairs, 0).T
@@ -224,10 +218,10 @@ def _final_copies(pairs: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Arr
 
 
 def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array, axis: int) -> jax.Array:
-    """One block after the other, so that of a target named twice the last source stays.
+    """Copy blocks one after the other, so that a target named twice keeps the last source.
 
-    Single slices are what XLA moves between two memories in place, and inside a CUDA graph; to scatter into a
-    pool in the host's memory it would take the whole pool through the device's.
+    Single slices are what XLA moves between two memories in place, and inside a CUDA graph. A scatter into a
+    pool in the host's memory would take the whole pool through the device's.
     """
     target_space = jax.typeof(target).memory_space
     in_range = jnp.all((pairs >= 0) & (pairs < jnp.array([source.shape[axis], target.shape[axis]])), axis=1)
@@ -242,8 +236,9 @@ def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array, axis: in
 
 
 def product(x: jax.Array, kernel: jax.Array, contract: int) -> jax.Array:
-    """x [num_rows, in_features] by a kernel of two axes, of which `contract` is the inputs: [num_rows,
-    out_features] float32.
+    """Multiply x [num_rows, in_features] by a matrix: [num_rows, out_features] float32.
+
+    contract: the axis of `kernel` that counts inputs, 0 or 1.
     """
     num_rows = x.shape[0]
     if num_rows == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":

@@ -7,7 +7,7 @@ _BLANK_TOKEN_ID = -1
 
 
 class Device(enum.Enum):
-    """Where a physical block lives."""
+    """Place of a physical block's memory."""
 
     GPU = enum.auto()
     CPU = enum.auto()
@@ -47,7 +47,7 @@ class LogicalTokenBlock:
         return self.token_ids[: self.num_tokens]
 
     def get_last_token_id(self) -> int:
-        """The newest token; AssertionError when there is none."""
+        """Return the newest token; AssertionError when there is none."""
         assert self.num_tokens > 0, "an empty block has no last token"
         return self.token_ids[self.num_tokens - 1]
 

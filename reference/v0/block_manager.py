@@ -25,7 +25,7 @@ _OUT_OF_MEMORY = "Out of memory! No free blocks are available."
 
 
 def _once_each(block_table: BlockTable) -> BlockTable:
-    """The blocks of a table without repetitions, in order."""
+    """Return the blocks of a table without repetitions, in order."""
     return list(dict.fromkeys(block_table))
 
 
@@ -49,7 +49,7 @@ class BlockAllocator:
         return block
 
     def free(self, block: PhysicalTokenBlock) -> None:
-        """One holder lets go; the last one puts the block on top. ValueError when there is no holder."""
+        """Drop one reference; the last one puts the block on top. ValueError when there is none."""
         if block.ref_count == 0:
             raise ValueError(f"Double free! {block} is already freed.")
         block.ref_count -= 1
@@ -109,7 +109,7 @@ class BlockSpaceManager:
     # Admission: a group's first blocks.
 
     def can_allocate(self, seq_group: SequenceGroup) -> AllocStatus:
-        """Whether the prompt of the group's waiting sequences fits above the watermark."""
+        """Return whether the prompt of the group's waiting sequences fits above the watermark."""
         seq = seq_group.get_seqs(status=SequenceStatus.WAITING)[0]
         num_required_blocks = len(seq.logical_token_blocks)
         if seq_group.prefix is not None and seq_group.prefix.allocated:
@@ -165,7 +165,7 @@ class BlockSpaceManager:
     # Growth: room for one more token, which `seq` already counts in its logical blocks.
 
     def can_append_slot(self, seq_group: SequenceGroup) -> bool:
-        """Whether every running sequence of the group could take a block, the most that each may need."""
+        """Return whether every running sequence of the group could take one block, the most it may need."""
         return seq_group.num_seqs(status=SequenceStatus.RUNNING) <= self.gpu_allocator.get_num_free_blocks()
 
     def append_slot(self, seq: Sequence) -> tuple[int, int] | None:
@@ -202,12 +202,14 @@ class BlockSpaceManager:
         return copy_pair
 
     def can_append_slots(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> bool:
-        """`can_append_slot` under its name since vLLM 0.4. Looking ahead is refused, as there."""
+        """Call `can_append_slot` under its name since vLLM 0.4. Looking ahead is refused, as there."""
         assert num_lookahead_slots == 0, f"{num_lookahead_slots=} must be 0"
         return self.can_append_slot(seq_group)
 
     def append_slots(self, seq: Sequence, num_lookahead_slots: int = 0) -> list[tuple[int, int]]:
-        """`append_slot` under its name since vLLM 0.4: the pair to copy as a list of none or one (0.4.3)."""
+        """Call `append_slot` under its name since vLLM 0.4: the pair to copy is a list of none or one
+        (0.4.3).
+        """
         assert num_lookahead_slots == 0, f"{num_lookahead_slots=} must be 0"
         copy_pair = self.append_slot(seq)
         return [] if copy_pair is None else [copy_pair]
@@ -222,7 +224,7 @@ class BlockSpaceManager:
     # Swapping: a group's blocks move between the devices together.
 
     def _get_physical_blocks(self, seq_group: SequenceGroup) -> BlockTable:
-        """The distinct blocks of the group's unfinished sequences."""
+        """Return the distinct blocks of the group's unfinished sequences."""
         seqs = seq_group.get_unfinished_seqs()
         return _once_each([block for seq in seqs for block in self.block_tables[seq.seq_id]])
 
@@ -243,7 +245,7 @@ class BlockSpaceManager:
         return {block.block_number: moved_to[block].block_number for block in source_blocks}
 
     def can_swap_in(self, seq_group: SequenceGroup) -> bool:
-        """Whether the group's blocks, and one more for each swapped sequence, fit above the watermark."""
+        """Return whether the group's blocks, and one more per swapped sequence, fit above the watermark."""
         num_required_blocks = len(self._get_physical_blocks(seq_group))
         num_required_blocks += seq_group.num_seqs(status=SequenceStatus.SWAPPED)
         return self.gpu_allocator.get_num_free_blocks() - num_required_blocks >= self.watermark_blocks
@@ -270,7 +272,9 @@ class BlockSpaceManager:
         return mapping
 
     def can_swap_out(self, seq_group: SequenceGroup) -> bool:
-        """Whether the CPU has a block for each of the group's, though those of a prefix would not move."""
+        """Return whether the CPU has a block for each of the group's, though those of a prefix would not
+        move.
+        """
         return len(self._get_physical_blocks(seq_group)) <= self.cpu_allocator.get_num_free_blocks()
 
     def swap_out(self, seq_group: SequenceGroup) -> dict[int, int]:
@@ -312,7 +316,7 @@ class BlockSpaceManager:
         self.block_tables.clear()
 
     def get_block_table(self, seq: Sequence) -> list[int]:
-        """The block numbers of a sequence, by logical block number."""
+        """Return the block numbers of a sequence, by logical block number."""
         return [block.block_number for block in self.block_tables[seq.seq_id]]
 
     def get_num_free_gpu_blocks(self) -> int:

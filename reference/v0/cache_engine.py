@@ -1,4 +1,4 @@
-"""How many bytes a block takes, and how many blocks fit: the arithmetic of vLLM's cache engine and worker.
+"""Bytes per block and number of blocks that fit: the arithmetic of vLLM's cache engine and worker.
 
 An article on vLLM v0 works an example (4 tokens, 4 layers, 8 KV heads of dimension 128, 2 bytes per element)
 and finds 32,768 bytes. That leaves out one factor of two: with K *and* V, as in the formula it gives and in
@@ -16,7 +16,7 @@ _DTYPE_SIZES = {"bfloat16": 2, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 
 
 
 def get_dtype_size(dtype: Any) -> int:
-    """Bytes per element of a NumPy dtype, or of a name such as "half", "bfloat16" or "fp8_e5m2".
+    """Return the bytes per element of a NumPy dtype, or of a name such as "half", "bfloat16" or "fp8_e5m2".
 
     Raises: ValueError for a name that is neither vLLM's nor NumPy's.
     """
@@ -40,7 +40,7 @@ class CacheEngine:
         head_size: int,
         model_dtype: Any = "half",
     ) -> int:
-        """Bytes of one block over all layers.
+        """Return the bytes of one block over all layers.
 
         num_layers, num_heads, head_size: attention layers, KV heads and head dimension on this device.
         cache_dtype: the cache's dtype; "auto" means the model's.
@@ -59,7 +59,7 @@ def num_available_blocks(
     cpu_swap_space: int = 4 * GIB,
     init_gpu_memory: int | None = None,
 ) -> tuple[int, int]:
-    """The (GPU, CPU) blocks that fit once a trial run has shown the memory the model needs.
+    """Return the (GPU, CPU) blocks that fit once a trial run has shown the memory the model needs.
 
     The cache gets what the peak leaves of `gpu_memory_utilization * total_gpu_memory`. Sizes are in bytes; no
     number returned is negative.

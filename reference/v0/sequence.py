@@ -1,4 +1,4 @@
-"""What the v0 block manager reads of a request: sequences, groups of them, and the prompt prefix they share.
+"""Requests as the v0 block manager reads them: sequences, groups of them, and the prompt prefix they share.
 
 Sampling, LoRA and timing are carried or left out: no block decision looks at them.
 """
@@ -12,7 +12,7 @@ from .block import BlockTable, LogicalTokenBlock
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is in its life. The scheduler sets it; the block manager only reads it."""
+    """Place of a sequence in its life. The scheduler sets it; the block manager only reads it."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -28,7 +28,7 @@ class SequenceStatus(enum.Enum):
 
     @staticmethod
     def get_finished_reason(status: "SequenceStatus") -> str | None:
-        """The reason in the words of the OpenAI API, None while the sequence is not finished."""
+        """Return the reason in the words of the OpenAI API, None while the sequence is not finished."""
         return {
             SequenceStatus.FINISHED_STOPPED: "stop",
             SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
@@ -127,7 +127,9 @@ class Sequence:
         return SequenceStatus.is_finished(self.status)
 
     def fork(self, new_seq_id: int) -> "Sequence":
-        """A copy under another id that shares nothing with this one. Its blocks: `BlockSpaceManager.fork`."""
+        """Return a copy under another id that shares nothing with this one. `BlockSpaceManager.fork` shares
+        the blocks.
+        """
         child = copy.deepcopy(self)
         child.seq_id = new_seq_id
         return child
@@ -163,7 +165,7 @@ class Prefix:
         return self.length // self.block_size
 
     def get_block_numbers(self) -> list[int]:
-        """The prefix's block numbers; AssertionError before it is allocated."""
+        """Return the prefix's block numbers; AssertionError before it is allocated."""
         assert self.block_table is not None, "the prefix is not allocated"
         return [block.block_number for block in self.block_table]
 
@@ -208,7 +210,7 @@ class SequenceGroup:
         return self.get_seqs()[0].data.prompt_token_ids
 
     def get_seqs(self, status: SequenceStatus | None = None) -> list[Sequence]:
-        """The group's sequences in the order they joined, all of them or those of one status."""
+        """Return the group's sequences in the order they joined, all of them or those of one status."""
         return [seq for seq in self.seqs_dict.values() if status is None or seq.status == status]
 
     def get_unfinished_seqs(self) -> list[Sequence]:
@@ -227,7 +229,7 @@ class SequenceGroup:
         return len(self.get_finished_seqs())
 
     def find(self, seq_id: int) -> Sequence:
-        """The sequence of this id; ValueError when the group has none."""
+        """Return the sequence of this id; ValueError when the group has none."""
         if seq_id not in self.seqs_dict:
             raise ValueError(f"Sequence {seq_id} not found.")
         return self.seqs_dict[seq_id]

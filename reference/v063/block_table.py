@@ -1,19 +1,29 @@
 """One sequence's blocks, first to last."""
 
-from .common import BlockList, cdiv, chunk_list
-from .cpu_gpu_block_allocator import NullBlock
-from .interfaces import Block, Device, DeviceAwareBlockAllocator
+from collections.abc import Iterator
+
+from .block import Block
+from .cpu_gpu import CpuGpuBlockAllocator
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def chunks_of(token_ids: list[int], size: int) -> Iterator[list[int]]:
+    """Return the tokens in chunks of `size`; the last may be shorter."""
+    return (token_ids[start : start + size] for start in range(0, len(token_ids), size))
 
 
 class BlockTable:
-    """Maps a sequence's tokens to blocks: token i lies in block i // block_size, at place i % block_size.
+    """The blocks of a sequence: token i lies in block i // block_size, at offset i % block_size.
 
     Args:
         block_size: tokens per block.
-        block_allocator: where the blocks come from.
-        _blocks: the blocks to begin with; none if not given.
-        max_block_sliding_window: blocks to keep, for models whose attention reaches back only so far; the
-            ones before them are dropped. All are kept if not given.
+        allocator: the source of the blocks.
+        max_blocks_in_window: blocks to keep, for models whose attention reaches back only so far; the ones
+            before them are dropped. None: all are kept.
+        blocks: the blocks to begin with.
 
     AssertionError, from everything that adds to a table or forks it: nothing has been allocated.
     """
@@ -21,37 +31,38 @@ class BlockTable:
     def __init__(
         self,
         block_size: int,
-        block_allocator: DeviceAwareBlockAllocator,
-        _blocks: list[Block] | None = None,
-        max_block_sliding_window: int | None = None,
+        allocator: CpuGpuBlockAllocator,
+        max_blocks_in_window: int | None = None,
+        blocks: list[Block] | None = None,
     ) -> None:
-        self._block_size = block_size
-        self._allocator = block_allocator
-        self._blocks = BlockList(_blocks or [])
-        self._max_block_sliding_window = max_block_sliding_window
-        self._num_full_slots = len(self._get_all_token_ids())
+        self.block_size = block_size
+        self.allocator = allocator
+        self.max_blocks_in_window = max_blocks_in_window
+        self.blocks = blocks or []
+        self.num_tokens = sum(len(block.token_ids) for block in self.blocks)  # those dropped included
 
-    @staticmethod
-    def get_num_required_blocks(token_ids: list[int], block_size: int, num_lookahead_slots: int = 0) -> int:
-        """Blocks that hold the tokens and as many empty slots, if nothing can be shared."""
-        return cdiv(len(token_ids) + num_lookahead_slots, block_size)
+    @property
+    def block_ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks if block.block_id is not None]
 
-    def allocate(self, token_ids: list[int], device: Device = Device.GPU) -> None:
-        """Fill the empty table with a prompt.
-
-        AssertionError: the table or the prompt is not as said. NoFreeBlocksError: the table stays empty.
-        """
-        assert not self._is_allocated, "the table has blocks already"
+    def allocate(self, token_ids: list[int]) -> None:
+        """Fill the empty table with a prompt, on the GPU. NoFreeBlocksError: the table stays empty."""
+        assert not self.blocks, "the table has blocks already"
         assert token_ids, "there must be at least one token"
-        self.update(self._allocate_blocks_for_token_ids(None, token_ids, device))
-        self._num_full_slots = len(token_ids)
-
-    def update(self, blocks: list[Block]) -> None:
-        """Hold these blocks, with the ids they have now."""
-        self._blocks.update(blocks)
+        gpu = self.allocator.gpu
+        blocks: list[Block] = []
+        for chunk in chunks_of(token_ids, self.block_size):
+            prev_block = blocks[-1] if blocks else None
+            if len(chunk) == self.block_size:
+                blocks.append(gpu.allocate_immutable_block(prev_block, chunk))
+            else:
+                blocks.append(gpu.allocate_mutable_block(prev_block))
+                gpu.append_token_ids(blocks[-1], chunk)
+        self.blocks = blocks
+        self.num_tokens = len(token_ids)
 
     def append_token_ids(
-        self, token_ids: list[int], num_lookahead_slots: int = 0, num_computed_slots: int | None = None
+        self, token_ids: list[int], num_lookahead_slots: int = 0, num_computed_tokens: int | None = None
     ) -> None:
         """Add tokens at the end, with empty slots behind them.
 
@@ -61,118 +72,65 @@ class BlockTable:
         Args:
             token_ids: the tokens.
             num_lookahead_slots: slots to have ready behind the tokens; what lies there is undefined.
-            num_computed_slots: tokens whose keys and values are in the cache already. Needed with a window.
+            num_computed_tokens: tokens whose keys and values are in the cache already. Needed with a window.
 
         NoFreeBlocksError: what was done by then stays done.
         """
-        assert self._is_allocated, "the table has no blocks"
-        self._drop_blocks_out_of_window(num_computed_slots)
-        first_block_idx = self._num_full_slots // self._block_size
+        assert self.blocks, "the table has no blocks"
+        if self.max_blocks_in_window is not None:
+            self.allocator.allocate_or_get_null_block()
+            assert num_computed_tokens is not None, "a sliding window needs num_computed_tokens"
+            self.drop_blocks(num_computed_tokens // self.block_size - self.max_blocks_in_window)
         self.ensure_num_empty_slots(len(token_ids) + num_lookahead_slots)
-        for i, chunk in enumerate(self._chunk_token_blocks_for_append(token_ids)):
-            self._blocks.append_token_ids(first_block_idx + i, chunk)
-        self._num_full_slots += len(token_ids)
+        position = self.num_tokens
+        while token_ids:
+            index, offset = divmod(position, self.block_size)
+            chunk = token_ids[: self.block_size - offset]
+            self.allocator.append_token_ids(self.blocks[index], chunk)
+            token_ids = token_ids[len(chunk) :]
+            position += len(chunk)
+        self.num_tokens = position
 
-    def _drop_blocks_out_of_window(self, num_computed_slots: int | None) -> None:
-        if self._max_block_sliding_window is None:
-            return
-        null_block = self._allocator.allocate_or_get_null_block()
-        assert num_computed_slots is not None, "a sliding window needs num_computed_slots"
-        num_to_drop = num_computed_slots // self._block_size - self._max_block_sliding_window
-        for i in range(num_to_drop):
-            if self._blocks[i] is not null_block:
-                self._allocator.free(self._blocks[i])
-                self._blocks[i] = null_block
+    def drop_blocks(self, num_blocks: int) -> None:
+        """Give the first blocks back, and let the null block stand for them."""
+        null_block = self.allocator.allocate_or_get_null_block()
+        for i in range(num_blocks):
+            self.allocator.free(self.blocks[i])
+            self.blocks[i] = null_block
 
     def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
         """Take GPU blocks until this many slots are empty.
 
         NoFreeBlocksError: those taken stay in the table.
         """
-        for _ in range(cdiv(max(0, num_empty_slots - self._num_empty_slots), self._block_size)):
-            self._blocks.append(self._allocator.allocate_mutable_block(self._blocks[-1], Device.GPU))
+        assert self.blocks, "the table has no blocks"
+        while len(self.blocks) * self.block_size - self.num_tokens < num_empty_slots:
+            self.blocks.append(self.allocator.gpu.allocate_mutable_block(self.blocks[-1]))
 
     def fork(self) -> "BlockTable":
-        """A second table with the same content in the same memory.
+        """Return a second table with the same content in the same memory.
 
         AssertionError: the window has dropped blocks.
         """
-        assert self._is_allocated
-        assert not any(isinstance(block, NullBlock) for block in self.blocks), (
-            "cannot fork: blocks were dropped"
-        )
-        return BlockTable(
-            block_size=self._block_size,
-            block_allocator=self._allocator,
-            _blocks=self._allocator.fork(self._blocks[-1]),
-            max_block_sliding_window=self._max_block_sliding_window,
-        )
+        assert self.blocks, "the table has no blocks"
+        null_block = self.allocator.null_block
+        assert not any(block is null_block for block in self.blocks), "cannot fork: blocks were dropped"
+        forked = self.allocator.fork(self.blocks[-1])
+        return BlockTable(self.block_size, self.allocator, self.max_blocks_in_window, forked)
 
     def free(self) -> None:
         """Give the blocks back, first to last; the table is empty then."""
         for block in self.blocks:
-            self._allocator.free(block)
-        self._blocks.reset()
+            self.allocator.free(block)
+        self.blocks = []
 
-    @property
-    def physical_block_ids(self) -> list[int]:
-        """The blocks' ids, first to last. The list is the table's own: read it only."""
-        return self._blocks.ids()
+    def num_blocks_touched_by_append(self, num_new_tokens: int, num_lookahead_slots: int) -> int:
+        """Return how many blocks would be written to or taken.
 
-    @property
-    def blocks(self) -> list[Block]:
-        return self._blocks.list()
-
-    @property
-    def num_full_slots(self) -> int:
-        """Tokens in the table, those that the window has dropped included."""
-        return self._num_full_slots
-
-    def get_unseen_token_ids(self, sequence_token_ids: list[int]) -> list[int]:
-        """Of all tokens of the sequence, those not yet in the table."""
-        return sequence_token_ids[self._num_full_slots :]
-
-    def get_num_blocks_touched_by_append_slots(self, token_ids: list[int], num_lookahead_slots: int) -> int:
-        """Blocks that would be written to or taken; if every one needs a copy, that many free blocks suffice.
-
-        Appending nothing counts as touching the last block, unless it is full.
+        If every one needs a copy, that many free blocks suffice. Appending nothing counts as touching the
+        last block, unless it is full.
         """
-        num_slots = len(token_ids) + num_lookahead_slots
-        num_slots_in_first = self._block_size - self._num_full_slots % self._block_size
+        num_slots = num_new_tokens + num_lookahead_slots
+        num_slots_in_first = self.block_size - self.num_tokens % self.block_size
         # Not max(0, ...): a full last block gives -1 here for no slots, and 0 in all.
-        return 1 + cdiv(num_slots - num_slots_in_first, self._block_size)
-
-    def _allocate_blocks_for_token_ids(
-        self, prev_block: Block | None, token_ids: list[int], device: Device
-    ) -> list[Block]:
-        """Immutable blocks for the full pieces of the tokens, a mutable one for a rest."""
-        chunks = list(chunk_list(token_ids, self._block_size))
-        full_chunks = [chunk for chunk in chunks if len(chunk) == self._block_size]
-        blocks: list[Block] = []
-        if full_chunks:
-            blocks += self._allocator.allocate_immutable_blocks(prev_block, full_chunks, device)
-        for rest in chunks[len(full_chunks) :]:
-            last_block = blocks[-1] if blocks else prev_block
-            block = self._allocator.allocate_mutable_block(last_block, device)
-            block.append_token_ids(rest)
-            blocks.append(block)
-        return blocks
-
-    def _chunk_token_blocks_for_append(self, token_ids: list[int]) -> list[list[int]]:
-        """Cut tokens at the ends of blocks: the first piece fills the last block, or begins a new one."""
-        if not token_ids:
-            return []
-        num_in_first = self._block_size - self._num_full_slots % self._block_size
-        return [token_ids[:num_in_first], *chunk_list(token_ids[num_in_first:], self._block_size)]
-
-    def _get_all_token_ids(self) -> list[int]:
-        return [token_id for block in self.blocks for token_id in block.token_ids]
-
-    @property
-    def _is_allocated(self) -> bool:
-        return len(self._blocks) > 0
-
-    @property
-    def _num_empty_slots(self) -> int:
-        assert self._is_allocated
-        return len(self._blocks) * self._block_size - self._num_full_slots
+        return 1 + cdiv(num_slots - num_slots_in_first, self.block_size)

@@ -1,10 +1,10 @@
-"""As much of a request as the block manager needs to know."""
+"""Sequences and requests, as far as the block manager needs to know them."""
 
 import enum
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is in its life: not begun, in the device's memory, in the host's, or done."""
+    """A sequence's place in its life: not begun, in the device's memory, in the host's, or done."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -13,7 +13,7 @@ class SequenceStatus(enum.Enum):
 
 
 class SequenceData:
-    """A sequence's tokens, and of how many the keys and values have been computed."""
+    """A sequence's tokens, and the number of those whose keys and values have been computed."""
 
     def __init__(self, prompt_token_ids: list[int]) -> None:
         self.prompt_token_ids = list(prompt_token_ids)
@@ -30,7 +30,7 @@ class SequenceData:
 
 
 class Sequence:
-    """One stream of tokens. Its `status` is set by whoever schedules it."""
+    """One stream of tokens. The scheduler sets its `status`."""
 
     def __init__(self, seq_id: int, prompt_token_ids: list[int]) -> None:
         self.seq_id = seq_id
@@ -41,14 +41,14 @@ class Sequence:
         self.data.output_token_ids.append(token_id)
 
     def get_token_ids(self) -> list[int]:
-        """Prompt and output."""
+        """Return the tokens of prompt and output."""
         return self.data.prompt_token_ids + self.data.output_token_ids
 
     def get_len(self) -> int:
         return len(self.get_token_ids())
 
     def fork(self, new_seq_id: int) -> "Sequence":
-        """A second sequence with the same tokens, count and status."""
+        """Return a second sequence with the same tokens, count and status."""
         child = Sequence(new_seq_id, self.data.prompt_token_ids)
         child.status = self.status
         child.data.output_token_ids = list(self.data.output_token_ids)
@@ -57,22 +57,12 @@ class Sequence:
 
 
 class SequenceGroup:
-    """The sequences of one request, which begin with the same prompt; and its encoder's, if there is one."""
+    """The sequences of one request, which begin with the same prompt."""
 
-    def __init__(self, request_id: str, seqs: list[Sequence], encoder_seq: Sequence | None = None) -> None:
+    def __init__(self, request_id: str, seqs: list[Sequence]) -> None:
         self.request_id = request_id
         self.seqs = list(seqs)
-        self.encoder_seq = encoder_seq
 
     def get_seqs(self, status: SequenceStatus | None = None) -> list[Sequence]:
-        """All sequences, or those with a status."""
+        """Return all sequences, or those with a status."""
         return [seq for seq in self.seqs if status is None or seq.status == status]
-
-    def add(self, seq: Sequence) -> None:
-        self.seqs.append(seq)
-
-    def is_encoder_decoder(self) -> bool:
-        return self.encoder_seq is not None
-
-    def get_encoder_seq(self) -> Sequence | None:
-        return self.encoder_seq

@@ -62,12 +62,12 @@ class BlockHashToBlockMap:
         self._cache: dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]] = {}
 
     def get_all_blocks(self, key: BlockHashWithGroupId) -> list[KVCacheBlock]:
-        """The blocks of this hash, first inserted first."""
+        """Return the blocks of this hash, first inserted first."""
         blocks = self._cache.get(key, {})
         return [blocks] if isinstance(blocks, KVCacheBlock) else list(blocks.values())
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
-        """The block of this hash that was inserted first, or None."""
+        """Return the block of this hash that was inserted first, or None."""
         blocks = self.get_all_blocks(key)
         return blocks[0] if blocks else None
 
@@ -93,7 +93,7 @@ class BlockHashToBlockMap:
         return None
 
     def __len__(self) -> int:
-        """The number of different hashes."""
+        """Return the number of different hashes."""
         return len(self._cache)
 
 
@@ -142,7 +142,7 @@ class BlockPool:
     def get_cached_block(
         self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
     ) -> list[KVCacheBlock] | None:
-        """The block that holds this content for each group, or None when any group lacks it."""
+        """Return the block that holds this content for each group, or None when any group lacks it."""
         cached_blocks = []
         for group_id in kv_cache_group_ids:
             key = make_block_hash_with_group_id(block_hash, group_id)
@@ -230,7 +230,7 @@ class BlockPool:
         return True
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """One more request uses these blocks: free ones leave the queue, from wherever they are."""
+        """Add one reference to each of these blocks; free ones leave the queue, from wherever they are."""
         for block in blocks:
             if block.is_null:
                 continue
@@ -241,7 +241,7 @@ class BlockPool:
                 self.metrics_collector.on_block_accessed(block)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """One request fewer uses these blocks; those that nobody uses any more enter the queue.
+        """Drop one reference to each of these blocks; those without any enter the queue.
 
         ordered_blocks: the one to evict first comes first.
         """
@@ -283,13 +283,13 @@ class BlockPool:
         return self.free_block_queue.num_free_blocks
 
     def get_usage(self) -> float:
-        """The share of blocks in use, from 0 to 1. The null block does not count."""
+        """Return the blocks in use over all blocks, from 0 to 1. The null block does not count."""
         num_usable_blocks = self.num_gpu_blocks - 1
         if num_usable_blocks == 0:
             return 0.0
         return 1.0 - self.get_num_free_blocks() / num_usable_blocks
 
     def take_events(self) -> list[KVCacheEvent]:
-        """The events since the last call, oldest first."""
+        """Return the events since the last call, oldest first."""
         events, self.kv_event_queue = self.kv_event_queue, []
         return events

@@ -70,13 +70,13 @@ class KVCacheBlocks:
         return KVCacheBlocks(tuple([*a, *b] for a, b in zip(self.blocks, other.blocks, strict=True)))
 
     def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
-        """The ids, group by group; None for no blocks at all where `allow_none`."""
+        """Return the ids, group by group; None for no blocks at all where `allow_none`."""
         if allow_none and not any(self.blocks):
             return None
         return tuple([block.block_id for block in group] for group in self.blocks)
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """The ids of the blocks that are not cached."""
+        """Return the ids of the blocks that are not cached."""
         assert len(self.blocks) == 1, "Only one group is supported"
         return [block.block_id for block in self.blocks[0] if block.block_hash is None]
 
@@ -102,7 +102,7 @@ class SingleTypeKVCacheManager:
         self.num_cached_block: dict[str, int] = {}
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """How many tokens, from the first, the next token does not attend to."""
+        """Return how many tokens, from the first, the next token does not attend to."""
         return 0
 
     @classmethod
@@ -114,14 +114,14 @@ class SingleTypeKVCacheManager:
         block_pool: BlockPool,
         kv_cache_spec: KVCacheSpec,
     ) -> tuple[list[KVCacheBlock], ...]:
-        """The blocks of the longest cached beginning of at most `max_length` tokens, for each group.
+        """Return the blocks of the longest cached prefix of at most `max_length` tokens, for each group.
 
         Blocks of it that attention will not read need not be cached: there the null block stands in.
         """
         raise NotImplementedError
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """How many blocks, from this request's first, every request with blocks uses."""
+        """Return how many blocks, from this request's first, every request with blocks uses."""
         raise NotImplementedError
 
     def get_num_blocks_to_allocate(
@@ -131,7 +131,7 @@ class SingleTypeKVCacheManager:
         new_computed_blocks: Sequence[KVCacheBlock],
         total_computed_tokens: int,
     ) -> int:
-        """How many blocks would leave the free queue to give the request `num_tokens` tokens in all.
+        """Return how many blocks would leave the free queue to give the request `num_tokens` tokens in all.
 
         They are the new ones, and the hits that nobody uses at present.
         """
@@ -150,7 +150,7 @@ class SingleTypeKVCacheManager:
     def allocate_new_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], num_computed_tokens: int
     ) -> None:
-        """Begin a new request's table with the blocks it hit, null blocks where it will not read."""
+        """Start a new request's table with the blocks it hit, null blocks where it will not read."""
         if request_id in self.num_cached_block:
             assert not new_computed_blocks, "only a new request can have new computed blocks"
             return
@@ -167,7 +167,7 @@ class SingleTypeKVCacheManager:
         self.num_cached_block[request_id] = len(req_blocks)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
-        """Lengthen the request's table to at least `num_tokens` tokens. Returns the new blocks."""
+        """Extend the request's table to at least `num_tokens` tokens. Return the new blocks."""
         req_blocks = self.req_to_blocks[request_id]
         num_new_blocks = _cdiv(num_tokens, self.block_size) - len(req_blocks)
         new_blocks = self.block_pool.get_new_blocks(max(num_new_blocks, 0))
@@ -341,7 +341,8 @@ class KVCacheManager:
         return self.block_pool.get_usage()
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """The cached blocks the request can begin with, and the number of tokens in them. Takes nothing.
+        """Return the cached blocks the request can begin with, and the number of tokens in them. Takes
+        nothing.
 
         At least one token is left to compute, for its logits; hits being whole blocks, that may cost a block.
         """
@@ -422,19 +423,19 @@ class KVCacheManager:
         return self.block_pool.reset_prefix_cache()
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """For each group, how many blocks from this request's first all requests with blocks use."""
+        """Return for each group how many blocks, from this request's first, all requests with blocks use."""
         return [m.get_num_common_prefix_blocks(running_request_id) for m in self.single_type_managers]
 
     def take_events(self) -> list[KVCacheEvent]:
         return self.block_pool.take_events()
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All blocks of a request."""
+        """Return all blocks of a request."""
         blocks = self.single_type_managers[0].req_to_blocks.get(request_id, [])
         return self.create_kv_cache_blocks((blocks,))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The ids of all blocks of a request, for each group."""
+        """Return the ids of all blocks of a request, for each group."""
         return tuple([block.block_id for block in group] for group in self.get_blocks(request_id).blocks)
 
     def create_kv_cache_blocks(self, blocks: tuple[Sequence[KVCacheBlock], ...]) -> KVCacheBlocks:

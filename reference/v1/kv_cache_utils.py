@@ -17,7 +17,7 @@ NONE_HASH = BlockHash(bytes(32))
 
 
 def init_none_hash(hash_function: Callable[[Any], bytes]) -> None:
-    """Derive NONE_HASH from PYTHONHASHSEED, or draw it at random when that is not set."""
+    """Compute NONE_HASH from PYTHONHASHSEED, or draw it at random when that is not set."""
     global NONE_HASH
     seed = os.getenv("PYTHONHASHSEED")
     NONE_HASH = BlockHash(os.urandom(32) if seed is None else hash_function(seed))
@@ -39,7 +39,7 @@ def get_group_id(key: BlockHashWithGroupId) -> int:
 # `eq=False`: two blocks are the same only if they are one object. Comparing fields would follow the links.
 @dataclass(eq=False)
 class KVCacheBlock:
-    """What the pool knows of one block of the cache.
+    """One block of the cache, as the pool knows it.
 
     block_id: the block's place in the cache, from 0.
     ref_cnt: how many requests use the block. At 0 it is in the free queue, perhaps with content to be found.
@@ -142,7 +142,7 @@ class FreeKVCacheBlockQueue:
             self._insert_between(self.fake_free_list_head, block, self.fake_free_list_head.next_free_block)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """All free blocks, from head to tail. AssertionError when they are not `num_free_blocks`."""
+        """Return all free blocks, from head to tail. AssertionError when they are not `num_free_blocks`."""
         blocks: list[KVCacheBlock] = []
         block = self.fake_free_list_head.next_free_block
         while block is not None and block is not self.fake_free_list_tail:
@@ -154,7 +154,7 @@ class FreeKVCacheBlockQueue:
 
 
 class Request:
-    """What the V1 managers read of a request.
+    """A request, as far as the V1 managers read it.
 
     num_computed_tokens: tokens whose K and V are in the cache. The scheduler advances it.
     block_hashes: the hashes of the request's full blocks so far; `block_hasher` adds to them as tokens come.
@@ -207,12 +207,12 @@ class Request:
 
 
 def sha256(value: Any) -> bytes:
-    """The SHA-256 digest of any object that can be pickled."""
+    """Return the SHA-256 digest of any object that can be pickled."""
     return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
 
 
 def generate_block_hash_extra_keys(request: Request, start_token_idx: int) -> tuple[Any, ...] | None:
-    """What, besides its tokens, tells a block apart: the LoRA's name, and in the first block the salt.
+    """Return what tells a block apart besides its tokens: the LoRA's name, and in the first block the salt.
 
     The chain of hashes carries the salt on to all later blocks.
     """
@@ -230,14 +230,14 @@ def hash_block_tokens(
     curr_block_token_ids: Iterable[int],
     extra_keys: tuple[Any, ...] | None = None,
 ) -> BlockHash:
-    """The hash of a full block: of its parent's (None for the first block), its tokens and extra keys."""
+    """Hash a full block: its parent's hash (None for the first block), its tokens and extra keys."""
     return BlockHash(hash_function((parent_block_hash or NONE_HASH, tuple(curr_block_token_ids), extra_keys)))
 
 
 def get_request_block_hasher(
     block_size: int, caching_hash_fn: Callable[[Any], bytes]
 ) -> Callable[[Request], list[BlockHash]]:
-    """A function that hashes the full blocks of a request that `request.block_hashes` does not cover yet."""
+    """Return a function that hashes the full blocks that `request.block_hashes` does not cover yet."""
 
     def request_block_hasher(request: Request) -> list[BlockHash]:
         new_block_hashes: list[BlockHash] = []
@@ -284,7 +284,7 @@ class BlockHashListWithBlockSize(Sequence[BlockHash]):
 
 
 def get_num_blocks(vllm_config: Any, num_layers: int, available_memory: int, page_size: int) -> int:
-    """How many blocks fit into `available_memory` bytes; `page_size` is the bytes of a block in one layer.
+    """Return how many blocks fit into `available_memory` bytes; `page_size` is a block's bytes in one layer.
 
     `vllm_config` is in vLLM's signature and is not read.
     """

@@ -1,8 +1,9 @@
-"""Fuzz parsers for longer than the tests do, or give one an input again: python -m tests.fuzz --help."""
+"""Fuzz parsers for longer than the tests do, or repeat one input: python -m tests.fuzz --help."""
 
 import argparse
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 from tests.fuzz.fuzzer import FoundError, Fuzzer
@@ -11,10 +12,10 @@ from tests.fuzz.targets import TARGETS
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("target", nargs="*", help=f"of {', '.join(TARGETS)} (default: all)")
-    parser.add_argument("--seconds", type=float, default=600, help="for each (default 600)")
-    parser.add_argument("--seed", type=int, default=0, help="other inputs (default 0)")
-    parser.add_argument("--input", type=Path, help="parse this file, and nothing else")
+    parser.add_argument("target", nargs="*", help=f"some of {', '.join(TARGETS)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=600, help="time for each target (default 600)")
+    parser.add_argument("--seed", type=int, default=0, help="determines the inputs (default 0)")
+    parser.add_argument("--input", type=Path, help="parse this file alone")
     args = parser.parse_args()
     failed = False
     for name in args.target or TARGETS:
@@ -24,15 +25,13 @@ def main() -> int:
                 continue
             fuzzer = Fuzzer(TARGETS[name], Path(scratch), args.seed)
             try:
-                fuzzer.run(sys.maxsize, args.seconds)
+                fuzzer.run(args.seconds)
             except FoundError as error:
                 failed = True
                 kept = Path(f"found-{name}")
                 kept.write_bytes((Path(scratch) / f"found-{name}").read_bytes())
                 print(f"FAILED {error}\n(kept as {kept})", flush=True)
                 if error.__cause__ is not None:
-                    import traceback
-
                     traceback.print_exception(error.__cause__)
             print(
                 f"{name}: {fuzzer.num_inputs} inputs, {fuzzer.num_refused} refused, corpus of "

@@ -1,8 +1,7 @@
-"""A coverage-guided fuzzer for parsers of bytes: no dependency, the same inputs for the same seed.
+"""A coverage-guided fuzzer for parsers of bytes, without dependencies. A seed determines its inputs.
 
-An input that makes a parser's code reach a line which none has reached before joins the corpus. Python tells
-of a line's first execution alone (`sys.monitoring`, which is then told not to tell again): so watching costs
-little.
+An input joins the corpus if a line of the parser's source runs for the first time. `sys.monitoring` reports
+each line once, and is then told to stop reporting it, so watching costs little.
 """
 
 import contextlib
@@ -17,9 +16,9 @@ from types import CodeType
 
 from jaxpaged.checks import InputError
 
-# Numbers that lengths, counts and offsets are replaced by.
+# Numbers to replace lengths, counts and offsets by.
 NUMBERS = (0, 1, 2, 7, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
-# Text that means something to one of the parsers.
+# Texts that mean something to one of the parsers.
 WORDS = (
     b"null", b"true", b"-1", b"0", b"1e999", b"NaN", b"9" * 400, b'""', b"{}", b"[]", b"[" * 40,
     b'{"a":' * 40, b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b"\xf0\x9f\xa6\x9c", b"\n", b"\r\n", b"..", b"/",
@@ -27,17 +26,17 @@ WORDS = (
     b"float32", b"bfloat16", b"int32", b"<tool_call>", b"</tool_call>", b"<", b">",
 )  # fmt: skip
 TOOL = sys.monitoring.PROFILER_ID
-MAX_BYTES = 2**16  # of an input that is made longer
-MAX_SECONDS = 20.0  # of processor time for one input: far beyond what any needs, short of for ever
+MAX_BYTES = 2**16  # an input longer than its seed has no more
+MAX_SECONDS = 20.0  # processor time for one input: any needs far less
 
 
 @dataclass(frozen=True)
 class Target:
     """A parser under test.
 
-    parse: given an input and a folder to write files into. It may raise `InputError`, and nothing else.
-    seeds: inputs that are right, to begin with.
-    sources: parts of the paths of the source files whose lines count.
+    parse: takes an input and a folder to write files into. It may raise `InputError`, and nothing else.
+    seeds: makes the valid inputs to begin with.
+    sources: parts of the paths of the source files whose lines are watched.
     """
 
     name: str
@@ -47,17 +46,17 @@ class Target:
 
 
 class FoundError(AssertionError):
-    """A parser failed. The message has the target, the input and how to repeat it."""
+    """A failure of a parser. The message has the target, the input and a command that repeats it."""
 
 
 @dataclass
 class Fuzzer:
-    """One target, with the inputs that have reached something new."""
+    """A target, its corpus of inputs that reached new lines, and counts of what was tried."""
 
     target: Target
     folder: Path
     seed: int = 0
-    num_lines: int = 0  # of the sources, reached
+    num_lines: int = 0  # reached in the sources
     num_inputs: int = 0
     num_refused: int = 0
     corpus: list[bytes] = field(default_factory=list)
@@ -66,8 +65,8 @@ class Fuzzer:
         self._rng = random.Random(self.seed)
         self._has_new = False
 
-    def run(self, num_inputs: int, seconds: float = float("inf")) -> None:
-        """Try the seeds, then so many inputs, or for so long. Raises `FoundError`."""
+    def run(self, seconds: float) -> None:
+        """Try the seeds, then mutated inputs, for this time. Raises `FoundError`."""
         end = time.monotonic() + seconds
         with self._watching():
             for data in self.target.seeds():
@@ -75,13 +74,13 @@ class Fuzzer:
                 self.corpus.append(data)
             if self.num_refused:
                 raise self._found(self.corpus[0], f"{self.num_refused} of its seeds are refused")
-            while self.num_inputs < num_inputs and time.monotonic() < end:
+            while time.monotonic() < end:
                 data = mutated(self.corpus, self._rng)
                 if self._try(data) and len(data) <= MAX_BYTES:
                     self.corpus.append(data)
 
     def _try(self, data: bytes) -> bool:
-        """Parse an input. Returns: whether it has reached a new line."""
+        """Parse an input. Returns whether it reached a new line."""
         self._has_new = False
         self.num_inputs += 1
         start = time.process_time()
@@ -98,6 +97,7 @@ class Fuzzer:
         return self._has_new
 
     def _found(self, data: bytes, what: str) -> FoundError:
+        """Write an input to a file, and return the error that names it."""
         file = self.folder / f"found-{self.target.name}"
         file.write_bytes(data)
         again = f"python -m tests.fuzz {self.target.name} --input {file}"
@@ -107,6 +107,7 @@ class Fuzzer:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
+        """Count the lines of the sources that run for the first time inside this context."""
         monitoring = sys.monitoring
 
         def reached(code: CodeType, _line: int) -> object:
@@ -127,10 +128,12 @@ class Fuzzer:
 
 
 def mutated(corpus: Sequence[bytes], rng: random.Random) -> bytes:
-    """Return one of the corpus, with a few changes."""
+    """Return an input of the corpus with one to eight random changes."""
     data = bytearray(rng.choice(corpus))
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
-        at = rng.randrange(min(len(data), rng.choice((512, 4096, MAX_BYTES))) + 1)  # heads matter most
+        at = rng.randrange(
+            min(len(data), rng.choice((512, 4096, MAX_BYTES))) + 1
+        )  # most changes hit the head, which says the most
         length = min(rng.choice((1, 2, 4, 8, 16, 64, 256)), len(data) - at)
         match rng.randrange(9):
             case 0 if data:
@@ -151,7 +154,7 @@ def mutated(corpus: Sequence[bytes], rng: random.Random) -> bytes:
                 other = rng.choice(corpus)
                 begin = rng.randrange(len(other) + 1)
                 data[at:] = other[begin:]
-            case 7:  # a value of JSON text becomes another
+            case 7:  # replace a value of JSON text
                 values = list(re.finditer(rb'"[^"]*"|-?\d+|true|false|null', data[:MAX_BYTES]))
                 if values:
                     found = rng.choice(values)

@@ -1,4 +1,4 @@
-"""The parsers that take strangers' bytes, each with inputs to begin with."""
+"""Parsers that take strangers' bytes, each with valid inputs to begin with."""
 
 import contextlib
 import json
@@ -52,18 +52,18 @@ def file_of(data: bytes, folder: Path, name: str) -> str:
     return str(folder / name)
 
 
-# Several files as one input, so that each can be changed: a JSON line of names and lengths, then their bytes.
+# An input that stands for several files: a JSON line of names and lengths, then the files' bytes.
 
 
-def packed(folder: Path, names: Sequence[str]) -> bytes:
+def pack(folder: Path, names: Sequence[str]) -> bytes:
     """Return the files of these names as one input."""
     contents = {name: (folder / name).read_bytes() for name in names}
     head = json.dumps([[name, len(content)] for name, content in contents.items()])
     return head.encode() + b"\n" + b"".join(contents.values())
 
 
-def parts(data: bytes) -> dict[str, bytes]:
-    """Return the files of an input; without a sound first line there are none."""
+def unpack(data: bytes) -> dict[str, bytes]:
+    """Return the files of an input by name; none if its first line is damaged."""
     head, _, rest = data.partition(b"\n")
     files = {}
     with contextlib.suppress(ValueError, TypeError, RecursionError, OverflowError):
@@ -74,9 +74,9 @@ def parts(data: bytes) -> dict[str, bytes]:
     return files
 
 
-def unpacked(data: bytes, folder: Path, names: Sequence[str]) -> None:
-    """Write the files of these names that an input has; the others are of the input before."""
-    for name, content in parts(data).items():
+def write_files(data: bytes, folder: Path, names: Sequence[str]) -> None:
+    """Write those of these files that the input has; the others stay as the input before left them."""
+    for name, content in unpack(data).items():
         if name in names:
             (folder / name).write_bytes(content)
 
@@ -89,7 +89,7 @@ def blocks() -> list[bytes]:
 
 
 def dumps() -> list[bytes]:
-    """A dump's arrays: the archive around them, with its checksums, is made anew for each input."""
+    """Return the files in a dump: `parse_dump` makes the archive around them, with its checksums."""
     from tests.step.lockstep import VOCAB_ROOM, Setting
 
     setting = Setting("swap", num_blocks=1 + 17, num_host_blocks=1 + 14)
@@ -101,12 +101,12 @@ def dumps() -> list[bytes]:
         )  # fmt: skip
         with zipfile.ZipFile(Path(folder) / "dump") as archive:
             archive.extractall(folder)
-            return [packed(Path(folder), archive.namelist())]
+            return [pack(Path(folder), archive.namelist())]
 
 
 def parse_dump(data: bytes, folder: Path) -> None:
     with zipfile.ZipFile(folder / "dump", "w") as archive:
-        for name, content in parts(data).items():
+        for name, content in unpack(data).items():
             archive.writestr(name, content)
     replay.load(folder / "dump")
 
@@ -139,11 +139,11 @@ def directories() -> list[bytes]:
             if (GOLDEN / name).exists():
                 (Path(folder) / name).write_bytes((GOLDEN / name).read_bytes())
         (Path(folder) / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6}')
-        return [packed(Path(folder), DIRECTORY)]
+        return [pack(Path(folder), DIRECTORY)]
 
 
 def parse_directory(data: bytes, folder: Path) -> None:
-    unpacked(data, folder, DIRECTORY)
+    write_files(data, folder, DIRECTORY)
     read_checkpoint(folder)
 
 
@@ -154,14 +154,14 @@ def adapters() -> list[bytes]:
     patterns = {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"layers.0.self_attn.v_proj": 3.0}}
     with tempfile.TemporaryDirectory() as folder:
         found = []
-        for number, said in enumerate(({}, patterns, {"use_rslora": True})):
-            its = tiny_lora.write(Path(folder) / str(number), **said)
-            found.append(packed(its, ADAPTER))
+        for number, options in enumerate(({}, patterns, {"use_rslora": True})):
+            path = tiny_lora.write(Path(folder) / str(number), **options)
+            found.append(pack(path, ADAPTER))
         return found
 
 
 def parse_adapter(data: bytes, folder: Path) -> None:
-    unpacked(data, folder, ADAPTER)
+    write_files(data, folder, ADAPTER)
     lora.read(LoRARequest("fuzzed", 1, folder), tiny.CONFIG, NAMES, 8, np.dtype("float32"))  # type: ignore[arg-type]
 
 
@@ -200,7 +200,7 @@ def histories() -> list[bytes]:
 
 
 def parse_history(data: bytes, folder: Path) -> None:
-    """Read a history, and make no step of it: what its arguments do is between it and its reader."""
+    """Read a history up to its first step, which is not run."""
     path = file_of(data, folder, "history.json")
 
     def stop(history: History, *args: object) -> bool:
@@ -218,42 +218,42 @@ def parse_history(data: bytes, folder: Path) -> None:
         History.run = run  # type: ignore[method-assign]
 
 
-def told() -> list[bytes]:
-    calls = [
+def calls() -> list[bytes]:
+    found = [
         ("_dispatch", (8, np.bool_(True), False)),
         ("_place", (empty_rows(1, 2, 97), np.arange(1, dtype=np.int32))),
         ("_put_adapter", ({"qkv": (np.zeros((2, 3), np.float32),) * 2}, 1)),
     ]
-    return [b"".join(messages.encode(call, CALL_CLASSES)) for call in calls]
+    return [b"".join(messages.encode(call, CALL_CLASSES)) for call in found]
 
 
 def answer_texts() -> list[bytes]:
-    """Texts of the parsers' own tests; the first byte chooses the parsers, the second how the text is cut."""
+    """Return the texts of the parsers' own tests. Two bytes before it choose parsers and chunk length."""
     from tests.serve.test_parsers import CASES
 
     return [bytes([number % 256, 7]) + case.text.encode() for number, case in enumerate(CASES)]
 
 
 def parse_answer(data: bytes, _: Path) -> None:
-    """Read an answer whole and in pieces: it must come to the same."""
+    """Read an answer whole and in chunks: the result must be the same."""
     calls, reasoning = [None, *sorted(TOOL_PARSERS)], [None, *sorted(REASONING_PARSERS)]
     choice, step = data[0] if data else 0, 1 + (data[1] if len(data) > 1 else 0) % 16
     form = Form(calls=calls[choice % len(calls)], reasoning=reasoning[choice // len(calls) % len(reasoning)])
     text = data[2:].decode(errors="replace")
 
-    def read(pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    def read(chunks: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
         deltas = ToolDeltas(form)
-        told = [
+        found = [
             delta
-            for number, piece in enumerate(pieces)
-            for delta in deltas.feed(piece, is_last=number == len(pieces) - 1)
+            for number, chunk in enumerate(chunks)
+            for delta in deltas.feed(chunk, is_last=number == len(chunks) - 1)
         ]
-        content = "".join(delta.get("content") or "" for delta in told)
+        content = "".join(delta.get("content") or "" for delta in found)
         functions = [call["function"] for call in deltas.calls]
         return content, deltas.reasoning, [(each["name"], each["arguments"]) for each in functions]
 
-    cut = [text[i : i + step] for i in range(0, len(text), step)] or [""]
-    assert read(cut) == read([text]), f"{form}: in pieces of {step} it is another answer"
+    chunks = [text[i : i + step] for i in range(0, len(text), step)] or [""]
+    assert read(chunks) == read([text]), f"{form}: in chunks of {step} it is another answer"
 
 
 BODIES: list[tuple[type[Asked], dict[str, Any]]] = [
@@ -282,12 +282,12 @@ BODIES: list[tuple[type[Asked], dict[str, Any]]] = [
 
 
 def bodies() -> list[bytes]:
-    """The first byte chooses the route."""
+    """Return valid bodies. The first byte chooses the schema."""
     return [bytes([i]) + json.dumps(body).encode() for i, (_, body) in enumerate(BODIES)]
 
 
 def parse_body(data: bytes, _: Path) -> None:
-    """Do with a body what is done before an engine is asked."""
+    """Do what the server does with a body before it asks the engine."""
     schema = BODIES[(data[0] if data else 0) % len(BODIES)][0]
     try:
         body: Any = schema.model_validate(bounds.parsed(bytearray(data[1:]), LIMITS))
@@ -320,7 +320,7 @@ TARGETS = {
         Target("trace", parse_trace, trace_lines, ("lab/traces",)),
         Target("prompts", parse_prompts, prompt_lines, ("prompt_files", "sampling_params", "checks")),
         Target("history", parse_history, histories, ("verify/allocators", "untrusted")),
-        Target("message", lambda data, _: messages.decode(data, CALL_CLASSES), told, ("parallel/messages",)),
+        Target("message", lambda data, _: messages.decode(data, CALL_CLASSES), calls, ("parallel/messages",)),
         Target(
             "body", parse_body, bodies, ("serve/bounds", "serve/schemas", "conversations", "sampling_params")
         ),

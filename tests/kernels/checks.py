@@ -1,4 +1,4 @@
-"""Running a case through an operation, and comparing it with the oracle. Needs no test packages."""
+"""Helpers that run a case through an operation and compare it with the oracle. They need no test packages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxpaged.verify.cases import Case, compared, make_inputs, oracle
 from pallas_kernels import ops
-from pallas_kernels.checks import check_attention
+from pallas_kernels.ops import choice
+from pallas_kernels.ops.checks import check_attention
 from pallas_kernels.support import Arrays, BlockSparse
 
 # One jit for all cases, so that those of one shape with the same options share a program.
@@ -30,7 +31,7 @@ TILES = jax.jit(
 
 
 def inputs(c: Case, version: str = "v1") -> tuple[dict[str, jax.Array], Any]:
-    """The case's arrays on the device and its options as that one of OPERATIONS takes them."""
+    """Return the case's arrays on the device, and its options for one of OPERATIONS."""
     arrays, options = make_inputs(c)
     if sparse := options.pop("block_sparse", None):
         options["block_sparse"] = BlockSparse(*sparse)
@@ -40,29 +41,33 @@ def inputs(c: Case, version: str = "v1") -> tuple[dict[str, jax.Array], Any]:
 
 
 def is_served(c: Case) -> bool:
-    """Whether the support table lets the kernels run the case."""
+    """Return whether the support table lets the kernels run the case."""
     named, options = inputs(c)
     arrays = Arrays(**named)
     try:
-        ops.attention._choose("mosaic_gpu", False, arrays, check_attention(arrays, options))
+        choice.for_attention("mosaic_gpu", *check_attention(arrays, options), interpret=False)
     except NotImplementedError:
         return False
     return True
 
 
 def weights_dtype(c: Case) -> str:
-    """The type in which the kernels hold the weights."""
+    """Return the type in which the kernels hold the weights."""
     return "float16" if c.is_quantised else c.dtype
 
 
 def worst(c: Case, got: np.ndarray, weights_dtype: str) -> tuple[float, float, tuple[int, ...]]:
-    """The error that is largest beside what is allowed there, that, and where; a NaN counts as infinite."""
+    """Return the largest error compared with what is allowed there, that bound, and the index. A NaN counts
+    as infinite.
+    """
     error, allowed = compared(c, got, weights_dtype)
     at = np.unravel_index(np.argmax(error / allowed), got.shape)
     return float(error[at]), float(allowed[at]), tuple(map(int, at))
 
 
 def assert_close(c: Case, got: np.ndarray, weights_dtype: str) -> None:
-    """Within `tolerance` of the oracle everywhere; rows without tokens exactly zero."""
+    """Assert that the result is within `tolerance` of the oracle everywhere; rows without tokens are exactly
+    zero.
+    """
     error, allowed, at = worst(c, got, weights_dtype)
     assert error <= allowed, f"{error=:.3g} > {allowed=:.3g} at {at}: {got[at]=} {oracle(c)[0][at]=}"

@@ -1,8 +1,8 @@
-"""Running Mosaic GPU kernels in Pallas' GPU interpreter so that mistakes in their synchronisation show.
+"""Pallas' GPU interpreter, used so that mistakes in the kernels' synchronisation show.
 
-The interpreter does not see what a wgmma reads. `shadow_reads` gives each wgmma, while a kernel is traced,
+The interpreter does not see what a wgmma reads. While a kernel is traced, `shadow_reads` gives each wgmma
 reads of its shared-memory operands that the race detector sees, and each arrival the fence that ordinary
-reads would need. `without_call` leaves out one synchronising call; `unfenced_wgmmas` finds the one mistake
+reads would need. `without_call` leaves out one synchronising call. `unfenced_wgmmas` finds the one mistake
 that no run shows.
 """
 
@@ -23,15 +23,14 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
-from pallas_kernels.gpu import arrival as _arrival
-from pallas_kernels.gpu import product, quantised_product
+from pallas_kernels.gpu import arrival_counter, dense_product, quantised_product
 from pallas_kernels.gpu.decode import attention as paged_attention
 from pallas_kernels.gpu.prompt import attention as prompt_attention
 
 
 @contextlib.contextmanager
 def recorded_blocks(*cache_shapes: tuple[int, ...]) -> Iterator[set[int]]:
-    """While tracing: copies from caches of these shapes tell which blocks they fetch, by their addresses."""
+    """Record the blocks that copies from caches of these shapes fetch, for kernels traced within."""
     fetched: set[int] = set()
     copy = plgpu.copy_gmem_to_smem
 
@@ -48,7 +47,9 @@ def recorded_blocks(*cache_shapes: tuple[int, ...]) -> Iterator[set[int]]:
 
 @contextlib.contextmanager
 def shadow_reads() -> Iterator[None]:
-    """While tracing: every wgmma's operands are also read in a way that the race detector sees."""
+    """Read every wgmma's operands once more in a way that the race detector sees, for kernels traced
+    within.
+    """
     wgmma, arrive = plgpu.wgmma, plgpu.barrier_arrive
 
     def seen_wgmma(acc: Any, a: Any, b: Any) -> None:
@@ -68,13 +69,14 @@ def shadow_reads() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_interpreter() -> Iterator[None]:
+    """Reset the interpreter before and after a test."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
     yield
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def races_found(capsys: pytest.CaptureFixture[str]) -> bool:
-    """Whether a race was reported since the last call (jax keeps the last kernel's verdict only)."""
+    """Return whether a race was reported since the last call (JAX keeps the last kernel's verdict only)."""
     return "RACE DETECTED" in capsys.readouterr().out
 
 
@@ -83,14 +85,17 @@ WAIT_SECONDS = 400  # a case takes two
 
 @contextlib.contextmanager
 def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[None]:
-    """While tracing: programs run at the same time, and one that arrives last is told so.
+    """Run programs at the same time, for kernels traced within, and tell the one that arrives last that it
+    is.
 
     The interpreter has no atomics, and runs programs one after another, unless they are of one cluster. Here
-    they are, arrivals are counted in place of the atomic, and the race detector's clocks are joined as its
-    acquire and release do.
+    they are one cluster, arrivals are counted in place of the atomic, and the race detector's clocks are
+    joined as its acquire and release do.
 
-    last: False tells it the first one. ordered: False lets an arrival order nothing, as if its fences were
-    gone. Where more threads wait for each other than XLA has, none goes on: then this process ends.
+    last: False tells the first one instead.
+    ordered: False lets an arrival order nothing, as if its fences were gone.
+
+    If more threads wait for each other than XLA has, none goes on; then this process ends.
     """
     arrived: dict[int, int] = {}
     clocks: dict[int, Any] = {}
@@ -129,7 +134,7 @@ def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plgpu, "kernel", one_cluster)
-        patch.setattr(_arrival, "is_last_in_turn", is_last)
+        patch.setattr(arrival_counter, "is_last_in_turn", is_last)
         try:
             yield
         finally:
@@ -141,9 +146,11 @@ SYNCHRONISING = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_
 
 @contextlib.contextmanager
 def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, str]]]:
-    """While tracing: leave out the synchronising call of that number. Yields (name, caller) of each.
+    """Leave out the synchronising call of that number, for kernels traced within. Yield (name, caller) of
+    each call.
 
-    A call is a line of a kernel's source: one that is traced several times is one, and is left out each time.
+    A call is a line of a kernel's source: one that is traced several times counts once, and is left out each
+    time.
     """
     met: list[tuple[str, str]] = []
     lines: list[tuple[str, str, int]] = []
@@ -161,7 +168,7 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
 
         return call
 
-    for kernel in (paged_attention, product, prompt_attention, quantised_product):
+    for kernel in (paged_attention, dense_product, prompt_attention, quantised_product):
         kernel._shared_kernel_of.cache_clear()  # to be traced anew
     with pytest.MonkeyPatch.context() as patch:
         for name in SYNCHRONISING:
@@ -170,16 +177,17 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
             if shadows:  # count an arrival where the kernel makes it, not where its shadow does
                 patch.setattr(plgpu, "barrier_arrive", dropping("barrier_arrive", plgpu.barrier_arrive))
             yield met
-    for kernel in (paged_attention, product, prompt_attention, quantised_product):
+    for kernel in (paged_attention, dense_product, prompt_attention, quantised_product):
         kernel._shared_kernel_of.cache_clear()
 
 
 def unnoticed_calls(
     run: Callable[[], None], deadlocks: Callable[[tuple[str, str]], bool], capsys: pytest.CaptureFixture[str]
 ) -> tuple[list[tuple[str, str]], set[tuple[str, str]]]:
-    """All synchronising calls of what `run` traces, runs and checks, and those that nothing misses.
+    """Return all synchronising calls of what `run` traces, runs and checks, and those whose absence shows
+    nowhere.
 
-    An error, a race or a failing check misses it. Those without which somebody `deadlocks` are not tried.
+    An error, a race or a failing check shows it. Calls without which a thread `deadlocks` are not tried.
     """
     with without_call(-1) as calls:
         run()
@@ -205,21 +213,25 @@ OPTIONAL = {("barrier_wait", "_see_arrival")}
 
 
 class Slot(NamedTuple):
-    """A slot of a ring, as a function of a kernel names it."""
+    """The slot of a ring, as a function of a kernel names it."""
 
     full: Any  # barriers of all slots: it may be read
     free: Any  # it has been
     number: Any
 
 
-def slot_of_scratch(*functions: str) -> Callable[[FrameType], Slot | None]:
-    """The slot of `scratch` that those functions read."""
+def slot_of_scratch(
+    *functions: str, barriers: Callable[[Any], tuple[Any, Any]] = lambda scratch: (scratch.full, scratch.free)
+) -> Callable[[FrameType], Slot | None]:
+    """Return a function that finds the slot of `scratch` that these functions read.
+
+    barriers: what is full and what is free, of the scratch memory.
+    """
 
     def slot_in(frame: FrameType) -> Slot | None:
         if frame.f_code.co_name not in functions:
             return None
-        scratch = frame.f_locals["scratch"]
-        return Slot(scratch.full, scratch.empty, frame.f_locals["slot"])
+        return Slot(*barriers(frame.f_locals["scratch"]), frame.f_locals["slot"])
 
     return slot_in
 
@@ -227,9 +239,9 @@ def slot_of_scratch(*functions: str) -> Callable[[FrameType], Slot | None]:
 def is_race_to_release_early(
     run: Callable[[], Any], slot_in: Callable[[FrameType], Slot | None], capsys: pytest.CaptureFixture[str]
 ) -> bool:
-    """Whether a race is reported when a slot is handed back as soon as it is there.
+    """Return whether a race is reported when a slot is handed back as soon as it is full.
 
-    slot_in: the slot that a function of the kernel waits for or hands back, by its frame; else None.
+    slot_in: from the frame of a kernel's function, the slot that it waits for or hands back; else None.
     """
     with shadow_reads(), pytest.MonkeyPatch.context() as patch:
         wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
@@ -257,11 +269,11 @@ def is_race_to_release_early(
 def unfenced_wgmmas(
     jaxpr: core.Jaxpr, dirty: bool = False, readers: tuple[str, ...] = ("wgmma_ref",)
 ) -> tuple[int, bool]:
-    """How many wgmmas may follow a store to shared memory with no commit_smem between, and whether one
-    still may.
+    """Count wgmmas that may follow a store to shared memory without a commit_smem between. Also return
+    whether a store is still unfenced at the end.
 
     readers: what else must not follow: "barrier_arrive", where another thread's wgmma reads what this one
-    stored.
+        stored.
     """
 
     def is_store(equation: Any) -> bool:
@@ -271,7 +283,7 @@ def unfenced_wgmmas(
 
 
 def unwaited_wgmmas(jaxpr: core.Jaxpr) -> int:
-    """How many arrivals, which give what a wgmma reads away, may follow one that nobody has waited for."""
+    """Count arrivals, which give away what a wgmma reads, that may follow a wgmma without a wait between."""
 
     def is_wgmma(equation: Any) -> bool:
         return bool(equation.primitive.name == "wgmma_ref")
@@ -286,7 +298,9 @@ def _not_parted(
     readers: tuple[str, ...],
     dirty: bool = False,
 ) -> tuple[int, bool]:
-    """How many readers may follow what is first with no `parting` between, and whether one still may."""
+    """Count readers that may follow what is first without a `parting` between. Also return whether one still
+    may.
+    """
     count = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name

@@ -22,6 +22,11 @@ DRIVER = Path(__file__).parent / "native_driver.cc"
 CACHE = Path(__file__).parents[2] / ".pytest_cache"
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATORS = "qemu-aarch64", "qemu-aarch64-static"
+# Compiling a driver takes 10 to 25 seconds, so every run has that of this processor's fastest target alone.
+EACH = [
+    pytest.param(name, marks=[] if name in library.targets()[:1] else pytest.mark.slow)
+    for name in library.TARGETS
+]
 
 
 class Kernels(Protocol):
@@ -35,7 +40,7 @@ class Kernels(Protocol):
 
 
 class Called:
-    """By XLA, as they are for this processor."""
+    """The kernels as XLA calls them, compiled for this processor."""
 
     def product(self, x, weight):
         return np.asarray(native.product(jnp.asarray(x), native.pack(jnp.asarray(weight)), len(weight)))
@@ -59,7 +64,9 @@ class Called:
 
 
 class Driven:
-    """`native_driver.cc`, for some target. It fails if memory behind an array is touched."""
+    """The kernels in `native_driver.cc`, compiled for some target. It fails if memory behind an array is
+    touched.
+    """
 
     def __init__(self, program: list[str]) -> None:
         self.program = program
@@ -125,7 +132,7 @@ class Driven:
 
 
 def kernels(target: str) -> Kernels:
-    """The kernels for a target, or as XLA calls them. Skips the test where this machine has none."""
+    """Return the kernels for a target, or as XLA calls them. Skip the test where this machine has none."""
     if target == "xla":
         if why := why_not("float32"):
             pytest.skip(f"no native kernels: {why}")
@@ -144,13 +151,13 @@ def kernels(target: str) -> Kernels:
 
 
 def why_not(dtype: str) -> str | None:
-    """`native.why_not`, by one process at a time: so that only one of them compiles."""
+    """Return `native.why_not`, one process at a time, so that only one of them compiles."""
     with one_at_a_time(CACHE / "native.lock"):
         return native.why_not(jnp.dtype(dtype))
 
 
 def _driver(target: str, compiler: str) -> str:
-    """The driver, compiled unless it has been before."""
+    """Return the driver, compiled unless it has been before."""
     sources = [DRIVER, *library.SOURCES.glob("*.h")]
     command = library.compile_command(library.TARGETS[target], compiler)
     command += ["-static", "-I", str(library.SOURCES), str(DRIVER)]

@@ -72,7 +72,7 @@ def test_swap_blocks(source_space: str, target_space: str) -> None:
 
 @pytest.mark.parametrize("case", cases_of("merge"), ids=str)
 def test_merge(case: MergeCase) -> None:
-    """That of the XLA path, for which -inf is a large negative number."""
+    """XLA's merge stands for -inf with a large negative number."""
 
     def merge(
         out: jax.Array, maxima: jax.Array, sums: jax.Array, sinks: jax.Array | None = None

@@ -1,4 +1,4 @@
-"""Where compiled things are kept."""
+"""The folder for compiled programs and libraries."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from pallas_kernels.compilation_cache import compilation_cache_dir, why_untruste
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A home for a user who has said nothing about caches."""
+    """Return the home of a user who has set no cache folder."""
     given = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -97,8 +97,8 @@ def test_partial_results_stay_small_whatever_the_capacity(reports: list[compile_
 
 
 def test_two_programs_share_a_multiprocessor(reports: list[compile_report.Report]) -> None:
-    """Of decode steps, except for head_dim 256, whose ring alone takes more than half of its memory; and of
-    products, except for 64 rows and codes of 8 bits with minima, and of layers' products for many rows.
+    """Exceptions: decode steps with head_dim 256, whose ring takes more than half of the memory; products of
+    64 rows with codes of 8 bits and minima; layers' products for many rows.
     """
     alone = {r.program for r in reports if r.ctas_per_core < 2 and not r.program.startswith("tiles ")}
     alone -= {r.program for r in reports if " rows bfloat16 " in r.program and rows_of(r) > 64}
@@ -140,7 +140,7 @@ def test_no_experts_weights_are_copied_for_the_kernel() -> None:
 
 
 def test_codes_and_scales_are_all_that_the_kernel_reads_of_a_weight() -> None:
-    """With groups, too: beside them only rows, and sums that are written and read once."""
+    """Besides them only rows, and sums that are written and read once."""
     bits = {"int4, Q4_0": 4 + 16 / 32, "Q6_K": 6 + 32 / 16, "fp8, blocks of 128": 8 + 32 / 128}
     lines = cuda_compiler.run("benchmarks.compile_quantised", [f"{name}, by the kernel" for name in bits])
     rows, sums = 16 * 4096 * 2, 4 * 16 * 4096 * 4

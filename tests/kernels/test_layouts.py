@@ -11,10 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layouts, native, ops, support
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu.cut import Cut
-from pallas_kernels.gpu.prompt import parts as _prompt_parts
-from pallas_kernels.layouts import LAYOUTS, Fp8, Int8PerToken, Layout, Part, Pool, Sizes
+from pallas_kernels.gpu import common
+from pallas_kernels.gpu.partitioning import Partitioning
+from pallas_kernels.gpu.prompt import partitions
+from pallas_kernels.layouts import LAYOUTS, BlockSlice, Fp8, Int8PerToken, Layout, Pool, Sizes
 from reference import attention as reference_attention
 from reference import cache_ops
 from reference import layouts as reference
@@ -48,7 +48,7 @@ def written(pool: Pool, calls: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) 
 
 
 def history(sizes: Sizes, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Two sequences over blocks in any order: parts of a prompt, side by side, and then a token of each in
+    """Return the writes of two sequences over shuffled blocks: chunks of a prompt, then a token of each in
     turn.
     """
     rng = np.random.default_rng(seed)
@@ -78,7 +78,9 @@ def by_oracle(oracle: Oracle, arrays: dict[str, np.ndarray], calls: Any) -> dict
 
 
 def assert_alike(pool: Pool, want: dict[str, np.ndarray], shared: set[str] = frozenset()) -> None:
-    """All numbers stored, but for the null block's, and what is kept of a group until it is whole."""
+    """Assert that all stored numbers are alike, except the null block's and those of a group that is not
+    whole.
+    """
     assert pool.arrays.keys() == want.keys()
     for name in want.keys() - {"k_new"}:
         array = pool.arrays[name]
@@ -144,20 +146,20 @@ def test_a_pool_takes_the_bytes_of_its_blocks_and_is_written_in_place(name: str)
     assert memory.temp_size_in_bytes < 2**17
 
 
-def part_of_three(layout: Layout, sizes: Sizes, dtype: jnp.dtype) -> Pool:
-    """The last of three layers whose blocks lie side by side, in arrays of numbers that are none."""
+def slice_of_three(layout: Layout, sizes: Sizes, dtype: jnp.dtype) -> Pool:
+    """Return the last of three layers whose blocks lie side by side, in arrays of NaN."""
     pool = layouts.create(layout, *sizes._replace(num_blocks=3 * sizes.num_blocks), dtype)
     arrays = {
         name: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
         for name, x in pool.arrays.items()
     }
-    part = Part(jnp.int32(2), stride=3, num_blocks=sizes.num_blocks)
-    return dataclasses.replace(pool, arrays=arrays, part=part)
+    blocks = BlockSlice(jnp.int32(2), stride=3, num_blocks=sizes.num_blocks)
+    return dataclasses.replace(pool, arrays=arrays, blocks=blocks)
 
 
 @functools.cache
 def filled(name: str) -> tuple[Pool, np.ndarray, np.ndarray]:
-    """Three sequences' blocks with tokens in all places, and what is read of them."""
+    """Return a pool with three sequences' tokens in all slots, and what is read of them."""
     layout = LAYOUTS[name]
     block_size = cases.block_size_of(layout)
     num_blocks = 1 + 3 * -(-128 // block_size)
@@ -165,12 +167,12 @@ def filled(name: str) -> tuple[Pool, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(3)
     slots = np.arange(block_size, num_blocks * block_size, dtype=np.int32)
     k, v = rng.standard_normal((2, len(slots), *sizes[2:])).astype(np.float32)
-    pool = write(part_of_three(layout, sizes, F32), k, v, slots)
+    pool = write(slice_of_three(layout, sizes, F32), k, v, slots)
     return pool, *blocks_of(pool)
 
 
 def sequences(pool: Pool) -> tuple[np.ndarray, np.ndarray]:
-    """Tables, with what is no block behind a sequence's own, and lengths."""
+    """Return block tables, with no block's id after each sequence's own, and lengths."""
     seq_lens = np.array([70, 0, 128], np.int32)
     width = -(-128 // pool.sizes.block_size)
     tables = 1 + np.random.default_rng(4).permutation(3 * width).reshape(3, width)
@@ -218,7 +220,7 @@ def test_tiles_read_every_layout(name: str, implementation: Any) -> None:
 @pytest.mark.parametrize("name", IN_ALL_WAYS)
 @pytest.mark.parametrize("implementation", ["xla", "native"])
 def test_flat_batches_read_layouts(name: str, implementation: Any) -> None:
-    """As tiles and decode steps do, which they are made of."""
+    """Flat batches are made of tiles and decode steps."""
     pool, k, v = filled(name)
     if implementation == "native" and (why := native.why_not(F32)):
         pytest.skip(why)
@@ -233,7 +235,7 @@ def test_flat_batches_read_layouts(name: str, implementation: Any) -> None:
 
 
 def among_others(tables: np.ndarray) -> dict[str, np.ndarray]:
-    """The tables among more of them, which are of no block, in another order."""
+    """Return the tables in another order, among rows that name no block."""
     rows = np.arange(len(tables))[::-1] * 2
     more = np.full((2 * len(tables), tables.shape[1]), -7, np.int32)
     more[rows] = tables
@@ -270,7 +272,7 @@ READ_BY_MOSAIC = [name for name in support.SUPPORT["mosaic_gpu"].kv_layouts if n
 def test_the_gpu_kernels_read_the_layouts_that_they_say(
     name: str, tile_len: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the interpreter, without a race: that for decode steps, and that for prompts."""
+    """Both kernels run in the interpreter, without a race."""
     with shadow_reads():
         run_interpreted(name, tile_len)
     assert not races_found(capsys)
@@ -279,8 +281,8 @@ def test_the_gpu_kernels_read_the_layouts_that_they_say(
 @pytest.mark.usefixtures(fresh_interpreter.__name__)
 def test_prompts_in_parts_read_codes_of_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program after the other, in which the detector of races would see one."""
-    monkeypatch.setattr(_prompt_parts, "cut_of", lambda *_, **__: Cut(64, 3))
-    monkeypatch.setattr(_gpu, "interpret_params", lambda _: plgpu.InterpretGPUParams(detect_races=False))
+    monkeypatch.setattr(partitions, "partitioning_of", lambda *_, **__: Partitioning(64, 3))
+    monkeypatch.setattr(common, "interpret_params", lambda _: plgpu.InterpretGPUParams(detect_races=False))
     run_interpreted("int4_grouped", 19)
 
 
@@ -303,7 +305,7 @@ def test_every_barrier_around_codes_of_four_bits_is_needed(
 
 
 def run_interpreted(name: str, tile_len: int) -> None:
-    """A batch of two through the kernel in the interpreter, compared with the oracle."""
+    """Run a batch of two through the kernel in the interpreter, and compare it with the oracle."""
     layout, bfloat16 = LAYOUTS[name], jnp.dtype("bfloat16")
     if isinstance(layout, Fp8):
         layout = dataclasses.replace(layout, k_scale=(0.25, 0.5), v_scale=0.5)
@@ -315,7 +317,7 @@ def run_interpreted(name: str, tile_len: int) -> None:
     positions = [np.arange(n) for n in seq_lens]
     slots = [tables[i, at // block_size] * block_size + at % block_size for i, at in enumerate(positions)]
     k, v = rng.standard_normal((2, seq_lens.sum(), 2, 64)).astype(np.float32)
-    pool = write(part_of_three(layout, sizes, bfloat16), k, v, np.concatenate(slots).astype(np.int32))
+    pool = write(slice_of_three(layout, sizes, bfloat16), k, v, np.concatenate(slots).astype(np.int32))
     starts = seq_lens - tile_len
     q = jnp.asarray(rng.standard_normal((2, tile_len, 4, 64)), bfloat16)
     given = {"query_starts": jnp.asarray(starts), "seq_lens": jnp.asarray(seq_lens)}
@@ -347,7 +349,7 @@ def test_float8_with_given_scales_by_head_and_on_another_order_of_axes() -> None
 
 @pytest.mark.parametrize("is_per_head", [False, True])
 def test_float8_scales_are_measured_once(is_per_head: bool) -> None:
-    """On the first tokens that are none of padding; later ones, larger or smaller, keep them."""
+    """The first tokens that are not padding decide; later ones, larger or smaller, change nothing."""
     layout = Fp8("fp8_e4m3", is_measured=True, is_per_head=is_per_head)
     sizes = Sizes(9, 4, 2, 16)
     calls = history(sizes)
@@ -395,60 +397,3 @@ def test_every_layout_of_ours_has_an_oracle() -> None:
     for name, layout in LAYOUTS.items():
         if layouts.is_ours(layout):
             assert cases.oracle(name, cases.sizes_of(layout)) is not None, name
-
-
-# What a user's options name
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({}, "token_major"),
-        ({"kv_cache_dtype": "fp8"}, "fp8_e4m3"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
-        ({"kv_cache_dtype": "int8"}, "int8_per_token"),
-        ({"kv_cache_dtype": "int4"}, "int4_grouped"),
-        ({"kv_layout": "int8_per_token", "kv_cache_dtype": "int8"}, "int8_per_token"),
-        ({"kv_layout": "tests.test_layout_from_outside:ColumnsOfK"}, None),
-    ],
-)
-def test_options_choose_a_layout_and_words_say_it_again(options: dict[str, str], name: str | None) -> None:
-    chosen = layouts.choose(**{"kv_layout": "token_major"} | options)
-    assert name is None or chosen == LAYOUTS[name].on(jax.default_backend())
-    assert layouts.choose(**layouts.words(chosen)) == chosen
-    assert layouts.is_ours(chosen) == (name is not None)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_layout": "vllm"}, "kv_layout='vllm' must be token_major, .* or 'package.module:Name'"),
-        ({"kv_layout": "nowhere.at_all:It"}, "kv_layout='nowhere.at_all:It' must be .*: No module named"),
-        ({"kv_layout": "json:dumps"}, "kv_layout='json:dumps' must be token_major"),
-        ({"kv_layout": 7}, "kv_layout=7 must be token_major"),
-        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype='fp4' must be one of auto, fp8"),
-        ({"kv_layout": "int8_per_token", "kv_cache_dtype": "fp8"}, "must be 'auto' or 'int8' for"),
-        ({"kv_layout": "split_x", "kv_cache_dtype": "int8"}, "must be 'auto' for kv_layout='split_x', which"),
-        ({"kv_layout": "fused", "kv_cache_dtype": "int4"}, "must be 'auto' for kv_layout='fused', which"),
-        ({"measures_scales": True}, "calculate_kv_scales=True must go with a kv_cache_dtype of fp8"),
-    ],
-)
-def test_what_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        layouts.choose(**{"kv_layout": "token_major"} | options)
-
-
-@pytest.mark.parametrize(
-    ("name", "block_size", "head_dim", "message"),
-    [
-        ("token", 16, 64, "block_size must be 1, not block_size=16"),
-        ("int4_grouped", 8, 64, "block_size must be a multiple of 16"),
-        ("int4_grouped", 16, 7, "head_dim must be even"),
-        ("split_x", 16, 6, "head_dim must be a multiple of 4"),
-    ],
-)
-def test_blocks_that_a_layout_has_not_are_refused(
-    name: str, block_size: int, head_dim: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        layouts.create(LAYOUTS[name], 4, block_size, 2, head_dim, F32)

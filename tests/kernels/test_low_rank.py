@@ -1,11 +1,13 @@
-"""What adapters add to products: by XLA and by the native kernel on each target, against NumPy in float64."""
+"""Low-rank additions to products: by XLA and by the native kernel on each target, against NumPy in
+float64.
+"""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import low_rank, native
-from pallas_kernels.native import library
+from pallas_kernels import native
+from pallas_kernels.ops import low_rank
 from tests.kernels import native_targets
 from tests.kernels.native_targets import Kernels
 from tests.kernels.test_native import bits, draw, each_dtype
@@ -13,7 +15,7 @@ from tests.kernels.test_native import bits, draw, each_dtype
 WIDTHS, INPUTS, RANK, CHOICES, LAYERS = (70, 16, 33), 41, 32, 3, 2
 
 
-@pytest.fixture(params=["plain", "xla", *library.TARGETS])
+@pytest.fixture(params=["plain", "xla", *native_targets.EACH])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Plain() if request.param == "plain" else native_targets.kernels(request.param)
 
@@ -28,8 +30,10 @@ class Plain:
         )
 
 
-def parts(dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Those of some layers and choices: panels whose last columns are zeros where a width is not whole."""
+def matrices(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return a and b of some layers and choices: panels whose last columns are zeros where a width is not
+    whole.
+    """
     a = draw(1, dtype, LAYERS, CHOICES, len(WIDTHS) * RANK // 16, INPUTS, 16)
     each = [
         [low_rank.pack(draw(7 * i + j, "float32", RANK, width)) for j, width in enumerate(WIDTHS)]
@@ -40,7 +44,7 @@ def parts(dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected(y, x, a, b, choices, layer) -> tuple[np.ndarray, np.ndarray]:
-    """The sums, and a bound of what was added up."""
+    """Return the sums, and a bound of what was added up."""
     want, size = y.astype(np.float64), np.abs(y.astype(np.float64))
     for row, choice in enumerate(choices):
         if choice:
@@ -61,7 +65,7 @@ def expected(y, x, a, b, choices, layer) -> tuple[np.ndarray, np.ndarray]:
 @each_dtype
 def test_what_is_added(kernels: Kernels, dtype: str) -> None:
     """Rows with each choice, in any order, more than are computed together; and rows without one."""
-    a, b = parts(dtype)
+    a, b = matrices(dtype)
     for layer, choices in ((0, [2]), (1, [1, 0, 3, 1, 1, 0, 2, 1, 1, 1, 3]), (0, [0, 0])):
         x, y = draw(3, dtype, len(choices), INPUTS), draw(4, "float32", len(choices), sum(WIDTHS))
         got = kernels.add_low_rank(y, x, a, b, np.array(choices, np.int32), layer, WIDTHS)
@@ -75,7 +79,7 @@ def test_what_is_added(kernels: Kernels, dtype: str) -> None:
 
 @each_dtype
 def test_bits_of_a_row_depend_on_nobody_and_on_no_choice_s_number(kernels: Kernels, dtype: str) -> None:
-    a, b = parts(dtype)
+    a, b = matrices(dtype)
     choices = np.array([1, 2, 1, 3, 1, 1, 0, 1], np.int32)
     x, y = draw(3, dtype, len(choices), INPUTS), draw(4, "float32", len(choices), sum(WIDTHS))
     together = kernels.add_low_rank(y, x, a, b, choices, 1, WIDTHS)
@@ -89,7 +93,7 @@ def test_bits_of_a_row_depend_on_nobody_and_on_no_choice_s_number(kernels: Kerne
 
 
 def test_types_must_be_the_same() -> None:
-    a, b = (jnp.asarray(m) for m in parts("float32"))
+    a, b = (jnp.asarray(m) for m in matrices("float32"))
     y, x = jnp.zeros((1, sum(WIDTHS))), jnp.zeros((1, INPUTS), jnp.bfloat16)
     with pytest.raises(TypeError, match="x.dtype=.*bfloat16.* must be that of a and b, float32 and float32"):
         native.add_low_rank(y, x, a, b, jnp.ones(1, jnp.int32), 0, WIDTHS)

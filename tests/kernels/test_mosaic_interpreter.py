@@ -19,11 +19,10 @@ from jax.extend import core
 from jaxpaged.verify.cases import CASES, Case, case
 from jaxpaged.verify.oracles.attention import BlockSparse
 from pallas_kernels import ops
-from pallas_kernels.checks import check_attention
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import tuning
-from pallas_kernels.gpu.cut import Cut
+from pallas_kernels.gpu import common, tuning
 from pallas_kernels.gpu.decode import attention as mosaic
+from pallas_kernels.gpu.partitioning import Partitioning
+from pallas_kernels.ops.checks import check_attention
 from pallas_kernels.support import Arrays
 from tests.kernels.checks import OPERATIONS, assert_close, inputs, is_served, weights_dtype
 from tests.kernels.interpreter import (
@@ -94,11 +93,15 @@ LEAN = {
     ),
 }  # fmt: skip
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
-SHORT = Cut(64, 3)  # so that rows of a few hundred tokens have several partitions, of different lengths
+SHORT = Partitioning(
+    64, 3
+)  # so that rows of a few hundred tokens have several partitions, of different lengths
 
 
 def owned_blocks(c: Case) -> set[int]:
-    """The blocks of each row's tokens and window; what a sparse pattern leaves out is fetched as well."""
+    """Return the blocks of each row's tokens and window; what a sparse pattern leaves out is fetched as
+    well.
+    """
     tables, found = np.asarray(inputs(c)[0]["block_tables"]), set()
     for row, length in enumerate(c.seq_lens):
         first = max(0, length - (c.sliding_window or length)) // c.block_size
@@ -107,11 +110,11 @@ def owned_blocks(c: Case) -> set[int]:
 
 
 def interpret(c: Case, version: str) -> np.ndarray:
-    """The case through `ops`, traced anew: with what a test has put in the place of Pallas' functions."""
+    """Run the case through `ops`, traced anew so that it calls a test's replacements of Pallas' functions."""
     arrays, options = inputs(c, version)
     operation = functools.partial(OPERATIONS[version], **options, interpret=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mosaic, "default_cut", lambda *_: SHORT)
+        patch.setattr(mosaic, "default_partitioning", lambda *_: SHORT)
         return np.asarray(jax.jit(operation)(**arrays), np.float64)
 
 
@@ -124,7 +127,7 @@ def chosen(version: str) -> list[Any]:
 def test_the_kernel_equals_the_oracle_without_a_race(
     c: Case, version: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And no table entry past a row's tokens, or before its window, is looked up."""
+    """No table entry past a row's tokens, or before its window, is looked up."""
     if not is_served(c):
         assert c not in LEAN[version]
         pytest.skip("not served by mosaic_gpu, by the support table")
@@ -137,14 +140,18 @@ def test_the_kernel_equals_the_oracle_without_a_race(
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
-@pytest.mark.parametrize("cut", [SHORT, Cut(64, 1), Cut(128, 4)], ids=str)
-def test_partitions_hold_each_token_of_a_row_once_and_are_few(cut: Cut, window: int | None) -> None:
-    """And follow from the row's own length: one list of all lengths, and one a length."""
+@pytest.mark.parametrize("partitioning", [SHORT, Partitioning(64, 1), Partitioning(128, 4)], ids=str)
+def test_partitions_hold_each_token_of_a_row_once_and_are_few(
+    partitioning: Partitioning, window: int | None
+) -> None:
+    """Partitions follow from the row's own length: a list of all lengths equals one list a length."""
     capacity, new_tokens = 512, 2
     lengths = np.array([0, 2, 63, 64, 65, 191, 192, 193, 300, 400, 511, 512], np.int32)
 
     def partitions_of(lengths: np.ndarray) -> list[list[tuple[int, int]]]:
-        plan = mosaic.plan(lengths, np.maximum(lengths - new_tokens, 0), new_tokens, window, cut, capacity)
+        plan = mosaic.plan(
+            lengths, np.maximum(lengths - new_tokens, 0), new_tokens, window, partitioning, capacity
+        )
         rows: list[list[tuple[int, int]]] = [[] for _ in lengths]
         for row, start, end, number in np.asarray(plan.items)[: int(plan.num_items[0])]:
             assert number % 2**16 == len(rows[row])
@@ -157,25 +164,25 @@ def test_partitions_hold_each_token_of_a_row_once_and_are_few(cut: Cut, window: 
     for length, spans in zip(lengths, found, strict=True):
         first = 0 if window is None else max(max(length - new_tokens, 0) + 1 - window, 0)
         assert [t for span in spans for t in range(*span)] == list(range(first, length))
-        assert 1 <= len(spans) <= cut.max_parts(capacity)
+        assert 1 <= len(spans) <= partitioning.bound(capacity)
         assert partitions_of(np.array([length], np.int32)) == [spans]
 
 
-def launch(c: Case, cut: Cut, num_stages: int = 2, num_programs: int = 1) -> np.ndarray:
-    """The kernel with a small ring, so that slots are used again within and across units of work."""
+def launch(c: Case, partitioning: Partitioning, num_stages: int = 2, num_programs: int = 1) -> np.ndarray:
+    """Run the kernel with a small ring, so that slots are used again within and across units of work."""
     named, given = inputs(c)
     arrays = Arrays(**named)
-    options = check_attention(arrays, given)
+    _, options = check_attention(arrays, given)
     config = tuning.TuningConfig(num_stages=num_stages)
     got = mosaic.paged_attention(
-        arrays, options, cut=cut, config=config, num_programs=num_programs, interpret=True
+        arrays, options, partitioning=partitioning, config=config, num_programs=num_programs, interpret=True
     )
     return np.asarray(got, np.float64)
 
 
 RING = Case("ring", seq_lens=(330, 150, 60), num_q_heads=2, num_kv_heads=1)
-CUT = Cut(128, 2)  # RING's rows have two partitions of 256 tokens, two of 128, and one
-WHOLE = Cut(512, 1)
+CUT = Partitioning(128, 2)  # RING's rows have two partitions of 256 tokens, two of 128, and one
+WHOLE = Partitioning(512, 1)
 
 
 @functools.cache
@@ -184,17 +191,17 @@ def one_program() -> np.ndarray:
 
 
 def test_int8_is_float16_by_its_bits() -> None:
-    """What `_gpu.widened` computes on a GPU, and no interpreter knows: of all numbers, by NumPy."""
+    """What `common.widened` computes on a GPU, and no interpreter knows: of all numbers, by NumPy."""
     x = np.arange(-128, 128).astype(np.int8)
-    words = x.view(np.uint32) ^ np.uint32(_gpu.SIGNS)
+    words = x.view(np.uint32) ^ np.uint32(common.SIGNS)
     # prmt: each digit of the pair, the lowest first, names one of the bytes of both operands.
     choice = (
         words.view(np.uint8).reshape(-1, 4),
-        np.tile(np.uint32([_gpu.UPPER_BYTE]).view(np.uint8), (64, 1)),
+        np.tile(np.uint32([common.UPPER_BYTE]).view(np.uint8), (64, 1)),
     )
-    places = [[pair >> 4 * digit & 15 for digit in range(4)] for pair in _gpu.PAIRS]
+    places = [[pair >> 4 * digit & 15 for digit in range(4)] for pair in common.PAIRS]
     halves = np.hstack(choice)[:, np.array(places).reshape(-1)].copy().view(np.float16)
-    too_much = np.uint32([_gpu.TOO_MUCH]).view(np.float16)
+    too_much = np.uint32([common.TOO_MUCH]).view(np.float16)
     np.testing.assert_array_equal((halves - too_much[0]).reshape(-1), x)
     assert too_much[0] == too_much[1]
 
@@ -203,7 +210,7 @@ def test_int8_is_float16_by_its_bits() -> None:
 def test_rows_do_not_depend_on_how_many_programs_share_the_work(
     num_programs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a unit of work each, and with several."""
+    """Programs have one unit of work each, or several."""
     with shadow_reads(), several_programs():
         got = launch(RING, CUT, 2, num_programs)
     np.testing.assert_array_equal(got, one_program())
@@ -244,7 +251,9 @@ def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     """Hand a slot back before its V is read."""
-    slot_in = slot_of_scratch("_await_tile", "take")
+    slot_in = slot_of_scratch(
+        "_await_tile", "take", barriers=lambda scratch: (scratch.ring.k_full, scratch.ring.k_free)
+    )
     assert is_race_to_release_early(lambda: launch(RING, WHOLE), slot_in, capsys)
 
 

@@ -52,7 +52,9 @@ SHORT, LONG = ZERO_POINTS
 
 @functools.cache
 def drawn(name: str, out_features: int, in_features: int) -> tuple[Halfwords, np.ndarray, np.ndarray]:
-    """A weight for the kernel, what it means by the oracle, and a bound of what is added up where x is 1."""
+    """Return a weight for the kernel, its numbers by the oracle, and a bound of what is added up where x is
+    1.
+    """
     if size := ZERO_POINTS.get(name):
         rng, groups = np.random.default_rng(0), (out_features, in_features // size)
         codes = rng.integers(0, 16, (out_features, in_features)).astype(np.uint8)
@@ -75,7 +77,7 @@ def drawn(name: str, out_features: int, in_features: int) -> tuple[Halfwords, np
 
 
 def multiply(x: np.ndarray, weight: Halfwords, layer: int | None = None) -> np.ndarray:
-    """Traced anew: with what a test has put in the place of Pallas' functions."""
+    """Run the product, traced anew so that it calls a test's replacements of Pallas' functions."""
     run = functools.partial(ops.quantised_product, layer=layer, interpret=True)
     return np.asarray(jax.jit(lambda x, weight: run(x, weight))(jnp.asarray(x), weight))
 
@@ -122,8 +124,8 @@ def test_a_widened_weight_is_the_files_own(name: str) -> None:
 
 
 def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
-    """Nor on how many there are. Of whole numbers, whose sums over 32 inputs are exact: how a wgmma adds up
-    no interpreter knows. What comes behind is rounded.
+    """The number of rows does not matter, either. Numbers are whole, so that sums over 32 inputs are exact:
+    the interpreter does not know how a wgmma adds up. What follows is rounded.
     """
     weight, _, _ = drawn("Q4_1", 64, 256)
     x = np.random.default_rng(1).integers(-9, 10, (20, 256)).astype(BFLOAT16)
@@ -133,7 +135,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
 
 
 def test_a_models_product_has_a_kernel_for_each_of_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer of a stack; one segment has an order of inputs. One scale an output is left to XLA."""
+    """The weight is a layer of a stack; one segment orders its inputs. One scale an output is left to XLA."""
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     kernel = mosaic.product
     monkeypatch.setattr(mosaic, "product", lambda *args, interpret: kernel(*args, interpret=True))
@@ -186,7 +188,7 @@ RING_OF_PLANES = ("Q6_K", 64, 768)
 
 
 def launch(ring: tuple[str, int, int] = RING) -> None:
-    """The kernel with a small ring, so that slots are used again."""
+    """Run the kernel with a small ring, so that slots are used again."""
     weight, want, sizes = drawn(*ring)
     x = draw(1, "bfloat16", 3, ring[-1])
     with pytest.MonkeyPatch.context() as patch:
@@ -216,7 +218,7 @@ def test_an_early_release_is_a_race(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("by_memory", [True, False])
 def test_every_store_is_fenced_before_a_wgmma(by_memory: bool) -> None:
-    """As the interpreter runs it; on a GPU nothing is stored."""
+    """The interpreter stores operands; on a GPU nothing is stored."""
     weight, _, _ = drawn(*RING)
 
     def trace() -> int:

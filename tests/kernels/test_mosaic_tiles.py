@@ -15,10 +15,10 @@ import pytest
 
 from jaxpaged.verify.tiles import CASES, Case, assert_close, inputs
 from pallas_kernels import ops
-from pallas_kernels.checks import check_attention
-from pallas_kernels.gpu.cut import Cut
 from pallas_kernels.gpu.decode import attention as mosaic
+from pallas_kernels.gpu.partitioning import Partitioning
 from pallas_kernels.gpu.prompt import attention as prompt_attention
+from pallas_kernels.ops.checks import check_attention
 from pallas_kernels.support import Arrays
 from tests.kernels.interpreter import (
     OPTIONAL,
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 
 
 def launch(c: Case, tiles: slice = slice(None)) -> np.ndarray:
-    """Some of the case's tiles through `ops`, traced anew."""
+    """Run some of the case's tiles through `ops`, traced anew."""
     (q, k, v, tables, seq_lens), starts, _ = inputs(c)
 
     def operation(*arrays: jax.Array) -> jax.Array:
@@ -51,8 +51,8 @@ def launch(c: Case, tiles: slice = slice(None)) -> np.ndarray:
 def test_tiles_equal_the_oracle_without_a_race(
     c: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no table entry that no query of the tile sees is looked up."""
-    monkeypatch.setattr(mosaic, "default_cut", lambda *_: Cut(64, 3))
+    """No table entry that no query of the tile sees is looked up."""
+    monkeypatch.setattr(mosaic, "default_partitioning", lambda *_: Partitioning(64, 3))
     arrays, _, seen = inputs(c)
     with shadow_reads(), recorded_blocks(arrays.k_cache.shape) as fetched:
         got = launch(c)
@@ -131,12 +131,14 @@ def test_an_early_release_is_a_race(c: Case, early: str, capsys: pytest.CaptureF
     ("c", "in_registers"), [(RING, False), (RING, True), (RINGS, True)], ids=lambda x: str(x)
 )
 def test_every_store_is_fenced_before_a_wgmma(c: Case, in_registers: bool) -> None:
-    """As the interpreter runs it, and as a GPU does; who widens hands its stores to another's wgmma."""
+    """Traced as the interpreter runs it, and as a GPU does. The widening warpgroup stores for another's
+    wgmma.
+    """
     (q, k, v, tables, seq_lens), starts, _ = inputs(c)
 
     def trace() -> int:
         arrays = Arrays(*map(jnp.asarray, (q, k, v, tables, seq_lens)))
-        options = check_attention(arrays._replace(q=arrays.q[:, 0]), {"scale": 1.0, **c.scales})
+        _, options = check_attention(arrays._replace(q=arrays.q[:, 0]), {"scale": 1.0, **c.scales})
         launcher = functools.partial(prompt_attention.prompt_attention, options=options)
         jaxpr = jax.make_jaxpr(lambda a, s: launcher(a, s, in_registers=in_registers))(arrays, starts)
         return unfenced_wgmmas(jaxpr.jaxpr, readers=("wgmma_ref", "barrier_arrive"))[0]

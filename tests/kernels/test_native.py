@@ -35,7 +35,7 @@ F32, BF16 = map(jnp.dtype, ("float32", "bfloat16"))
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@pytest.fixture(params=["xla", *library.TARGETS])
+@pytest.fixture(params=["xla", *native_targets.EACH])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return native_targets.kernels(request.param)
 
@@ -65,7 +65,7 @@ def test_product(kernels: Kernels, dtype: str, num_rows: int, in_features: int, 
 
 @each_dtype
 def test_bits_of_a_row_do_not_depend_on_the_others(kernels: Kernels, dtype: str) -> None:
-    """Nor on how many there are, be they rows or rows that are not zero: those give zeros."""
+    """The bits depend neither on the number of rows, nor on which rows are zero: those give zeros."""
     x, weight = draw(1, dtype, 40, 95), draw(2, dtype, 80, 95)
     together = kernels.product(x, weight)
     for num_rows in (1, 7):
@@ -208,7 +208,7 @@ def test_attention_weights_of_far_apart_scores(kernels: Kernels, dtype: str) -> 
 
 
 def paged(dtype, num_q_heads, num_kv_heads, head_dim, *, block_size, lengths, window=None):
-    """A query for each sequence, and its K and V in shuffled blocks. What none sees is not a number."""
+    """Return a query for each sequence, and its K and V in shuffled blocks. What no query sees is NaN."""
     width = -(-int(lengths.max()) // block_size)
     num_blocks = 1 + len(lengths) * width
     k, v = draw(2, dtype, 2, num_blocks, block_size, num_kv_heads, head_dim)

@@ -14,7 +14,7 @@ import pytest
 from jaxpaged.models import layers
 from jaxpaged.models.layer_form import LayerForm, form_of
 from pallas_kernels import ops
-from pallas_kernels.gpu import product as mosaic
+from pallas_kernels.gpu import dense_product as mosaic
 from pallas_kernels.ops import choice
 from tests.kernels.interpreter import (
     OPTIONAL,
@@ -35,14 +35,16 @@ LAYER = 1
 
 
 def weights_of(dtype: str, num_inputs: int, num_outputs: int) -> np.ndarray:
-    """Of some layers. Whatever is read of the one that is not asked for shows."""
+    """Return weights of some layers; those of other layers than the requested one are NaN."""
     weights = draw(0, dtype, NUM_LAYERS * num_inputs, num_outputs).reshape(NUM_LAYERS, num_inputs, -1)
     weights[1 - LAYER] = np.nan
     return weights
 
 
 def multiply(x: np.ndarray, weights: np.ndarray, implementation: ops.Implementation = "mosaic_gpu") -> Any:
-    """Traced anew: with what a test has put in the place of Pallas' functions. The layer is traced, too."""
+    """Run the product, traced anew so that it calls a test's replacements of Pallas' functions. The layer is
+    traced, too.
+    """
     interpret = implementation == "mosaic_gpu"
     run = functools.partial(ops.product, implementation=implementation, interpret=interpret)
     return np.asarray(jax.jit(lambda *arrays: run(*arrays))(x, weights, np.int32(LAYER)))
@@ -81,8 +83,9 @@ def test_a_layers_product_equals_the_oracle_without_a_race(
 
 
 def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
-    """Nor on how many there are. Numbers are whole, so a slot's sums are exact: how a wgmma adds up no
-    interpreter knows. Each slot's are of another size, so what adds slots and shares up rounds.
+    """The number of rows does not matter, either. Numbers are whole, so a slot's sums are exact: the
+    interpreter does not know how a wgmma adds up. Each slot's are of another size, so sums of slots and
+    splits round.
     """
     rng, num_inputs = np.random.default_rng(1), 512
     x = rng.integers(-99, 100, (300, num_inputs)) * 2.0 ** rng.integers(-9, 9, num_inputs // 64).repeat(64)
@@ -96,8 +99,8 @@ def test_inputs_are_shared_out_by_the_weights_shape_alone() -> None:
     def problem(num_rows: int, num_outputs: int) -> mosaic.Problem:
         return mosaic.problem(num_rows, 4096, num_outputs, jnp.dtype("bfloat16"))
 
-    shares = {outs: {problem(rows, outs).num_shares for rows in (1, 64, 65, 512)} for outs in (4096, 28672)}
-    assert shares == {4096: {4}, 28672: {1}}
+    splits = {outs: {problem(rows, outs).num_splits for rows in (1, 64, 65, 512)} for outs in (4096, 28672)}
+    assert splits == {4096: {4}, 28672: {1}}
     assert [(p.num_blocks, p.num_columns) for p in (problem(1, 64), problem(256, 64), problem(528, 64))] == [
         (1, 8), (1, 256), (3, 176),
     ]  # fmt: skip
@@ -139,7 +142,7 @@ def test_what_means_nothing(
 
 
 def test_a_models_product_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer of a stack, with sizes that have to be filled up, and biases; outside of stacks XLA's."""
+    """The weight is a layer of a stack, with padded sizes and biases; without a stack XLA multiplies."""
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     monkeypatch.setattr(choice, "default_implementation", lambda: "mosaic_gpu")
     monkeypatch.setattr(mosaic, "product", functools.partial(mosaic.product, interpret=True))
@@ -165,7 +168,7 @@ def test_types_and_options_that_do_not_fit() -> None:
 
 
 def launch() -> None:
-    """The kernel with a small ring, so that slots are used again: five steps of one program."""
+    """Run the kernel with a small ring, so that slots are used again: five steps of one program."""
     weights, x = weights_of("bfloat16", 320, 128), draw(1, "bfloat16", 3, 320)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mosaic, "MAX_STAGES", 2)

@@ -10,7 +10,6 @@ from jaxpaged.models.files.gguf import blocks as gguf_blocks
 from jaxpaged.models.files.gguf.blocks import KINDS
 from jaxpaged.models.quantised.codes import Kind, Rows, packed
 from pallas_kernels import native, quantised
-from pallas_kernels.native import library
 from reference import quantisation, quantised_checkpoints
 from tests.kernels import native_targets
 from tests.kernels.native_targets import Kernels
@@ -21,13 +20,13 @@ FLOATS = "fp8, a scale for 128 inputs"
 each_kind = pytest.mark.parametrize("kind", [*KINDS, FLOATS])
 
 
-@pytest.fixture(params=["xla", *library.TARGETS])
+@pytest.fixture(params=["xla", *native_targets.EACH])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return native_targets.kernels(request.param)
 
 
 def drawn(kind: str, out_features: int, in_features: int) -> tuple[Kind, Rows, np.ndarray]:
-    """Codes and all, and the weight they mean by the oracle."""
+    """Return a kind's codes and scales, and the weight they stand for by the oracle."""
     if kind in KINDS:
         its = blocks(kind, out_features, in_features)
         return KINDS[kind], gguf_blocks.rows(its, kind, "weight"), quantisation.dequantise(its, kind)
@@ -41,7 +40,7 @@ def drawn(kind: str, out_features: int, in_features: int) -> tuple[Kind, Rows, n
 
 
 def weight_of(kind: str, out_features: int, in_features: int) -> tuple[quantised.Quantised, np.ndarray]:
-    """A packed weight, and a bound of what is added up where it is 1: of codes, and of minima."""
+    """Return a packed weight, and a bound of what is added up where x is 1: of codes, and of minima."""
     its, rows, want = drawn(kind, out_features, in_features)
     [weight] = packed([(its, rows)], in_features, jnp.dtype("float32")).segments
     if its.is_float:
@@ -81,7 +80,7 @@ def test_product(kernels: Kernels, dtype: str, kind: str) -> None:
 @each_dtype
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", FLOATS])
 def test_bits_of_a_row_do_not_depend_on_the_others(kernels: Kernels, dtype: str, kind: str) -> None:
-    """Nor on how many there are, be they rows or rows that are not zero: those give zeros."""
+    """The bits depend neither on the number of rows, nor on which rows are zero: those give zeros."""
     weight, _ = weight_of(kind, 70, 512)
     x = draw(1, dtype, 21, 512)
     together = kernels.quantised_product(x, weight)

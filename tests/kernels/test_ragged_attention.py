@@ -21,7 +21,7 @@ CASES = {c.name: c for c in ragged.CASES}
 
 
 def test_the_oracle_gives_decode_steps_their_answers():
-    """The same queries, one a row: row r of the table as often as it has queries."""
+    """Queries are also computed one a row, where row r of the table repeats for each of its queries."""
     c = CASES["window"]
     q, k, v, tables, _, _ = ragged.inputs(c)
     rows = np.repeat(np.arange(len(c.query_lens)), c.query_lens)

@@ -142,7 +142,7 @@ def test_the_kernel_refuses_what_it_does_not_serve(
 def test_causal_masks_are_not_compiled_by_a_ptxas_that_makes_them_wrong(
     version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of prompts; decode steps of one token have no causal mask."""
+    """Prompts have causal masks; decode steps of one token have none."""
     monkeypatch.setattr(support, "ptxas_version", lambda: version)
     tiles = good() | {"q": array(2, 32, 4, 64), "query_starts": array(2, dtype=jnp.int32)}
     named = ".".join(map(str, version))
@@ -185,7 +185,7 @@ def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
     assert choice.default_implementation() == "xla"
 
 
-def test_the_readme_has_the_tables() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert support.markdown_table() in readme
-    assert support.layouts_table() in readme
+def test_the_pages_have_the_tables() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    assert support.markdown_table() in (docs / "gpu.md").read_text()
+    assert support.layouts_table() in (docs / "concepts" / "layouts.md").read_text()

@@ -1,4 +1,4 @@
-"""What there is to do for attention, made once for all layers: in Pallas' GPU interpreter."""
+"""Plans of attention that all layers share, made once: in Pallas' GPU interpreter."""
 
 import dataclasses
 import functools
@@ -13,8 +13,8 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.models import attention
 from jaxpaged.models.attention import AttentionBatch
 from pallas_kernels import ops
-from pallas_kernels.gpu.cut import Cut
 from pallas_kernels.gpu.decode import attention as mosaic
+from pallas_kernels.gpu.partitioning import Partitioning
 from tests.kernels.interpreter import fresh_interpreter
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
@@ -47,9 +47,9 @@ def planned(batch: AttentionBatch, cache: kv_cache.KVCache) -> AttentionBatch:
 
 
 def test_layers_in_a_loop_share_it_and_answer_as_each_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With windows of some, and rows of the block tables in another order."""
+    """Some layers have windows, and rows of the block tables come in another order."""
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(mosaic, "default_cut", lambda *_: Cut(64, 3))
+    monkeypatch.setattr(mosaic, "default_partitioning", lambda *_: Partitioning(64, 3))
     operation = functools.partial(ops.tiled_paged_attention, interpret=True)
     monkeypatch.setattr(attention.ops, "tiled_paged_attention", operation)
     cache = made_cache(len(WINDOWS))

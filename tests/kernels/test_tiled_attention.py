@@ -18,9 +18,9 @@ TOLERANCE = 1e-5
 
 
 def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_len, seed=0, window=None):
-    """Tiles that end where their sequence ends, over shuffled blocks; everything nobody owns is NaN.
+    """Return tiles that end where their sequence ends, over shuffled blocks; slots that nobody owns hold NaN.
 
-    With a window, the null block stands for what has left it, as the allocator has it.
+    With a window, the null block replaces blocks that have left it, as in the allocator's tables.
     """
     rng = np.random.default_rng(seed)
     num_tiles = len(seq_lens)
@@ -59,8 +59,10 @@ IMPLEMENTATIONS = [
 
 
 def covering(*pairs):
-    """Each of these pairs of a shape and a window. For XLA a pair is a program to compile: so every shape has
-    two windows or none and one, and every window two shapes. The native kernels are compiled anyway.
+    """Check that pairs of a shape and a window cover both well, and add all pairs for native kernels.
+
+    XLA compiles a program a pair: each shape has two pairs, and each window two shapes. The native kernels
+        are compiled anyway.
     """
     windows = sorted({window for _, window in pairs}, key=str)
     all_pairs = [(name, window) for name in SHAPES for window in windows]
@@ -83,7 +85,7 @@ def covering(*pairs):
 
 @functools.cache
 def decode_case(shape, window):
-    """A decode step and its answer."""
+    """Return a decode step and its answer."""
     q, k, v, tables, seq_lens = make_case(*shape, LENGTHS, 1, window=window)
     want = reference_attention.paged_attention(
         q[:, 0], k, v, tables, seq_lens, scale=0.3, sliding_window=window
@@ -93,7 +95,7 @@ def decode_case(shape, window):
 
 @functools.cache
 def tile_case(shape, window):
-    """Tiles of six tokens, the answer to each place of them, and where it is a query's."""
+    """Return tiles of six tokens, the answer for each token, and which tokens are queries."""
     tile_len = 6
     lengths = [6, 7, 17, 130, 4]  # the last tile has two places of padding
     q, k, v, tables, seq_lens = make_case(*shape, lengths, tile_len, window=window)
@@ -128,7 +130,7 @@ def test_each_query_of_a_tile_equals_a_decode_at_its_place(shape, window, implem
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(6, 2), (24, 3)])
 def test_slopes_soft_cap_and_sinks_in_tiles_equal_the_oracle(num_q_heads, num_kv_heads):
-    """Of few heads, which XLA computes as one, and of many."""
+    """XLA computes few heads as one, many one by one."""
     q, k, v, tables, seq_lens = make_case(num_q_heads, num_kv_heads, 16, 8, [2, 45, 139], 2)
     starts = seq_lens - 2
     rng = np.random.default_rng(1)
@@ -142,7 +144,7 @@ def test_slopes_soft_cap_and_sinks_in_tiles_equal_the_oracle(num_q_heads, num_kv
 
 @pytest.mark.parametrize("c", [c for c in tiles.CASES if c.cache_dtype], ids=str)
 def test_tiles_of_a_quantised_cache_equal_the_oracle(c):
-    """On XLA, whose weights are in q's type."""
+    """XLA has weights in q's type."""
     (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
     out = attend(q, k, v, tables, starts, seq_lens, **c.options, implementation="xla")
     tiles.assert_close(c, np.asarray(out, np.float64), weights_dtype=c.dtype)

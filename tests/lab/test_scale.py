@@ -1,4 +1,4 @@
-"""The arithmetic of docs/scale.md."""
+"""The arithmetic of docs/research/scale.md."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from jaxpaged.lab import scale
 from jaxpaged.lab.scale import LLAMA_70B, Group
 from jaxpaged.lab.serving import roofline
 
-PAGE = Path(__file__).parents[2] / "docs/scale.md"
+PAGE = Path(__file__).parents[2] / "docs/research/scale.md"
 
 
 @pytest.mark.parametrize("name", scale.TABLES)

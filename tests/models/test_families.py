@@ -26,8 +26,8 @@ def phi3_rope():
     return hf("phi3")["rope_parameters"]
 
 
-def test_the_readmes_table_of_families_is_the_registry():
-    assert families.markdown_table() in (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_pages_table_of_families_is_the_registry():
+    assert families.markdown_table() in (Path(__file__).parents[2] / "docs/guides/models.md").read_text()
 
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known():

@@ -344,6 +344,13 @@ def test_a_damaged_gguf_file_is_refused(tmp_path, keep):
         loading.open_checkpoint(damaged).model(jnp.dtype("float32"))
 
 
+def test_text_of_a_gguf_file_that_is_not_utf_8_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes().replace(b"llama", b"l\xffama", 1))
+    with pytest.raises(InputError, match="general.architecture of the GGUF file must be readable: Unicode"):
+        loading.open_checkpoint(path)
+
+
 def test_a_pointer_to_a_gguf_file_is_told_as_one(tmp_path):
     path = tmp_path / "a.gguf"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")

@@ -10,7 +10,7 @@ from reference import attention, cache_ops
 
 
 def dense_attention(c: Case, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> np.ndarray:
-    """Every row through a softmax over a full [num_q_heads, max_len] matrix."""
+    """Compute every row by a softmax over a full [num_q_heads, max_len] matrix."""
     q, tables, lens = arrays["q"].astype(np.float64), arrays["block_tables"], arrays["seq_lens"]
     longest = max(1, int(lens.max()))
     heads = np.arange(c.num_q_heads)

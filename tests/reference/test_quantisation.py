@@ -8,7 +8,7 @@ from reference import quantisation
 
 
 def blocks(kind: str, num_rows: int = 3, num_values: int = 512) -> np.ndarray:
-    """Rows of blocks of any bytes, whose scales are ordinary, subnormal, zero or negative numbers."""
+    """Draw rows of blocks of any bytes, whose scales are ordinary, subnormal, zero or negative numbers."""
     rng = np.random.default_rng(0)
     size, num_bytes = quantisation.BLOCKS[kind]
     found = rng.integers(0, 256, (num_rows, num_values // size, num_bytes), dtype=np.uint8)

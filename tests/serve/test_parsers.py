@@ -281,7 +281,7 @@ def test_no_cut_and_no_mistake_of_a_model_makes_stream_and_whole_differ(data):
 
 
 def test_every_parser_has_cases_and_its_line_in_the_documentation():
-    text = (Path(__file__).parents[2] / "docs/server.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/guides/chat.md").read_text()
     assert {name for name in (*TOOL_PARSERS, *REASONING_PARSERS) if f"`{name}`" not in text} == set()
     families = {TOOL_PARSERS[case.form] for case in CASES if case.form}
     assert families == set(TOOL_PARSERS.values())

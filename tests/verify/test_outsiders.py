@@ -1,4 +1,4 @@
-"""Others' kernels under our cases. docs/research.md has what came of the whole list, and of allocators."""
+"""Others' kernels under our cases. docs/research/verify.md reports the whole list."""
 
 import pytest
 

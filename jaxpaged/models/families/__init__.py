@@ -147,7 +147,7 @@ def from_hf(said: Mapping[str, Any]) -> ModelConfig:
 
 
 def markdown_table() -> str:
-    """The families for people: the README's table."""
+    """Return the families as the table of `docs/guides/models.md`."""
     lines = ["| `model_type` | models | GGUF |", "| --- | --- | --- |"]
     for family in FAMILIES:
         gguf = f"`{family.gguf[0].architecture}`" if family.gguf else ""

@@ -15,9 +15,9 @@ from jaxpaged.verify.oracles.v0.block_manager import BlockSpaceManager
 from jaxpaged.verify.oracles.v0.sequence import Sequence as V0Sequence
 from jaxpaged.verify.oracles.v0.sequence import SequenceGroup as V0SequenceGroup
 from jaxpaged.verify.oracles.v0.sequence import SequenceStatus as V0Status
+from jaxpaged.verify.oracles.v063.block import Device as V063Device
+from jaxpaged.verify.oracles.v063.block import NoFreeBlocksError
 from jaxpaged.verify.oracles.v063.block_manager import SelfAttnBlockSpaceManager
-from jaxpaged.verify.oracles.v063.interfaces import BlockAllocator
-from jaxpaged.verify.oracles.v063.interfaces import Device as V063Device
 from jaxpaged.verify.oracles.v063.sequence import Sequence as V063Sequence
 from jaxpaged.verify.oracles.v063.sequence import SequenceGroup as V063SequenceGroup
 from jaxpaged.verify.oracles.v063.sequence import SequenceStatus as V063Status
@@ -35,15 +35,17 @@ class ByName:
     def num_seqs(self, status: Any = None) -> int:
         return len(self.get_seqs(status))
 
-
-class V0Group(ByName, V0SequenceGroup):
-    # Since 0.4.
+    # Asked for since 0.4.
 
     def is_encoder_decoder(self) -> bool:
         return False
 
     def get_encoder_seq(self) -> None:
         return None
+
+
+class V0Group(ByName, V0SequenceGroup):
+    pass
 
 
 class V0Seq(V0Sequence):
@@ -62,7 +64,7 @@ def _refusing() -> Iterator[None]:
     """What a manager raises when it has no block left is a refusal."""
     try:
         yield
-    except BlockAllocator.NoFreeBlocksError:
+    except NoFreeBlocksError:
         raise Refused(Status.OUT_OF_BLOCKS) from None
     except ValueError as error:
         if "Out of memory" not in str(error):
@@ -260,9 +262,9 @@ class V063Oracle(ManagerOracle):
         self.first_id = 0 if null_block else 1
         self.manager = manager(block_size, num_blocks - self.first_id, num_host_blocks - 1, WATERMARK)
         if null_block:
-            self.allocator = self.manager.block_allocator
+            self.allocator = self.manager.allocator
             assert self.allocator.allocate_or_get_null_block().block_id == 0
-            self.manager.num_total_gpu_blocks -= 1
+            self.manager.num_total_blocks[V063Device.GPU] -= 1
 
     def _sequence(self, row: int, tokens: Ints[int]) -> V063Sequence:
         return V063Sequence(row, list(tokens))
@@ -276,30 +278,25 @@ class V063Oracle(ManagerOracle):
         num_left = cdiv(num_tokens, self.block_size)
         for block in table.blocks[num_left:]:
             self.allocator.free(block)
-        table.update(table.blocks[:num_left])
-        table._num_full_slots = num_tokens
+        del table.blocks[num_left:]
+        table.num_tokens = num_tokens
         if num_tokens:
             del table.blocks[-1].token_ids[(num_tokens - 1) % self.block_size + 1 :]
 
     def window(self, row: int, num_skipped_tokens: int) -> None:
-        table = self.manager.block_tables[row]
-        table._max_block_sliding_window = 0
-        table._drop_blocks_out_of_window(num_skipped_tokens)
-        table._max_block_sliding_window = None
+        self.manager.block_tables[row].drop_blocks(num_skipped_tokens // self.block_size)
 
     def table(self, row: int) -> list[int]:
         offset = self.num_blocks - 1 - self.first_id if row in self.on_host else -self.first_id
         return [block_id - offset for block_id in self.manager.get_block_table(self.seqs[row])]
 
     def _naive(self, on_host: bool) -> Any:
-        return self.allocator._allocators[V063Device.CPU if on_host else V063Device.GPU]
+        return self.allocator.allocators[V063Device.CPU if on_host else V063Device.GPU]
 
     def ref_counts(self, on_host: bool) -> list[int]:
-        refcounter = self._naive(on_host).refcounter
-        if on_host:
-            return [0] + [refcounter.get(self.num_blocks + i) for i in range(self.num_host_blocks - 1)]
-        return [0] + [refcounter.get(i) for i in range(1, self.num_blocks)]
+        counts = list(self._naive(on_host).ref_counts.values())
+        return [0, *counts] if on_host else [0, *counts[1:]]
 
     def free_order(self, on_host: bool) -> list[int]:
         offset = self.num_blocks - 1 if on_host else 0
-        return [block_id - offset for block_id in self._naive(on_host)._free_block_indices]
+        return [block_id - offset for block_id in self._naive(on_host).free_ids]

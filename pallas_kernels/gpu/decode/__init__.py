@@ -1,1 +1,1 @@
-"""Decode attention: few query tokens a sequence, bound by memory."""
+"""The kernel for decode attention: few query tokens a sequence, bound by memory."""

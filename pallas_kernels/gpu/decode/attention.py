@@ -7,14 +7,14 @@ with the options of `ops.paged_attention`, for one new token a row or a few. A r
     partition p of a row:  m_p = max s[t],  l_p = sum exp(s[t] - m_p),  o_p = sum exp(s[t] - m_p) * v[t]
     the row:               sum_p exp(m_p - m) * o_p / sum_p exp(m_p - m) * l_p        with m = max m_p
 
-A unit of work is a partition and a kv head. `plan` lists the partitions, row by row; a fixed number of
-programs shares the units out, and a program's ring of tiles runs on from one unit to the next:
-`_decode_fetch` fills it, `_decode_softmax` takes from it. A row of one partition is written at once. Of a row
-with several, each is kept in float32 in memory, and the program that finishes last (`_arrival`) merges them,
-in their order: nobody waits, and there is no second kernel.
+A unit of work is a partition and a kv head. `plan` lists the partitions row by row. A fixed number of
+programs shares the units, and a program's ring of tiles runs on from one unit to the next: `fetch` fills it,
+`softmax` reads it. A row of one partition is written at once. The partitions of a longer row are kept in
+memory in float32. The program that finishes last (`arrival_counter`) merges them in their order: no program
+waits, and there is no second kernel.
 
-How a row is cut follows from its own tokens alone (`Cut`), so its bits depend neither on the rest of the
-batch nor on the number of programs.
+The partitions of a row follow from its own tokens alone (`Partitioning`), so its bits depend neither on the
+rest of the batch nor on the number of programs.
 
 Not for: float32, block sizes under 8, other head_dims than those in `support.SUPPORT`. A block-sparse pattern
 is served, but blocks it leaves out are read all the same.
@@ -31,11 +31,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import arrival as _arrival
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import tuning
-from pallas_kernels.gpu.cut import MOST_COUNTED, Cut, listed
-from pallas_kernels.gpu.decode import fetch, softmax, tile
+from pallas_kernels.gpu import arrival_counter, common, tuning
+from pallas_kernels.gpu.decode import fetch, program, softmax
+from pallas_kernels.gpu.partitioning import MOST_COUNTED, Partitioning, partition_list
 from pallas_kernels.support import Arrays, Options
 
 MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together; fewer if that makes more than
@@ -48,24 +46,26 @@ MAX_OUTPUTS = 8192  # numbers of a unit's output: 64 registers a thread
 PARTIAL_COLUMNS = 2048  # of a row: partitions x kv heads x columns, unless that makes fewer than 8 partitions
 
 
-def default_cut(num_kv_heads: int, num_columns: int) -> Cut:
-    """Partitions so short that a lone row keeps the GPU busy, and so few that merging them costs little.
+def default_partitioning(num_kv_heads: int, num_columns: int) -> Partitioning:
+    """Return the default rule: partitions short enough for a lone row to keep the GPU busy, few enough to be
+    merged cheaply.
 
-    The bound on a row's partial results is 8 KiB a number of head_dim: 1 MiB at 128, whatever the row's
-    length.
+    A row's partial results take at most 8 KiB for each number of head_dim: 1 MiB at 128, whatever its length.
     """
     most = PARTIAL_COLUMNS // (num_kv_heads * num_columns)
-    return Cut(MIN_PARTITION, max(8, min(MAX_PARTITIONS, most)))
+    return Partitioning(MIN_PARTITION, max(8, min(MAX_PARTITIONS, most)))
 
 
 def serves(query_len: int, group_size: int, head_dim: int) -> bool:
-    """Whether rows of so many new tokens are few enough for a step of decoding and a consumer's registers."""
+    """Return whether rows of so many new tokens are few enough for a decode step and a consumer's
+    registers.
+    """
     columns = tuning.num_columns(group_size * query_len)
     return query_len <= MAX_QUERY_LEN and columns <= MAX_COLUMNS and columns * head_dim <= MAX_OUTPUTS
 
 
-class Plan(NamedTuple):
-    """The partitions of a batch, in one list: row by row, from the first to the last."""
+class WorkList(NamedTuple):
+    """The partitions of a batch, in one list: row by row, each row's from the first to the last."""
 
     num_items: jax.Array  # [1]
     # [max_items, 4] row + 65,536 x its row of the block tables, first token, end token, which partition +
@@ -75,7 +75,9 @@ class Plan(NamedTuple):
 
 
 def finds_tables(num_rows: int, num_tables: int) -> bool:
-    """Whether rows and block tables are few enough for both their numbers to be in one of an item."""
+    """Return whether rows and block tables are few enough for both numbers to fit into one number of an
+    item.
+    """
     return max(num_rows, num_tables) <= MOST_COUNTED
 
 
@@ -84,26 +86,31 @@ def plan(
     positions: jax.Array,
     query_len: int,
     window: int | None,
-    cut: Cut,
+    partitioning: Partitioning,
     capacity: int,
     table_rows: jax.Array | None = None,
-) -> Plan:
-    """16 bytes a partition, computed by XLA.
+) -> WorkList:
+    """List the partitions of a batch: 16 bytes each, computed by XLA.
 
-    A row without tokens has one partition, to be written with zeros.
+    seq_lens, positions: [num_rows] int32, tokens in the cache, and the position of each row's first new
+        token.
+    query_len: new tokens of a row.
+    table_rows: [num_rows] int32, each row's row of the block tables; None: in their order.
+
+    A row without tokens has one partition, which writes zeros.
     """
     end = jnp.minimum(seq_lens, positions + query_len)
     start = jnp.zeros_like(end) if window is None else jnp.clip(positions + 1 - window, 0, end)
-    size = cut.sizes(start, end, capacity)
-    parts = listed(start, end, size, seq_lens.shape[0] * cut.max_parts(capacity))
+    size = partitioning.sizes(start, end, capacity)
+    parts = partition_list(start, end, size, seq_lens.shape[0] * partitioning.bound(capacity))
     items = parts.items
     if table_rows is not None:
         items = items.at[:, 0].add(table_rows[items[:, 0]] << 16)
-    return Plan(parts.num_items, items, positions)
+    return WorkList(parts.num_items, items, positions)
 
 
 class PlanSizes(NamedTuple):
-    """What a plan depends on beside the numbers in its arrays."""
+    """The static sizes that a plan depends on."""
 
     num_rows: int
     query_len: int  # new tokens of a row
@@ -117,9 +124,9 @@ class PlanSizes(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedPlan:
-    """A plan for several calls, which differ in queries and caches alone: those of a model's layers."""
+    """A plan for several calls that differ in queries and caches alone: those of a model's layers."""
 
-    plan: Plan
+    plan: WorkList
     sizes: PlanSizes = dataclasses.field(metadata={"static": True})
 
 
@@ -128,31 +135,39 @@ def shared_plan(
     seq_lens: jax.Array,
     query_starts: jax.Array | None = None,
     table_rows: jax.Array | None = None,
-    cut: Cut | None = None,
+    partitioning: Partitioning | None = None,
 ) -> SharedPlan:
-    """The plan of calls of these sizes; the arrays as `paged_attention` takes them."""
+    """Make the plan of calls of these sizes; the arrays are those of `paged_attention`.
+
+    Raises: NotImplementedError if a row may have more partitions than an item can count.
+    """
     num_columns = tuning.num_columns(sizes.group_size * sizes.query_len)
-    cut = cut or default_cut(sizes.num_kv_heads, num_columns)
-    if cut.max_parts(sizes.capacity) > MOST_COUNTED:
+    partitioning = partitioning or default_partitioning(sizes.num_kv_heads, num_columns)
+    if partitioning.bound(sizes.capacity) > MOST_COUNTED:
         raise NotImplementedError(
             f"mosaic_gpu cuts a row into {MOST_COUNTED} partitions at most, not "
-            f"{cut.max_parts(sizes.capacity)}: use longer ones, or implementation='xla'."
+            f"{partitioning.bound(sizes.capacity)}: use longer ones, or implementation='xla'."
         )
     positions = seq_lens - 1 if query_starts is None else query_starts
-    its = plan(seq_lens, positions, sizes.query_len, sizes.sliding_window, cut, sizes.capacity, table_rows)
+    its = plan(
+        seq_lens, positions, sizes.query_len, sizes.sliding_window, partitioning, sizes.capacity, table_rows
+    )
     return SharedPlan(its, sizes)
 
 
 def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int) -> int:
-    """What the partial results of a decode step take, cut by default; `capacity` tokens a row at most."""
+    """Return the bytes of the partial results of a decode step, partitioned by default.
+
+    capacity: the most tokens of a row.
+    """
     columns = tuning.num_columns(group_size)
-    parts = default_cut(num_kv_heads, columns).max_parts(capacity)
+    parts = default_partitioning(num_kv_heads, columns).bound(capacity)
     kept = head_dim if head_dim % 64 == 0 else 128
     return num_rows * parts * num_kv_heads * columns * (kept + 2) * 4 if parts > 1 else 0
 
 
 class Partials(NamedTuple):
-    """What is kept of the rows with several partitions; None if no row can have them."""
+    """The partial results of rows with several partitions, in the GPU's memory."""
 
     out: Any  # [max_items, num_kv_heads, pieces * piece_rows, num_columns] float32
     stats: Any  # [max_items, num_kv_heads, 2, num_columns] float32, maximum and sum
@@ -160,33 +175,37 @@ class Partials(NamedTuple):
 
 def _kernel(
     gmem: Any,  # `Arrays`, as refs, q as [num_rows * query_len, num_q_heads, head_dim]
-    plan: Plan,
-    extras: _gpu.Extras,
+    plan: WorkList,
+    extras: common.Extras,
     counters: Any,  # [num_rows * num_kv_heads, 1] int32, zeros; None without partials
     out_gmem: Any,  # like q
     partials: Partials | None,
     out_smem: Any,  # [pieces, num_columns, piece_rows] a unit's output, until it is copied out
     flag_smem: Any,  # [1] int32, for the arrival
-    scratch: tile.Scratch,
+    scratch: program.Scratch,
     *,
-    problem: tile.Problem,
+    problem: program.Problem,
     num_programs: int,
     is_last: Any,
 ) -> None:
-    p = problem
-    program, thread = lax.axis_index("program"), lax.axis_index("thread")
-    num_units = plan.num_items[0] * p.num_kv_heads
-    num_mine = pl.cdiv(jnp.maximum(num_units - program, 0), jnp.int32(num_programs))
+    """Compute the program's units of work: the second warpgroup fetches, the first takes the softmax.
 
-    def unit(i: jax.Array) -> tuple[jax.Array, tile.Span]:
-        """The program's unit of that number: its partition's place in the list, and its tokens."""
-        number = program + i * num_programs
+    A partition's item in the plan names its row; the unit's kv head is the remainder of its number.
+    """
+    p = problem
+    program_id, thread = lax.axis_index("program"), lax.axis_index("thread")
+    num_units = plan.num_items[0] * p.num_kv_heads
+    num_mine = pl.cdiv(jnp.maximum(num_units - program_id, 0), jnp.int32(num_programs))
+
+    def unit(i: jax.Array) -> tuple[jax.Array, program.WorkUnit]:
+        """Return the program's i-th unit of work, and its partition's index in the list."""
+        number = program_id + i * num_programs
         item, kv_head = lax.div(number, jnp.int32(p.num_kv_heads)), lax.rem(number, jnp.int32(p.num_kv_heads))
         row, start, end = (plan.items[item, k] for k in range(3))
         table = row
         if p.has_table_rows:
             row, table = lax.rem(row, 1 << 16), lax.div(row, 1 << 16)
-        return item, tile.Span(row, table, kv_head, plan.positions[row], start, end)
+        return item, program.WorkUnit(row, table, kv_head, plan.positions[row], start, end)
 
     @pl.when(thread == 1)
     def _producer() -> None:
@@ -196,8 +215,8 @@ def _kernel(
                 return fetch.produce(p, unit(i)[1], i, gmem, extras, scratch, done, warp)
 
             done = lax.fori_loop(0, num_mine, produce, jnp.int32(0))
-            _gpu.drain(scratch.empty, p.num_stages, done)
-            pl.when(warp == 0)(lambda: _gpu.drain(scratch.q_empty, tile.NUM_QUERY_SLOTS, num_mine))
+            common.drain(scratch.ring.k_free, p.num_stages, done)
+            pl.when(warp == 0)(lambda: common.drain(scratch.q_free, program.NUM_QUERY_SLOTS, num_mine))
 
     @pl.when(thread == 0)
     def _consumer() -> None:
@@ -232,19 +251,19 @@ def _kernel(
 
 
 def _store(
-    p: tile.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: softmax.Softmax
+    p: program.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: softmax.Softmax
 ) -> None:
-    """Keep a partition's result, straight from the registers."""
+    """Store a partition's result, straight from the registers."""
     for i, piece in enumerate(state.out):
-        _gpu.store(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], piece)
-    _gpu.store(partials.stats.at[item, kv_head, 0], state.max)
-    _gpu.store(partials.stats.at[item, kv_head, 1], state.sum)
+        common.store(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], piece)
+    common.store(partials.stats.at[item, kv_head, 0], state.max)
+    common.store(partials.stats.at[item, kv_head, 1], state.sum)
 
 
 def _merged(
-    p: tile.Problem, partials: Partials, first: jax.Array, count: jax.Array, kv_head: jax.Array
+    p: program.Problem, partials: Partials, first: jax.Array, count: jax.Array, kv_head: jax.Array
 ) -> softmax.Softmax:
-    """The softmax of a whole row, whose partitions are `count` items from `first` on."""
+    """Merge the partitions of a row: `count` items of the list from `first` on."""
 
     def load(ref: Any, layout: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
@@ -259,10 +278,10 @@ def _merged(
             item = first + jnp.minimum(number, count - 1)  # past the end: the last one again, with no weight
             largest, total = (load(partials.stats.at[item, kv_head, k], softmax.PER_HEAD) for k in range(2))
             out = tuple(
-                load(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], _gpu.WGMMA)
+                load(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], common.WGMMA)
                 for i in range(len(p.pieces))
             )
-            parts.append(softmax.Softmax(out, largest + jnp.where(number < count, 0.0, _gpu.LOWEST), total))
+            parts.append(softmax.Softmax(out, largest + jnp.where(number < count, 0.0, common.LOWEST), total))
         new_max = state.max
         for part in parts:
             new_max = jnp.maximum(new_max, part.max)
@@ -283,30 +302,33 @@ def paged_attention(
     arrays: Arrays,
     options: Options,
     *,
-    cut: Cut | None = None,
+    partitioning: Partitioning | None = None,
     query_starts: jax.Array | None = None,
     shared: SharedPlan | None = None,
     config: tuning.TuningConfig | None = None,
     num_programs: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Launch the kernel. Arguments as `ops` has checked them; interpret: bool or plgpu.InterpretGPUParams.
+    """Launch the kernel. `ops` has checked the arguments.
 
     query_starts: [num_rows] int32 where rows have several new tokens, the position of the first; q is then
         [num_rows * query_len, num_q_heads, head_dim], row by row.
-    shared: by `shared_plan` of the same rows, cut and query_starts; None: it is made for this call.
+    shared: by `shared_plan` of the same rows, partitioning and query_starts; None: it is made for this call.
     num_programs: how many programs share the units of work; by default what fills the GPU, and one in the
         interpreter. Results do not depend on it.
+    interpret: bool or plgpu.InterpretGPUParams.
+
+    Returns: as q, [num_rows * query_len, num_q_heads, head_dim].
     """
     num_rows = arrays.seq_lens.shape[0]
     query_len = arrays.q.shape[0] // num_rows
     config = config or tuning.config_for(arrays, options, query_len)
-    p = tile.make_problem(arrays, options, config, query_len, is_interpreted=bool(interpret))
+    p = program.make_problem(arrays, options, config, query_len, is_interpreted=bool(interpret))
     capacity = arrays.block_tables.shape[1] * p.block_size
     its = PlanSizes(
         *(num_rows, query_len, p.num_kv_heads, p.group_size, capacity, p.sliding_window, p.has_table_rows)
     )
-    shared = shared or shared_plan(its, arrays.seq_lens, query_starts, arrays.table_rows, cut)
+    shared = shared or shared_plan(its, arrays.seq_lens, query_starts, arrays.table_rows, partitioning)
     if shared.sizes != its:
         raise ValueError(f"plan must be made for {its}, not for {shared.sizes}")
     work = shared.plan
@@ -316,17 +338,19 @@ def paged_attention(
     num_programs = min(num_programs or tuning.num_cores() * config.ctas_per_core, max_items * p.num_kv_heads)
     sizes = num_rows, max_items, num_programs
     run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
-    return run(arrays._replace(table_rows=None), work, _gpu.extras_of(options))
+    return run(arrays._replace(table_rows=None), work, common.extras_of(options))
 
 
 @functools.cache
-def _shared_kernel_of(p: tile.Problem, sizes: tuple[int, int, int]) -> Callable[..., jax.Array]:
-    """The kernel as one function for all calls of a shape: a model is lowered once, not layer by layer."""
+def _shared_kernel_of(p: program.Problem, sizes: tuple[int, int, int]) -> Callable[..., jax.Array]:
+    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
+    layer.
+    """
     return jax.jit(_kernel_of(p, sizes, interpret=False))
 
 
-def _kernel_of(p: tile.Problem, sizes: tuple[int, int, int], interpret: Any) -> Callable[..., jax.Array]:
-    """(arrays, plan, extras) -> output, for (rows, partitions at most, programs)."""
+def _kernel_of(p: program.Problem, sizes: tuple[int, int, int], interpret: Any) -> Callable[..., jax.Array]:
+    """Return a function (arrays, plan, extras) -> output, for (rows, partitions at most, programs)."""
     num_rows, max_items, num_programs = sizes
     partials = None
     if max_items > num_rows:
@@ -338,7 +362,7 @@ def _kernel_of(p: tile.Problem, sizes: tuple[int, int, int], interpret: Any) -> 
         )
 
     def paged_attention_kernel(*refs: Any) -> None:
-        is_last = _arrival.is_last_in_turn if interpret else _arrival.is_last
+        is_last = arrival_counter.is_last_in_turn if interpret else arrival_counter.is_last
         _kernel(*refs, problem=p, num_programs=num_programs, is_last=is_last)
 
     shape = (num_rows * p.query_len, p.num_kv_heads * p.group_size, p.head_dim)
@@ -352,13 +376,13 @@ def _kernel_of(p: tile.Problem, sizes: tuple[int, int, int], interpret: Any) -> 
         scratch_types=[
             plgpu.SMEM((len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
             plgpu.SMEM((1,), jnp.int32),
-            tile.scratch_types(p),
+            program.scratch_types(p),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=_gpu.interpret_params(interpret),
+        interpret=common.interpret_params(interpret),
     )
 
-    def run(arrays: Arrays, work: Plan, extras: _gpu.Extras) -> jax.Array:
+    def run(arrays: Arrays, work: WorkList, extras: common.Extras) -> jax.Array:
         counters = None
         if partials is not None:
             counters = jax.new_ref(jnp.zeros((num_rows * p.num_kv_heads, 1), jnp.int32))

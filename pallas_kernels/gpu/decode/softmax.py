@@ -1,21 +1,22 @@
-"""The softmax of a unit of work of decode attention, over tiles of K and V as they arrive.
+"""The consumer of a program of decode attention: the softmax of a unit of work, over tiles of K and V as they
+arrive.
 
-The products are turned round, so that the tokens fill the 64 rows a wgmma has and the few queries that share
-a kv head (the heads of a group, for each new token of the row, padded to a multiple of 8) are its columns:
+The products are transposed, so that the tokens fill the 64 rows of a wgmma. Its columns are the few queries
+that share a kv head: the heads of a group, for each new token of the row, padded to a multiple of 8.
 
     S^T [tile_kv, heads] = K [tile_kv, head_dim] @ Q^T          O^T [head_dim, heads] = V^T @ P^T
 
-Columns of a wgmma are independent: what lies in those of the padding never meets a live head. A tile that
-is not wholly inside [start, end) has stale tokens: their scores become -inf and their V is zeroed in shared
-memory, for zero times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no
-difference of two maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
+Columns of a wgmma are independent: padding columns never affect a live head. A tile that is not wholly inside
+    [start, end) has stale tokens: their scores become -inf and their V is zeroed in shared memory, for zero
+    times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no difference of two
+    maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
 
-A quantised cache comes into the ring as it is and is widened to float16, a tile at a time: V on its way to
-another place in shared memory, K likewise or, where there are registers for it, on its way into its product.
-(Pallas' interpreter knows no product of registers: there K goes the way of V.) The scales of a head are
-factors of the logits and of the output; those of each token come into the ring beside its numbers, and are
-factors of what is widened. Of a cache of 4 bits a number (`_nibbles`) all goes that way; what the row's last
-block has of its newest tokens in full comes with the queries.
+A quantised cache comes into the ring as it is, and is widened to float16 a tile at a time. V is widened into
+other shared memory; K likewise or, where there are registers for it, on its way into its product. (Pallas'
+interpreter cannot multiply from registers: there K goes the way of V.) The scales of a head are factors of
+the logits and of the output. The scales of each token come with the tiles, and are factors of what is
+widened. A cache of 4 bits a number always goes through shared memory (`int4_cache`); the newest tokens, which
+the row's last block keeps in full, come with the queries.
 """
 
 from typing import Any, NamedTuple
@@ -26,17 +27,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu import nibbles as _nibbles
+from pallas_kernels.gpu import common, int4_cache
+from pallas_kernels.gpu.attention import newest_group
 from pallas_kernels.gpu.common import FLOAT16_MAX, LOG2E, LOWEST, WGMMA, Extras
-from pallas_kernels.gpu.decode.tile import NUM_QUERY_SLOTS, Problem, Scratch, Span, group_heads, last_block_of
+from pallas_kernels.gpu.decode.program import NUM_QUERY_SLOTS, Problem, Scratch, WorkUnit, group_heads
 from pallas_kernels.support import BlockSparse
 
 PER_HEAD = WGMMA.reduce(0)  # one number per column of a wgmma's result
 
 
 class Softmax(NamedTuple):
-    """A softmax under way; maxima times log2(e)."""
+    """A running softmax; maxima are times log2(e)."""
 
     out: tuple[jax.Array, ...]  # per piece [rows, num_columns] float32, sum of exp2(s - max) * v
     max: jax.Array  # [num_columns]
@@ -44,7 +45,7 @@ class Softmax(NamedTuple):
 
 
 def nothing(p: Problem) -> Softmax:
-    """A softmax over no tokens."""
+    """Return the softmax over no tokens."""
     return Softmax(
         tuple(
             plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA)
@@ -56,25 +57,32 @@ def nothing(p: Problem) -> Softmax:
 
 
 def consume(
-    p: Problem, span: Span, unit: jax.Array, gmem: Any, extras: Extras, scratch: Scratch, done: jax.Array
+    p: Problem,
+    work: WorkUnit,
+    number: jax.Array,
+    gmem: Any,
+    extras: Extras,
+    scratch: Scratch,
+    done: jax.Array,
 ) -> tuple[Softmax, jax.Array]:
-    """The softmax over the span, as its tiles arrive. Returns it and the number of tiles taken so far."""
-    _load_queries(p, unit, scratch)
+    """Compute the softmax over a unit of work, as its tiles arrive.
+
+    number: of the unit, among the program's; done: tiles that were taken for the units before.
+
+    Returns: the softmax, and the number of tiles taken so far.
+    """
+    _load_queries(p, number, scratch)
     # Of the logits times log2(e); with a soft cap, of twice the argument of tanh.
     factor = p.scale * LOG2E if p.soft_cap is None else 2 * p.scale / p.soft_cap * LOG2E
     if extras.k_scale is not None:
-        factor = extras.k_scale[span.kv_head] * factor
+        factor = extras.k_scale[work.kv_head] * factor
     slopes = None
     if extras.alibi_slopes is not None:
-        slopes = _per_head_values(p, extras.alibi_slopes, span.kv_head, p.tile_kv) * LOG2E
-    first_tile, num_tiles = span.tiles(p)
-    query_slot, newest = lax.rem(unit, jnp.int32(NUM_QUERY_SLOTS)), None
-    if p.packed is not None:  # the group of tokens, of all of the row's, that is not yet codes
-        group = extras.packed.new_group[last_block_of(p, span, gmem, extras)]
-        first_group = lax.div(jnp.maximum(span.end - 1, 0), jnp.int32(p.block_size)) * (
-            p.block_size // _nibbles.GROUP
-        )
-        newest = jnp.where(group < 0, -1, first_group + group)
+        slopes = _per_head_values(p, extras.alibi_slopes, work.kv_head, p.tile_kv) * LOG2E
+    first_tile, num_tiles = work.tiles(p)
+    query_slot, newest = lax.rem(number, jnp.int32(NUM_QUERY_SLOTS)), None
+    if p.packed is not None:
+        newest = newest_group(p, gmem.block_tables, work.table, work.start, work.end, extras)
 
     def take(i: jax.Array, state: Softmax) -> Softmax:
         slot = lax.rem(done + i, jnp.int32(p.num_stages))
@@ -82,30 +90,30 @@ def consume(
         if newest is None:
             k, v = _await_tile(p, scratch, slot)
         else:
-            place = newest - (first_tile + i) * (p.tile_kv // _nibbles.GROUP)
+            place = newest - (first_tile + i) * (p.tile_kv // int4_cache.GROUP)
             k, v = _await_packed_tile(scratch, slot, scratch.k_new.at[query_slot], place)
-        s = _logits(p, span, scratch.q, k, first_token, factor, slopes)
+        s = _logits(p, work, scratch.q, k, first_token, factor, slopes)
         largest = jnp.maximum(state.max, s.max(axis=0))
         weights = jnp.exp2(s - lax.broadcast_in_dim(largest, s.shape, [1]))
         rescale = jnp.exp2(state.max - largest)
         total = state.sum * rescale + weights.sum(axis=0)
         scratch.p.T[...] = weights.astype(p.operand_dtype)
-        _zero_stale_tokens(p, span, v, first_token)
+        _zero_stale_tokens(p, work, v, first_token)
         plgpu.commit_smem()
         out = _add_weighted(p, v, scratch.p, rescale, state.out)
         if not p.is_quantised:
-            plgpu.barrier_arrive(scratch.empty.at[slot])
+            plgpu.barrier_arrive(scratch.ring.k_free.at[slot])
         return Softmax(out, largest, total)
 
     state = lax.fori_loop(0, num_tiles, take, nothing(p))
     if p.packed is not None:
-        plgpu.barrier_arrive(scratch.q_empty.at[query_slot])
+        plgpu.barrier_arrive(scratch.q_free.at[query_slot])
     return state, done + num_tiles
 
 
-def _load_queries(p: Problem, unit: jax.Array, scratch: Scratch) -> None:
-    """The unit's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
-    slot = lax.rem(unit, jnp.int32(NUM_QUERY_SLOTS))
+def _load_queries(p: Problem, number: jax.Array, scratch: Scratch) -> None:
+    """Move the unit's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
+    slot = lax.rem(number, jnp.int32(NUM_QUERY_SLOTS))
     plgpu.barrier_wait(scratch.q_full.at[slot])
     for i, (first, size) in enumerate(p.pieces):
         q = plgpu.load(scratch.q_rows.at[slot, i].T, layout=WGMMA, optimized=False)
@@ -114,42 +122,45 @@ def _load_queries(p: Problem, unit: jax.Array, scratch: Scratch) -> None:
         scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
     plgpu.commit_smem()
     if p.packed is None:  # else the slot has the newest tokens, too
-        plgpu.barrier_arrive(scratch.q_empty.at[slot])
+        plgpu.barrier_arrive(scratch.q_free.at[slot])
 
 
 def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any]:
-    """K and V of a slot, [tile_kv, head_dim], when they are there. Widened, they leave the slot at once."""
-    plgpu.barrier_wait(scratch.full.at[slot])
+    """Wait for a slot. Return its K and V, [tile_kv, head_dim]; a widened tile frees the slot at once."""
+    plgpu.barrier_wait(scratch.ring.k_full.at[slot])
     if not p.is_quantised:
-        return scratch.k.at[slot], scratch.v.at[slot]
+        return scratch.ring.k.at[slot], scratch.ring.v.at[slot]
     k, k_scales, v_scales = scratch.k16, None, None
     if p.scale_copies:
-        k_scales, v_scales = scratch.k_scales.at[slot], scratch.v_scales.at[slot]
+        k_scales, v_scales = (scales.at[slot] for scales in scratch.ring.scales)
     if p.widens_in_registers:
-        k = plgpu.layout_cast(_gpu.widened(scratch.k.at[slot], is_interpreted=p.is_interpreted), WGMMA)
+        k = plgpu.layout_cast(common.widened(scratch.ring.k.at[slot], is_interpreted=p.is_interpreted), WGMMA)
     else:
-        _gpu.widen(scratch.k.at[slot], scratch.k16, k_scales, is_interpreted=p.is_interpreted)
-    _gpu.widen(scratch.v.at[slot], scratch.v16, v_scales, is_interpreted=p.is_interpreted)
+        common.widen(scratch.ring.k.at[slot], scratch.k16, k_scales, is_interpreted=p.is_interpreted)
+    common.widen(scratch.ring.v.at[slot], scratch.v16, v_scales, is_interpreted=p.is_interpreted)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.empty.at[slot])
+    plgpu.barrier_arrive(scratch.ring.k_free.at[slot])
     return k, scratch.v16
 
 
 def _await_packed_tile(scratch: Scratch, slot: jax.Array, k_new: Any, place: jax.Array) -> tuple[Any, Any]:
-    """The same of a cache of 4 bits a number; place: of the newest tokens, among the tile's groups."""
-    plgpu.barrier_wait(scratch.full.at[slot])
-    scales = _nibbles.Scales(*(ring.at[slot] for ring in scratch.packed))
-    _nibbles.widen(scratch.k.at[slot], scales.k_scale, scales.k_zero, scratch.k16, k_new, place)
-    _nibbles.widen(scratch.v.at[slot], scales.v_scale, scales.v_zero, scratch.v16)
+    """Wait for a slot of a cache of 4 bits a number. Return its K and V, widened, which frees the slot.
+
+    place: of the newest tokens `k_new`, among the tile's groups.
+    """
+    plgpu.barrier_wait(scratch.ring.k_full.at[slot])
+    scales = int4_cache.Scales(*(ring.at[slot] for ring in scratch.ring.packed))
+    int4_cache.widen(scratch.ring.k.at[slot], scales.k_scale, scales.k_zero, scratch.k16, k_new, place)
+    int4_cache.widen(scratch.ring.v.at[slot], scales.v_scale, scales.v_zero, scratch.v16)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.empty.at[slot])
+    plgpu.barrier_arrive(scratch.ring.k_free.at[slot])
     return scratch.k16, scratch.v16
 
 
 def _logits(
-    p: Problem, span: Span, q: Any, k: Any, first_token: jax.Array, factor: Any, slopes: jax.Array | None
+    p: Problem, work: WorkUnit, q: Any, k: Any, first_token: jax.Array, factor: Any, slopes: jax.Array | None
 ) -> jax.Array:
-    """A tile's logits times log2(e), [tile_kv, num_columns]; -inf for what is not seen."""
+    """Return a tile's logits times log2(e), [tile_kv, num_columns]; -inf for what a query does not see."""
 
     def scores(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, k, q.T)
@@ -159,35 +170,35 @@ def _logits(
     if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
         s = (1 - 2 / (1 + jnp.exp2(s))) * (p.soft_cap * LOG2E)
     token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + first_token
-    position = span.position if p.query_len == 1 else span.position + _token_of_column(p, s.shape)
+    position = work.position if p.query_len == 1 else work.position + _token_of_column(p, s.shape)
     if slopes is not None:
         s = s + slopes * (token - position).astype(jnp.float32)
-    seen = (token >= span.start) & (token < span.end)
+    seen = (token >= work.start) & (token < work.end)
     if p.query_len > 1:
         seen = seen & (token <= position)
         if p.sliding_window is not None:
             seen = seen & (token > position - p.sliding_window)
     if p.block_sparse is not None:
-        seen = seen & _is_kept(p, p.block_sparse, token, span)
+        seen = seen & _is_kept(p, p.block_sparse, token, work)
     return jnp.where(seen, s, -jnp.inf)
 
 
-def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -> None:
-    """Zero a tile's V outside the span."""
+def _zero_stale_tokens(p: Problem, work: WorkUnit, v: Any, first_token: jax.Array) -> None:
+    """Zero V of a tile's tokens outside the unit of work."""
 
-    @pl.when((first_token < span.start) | (first_token + p.tile_kv > span.end))
+    @pl.when((first_token < work.start) | (first_token + p.tile_kv > work.end))
     def _zero() -> None:
         place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-        for column in _gpu.columns_of(p.head_dim):  # in parts, to need no more registers than the rest
+        for column in common.columns_of(p.head_dim):  # in parts, to need no more registers than the rest
             piece = v.at[:, pl.ds(column, 64)]
             old = piece[...]
-            piece[...] = jnp.where((place >= span.start) & (place < span.end), old, jnp.zeros_like(old))
+            piece[...] = jnp.where((place >= work.start) & (place < work.end), old, jnp.zeros_like(old))
 
 
 def _add_weighted(
     p: Problem, v: Any, weights: Any, rescale: jax.Array, out: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """The output's pieces, rescaled, plus a tile's V^T @ weights^T."""
+    """Rescale the output's pieces, and add a tile's V^T @ weights^T."""
     new = []
     for (first, rows), old in zip(p.pieces, out, strict=True):
 
@@ -200,23 +211,27 @@ def _add_weighted(
     return tuple(new)
 
 
-def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, span: Span) -> jax.Array:
-    """Whether the block-sparse pattern keeps a token [tile_kv, num_columns] for the head of its column."""
+def _is_kept(p: Problem, sparse: BlockSparse, token: jax.Array, work: WorkUnit) -> jax.Array:
+    """Return whether the block-sparse pattern keeps a token [tile_kv, num_columns] for the head of its
+    column.
+    """
     heads = p.group_size * p.num_kv_heads
     if sparse.head_sliding_step >= 0:
         column = plgpu.broadcasted_iota(jnp.int32, token.shape, 1, layout=WGMMA)
-        head = column + (sparse.tp_rank * heads + span.kv_head * p.group_size)
+        head = column + (sparse.tp_rank * heads + work.kv_head * p.group_size)
         offset = head * sparse.head_sliding_step + 1
     else:
-        offset = 1 - sparse.head_sliding_step * (sparse.tp_rank * p.num_kv_heads + span.kv_head)
+        offset = 1 - sparse.head_sliding_step * (sparse.tp_rank * p.num_kv_heads + work.kv_head)
     block = lax.div(token, jnp.full_like(token, sparse.block_size))
-    own_block = lax.div(span.position, jnp.int32(sparse.block_size))
+    own_block = lax.div(work.position, jnp.int32(sparse.block_size))
     is_vertical = lax.rem(block + offset, jnp.full_like(token, sparse.vertical_stride)) == 0
     return is_vertical | (block > own_block - sparse.local_blocks)
 
 
 def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -> list[jax.Array]:
-    """out / sum times v_scale, with the sinks' shares in the sum; zeros where there was no token."""
+    """Divide the output by the sum, with the sinks in the sum, and multiply by v_scale; zeros where there was
+    no token.
+    """
     out, largest, total = state
     is_empty = total == 0
     factor = jnp.full_like(total, 1.0)
@@ -233,13 +248,16 @@ def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -
 
 
 def _token_of_column(p: Problem, shape: tuple[int, ...]) -> jax.Array:
-    """Which of the row's new tokens a column [rows, num_columns] belongs to."""
+    """Return which of the row's new tokens a column belongs to, for a shape [rows, num_columns]."""
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
     return lax.div(column, jnp.full_like(column, p.group_size))
 
 
 def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows: int) -> jax.Array:
-    """The group's part of values_gmem [num_q_heads] as [num_rows, num_columns]; anything in the padding."""
+    """Return the group's values as [num_rows, num_columns] float32; padding columns hold anything.
+
+    values_gmem: [num_q_heads] in the GPU's memory.
+    """
     head = plgpu.broadcasted_iota(jnp.int32, (num_rows, p.num_columns), 1, layout=WGMMA)
     if p.query_len > 1:
         head = lax.rem(head, jnp.full_like(head, p.group_size))
@@ -252,17 +270,17 @@ def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows:
 def store_outputs(
     p: Problem,
     out: list[jax.Array],  # the pieces, [rows, num_columns] each
-    span: Span,
+    work: WorkUnit,
     out_smem: Any,  # [pieces, num_columns, piece_rows]
     out_gmem: Any,  # [num_rows * query_len, num_q_heads, head_dim]
 ) -> None:
-    """Start to write the outputs of a unit of work to their places."""
+    """Start to copy the outputs of a unit of work to the GPU's memory."""
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
         # The unit before has left the buffer; pieces overlap and are written in turn.
         plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
-        _gpu.store(out_smem.at[i].T, piece.astype(p.dtype))
+        common.store(out_smem.at[i].T, piece.astype(p.dtype))
         plgpu.commit_smem()
         for token in range(p.query_len):
-            heads, columns = group_heads(p, span.kv_head, token)
-            target = out_gmem.at[span.row * p.query_len + token, heads, pl.ds(first, size)]
+            heads, columns = group_heads(p, work.kv_head, token)
+            target = out_gmem.at[work.row * p.query_len + token, heads, pl.ds(first, size)]
             plgpu.copy_smem_to_gmem(out_smem.at[i, columns], target)

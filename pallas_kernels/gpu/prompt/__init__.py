@@ -1,1 +1,1 @@
-"""Prompt attention: tiles of many query tokens."""
+"""The kernel for prompt attention: tiles of many query tokens, bound by tensor cores."""

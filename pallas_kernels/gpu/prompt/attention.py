@@ -4,18 +4,19 @@
                 applied to v[t]
 
 with the options of `ops.tiled_paged_attention`. A program computes one tile for up to 128 rows of a kv head's
-group, for example 4 query heads of 32 tokens: `_prompt_fetch` brings K and V, `_prompt_softmax` takes the
-softmax over them. The tiles of K and V lie on multiples of tile_kv whatever else is computed, so a token's
-bits do not depend on its company.
+group, for example 4 query heads of 32 tokens. Its producer warpgroup brings K and V (`fetch`), one or two
+consumer warpgroups take the softmax over them (`softmax`), and one more widens a quantised cache. The tiles
+of K and V lie on multiples of tile_kv whatever else is computed, so a token's bits do not depend on its
+company.
 
-A long context is cut into parts of 8,192 tokens or more by the tile's position alone, each a program's, so
-that few tiles behind it keep the GPU busy: `_prompt_parts`.
+A long context has partitions of 8,192 tokens or more, which follow from the tile's position alone. Each is a
+program's, so that few tiles keep the GPU busy: `partitions`.
 
-A quantised cache is multiplied in float16: queries are brought into that type before, and the output, still
-in units of the cache, is multiplied by the scale of V and brought back after the kernel, by XLA.
+A quantised cache is multiplied in float16: queries are converted before. The output, still in units of the
+    cache, is multiplied by the scale of V and converted back after the kernel, by XLA.
 
 Not for: float32, block sizes under 8, tiles of more than 64 tokens, other head_dims than those in
-`support.SUPPORT`.
+    `support.SUPPORT`.
 """
 
 import functools
@@ -29,27 +30,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import support
-from pallas_kernels.gpu import arrival as _arrival
-from pallas_kernels.gpu import common as _gpu
-from pallas_kernels.gpu.cut import Cut, Parts
-from pallas_kernels.gpu.prompt import fetch, parts, softmax, tile
-from pallas_kernels.gpu.prompt.tile import TILE_LENS, Problem
-from pallas_kernels.support import Arrays, Options, sizes_of, view_of
+from pallas_kernels.gpu import arrival_counter, common
+from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
+from pallas_kernels.gpu.prompt import fetch, partitions, program, softmax
+from pallas_kernels.gpu.prompt.program import TILE_LENS, Problem
+from pallas_kernels.support import Arrays, Options
 
 
 def _kernel(
     gmem: Any,  # `Arrays`, as refs, q as [num_tiles, tile_len, num_q_heads, head_dim]
     positions_gmem: Any,  # [num_tiles] of the tiles' first queries
-    extras: _gpu.Extras,
-    work: Parts | None,  # None: an item is a tile
+    extras: common.Extras,
+    work: PartitionList | None,  # None: an item is a tile
     counters: Any,  # [num_tiles * num_chunks * num_kv_heads * num_warpgroups, 1] int32, zeros; or None
     out_gmem: Any,  # like q
-    partials: parts.Partials | None,
-    scratch: tile.Scratch,
+    partials: partitions.Partials | None,
+    scratch: program.Scratch,
     *,
     problem: Problem,
     is_last: Any,
 ) -> None:
+    """Compute one item: a tile of queries for some heads, over all its keys or one partition of them."""
     p = problem
     item, chunk, kv_head, warpgroup = (
         lax.axis_index(name) for name in ("item", "chunk", "kv_head", "warpgroup")
@@ -58,21 +59,23 @@ def _kernel(
     def row() -> jax.Array:
         return item if work is None else work.items[item, 0]
 
-    def row_and_span() -> tuple[jax.Array, tile.Span]:
-        """The program's tile, and its tokens of it. Each warpgroup reads them for itself: what is known
-        before they part stays in registers while the producer runs, who has few.
+    def row_and_keys() -> tuple[jax.Array, program.KeyRange]:
+        """Return the program's tile, and the keys that it reads for it.
+
+        Each warpgroup reads them for itself. If they were read before the warpgroups part, they would stay in
+        registers while the producer runs, which has few.
         """
         its = row()
         bounds = None if work is None else (work.items[item, 1], work.items[item, 2])
-        return its, tile.span_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
+        return its, program.keys_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
 
     def run() -> None:
         @pl.when(warpgroup == p.num_warpgroups)
         def _producer() -> None:
             if p.shares_registers:
                 plgpu.set_max_registers(p.registers.producer, action="decrease")
-            its, span = row_and_span()
-            plgpu.warp_map(lambda warp: fetch.produce(p, span, gmem, extras, its, kv_head, scratch, warp))
+            its, keys = row_and_keys()
+            plgpu.warp_map(lambda warp: fetch.produce(p, keys, gmem, extras, its, kv_head, scratch, warp))
 
         if scratch.raw is not None:
 
@@ -80,8 +83,8 @@ def _kernel(
             def _widener() -> None:
                 if p.shares_registers:
                     plgpu.set_max_registers(p.registers.widener, action="decrease")
-                its, span = row_and_span()
-                fetch.widen(p, span, gmem, extras, its, scratch)
+                its, keys = row_and_keys()
+                fetch.widen(p, keys, gmem, extras, its, scratch)
 
         @pl.when(warpgroup < p.num_warpgroups)
         def _consumer() -> None:
@@ -89,10 +92,10 @@ def _kernel(
                 plgpu.set_max_registers(p.registers.consumer, action="increase")
             number = warpgroup if p.num_warpgroups > 1 else jnp.int32(0)  # which takes no register
             first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # in the group
-            its, span = row_and_span()
+            its, keys = row_and_keys()
             softmax.load_queries(p, gmem.q.at[its], kv_head, first_head, scratch, number)
             heads = kv_head, kv_head * p.group_size + first_head
-            state = softmax.consume(p, span, extras, *heads, scratch, number)
+            state = softmax.consume(p, keys, extras, *heads, scratch, number)
 
             # From here on the row is read again: registers were short.
             def write(pieces: Iterable[tuple[int, softmax.Softmax]]) -> None:
@@ -102,15 +105,15 @@ def _kernel(
             if work is None or partials is None:
                 write([(0, state)])
                 return
-            mine = parts.Mine(work.items, item, partials, (kv_head, chunk, number))
+            mine = partitions.ComputedPartition(work.items, item, partials, (kv_head, chunk, number))
 
             def arrive() -> jax.Array:
                 index = (row() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
                 counter = counters.at[index * p.num_warpgroups + number]
                 # Queries are not needed any more.
-                return is_last(counter, scratch.q.at[number], mine.num_parts, _gpu.tiled(p.line))
+                return is_last(counter, scratch.q.at[number], mine.num_partitions, common.tiled(p.line))
 
-            parts.finish(p, mine, state, write, arrive)
+            partitions.finish(p, mine, state, write, arrive)
 
     if work is None:
         run()
@@ -123,63 +126,47 @@ def prompt_attention(
     query_starts: jax.Array,
     options: Options,
     *,
-    cut: Cut | None = None,
+    partitioning: Partitioning | None = None,
     in_registers: bool | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Launch the kernel. Arguments as `ops.tiled_paged_attention` has checked them, with q of four axes.
+    """Launch the kernel. `ops.tiled_paged_attention` has checked the arguments.
 
-    cut: into which parts the context of a tile is cut, by default `_prompt_parts.cut_of`.
+    arrays: with q of four axes, [num_tiles, tile_len, num_q_heads, head_dim].
+    query_starts: [num_tiles] int32, the position of each tile's first query.
+    partitioning: of the context of a tile, by default `partitions.partitioning_of`.
     in_registers: whether P stays in registers; by default unless it is interpreted.
     interpret: bool or plgpu.InterpretGPUParams.
+
+    Returns: as q.
     """
-    num_tiles, query_len, num_q_heads, head_dim = arrays.q.shape
+    num_tiles, query_len = arrays.q.shape[:2]
     if query_len > TILE_LENS[-1]:
         raise NotImplementedError(
             f"mosaic_gpu serves tiles of at most {TILE_LENS[-1]} tokens, not {query_len}. Use 'xla'."
         )
     if not interpret:
         support.refuse_ptxas(support.ptxas_version())
-    tile_len = next(length for length in TILE_LENS if length >= query_len)
-    cache = sizes_of(arrays, options)
-    is_quantised = arrays.k_cache.dtype.itemsize == 1
-    p = Problem(
-        num_kv_heads=cache.num_kv_heads,
-        group_size=num_q_heads // cache.num_kv_heads,
-        tile_len=tile_len,
-        query_len=query_len,
-        head_dim=head_dim,
-        block_size=cache.block_size,
-        block_stride=_gpu.block_stride(options),
-        dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
-        cache_dtype=arrays.k_cache.dtype,
-        new_dtype=arrays.q.dtype if options.packed is None else options.packed.k_new.dtype,
-        view=view_of(options),
-        scale=options.scale,
-        has_slopes=options.alibi_slopes is not None,
-        soft_cap=options.soft_cap,
-        sliding_window=options.sliding_window,
-        in_registers=not interpret if in_registers is None else in_registers,
-        is_interpreted=bool(interpret),
-        packed=options.kv_layout.packed_view(),
-    )
-    q = jnp.pad(arrays.q, [(0, 0), (0, tile_len - query_len), (0, 0), (0, 0)])
+    p = program.make_problem(arrays, options, in_registers=in_registers, is_interpreted=bool(interpret))
+    q = jnp.pad(arrays.q, [(0, 0), (0, p.tile_len - query_len), (0, 0), (0, 0)])
     if q.dtype != p.dtype:  # bfloat16's numbers go further
-        q = jnp.clip(q, -_gpu.FLOAT16_MAX, _gpu.FLOAT16_MAX).astype(p.dtype)
+        q = jnp.clip(q, -common.FLOAT16_MAX, common.FLOAT16_MAX).astype(p.dtype)
 
     def launch(its: slice) -> jax.Array:
         some = arrays._replace(q=q[its], block_tables=arrays.block_tables[its], seq_lens=arrays.seq_lens[its])
         positions, num_tiles, work = query_starts[its], some.q.shape[0], None
-        if max_parts > 1:
-            work = parts.plan(p, positions, some.seq_lens, capacity, its_cut)
-        sizes = num_tiles, num_tiles * max_parts
+        if max_partitions > 1:
+            work = partitions.plan(p, positions, some.seq_lens, capacity, chosen)
+        sizes = num_tiles, num_tiles * max_partitions
         run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
-        return run(some, positions, _gpu.extras_of(options), work)
+        return run(some, positions, common.extras_of(options), work)
 
-    its_cut = cut or parts.cut_of(p.num_kv_heads * p.num_chunks, is_interpreted=bool(interpret))
+    chosen = partitioning or partitions.partitioning_of(
+        p.num_kv_heads * p.num_chunks, is_interpreted=bool(interpret)
+    )
     capacity = arrays.block_tables.shape[1] * p.block_size
-    max_parts = parts.max_parts(p, capacity, its_cut)
-    at_a_time = parts.tiles_of_a_launch(p, num_tiles, max_parts)
+    max_partitions = partitions.max_partitions(p, capacity, chosen)
+    at_a_time = partitions.tiles_of_a_launch(p, num_tiles, max_partitions)
     outs = [launch(slice(first, first + at_a_time)) for first in range(0, num_tiles, at_a_time)]
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     out = out[:, :query_len]
@@ -192,29 +179,34 @@ def prompt_attention(
 def partial_bytes(
     num_tiles: int, tile_len: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int
 ) -> int:
-    """What the partial results of a call take at most; `capacity` tokens a sequence at most."""
-    num_chunks = -(-group_size * tile_len // (tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS))
+    """Return the most bytes of the partial results of a call.
+
+    capacity: the most tokens of a sequence.
+    """
+    num_chunks = -(-group_size * tile_len // (program.MAX_WARPGROUPS * program.WARPGROUP_ROWS))
     num_programs = num_kv_heads * num_chunks
-    count = parts.cut_of(num_programs).max_parts(capacity)
+    count = partitions.partitioning_of(num_programs).bound(capacity)
     if count == 1:
         return 0
-    rows = num_programs * tile.MAX_WARPGROUPS * tile.WARPGROUP_ROWS
-    return min(parts.bytes_of(num_tiles * count, rows, head_dim), parts.PARTIAL_BYTES)
+    rows = num_programs * program.MAX_WARPGROUPS * program.WARPGROUP_ROWS
+    return min(partitions.bytes_of(num_tiles * count, rows, head_dim), partitions.PARTIAL_BYTES)
 
 
 @functools.cache
 def _shared_kernel_of(p: Problem, sizes: tuple[int, int]) -> Callable[..., jax.Array]:
-    """The kernel as one function for all calls of a shape: a model is lowered once, not layer by layer."""
+    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
+    layer.
+    """
     return jax.jit(_kernel_of(p, sizes, interpret=False))
 
 
 def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[..., jax.Array]:
-    """(arrays, positions, extras, work) -> output, for (tiles, parts at most)."""
+    """Return a function (arrays, positions, extras, work) -> output, for (tiles, partitions at most)."""
     num_tiles, max_items = sizes
-    partials = parts.partials_of(p, max_items) if max_items > num_tiles else None
+    partials = partitions.partials_of(p, max_items) if max_items > num_tiles else None
 
     def prompt_attention_kernel(*refs: Any) -> None:
-        is_last = _arrival.is_last_in_turn if interpret else _arrival.is_last
+        is_last = arrival_counter.is_last_in_turn if interpret else arrival_counter.is_last
         _kernel(*refs, problem=p, is_last=is_last)
 
     shape = (num_tiles, p.tile_len, p.num_kv_heads * p.group_size, p.head_dim)
@@ -225,12 +217,14 @@ def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[.
         grid_names=("item", "chunk", "kv_head"),
         num_threads=p.num_threads,
         thread_name="warpgroup",
-        scratch_types=[tile.scratch_types(p)],
+        scratch_types=[program.scratch_types(p)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=_gpu.interpret_params(interpret),
+        interpret=common.interpret_params(interpret),
     )
 
-    def run(arrays: Arrays, positions: jax.Array, extras: _gpu.Extras, work: Parts | None) -> jax.Array:
+    def run(
+        arrays: Arrays, positions: jax.Array, extras: common.Extras, work: PartitionList | None
+    ) -> jax.Array:
         counters = None
         if work is not None:
             num_counters = num_tiles * p.num_chunks * p.num_kv_heads * p.num_warpgroups

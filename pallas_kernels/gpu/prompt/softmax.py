@@ -1,14 +1,14 @@
-"""The softmax of a program of the prompt kernel, over tiles of K and V as they arrive.
+"""The consumers of a program of the prompt kernel: the softmax over tiles of K and V as they arrive.
 
     S [64, tile_kv] = Q @ K^T          O [64, head_dim] += P @ V
 
 Two consumers take turns: while one multiplies, the other takes its softmax. P goes to the second product from
-registers, where O is added up in place; Pallas' interpreter can do neither, so there (`in_registers` False) P
-goes through shared memory and the product is added afterwards. Nothing else differs.
+    registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P
+    goes through shared memory and the product is added afterwards. Nothing else differs.
 
-Only tiles at the edge of what the queries see are masked: the last ones, those where a window begins, and
-none between. There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the
-first does it, before it gives the second its turn.
+Only tiles at the edge of what the queries see are masked: the last ones, and those where a window begins.
+    There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first zeroes
+    it, before it gives the second its turn.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,9 +20,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common as _gpu
+from pallas_kernels.gpu import common
 from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
-from pallas_kernels.gpu.prompt.tile import MAX_WARPGROUPS, WARPGROUP_ROWS, Problem, Scratch, Span
+from pallas_kernels.gpu.prompt.program import MAX_WARPGROUPS, WARPGROUP_ROWS, KeyRange, Problem, Scratch
 
 PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one number per row, or column, of a wgmma's result
 
@@ -30,7 +30,7 @@ PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one number per row, or
 def load_queries(
     p: Problem, q_gmem: Any, kv_head: jax.Array, first_head: jax.Array, scratch: Scratch, warpgroup: jax.Array
 ) -> None:
-    """The queries of the warpgroup's heads; a head that the group does not have has the last one's."""
+    """Fetch the queries of the warpgroup's heads; heads beyond the group repeat its last one."""
     for h in range(p.warpgroup_heads):
         head = kv_head * p.group_size + jnp.minimum(first_head + h, p.group_size - 1)
         target = scratch.q.at[warpgroup, pl.ds(h * p.tile_len, p.tile_len)]
@@ -39,7 +39,7 @@ def load_queries(
 
 
 class Softmax(NamedTuple):
-    """A softmax under way; maxima times log2(e)."""
+    """A running softmax; maxima are times log2(e)."""
 
     out: jax.Array  # [64, head_dim] float32, sum of exp2(s - max) * v
     max: jax.Array  # [64]
@@ -48,14 +48,17 @@ class Softmax(NamedTuple):
 
 def consume(
     p: Problem,
-    span: Span,
+    keys: KeyRange,
     extras: Extras,
     kv_head: jax.Array,
     first_head: jax.Array,
     scratch: Scratch,
     warpgroup: jax.Array,
 ) -> Softmax:
-    """The softmax of the warpgroup's rows over the span's tiles; first_head among all query heads."""
+    """Compute the softmax of the warpgroup's rows over the tiles of keys.
+
+    first_head: of the warpgroup, among all query heads.
+    """
     k_scale = None if extras.k_scale is None else extras.k_scale[kv_head]
     takes_turns, ring = p.num_warpgroups == MAX_WARPGROUPS, scratch.ring
     slopes = None
@@ -68,7 +71,7 @@ def consume(
 
     def take(i: jax.Array, state: Softmax, *, is_edge: bool) -> Softmax:
         slot = lax.rem(i, jnp.int32(p.num_stages))
-        first_token = (span.first + i) * p.tile_kv
+        first_token = (keys.first + i) * p.tile_kv
         plgpu.barrier_wait(ring.k_full.at[slot])
 
         def scores(acc: Any) -> jax.Array:
@@ -79,7 +82,7 @@ def consume(
 
         s = pl.run_scoped(scores, plgpu.ACC((WARPGROUP_ROWS, p.tile_kv), jnp.float32))
         plgpu.barrier_arrive(ring.k_free.at[slot])
-        s, factor = _logits(p, span, s, k_scale, first_token, slopes, is_edge=is_edge)
+        s, factor = _logits(p, keys, s, k_scale, first_token, slopes, is_edge=is_edge)
         largest = jnp.maximum(state.max, s.max(axis=1) * factor)
         rescale = jnp.exp2(state.max - largest)
         weights = jnp.exp2(s * factor - lax.broadcast_in_dim(largest, s.shape, [0]))
@@ -92,8 +95,8 @@ def consume(
         if is_edge or not takes_turns:
             plgpu.barrier_wait(ring.v_full.at[slot])
         if is_edge:
-            is_first = (warpgroup == 0) & ((first_token < span.begin) | (first_token + p.tile_kv > span.end))
-            pl.when(is_first)(lambda: _zero_stale_tokens(p, span, ring.v.at[slot], first_token))
+            is_first = (warpgroup == 0) & ((first_token < keys.start) | (first_token + p.tile_kv > keys.end))
+            pl.when(is_first)(lambda: _zero_stale_tokens(p, keys, ring.v.at[slot], first_token))
         if takes_turns:
             plgpu.barrier_arrive(scratch.turn)
             if not is_edge:
@@ -106,7 +109,7 @@ def consume(
     if takes_turns:  # the second begins half a turn later
         pl.when(warpgroup == 1)(give_and_take_turn)
     state = nothing(p.head_dim)
-    bounds = (jnp.int32(0), span.full_from, span.full_to, span.num_tiles)
+    bounds = (jnp.int32(0), keys.full_from, keys.full_to, keys.num_tiles)
     for k, is_edge in enumerate((True, False, True)):
         if k or p.sliding_window is not None:
             state = lax.fori_loop(bounds[k], bounds[k + 1], _with(take, is_edge), state)
@@ -120,7 +123,7 @@ def _with(take: Callable[..., Softmax], is_edge: bool) -> Callable[[jax.Array, S
 
 
 def nothing(width: int) -> Softmax:
-    """A softmax over no tokens, of so many columns of the output."""
+    """Return the softmax over no tokens, with so many columns of output."""
     return Softmax(
         _filled((WARPGROUP_ROWS, width), 0.0, WGMMA),
         _filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
@@ -134,7 +137,7 @@ def _filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
 
 def _logits(
     p: Problem,
-    span: Span,
+    keys: KeyRange,
     s: jax.Array,
     k_scale: jax.Array | None,
     first_token: jax.Array,
@@ -142,7 +145,9 @@ def _logits(
     *,
     is_edge: bool,
 ) -> tuple[jax.Array, float]:
-    """What times the factor returned is the logits times log2(e), [64, tile_kv]; -inf where unseen."""
+    """Return scores and a factor: their product is the logits times log2(e), [64, tile_kv]; -inf where
+    unseen.
+    """
     factor = p.scale * LOG2E
     if k_scale is not None:
         s = s * k_scale
@@ -153,7 +158,7 @@ def _logits(
         s, factor = s * factor, 1.0
     if slopes is None and not is_edge:
         return s, factor
-    position = span.position + (_numbers(WARPGROUP_ROWS, PER_ROW) & (p.tile_len - 1))
+    position = keys.position + (_numbers(WARPGROUP_ROWS, PER_ROW) & (p.tile_len - 1))
     token = lax.broadcast_in_dim(_numbers(p.tile_kv, PER_COLUMN) + first_token, s.shape, [1])
 
     def of_rows(values: jax.Array) -> jax.Array:
@@ -162,7 +167,7 @@ def _logits(
     if slopes is not None:
         s = s + of_rows(slopes) * (token - of_rows(position)).astype(jnp.float32)
     if is_edge:
-        seen = token <= of_rows(jnp.minimum(position, span.end - 1))
+        seen = token <= of_rows(jnp.minimum(position, keys.end - 1))
         if p.sliding_window is not None:
             seen = seen & (token > of_rows(position - p.sliding_window))
         s = jnp.where(seen, s, -jnp.inf)
@@ -170,26 +175,26 @@ def _logits(
 
 
 def _numbers(count: int, layout: Any) -> jax.Array:
-    """0, 1, ... of rows or columns. Numbered element by element they would take a register each."""
+    """Return 0, 1, ... for rows or columns. Numbered element by element they would take a register each."""
     return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
 
 
-def _zero_stale_tokens(p: Problem, span: Span, v: Any, first_token: jax.Array) -> None:
-    """Zero a tile's V outside the span."""
+def _zero_stale_tokens(p: Problem, keys: KeyRange, v: Any, first_token: jax.Array) -> None:
+    """Zero V of a tile's tokens outside the keys that the queries see."""
     for row in range(0, p.tile_kv, WARPGROUP_ROWS):
         place = _numbers(WARPGROUP_ROWS, PER_ROW) + (first_token + row)
         place = lax.broadcast_in_dim(place, (WARPGROUP_ROWS, 64), [0])
-        for column in _gpu.columns_of(p.head_dim):
+        for column in common.columns_of(p.head_dim):
             piece = v.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, 64)]
             old = piece[...]
-            piece[...] = jnp.where((place >= span.begin) & (place < span.end), old, jnp.zeros_like(old))
+            piece[...] = jnp.where((place >= keys.start) & (place < keys.end), old, jnp.zeros_like(old))
     plgpu.commit_smem()
 
 
 def _add_weighted(
     p: Problem, out: jax.Array, weights: jax.Array, scratch: Scratch, slot: jax.Array, warpgroup: jax.Array
 ) -> jax.Array:
-    """out + weights @ V, for the V of a slot."""
+    """Return out + weights @ V, for the V of a slot."""
     if p.in_registers:
 
         def add(acc: Any) -> None:
@@ -207,7 +212,7 @@ def _add_weighted(
 
 
 def _normalised(p: Problem, state: Softmax, extras: Extras, first_head: jax.Array) -> jax.Array:
-    """out / sum, with the sinks' shares in the sum; zeros where there was no token."""
+    """Divide the output by the sum, with the sinks in the sum; zeros where there was no token."""
     out, largest, total = state
     factor = jnp.full_like(total, 1.0)
     is_empty = total == 0
@@ -221,7 +226,10 @@ def _normalised(p: Problem, state: Softmax, extras: Extras, first_head: jax.Arra
 
 
 def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
-    """The numbers of the rows' heads, of values_gmem [num_q_heads], as [64]."""
+    """Return the values of the rows' heads as [64] float32.
+
+    values_gmem: [num_q_heads] in the GPU's memory.
+    """
     shape = WARPGROUP_ROWS, 8  # the narrowest result that a wgmma has
     head = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA), p.tile_len)
     values = _filled(shape, 0.0, WGMMA)
@@ -241,7 +249,10 @@ def store_output(
     scratch: Scratch,
     warpgroup: jax.Array,
 ) -> None:
-    """Write the heads that the group has, of a softmax in pieces: each with its first column."""
+    """Write the output of the heads that the group has to the GPU's memory.
+
+    pieces: of the softmax, each with its first column.
+    """
     for column, piece in pieces:
         out = _normalised(p, piece, extras, kv_head * p.group_size + first_head)
         scratch.q.at[warpgroup, :, pl.ds(column, out.shape[1])][...] = out.astype(p.dtype)

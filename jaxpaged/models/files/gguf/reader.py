@@ -41,9 +41,9 @@ class GgufFile:
         if found is None:
             return None
         if name != TOKENS:
-            return found.contents()
+            return _value(self.paths[0], name, found)
         if self._tokens is None:  # a quarter of a million of them are decoded once
-            self._tokens = found.contents()
+            self._tokens = _value(self.paths[0], name, found)
         return self._tokens
 
 
@@ -95,10 +95,20 @@ def _parts(path: Path, number: int, count: int) -> tuple[Path, ...]:
 def _number(path: Path, reader: gguf.GGUFReader, name: str) -> int:
     """Return a number that a header says of parts, 0 where it does not."""
     found = reader.fields.get(name)
-    value = 0 if found is None else found.contents()
+    value = 0 if found is None else _value(path, name, found)
     if not isinstance(value, int):
         raise InputError(f"model={str(path)!r}: {name}={value!r} must be an int")
     return value
+
+
+def _value(path: Path, name: str, found: gguf.ReaderField) -> Any:
+    """Decode a value of a header. Raises `InputError` if it cannot be: text that is not UTF-8, say."""
+    try:
+        return found.contents()
+    except Exception as error:  # the reader has no error of its own
+        raise InputError(
+            f"model={str(path)!r}: {name} of the GGUF file must be readable: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _read(path: Path) -> gguf.GGUFReader:

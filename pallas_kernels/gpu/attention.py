@@ -1,0 +1,250 @@
+"""Code shared by the two attention kernels: the problem, the ring of tiles of K and V, and how it is filled.
+
+A producer warpgroup fetches K and V by TMA into a ring of slots, a tile of `tile_kv` tokens each: tile i lies
+in slot i % num_stages. Two barriers guard a slot: `full` (all copies of a tile have landed) and `free` (its
+readers are done with it). The producer's four warps read the block table and start every fourth copy each, so
+that none waits for another.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import common, int4_cache
+from pallas_kernels.gpu.common import NUM_WARPS, Extras
+from pallas_kernels.layouts import PackedView, View
+from pallas_kernels.support import Arrays, Options, sizes_of, view_of
+
+# (first token, number of tokens) -> (their block among the arrays' blocks, their slice of it).
+type FindTokens = Callable[[Any, int], tuple[jax.Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionProblem:
+    """The static shape of an attention call, and what follows from it."""
+
+    num_kv_heads: int
+    group_size: int  # query heads that share a kv head
+    query_len: int  # new tokens of a row, or query tokens of a tile
+    head_dim: int
+    block_size: int
+    block_stride: int  # from one block of the call to the next, among the arrays' blocks
+    dtype: Any  # of the output, and of q as the kernel reads it
+    cache_dtype: Any
+    new_dtype: Any  # of the newest tokens in a cache of 4 bits a number
+    view: View
+    scale: float
+    soft_cap: float | None
+    sliding_window: int | None
+    tile_kv: int  # tokens of a tile of K and V
+    num_stages: int  # slots of the ring that the products read
+    is_interpreted: bool
+    packed: PackedView | None  # of a cache of 4 bits a number
+
+    @property
+    def is_quantised(self) -> bool:
+        return jnp.dtype(self.cache_dtype).itemsize == 1
+
+    @property
+    def line(self) -> int:
+        """Elements of a token's head in memory: head_dim numbers, or half as many bytes of 4-bit codes."""
+        return self.head_dim if self.packed is None else self.head_dim // 2
+
+    @property
+    def copy_tokens(self) -> int:
+        """Tokens of one copy of K or V."""
+        return common.copy_tokens(self.block_size, self.tile_kv)
+
+    @property
+    def copies_per_tile(self) -> int:
+        """Copies that fetch a tile of K, or of V."""
+        return self.tile_kv // self.copy_tokens
+
+    @property
+    def scale_copies(self) -> int:
+        """Copies that fetch a scale per token for a tile of K, or of V; 0 if tokens have none."""
+        if self.view.k_scale is None:
+            return 0
+        return self.tile_kv // common.scale_tokens(self.block_size, self.tile_kv)
+
+    @property
+    def packed_copies(self) -> int:
+        """Copies that fetch the 4-bit scales and zeros for a tile of K, or of V; 0 for another cache."""
+        return 0 if self.packed is None else 2 * int4_cache.num_copies(self.block_size, self.tile_kv)
+
+
+def problem_fields(arrays: Arrays, options: Options) -> dict[str, Any]:
+    """Return the fields of `AttentionProblem` that follow from arguments alone, checked by `ops`."""
+    cache = sizes_of(arrays, options)
+    return {
+        "num_kv_heads": cache.num_kv_heads,
+        "group_size": arrays.q.shape[-2] // cache.num_kv_heads,
+        "head_dim": cache.head_dim,
+        "block_size": cache.block_size,
+        "block_stride": common.block_stride(options),
+        "cache_dtype": arrays.k_cache.dtype,
+        "new_dtype": arrays.q.dtype if options.packed is None else options.packed.k_new.dtype,
+        "view": view_of(options),
+        "scale": options.scale,
+        "soft_cap": options.soft_cap,
+        "sliding_window": options.sliding_window,
+        "packed": options.kv_layout.packed_view(),
+    }
+
+
+class Ring(NamedTuple):
+    """Tiles of K and V in shared memory, and their barriers: one for both arrays, or one for each."""
+
+    k: Any  # [num_stages, tile_kv, line]
+    v: Any  # [num_stages, tile_kv, line]
+    full: tuple[Any, ...]  # [num_stages] each: an arrival per copy, or one of the warpgroup that widens
+    free: tuple[Any, ...]  # [num_stages] each: an arrival per reader
+    scales: tuple[Any, Any]  # of each token's K and V, [num_stages, tile_kv] float32 each, or None
+    packed: Any  # `int4_cache.Scales`, or None
+
+    @property
+    def k_full(self) -> Any:
+        return self.full[0]
+
+    @property
+    def v_full(self) -> Any:
+        return self.full[-1]
+
+    @property
+    def k_free(self) -> Any:
+        return self.free[0]
+
+    @property
+    def v_free(self) -> Any:
+        return self.free[-1]
+
+    @property
+    def arrays(self) -> tuple[tuple[Any, Any, Any], ...]:
+        """(tiles, full, free) of K, and of V."""
+        return (self.k, self.k_full, self.k_free), (self.v, self.v_full, self.v_free)
+
+
+def ring_types(
+    p: AttentionProblem,
+    tiles: Any,
+    num_stages: int,
+    *,
+    num_barriers: int,
+    num_writers: int,
+    num_readers: int,
+    is_fetched: bool,
+) -> Ring:
+    """Return the types of a `Ring` for plgpu.kernel.
+
+    tiles: the type of the slots of K, and of V.
+    num_barriers: 2 for barriers of K and of V, 1 for one that guards both.
+    num_writers, num_readers: arrivals at a slot's `full` and `free`.
+    is_fetched: whether TMA fills the ring; then scales in the cache come with the tiles.
+    """
+    scales = packed = None
+    if is_fetched and p.scale_copies:
+        scales = plgpu.SMEM((num_stages, p.tile_kv), jnp.float32)
+    if is_fetched and p.packed is not None:
+        packed = int4_cache.scratch_types(num_stages, p.tile_kv, p.head_dim)
+    full = plgpu.Barrier(num_arrivals=num_writers, num_barriers=num_stages)
+    free = plgpu.Barrier(num_arrivals=num_readers, num_barriers=num_stages)
+    return Ring(tiles, tiles, (full,) * num_barriers, (free,) * num_barriers, (scales, scales), packed)
+
+
+def token_finder(
+    p: AttentionProblem, tables: Any, row: jax.Array, start: jax.Array, end: jax.Array, extras: Extras
+) -> FindTokens:
+    """Return a function from tokens of a sequence to the block that holds them, and their slice of it.
+
+    Only blocks that hold tokens of [start, end) are looked up; tokens beyond them get the nearest such block.
+
+    tables: [num_tables, max_blocks_per_seq] int32 in the GPU's memory; row: the sequence's row of them.
+    """
+    block_at = common.places(extras, p.block_stride)
+    first_block = lax.div(start, jnp.int32(p.block_size))
+    last_block = jnp.maximum(pl.cdiv(end, jnp.int32(p.block_size)) - 1, first_block)
+
+    def find(token: Any, num_tokens: int) -> tuple[jax.Array, Any]:
+        column = jnp.clip(lax.div(token, jnp.int32(p.block_size)), first_block, last_block)
+        offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
+        return block_at(tables[row, column]), pl.ds(offset, num_tokens)
+
+    return find
+
+
+def last_block(
+    p: AttentionProblem, tables: Any, row: jax.Array, start: jax.Array, end: jax.Array, extras: Extras
+) -> jax.Array:
+    """Return which of the arrays' blocks holds the last token of [start, end); if none, the null block."""
+    column = lax.div(jnp.maximum(end - 1, 0), jnp.int32(p.block_size))
+    block_id = jnp.where(end > start, tables[row, column], 0)
+    return common.places(extras, p.block_stride)(block_id)
+
+
+def newest_group(
+    p: AttentionProblem, tables: Any, row: jax.Array, start: jax.Array, end: jax.Array, extras: Extras
+) -> jax.Array:
+    """Return which group of a sequence's tokens a cache of 4 bits has not yet encoded; -1 for none."""
+    group = extras.packed.new_group[last_block(p, tables, row, start, end, extras)]
+    column = lax.div(jnp.maximum(end - 1, 0), jnp.int32(p.block_size))
+    return jnp.where(group < 0, -1, column * (p.block_size // int4_cache.GROUP) + group)
+
+
+def fetch_tile(
+    p: AttentionProblem,
+    arrays: Iterable[int],
+    first_token: jax.Array,
+    find: FindTokens,
+    gmem: Any,
+    extras: Extras,
+    ring: Ring,
+    slot: jax.Array,
+    full: Any,
+    kv_head: jax.Array,
+    warp: jax.Array,
+) -> None:
+    """Start this warp's copies of a tile into a slot: of K, of V, or of both, with their scales.
+
+    arrays: 0 for K, 1 for V.
+    first_token: of the tile, in its sequence.
+    gmem: `support.Arrays`, as refs.
+    full: the barrier of the slot.
+    """
+    numbers = ((gmem.k_cache, p.view.k, ring.k), (gmem.v_cache, p.view.v, ring.v))
+    for copy in range(p.copies_per_tile // NUM_WARPS):
+        offset = (copy * NUM_WARPS + warp) * p.copy_tokens  # in the tile
+        block, tokens = find(first_token + offset, p.copy_tokens)
+        for array in arrays:
+            cache, location, tiles = numbers[array]
+            target = tiles.at[slot, pl.ds(offset, p.copy_tokens)]
+            plgpu.copy_gmem_to_smem(cache.at[location.at(block, tokens, kv_head)], target, full)
+    if p.packed is not None:
+        names = [name for array in arrays for name in int4_cache.Scales._fields[2 * array : 2 * array + 2]]
+        for number, name in enumerate(names):
+
+            @pl.when(warp == number)
+            def _fetch_packed(name: str = name) -> None:
+                of_tile = ring.packed, slot, full
+                int4_cache.fetch(
+                    name, p.packed, extras.packed, *of_tile, first_token, find, kv_head, p.block_size
+                )
+
+    if p.scale_copies:
+
+        @pl.when(warp < p.scale_copies)
+        def _fetch_scales() -> None:
+            num_tokens = common.scale_tokens(p.block_size, p.tile_kv)
+            offset = warp * num_tokens
+            block, tokens = find(first_token + offset, num_tokens)
+            for array in arrays:
+                location = (p.view.k_scale, p.view.v_scale)[array]
+                assert location is not None
+                source = extras.token_scales[array].at[location.at(block, tokens, kv_head)]
+                target = ring.scales[array].at[slot, pl.ds(offset, num_tokens)]
+                plgpu.copy_gmem_to_smem(source, target, full)

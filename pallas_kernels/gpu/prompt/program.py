@@ -1,0 +1,208 @@
+"""A program of the prompt kernel: the problem that it works on, its shared memory, and the keys that it
+reads.
+
+Up to two consumer warpgroups have 64 rows of queries each: row = head * tile_len + token, for example 2 query
+    heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`fetch`,
+    `gpu.attention`), over which they take the softmax (`softmax`). K and V of a slot have barriers of their
+    own.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import common, int4_cache
+from pallas_kernels.gpu.attention import AttentionProblem, Ring, problem_fields, ring_types
+from pallas_kernels.support import Arrays, Options
+
+WARPGROUP_ROWS = 64
+MAX_WARPGROUPS = 2  # consumers of a program
+TILE_LENS = (8, 16, 32, 64)  # other lengths are padded to the next of these
+
+
+class Registers(NamedTuple):
+    """The registers of a thread of each warpgroup, where they are shared unequally."""
+
+    consumer: int
+    producer: int
+    widener: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(AttentionProblem):
+    """The static shape of a call, and what follows from it; query_len is tile_len without padding.
+
+    dtype: of what is multiplied, and of the output.
+    """
+
+    tile_len: int  # query tokens of a tile, one of TILE_LENS
+    has_slopes: bool
+    in_registers: bool  # whether the weights of a tile go from registers into their product
+    num_stages: int = 2
+
+    @property
+    def warpgroup_heads(self) -> int:
+        return WARPGROUP_ROWS // self.tile_len
+
+    @property
+    def num_warpgroups(self) -> int:
+        """The number of consumers: one if that is enough, or if it needs more registers than each of two
+        has.
+        """
+        needs_more = self.has_slopes or self.soft_cap is not None
+        needs_more |= self.head_dim == 256 and (self.sliding_window is not None or self.is_quantised)
+        needs_more |= self.is_quantised and self.sliding_window is not None
+        return min(1 if needs_more else MAX_WARPGROUPS, -(-self.group_size // self.warpgroup_heads))
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of programs that share a group's heads."""
+        return -(-self.group_size // (self.num_warpgroups * self.warpgroup_heads))
+
+    @property
+    def num_raw_stages(self) -> int:
+        """The slots of the ring that a quantised cache comes into: as many as fit."""
+        return 1 if self.head_dim == 256 or (self.scale_copies and self.head_dim == 128) else 2
+
+    @property
+    def num_threads(self) -> int:
+        """The number of warpgroups: the consumers, the producer, and the one that widens."""
+        return self.num_warpgroups + 1 + self.is_quantised
+
+    @property
+    def shares_registers(self) -> bool:
+        """Whether consumers take registers from the others, because an equal share is not enough."""
+        return self.in_registers and (self.num_warpgroups == MAX_WARPGROUPS or self.is_quantised)
+
+    @property
+    def registers(self) -> Registers:
+        """The registers of a thread; all warpgroups together have 512 for one thread of each."""
+        if self.num_warpgroups < MAX_WARPGROUPS:
+            return Registers(consumer=256, producer=64, widener=128)
+        return Registers(208, 32, 64) if self.is_quantised else Registers(240, 32, 0)
+
+
+def make_problem(
+    arrays: Arrays, options: Options, *, in_registers: bool | None, is_interpreted: bool
+) -> Problem:
+    """Return the problem of arguments that `ops` has checked, with q of four axes.
+
+    in_registers: None stands for True, except in the interpreter, which knows no product of registers.
+    """
+    query_len, is_quantised = arrays.q.shape[1], arrays.k_cache.dtype.itemsize == 1
+    fields = problem_fields(arrays, options)
+    has_slopes = options.alibi_slopes is not None
+    # As many tokens as two stages of the ring, and registers, have room for.
+    is_narrow = fields["packed"] is not None or (is_quantised and has_slopes) or fields["head_dim"] > 128
+    return Problem(
+        **fields,
+        tile_len=next(length for length in TILE_LENS if length >= query_len),
+        query_len=query_len,
+        dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
+        has_slopes=has_slopes,
+        tile_kv=64 if is_narrow else 128,
+        in_registers=not is_interpreted if in_registers is None else in_registers,
+        is_interpreted=is_interpreted,
+    )
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of one program."""
+
+    q: Any  # [num_warpgroups, 64, head_dim]; in the end, the output
+    ring: Ring
+    raw: Ring | None  # of a quantised cache's tiles, as memory has them
+    p: Any  # [num_warpgroups, 64, tile_kv] the weights of one tile; None where they stay in registers
+    q_full: Any  # [num_warpgroups], an arrival per head
+    turn: Any  # of both consumers
+    k_new: Any  # [16, head_dim] the newest tokens of K, in a cache of 4 bits a number; else None
+    new_full: Any  # likewise
+
+
+def scratch_types(p: Problem) -> Scratch:
+    """Return the types of `Scratch`, for plgpu.kernel."""
+
+    def rows(count: int, size: int, width: int, tiled: int) -> Any:
+        return plgpu.SMEM((count, size, width), p.dtype, transforms=common.tiled(tiled))
+
+    num_writers, raw, k_new = p.copies_per_tile, None, None
+    if p.is_quantised:
+        num_writers = 1
+        raw = ring_types(
+            p,
+            plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype),
+            p.num_raw_stages,
+            num_barriers=2,
+            num_writers=p.copies_per_tile + p.scale_copies + p.packed_copies,
+            num_readers=1,
+            is_fetched=True,
+        )
+    if p.packed is not None:
+        k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
+    tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
+    return Scratch(
+        q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim, p.line),
+        ring=ring_types(
+            p,
+            tiles,
+            p.num_stages,
+            num_barriers=2,
+            num_writers=num_writers,
+            num_readers=p.num_warpgroups,
+            is_fetched=not p.is_quantised,
+        ),
+        raw=raw,
+        p=None if p.in_registers else rows(p.num_warpgroups, WARPGROUP_ROWS, p.tile_kv, p.tile_kv),
+        q_full=plgpu.Barrier(num_arrivals=p.warpgroup_heads, num_barriers=p.num_warpgroups),
+        turn=plgpu.Barrier(num_arrivals=MAX_WARPGROUPS),
+        k_new=k_new,
+        new_full=None if k_new is None else plgpu.Barrier(),
+    )
+
+
+class KeyRange(NamedTuple):
+    """The keys that a tile of queries sees, tokens [start, end), and the tiles of K and V that a program
+    reads.
+    """
+
+    position: jax.Array  # of the first query
+    start: jax.Array
+    end: jax.Array
+    first: jax.Array  # of the program's tiles
+    num_tiles: jax.Array
+    full_from: jax.Array  # among these tiles, those of which every query sees all
+    full_to: jax.Array
+
+
+def seen_by(p: Problem, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the first token that a tile of queries sees, and the token after the last one."""
+    end = jnp.where(seq_len == 0, 0, jnp.minimum(seq_len, position + p.query_len))
+    if p.sliding_window is None:
+        return jnp.int32(0), end
+    return jnp.clip(position + 1 - p.sliding_window, 0, end), end
+
+
+def keys_of(
+    p: Problem, position: jax.Array, seq_len: jax.Array, partition: tuple[jax.Array, jax.Array] | None = None
+) -> KeyRange:
+    """Return the keys that a program reads for the tile of queries at a position: all that it sees, or a
+    partition.
+
+    partition: its first token, and the token after its last; None for all.
+    """
+    tile_kv = jnp.int32(p.tile_kv)
+    start, end = seen_by(p, position, seq_len)
+    full_from = jnp.int32(0)
+    if p.sliding_window is not None:
+        full_from = jnp.maximum(position + p.tile_len - p.sliding_window, 0)
+    from_, to = (start, end) if partition is None else partition
+    first = lax.div(from_, tile_kv)
+    num_tiles = pl.cdiv(to, tile_kv) - first
+    full_to = jnp.clip(lax.div(jnp.minimum(position + 1, end), tile_kv) - first, 0, num_tiles)
+    full_from = jnp.clip(pl.cdiv(full_from, tile_kv) - first, 0, full_to)
+    return KeyRange(position, start, end, first, num_tiles, full_from, full_to)

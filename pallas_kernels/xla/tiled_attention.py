@@ -1,0 +1,192 @@
+"""Attention of tiles of query tokens in plain jax.numpy: prompts, and decoding on a CPU.
+
+A tile is a few neighbouring tokens of one sequence; a decode step has tiles of one token. These forms were
+chosen by measuring XLA's CPU code, see benchmarks/LOG.md. Products are in q's type, sums in float32.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from pallas_kernels.layouts import Pool
+from pallas_kernels.support import Options
+
+# Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
+# stay in a CPU's second-level cache and to waste little on short sequences.
+CHUNK_TOKENS = 128
+# Up to so many query heads (of all a tile's tokens), rather multiply by zeros than transpose K and V.
+MERGE_HEADS_BELOW = 16
+# Stands for minus infinity without its NaN: exp(MASKED - anything real) is 0.
+MASKED = -1e30
+
+Softmax = tuple[Array, Array, Array]  # under way: max, sum of exp(s - max), sum of exp(s - max) * v
+
+
+def tiled_paged_attention(
+    q: Float[Array, "num_tiles tile_len num_q_heads head_dim"],
+    pool: Pool,
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
+    query_starts: Int[Array, " num_tiles"],
+    seq_lens: Int[Array, " num_tiles"],
+    options: Options,
+) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
+    """Compute `ops.tiled_paged_attention` by a running softmax over the chunks of blocks that some tile
+    sees.
+    """
+    num_tiles, tile_len, num_q_heads, head_dim = q.shape
+    num_kv_heads = pool.sizes.num_kv_heads
+    group = num_q_heads // num_kv_heads
+    q = (q * jnp.asarray(options.scale, q.dtype)).reshape(num_tiles, tile_len, num_kv_heads, group, head_dim)
+    # Few queries: reading K and V is all that counts, and products by kv head would transpose them first. All
+    # kv heads become one, as wide as they are together: a query is zero outside its own. (Selects and slices,
+    # not einsums: a CPU product of that size costs more than its arithmetic.)
+    merges_heads = num_kv_heads > 1 and tile_len * num_q_heads <= MERGE_HEADS_BELOW
+    if merges_heads:
+        own = jnp.eye(num_kv_heads, dtype=bool)[:, None, :, None]
+        q = jnp.where(own, q[..., None, :], 0).reshape(num_tiles, tile_len, 1, num_q_heads, -1)
+    out = _attend_by_kv_head(q, pool, block_tables, query_starts, seq_lens, options)
+    if merges_heads:
+        out = out.reshape(num_tiles, tile_len, num_kv_heads, group, num_kv_heads, head_dim)
+        out = jnp.stack([out[:, :, head, :, head] for head in range(num_kv_heads)], axis=2)
+    return out.reshape(num_tiles, tile_len, num_q_heads, head_dim).astype(q.dtype)
+
+
+def _attend_by_kv_head(
+    q: Float[Array, "num_tiles tile_len wide_heads group wide_dim"],
+    pool: Pool,
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
+    query_starts: Int[Array, " num_tiles"],
+    seq_lens: Int[Array, " num_tiles"],
+    options: Options,
+) -> Float[Array, "num_tiles tile_len wide_heads group wide_dim"]:
+    """Compute attention of scaled queries in float32. q's shape says how many heads a token's K and V
+    have.
+    """
+    num_tiles, tile_len, num_kv_heads, group, head_dim = q.shape
+    block_size = pool.sizes.block_size
+    blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
+    chunk_len = blocks_per_chunk * block_size
+    sliding_window = options.sliding_window
+    # Where the window of each tile's first query begins.
+    begin = None if sliding_window is None else query_starts + 1 - sliding_window
+    blocks, first_chunk, end_chunk = _blocks_seen(block_tables, begin, seq_lens, block_size, blocks_per_chunk)
+
+    # A tile's kv head is one entry of the batch of products; the queries that share it, of all places of
+    # the tile, are its "rows".
+    rows = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles * num_kv_heads, tile_len * group, head_dim)
+    # One bound says both what is causal and what exists.
+    q_position = query_starts[:, None] + jnp.arange(tile_len)
+    bound = jnp.minimum(q_position + 1, seq_lens[:, None])
+    q_position, bound = (
+        jnp.repeat(jnp.repeat(x, group, axis=1), num_kv_heads, axis=0)[:, :, None]
+        for x in (q_position, bound)
+    )
+
+    def of_rows(per_head: Float[Array, " num_q_heads"]) -> Float[Array, "batch rows"]:
+        by_head = per_head.reshape(1, num_kv_heads, 1, group)
+        return jnp.broadcast_to(by_head, (num_tiles, num_kv_heads, tile_len, group)).reshape(rows.shape[:2])
+
+    # What the scores of the stored K are multiplied by, and in the end the sums of the stored V.
+    k_scale, v_scale = (
+        None
+        if scale is None
+        else of_rows(jnp.repeat(scale, num_kv_heads * group // scale.shape[0]))[..., None]
+        for scale in (options.k_scale, options.v_scale)
+    )
+
+    def chunk(i: Array, state: Softmax) -> Softmax:
+        ids = lax.dynamic_slice_in_dim(blocks, i * blocks_per_chunk, blocks_per_chunk, axis=1)
+        # All heads of a token side by side.
+        k, v = (x.reshape(num_tiles, chunk_len, -1) for x in pool.read(ids, q.dtype))
+        # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
+        k = lax.optimization_barrier(k)
+        kv_position = i * chunk_len + jnp.arange(chunk_len)
+        seen = kv_position < bound
+        tile_sees = kv_position < seq_lens[:, None]
+        if begin is not None:
+            assert sliding_window is not None
+            seen &= kv_position > q_position - sliding_window
+            tile_sees &= kv_position >= begin[:, None]
+        # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
+        v = jnp.where(tile_sees[:, :, None], v, 0)
+        bias = None
+        if options.alibi_slopes is not None:
+            bias = of_rows(options.alibi_slopes)[:, :, None] * (kv_position - q_position)
+        k, v = _by_head(k, num_kv_heads), _by_head(v, num_kv_heads)
+        return _join(state, rows, k, v, seen, k_scale, options.soft_cap, bias)
+
+    # The maximum starts above MASKED, so that what is masked weighs 0 in a row that sees nothing, too.
+    nothing = (jnp.full(rows.shape[:2], MASKED / 2), jnp.zeros(rows.shape[:2]), jnp.zeros(rows.shape))
+    row_max, row_sum, acc = lax.fori_loop(first_chunk, end_chunk, chunk, nothing)
+    sees_nothing = row_sum == 0
+    if options.sinks is not None:
+        sinks = of_rows(options.sinks)
+        with_sink = jnp.maximum(row_max, sinks)
+        rescale = jnp.exp(row_max - with_sink)
+        acc = acc * rescale[..., None]
+        row_sum = row_sum * rescale + jnp.exp(sinks - with_sink)
+    out = acc / jnp.where(sees_nothing, 1, row_sum)[..., None]
+    if v_scale is not None:
+        out = out * v_scale
+    return out.reshape(num_tiles, num_kv_heads, tile_len, group, head_dim).transpose(0, 2, 1, 3, 4)
+
+
+def _blocks_seen(
+    block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
+    begin: Int[Array, " num_tiles"] | None,
+    seq_lens: Int[Array, " num_tiles"],
+    block_size: int,
+    blocks_per_chunk: int,
+) -> tuple[Int[Array, "num_tiles padded"], Int[Array, ""] | int, Int[Array, ""]]:
+    """Return the blocks that each tile sees, and the first and the end of the chunks that some tile sees.
+
+    The null block replaces blocks that a tile does not see, and pads to whole chunks. Chunks are counted from
+    position 0 whatever the window: which ones a tile is computed in, and so its bits, must not depend on
+    where other tiles begin.
+    """
+    chunk_len = blocks_per_chunk * block_size
+    block_start = jnp.arange(block_tables.shape[1]) * block_size
+    seen = block_start < seq_lens[:, None]
+    first_chunk: Array | int = 0
+    if begin is not None:
+        seen &= block_start + block_size > begin[:, None]
+        earliest = jnp.min(jnp.where(seq_lens > 0, begin, jnp.max(seq_lens)))
+        first_chunk = jnp.maximum(earliest, 0) // chunk_len
+    padding = -block_tables.shape[1] % blocks_per_chunk
+    blocks = jnp.pad(jnp.where(seen, block_tables, 0), ((0, 0), (0, padding)))
+    return blocks, first_chunk, -(-jnp.max(seq_lens) // chunk_len)
+
+
+def _by_head(
+    x: Num[Array, "num_tiles chunk_len width"], num_kv_heads: int
+) -> Num[Array, "batch chunk_len head_dim"]:
+    num_tiles, chunk_len, width = x.shape
+    x = x.reshape(num_tiles, chunk_len, num_kv_heads, width // num_kv_heads).swapaxes(1, 2)
+    return x.reshape(num_tiles * num_kv_heads, chunk_len, -1)
+
+
+def _join(
+    state: Softmax,
+    q: Float[Array, "batch rows head_dim"],
+    k: Float[Array, "batch chunk_len head_dim"],
+    v: Float[Array, "batch chunk_len head_dim"],
+    seen: Bool[Array, "batch rows chunk_len"],
+    k_scale: Float[Array, "batch rows 1"] | None,
+    soft_cap: float | None,
+    bias: Float[Array, "batch rows chunk_len"] | None,
+) -> Softmax:
+    """Add a chunk to the running softmax."""
+    row_max, row_sum, acc = state
+    scores = jnp.einsum("brd,bcd->brc", q, k, preferred_element_type=jnp.float32)
+    if k_scale is not None:
+        scores = scores * k_scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
+    scores = jnp.where(seen, scores, MASKED)
+    new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - new_max[..., None])
+    rescale = jnp.exp(row_max - new_max)
+    pv = jnp.einsum("brc,bcd->brd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+    return new_max, row_sum * rescale + jnp.sum(weights, -1), acc * rescale[..., None] + pv
