@@ -66,7 +66,7 @@ def _is_never_none(field: "dataclasses.Field[Any]") -> bool:
 
 
 class RequestOutputKind(enum.Enum):
-    """What each of the outputs that `AsyncEngine.outputs` streams has of the answer."""
+    """What each of the outputs that `AsyncLLM.generate` yields has of the answer."""
 
     CUMULATIVE = 0  # all so far
     DELTA = 1  # what is new
@@ -122,7 +122,7 @@ class SamplingParams:
     detokenize: bool = True  # give the answer's text
     skip_special_tokens: bool = True  # leave special tokens out of the text
     spaces_between_special_tokens: bool = True  # where they are not, and the tokenizer knows the difference
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncEngine.outputs`
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncLLM.generate`
 
     def __post_init__(self) -> None:
         """Check what several values say together. Raises `InputError`."""

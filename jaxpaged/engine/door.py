@@ -7,7 +7,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 import numpy as np
 
@@ -33,6 +33,14 @@ from jaxpaged.step.state import MAX_EDITS, Phase, token_bits
 INT32_RULE = "an int in [-2**31, 2**31)"
 # A smaller number would count as 0 in a compiled program, and 0 cannot divide: float32's least normal one.
 LEAST_DIVISOR = float(np.finfo(np.float32).tiny)
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request beside its prompt and parameters."""
+
+    priority: int  # lower is served first, with scheduling_policy="priority"
+    cache_salt: str | None  # requests share cached blocks only if their salts are equal
+    lora_request: LoRARequest | None  # the adapter; None: the model alone
 
 
 class Salts:
@@ -88,10 +96,7 @@ class Door:
         self,
         prompt_token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_request: LoRARequest | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """Return a request for each of the prompt's `params.n` answers, to be queued together.
 
@@ -102,7 +107,7 @@ class Door:
         for name in ("logprobs", "prompt_logprobs"):
             told = getattr(params, name)
             check(name, told, f"at most max_logprobs={most}", told is None or told <= most)
-        first = self._first(prompt_token_ids, params, priority, cache_salt, lora_request)
+        first = self._first(prompt_token_ids, params, **options)
         self._check_blocks(first)
         others = range(1, params.n)
         return [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
@@ -111,10 +116,7 @@ class Door:
         self,
         prompt_token_ids: Sequence[int] | np.ndarray,
         params: BeamSearchParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_request: LoRARequest | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """Return the requests of a beam search, a row each, to be queued together. Raises `InputError`."""
         check("params", params, "a BeamSearchParams", isinstance(params, BeamSearchParams))
@@ -127,7 +129,7 @@ class Door:
             logprobs=2 * width,
             detokenize=False,
         )
-        first = self._first(prompt_token_ids, as_sampled, priority, cache_salt, lora_request)
+        first = self._first(prompt_token_ids, as_sampled, **options)
         first = dataclasses.replace(first, beams=params)
         self._check_blocks(first)
         return [dataclasses.replace(first, index=i) for i in range(first.group_size)]
@@ -136,10 +138,11 @@ class Door:
         self,
         prompt_token_ids: Any,
         params: SamplingParams,
-        priority: int,
-        cache_salt: str | None,
-        lora_request: LoRARequest | None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
+        """Check a prompt and what is asked for with it. Return the request for its first answer."""
         prompt = self._prompt(self._cut(prompt_token_ids, params))
         max_num_tokens = self.max_model_len
         if params.max_tokens is not None:

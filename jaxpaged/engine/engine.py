@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from absl import logging
 
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.door import RequestOptions
 from jaxpaged.engine.driver import Driver, Snapshot
 from jaxpaged.engine.handle import EngineDeadError, Handle, Sink, or_raise
 from jaxpaged.engine.occupancy import Occupancy
@@ -26,7 +27,6 @@ from jaxpaged.engine.stats import Stats
 from jaxpaged.engine.texts import TextError
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.handover.exchange import Piece
-from jaxpaged.lora import LoRARequest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.names import Names
@@ -83,10 +83,8 @@ class Engine:
         prompt_token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_request: LoRARequest | None = None,
         sink: Sink | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Handle:
         """Queue a request for one answer (`params.n` is 1) and return at once.
 
@@ -94,9 +92,7 @@ class Engine:
         text, in the engine's thread, and must not block. If it raises, that is logged, and the request is
         given up. Raises `InputError`, and changes nothing, for a request that could never run.
         """
-        requests = self.door.admit(
-            prompt_token_ids, params, priority=priority, cache_salt=cache_salt, lora_request=lora_request
-        )
+        requests = self.door.admit(prompt_token_ids, params, **options)
         check("n", params.n, "1: for several, give `submit_all` what `door.admit` makes", len(requests) == 1)
         [handle] = self.submit_all(requests, sink)
         return handle

@@ -134,7 +134,7 @@ def _compile(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Disable JAX's cache on disk for a while.
+    """Turn off JAX's cache on disk for a while.
 
     A program that came from that cache cannot be serialised again: on a CPU it lacks its code.
     """
