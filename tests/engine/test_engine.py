@@ -375,7 +375,7 @@ def test_a_sink_may_close_the_engine(own, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("what", ["_kept_run", "turn", "_read", "abort"])
+@pytest.mark.parametrize("what", ["kept_run", "turn", "_read", "abort"])
 @limited
 def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
     own, brake, monkeypatch, caplog, what
