@@ -1,4 +1,4 @@
-"""How long the memory's transitions take, beside the Python loops of vLLM's managers (our oracles of them).
+"""Times of the memory's transitions, beside the Python loops of vLLM's managers (our oracles of them).
 
     python -m benchmarks.allocator [--policy lru] [--num_blocks 1024 --num_blocks 65536] [--repeats 30]
 
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(policy: Policy, num_blocks: int, repeats: int) -> list[dict[str, Any]]:
-    """One line for each operation."""
+    """Return one line for each operation."""
     subject = SUBJECTS[policy.name](policy, num_blocks)
     lines = []
     for operation, (ours, theirs) in subject.operations().items():
@@ -119,14 +119,14 @@ def measure(policy: Policy, num_blocks: int, repeats: int) -> list[dict[str, Any
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Microseconds until the result is there, and the result."""
+    """Return the microseconds until the result is there, and the result."""
     start = time.perf_counter()
     result = jax.block_until_ready(call())
     return (time.perf_counter() - start) * 1e6, result
 
 
 def measure_loops(policy: Policy, repeats: int) -> list[dict[str, Any]]:
-    """One line for each transition that an engine's loop has."""
+    """Return one line for each transition that an engine's loop has."""
     cache = prefix_cache.create(LOOP_BLOCKS, BLOCK_SIZE) if policy.keeps_content else None
     pool = block_pool.create(LOOP_BLOCKS, policy, prefix_cache=cache)
     tables = block_table.create(pool, LOOP_ROWS, LOOP_BLOCKS_PER_ROW, BLOCK_SIZE)
@@ -199,7 +199,7 @@ def _look_up(cache: PrefixCache, line: jax.Array, num_tokens: jax.Array, salt: j
 def _loop(
     transition: Callable[[BlockTables, jax.Array], tuple[BlockTables, jax.Array]], tables: BlockTables
 ) -> tuple[BlockTables, jax.Array]:
-    """The tables after LOOP_STEPS transitions, and 0 if each returned 0."""
+    """Return the tables after LOOP_STEPS transitions, and 0 if each returned 0."""
     type Carry = tuple[jax.Array, BlockTables, jax.Array]
 
     def body(carry: Carry) -> Carry:
@@ -287,7 +287,7 @@ def _decode(tables: BlockTables, num_new_tokens: jax.Array) -> tuple[BlockTables
 
 
 class LifoSubject(Subject):
-    """Beside vLLM v0's `BlockSpaceManager`."""
+    """Policy `lifo` and vLLM v0's `BlockSpaceManager`."""
 
     def __init__(self, policy: Policy, num_blocks: int) -> None:
         super().__init__(policy, num_blocks)
@@ -357,7 +357,7 @@ class LifoSubject(Subject):
 
 
 class NaiveSubject(LifoSubject):
-    """Beside vLLM 0.6.3's `SelfAttnBlockSpaceManager`, without prefix caching."""
+    """Policy `naive` and vLLM 0.6.3's `SelfAttnBlockSpaceManager`, without prefix caching."""
 
     def _manager(self) -> Any:
         return v063_manager.SelfAttnBlockSpaceManager(BLOCK_SIZE, self.num_blocks - 1, 0, watermark=0.0)
@@ -373,7 +373,7 @@ class NaiveSubject(LifoSubject):
 
 
 class CachedSubject(Subject):
-    """Beside vLLM V1's `KVCacheManager`, with prefix caching."""
+    """A policy with prefix caching and vLLM V1's `KVCacheManager`."""
 
     def __init__(self, policy: Policy, num_blocks: int, *, free_profile: str) -> None:
         super().__init__(policy, num_blocks)
@@ -453,7 +453,7 @@ class CachedSubject(Subject):
         return float(np.median(us))
 
     def _prompt(self) -> np.ndarray:
-        """Tokens that nobody has seen before."""
+        """Return tokens that no request has had before."""
         return self.rng.integers(0, 1 << 30, PROMPT_BLOCKS * BLOCK_SIZE).astype(np.int32)
 
     def _request(self, prompt: np.ndarray) -> Request:
@@ -504,7 +504,7 @@ class CachedSubject(Subject):
         return {"us": us}
 
     def time_oracle_lookup(self) -> float:
-        """Its hashes are ready; ours are made in the call."""
+        """Time the oracle's lookup. Its hashes are ready; ours are made in the call."""
         prompt = self._prompt()
         request = self._request(prompt)
         self.manager.allocate_slots(request, request.num_tokens)

@@ -1,4 +1,4 @@
-"""What others do in place of our attention, measured on a GPU in the same shapes.
+"""Peers of our attention, measured on a GPU in the same shapes.
 
     python -m benchmarks.attention_peers --what decode --of jax     or prompts, and torch
     python -m benchmarks.attention_peers --what decode --smoke      tiny, on a CPU
@@ -90,7 +90,7 @@ def _measured(took: Times, pool: Pool, case: Any) -> dict[str, Any]:
 
 
 def _time_torch(run: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], repeats: int) -> Times:
-    """As `device.times`, for PyTorch."""
+    """Time PyTorch as `device.times` times JAX."""
     torch = _module("torch")
     on_gpu = torch.cuda.is_available()
     wait = torch.cuda.synchronize if on_gpu else lambda: None
@@ -114,7 +114,7 @@ def _time_torch(run: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], r
 
 
 def _module(name: str) -> Any:
-    """An optional package; ImportError says which."""
+    """Import an optional package; ImportError says which."""
     return importlib.import_module(name)
 
 
@@ -123,7 +123,7 @@ def _device() -> str:
 
 
 def _num_sets(num_tokens: int, pool: Pool) -> int:
-    """Sets of gathered K and V: enough to leave the L2, few enough for the memory."""
+    """Return the number of sets of gathered K and V: enough to leave the L2, few enough for the memory."""
     set_bytes = pool.bytes_read(np.array([num_tokens]))
     if 2 * set_bytes > GATHERED_BYTES:
         raise MemoryError(f"gathered K and V would take {2 * set_bytes / 1e9:.0f} GB")
@@ -138,7 +138,7 @@ def _blocks(pool: Pool, num_tokens: int) -> int:
 
 
 def jax_pallas_triton(pool: Pool, case: tuple[int, int], repeats: int) -> Times:
-    """JAX's own Pallas Triton kernel, deprecated."""
+    """Run JAX's own Pallas Triton kernel, deprecated."""
     from jax.experimental.pallas.ops.gpu import paged_attention as triton
 
     num_seqs, tokens = case
@@ -156,7 +156,7 @@ def jax_pallas_triton(pool: Pool, case: tuple[int, int], repeats: int) -> Times:
 
 
 def jax_dot_product_attention_gathered(pool: Pool, case: tuple[int, int], repeats: int) -> Times:
-    """jax.nn.dot_product_attention: cuDNN on a GPU, XLA elsewhere."""
+    """Run jax.nn.dot_product_attention: cuDNN on a GPU, XLA elsewhere."""
     num_seqs, tokens = case
     q = pool.queries(num_seqs)[:, None]
     lens = jnp.full(num_seqs, tokens, jnp.int32)
@@ -164,12 +164,12 @@ def jax_dot_product_attention_gathered(pool: Pool, case: tuple[int, int], repeat
 
 
 def torch_sdpa_gathered(pool: Pool, case: tuple[int, int], repeats: int) -> Times:
-    """PyTorch's scaled_dot_product_attention."""
+    """Run PyTorch's scaled_dot_product_attention."""
     return _sdpa(pool, case[0], 1, case[1], repeats)
 
 
 def torch_flex_attention(pool: Pool, case: tuple[int, int], repeats: int) -> Times:
-    """PyTorch's flex_attention over one physical cache, with a mask that knows whose each block is."""
+    """Run PyTorch's flex_attention over one physical cache, with a mask that knows each block's sequence."""
     torch, flex = _module("torch"), _module("torch.nn.attention.flex_attention")
     num_seqs, tokens = case
     on, total = _device(), num_seqs * tokens
@@ -194,7 +194,7 @@ def torch_flex_attention(pool: Pool, case: tuple[int, int], repeats: int) -> Tim
 
 
 def flashinfer_decode(pool: Pool, case: tuple[int, int], repeats: int) -> Times:
-    """FlashInfer's batch decode with tensor cores; its plan is not counted."""
+    """Run FlashInfer's batch decode with tensor cores; its plan is not counted."""
     flashinfer, torch = _module("flashinfer"), _module("torch")
     num_seqs, tokens = case
     num_kv_heads, head_dim = pool.k.shape[2:]
@@ -214,7 +214,7 @@ def flashinfer_decode(pool: Pool, case: tuple[int, int], repeats: int) -> Times:
 
 
 def flash_attention_3(pool: Pool, case: tuple[int, int] | Prompt, repeats: int) -> Times:
-    """FlashAttention 3 over a paged cache, for decode steps and for prompts."""
+    """Run FlashAttention 3 over a paged cache, for decode steps and for prompts."""
     flash, torch = _module("flash_attn_interface"), _module("torch")
     if isinstance(case, Prompt):
         num_seqs, query_len, tokens = 1, case.length, case.prefix + case.length
@@ -235,13 +235,13 @@ def flash_attention_3(pool: Pool, case: tuple[int, int] | Prompt, repeats: int) 
 
 
 def jax_dot_product_attention_prompt(pool: Pool, case: Prompt, repeats: int) -> Times:
-    """jax.nn.dot_product_attention over contiguous K and V; its causal mask knows no prefix."""
+    """Run jax.nn.dot_product_attention over contiguous K and V; its causal mask knows no prefix."""
     _need_no_prefix(case)
     return _dot_product(pool, pool.queries(1, case.length), 1, case.length, repeats, is_causal=True)
 
 
 def jax_mosaic_attention(pool: Pool, case: Prompt, repeats: int) -> Times:
-    """JAX's own Mosaic kernel over contiguous K and V; its causal mask knows no prefix."""
+    """Run JAX's own Mosaic kernel over contiguous K and V; its causal mask knows no prefix."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu as mgpu
 
     _need_no_prefix(case)
@@ -252,12 +252,12 @@ def jax_mosaic_attention(pool: Pool, case: Prompt, repeats: int) -> Times:
 
 
 def torch_sdpa_prompt(pool: Pool, case: Prompt, repeats: int) -> Times:
-    """PyTorch's scaled_dot_product_attention over contiguous K and V, causal."""
+    """Run PyTorch's scaled_dot_product_attention over contiguous K and V, causal."""
     return _sdpa(pool, 1, case.length, case.prefix + case.length, repeats)
 
 
 def flashinfer_prefill(pool: Pool, case: Prompt, repeats: int) -> Times:
-    """FlashInfer's batch prefill over a paged cache; its plan is not counted."""
+    """Run FlashInfer's batch prefill over a paged cache; its plan is not counted."""
     flashinfer, torch = _module("flashinfer"), _module("torch")
     tokens = case.prefix + case.length
     num_kv_heads, head_dim = pool.k.shape[2:]
@@ -280,7 +280,7 @@ def _need_no_prefix(case: Prompt) -> None:
 
 
 def _gathered(pool: Pool, num_seqs: int, tokens: int, number: int) -> tuple[jax.Array, jax.Array]:
-    """K and V of rows of one length, [num_seqs, tokens, num_kv_heads, head_dim]."""
+    """Return K and V of rows of one length, [num_seqs, tokens, num_kv_heads, head_dim]."""
     table = pool.table(num_seqs, _blocks(pool, tokens), number)
     k, v = (c[table].reshape(num_seqs, -1, *c.shape[2:])[:, :tokens] for c in (pool.k, pool.v))
     return k, v
@@ -315,7 +315,7 @@ def _sdpa(pool: Pool, num_seqs: int, query_len: int, tokens: int, repeats: int) 
 
 
 def _torch_pages(pool: Pool) -> tuple[tuple[Any, Any], Callable[[int, int], Any]]:
-    """K and V of a pool as large as ours, and what draws tables of its pages."""
+    """Return K and V of a pool as large as ours, and a function that draws tables of its pages."""
     torch = _module("torch")
     k, v = (torch.randn(pool.k.shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 
@@ -327,7 +327,7 @@ def _torch_pages(pool: Pool) -> tuple[tuple[Any, Any], Callable[[int, int], Any]
 
 
 def _torch_bounds(pool: Pool, num_seqs: int, tokens: int) -> tuple[Any, Any]:
-    """FlashInfer's bounds of rows of one length: where each one's pages begin, and its last page's tokens."""
+    """Return FlashInfer's bounds of rows of one length: each one's first page, and its last page's tokens."""
     torch, blocks = _module("torch"), _blocks(pool, tokens)
     indptr = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * blocks
     last = tokens - (blocks - 1) * pool.block_size

@@ -27,7 +27,7 @@ class Prompt(NamedTuple):
     length: int
 
     def flops(self, num_q_heads: int, head_dim: int) -> int:
-        """Of both products, for the tokens that each query sees."""
+        """Return the operations of both products, for the tokens that each query sees."""
         seen = self.prefix * self.length + self.length * (self.length + 1) // 2
         return 4 * num_q_heads * head_dim * seen
 
@@ -56,30 +56,30 @@ class Pool:
         return self.num_q_heads // self.k.shape[2]
 
     def queries(self, *rows: int) -> jax.Array:
-        """[*rows, num_q_heads, head_dim] normal values."""
+        """Draw normal values, [*rows, num_q_heads, head_dim]."""
         return jax.random.normal(jax.random.key(3), (*rows, self.num_q_heads, self.k.shape[3]), jnp.bfloat16)
 
     def table(self, num_seqs: int, max_blocks: int, number: int = 0) -> jax.Array:
-        """[num_seqs, max_blocks] block ids drawn from the whole pool: for each number others."""
+        """Draw [num_seqs, max_blocks] block ids from the whole pool: for each number others."""
         rng = np.random.default_rng(number)
         return jnp.asarray(rng.integers(1, self.k.shape[0], (num_seqs, max_blocks), np.int32))
 
     def tables(self, num_seqs: int, max_blocks: int, count: int) -> list[jax.Array]:
-        """The first so many tables."""
+        """Return the first so many tables."""
         return [self.table(num_seqs, max_blocks, number) for number in range(count)]
 
     def read(self, table: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """K and V of the first kv head in a table's blocks, on the host, and the table of these alone."""
+        """Copy K and V of the first kv head in a table's blocks to the host, with a table of these."""
         k, v = (np.asarray(cache[table.reshape(-1), :, :1]) for cache in (self.k, self.v))
         return k, v, np.arange(table.size).reshape(table.shape)
 
     def bytes_read(self, lens: np.ndarray) -> int:
-        """K and V of so many tokens a row, once."""
+        """Return the bytes of K and V of so many tokens a row, read once."""
         return int(lens.astype(np.int64).sum()) * 2 * self.k[0, 0].size * self.k.dtype.itemsize
 
 
 def create(model: str, cache_dtype: str, block_size: int, num_bytes: int) -> Pool:
-    """Blocks to fill so many bytes, K and V together, made on the device."""
+    """Make blocks that fill so many bytes, K and V together, on the device."""
     _, num_kv_heads, head_dim = MODELS[model]
     dtype = jnp.dtype(cache_dtype)
     num_blocks = num_bytes // (2 * block_size * num_kv_heads * head_dim * dtype.itemsize)
@@ -100,6 +100,6 @@ def create(model: str, cache_dtype: str, block_size: int, num_bytes: int) -> Poo
 
 
 def verdict(got: np.ndarray, want: np.ndarray) -> dict[str, Any]:
-    """How far an answer is from the oracle's, |got - want| / |want|: bfloat16 is near 0.003, NaN never ok."""
+    """Return the relative error, |got - want| / |want|. Bfloat16 is near 0.003; NaN is never ok."""
     error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
     return {"error": float(f"{error:.3g}"), "ok": error < 0.01}

@@ -1,4 +1,4 @@
-"""What is lost by keeping K and V, or weights, in fewer bits: `python -m benchmarks.cache_quality`.
+"""Loss of quality by keeping K and V, or weights, in fewer bits: `python -m benchmarks.cache_quality`.
 
     python -m benchmarks.cache_quality [--layouts fp8_e4m3,int8_per_token] [--tokens 20480] [--out FILE]
     python -m benchmarks.cache_quality --quantizations gguf,int8,fp8,int4      of the weights, not the cache
@@ -106,21 +106,21 @@ def main(argv: list[str]) -> None:
 
 
 def loaded(checkpoint: Checkpoint, how: str | None) -> Decoder:
-    """The model, quantised so, or as this directory has it."""
+    """Load the model, quantised so, or as this directory has it."""
     if how is None or not Path(how).is_dir():
         return checkpoint.model(DTYPE, how)
     return loading.open_checkpoint(how).model(DTYPE)
 
 
 def text() -> str:
-    """English prose with some code, 700,000 characters; always in the same order."""
+    """Return English prose with some code, 700,000 characters, always in the same order."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def logits(graphdef: nnx.GraphDef, params: nnx.State, token_ids: jax.Array, *, layout: Layout) -> jax.Array:
-    """The scores of the token after each of a window's."""
+    """Return the scores of the token after each of a window's."""
     model, block_size, num_tokens = nnx.merge(graphdef, params), _BLOCK_SIZE.value, token_ids.shape[0]
     width, num_tiles = cdiv(num_tokens, block_size), num_tokens // PREFILL_TILE
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -141,14 +141,14 @@ def logits(graphdef: nnx.GraphDef, params: nnx.State, token_ids: jax.Array, *, l
 
 @jax.jit
 def compare(scores: jax.Array, exact: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums over a window of the loss, and of the divergence from the exact scores' distribution."""
+    """Return a window's sums of the loss, and of the divergence from the exact scores' distribution."""
     got, want = (jax.nn.log_softmax(each[:-1]) for each in (scores, exact))
     loss = -jnp.sum(jnp.take_along_axis(got, token_ids[1:, None], axis=1))
     return loss, jnp.sum(jnp.exp(want) * (want - got))
 
 
 def greedy(layout: Layout, quantization: str | None, prompts: list[np.ndarray]) -> list[list[int]]:
-    """What the engine answers, by the likeliest token again and again."""
+    """Return the engine's greedy answer."""
     model = _MODEL.value
     if quantization is not None and Path(quantization).is_dir():
         model, quantization = quantization, None
@@ -167,7 +167,7 @@ def greedy(layout: Layout, quantization: str | None, prompts: list[np.ndarray]) 
 
 
 def num_equal(a: list[int], b: list[int]) -> int:
-    """Tokens before the first that differs."""
+    """Count the tokens before the first that differs."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 

@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
 
 
 def check(names: tuple[str, ...], *, interpret: bool) -> Iterator[dict[str, Any]]:
-    """A line for each case and version."""
+    """Return a line for each case and version."""
     for name in names:
         for version in checks.PROGRAMS:
             if version == "v1" or (version == "v2" and name not in IN_PARTITIONS):
@@ -98,13 +98,13 @@ def check(names: tuple[str, ...], *, interpret: bool) -> Iterator[dict[str, Any]
 
 
 def kernel_of(c: tiles.Case) -> str:
-    """Which kernel takes tiles like these."""
+    """Return the kernel that takes tiles like these."""
     few = paged_attention.serves(c.tile_len, c.num_q_heads // c.num_kv_heads, c.head_dim)
     return "decode" if few else "prompts"
 
 
 def check_tiles(cases: list[tiles.Case], *, interpret: bool) -> Iterator[dict[str, Any]]:
-    """A line for each case of tiles of several tokens: prompts, and a few tokens a row."""
+    """Return a line for each case of tiles of several tokens: prompts, and a few tokens a row."""
     for c in cases:
         line: dict[str, Any] = {"case": c.name, "version": f"tiles of {c.tile_len}"}
         try:
@@ -116,7 +116,7 @@ def check_tiles(cases: list[tiles.Case], *, interpret: bool) -> Iterator[dict[st
 def check_products(
     cases: Sequence[tuple[int, int, int, str]], *, interpret: bool
 ) -> Iterator[dict[str, Any]]:
-    """A line for each product with a layer's weights."""
+    """Return a line for each product with a layer's weights."""
     for sizes in cases:
         line: dict[str, Any] = {"case": "x".join(map(str, sizes)), "version": "product"}
         try:
@@ -128,7 +128,7 @@ def check_products(
 def compare_products(
     num_rows: int, num_inputs: int, num_outputs: int, dtype: str, *, interpret: bool
 ) -> dict[str, Any]:
-    """As `compare`. Bits must also be the same for rows alone and among fewer others."""
+    """Compare products with the oracle. Bits must also be the same for rows alone and among fewer others."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((num_rows, num_inputs), np.float32).astype(jnp.dtype(dtype))
     weights = rng.standard_normal((NUM_LAYERS, num_inputs, num_outputs), np.float32).astype(x.dtype)
@@ -152,7 +152,7 @@ def compare_products(
 
 
 def compare_tiles(c: tiles.Case, interpret: bool) -> dict[str, Any]:
-    """As `compare`."""
+    """Compare attention of tiles with the oracle, as `compare` does for decode steps."""
     (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
     arrays = [jnp.asarray(array) for array in (q, k, v, tables, starts, seq_lens)]
     program = functools.partial(
@@ -190,7 +190,7 @@ def compare(c: Case, version: str, interpret: bool) -> dict[str, Any]:
 def padded(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
 ) -> dict[str, jax.Array]:
-    """A case's arrays with more rows, all without tokens, more columns of the table, and more blocks."""
+    """Extend a case's arrays: more rows, all without tokens, more columns of the table, and more blocks."""
 
     def pad(x: jax.Array, *multiples: int) -> jax.Array:
         widths = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=False)]

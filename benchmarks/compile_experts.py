@@ -1,4 +1,4 @@
-"""What a GPU copies of experts' weights: `python -m benchmarks.compile_experts [NAME ...]`.
+"""Copies of experts' weights on a GPU: `python -m benchmarks.compile_experts [NAME ...]`.
 
 A feed-forward part of eight experts, of which each of 16 tokens chooses two, in bfloat16, compiled for an
 H200 on a machine without one (see `cuda_compiler`): with products by XLA, and by our kernel, which is told

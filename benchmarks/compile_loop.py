@@ -78,7 +78,7 @@ def cases() -> list[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What XLA made of a case. Bytes of the device's memory unless they are said to be of the host's."""
+    """Properties of a compiled case. Bytes are the device's unless the name says the host's."""
 
     case: str
     state_bytes: int  # of the arrays of the engine's state
@@ -146,7 +146,7 @@ def _report_here(name: str) -> Report:
 
 
 def read_thunks(dump: str) -> list[tuple[int, str]]:
-    """Depth (in spaces) and kind of each thunk of a dumped sequence, in order."""
+    """Return depth (in spaces) and kind of each thunk of a dumped sequence, in order."""
     found = re.findall(r"^( *)\d+: (k\w+)", dump, re.MULTILINE)
     return [(len(indent), kind) for indent, kind in found]
 
@@ -154,7 +154,7 @@ def read_thunks(dump: str) -> list[tuple[int, str]]:
 def count_nodes(
     thunks: list[tuple[int, str]], case: Case | None = None, passes_behind: int = 0
 ) -> tuple[int, int]:
-    """Kernels and copies of a decode layer, and of every step beside its layers.
+    """Count the kernels and copies of a decode layer, and those of every step beside its layers.
 
     A layer's are those from one kernel of ours to the same of the next layer, in the last sequence that has
     such for each, or that of so many before it: the branch that decodes. A step's are those that lie in the
@@ -187,7 +187,7 @@ def count_nodes(
 
 
 def _sequence(thunks: list[tuple[int, str]], one: int) -> list[int]:
-    """The places of the thunks that lie where this one does: in one branch, or another of that condition."""
+    """Return the indices of the thunks in this one's branch, or in another branch of that condition."""
     depth, begin, end = thunks[one][0], one, one
     while thunks[begin - 1][0] >= depth:
         begin -= 1
@@ -197,7 +197,7 @@ def _sequence(thunks: list[tuple[int, str]], one: int) -> list[int]:
 
 
 def compile_for_h200(case: Case) -> tuple[Any, Any]:
-    """Shapes of the state, and `loop.run` compiled for it; needs the environment of `cuda_compiler.run`."""
+    """Return the state's shapes, and `loop.run` compiled for them, in `cuda_compiler.run`'s environment."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -101,7 +101,7 @@ def cases() -> list[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What XLA made of a case; all bytes are of one device."""
+    """Properties of a compiled case; all bytes are those of one device."""
 
     case: str
     collectives: dict[str, int]  # by kind and result: how many are in the program's text
@@ -173,7 +173,7 @@ def _processor_seconds() -> float:
 
 
 def collectives(text: str) -> dict[str, int]:
-    """How many of each kind and result a compiled program's text has; of those in two parts the first."""
+    """Count the collectives in a program's text by kind and result; a pair of start and done counts once."""
     found: collections.Counter[str] = collections.Counter()
     for results, kind, start in re.findall(rf" = (.*?) ({KINDS})(-start)?\(", text):
         shapes = re.findall(r"\w+\[[\d,]*\]", results)
@@ -184,8 +184,9 @@ def collectives(text: str) -> dict[str, int]:
 
 
 def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
-    """Bytes of a device's weights, the cache's size, and `loop.run` compiled for it; needs the environment of
-    `cuda_compiler.run`.
+    """Return the bytes of a device's weights, the cache's size, and `loop.run` compiled for it.
+
+    Needs the environment of `cuda_compiler.run`.
     """
     import jax
     from flax import nnx
@@ -211,13 +212,13 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
 
 @contextlib.contextmanager
 def _on_h200s(num_devices: int) -> Iterator[None]:
-    """What the engine asks of its devices is answered as so many H200s would, with nothing else on them."""
+    """Answer the engine's questions about its devices as so many H200s would, with nothing else on them."""
     import jax
     import numpy as np
     from jax.sharding import Mesh
 
     from jaxpaged.engine import gpu_flags, machine, setup
-    from jaxpaged.parallel.shards import DATA, MODEL
+    from jaxpaged.models.shards import DATA, MODEL
     from pallas_kernels.ops import choice
 
     devices = np.array(cuda_compiler.topology(num_devices).devices)

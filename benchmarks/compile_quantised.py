@@ -1,4 +1,5 @@
-"""What a GPU reads for a product with quantised weights: `python -m benchmarks.compile_quantised [NAME ...]`.
+"""Bytes that a GPU reads for a product with quantised weights: `python -m benchmarks.compile_quantised [NAME
+...]`.
 
 A product of 16 rows, or `--rows`, in bfloat16 with 4,096 x 4,096 weights of each kind, compiled for an H200
 on a machine without one (see `cuda_compiler`), as XLA multiplies, and by our kernel where that serves the

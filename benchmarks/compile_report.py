@@ -100,7 +100,7 @@ class Product:
 
 
 def programs() -> list[Program | Product]:
-    """What the table holds: the base shape, then one property changed at a time; then products."""
+    """Return the table's programs: the base shape, then one property changed at a time; then products."""
     products = [
         Product(kind, num_rows)
         for kind in ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q6_K", BLOCKS)
@@ -114,7 +114,7 @@ def programs() -> list[Program | Product]:
 
 
 def attention_programs() -> list[Program]:
-    """Each with its kernel."""
+    """Return the programs of attention, each with its kernel."""
     found = [Program(), Program(num_seqs=256, capacity=131072), Program(num_layers=32)]
     found += [Program(head_dim=d) for d in (64, 80, 96, 112, 192, 256)]
     found += [Program(num_q_heads=8 * g) for g in (1, 3, 5, 7, 8, 16)]
@@ -211,7 +211,7 @@ def attention_programs() -> list[Program]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one kernel of a program takes."""
+    """Resources of one kernel of a program."""
 
     program: str
     kernel: str
@@ -243,7 +243,7 @@ def run(names: list[str]) -> list[Report]:
 
 
 def markdown(reports: list[Report]) -> str:
-    """The table as a page."""
+    """Return the table as a page."""
     import jax
 
     lines = [
@@ -283,7 +283,7 @@ def _reports_here(names: list[str]) -> Iterator[Report]:
 
 
 def compile_for_h200(program: Program | Product) -> Any:
-    """The compiled executable of a program; needs the environment that `cuda_compiler.run` sets."""
+    """Return the compiled executable of a program; needs the environment that `cuda_compiler.run` sets."""
     operation, arguments = _product(program) if isinstance(program, Product) else _attention(program)
     return cuda_compiler.compiled(operation, *arguments)
 
@@ -353,7 +353,7 @@ def _attention(program: Program) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _read_dump(program: Program | Product, folder: Path, temp_bytes: int, seconds: float) -> Iterator[Report]:
-    """A report per kernel compiled; jax 0.12 does not compile one again that it has seen in this process."""
+    """Return a report per kernel compiled; jax 0.12 compiles none again that it has seen in this process."""
     for file in sorted(folder.glob("*.ptxas")):
         name = re.sub(r"_\d+$", "", file.stem)
         (resources,) = folder.glob(f"{name}_*.resources.txt")

@@ -39,13 +39,13 @@ device_description_str: "NVIDIA H200"
 
 
 def missing_packages() -> list[str]:
-    """Packages of the `cuda-compile` extra that are not installed."""
+    """Return the packages of the `cuda-compile` extra that are not installed."""
     installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
     return [name for name in PACKAGES if name not in installed]
 
 
 def run(module: str, arguments: list[str], flags: str = "") -> list[dict[str, Any]]:
-    """The JSON lines of `python -m module` in a process that can compile for a GPU, with more XLA `flags`."""
+    """Return the JSON lines of `python -m module`, run so that it compiles for a GPU, with XLA `flags`."""
     if missing := missing_packages():
         raise RuntimeError(f"{missing=}: install the cuda-compile extra")
     nvcc = importlib.util.find_spec("nvidia.cuda_nvcc")
@@ -68,7 +68,7 @@ def run(module: str, arguments: list[str], flags: str = "") -> list[dict[str, An
 
 
 def topology(num_devices: int = 1) -> Any:
-    """H200s of one machine, to compile for; the process must have the environment that `run` sets."""
+    """Return H200s of one machine, to compile for; the process must have the environment that `run` sets."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(
@@ -77,7 +77,7 @@ def topology(num_devices: int = 1) -> Any:
 
 
 def compiled(operation: Callable[..., Any], *arguments: Any) -> Any:
-    """The executable of an operation for one H200, for arguments of these shapes."""
+    """Compile an operation for one H200, for arguments of these shapes."""
     import jax
     import numpy as np
     from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -100,7 +100,10 @@ class Instruction(NamedTuple):
 
 
 def instructions(hlo: str) -> Iterator[Instruction]:
-    """Those of a compiled program's text, but those inside fusions: their numbers stay in registers."""
+    """Return the instructions of a compiled program's text, but for those inside fusions.
+
+    The numbers of these stay in registers.
+    """
     fused = set(re.findall(r"calls=%([\w.-]+)", hlo))
     computation, sizes = "", dict[str, int]()
     for line in hlo.splitlines():

@@ -48,7 +48,7 @@ KERNEL = "paged_attention_kernel"
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What one run does: sizes that fit the machine."""
+    """Sizes of one run, which fit the machine."""
 
     models: tuple[str, ...] = tuple(MODELS)
     num_seqs: tuple[int, ...] = (256, 1, 32, 64, 8, 128)
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
 
 
 def lengths(context: int | str, num_seqs: int, capacity: int) -> np.ndarray:
-    """Tokens per row; "ragged" draws them log-uniformly from 1/64 of the capacity to all of it."""
+    """Return the tokens per row; "ragged" draws them log-uniformly from 1/64 of the capacity to all of it."""
     if isinstance(context, int):
         return np.full(num_seqs, context, np.int32)
     drawn = np.exp(np.random.default_rng(0).uniform(np.log(capacity / 64), np.log(capacity), num_seqs))
@@ -106,14 +106,14 @@ def lengths(context: int | str, num_seqs: int, capacity: int) -> np.ndarray:
 
 
 def program_of(operation: Callable[..., jax.Array], pool: Pool, setup: Setup, num_seqs: int) -> Any:
-    """The operation compiled for a number of rows: (q, k, v, table, lens) -> output."""
+    """Compile the operation for a number of rows: (q, k, v, table, lens) -> output."""
     table = jax.ShapeDtypeStruct((num_seqs, setup.capacity // pool.block_size), jnp.int32)
     lens = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
     return jax.jit(operation).lower(pool.queries(num_seqs), pool.k, pool.v, table, lens).compile()
 
 
 def check(program: Any, pool: Pool, setup: Setup, num_seqs: int) -> dict[str, Any]:
-    """A compiled program on this device against the float64 oracle: a few rows, one group of heads."""
+    """Compare a compiled program on this device with the float64 oracle: a few rows, one group of heads."""
     longest = min(1030, setup.capacity)
     some = np.array([longest, 1, 0, pool.block_size + 1], np.int32)
     lens = np.resize(some, num_seqs)
@@ -126,7 +126,7 @@ def check(program: Any, pool: Pool, setup: Setup, num_seqs: int) -> dict[str, An
 
 
 def measure(program: Any, pool: Pool, setup: Setup, lens: np.ndarray, bandwidth: float) -> dict[str, Any]:
-    """What a compiled program takes for rows of these lengths."""
+    """Time a compiled program for rows of these lengths."""
     num_bytes = pool.bytes_read(lens)
     count = 1 if setup.interpret else max(4, min(64, 10**9 // num_bytes))
     tables = pool.tables(len(lens), setup.capacity // pool.block_size, count)
@@ -136,7 +136,7 @@ def measure(program: Any, pool: Pool, setup: Setup, lens: np.ndarray, bandwidth:
 
 
 def measured(found: device.Times, num_bytes: int, bandwidth: float) -> dict[str, Any]:
-    """The numbers of one measurement."""
+    """Return the numbers of one measurement."""
     return {
         **found.line,
         "gb_per_s": round(num_bytes / found.median / 1e9, 1),
@@ -146,7 +146,7 @@ def measured(found: device.Times, num_bytes: int, bandwidth: float) -> dict[str,
 
 
 def grid(setup: Setup, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """Every model, type, block size and batch, the most telling ones first."""
+    """Return every model, type, block size and batch, the most telling ones first."""
     for cache_dtype, block_size, model in itertools.product(
         setup.cache_dtypes, setup.block_sizes, setup.models
     ):
@@ -171,7 +171,7 @@ def grid(setup: Setup, bandwidth: float) -> Iterator[dict[str, Any]]:
 
 
 def sweep(setup: Setup, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """Every configuration that fits, on a batch that fills the GPU and on one long row."""
+    """Time every configuration that fits, on a batch that fills the GPU and on one long row."""
     tiles: tuple[int, ...] = (64,) if setup.interpret else (64, 128)
     stages: tuple[int, ...] = (2,) if setup.interpret else (2, 3, 4, 6)
     busy = lengths(min(8192, setup.capacity), 2 if setup.interpret else 64, 0)
@@ -214,7 +214,7 @@ def launch(
     table: jax.Array,
     lens: jax.Array,
 ) -> jax.Array:
-    """The kernel with a given configuration and partitioning."""
+    """Call the kernel with a given configuration and partitioning."""
     num_kv_heads, head_dim = MODELS[pool.model][1:]
     scale = jnp.ones(num_kv_heads, jnp.float32) if pool.scales else None
     arrays = support.Arrays(q, k, v, table, lens)

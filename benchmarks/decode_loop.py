@@ -43,7 +43,7 @@ PREFILL_TOKENS = 512  # a step's budget for prompts, of which these rows have no
 
 
 def has_flags() -> bool:
-    """Whether XLA_FLAGS has what the package sets on a GPU."""
+    """Return whether XLA_FLAGS has what the package sets on a GPU."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     return all(f"--{name}={value}" in flags for name, value in gpu_flags.FLAGS.items())
 
@@ -126,7 +126,7 @@ def create(
     attention: TiledImplementation,
     free_slots: int = 0,
 ) -> DecodeLoop:
-    """A row for each of `seq_lens`, in a pool that has room for all of them up to `max_model_len` tokens.
+    """Create a row for each of `seq_lens`, in a pool with blocks for `max_model_len` tokens each.
 
     `free_slots` more could run beside them.
     """

@@ -138,7 +138,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidth: float) -> dict[str, Any]:
-    """The line of one model and batch."""
+    """Return the line of one model and batch."""
     start = time.perf_counter()
     c, dtype = model.config, model.dtype
     attention = Setup(EngineConfig(), c).attention
@@ -185,20 +185,20 @@ def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidt
 
 
 def random_model(config: ModelConfig) -> Decoder:
-    """A model with normal weights, made on the device."""
+    """Create a model with normal weights, on the device."""
     dtype = resolve_dtype(EngineConfig())
     graphdef, params = nnx.split(decoder.abstract(config, dtype, loop_over_layers=_LOOP.value or None))
     return nnx.merge(graphdef, _random_like(params, seed=0))
 
 
 def random_cache(model: Decoder, num_blocks: int) -> KVCache:
-    """K and V in normal values: zeros would take less power than real ones, and so less time."""
+    """Create K and V of normal values: zeros would take less power than real ones, and so less time."""
     shapes = jax.eval_shape(lambda: model.create_cache(num_blocks, decode_loop.BLOCK_SIZE))
     return _random_like(shapes, seed=1)
 
 
 def _random_like[T](shapes: T, seed: int) -> T:
-    """Normal values in the place of each shape."""
+    """Replace each shape by normal values."""
     leaves, structure = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     filled = [
@@ -213,7 +213,7 @@ def _normal(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.
 
 
 def read_weight_bytes(model: Decoder) -> int:
-    """Bytes of weights that a step reads: of an embedding table that is not tied, next to nothing."""
+    """Return the bytes of weights that a step reads: next to nothing of an untied embedding table."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     return total if model.config.tie_word_embeddings else total - model.embedding[...].nbytes
 

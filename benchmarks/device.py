@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def require_hopper() -> dict[str, Any]:
-    """What GPU and compiler there are. Ends the process with one line where JAX uses no Hopper GPU."""
+    """Return what GPU and compiler there are. End the process with one line where JAX uses no Hopper GPU."""
     try:
         used, is_hopper = jax.devices()[0].device_kind, choice.default_implementation() == "mosaic_gpu"
     except RuntimeError as error:  # a backend that was asked for does not start
@@ -52,7 +52,7 @@ def require_hopper() -> dict[str, Any]:
 
 
 class Times(NamedTuple):
-    """How long calls take."""
+    """Durations of calls."""
 
     seconds: tuple[float, ...]  # of one call, once for each repeat
     clock: str  # "trace" of the device, or "host"
@@ -67,7 +67,7 @@ class Times(NamedTuple):
 
     @property
     def line(self) -> dict[str, Any]:
-        """What a result line says of them."""
+        """Return the entries of a result line for these times."""
         us, spread = (round(seconds * 1e6, 2) for seconds in (self.median, self.spread))
         return {"us": us, "spread_us": spread, "clock": self.clock}
 
@@ -101,7 +101,7 @@ def times(
 def _by_repeat(
     traced: Sequence[tuple[str, float]], repeats: int, number: int, kernel: str
 ) -> tuple[float, ...]:
-    """Seconds of a call in each repeat, of (kernel's name, milliseconds) in the order in which they ran."""
+    """Return the seconds of a call in each repeat, from (kernel, milliseconds) in the order they ran."""
     named = [took for name, took in traced if kernel in name] or [took for _, took in traced]
     if len(named) % repeats:
         raise RuntimeError(f"{len(named)} kernels were traced in {repeats=}: each must launch as many")
@@ -110,7 +110,7 @@ def _by_repeat(
 
 
 def _cupti() -> Any:
-    """JAX's own door to CUPTI, which its Mosaic profiler uses; None without a GPU."""
+    """Return JAX's own access to CUPTI, which its Mosaic profiler uses; None without a GPU."""
     if jax.default_backend() != "gpu" or os.environ.get("JAXPAGED_NO_TRACE"):
         return None
     try:
@@ -122,7 +122,7 @@ def _cupti() -> Any:
 
 
 def read_bandwidth(num_bytes: int) -> float:
-    """Bytes a second of summing up random numbers of that size: what reading, alone, can reach here."""
+    """Return the bytes a second of summing random numbers of that size: what reading alone reaches here."""
     numbers = jax.jit(
         lambda: jax.random.bits(jax.random.key(7), (max(1, num_bytes // 4096), 1024), jnp.uint32)
     )()

@@ -1,4 +1,4 @@
-"""What each layout of the registry costs, by block size: `python -m benchmarks.layouts`.
+"""Costs of each layout of the registry, by block size: `python -m benchmarks.layouts`.
 
     python -m benchmarks.layouts [--layouts fused,int8_per_token] [--block_sizes 16,64] [--draw FOLDER]
                                  [--out FILE]
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float) -> dict[str, Any]:
-    """A result line's numbers."""
+    """Return a result line's numbers."""
     num_layers, num_tokens = (2, 2 * FILLED_AT_ONCE) if _SMOKE.value else (NUM_LAYERS, NUM_TOKENS)
     swapped = min(SWAPPED_TOKENS, num_tokens)
     width, host_blocks = cdiv(num_tokens, block_size), 1 + cdiv(swapped, block_size)
@@ -120,7 +120,7 @@ def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float)
 def timed(
     operation: Callable[..., Any], state: Any, *arguments: Any, donates: bool = True
 ) -> tuple[Any, dict[str, float]]:
-    """The state after some calls, and their microseconds."""
+    """Return the state after some calls, and their microseconds."""
     program = jax.jit(operation, donate_argnums=0 if donates else ())
     microseconds = []
     for repeat in range(4 if _SMOKE.value else 2 + _REPEATS.value):
@@ -135,7 +135,7 @@ def timed(
 
 
 def fill(cache: KVCache, tables: jax.Array, *, block_size: int) -> KVCache:
-    """Normal values in all places of the tables' blocks."""
+    """Write normal values to all slots of the tables' blocks."""
     slots = (tables[:, :, None] * block_size + jnp.arange(block_size)).reshape(-1, FILLED_AT_ONCE)
     shape = (2, FILLED_AT_ONCE, cache.num_kv_heads, cache.head_dim)
 
@@ -150,7 +150,7 @@ def fill(cache: KVCache, tables: jax.Array, *, block_size: int) -> KVCache:
 
 
 def write_step(cache: KVCache, slots: jax.Array) -> KVCache:
-    """A token of each sequence, in all layers."""
+    """Write a token of each sequence, in all layers."""
     k = v = jnp.ones((slots.shape[0], cache.num_kv_heads, cache.head_dim), cache.dtype)
     return lax.fori_loop(
         0, cache.num_layers, lambda layer, cache: kv_cache.write(cache, layer, k, v, slots), cache
@@ -158,7 +158,7 @@ def write_step(cache: KVCache, slots: jax.Array) -> KVCache:
 
 
 def swap_both_ways(caches: tuple[KVCache, KVCache], blocks: jax.Array) -> tuple[KVCache, KVCache]:
-    """To the host, and back to the same places."""
+    """Swap to the host, and back to the same blocks."""
     cache, host = caches
     places = 1 + jnp.arange(blocks.shape[0], dtype=jnp.int32)
     host = kv_cache.copy_blocks(cache, host, blocks, places)
@@ -166,7 +166,7 @@ def swap_both_ways(caches: tuple[KVCache, KVCache], blocks: jax.Array) -> tuple[
 
 
 def attend_step(cache: KVCache, q: jax.Array, batch: AttentionBatch) -> jax.Array:
-    """All layers, each with the queries that the one before gives; what is written goes nowhere."""
+    """Compute attention in all layers, each with the queries that the one before gives; nothing is kept."""
 
     def of_layer(layer: jax.Array, q: jax.Array) -> jax.Array:
         return ops.tiled_paged_attention(
@@ -184,7 +184,7 @@ def attend_step(cache: KVCache, q: jax.Array, batch: AttentionBatch) -> jax.Arra
 
 
 def draw(lines: list[dict[str, Any]], folder: Path) -> None:
-    """A line for each layout over block sizes, a panel for each number."""
+    """Draw a line for each layout over block sizes, a panel for each number."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
     panels: dict[str, Callable[[dict[str, Any]], float]] = {

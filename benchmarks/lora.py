@@ -1,4 +1,4 @@
-"""What adapters cost: 16 rows with four different ones, beside 16 rows without: `python -m benchmarks.lora`.
+"""Cost of adapters: 16 rows with four different ones, beside 16 rows without: `python -m benchmarks.lora`.
 
 Three ways take turns, run by run: an engine without room for adapters, one with room that no request uses,
 and the same one with an adapter for each row. Prompts are short, so nearly all is decoding. Standard output
@@ -33,7 +33,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of each way.", lower_bound=1)
 
 
 def write_adapter(folder: Path, model: str, rank: int, seed: int) -> Path:
-    """An adapter of every product that may have one, of random numbers, as PEFT would save it."""
+    """Write an adapter of every product that may have one, of random numbers, as PEFT would save it."""
     opened, rng = loading.open_checkpoint(model), np.random.default_rng(seed)
     tensors = {}
     for room in lora.rooms(opened.config, opened.module_names).values():

@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(case: Case, forms: list[str], rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds of each form, in turns."""
+    """Return the microseconds of each form, run in turns."""
     programs = {}
     for form in forms:
         os.environ["JAXPAGED_NATIVE"] = "0" if form == "xla" else form
@@ -109,7 +109,7 @@ def measure(case: Case, forms: list[str], rounds: int) -> dict[str, dict[str, fl
 
 
 def products(dtype: str) -> Iterator[Case]:
-    """All weights of a shape times the same rows."""
+    """Yield cases that multiply all weights of a shape by the same rows."""
     for inputs, outputs in PRODUCTS:
         num_bytes = inputs * outputs * jnp.dtype(dtype).itemsize
         count = WEIGHT_BYTES // num_bytes // TOGETHER * TOGETHER
@@ -128,7 +128,7 @@ def products(dtype: str) -> Iterator[Case]:
 
 
 def xla_products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
-    """As `jaxpaged.models.layers` has them."""
+    """Multiply as `jaxpaged.models.layers` does."""
     return [xla.product(x, kernel, contract=0) for kernel in kernels]
 
 
@@ -137,7 +137,7 @@ def native_products(x: jax.Array, kernels: Sequence[jax.Array], outputs: int) ->
 
 
 def quantised_products(dtype: str) -> Iterator[Case]:
-    """The same with weights of 8 and of 4 bits, and with minima; XLA's form widens them in the program."""
+    """Yield cases with weights of 8 and of 4 bits, and with minima; XLA's form widens them."""
     for kind, (inputs, outputs) in itertools.product(("Q8_0", "Q4_0", "Q4_1"), PRODUCTS):
         its = KINDS[kind]
         weight = jax.tree.map(np.asarray, quantised.zeros([Segment(its, outputs)], inputs, jnp.dtype(dtype)))
@@ -161,12 +161,12 @@ def quantised_products(dtype: str) -> Iterator[Case]:
 
 
 def multiply(x: jax.Array, weights: Sequence[QuantisedWeight]) -> list[jax.Array]:
-    """By XLA or natively, as the environment says when it is traced."""
+    """Multiply by XLA or natively, as the environment says when it is traced."""
     return [layers.quantised_product(x, weight) for weight in weights]
 
 
 def attentions(dtype: str) -> Iterator[Case]:
-    """Layers of attention, each over a cache of its own with blocks in a random order."""
+    """Yield cases of attention, each layer over a cache of its own with blocks in a random order."""
     for name, (num_tiles, tile_len, seq_len) in ATTENTIONS.items():
         width = -(-seq_len // BLOCK_SIZE)
         shape = (1 + num_tiles * width, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)

@@ -36,7 +36,8 @@ from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.layer_form import form_of
-from jaxpaged.models.weights import Parts, Share, random_weights
+from jaxpaged.models.shards import Shard
+from jaxpaged.models.weights import Parts, random_weights
 from jaxpaged.parallel.mesh import mesh_of
 
 _SIZES = flags.DEFINE_list("sizes", ["1", "2", "4"], "Devices of the meshes, with commas between them.")
@@ -72,12 +73,12 @@ def weights(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def driver_of(way: str) -> Driver:
-    """An engine without a thread; that of a mesh of one device is split into one."""
+    """Create an engine without a thread; that of a mesh of one device is split into one."""
     size = 1 if way == PLAIN else int(way)
     config = model_config()
 
-    def load(dtype: jnp.dtype, share: Share | None = None) -> Decoder:
-        return Decoder(Parts(config, NAMES, weights(config), dtype, share=share))
+    def load(dtype: jnp.dtype, shard: Shard | None = None) -> Decoder:
+        return Decoder(Parts(config, NAMES, weights(config), dtype, shard=shard))
 
     options: dict[str, Any] = {"tensor_parallel_size": size, "tensor_parallel_sums": _SUMS.value}
     options |= {"dtype": "float32", "max_num_seqs": _ROWS.value, "num_blocks": 1 + 40 * _ROWS.value}
@@ -87,7 +88,7 @@ def driver_of(way: str) -> Driver:
 
 
 def generate(driver: Driver) -> float:
-    """Seconds for a batch."""
+    """Return the seconds for a batch."""
     params = SamplingParams(max_tokens=_TOKENS.value, temperature=0, ignore_eos=True)
     start = time.perf_counter()
     for row in range(_ROWS.value):
@@ -99,9 +100,9 @@ def generate(driver: Driver) -> float:
 
 
 def collectives(driver: Driver) -> dict[str, dict[str, int]]:
-    """Of a decode step, by kind: how many, and the bytes of their results.
+    """Count a decode step's collectives by kind, and the bytes of their results.
 
-    Those of a decode pass are told by their shape: its rows, by the model's width, or by the vocabulary.
+    A decode pass is recognised by the shape of its results: rows, by the model's width or by the vocabulary.
     """
     program: Any = driver.kept_run
     assert isinstance(program, Program)

@@ -1,4 +1,4 @@
-"""What this machine can do at most: `native_peaks.cc` on a CPU, the sum of a large array on a GPU."""
+"""Peak rates of this machine: `native_peaks.cc` on a CPU, the sum of a large array on a GPU."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ READ_BYTES = 2**30  # of the sum; once through, it is in no cache
 
 
 def measure_peaks(target: str) -> dict[str, float]:
-    """GFLOP/s in float32 and bfloat16, and GB/s, by all cores together."""
+    """Return GFLOP/s in float32 and bfloat16, and GB/s, by all cores together."""
     command = library.compile_command(library.TARGETS[target], library.find_compiler() or "c++")
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/peaks"
@@ -29,7 +29,7 @@ def measure_peaks(target: str) -> dict[str, float]:
 
 
 def read_gbs() -> float:
-    """GB/s that are read from the default device's memory."""
+    """Return the GB/s that are read from the default device's memory."""
     if jax.default_backend() == "cpu" and library.find_compiler() and library.targets():
         return measure_peaks(library.targets()[0])["read_gbs"]
     array = jnp.ones(READ_BYTES // 4, jnp.float32)

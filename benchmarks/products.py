@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(num_outputs: int, num_inputs: int, num_rows: int) -> list[dict[str, Any]]:
-    """A line for each implementation."""
+    """Return a line for each implementation."""
     num_bytes = 2 * num_outputs * num_inputs
     num_layers = 2 if _SMOKE.value else math.ceil(STACK_BYTES / num_bytes)
     stack = _normal(jax.random.key(0), (num_layers, num_inputs, num_outputs))

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
 
 
 def lines(smoke: bool) -> Iterator[dict[str, Any]]:
-    """A line for each model, prompt and implementation: the first model's come first."""
+    """Return a line for each model, prompt and implementation, the first model's first."""
     prompts = (SMOKE,) if smoke else attention_pool.PROMPTS
     pools = [(model, "bfloat16") for model in MODELS]
     pools.insert(1, (MODELS[0], "float8_e4m3fn"))
@@ -83,7 +83,7 @@ def measure(pool: Pool, prompt: Prompt, implementation: Any, smoke: bool) -> dic
 
 
 def arguments(pool: Pool, prompt: Prompt, count: int) -> Iterator[tuple[jax.Array, ...]]:
-    """What `ops.tiled_paged_attention` takes, for a prompt in as many places of the pool as asked."""
+    """Yield arguments of `ops.tiled_paged_attention` for a prompt, `count` times in other blocks."""
     tile_len, total = ragged.TILE_LEN, prompt.prefix + prompt.length
     num_tiles = -(-prompt.length // tile_len)
     q = pool.queries(num_tiles, tile_len)
@@ -94,7 +94,7 @@ def arguments(pool: Pool, prompt: Prompt, count: int) -> Iterator[tuple[jax.Arra
 
 
 def check(got: np.ndarray, pool: Pool, prompt: Prompt, *arrays: jax.Array) -> dict[str, Any]:
-    """The first, the middle and the last query of a prompt, in the heads of one group, against float64."""
+    """Compare the first, middle and last query of a prompt with float64, in the heads of one group."""
     q, _, _, tables, _, _ = arrays
     heads, want = slice(0, pool.group_size), []
     places = [divmod(query, q.shape[1]) for query in (0, prompt.length // 2, prompt.length - 1)]
@@ -109,7 +109,7 @@ def check(got: np.ndarray, pool: Pool, prompt: Prompt, *arrays: jax.Array) -> di
 
 
 def measured(took: device.Times, pool: Pool, prompt: Prompt) -> dict[str, Any]:
-    """The numbers of one measurement."""
+    """Return the numbers of one measurement."""
     flops = prompt.flops(pool.num_q_heads, pool.k.shape[3])
     return {
         **took.line,

@@ -1,4 +1,4 @@
-"""What every result line says beside its numbers: command, commit, date, machine and versions.
+"""Circumstances of every result line: command, commit, date, machine and versions.
 
 python -m benchmarks.record FILE...       the lines of these files as tables, without all that
 """
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def context(module: str) -> dict[str, Any]:
-    """The circumstances of this run of `python -m module`."""
+    """Return the circumstances of this run of `python -m module`."""
     installed = {found.name for found in metadata.distributions()}
     names = [name for name in ("jax", "jaxlib", "flax", "numpy") if name in installed]
     return {
@@ -35,7 +35,7 @@ def context(module: str) -> dict[str, Any]:
 
 
 def start(argv: Sequence[str]) -> None:
-    """How a `main` begins that takes flags alone; without --verbosity it logs warnings and errors alone."""
+    """Start a `main` that takes flags alone; without --verbosity, log warnings and errors alone."""
     if len(argv) > 1:
         raise app.UsageError(f"{shlex.join(argv[1:])!r} must be flags alone")
     if not flags.FLAGS["verbosity"].present:
@@ -46,7 +46,7 @@ CIRCUMSTANCES = ("command", "commit", "date", "machine", "versions", "device", "
 
 
 def tables(lines: Iterable[dict[str, Any]]) -> str:
-    """Result lines for people: a table for each kind of line, in the order of their first ones."""
+    """Return result lines as tables for people: one per kind of line, in the order of their first ones."""
     kinds: dict[tuple[str, ...], list[list[str]]] = {}
     for line in lines:
         shown = {name: value for name, value in line.items() if name not in CIRCUMSTANCES}
@@ -75,19 +75,21 @@ def append(line: dict[str, Any], out: str | None) -> None:
 
 
 def commit() -> str:
-    """The commit that is checked out, with a plus if the packages differ from it; "" outside a checkout."""
+    """Return the commit that is checked out, with a plus if the packages differ from it; "" outside a
+    checkout.
+    """
     rev = _output("git", "rev-parse", "--short", "HEAD")
     changed = _output("git", "status", "--porcelain", "--", "jaxpaged", "pallas_kernels", "benchmarks/*.py")
     return f"{rev}+" if changed else rev
 
 
 def gpu(what: str = "driver_version,clocks.sm,clocks.mem,power.limit") -> str:
-    """Driver, clocks and power limit of the GPUs, as nvidia-smi has them; "" where there is none."""
+    """Return driver, clocks and power limit of the GPUs, as nvidia-smi has them; "" where there is none."""
     return _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
 
 
 def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:
-    """Median, least and greatest of repeated measurements."""
+    """Return median, least and greatest of repeated measurements."""
     return {
         "median": round(statistics.median(values), digits),
         "min": round(min(values), digits),
@@ -104,7 +106,7 @@ def cpu_model() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; "" if it cannot be run or fails."""
+    """Return what a command prints; "" if it cannot be run or fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -40,7 +40,7 @@ DECODER = "Llama 3.1 8B"
 
 
 class Estimate:
-    """What replicas have not answered yet: prompts one after the other, then all decode together."""
+    """Unanswered requests of the replicas: prompts run one after the other, then all decode together."""
 
     def __init__(self, num_replicas: int, peak: roofline.Roofline, decoder: roofline.Decoder) -> None:
         self._prompt_token_s = 2 * decoder.num_params / peak.flops
@@ -59,7 +59,7 @@ class Estimate:
 
 
 def assigned(trace: Trace, num_replicas: int, router: Router[int] | None, estimate: Estimate) -> list[int]:
-    """The replica of each request; without a router that with the least to do."""
+    """Return the replica of each request; without a router, the one with the least to do."""
     starts = trace.content_starts
     chosen = []
     for i in range(trace.num_requests):
@@ -81,7 +81,7 @@ def assigned(trace: Trace, num_replicas: int, router: Router[int] | None, estima
 
 
 def part_of(trace: Trace, own: np.ndarray) -> Trace:
-    """The requests of these numbers, in order."""
+    """Return the requests of these numbers, in order."""
     starts = trace.content_starts
     content = trace.content
     if content is not None:
@@ -98,7 +98,7 @@ def part_of(trace: Trace, own: np.ndarray) -> Trace:
 def served(
     trace: Trace, chosen: Sequence[int], cache: Combination, peak: roofline.Roofline
 ) -> dict[str, object]:
-    """What became of all requests, each at its replica; of hits those of the last half."""
+    """Return the results of all requests, each at its replica; hits are counted in the last half."""
     config = EngineConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_SEQS + PROMPT_TOKENS)
     hits = np.zeros(trace.num_requests, np.int64)
     ttft_s = np.zeros(trace.num_requests)

@@ -1,4 +1,4 @@
-"""What choosing the next tokens costs, from logits to tokens.
+"""Cost of choosing the next tokens, from logits to tokens.
 
     python -m benchmarks.sampling [--repeats 30] [--out FILE]
     python -m benchmarks.sampling --smoke                        once, tiny
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
 
 
 def choose(logits: jax.Array, rows: Rows) -> jax.Array:
-    """The part of `engine.step.answer` that concerns logits."""
+    """Run the part of `step.answer` that concerns logits."""
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)
     context = Context(row, rows.prompt_lens, rows.num_tokens, rows.token_ids)
     options = rows.sampling.take(row, row >= 0)
@@ -106,14 +106,14 @@ def choose(logits: jax.Array, rows: Rows) -> jax.Array:
 
 
 def likeliest_column(logits: jax.Array) -> jax.Array:
-    """Next to nothing."""
+    """Choose the likeliest column, which costs next to nothing."""
     return logits[:, 0].astype(jnp.int32)
 
 
 def _times(
     chooses: Callable[[jax.Array, Rows], jax.Array], logits: jax.Array, rows: Rows, repeats: int
 ) -> list[float]:
-    """Microseconds of one."""
+    """Return the microseconds of one call."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def program(logits: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +137,7 @@ def _times(
 
 
 def _rows(mix: str, num_rows: int, vocab_size: int) -> Rows:
-    """Rows as the door writes them, with tokens of which some come again."""
+    """Create rows as the door writes them, with some repeated tokens."""
     config = EngineConfig(num_blocks=1024)
     model = ModelConfig(
         vocab_size=vocab_size,

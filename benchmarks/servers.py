@@ -15,7 +15,7 @@ SECONDS_TO_START = 600
 
 @contextlib.contextmanager
 def ours(*options: str, model: str = "smollm2") -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Our server on a free port, and its process; it is asked to end at the end."""
+    """Start our server on a free port; yield its URL and its process; ask it to end at the end."""
     command = [sys.executable, "-m", "jaxpaged.cli", "serve", "--model", model, "--port", "0"]
     command += ["--log-level", "error", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -31,7 +31,7 @@ def ours(*options: str, model: str = "smollm2") -> Iterator[tuple[str, "subproce
 
 @contextlib.contextmanager
 def vllm(python: str, model: str, dtype: str, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """vLLM's server for the CPU, likewise."""
+    """Start vLLM's server for the CPU, likewise."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -26,8 +26,9 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import record, servers, workloads
-from jaxpaged.bench import command as bench_command
 from jaxpaged.bench import workloads as bench_workloads
+from jaxpaged.commands.bench import add_bench
+from jaxpaged.commands.parser import Parser
 from jaxpaged.models import loading
 
 _CONCURRENCY = flags.DEFINE_list("concurrency", ["4", "16", "32"], "Clients, with commas between them.")
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def lines(found: dict[str, list[list[dict[str, Any]]]], clients: list[int]) -> Iterator[dict[str, Any]]:
-    """Result lines of all rounds' runs: by engine, by round, by number of clients."""
+    """Return the result lines of all rounds' runs: by engine, by round, by number of clients."""
     ours = {}
     for name, rounds in found.items():
         for place, num_clients in enumerate(clients if name != GENERATE else clients[-1:]):
@@ -92,7 +93,7 @@ def lines(found: dict[str, list[list[dict[str, Any]]]], clients: list[int]) -> I
 
 
 def asked(url: str, clients: list[int]) -> list[dict[str, Any]]:
-    """What the load generator says of a server, at each number of clients."""
+    """Return the load generator's report of a server, at each number of clients."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "runs.jsonl")
         for num_clients in clients:
@@ -102,7 +103,7 @@ def asked(url: str, clients: list[int]) -> list[dict[str, Any]]:
 
 
 def generated(max_num_seqs: int) -> dict[str, Any]:
-    """The same requests through `LLM.generate`, in a process of its own as a server is."""
+    """Run the same requests through `LLM.generate`, in a process of its own as a server is."""
     asked = bench_workloads.make(_parsed(_bench("http://nobody", _REQUESTS.value)))
     workload: workloads.Workload = {
         "name": "ragged",
@@ -121,12 +122,12 @@ def generated(max_num_seqs: int) -> dict[str, Any]:
 
 def _parsed(command: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench_command.add_bench(parser.add_subparsers(), lambda parser: None, lambda args: {})
+    add_bench(parser.add_subparsers(parser_class=Parser))
     return parser.parse_args(command)
 
 
 def _bench(url: str, num_clients: int) -> list[str]:
-    """With a seed of its own: who asks the same again finds it in the prefix cache."""
+    """Run the load generator with a seed of its own: repeated prompts would be found in the prefix cache."""
     options = ["--concurrency", num_clients, "--num-requests", _REQUESTS.value, "--seed", num_clients]
     return ["bench", "serve", "--base-url", url, *map(str, options)]
 

@@ -84,7 +84,7 @@ async def client(
     end: float,
     replies: "collections.Counter[str]",
 ) -> None:
-    """One who asks until the end, now this, now that."""
+    """Send requests of all sorts until the end."""
     while time.monotonic() < end:
         kind = rng.choice(["whole", "stream", "stream", "leave", "leave", "malformed", "malformed", "chat"])
         try:
@@ -124,7 +124,7 @@ async def ask(
 
 
 def bodies(rng: random.Random) -> Iterator[bytes]:
-    """Malformed in a thousand ways: values of wrong types in all places, broken bytes, wild nesting."""
+    """Yield bodies malformed in a thousand ways: wrong types in all fields, broken bytes, wild nesting."""
     good: dict[str, Any] = {"prompt": "a", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
     good |= {"input": "a", "temperature": 1, "stop": "b", "n": 1, "logit_bias": {"1": 1}, "seed": 1}
     wrong: list[Callable[[], Any]] = [
@@ -149,7 +149,7 @@ def bodies(rng: random.Random) -> Iterator[bytes]:
 
 
 async def resting(http: httpx.AsyncClient, pid: int) -> dict[str, float]:
-    """What the server has when nothing is left to do."""
+    """Return what the server has when nothing is left to do."""
     for _ in range(600):
         text = (await http.get("/metrics")).text
         found = dict(

@@ -1,4 +1,4 @@
-"""From a command's start to the first token: with nothing kept on disk, and with all of it.
+"""Time from a command's start to the first token, with nothing kept on disk, and with all of it.
 
     python -m benchmarks.start [--model smollm2] [--dtype float32] [--repeats 5] [--out FILE]
 
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
 
 
 def _seconds(folder: str) -> dict[str, float]:
-    """What each part of a start takes, and all of it."""
+    """Return the seconds of each part of a start, and of all of it."""
     command = [sys.executable, "-c", CHILD, _MODEL.value, _DTYPE.value]
     environment = os.environ | {"XDG_CACHE_HOME": folder}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)

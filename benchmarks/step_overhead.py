@@ -1,4 +1,4 @@
-"""What a decode step costs beside the model: scheduling, blocks, sampling, bookkeeping.
+"""Cost of a decode step beside the model: scheduling, blocks, sampling, bookkeeping.
 
     python -m benchmarks.step_overhead [--repeats 20] [--out FILE]      the sizes for this device
     python -m benchmarks.step_overhead --model smollm2                  and the share of a real step
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure_constant(num_rows: int, num_blocks: int, prefix_caching: bool, repeats: int) -> dict[str, Any]:
-    """The line of the constant model."""
+    """Return the line of the constant model."""
     model = ConstantModel()
     cache = kv_cache.create(0, num_blocks, decode_loop.BLOCK_SIZE, 1, 1, model.dtype)
     us = _time(model, cache, num_rows, num_blocks, prefix_caching, "xla", repeats)
@@ -98,7 +98,7 @@ def measure_constant(num_rows: int, num_blocks: int, prefix_caching: bool, repea
 def measure_lengths(
     lengths: list[int], num_rows: int, num_blocks: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """The lines of the constant model with rows of several lengths, in both phases, run in turns."""
+    """Return the lines of the constant model with rows of several lengths, in both phases, run in turns."""
     for phase, num_requests in (("decode", 0), ("admit", min(MAX_STEPS, num_rows))):
         loops = {}
         for length in lengths:
@@ -126,7 +126,7 @@ def measure_lengths(
 
 
 def measure_real(name: str, dtype_name: Any, repeats: int) -> dict[str, Any]:
-    """The line of a real model, as the engine would run it with prefix caching."""
+    """Return the line of a real model, as the engine would run it with prefix caching."""
     checkpoint = loading.open_checkpoint(name)
     config = EngineConfig(dtype=dtype_name)
     c = checkpoint.config

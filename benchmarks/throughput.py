@@ -66,7 +66,7 @@ NUM_CORES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """How to start one engine: its runner's flags, the Python it lives in, and its model by dtype."""
+    """Command of one engine: its runner's flags, the Python it lives in, and its model by dtype."""
 
     name: str
     python: str
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
 def compare(
     engines: list[Engine], workload: workloads.Workload, dtype: str, rounds: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """All rounds of one workload and dtype; the first engine is ours, to which ratios are taken."""
+    """Run all rounds of one workload and dtype; the first engine is ours, to which ratios are taken."""
     runs: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in engines}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(workload, file)
@@ -136,7 +136,7 @@ def compare(
 
 
 def turn(engine: Engine, workload: Path, dtype: str, repeats: int) -> list[dict[str, Any]]:
-    """One process of one engine: its JSON lines, with the share of the cores that others used meanwhile."""
+    """Run one process of one engine; return its JSON lines, with the share of the cores that others used."""
     command = [*engine.command, "--model", engine.model(dtype), "--dtype", dtype]
     command += ["--workload", str(workload), "--repeats", str(repeats)]
     begin, busy, own = time.perf_counter(), _busy_seconds(), _children_seconds()
@@ -155,14 +155,14 @@ def turn(engine: Engine, workload: Path, dtype: str, repeats: int) -> list[dict[
 
 
 def _decode_speed(run: dict[str, Any], workload: workloads.Workload) -> float:
-    """Tokens after each answer's first, over the time a run takes beyond one that ends with the first."""
+    """Return tokens after each answer's first, over a run's time beyond one that ends with the first."""
     return (run["output_tokens"] - len(workload["requests"])) / max(
         run["seconds"] - run["prefill_seconds"], 1e-9
     )
 
 
 def _busy_seconds() -> float:
-    """Processor seconds that all processes have used since the machine started."""
+    """Return the processor seconds that all processes have used since the machine started."""
     user, nice, system, _, _, irq, softirq, *_ = map(
         int, Path("/proc/stat").read_text().split("\n")[0].split()[1:]
     )
@@ -183,7 +183,7 @@ def _peer(text: str) -> Engine:
 
 
 def _models(text: str) -> dict[str, str]:
-    """By dtype; one for all under ""."""
+    """Return the models by dtype; one for all under ""."""
     return dict(part.split(":", 1) for part in text.split(",")) if ":" in text else {"": text}
 
 

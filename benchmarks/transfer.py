@@ -1,4 +1,4 @@
-"""What it costs to bring a prompt's K and V from one engine to another: `python -m benchmarks.transfer`.
+"""Cost of moving a prompt's K and V from one engine to another: `python -m benchmarks.transfer`.
 
 Three ways to have a prompt of 1,000 tokens in a cache: to compute it; to export it from another engine of the
 same process, as bytes, and to adopt it; and to hand it over from device to device. Standard output is a JSON

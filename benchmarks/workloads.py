@@ -32,40 +32,40 @@ class Workload(TypedDict):
 
 
 def single(seed: int = 0) -> Workload:
-    """One stream: a prompt of 64 tokens, 64 new ones."""
+    """Return one stream: a prompt of 64 tokens, 64 new ones."""
     rng = np.random.default_rng(seed)
     return {"name": "single", "requests": [_request(rng, 64, 64)], "max_num_seqs": 1}
 
 
 def batch16(seed: int = 0) -> Workload:
-    """Sixteen prompts of 48 to 64 tokens, 64 new ones each, all at once."""
+    """Return sixteen prompts of 48 to 64 tokens, 64 new ones each, all at once."""
     rng = np.random.default_rng(seed)
     requests = [_request(rng, _between(rng, 48, 64), 64) for _ in range(16)]
     return {"name": "batch16", "requests": requests, "max_num_seqs": 16}
 
 
 def ragged32(seed: int = 0) -> Workload:
-    """Thirty-two requests, prompts of 16 to 256 tokens, 16 to 128 new ones, all at once."""
+    """Return thirty-two requests, prompts of 16 to 256 tokens, 16 to 128 new ones, all at once."""
     rng = np.random.default_rng(seed)
     requests = [_request(rng, _between(rng, 16, 256), _between(rng, 16, 128)) for _ in range(32)]
     return {"name": "ragged32", "requests": requests, "max_num_seqs": 32}
 
 
 def ragged64(seed: int = 0) -> Workload:
-    """Sixty-four requests, prompts of 16 to 512 tokens, 16 to 256 new ones; 32 run, 32 wait for a place."""
+    """Return sixty-four requests, prompts of 16 to 512 tokens, 16 to 256 new ones; 32 run, 32 wait."""
     rng = np.random.default_rng(seed)
     requests = [_request(rng, _between(rng, 16, 512), _between(rng, 16, 256)) for _ in range(64)]
     return {"name": "ragged64", "requests": requests, "max_num_seqs": 32}
 
 
 def full32(seed: int = 0) -> Workload:
-    """Thirty-two requests of the mean lengths of `ragged64`, all alike: decoding in an always full batch."""
+    """Return thirty-two requests of `ragged64`'s mean lengths, all alike: an always full batch."""
     rng = np.random.default_rng(seed)
     return {"name": "full32", "requests": [_request(rng, 264, 136) for _ in range(32)], "max_num_seqs": 32}
 
 
 def shared_prefix32(seed: int = 0) -> Workload:
-    """Thirty-two requests with the same first 256 tokens, then 16 to 64 of their own, 32 new ones each."""
+    """Return thirty-two requests with the same first 256 tokens, 16 to 64 of their own, 32 new ones each."""
     rng = np.random.default_rng(seed)
     prefix = _token_ids(rng, 256)
     requests = [_request(rng, _between(rng, 16, 64), 32, prefix) for _ in range(32)]
@@ -73,7 +73,7 @@ def shared_prefix32(seed: int = 0) -> Workload:
 
 
 def short2000(seed: int = 0) -> Workload:
-    """Two thousand prompts of three tokens with one new token each; sixteen run at a time."""
+    """Return two thousand prompts of three tokens with one new token each; sixteen run at a time."""
     rng = np.random.default_rng(seed)
     return {"name": "short2000", "requests": [_request(rng, 3, 1) for _ in range(2000)], "max_num_seqs": 16}
 

@@ -1,482 +1,54 @@
 """The command line: `jaxpaged generate`, `info`, `serve`, `run-batch`, `bench`, `verify` and `lab`.
 
-Imports at the top are light, so that `--help` answers at once; jax comes in when a command runs.
+Imports at the top are light, so that `--help` answers at once: a command imports jax when it runs.
 """
 
-import argparse
-import contextlib
-import functools
-import json
-import os
 import sys
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import jaxpaged
-from jaxpaged.batch import prompt_files
-from jaxpaged.batch.prompt_files import Asked, Refused
-from jaxpaged.bench import command as bench_command
 from jaxpaged.checks import InputError
-from jaxpaged.command_line import EXIT_USER_ERROR, Parser
-from jaxpaged.config import AUTO, EngineConfig, config_of
-from jaxpaged.lab import command as lab_command
-from jaxpaged.lora import LoRARequest
-from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.serve import batch_command
-from jaxpaged.serve import command as serve_command
-from jaxpaged.verify import command as verify_command
-
-if TYPE_CHECKING:
-    from jaxpaged.api.outputs import RequestOutput
-
-EXIT_ERROR = 1  # of ours
-MODEL_OPTIONS = ("tokenizer", "revision", "generation_config")  # of `LLM`, beside its engine's
-EXIT_INTERRUPTED = 130  # as a shell says of Ctrl-C
-
-
-class OutputError(Exception):
-    """Standard output takes nothing more; the message says why."""
+from jaxpaged.commands.bench import add_bench
+from jaxpaged.commands.generate import add_generate
+from jaxpaged.commands.info import add_info
+from jaxpaged.commands.lab import add_lab
+from jaxpaged.commands.output import OutputError, discard_stdout, write_stderr
+from jaxpaged.commands.parser import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USER_ERROR, Parser
+from jaxpaged.commands.run_batch import add_run_batch
+from jaxpaged.commands.serve import add_serve
+from jaxpaged.commands.verify import add_verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit code: its own (0, unless it says other), or 2 with one line about
-    the user's mistake, or 130 after Ctrl-C.
+    """Run a command and return its exit code.
+
+    A command's own code is 0 unless it returns another one. A mistake of the user is 2, with one line on
+    standard error; Ctrl-C is 130.
     """
     try:
-        args = _parser().parse_args(argv)
+        args = parser().parse_args(argv)
         code = args.command(args)
     except (InputError, OutputError) as error:
-        _say(f"jaxpaged: {_one_line(str(error))}")
+        write_stderr(f"jaxpaged: {' '.join(str(error).split())}")
         return EXIT_USER_ERROR
-    except BrokenPipeError:  # the reader of our output has gone; nothing is left to say to it
-        _forget_output()
+    except BrokenPipeError:  # the reader of standard output has gone: nothing is left to say to it
+        discard_stdout()
         return EXIT_ERROR
     except KeyboardInterrupt as interrupt:
-        _say(f"jaxpaged: interrupted{interrupt}")
+        write_stderr(f"jaxpaged: interrupted{interrupt}")
         return EXIT_INTERRUPTED
     return code or 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="jaxpaged", description="Generate text with a paged KV cache, in JAX.")
-    parser.add_argument("--version", action="version", version=f"jaxpaged {jaxpaged.__version__}")
-    parser.set_defaults(command=lambda args: parser.print_help())
-    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
-
-    generate = commands.add_parser("generate", help="answer prompts in one batch")
-    generate.set_defaults(command=_generate)
-    prompts = generate.add_argument_group("prompts")
-    prompts.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="may be given repeatedly"
-    )
-    prompts.add_argument(
-        "--prompts-file",
-        metavar="FILE",
-        help="a prompt a line; or JSON lines, each with 'prompt', 'prompt_token_ids' or 'messages', and with "
-        "an 'id' to be repeated and sampling options of its own; - for standard input",
-    )
-    prompts.add_argument(
-        "--skip-errors",
-        action="store_true",
-        help="answer the others where a prompt is refused, with an error in place of its answer",
-    )
-    prompts.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
-    sampling = generate.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=64, help="new tokens a prompt (default 64)")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
-    sampling.add_argument("--n", type=int, default=1, help="answers to each prompt (default 1)")
-    sampling.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="keep this much probability (default 1)")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="relative to the likeliest (default 0)")
-    sampling.add_argument("--seed", type=int, help="the same tokens again (default: by the request's number)")
-    for name in ("presence", "frequency", "repetition"):
-        none = 1.0 if name == "repetition" else 0.0
-        help_ = f"less of what is there already (default {none:g}: none)"
-        sampling.add_argument(f"--{name}-penalty", type=float, default=none, help=help_)
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given repeatedly"
-    )
-    sampling.add_argument(
-        "--min-tokens", type=int, default=0, help="new tokens before it may end (default 0)"
-    )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
-    generate.add_argument("--lora", metavar="DIR", help="answer with this adapter, one of PEFT's")
-    generate.add_argument("--json", action="store_true", help="JSON lines on standard output, nothing else")
-    _add_engine_options(generate)
-
-    info = commands.add_parser("info", help="versions, devices, implementation, and the cache for a model")
-    info.set_defaults(command=_info)
-    info.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
-    _add_engine_options(info)
-
-    serve_command.add_serve(commands, _add_engine_options, _engine_options)
-    batch_command.add_run_batch(commands, _add_engine_options, _engine_options)
-    bench_command.add_bench(commands, _add_engine_options, _engine_options)
-    verify_command.add_verify(commands)
-    lab_command.add_lab(commands)
-    return parser
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    if isinstance(parser, Parser):
-        parser.takes_vllms = True
-    group = parser.add_argument_group("engine", "flags of vLLM's that change nothing are accepted, too")
-    group.add_argument(
-        "--model",
-        default="smollm2",
-        help="smollm2 (default), a directory with config and safetensors, a .gguf file, or a hub id",
-    )
-    group.add_argument("--tokenizer", metavar="DIR", help="another than the model's: a directory or hub id")
-    group.add_argument("--revision", help="of a hub id")
-    group.add_argument(
-        "--generation-config", help="sampling defaults: the model's own (auto, default), or none (vllm)"
-    )
-    group.add_argument("--dtype", help="auto (default), float32, bfloat16 or float16")
-    group.add_argument(
-        "--quantization",
-        "-q",
-        help="weights that stay quantised in memory: gguf (as a file has them), int8, int4 or fp8 (on load)",
-    )
-    group.add_argument("--attention", help="auto (default), mosaic_gpu, native or xla")
-    group.add_argument("--block-size", type=int, help="tokens a block (default 16)")
-    group.add_argument(
-        "--num-blocks",
-        "--num-gpu-blocks-override",
-        type=int,
-        help="blocks of the cache (default: what memory allows)",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization", type=float, help="share of a device's memory to use (default 0.9)"
-    )
-    group.add_argument(
-        "--kv-layout", help="how K and V lie in a block: token_major (default), another name, or module:Name"
-    )
-    group.add_argument(
-        "--kv-cache-dtype", help="in what numbers: auto (default), fp8, fp8_e4m3, fp8_e5m2, int8 or int4"
-    )
-    group.add_argument(
-        "--calculate-kv-scales",
-        action=argparse.BooleanOptionalAction,
-        help="scales of an fp8 cache from the first prompt (default: no, they are 1)",
-    )
-    group.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default 16)")
-    group.add_argument(
-        "--max-model-len",
-        type=_length,
-        help="tokens of a prompt with its answer (default: the model's), or auto (-1): what the cache holds",
-    )
-    group.add_argument(
-        "--max-num-batched-tokens", type=int, help="computed in one step (default: max-num-seqs + 512)"
-    )
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="requests that begin alike share blocks (default: yes)",
-    )
-    group.add_argument(
-        "--reuse-answers",
-        action=argparse.BooleanOptionalAction,
-        help="prompts share blocks with earlier answers too, whose last bits may differ (default: no)",
-    )
-    group.add_argument(
-        "--eviction-policy",
-        help="which free blocks are taken first: the longest unused (lru, default); those without content, "
-        "then the longest unused (lru_split), or by fifo, lfu, depth, sieve or s3fifo",
-    )
-    group.add_argument("--preemption-mode", help="of who gives way: recompute (default) or swap")
-    group.add_argument("--num-host-blocks", type=int, help="blocks in host memory to swap to")
-    group.add_argument("--scheduling-policy", help="fcfs (default) or priority")
-    group.add_argument(
-        "--enable-lora", action="store_true", default=None, help="requests may have low-rank adapters"
-    )
-    group.add_argument("--max-loras", type=int, help="different adapters that run together (default 1)")
-    group.add_argument("--max-lora-rank", type=int, help="of an adapter (default 16)")
-    group.add_argument("--max-cpu-loras", type=int, help="kept in the host's memory (default: all)")
-    group.add_argument(
-        "--decode-widths",
-        type=int,
-        nargs="+",
-        metavar="ROWS",
-        help="rows of narrower decode passes: a step takes the narrowest that holds all that run. A "
-        "token's last bits may then depend on how many run together (default: none)",
-    )
-    group.add_argument(
-        "--distributed-init", metavar="HOST:PORT", help="where the processes of a model meet: of process 0"
-    )
-    group.add_argument("--num-processes", type=int, help="that have the model's devices (default 1)")
-    group.add_argument("--process-id", type=int, help="which of them this one is, from 0 (default)")
-    group.add_argument(
-        "--tensor-parallel-size", "-tp", type=int, help="devices that share the model (default 1)"
-    )
-    group.add_argument(
-        "--data-parallel-size",
-        "-dp",
-        type=int,
-        help="groups of so many devices, each with the model (default 1)",
-    )
-    group.add_argument(
-        "--tensor-parallel-sums",
-        help="what they add up: fast (default), or ordered, in their order, for more bytes moved",
-    )
-    group.add_argument(
-        "--loop",
-        help="who turns the serving loop: device, host, or auto (default): the device, and the host where a "
-        "GPU fails to run the loop as one program",
-    )
-    group.add_argument(
-        "--loop-over-layers",
-        action=argparse.BooleanOptionalAction,
-        help="layers in a loop, so that compiling takes as long for many as for few (default: where our CPU "
-        "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)",
-    )
-    group.add_argument(
-        "--max-logprobs", type=int, help="likeliest tokens that a request may ask for (default and most: 20)"
-    )
-    group.add_argument(
-        "--keep-programs",
-        action=argparse.BooleanOptionalAction,
-        help="keep compiled programs and packed weights on disk for the next start (default: yes)",
-    )
-    group.add_argument(
-        "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
-    )
-
-
-def _length(text: str) -> int | str:
-    return text if text == AUTO else int(text)
-
-
-def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options given of `LLM`'s; the others keep their defaults."""
-    # `seed` is the request's on the command line.
-    given = {name: getattr(args, name, None) for name in (*EngineConfig.__dataclass_fields__, *MODEL_OPTIONS)}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-SAMPLING_OPTIONS = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "n",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "ignore_eos",
-)
-
-
-def _generate(args: argparse.Namespace) -> None:
-    options = _engine_options(args)
-    adapter = None
-    if args.lora is not None:
-        options["enable_lora"] = True
-        adapter = LoRARequest("adapter", 1, args.lora)
-    config_of(options)  # mistakes are told before anything heavy is loaded
-    sampling = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
-    SamplingParams(**sampling)
-    asked = [
-        *prompt_files.of_texts(args.prompt, sampling),
-        *prompt_files.read(args.prompts_file, sampling, skip_errors=args.skip_errors),
-    ]
-    if not asked:
-        raise InputError("no prompt: give --prompt or --prompts-file")
-
-    from tqdm import tqdm
-
-    from jaxpaged.api.llm import LLM
-    from jaxpaged.api.progress import speeds
-    from jaxpaged.engine.handle import EngineDeadError
-    from jaxpaged.engine.texts import TextError
-
-    start = time.perf_counter()
-    num_written = num_refused = 0
-    _log(args)
-    if args.distributed_init is not None:
-        _keep_output()
-    try:
-        llm = LLM(args.model, **options)
-        loaded = time.perf_counter()
-        answer = functools.partial(llm.generate_each, lora_request=adapter)
-        answered = prompt_files.answered(
-            asked, answer, llm.render_chat, chat=args.chat, skip_errors=args.skip_errors
-        )
-        num_prompt_tokens = num_new_tokens = 0
-        for each, output in answered:
-            with tqdm.external_write_mode():  # the bar, on the same terminal perhaps, makes room
-                _write(_json_lines(num_written, each, output) if args.json else _text_block(each, output))
-            num_written += 1
-            if output is None:
-                num_refused += 1
-                continue
-            num_prompt_tokens += len(output.prompt_token_ids)
-            num_new_tokens += sum(len(answer.token_ids) for answer in output.outputs)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f": {num_written} of {len(asked)} answers are written") from None
-    except (EngineDeadError, OutputError, TextError) as error:
-        raise OutputError(f"{error}; {num_written} of {len(asked)} answers are written") from error
-    seconds = time.perf_counter() - loaded
-    _say(
-        f"\nloaded and compiled in {loaded - start:.1f} s; {num_written - num_refused} answers in "
-        f"{seconds:.1f} s: {num_prompt_tokens} prompt tokens, {num_new_tokens} generated "
-        f"({speeds(seconds, num_prompt_tokens, num_new_tokens)})"
-        + (f"; {num_refused} prompts were refused" if num_refused else "")
-    )
-
-
-def _json_lines(index: int, asked: Asked | Refused, output: "RequestOutput | None") -> str:
-    """Return a line an answer, with its number if a prompt has several; of a refused prompt its error."""
-    encoding = getattr(sys.stdout, "encoding", None) or ""
-    is_ascii = encoding.lower().replace("-", "") != "utf8"
-    first = {"index": index} | ({} if asked.id is None else {"id": asked.id})
-    if output is None:
-        return json.dumps(first | {"error": asked.error}, ensure_ascii=is_ascii)
-    lines = []
-    for answer in output.outputs:
-        line: dict[str, Any] = dict(first)
-        line |= {"answer": answer.index} if len(output.outputs) > 1 else {}
-        line |= {
-            "prompt": output.prompt,
-            "prompt_token_ids": output.prompt_token_ids,
-            "token_ids": answer.token_ids,
-            "text": answer.text,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-        }
-        lines.append(json.dumps(line, ensure_ascii=is_ascii))
-    return "\n".join(lines)
-
-
-def _text_block(asked: Asked | Refused, output: "RequestOutput | None") -> str:
-    if output is None:
-        return f"\n>>> {asked.title}\n[{asked.error}]"
-    answers = [f"{answer.text.strip()}  [{answer.finish_reason}]" for answer in output.outputs]
-    if len(answers) > 1:
-        answers = [f"{i}: {answer}" for i, answer in enumerate(answers, 1)]
-    return "\n".join([f"\n>>> {asked.title}", *answers])
-
-
-def _info(args: argparse.Namespace) -> None:
-    config = config_of(_engine_options(args))
-    _log(args)
-
-    import platform
-    from importlib import metadata
-
-    import jax
-    from flax import nnx
-
-    from jaxpaged.engine import capacity, gpu_flags, machine, start
-    from jaxpaged.engine.setup import Setup
-    from jaxpaged.models import loading
-    from jaxpaged.models.layer_form import form_of
-    from jaxpaged.models.quantised import codes as quantised
-    from pallas_kernels import native
-    from pallas_kernels.compilation_cache import compilation_cache_dir
-
-    gpu_flags.set_defaults(config)
-    lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
-    lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
-    lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
-    checkpoint = loading.open_checkpoint(args.model)
-    model = checkpoint.config
-    shapes = functools.partial(
-        checkpoint.abstract, quantization=config.quantization, loop_over_layers=config.loop_over_layers
-    )
-    setup = Setup(config, model)
-    attention, dtype = f"{setup.attention}: {setup.attention_reason}", setup.dtype
-    how = config.quantization or checkpoint.quant_method
-    kernels = quantised.implementations(nnx.state(shapes(dtype))) if how else {}
-    no_native, form = native.why_not(dtype), form_of(dtype, config.loop_over_layers)
-    products = f"xla: {no_native}" if no_native else f"native: {native.instructions()}"
-    if no_native and form.loops:
-        products = f"{form.stacked}: loop_over_layers"
-    machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
-    cache, folder = start.cache_size(setup, shapes), compilation_cache_dir()
-    longest = capacity.longest_that_fits(setup, cache)
-    lines += [
-        ("attention", attention),
-        ("products", products),
-        ("programs", f"kept in {folder}" if folder else "not kept"),
-        (
-            "model",
-            f"{args.model}: {model.num_layers} layers, {model.num_q_heads} query heads and "
-            f"{model.num_kv_heads} kv heads of {model.head_dim}, vocabulary {model.vocab_size}",
-        ),
-        ("dtype", str(dtype)),
-        *([("quantization", how)] if how else []),
-        *(("", f"{kernel} products for {n} of its weights") for kernel, n in kernels.items()),
-        ("rows", f"{config.max_num_seqs} sequences of up to {longest} tokens"),
-        ("layout", str(setup.layout)),
-        (
-            "cache",
-            f"{cache.num_blocks} blocks of {cache.block_size} tokens, {cache.bytes_per_block:,} bytes each: "
-            f"{cache.num_tokens:,} tokens in {cache.num_bytes / 2**20:,.1f} MiB",
-        ),
-        ("", cache.why),
-        *(("", line) for line in (cache.budget.lines() if cache.budget else ())),
-    ]
-    for name, value in lines:
-        _write(f"{name:<14}{value}")
-    capacity.served_len(setup, cache)  # where an engine would not start, that is said last
-
-
-def _log(args: argparse.Namespace) -> None:
-    """Let the package's log go to standard error, if that was asked for."""
-    from absl import logging
-
-    logging.use_absl_handler()
-    if args.verbose:
-        logging.set_verbosity(logging.INFO)
-
-
-def _write(text: str) -> None:
-    """A line or more on standard output, at once. Raises `OutputError` if that is closed or full."""
-    try:
-        if sys.stdout is None:
-            raise OSError("it is closed")
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except UnicodeEncodeError:  # of a terminal that cannot show everything; JSON never comes here
-        _write(text.encode("ascii", "backslashreplace").decode())
-    except BrokenPipeError:
-        raise
-    except (OSError, ValueError) as error:  # a full disk; a file closed under us
-        _forget_output()
-        raise OutputError(f"standard output cannot be written: {error}") from error
-
-
-def _keep_output() -> None:
-    """For answers alone: gloo, by which processes talk on CPUs, writes lines of its own to the descriptor."""
-    given = sys.stdout
-    if given is sys.__stdout__ and given is not None:
-        given.flush()
-        own = os.dup(given.fileno())
-        os.dup2(2, given.fileno())
-        sys.stdout = open(own, "w", encoding=given.encoding, errors=given.errors)  # noqa: SIM115
-
-
-def _forget_output() -> None:
-    """Leave what could not be written unwritten: the end of the program would try again."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _say(text: str) -> None:
-    """A line for people, on standard error, if anybody reads that."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def parser() -> Parser:
+    """Return the parser of the command line, with all commands."""
+    made = Parser(prog="jaxpaged", description="Generate text with a paged KV cache, in JAX.")
+    made.add_argument("--version", action="version", version=f"jaxpaged {jaxpaged.__version__}")
+    made.set_defaults(command=lambda args: made.print_help())
+    commands = made.add_subparsers(metavar="COMMAND", parser_class=Parser)
+    for add in (add_generate, add_info, add_serve, add_run_batch, add_bench, add_verify, add_lab):
+        add(commands)
+    return made
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The engine's fixed sizes and choices, checked once; each message names the value and the rule."""
 
+import argparse
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -10,9 +11,9 @@ from jaxpaged.checks import (
     checked_bool,
     checked_choice,
     checked_int,
-    checked_number,
     is_int,
 )
+from jaxpaged.options import checks_of, choice, number, option, optional, whole
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -22,7 +23,7 @@ PreemptionMode = Literal["recompute", "swap"]
 # Those of `memory/eviction.py`.
 EvictionPolicy = Literal["lru", "lru_split", "fifo", "lfu", "depth", "sieve", "s3fifo"]
 Loop = Literal["auto", "device", "host"]
-Sums = Literal["fast", "ordered"]  # see `parallel.shards.Shards`
+Sums = Literal["fast", "ordered"]  # see `models.shards.Shards`
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
@@ -40,91 +41,252 @@ def config_of(options: Mapping[str, Any]) -> "EngineConfig":
     return EngineConfig(**{n: v for n, v in options.items() if n in EngineConfig.__dataclass_fields__})
 
 
+def text(help_: str) -> dict[str, Any]:
+    return {"help": help_}
+
+
+def count(help_: str) -> dict[str, Any]:
+    return {"type": int, "help": help_}
+
+
+def yes_or_no(help_: str) -> dict[str, Any]:
+    return {"action": argparse.BooleanOptionalAction, "help": help_}
+
+
+def _length(name: str, value: Any) -> Any:
+    """Check `max_model_len`."""
+    if value == AUTO if isinstance(value, str) else is_int(value) and value == -1:
+        return AUTO
+    rule = "None or an int >= 2, at most 2**31 - 1, or 'auto' (-1) for what fits"
+    return optional(whole(rule, 2))(name, value)
+
+
+def _quantization(name: str, value: Any) -> Any:
+    """Check `quantization`."""
+    choices = get_args(Quantization)
+    is_one = value is None or (isinstance(value, str) and value in choices)
+    check(name, value, f"None or one of {', '.join(choices)}", is_one)
+    return value
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """Return "float32" for "float32", "float", and for NumPy's, JAX's and PyTorch's types of that name."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = str(name).removeprefix("torch.")
+    name = DTYPE_ALIASES.get(name, name)
+    return name if name in get_args(DType) else dtype
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The engine's fixed sizes: everything compiled depends on them, nothing on the requests."""
 
-    dtype: DType = "auto"  # of weights, activations and cache; auto: float32 on a CPU, bfloat16 on a GPU
+    # Of weights, activations and cache; auto: float32 on a CPU, bfloat16 on a GPU.
+    dtype: DType = option(
+        "auto",
+        lambda name, value: checked_choice(name, _dtype_name(value), get_args(DType)),
+        flag=text("auto (default), float32, bfloat16 or float16"),
+    )
     # Weights that stay quantised in memory: as a GGUF file has them, or quantised on load. None: those that a
     # directory has so.
-    quantization: Quantization | None = None
-    block_size: int = 16  # tokens a block
-    num_blocks: int | None = None  # in the cache, the null block included; None: what memory allows
-    max_num_seqs: int = 16  # rows decoded together
+    quantization: Quantization | None = option(
+        None,
+        _quantization,
+        flag=text(
+            "weights that stay quantised in memory: gguf (as a file has them), int8, int4 or fp8 (on load)"
+        ),
+        short="-q",
+    )
+    # auto: a kernel where the device has one, else xla.
+    attention: Attention = option(
+        "auto", choice(*get_args(Attention)), flag=text("auto (default), mosaic_gpu, native or xla")
+    )
+    block_size: int = option(
+        16, whole("a positive int, at most 1024", 1, 1024), flag=count("tokens a block (default 16)")
+    )
+    # Of the cache, the null block included; None: what memory allows.
+    num_blocks: int | None = option(
+        None,
+        flag=count("blocks of the cache (default: what memory allows)"),
+        short="--num-gpu-blocks-override",
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        number("in (0, 1]", 0, 1, above=True),
+        flag={"type": float, "help": "share of a device's memory to use (default 0.9)"},
+    )
+    # A layout's name, "package.module:Name", or a `Layout`. `pallas_kernels.layouts` checks it, and the next.
+    kv_layout: Any = option(
+        "token_major",
+        flag=text("how K and V lie in a block: token_major (default), another name, or module:Name"),
+    )
+    # auto: the layout's own numbers.
+    kv_cache_dtype: str = option(
+        "auto", flag=text("in what numbers: auto (default), fp8, fp8_e4m3, fp8_e5m2, int8 or int4")
+    )
+    calculate_kv_scales: bool = option(
+        False,
+        checked_bool,
+        flag=yes_or_no("scales of an fp8 cache from the first prompt (default: no, they are 1)"),
+    )
+    max_num_seqs: int = option(
+        16,
+        whole("a positive int, at most 4096", 1, 4096),
+        flag=count("sequences decoded together (default 16)"),
+    )
     # Tokens of a prompt with its answer, which the cache must hold. None: the model's own limit; "auto", or
     # -1: what fits of it.
-    max_model_len: int | Literal["auto"] | None = None
-    max_num_batched_tokens: int | None = None  # computed in one step; None: max_num_seqs + 512
-    enable_prefix_caching: bool = True  # requests that begin alike share the blocks of what they share
-    reuse_answers: bool = False  # also blocks that were computed as an answer, whose last bits may differ
-    eviction_policy: EvictionPolicy = "lru"  # which free blocks are taken first, and lose what they hold
-    num_host_blocks: int = 0  # of the pool in host memory that preempted requests are swapped to
-    preemption_mode: PreemptionMode = "recompute"  # of who gives way when blocks run out
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    # How K and V lie in their blocks, and in what numbers: see `pallas_kernels.layouts`, which checks the
-    # two.
-    kv_layout: Any = "token_major"  # a layout's name, "package.module:Name", or a `Layout`
-    kv_cache_dtype: str = "auto"  # the layout's own; or fp8 (fp8_e4m3), fp8_e5m2, int8 or int4
-    calculate_kv_scales: bool = False  # of an fp8 cache, from the first tokens; otherwise they are 1
-    gpu_memory_utilization: float = 0.9  # share of the device memory to use
-    enable_lora: bool = False  # requests may have low-rank adapters of their own
-    max_loras: int = 1  # different ones that run together
-    max_lora_rank: int = 16
-    max_cpu_loras: int | None = None  # kept in the host's memory; None: all that were asked for
-    tensor_parallel_size: int = 1  # devices that share the model: heads, feed-forward columns, vocabulary
-    # What they add up: "fast", or "ordered", in their order whatever the library, for more bytes moved.
-    tensor_parallel_sums: Sums = "fast"
-    data_parallel_size: int = 1  # groups of so many devices: each has the model, rows and a cache of its own
-    # Processes that have as many of those devices each, and meet at process 0's "HOST:PORT".
-    distributed_init: str | None = None
-    num_processes: int = 1
-    process_id: int = 0
-    attention: Attention = "auto"  # auto: a kernel where the device has one, else xla
-    # Who turns the serving loop. auto: the device, or the host where a GPU fails to run it as one program.
-    loop: Loop = "auto"
+    max_model_len: int | Literal["auto"] | None = option(
+        None,
+        _length,
+        flag={
+            "type": lambda text: text if text == AUTO else int(text),
+            "help": "tokens of a prompt with its answer (default: the model's), or auto (-1): what the cache "
+            "holds",
+        },
+    )
+    # None: max_num_seqs + 512.
+    max_num_batched_tokens: int | None = option(
+        None, flag=count("computed in one step (default: max-num-seqs + 512)")
+    )
+    enable_prefix_caching: bool = option(
+        True, checked_bool, flag=yes_or_no("requests that begin alike share blocks (default: yes)")
+    )
+    # Also share blocks that were computed as an answer, whose last bits may differ.
+    reuse_answers: bool = option(
+        False,
+        checked_bool,
+        flag=yes_or_no(
+            "prompts share blocks with earlier answers too, whose last bits may differ (default: no)"
+        ),
+    )
+    # Which free blocks are taken first, and lose what they hold.
+    eviction_policy: EvictionPolicy = option(
+        "lru",
+        choice(*get_args(EvictionPolicy)),
+        flag=text(
+            "which free blocks are taken first: the longest unused (lru, default); those without content, "
+            "then the longest unused (lru_split), or by fifo, lfu, depth, sieve or s3fifo"
+        ),
+    )
+    # What becomes of a request that gives way when blocks run out.
+    preemption_mode: PreemptionMode = option(
+        "recompute",
+        choice(*get_args(PreemptionMode)),
+        flag=text("of who gives way: recompute (default) or swap"),
+    )
+    # Of the pool in host memory that preempted requests are swapped to.
+    num_host_blocks: int = option(0, flag=count("blocks in host memory to swap to"))
+    scheduling_policy: SchedulingPolicy = option(
+        "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")
+    )
+    enable_lora: bool = option(
+        False,
+        checked_bool,
+        flag={"action": "store_true", "default": None, "help": "requests may have low-rank adapters"},
+    )
+    max_loras: int = option(
+        1,
+        whole("a positive int, at most 256", 1, 256),
+        flag=count("different adapters that run together (default 1)"),
+    )
+    max_lora_rank: int = option(
+        16, whole("a positive int, at most 512", 1, 512), flag=count("of an adapter (default 16)")
+    )
+    # None: all adapters that were asked for.
+    max_cpu_loras: int | None = option(None, flag=count("kept in the host's memory (default: all)"))
     # Rows of narrower decode passes, rising, each below max_num_seqs: a step takes the narrowest that holds
     # all that run. A token's last bits may then depend on how many run beside it, and each is compiled.
-    decode_widths: tuple[int, ...] = ()
+    decode_widths: tuple[int, ...] = option(
+        (),
+        flag={
+            "type": int,
+            "nargs": "+",
+            "metavar": "ROWS",
+            "help": "rows of narrower decode passes: a step takes the narrowest that holds all that run. A "
+            "token's last bits may then depend on how many run together (default: none)",
+        },
+    )
+    # Where the processes of a model meet: process 0's "HOST:PORT". Each has as many of the model's devices.
+    distributed_init: str | None = option(
+        None, flag={"metavar": "HOST:PORT", "help": "where the processes of a model meet: of process 0"}
+    )
+    num_processes: int = option(
+        1,
+        whole("a positive int, at most 256", 1, 256),
+        flag=count("that have the model's devices (default 1)"),
+    )
+    process_id: int = option(0, flag=count("which of them this one is, from 0 (default)"))
+    # Devices that share the model: heads, feed-forward columns, vocabulary.
+    tensor_parallel_size: int = option(
+        1,
+        whole("a positive int, at most 256", 1, 256),
+        flag=count("devices that share the model (default 1)"),
+        short="-tp",
+    )
+    # Replicas of the model, each on so many devices, with rows and a cache of its own.
+    data_parallel_size: int = option(
+        1,
+        whole("a positive int, at most 256", 1, 256),
+        flag=count("groups of so many devices, each with the model (default 1)"),
+        short="-dp",
+    )
+    # How the devices of a model add up: "fast", or "ordered", in their order whatever the library, for more
+    # bytes moved.
+    tensor_parallel_sums: Sums = option(
+        "fast",
+        choice(*get_args(Sums)),
+        flag=text("what they add up: fast (default), or ordered, in their order, for more bytes moved"),
+    )
+    # What turns the serving loop. auto: the device, or the host where a GPU fails to run it as one program.
+    loop: Loop = option(
+        "auto",
+        choice(*get_args(Loop)),
+        flag=text(
+            "who turns the serving loop: device, host, or auto (default): the device, and the host where a "
+            "GPU fails to run the loop as one program"
+        ),
+    )
     # Whether layers are computed in a loop, so that compiling does not take longer for more of them. None:
     # where our CPU kernels multiply. On a GPU True needs Hopper, 16 bits and its attention kernel: products
     # are then by our kernel, which was never measured, in place of cuBLAS.
-    loop_over_layers: bool | None = None
-    max_logprobs: int = MAX_LOGPROBS  # likeliest tokens that a request may ask to be told of
+    loop_over_layers: bool | None = option(
+        None,
+        optional(checked_bool),
+        flag=yes_or_no(
+            "layers in a loop, so that compiling takes as long for many as for few (default: where our CPU "
+            "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)"
+        ),
+    )
+    max_logprobs: int = option(
+        MAX_LOGPROBS,
+        whole(f"an int in [0, {MAX_LOGPROBS}], as many as a step tells of", 0, MAX_LOGPROBS),
+        flag=count("likeliest tokens that a request may ask for (default and most: 20)"),
+    )
     # Whether compiled programs and weights as programs read them are kept on disk for the next start.
-    keep_programs: bool = True
-    seed: int = 0  # for requests without a seed: any number of 64 bits
+    keep_programs: bool = option(
+        True,
+        checked_bool,
+        flag=yes_or_no("keep compiled programs and packed weights on disk for the next start (default: yes)"),
+    )
+    # For requests without a seed: any number of 64 bits. (On the command line --seed is the request's.)
+    seed: int = option(0, checked_seed)
 
     def __post_init__(self) -> None:
-        """Raises `InputError`; what is kept is Python's own numbers."""
-        self._set("dtype", _dtype_name(self.dtype))
-        for name, choices in (
-            ("dtype", DType),
-            ("attention", Attention),
-            ("eviction_policy", EvictionPolicy),
-            ("loop", Loop),
-            ("preemption_mode", PreemptionMode),
-            ("scheduling_policy", SchedulingPolicy),
-            ("tensor_parallel_sums", Sums),
-        ):
-            checked_choice(name, getattr(self, name), get_args(choices))
-        if self.quantization is not None:
-            kinds = get_args(Quantization)
-            is_one = isinstance(self.quantization, str) and self.quantization in kinds
-            check("quantization", self.quantization, f"None or one of {', '.join(kinds)}", is_one)
-        for name in (
-            "enable_prefix_caching",
-            "reuse_answers",
-            "calculate_kv_scales",
-            "enable_lora",
-            "keep_programs",
-        ):
-            checked_bool(name, getattr(self, name))
-        if self.loop_over_layers is not None:
-            checked_bool("loop_over_layers", self.loop_over_layers)
+        """Check the values, each by itself and then together; keep Python's own numbers.
+
+        Raises `InputError`.
+        """
+        for name, checked in _CHECKS.items():
+            self._set(name, checked(name, getattr(self, name)))
         rule = "False without enable_prefix_caching"
         check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)
-        for name, most in (("block_size", 1024), ("max_num_seqs", 4096)):
-            self._set_int(name, f"a positive int, at most {most}", 1, most)
+        self._check_tokens_and_blocks()
+        self._check_processes()
+        self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)
+        self._check_widths()
+
+    def _check_tokens_and_blocks(self) -> None:
         least = self.max_num_seqs + PREFILL_TILE
         rule = (
             f"None or an int >= {least}, max_num_seqs and one tile of {PREFILL_TILE} prompt tokens, and at "
@@ -135,21 +297,12 @@ class EngineConfig:
         # A slot is an int32: block_id * block_size + offset.
         most_blocks = INT32_MAX // self.block_size
         self._set_int("num_blocks", f"None or an int >= 2, at most {most_blocks}", 2, most_blocks)
-        if _is_auto(self.max_model_len):
-            self._set("max_model_len", AUTO)
-        else:
-            rule = "None or an int >= 2, at most 2**31 - 1, or 'auto' (-1) for what fits"
-            self._set_int("max_model_len", rule, 2)
         if self.preemption_mode == "swap":
             self._set_int("num_host_blocks", f"an int >= 2 to swap to, at most {most_blocks}", 2, most_blocks)
         else:
             self._set_int("num_host_blocks", "0 unless preemption_mode is 'swap'", 0, 0)
-        self._set_int("tensor_parallel_size", "a positive int, at most 256", 1, 256)
-        self._set_int("data_parallel_size", "a positive int, at most 256", 1, 256)
-        self._check_processes()
-        self._set_int("max_loras", "a positive int, at most 256", 1, 256)
-        self._set_int("max_lora_rank", "a positive int, at most 512", 1, 512)
-        self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)
+
+    def _check_widths(self) -> None:
         rule = f"ints that rise from 1 to less than max_num_seqs={self.max_num_seqs}, at most {MOST_WIDTHS}"
         widths = self.decode_widths
         check("decode_widths", widths, rule, isinstance(widths, (tuple, list)) and len(widths) <= MOST_WIDTHS)
@@ -158,13 +311,6 @@ class EngineConfig:
         )
         check("decode_widths", widths, rule, list(widths) == sorted(set(widths)))
         self._set("decode_widths", widths)
-        share = checked_number(
-            "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]", 0, 1, above=True
-        )
-        self._set("gpu_memory_utilization", share)
-        rule = f"an int in [0, {MAX_LOGPROBS}], as many as a step tells of"
-        self._set_int("max_logprobs", rule, 0, MAX_LOGPROBS)
-        self._set("seed", checked_seed("seed", self.seed))
 
     @property
     def num_prefill_tiles(self) -> int:
@@ -178,7 +324,6 @@ class EngineConfig:
         return 2 * self.max_num_seqs
 
     def _check_processes(self) -> None:
-        self._set_int("num_processes", "a positive int, at most 256", 1, 256)
         count, address = self.num_processes, self.distributed_init
         self._set_int("process_id", f"an int in [0, num_processes={count})", 0, count - 1)
         if count == 1:
@@ -206,13 +351,4 @@ class EngineConfig:
         object.__setattr__(self, name, value)
 
 
-def _is_auto(value: Any) -> bool:
-    return value == AUTO if isinstance(value, str) else is_int(value) and value == -1
-
-
-def _dtype_name(dtype: Any) -> Any:
-    """ "float32" for "float32", "float", and for NumPy's, JAX's and PyTorch's types of that name."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    name = str(name).removeprefix("torch.")
-    name = DTYPE_ALIASES.get(name, name)
-    return name if name in get_args(DType) else dtype
+_CHECKS = checks_of(EngineConfig)

@@ -1,7 +1,7 @@
 """From logits to tokens, every option batched: one row may be greedy while its neighbour samples."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,55 +10,13 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.sampling_params import MAX_LOGPROBS
+from jaxpaged.sampling_state import LogitRules, SamplingState
 
 # Of a row's tokens, and of its edits, so many are looked at together: time follows what there is.
 TOKENS_AT_ONCE = 256
 EDITS_AT_ONCE = 32
 # A token is drawn in two steps: one of the vocabulary's groups of so many neighbours, then one in it.
 DRAWN_GROUP = 128
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SamplingState:
-    """Each row's options as arrays; see `config.SamplingParams`."""
-
-    temperature: Float[Array, " rows"]  # 0 is greedy
-    top_k: Int[Array, " rows"]  # 0 keeps all
-    top_p: Float[Array, " rows"]
-    min_p: Float[Array, " rows"]
-    seed: UInt32[Array, " rows"]
-    num_logprobs: Int[Array, " rows"]  # of so many likeliest tokens, and the chosen one; -1: none
-    has_rules: Bool[Array, " rows"]  # whether `LogitRules` has something for the row
-
-    def take(self, rows: Int[Array, " n"], mask: Bool[Array, " n"]) -> "SamplingState":
-        """The options of some rows; those not masked are greedy, which costs nothing."""
-        taken = jax.tree.map(lambda option: option[rows], self)
-        return replace(
-            taken,
-            temperature=jnp.where(mask, taken.temperature, 0),
-            num_logprobs=jnp.where(mask, taken.num_logprobs, -1),
-            has_rules=taken.has_rules & mask,
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LogitRules:
-    """What changes a row's logits before a token is chosen. Sets of tokens have a bit for each."""
-
-    presence_penalty: Float[Array, " rows"]  # 0: none
-    frequency_penalty: Float[Array, " rows"]  # 0: none
-    repetition_penalty: Float[Array, " rows"]  # 1: none
-    least_num_tokens: Int[Array, " rows"]  # until it has so many tokens, a row's stop tokens are barred
-    stop_tokens: UInt32[Array, "rows words"]
-    is_restricted: Bool[Array, " rows"]  # whether all but `allowed` are barred
-    allowed: UInt32[Array, "rows words"]
-    # Edits: each adds to one token's logit, if the answer ends with the `edit_prefix` ids before it.
-    num_edits: Int[Array, " rows"]
-    edit_ids: Int[Array, "rows max_edits"]
-    edit_values: Float[Array, "rows max_edits"]
-    edit_prefix: Int[Array, "rows max_edits"]
 
 
 @jax.tree_util.register_dataclass

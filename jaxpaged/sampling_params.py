@@ -12,13 +12,13 @@ from jaxpaged.checks import (
     InputError,
     check,
     checked_bool,
-    checked_choice,
     checked_int,
     checked_number,
     is_int,
     is_int_type,
     shown,
 )
+from jaxpaged.options import checks_of, choice, number, option, optional, whole
 from jaxpaged.vllm_names.judge import BEAM_NAMES, SAMPLING_NAMES, Names, without_neutral
 
 # The likeliest tokens that a step can tell of beside the chosen one: vLLM's default `max_logprobs`.
@@ -32,6 +32,7 @@ MOST_PENALTY = 5
 # What `from_optional` makes of a larger bias, as vLLM does.
 MOST_BIAS = 100.0
 MOST_TOKENS = "at most 2**31 - 1"
+COUNT_RULE = f"None or an int in [0, {MAX_LOGPROBS}]"
 INT64 = 2**63
 
 
@@ -73,6 +74,87 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2  # all, in one output at the end
 
 
+def _token_ids(name: str, ids: object) -> tuple[int, ...]:
+    """Return each once, in their order. Whether the model has them is checked with the request."""
+    if ids is None:
+        return ()
+    # There may be as many as the model has tokens: no loop of Python's own goes over them.
+    ok = (
+        isinstance(ids, tuple | list)
+        and all(map(is_int_type, set(map(type, ids))))
+        and min(ids, default=0) >= 0
+    )
+    check(name, ids, "a list of token ids, ints >= 0", ok)
+    assert isinstance(ids, tuple | list)
+    return tuple(map(int, dict.fromkeys(ids)))
+
+
+def _texts(name: str, texts: object) -> tuple[str, ...]:
+    if texts is None:
+        return ()
+    ok = isinstance(texts, tuple | list) and all(isinstance(text, str) and _is_text(text) for text in texts)
+    check(name, texts, "a list of Unicode texts that are not empty", ok)
+    assert isinstance(texts, tuple | list)
+    return tuple(dict.fromkeys(texts))
+
+
+def _is_text(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+
+
+def _allowed(name: str, ids: object) -> tuple[int, ...] | None:
+    allowed = None if ids is None else _token_ids(name, ids)
+    check(name, ids, "None or at least one token id", allowed != ())
+    return allowed
+
+
+def _output_kind(name: str, kind: object) -> RequestOutputKind:
+    rule = "one of RequestOutputKind.CUMULATIVE, DELTA and FINAL_ONLY"
+    check(name, kind, rule, isinstance(kind, RequestOutputKind))
+    assert isinstance(kind, RequestOutputKind)
+    return kind
+
+
+def _num_kept(name: str, value: object) -> int:
+    rule = "None, -1 or a positive int"
+    kept = checked_int(name, value, rule, -1)
+    check(name, value, rule, kept != 0)
+    return kept
+
+
+def _seed(name: str, seed: object) -> int | None:
+    is_none = seed is None or (is_int(seed) and seed == -1)
+    return None if is_none else checked_seed(name, seed, "None, -1 or an int in [-2**63, 2**64)")
+
+
+def checked_seed(name: str, seed: object, rule: str = "an int in [-2**63, 2**64)") -> int:
+    """Return a seed, if it is an integer of 64 bits, with a sign or without."""
+    return checked_int(name, seed, rule, -INT64, 2 * INT64 - 1)
+
+
+def _logit_bias(name: str, bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    rule = "a mapping of token ids, ints >= 0, to numbers of at most 3.4e38 either way"
+    check(name, bias, rule, isinstance(bias, Mapping))
+    assert isinstance(bias, Mapping)
+    try:
+        return {
+            checked_int("", token, "", 0): checked_number("", value, "", -FLOAT32_MAX)
+            for token, value in bias.items()
+        } or None
+    except InputError:
+        raise InputError(f"{name}={shown(bias)} must be {rule}") from None
+
+
+def _penalty_flag(default: float) -> Mapping[str, Any]:
+    help_ = f"less of what is there already (default {default:g}: none)"
+    return {"type": float, "default": default, "help": help_}
+
+
 @_taking_vllms(SAMPLING_NAMES)
 @dataclasses.dataclass(kw_only=True)
 class SamplingParams:
@@ -90,39 +172,124 @@ class SamplingParams:
     they ask for nothing.
     """
 
-    n: int = 1  # answers, each drawn for itself: of a `seed`, answer i is that of seed + i
-    max_tokens: int | None = 16  # at most so many new tokens; None: up to the model's length
-    min_tokens: int = 0  # before there are so many, no stop token is chosen and no stop string looked for
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # keep the k likeliest tokens; 0 and -1 keep all
-    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
-    min_p: float = 0.0  # keep tokens at least so likely, relative to the likeliest
+    # New tokens at most; None: up to the model's length.
+    max_tokens: int | None = option(
+        16,
+        optional(whole(f"None or a positive int, {MOST_TOKENS}", 1)),
+        flag={"type": int, "default": 64, "help": "new tokens a prompt (default 64)"},
+    )
+    # 0 is greedy.
+    temperature: float = option(
+        1.0,
+        number("a number >= 0, at most 3.4e38", 0),
+        field=float,
+        from_model=True,
+        flag={"type": float, "default": 0.0, "help": "0 is greedy (default 0)"},
+    )
+    # Answers, each drawn for itself: of a `seed`, answer i is that of seed + i.
+    n: int = option(
+        1,
+        whole(f"an int in [1, {MAX_ANSWERS}]", 1, MAX_ANSWERS),
+        flag={"type": int, "default": 1, "help": "answers to each prompt (default 1)"},
+    )
+    # Keep the k likeliest tokens; 0 and -1 keep all.
+    top_k: int = option(
+        0,
+        lambda name, v: max(0, checked_int(name, v, f"an int >= 0, {MOST_TOKENS} (0 and -1 keep all)", -1)),
+        field=int,
+        from_model=True,
+        flag={"type": int, "default": 0, "help": "keep the k likeliest tokens (default 0: all)"},
+    )
+    # Keep the likeliest tokens that together reach this probability.
+    top_p: float = option(
+        1.0,
+        number("in (0, 1]", 0, 1, above=True),
+        field=float,
+        from_model=True,
+        flag={"type": float, "default": 1.0, "help": "keep this much probability (default 1)"},
+    )
+    # Keep tokens at least so likely, relative to the likeliest.
+    min_p: float = option(
+        0.0,
+        number("in [0, 1]", 0, 1),
+        field=float,
+        from_model=True,
+        flag={"type": float, "default": 0.0, "help": "relative to the likeliest (default 0)"},
+    )
     # Any number of 64 bits; None, or -1: a seed of the request's own, from the engine's seed.
-    seed: int | None = None
-    presence_penalty: float = 0.0  # taken from the logit of each token that the answer has
-    frequency_penalty: float = 0.0  # the same for each time that it has it
+    seed: int | None = option(
+        None,
+        _seed,
+        field=int,
+        flag={"type": int, "help": "the same tokens again (default: by the request's number)"},
+    )
+    # Taken from the logit of each token that the answer has.
+    presence_penalty: float = option(0.0, number("in [-2, 2]", -2, 2), field=float, flag=_penalty_flag(0.0))
+    # Taken from it each time that the answer has the token.
+    frequency_penalty: float = option(0.0, number("in [-2, 2]", -2, 2), field=float, flag=_penalty_flag(0.0))
     # Divides the logits above 0 of tokens that prompt or answer has, and multiplies those below.
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
-    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    repetition_penalty: float = option(
+        1.0,
+        number("a number > 0, at most 3.4e38", 0, above=True),
+        field=float,
+        from_model=True,
+        flag=_penalty_flag(1.0),
+    )
+    # Added to the logits of these tokens.
+    logit_bias: Mapping[int, float] | None = option(None, _logit_bias, field=dict[str, float])
+    # All other tokens are barred; None: none is.
+    allowed_token_ids: tuple[int, ...] | None = option(None, _allowed, field=list[int])
     # Texts whose tokens, as at a text's beginning or behind a space, the answer must not have one after the
     # other.
-    bad_words: tuple[str, ...] | None = ()
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] | None = ()  # end the answer, like the model's end-of-sequence tokens
-    stop: str | tuple[str, ...] | None = ()  # texts that end the answer, and are not part of it
-    include_stop_str_in_output: bool = False  # let them, and stop tokens, be part of the text
+    bad_words: tuple[str, ...] | None = option((), _texts, field=list[str])
+    # Texts that end the answer, and are not part of it.
+    stop: str | tuple[str, ...] | None = option(
+        (),
+        lambda name, v: _texts(name, (v,) if isinstance(v, str) else v),
+        field=str | list[str],
+        flag={
+            "action": "append",
+            "default": [],
+            "metavar": "TEXT",
+            "help": "ends an answer; may be given repeatedly",
+        },
+    )
+    # Tokens that end the answer, like the model's end-of-sequence tokens.
+    stop_token_ids: tuple[int, ...] | None = option((), _token_ids, field=list[int])
+    # Before there are so many tokens, no stop token is chosen and no stop string looked for.
+    min_tokens: int = option(
+        0,
+        whole(f"an int >= 0, {MOST_TOKENS}", 0),
+        field=int,
+        flag={"type": int, "default": 0, "help": "new tokens before it may end (default 0)"},
+    )
+    # Take the model's end-of-sequence tokens for tokens like others.
+    ignore_eos: bool = option(
+        False, checked_bool, field=bool, flag={"action": "store_true", "help": "go on to --max-tokens"}
+    )
+    # Let stop strings and stop tokens be part of the text.
+    include_stop_str_in_output: bool = option(False, checked_bool, field=bool)
     # The log-probability of each of the answer's tokens, and of so many likeliest.
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for the prompt
+    logprobs: int | None = option(None, optional(whole(COUNT_RULE, 0, MAX_LOGPROBS)))
+    # Likewise of the prompt's tokens.
+    prompt_logprobs: int | None = option(None, optional(whole(COUNT_RULE, 0, MAX_LOGPROBS)))
     # Take so many tokens of a longer prompt; -1: as many as leave room for one of the answer; None: refuse
     # what is too long.
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None  # which end is cut off; None: left
-    detokenize: bool = True  # give the answer's text
-    skip_special_tokens: bool = True  # leave special tokens out of the text
-    spaces_between_special_tokens: bool = True  # where they are not, and the tokenizer knows the difference
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncLLM.generate`
+    truncate_prompt_tokens: int | None = option(None, optional(_num_kept), field=int)
+    # The end of the prompt that is cut off; None: left.
+    truncation_side: Literal["left", "right"] | None = option(
+        None,
+        optional(choice("left", "right")),
+        field=Literal["left", "right"],
+    )
+    # Give the answer's text.
+    detokenize: bool = option(True, checked_bool)
+    # Leave special tokens out of the text.
+    skip_special_tokens: bool = option(True, checked_bool, field=bool)
+    # Where they are not left out, and the tokenizer knows the difference.
+    spaces_between_special_tokens: bool = option(True, checked_bool, field=bool)
+    # What outputs of a stream have of the answer.
+    output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
 
     def __post_init__(self) -> None:
         """Check what several values say together. Raises `InputError`."""
@@ -135,9 +302,9 @@ class SamplingParams:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field; what is kept is Python's own numbers. Raises `InputError` for a value out of range."""
-        if name not in _CHECKED:
+        if name not in _CHECKS:
             raise AttributeError(f"SamplingParams has no option {name!r}")
-        object.__setattr__(self, name, _CHECKED[name](value))
+        object.__setattr__(self, name, _CHECKS[name](name, value))
 
     @property
     def cuts(self) -> Literal["left", "right"] | None:
@@ -221,89 +388,9 @@ class BeamSearchParams:
             object.__setattr__(self, name, value)
 
 
-def _token_ids(name: str, ids: object) -> tuple[int, ...]:
-    """Return each once, in their order. Whether the model has them is checked with the request."""
-    if ids is None:
-        return ()
-    # There may be as many as the model has tokens: no loop of Python's own goes over them.
-    ok = (
-        isinstance(ids, tuple | list)
-        and all(map(is_int_type, set(map(type, ids))))
-        and min(ids, default=0) >= 0
-    )
-    check(name, ids, "a list of token ids, ints >= 0", ok)
-    assert isinstance(ids, tuple | list)
-    return tuple(map(int, dict.fromkeys(ids)))
-
-
-def _texts(name: str, texts: object) -> tuple[str, ...]:
-    if texts is None:
-        return ()
-    ok = isinstance(texts, tuple | list) and all(isinstance(text, str) and _is_text(text) for text in texts)
-    check(name, texts, "a list of Unicode texts that are not empty", ok)
-    assert isinstance(texts, tuple | list)
-    return tuple(dict.fromkeys(texts))
-
-
-def _is_text(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:  # half a surrogate pair
-        return False
-
-
-def _allowed(ids: object) -> tuple[int, ...] | None:
-    allowed = None if ids is None else _token_ids("allowed_token_ids", ids)
-    check("allowed_token_ids", ids, "None or at least one token id", allowed != ())
-    return allowed
-
-
-def _output_kind(kind: object) -> RequestOutputKind:
-    rule = "one of RequestOutputKind.CUMULATIVE, DELTA and FINAL_ONLY"
-    check("output_kind", kind, rule, isinstance(kind, RequestOutputKind))
-    assert isinstance(kind, RequestOutputKind)
-    return kind
-
-
-def _num_kept(value: object) -> int:
-    rule = "None, -1 or a positive int"
-    kept = checked_int("truncate_prompt_tokens", value, rule, -1)
-    check("truncate_prompt_tokens", value, rule, kept != 0)
-    return kept
-
-
-def _or_none(value: object, checked: Callable[[object], Any]) -> Any:
-    return None if value is None else checked(value)
-
-
-def _seed(seed: object) -> int | None:
-    is_none = seed is None or (is_int(seed) and seed == -1)
-    return None if is_none else checked_seed("seed", seed, "None, -1 or an int in [-2**63, 2**64)")
-
-
-def checked_seed(name: str, seed: object, rule: str = "an int in [-2**63, 2**64)") -> int:
-    """Return a seed, if it is an integer of 64 bits, with a sign or without."""
-    return checked_int(name, seed, rule, -INT64, 2 * INT64 - 1)
-
-
 def seed_bits(seed: int) -> int:
     """Return what the device draws by: 32 bits, a smaller seed's own, each bit of a larger one counting."""
     return (seed ^ (seed >> 32)) % 2**32 if not 0 <= seed < 2**32 else seed
-
-
-def _logit_bias(bias: object) -> dict[int, float] | None:
-    if bias is None:
-        return None
-    rule = "a mapping of token ids, ints >= 0, to numbers of at most 3.4e38 either way"
-    check("logit_bias", bias, rule, isinstance(bias, Mapping))
-    assert isinstance(bias, Mapping)
-    try:
-        return {
-            checked_int("", token, "", 0): checked_number("", value, "", -FLOAT32_MAX)
-            for token, value in bias.items()
-        } or None
-    except InputError:
-        raise InputError(f"logit_bias={shown(bias)} must be {rule}") from None
 
 
 def token_id(token: object) -> object:
@@ -319,47 +406,8 @@ def _within(value: Any, most: float) -> Any:
         return value
 
 
-def _checkers() -> dict[str, Callable[[Any], Any]]:
-    """Return what brings a value of each field into its form, or raises `InputError`."""
-    made: dict[str, Callable[[Any], Any]] = {
-        "n": lambda v: checked_int("n", v, f"an int in [1, {MAX_ANSWERS}]", 1, MAX_ANSWERS),
-        "max_tokens": lambda v: _or_none(
-            v, lambda v: checked_int("max_tokens", v, f"None or a positive int, {MOST_TOKENS}", 1)
-        ),
-        "min_tokens": lambda v: checked_int("min_tokens", v, f"an int >= 0, {MOST_TOKENS}", 0),
-        "temperature": lambda v: checked_number("temperature", v, "a number >= 0, at most 3.4e38", 0),
-        "top_k": lambda v: max(
-            0, checked_int("top_k", v, f"an int >= 0, {MOST_TOKENS} (0 and -1 keep all)", -1)
-        ),
-        "top_p": lambda v: checked_number("top_p", v, "in (0, 1]", 0, 1, above=True),
-        "min_p": lambda v: checked_number("min_p", v, "in [0, 1]", 0, 1),
-        "seed": _seed,
-        "repetition_penalty": lambda v: checked_number(
-            "repetition_penalty", v, "a number > 0, at most 3.4e38", 0, above=True
-        ),
-        "logit_bias": _logit_bias,
-        "allowed_token_ids": _allowed,
-        "bad_words": lambda v: _texts("bad_words", v),
-        "stop_token_ids": lambda v: _token_ids("stop_token_ids", v),
-        "stop": lambda v: _texts("stop", (v,) if isinstance(v, str) else v),
-        "truncate_prompt_tokens": lambda v: _or_none(v, _num_kept),
-        "truncation_side": lambda v: _or_none(
-            v, lambda v: checked_choice("truncation_side", v, ("left", "right"))
-        ),
-        "output_kind": _output_kind,
-    }
-
-    def number(name: str) -> Callable[[Any], Any]:
-        return lambda v: checked_number(name, v, "in [-2, 2]", -2, 2)
-
-    def count(name: str) -> Callable[[Any], Any]:
-        rule = f"None or an int in [0, {MAX_LOGPROBS}]"
-        return lambda v: _or_none(v, lambda v: checked_int(name, v, rule, 0, MAX_LOGPROBS))
-
-    made |= {name: number(name) for name in ("presence_penalty", "frequency_penalty")}
-    made |= {name: count(name) for name in ("logprobs", "prompt_logprobs")}
-    flags = SamplingParams.__dataclass_fields__.keys() - made.keys()
-    return made | {name: functools.partial(checked_bool, name) for name in flags}
-
-
-_CHECKED = _checkers()
+_CHECKS = checks_of(SamplingParams)
+# Fields that a model's generation_config.json may set.
+FROM_MODEL = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.metadata.get("from_model")
+)

@@ -14,78 +14,75 @@ ROOT = Path(__file__).parents[1]
 # What every part of the package may import: small, and without jax.
 GROUND = {
     "jaxpaged/arithmetic.py",
-    "jaxpaged/bounds.py",
     "jaxpaged/checks.py",
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
     "jaxpaged/lora",
+    "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
     "jaxpaged/status.py",
+    "jaxpaged/text/limits.py",
     "jaxpaged/vllm_names",
     "jaxpaged/untrusted.py",
 }
 MEMORY = {"pallas_kernels", "jaxpaged/memory", *GROUND}
-MODELS = {"jaxpaged/models", "jaxpaged/disk_cache.py", *MEMORY}
+MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", *MEMORY}
 # The compiled part: from here on no thread and no clock.
-STEP = {"jaxpaged/step", "jaxpaged/parallel", "jaxpaged/digest.py", "jaxpaged/sampling.py", *MODELS}
-HANDOVER = {"jaxpaged/handover", "jaxpaged/channel.py", *STEP}
-TEXT = {"jaxpaged/chat.py", "jaxpaged/conversations.py", "jaxpaged/detokenizer.py", "jaxpaged/vocabulary.py"}
-ENGINE = {"jaxpaged/engine", "jaxpaged/routing.py", "jaxpaged/detokenizer.py", *HANDOVER}
+STEP = {
+    "jaxpaged/step",
+    "jaxpaged/parallel",
+    "jaxpaged/sampling.py",
+    "jaxpaged/sampling_state.py",
+    *MODELS,
+}
+HANDOVER = {"jaxpaged/handover", *STEP}
+ENGINE = {"jaxpaged/engine", "jaxpaged/routing.py", "jaxpaged/text", *HANDOVER}
 POOLING = {"jaxpaged/pooling", *ENGINE}
-API = {"jaxpaged/api", "jaxpaged/vllm_options.py", *TEXT, *POOLING}
+API = {"jaxpaged/api", *POOLING}
 # Each part, and the parts of our own that it may import.
 ALLOWED = {
     "reference": set(),
     "pallas_kernels": set(),
     "jaxpaged/arithmetic.py": set(),
-    "jaxpaged/bounds.py": {"jaxpaged/checks.py"},
+    "jaxpaged/text/limits.py": {"jaxpaged/checks.py"},
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
-    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/sampling_params.py"},
-    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
+    "jaxpaged/options.py": {"jaxpaged/checks.py"},
+    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/vllm_names"},
     "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora": {"jaxpaged/checks.py"},
     "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
-    "jaxpaged/channel.py": {"jaxpaged/checks.py"},
-    "jaxpaged/vllm_options.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
-    "jaxpaged/conversations.py": {"jaxpaged/checks.py"},
-    "jaxpaged/chat.py": {"jaxpaged/checks.py", "jaxpaged/conversations.py"},
-    "jaxpaged/command_line.py": {"jaxpaged/vllm_names"},
-    "jaxpaged/vocabulary.py": set(),
-    "jaxpaged/detokenizer.py": {"jaxpaged/vocabulary.py"},
+    "jaxpaged/text": {"jaxpaged/checks.py", "jaxpaged/text/limits.py"},
     "jaxpaged/routing.py": {"jaxpaged/checks.py"},
-    "jaxpaged/sampling.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/sampling.py": {
+        "jaxpaged/arithmetic.py",
+        "jaxpaged/sampling_params.py",
+        "jaxpaged/sampling_state.py",
+    },
+    "jaxpaged/sampling_state.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
     "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/digest.py": set(),
     "jaxpaged/moved.py": set(),
     "jaxpaged/memory": MEMORY,
-    # What devices say to each other: in models, too.
-    "jaxpaged/parallel/shards.py": {"jaxpaged/config.py", "jaxpaged/digest.py"},
-    "jaxpaged/models": {"jaxpaged/parallel/shards.py", *MODELS},
-    "jaxpaged/parallel": {
-        "jaxpaged/models",
-        "jaxpaged/channel.py",
-        "jaxpaged/digest.py",
-        "jaxpaged/parallel/shards.py",
-        *GROUND,
-    },
+    "jaxpaged/models": MODELS,
+    "jaxpaged/parallel": {"jaxpaged/models", "jaxpaged/digest.py", *GROUND},
     "jaxpaged/step": STEP,
-    "jaxpaged/handover": {"jaxpaged/parallel/shards.py", *HANDOVER},
-    "jaxpaged/engine": {"jaxpaged/parallel/shards.py", *ENGINE},
+    "jaxpaged/handover": HANDOVER,
+    "jaxpaged/engine": ENGINE,
     "jaxpaged/pooling": POOLING,
     "jaxpaged/api": API,
     "jaxpaged/__init__.py": {"jaxpaged/engine/async_llm_engine.py", *API},
     "jaxpaged/replay": {"jaxpaged/__init__.py", *API},
     "jaxpaged/serve": {"jaxpaged/__init__.py", *API},
-    "jaxpaged/batch/prompt_files.py": {"jaxpaged/chat.py", "jaxpaged/conversations.py", *GROUND},
+    "jaxpaged/batch/prompt_files.py": {"jaxpaged/text", *GROUND},
     "jaxpaged/batch": {"jaxpaged/__init__.py", "jaxpaged/batch/prompt_files.py", "jaxpaged/serve", *API},
-    "jaxpaged/lab": {"jaxpaged/serve", *API},
-    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/serve", "jaxpaged/lab", *API},
+    "jaxpaged/lab": API,
+    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/lab", *API},
     "jaxpaged/verify": {"jaxpaged/memory", *GROUND},
-    "jaxpaged/cli.py": {
+    "jaxpaged/commands": {
         "jaxpaged/__init__.py",
-        "jaxpaged/command_line.py",
         "jaxpaged/batch/prompt_files.py",
         "jaxpaged/serve",
         "jaxpaged/bench",
@@ -93,6 +90,7 @@ ALLOWED = {
         "jaxpaged/lab",
         *API,
     },
+    "jaxpaged/cli.py": {"jaxpaged/__init__.py", "jaxpaged/commands", "jaxpaged/checks.py"},
     # Where vLLM's scripts import names from.
     "jaxpaged/engine/arg_utils.py": {"jaxpaged/api"},
     "jaxpaged/engine/async_llm_engine.py": {"jaxpaged/api"},
@@ -230,10 +228,17 @@ def test_the_decoder_knows_no_family():
             assert not named, f"{file.relative_to(ROOT)} imports {named}"
 
 
+def test_the_compiled_part_has_no_thread_and_no_clock():
+    others = {"threading", "time", "asyncio", "queue", "socket", "subprocess", "multiprocessing"}
+    for file in files("jaxpaged/step"):
+        named = {name.split(".")[0] for name in imported_modules(file)} & others
+        assert not named, f"{file.relative_to(ROOT)} imports {named}"
+
+
 def test_jit_and_donation_are_only_in_the_loop():
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
         uses = {
             node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)
         } & {"jit", "pmap"}
-        allowed = file.name in ("loop.py", "programs.py") or file.is_relative_to(ROOT / "jaxpaged/verify")
+        allowed = file.name in ("loop.py", "program.py") or file.is_relative_to(ROOT / "jaxpaged/verify")
         assert not uses or allowed, f"{file.relative_to(ROOT)} uses {uses}"

@@ -1,6 +1,5 @@
 """What `deploy/` has fits the server: schemas, names of metrics, options, paths. Nothing is built here."""
 
-import argparse
 import json
 import re
 import tomllib
@@ -11,9 +10,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxpaged import cli
+from jaxpaged.commands.serve import KEY_VARIABLE, server_options
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.stats import Stats
-from jaxpaged.serve import command
 from jaxpaged.serve.guard import OPEN_PATHS
 from jaxpaged.serve.metrics import Metrics
 from jaxpaged.serve.options import ServerOptions
@@ -30,10 +30,8 @@ def objects():
     return [*yaml.safe_load_all((DEPLOY / "kubernetes/jaxpaged.yaml").read_text())]
 
 
-def server_options(arguments):
-    parser = argparse.ArgumentParser()
-    command.add_serve(parser.add_subparsers(), lambda parser: parser.add_argument("--model"), lambda args: {})
-    return command.server_options(parser.parse_args(["serve", *arguments]))
+def options_of(arguments):
+    return server_options(cli.parser().parse_args(["serve", *arguments]))
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +62,14 @@ def test_manifests_ask_the_server_for_what_it_has():
     deployment, service, budget = (each["spec"] for each in objects())
     pod = deployment["template"]["spec"]
     [container] = pod["containers"]
-    options = server_options(container["args"])
+    options = options_of(container["args"])
     assert pod["terminationGracePeriodSeconds"] > options.drain_seconds
     [port] = container["ports"]
     assert port["containerPort"] == ServerOptions().port == service["ports"][0]["port"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] in OPEN_PATHS  # they have no key
         assert container[probe]["httpGet"]["port"] == port["name"] == service["ports"][0]["targetPort"]
-    assert container["env"][0]["name"] == command.KEY_VARIABLE
+    assert container["env"][0]["name"] == KEY_VARIABLE
     labels = deployment["template"]["metadata"]["labels"]
     selectors = [each["selector"] for each in (deployment, budget)]
     assert [*(each["matchLabels"] for each in selectors), service["selector"]] == [labels] * 3
@@ -94,8 +92,8 @@ def test_what_compose_and_the_image_name_is_there():
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     server = compose["services"]["jaxpaged"]
     assert (DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]).resolve() == DOCKERFILE
-    assert command.KEY_VARIABLE in server["environment"]
-    server_options(server["command"])
+    assert KEY_VARIABLE in server["environment"]
+    options_of(server["command"])
     for service in compose["services"].values():
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
@@ -117,4 +115,4 @@ def test_what_compose_and_the_image_name_is_there():
     [entry] = [
         json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT")
     ]
-    assert server_options(entry[2:]).port == 8000
+    assert options_of(entry[2:]).port == 8000

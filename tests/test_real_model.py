@@ -51,7 +51,8 @@ def test_it_stops_at_the_end_of_its_turn(llm):
     assert answer.token_ids[-1] == llm.tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_answers_are_the_same_bit_for_bit_in_any_company(llm, dtype):
     """Cold, in company, with hits and preempted, in the shapes of a real model; greedy and sampled."""
     if dtype != "float32":

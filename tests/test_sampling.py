@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from jaxpaged import InputError, sampling
 from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.request import Request
-from jaxpaged.sampling import Context, SamplingState, first_ranked, likeliest, sample
+from jaxpaged.sampling import Context, first_ranked, likeliest, sample
 from jaxpaged.sampling_params import MAX_LOGPROBS, SamplingParams
-from jaxpaged.step.state import Rows, empty_rows, token_bits, tokens_of
+from jaxpaged.sampling_state import SamplingState, token_bits, tokens_of
+from jaxpaged.step.state import Rows, empty_rows
 from reference import sampler as reference
 
 VOCAB = 12

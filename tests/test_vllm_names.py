@@ -10,15 +10,15 @@ from jaxpaged import BeamSearchParams, InputError, SamplingParams
 from jaxpaged.api.arg_utils import OF_LLM
 from jaxpaged.api.llm import engine_config
 from jaxpaged.batch.prompt_files import for_llm, of_row
-from jaxpaged.cli import _parser
+from jaxpaged.cli import parser
 from jaxpaged.config import EngineConfig
 from jaxpaged.serve import pooling_schemas, schemas
 from jaxpaged.vllm_names import make
 from jaxpaged.vllm_names.flags import without_vllms
 from jaxpaged.vllm_names.judge import known_names
+from jaxpaged.vllm_names.options import RENAMED
+from jaxpaged.vllm_names.options import defaults as engine_defaults
 from jaxpaged.vllm_names.table import BEAM, ENGINE, REQUEST, SERVER
-from jaxpaged.vllm_options import RENAMED
-from jaxpaged.vllm_options import defaults as engine_defaults
 
 NAMES = known_names()["names"]
 # What we serve of `LLM`'s options.
@@ -45,7 +45,7 @@ def defaults(title):
 
 
 def flags_of(command):
-    [commands] = [action for action in _parser()._actions if action.dest == "==SUPPRESS=="]
+    [commands] = [action for action in parser()._actions if action.dest == "==SUPPRESS=="]
     return commands.choices[command].has_flag
 
 

@@ -24,7 +24,8 @@ from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.quantised.checkpoints import Tensors
 from jaxpaged.models.quantised.codes import FLOAT8
 from jaxpaged.models.quantised.on_load import OnLoad
-from jaxpaged.models.weights import Parts, Share, by_role, random_weights
+from jaxpaged.models.shards import Shard
+from jaxpaged.models.weights import Parts, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from reference import model as reference_model
@@ -158,12 +159,12 @@ def load(
     dtype: Any,
     config: ModelConfig = CONFIG,
     quantization: str | None = None,
-    share: Share | None = None,
+    shard: Shard | None = None,
     loop_over_layers: bool | None = None,
 ) -> Decoder:
     """The tiny model in this dtype; `config` may be one with the same weights."""
     quantisation = quantization and OnLoad(quantization)
-    return Decoder(Parts(config, NAMES, weights(), dtype, quantisation, share, loop_over_layers))
+    return Decoder(Parts(config, NAMES, weights(), dtype, quantisation, shard, loop_over_layers))
 
 
 def with_window(sliding_window: int | None) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""What the runners share: arguments, two pinned cores, timing, and one JSON line a repeat.
+"""Shared parts of the runners: arguments, two pinned cores, timing, and one JSON line a repeat.
 
 A runner is a script for the Python its peer is installed in, so this folder is no package and this file
 needs only the standard library (3.11 or later). A runner calls, in this order:
@@ -158,7 +158,7 @@ def _pin_to_cores() -> list[int]:
 
 
 def _keep_standard_output() -> TextIO:
-    """Standard output as a file of its own; descriptor 1, which C code writes to, becomes standard error."""
+    """Return standard output as a file; descriptor 1, which C code writes to, becomes standard error."""
     sys.stdout.flush()
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

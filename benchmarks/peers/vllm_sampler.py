@@ -25,7 +25,7 @@ MIXES = ("greedy", "draws", "top_p", "penalties", "logprobs")
 
 
 def main() -> None:
-    """A line for each number of rows, vocabulary and mix."""
+    """Print a line for each number of rows, vocabulary and mix."""
     parser = argparse.ArgumentParser(description="Time vLLM's sampler.")
     parser.add_argument("--repeats", type=int, default=20, help="Calls, after two that warm up.")
     repeats = parser.parse_args().repeats
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def options(mix: str, num_rows: int, vocab_size: int) -> SamplingMetadata:
-    """What vLLM's engine gives its sampler for rows that are all alike."""
+    """Return what vLLM's engine gives its sampler for rows that are all alike."""
     tokens = torch.randint(0, 2000, (num_rows, LENGTH))
     is_greedy = mix in ("greedy", "penalties", "logprobs")
     has_penalties = mix == "penalties"

@@ -10,8 +10,8 @@ import types
 import typing
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxpaged import vllm_options
 from jaxpaged.config import EngineConfig
+from jaxpaged.vllm_names import options as vllm_options
 from jaxpaged.vllm_names.flags import json_or_text
 
 DEFAULT_MODEL = "smollm2"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from tqdm import tqdm
 
-from jaxpaged import chat, vllm_options
 from jaxpaged.api import tokens
 from jaxpaged.api.arg_utils import EngineArgs
 from jaxpaged.api.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
@@ -30,7 +29,6 @@ from jaxpaged.api.prompts import (
 from jaxpaged.api.prompts import Prompt as Prompt
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int
 from jaxpaged.config import EngineConfig
-from jaxpaged.conversations import Message
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.driver import CALL_CLASSES
@@ -47,6 +45,9 @@ from jaxpaged.pooling.head import is_for_pooling
 from jaxpaged.pooling.head import read as read_head
 from jaxpaged.pooling.llm import Pooling, PoolingMethods
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.text import templates
+from jaxpaged.text.conversations import Message
+from jaxpaged.vllm_names import options as vllm_options
 from pallas_kernels import native
 
 if TYPE_CHECKING:
@@ -349,7 +350,7 @@ class LLM(PoolingMethods):
 
         Options are those of `chat`; `cuts`: as `tokenize` takes it. Raises `InputError`.
         """
-        text = chat.render(
+        text = templates.render(
             self.tokenizer,
             conversation,
             chat_template=self.chat_template if chat_template is None else chat_template,

@@ -11,7 +11,7 @@ from jaxpaged.engine.handle import RequestMetrics
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.lora import LoRARequest
 from jaxpaged.step.state import FinishReason
-from jaxpaged.vocabulary import Names, Vocabulary, vocabulary_of
+from jaxpaged.text.vocabulary import Names, Vocabulary, vocabulary_of
 
 FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"] | None] = {
     FinishReason.NONE: None,

@@ -10,7 +10,7 @@ from jaxpaged.engine.handle import Handle, Item, collect, or_raise
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.sampling_params import RequestOutputKind
-from jaxpaged.vocabulary import Names
+from jaxpaged.text.vocabulary import Names
 
 # Token ids of a prompt. Checking takes some 20 ns each: a longer prompt is checked in another thread, so that
 # the event loop does not wait for it.

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.chat import template_kwargs
 from jaxpaged.checks import InputError, check, shown
-from jaxpaged.conversations import joined, read_messages
 from jaxpaged.sampling_params import SamplingParams, token_id
+from jaxpaged.text.conversations import joined, read_messages
+from jaxpaged.text.templates import template_kwargs
 from jaxpaged.vllm_names.judge import SAMPLING_NAMES, passes
 
 STANDARD_INPUT = "-"

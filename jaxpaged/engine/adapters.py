@@ -101,7 +101,7 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
     `names` are the names of the weights in an adapter's files. Under tensor parallelism arrays have those of
     all shards along their first axis.
     """
-    config, mesh, shares = setup.config, setup.mesh, setup.shares
+    config, mesh, shards = setup.config, setup.mesh, setup.shards
     if not config.enable_lora:
         return None
     check("adapter_names", names, "those of the model's family, for enable_lora", names is not None)
@@ -114,12 +114,12 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
     model_config = model.config
 
     def read(request: LoRARequest) -> Arrays:
-        if not shares:
+        if not shards:
             return lora.read(request, model_config, *more)
-        return _joined([lora.read(request, share.whole, *more, share) for share in shares])
+        return _joined([lora.read(request, shard.whole, *more, shard) for shard in shards])
 
     nothing = lora.nothing(model_config, *more)
-    return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shares)) if shares else nothing)
+    return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shards)) if shards else nothing)
 
 
 def _joined(each: Sequence[Arrays]) -> Arrays:

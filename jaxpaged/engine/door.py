@@ -11,28 +11,29 @@ from typing import Any, TypedDict, TypeGuard, Unpack
 
 import numpy as np
 
-from jaxpaged.bounds import (
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    check_texts,
-)
 from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.dead_ends import dead_end
-from jaxpaged.engine.request import Edit, Request, arrival_of
+from jaxpaged.engine.request import Request, arrival_of
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, seed_bits
+from jaxpaged.sampling_state import (
+    MAX_EDITS,
+    Edit,
+    LogitRules,
+    RowOptions,
+    SamplingState,
+    count_or_none,
+    row_values,
+)
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.state import MAX_EDITS, Phase, token_bits
+from jaxpaged.step.state import Phase
+from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
 
 INT32_RULE = "an int in [-2**31, 2**31)"
-# A smaller number would count as 0 in a compiled program, and 0 cannot divide: float32's least normal one.
-LEAST_DIVISOR = float(np.finfo(np.float32).tiny)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -199,13 +200,16 @@ class Door:
 
         `num_tokens` is more than the prompt's where a part of the answer is known already.
         """
-        params, edits, prompt_len = request.params, request.edits, len(request.prompt_token_ids)
-        vocab_size = self.model_config.vocab_size
-        temperature = params.temperature
-        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        params, prompt_len = request.params, len(request.prompt_token_ids)
+        options = RowOptions(
+            params=params,
+            prompt_len=prompt_len,
+            vocab_size=self.model_config.vocab_size,
+            seed=self._seed(request),
+            stop_token_ids=request.stop_token_ids,
+            edits=request.edits,
+        )
         width = request.beams.beam_width if request.beams else 0
-        is_restricted = params.allowed_token_ids is not None
-        has_rules = is_restricted or bool(edits) or params.min_tokens > 0 or penalties != (0, 0, 1)
         return {
             "phase": Phase.HELD if request.index >= width > 0 else Phase.WAITING,
             "arrival": arrival_of(request.request_id),
@@ -215,29 +219,9 @@ class Door:
             "prompt_lens": prompt_len,
             "num_tokens": num_tokens,
             "max_num_tokens": request.max_num_tokens,
-            "num_prompt_logprobs": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
-            "sampling": {
-                "temperature": max(temperature, LEAST_DIVISOR) if temperature else 0,
-                "top_k": min(params.top_k, vocab_size),
-                "top_p": params.top_p,
-                "min_p": params.min_p,
-                "seed": self._seed(request),
-                "num_logprobs": -1 if params.logprobs is None else params.logprobs,
-                "has_rules": has_rules,
-            },
-            "rules": {
-                "presence_penalty": params.presence_penalty,
-                "frequency_penalty": params.frequency_penalty,
-                "repetition_penalty": max(params.repetition_penalty, LEAST_DIVISOR),
-                "least_num_tokens": prompt_len + params.min_tokens if params.min_tokens else 0,
-                "stop_tokens": token_bits(request.stop_token_ids, vocab_size),
-                "is_restricted": is_restricted,
-                "allowed": token_bits(params.allowed_token_ids or (), vocab_size),
-                "num_edits": len(edits),
-                "edit_ids": [edit.token_id for edit in edits],
-                "edit_values": [edit.value for edit in edits],
-                "edit_prefix": [edit.prefix for edit in edits],
-            },
+            "num_prompt_logprobs": count_or_none(params.prompt_logprobs),
+            "sampling": row_values(SamplingState, options),
+            "rules": row_values(LogitRules, options),
             "beams": {
                 "width": width,
                 "length_penalty": request.beams.length_penalty if request.beams else 0,
@@ -287,7 +271,7 @@ class Door:
             return token_ids
         return token_ids[:most] if params.cuts == "right" else token_ids[len(token_ids) - most :]
 
-    def _check_choice(self, params: SamplingParams, edits: "Sequence[Edit]", stops: Collection[int]) -> None:
+    def _check_choice(self, params: SamplingParams, edits: Sequence[Edit], stops: Collection[int]) -> None:
         """Raise `InputError` if an answer might come to where no token may follow."""
         words = [
             [each.token_id for each in edits[i - edit.prefix : i + 1]]

@@ -39,13 +39,14 @@ from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import codes as quantised
+from jaxpaged.parallel.calls import SendCall, SharedCalls
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
-from jaxpaged.parallel.processes import Call, Leader, Processes
-from jaxpaged.sampling import LogitRules, SamplingState
+from jaxpaged.parallel.processes import Leader, Processes
+from jaxpaged.sampling_state import LogitRules, SamplingState
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import loop
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.loop import Report
+from jaxpaged.step.report import Report
 from jaxpaged.step.state import Beams, Counter, EngineState, FinishReason, Rows, empty_rows, without_kv
 
 # Requests submitted in one dispatch, and tokens written in one.
@@ -74,22 +75,10 @@ class Run:
 
 # The dataclasses that calls to other processes have among their arrays.
 CALL_CLASSES = Rows, SamplingState, LogitRules, Beams
-_CALLS: dict[str, Callable[..., Any]] = {}  # the methods that another process may be told to call
-
-
-def told[**P, T](method: Callable[P, T]) -> Callable[P, T]:
-    """Mark a driver's call to its devices, of host arrays, which all processes of the model make."""
-    _CALLS[method.__name__] = method
-
-    @functools.wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> T:
-        driver, *arrays = args
-        assert isinstance(driver, Driver)
-        if driver._tell is not None:
-            driver._tell(method.__name__, arrays)
-        return method(*args, **options)
-
-    return call
+# The driver's calls to its devices, of host arrays, which all processes of a model make.
+CALLS = SharedCalls(
+    "_forget_prefixes", "_abort_arrivals", "_dispatch", "_put_adapter", "_place", "_write_piece"
+)
 
 
 class Driver:
@@ -108,7 +97,7 @@ class Driver:
         self.setup = setup = Setup(config, model_config)
         if processes is not None:  # before anything heavy
             processes.agree(setup.description())
-        self._tell: Call | None = None  # to other processes; all make the calls of `__init__`
+        self.send_call: SendCall | None = None  # to other processes; all make the calls of `__init__`
         setup.check()
         self.config, self._mesh = config, setup.mesh
         size = start.known_size(setup, shapes)
@@ -146,7 +135,7 @@ class Driver:
         self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self.compile()
         if isinstance(processes, Leader):
-            self._tell = processes.tell
+            self.send_call = processes.tell
 
     @property
     def has_work(self) -> bool:
@@ -213,10 +202,10 @@ class Driver:
         return True
 
     def follow(self, name: str, arrays: Sequence[Any]) -> None:
-        """Make a call that process 0 makes to its devices. Raises `KeyError` for any other name."""
-        _CALLS[name](self, *arrays)
+        """Make a call that process 0 makes to its devices. Raises `InputError` for any other name."""
+        CALLS.make(self, name, arrays)
 
-    @told
+    @CALLS.shared
     def _forget_prefixes(self) -> None:
         self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
 
@@ -278,7 +267,7 @@ class Driver:
             arrivals[: len(entries)] = [entry.arrival for entry in entries]
             self._abort_arrivals(arrivals)
 
-    @told
+    @CALLS.shared
     def _abort_arrivals(self, arrivals: np.ndarray) -> None:
         self._state = loop.abort(self._state, arrivals, mesh=self._mesh)
 
@@ -324,7 +313,7 @@ class Driver:
         limits = loop.limits(pace.max_steps, pace.max_passes) if max_steps is None else loop.limits(max_steps)
         return self._dispatch(limits, self.queue.wants_a_row, self.rows.wants_scores)
 
-    @told
+    @CALLS.shared
     def _dispatch(self, limits: np.ndarray, wants_a_row: bool, wants_scores: bool) -> Report:
         arrays = self.params, self._state, limits, np.bool_(wants_a_row)
         if self.kept_run is not None:
@@ -397,7 +386,7 @@ class Driver:
             self._put_adapter(adapter.arrays, number)
         return number is not None
 
-    @told
+    @CALLS.shared
     def _put_adapter(self, arrays: Arrays, number: int) -> None:
         if self._mesh is not None:
             arrays = from_host(self._mesh, BY_SHARD, arrays)
@@ -425,7 +414,7 @@ class Driver:
         self._write_tokens(np.concatenate(tokens, axis=1))
         self._place(filled(self._empty_lines, lines), self._replicas.local(rows))
 
-    @told
+    @CALLS.shared
     def _place(self, requests: Rows, rows: np.ndarray) -> None:
         self._state = loop.submit(self._state, requests, rows, mesh=self._mesh)
 
@@ -439,7 +428,7 @@ class Driver:
             piece = np.pad(piece, padding, constant_values=len(self.rows))  # beyond all rows: none
             self._write_piece(self._replicas.with_rows(piece))
 
-    @told
+    @CALLS.shared
     def _write_piece(self, piece: np.ndarray) -> None:
         rows = self._state.rows
         token_ids = loop.write_tokens(rows.token_ids, piece, mesh=self._mesh)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpaged.engine.request import Beam, Delta, Request, Score, arrival_of
 from jaxpaged.sampling import Scores
-from jaxpaged.step.loop import Report
+from jaxpaged.step.report import Report
 from jaxpaged.step.state import MAX_STEPS, FinishReason, Phase
 from jaxpaged.step.step import PromptScores
 

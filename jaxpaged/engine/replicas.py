@@ -14,7 +14,7 @@ import numpy as np
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request import Request
 from jaxpaged.routing import Router, keys_of_tokens
-from jaxpaged.step.loop import Report
+from jaxpaged.step.report import Merge, Report
 from jaxpaged.step.step import PromptScores
 
 
@@ -90,26 +90,25 @@ class Replicas:
         """Merge the reports of all replicas, NumPy arrays; `counters` stay apart, [replicas, counters]."""
         if self.size == 1:
             return report
-        told: Any = report  # NumPy arrays, each with one axis more
-        each_row = (
-            "phase",
-            "arrival",
-            "num_tokens",
-            "finish_reason",
-            "num_hit_tokens",
-            "cum_logprob",
-            "beam_rank",
-            "new_token_ids",
-            "new_scores",
-        )
-        return dataclasses.replace(
-            told,
-            **{name: _joined(getattr(told, name)) for name in each_row},
-            origin=_joined(told.origin + self._first_rows),
-            num_free_blocks=told.num_free_blocks.sum(),
-            num_cached_blocks=told.num_cached_blocks.sum(),
-            status=np.bitwise_or.reduce(told.status),
-        )
+        each = {
+            field.name: self._merge(field.metadata["merge"], getattr(report, field.name))
+            for field in dataclasses.fields(report)
+        }
+        return dataclasses.replace(report, **each)
+
+    def _merge(self, how: Merge, values: Any) -> Any:
+        """Return one engine's values from those of all groups, which have one axis more, the first."""
+        match how:
+            case Merge.ROWS:
+                return _joined(values)
+            case Merge.ROW_NUMBERS:
+                return _joined(values + self._first_rows)
+            case Merge.SUM:
+                return values.sum()
+            case Merge.BITS:
+                return np.bitwise_or.reduce(values)
+            case Merge.KEEP:
+                return values
 
     def merged_prompts(self, scores: PromptScores) -> PromptScores:
         """Merge what all replicas report of prompts."""

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxpaged.engine.adapters import Adapter
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.sampling_state import Edit
 from jaxpaged.step.state import FinishReason
 
 
@@ -24,7 +25,7 @@ class Request:
     salt: int
     eos_token_ids: tuple[int, ...]  # the model's, unless they are ignored
     stop_token_ids: tuple[int, ...]  # these, and its own
-    edits: "tuple[Edit, ...]"  # of `logit_bias` and `bad_words`
+    edits: tuple[Edit, ...]  # of `logit_bias` and `bad_words`
     max_num_tokens: int  # prompt and answer together
     index: int = 0  # which of the prompt's answers; the first one leads, and the others fork from it
     adapter: Adapter | None = None
@@ -47,16 +48,6 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Order of service: lower comes first."""
         return self.priority, self.request_id
-
-
-class Edit(NamedTuple):
-    """A number to add to one token's logit, if the answer ends with the ids of the `prefix` edits before
-    it.
-    """
-
-    token_id: int
-    value: float
-    prefix: int = 0
 
 
 class Score(NamedTuple):

@@ -12,9 +12,8 @@ from jaxpaged.checks import InputError, check
 from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layer_form import form_of
+from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
-from jaxpaged.parallel.shards import Shards
-from jaxpaged.parallel.shares import Share
 from jaxpaged.step.config import StepConfig
 from pallas_kernels import layouts, native, support
 from pallas_kernels.layouts import Layout
@@ -48,7 +47,7 @@ class Setup:
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
-        _ = self.shares
+        _ = self.shards
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
@@ -62,18 +61,18 @@ class Setup:
         return None if size == replicas == 1 else mesh_of(size, replicas, self.config.num_processes)
 
     @functools.cached_property
-    def shares(self) -> tuple[Share, ...]:
+    def shards(self) -> tuple[Shard, ...]:
         """Shards of the model under tensor parallelism, one for each device; empty for one device."""
         size = self.config.tensor_parallel_size
         if self.mesh is None or size == 1:
             return ()
-        shards = Shards(size, self.config.tensor_parallel_sums)
-        return tuple(Share(self.whole, shards, number) for number in range(size))
+        together = Shards(size, self.config.tensor_parallel_sums)
+        return tuple(Shard(self.whole, together, number) for number in range(size))
 
     @functools.cached_property
     def model_config(self) -> ModelConfig:
         """Model as one device computes it: narrower than `whole` under tensor parallelism."""
-        return self.shares[0].config if self.shares else self.whole
+        return self.shards[0].config if self.shards else self.whole
 
     @functools.cached_property
     def layout(self) -> Layout:

@@ -20,10 +20,11 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.layer_form import form_of
-from jaxpaged.parallel.mesh import BY_SHARD, assembled, by_group, from_host, num_groups, placed
+from jaxpaged.parallel.mesh import BY_SHARD, assembled, from_host, num_replicas, per_replica, placed
 from jaxpaged.step import loop
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.loop import Report
+from jaxpaged.step.program import specs_of
+from jaxpaged.step.report import Report
 from jaxpaged.step.state import EngineState, HostPool
 from jaxpaged.step.step import no_prompt_scores
 from pallas_kernels import layouts, native
@@ -37,23 +38,23 @@ type Shapes = Callable[..., Decoder]
 def load(setup: Setup, load_model: Callable[..., Decoder]) -> Decoder:
     """Load the model onto the devices of a setup; its arrays are those of all devices.
 
-    `load_model` takes a dtype, and under tensor parallelism a `share`.
+    `load_model` takes a dtype, and under tensor parallelism a `shard`.
     """
     if setup.mesh is None:
         return load_model(setup.dtype)
-    shares = setup.shares
+    shards = setup.shards
     return assembled(
-        setup.mesh, lambda i: load_model(setup.dtype, **({"share": shares[i]} if shares else {}))
+        setup.mesh, lambda i: load_model(setup.dtype, **({"shard": shards[i]} if shards else {}))
     )
 
 
 def abstract_model(setup: Setup, shapes: Shapes | None) -> Decoder:
     """Describe the model that one device has, with shapes for arrays."""
-    share = setup.shares[0] if setup.shares else None
+    shard = setup.shards[0] if setup.shards else None
     if shapes is None:
         loops = setup.config.loop_over_layers
-        return abstract(setup.whole, setup.dtype, loop_over_layers=loops, share=share)
-    return shapes(setup.dtype) if share is None else shapes(setup.dtype, share=share)
+        return abstract(setup.whole, setup.dtype, loop_over_layers=loops, shard=shard)
+    return shapes(setup.dtype) if shard is None else shapes(setup.dtype, shard=shard)
 
 
 def cache_size(setup: Setup, shapes: Shapes | None = None) -> CacheSize:
@@ -77,7 +78,7 @@ def known_size(setup: Setup, shapes: Shapes | None = None) -> CacheSize | None:
     if setup.config.num_blocks is not None or stats is None:
         return capacity.cache_size(setup)
     of_weights = capacity.weight_bytes(setup)
-    if shapes is not None or setup.shares:
+    if shapes is not None or setup.shards:
         of_weights = _num_bytes(nnx.state(abstract_model(setup, shapes)))
     memory = machine.gpu_budget(setup.config, stats).less(("of weights", of_weights))
     per_block = capacity.bytes_per_block(setup)
@@ -189,7 +190,7 @@ class Source:
         fixed: dict[str, Any] = {"config": self.step_config, "mesh": self.setup.mesh}
         if not self.by_host:
             return loop.run.lower(self.graphdef, *self.arrays, **fixed)
-        one_of_several = num_groups(self.setup.mesh) > 1
+        one_of_several = num_replicas(self.setup.mesh) > 1
         return loop.run_step.lower(self.graphdef, *self.arrays, **fixed, one_of_several=one_of_several)
 
     def kept(self) -> Program | None:
@@ -202,7 +203,7 @@ class Source:
             return None
         prompt_scores = no_prompt_scores(self.step_config, config.num_rows)
         state = self.state
-        if num_groups(self.setup.mesh) > 1:  # of one replica: only the report's structure matters
+        if num_replicas(self.setup.mesh) > 1:  # of one replica: only the report's structure matters
             state = jax.eval_shape(lambda state: jax.tree.map(lambda x: x[0], state), state)
         report = jax.eval_shape(loop.report, state, prompt_scores, state.rows.order)
         what = "run by host" if self.by_host else "run"
@@ -246,7 +247,7 @@ def state_shapes(setup: Setup, model: Decoder, num_blocks: int) -> EngineState:
     def create(num_blocks: int, *, prefix_caching: bool) -> EngineState:
         made = functools.partial(_created, setup, model, num_blocks)
         shapes = jax.eval_shape(functools.partial(made, prefix_caching=prefix_caching))
-        return _placed(setup.mesh, by_group(setup.mesh, loop.specs_of(shapes)), shapes)
+        return _placed(setup.mesh, per_replica(setup.mesh, specs_of(shapes)), shapes)
 
     def to_host(cache: KVCache) -> KVCache:
         kind = jax.device_put(np.int32(0), jax.memory.Space.Host).sharding

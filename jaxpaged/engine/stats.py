@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxpaged.step.loop import Report
+from jaxpaged.step.report import Report
 from jaxpaged.step.state import Counter, Phase
 
 

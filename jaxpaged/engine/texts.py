@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.detokenizer import Detokenizer, Step
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step.state import FinishReason
+from jaxpaged.text.detokenizer import Detokenizer, Step
 
 
 class TextError(RuntimeError):

@@ -28,8 +28,8 @@ from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import AdapterParam
+from jaxpaged.models.shards import MODEL
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
-from jaxpaged.parallel.shards import MODEL
 from jaxpaged.status import Status, raise_if_error
 from jaxpaged.step.state import EngineState, none_turned_away
 

@@ -3,7 +3,6 @@
 An engine that hands over no block compiles none of them.
 """
 
-import jax
 from jaxtyping import Array, Int, Num
 
 from jaxpaged import digest as digests
@@ -11,16 +10,16 @@ from jaxpaged.memory import block_pool, transfer
 from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.parallel.mesh import BY_SHARD
-from jaxpaged.step.loop import program
+from jaxpaged.step.program import PerReplica, PerShard, program
 
 
 @program()
 def locate_blocks(
-    pool: BlockPool,
+    pool: PerReplica[BlockPool],
     token_ids: Int[Array, "max_blocks block_size"],
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
-) -> tuple[Int[Array, " max_blocks"], Int[Array, ""]]:
+) -> PerReplica[tuple[Int[Array, " max_blocks"], Int[Array, ""]]]:
     """The blocks of the longest beginning of a chain that can be found, and how many: `transfer.locate`."""
     hit = transfer.locate(pool, token_ids, num_blocks, salt)
     return hit.block_ids, hit.chain.num_blocks
@@ -28,11 +27,11 @@ def locate_blocks(
 
 @program()
 def adopt_blocks(
-    pool: BlockPool,
+    pool: PerReplica[BlockPool],
     token_ids: Int[Array, "max_blocks block_size"],
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
-) -> tuple[BlockPool, BlockPool, transfer.AdoptInfo]:
+) -> PerReplica[tuple[BlockPool, BlockPool, transfer.AdoptInfo]]:
     """The pool that has adopted a chain, for when K and V are written; and the one until then, in which what
     they are written over is not found any more. See `transfer.adopt`.
     """
@@ -41,17 +40,21 @@ def adopt_blocks(
     return adopted, until_then, info
 
 
-@program(gives=lambda specs: BY_SHARD)
-def read_blocks(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n num_layers ..."]]:
+@program(results=lambda specs: BY_SHARD)
+def read_blocks(
+    kv_cache: PerReplica[KVCache], block_ids: Int[Array, " n"]
+) -> PerReplica[dict[str, Num[Array, "n num_layers ..."]]]:
     return transfer.read(kv_cache, block_ids)
 
 
-@program(donate="kv_cache", gives=lambda specs: BY_SHARD)
+@program(donate="kv_cache", results=lambda specs: BY_SHARD)
 def write_blocks(
-    kv_cache: KVCache, block_ids: Int[Array, " n"], arrays: dict[str, Num[Array, "n num_layers ..."]]
-) -> KVCache:
+    kv_cache: PerReplica[KVCache],
+    block_ids: Int[Array, " n"],
+    arrays: PerShard[dict[str, Num[Array, "n num_layers ..."]]],
+) -> PerReplica[KVCache]:
     """What `read_blocks` gave in other blocks; NULL_BLOCK for none. The cache is donated."""
     return transfer.write(kv_cache, block_ids, arrays)
 
 
-digest = jax.jit(digests.digest)
+digest = program()(digests.digest)

@@ -3,8 +3,8 @@
 import socket
 from typing import Protocol
 
-from jaxpaged.channel import Channel
 from jaxpaged.handover.blocks import Blocks
+from jaxpaged.parallel.channel import Channel
 
 MOST_BYTES = 2**32  # of one message
 
@@ -32,7 +32,7 @@ class SocketTransport:
     most_bytes: a message of more is refused before it is read; memory grows only with what has come.
     key: a secret of at least 16 bytes that both ends have. Both prove it before anything else is read, and
     every
-        message is authenticated (see `jaxpaged.channel`); nothing is encrypted.
+        message is authenticated (see `jaxpaged.parallel.channel`); nothing is encrypted.
 
     Raises `ConnectionError` if the other end does not prove that it has the key.
     """

@@ -16,7 +16,8 @@ from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.feed_forward import MLP, linear, stack
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import Quantisation, QuantisedWeight
-from jaxpaged.models.weights import Abstract, Parts, Share
+from jaxpaged.models.shards import Shard
+from jaxpaged.models.weights import Abstract, Parts
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
 Norm = layers.RMSNorm | layers.LayerNorm
@@ -364,13 +365,13 @@ def abstract(
     dtype: jnp.dtype,
     names: Names | None = None,
     quantisation: Quantisation | None = None,
-    share: Share | None = None,
+    shard: Shard | None = None,
     loop_over_layers: bool | None = None,
 ) -> Decoder:
-    """The model with shapes for arrays; with `share` that part of it, and a loop as `EngineConfig` says."""
+    """The model with shapes for arrays; with `shard` that part of it, and a loop as `EngineConfig` says."""
 
     def create() -> Decoder:
-        return Decoder(Abstract(config, dtype, names, quantisation, share, loop_over_layers))
+        return Decoder(Abstract(config, dtype, names, quantisation, shard, loop_over_layers))
 
     model: Decoder = nnx.eval_shape(create)
     return model

@@ -18,7 +18,9 @@ from jaxpaged.models.files import hf, kept
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import Quantisation
-from jaxpaged.models.weights import Parts, Share
+from jaxpaged.models.shards import Shard
+from jaxpaged.models.weights import Parts
+from jaxpaged.sampling_params import FROM_MODEL
 from pallas_kernels import native
 
 SMOLLM2 = "smollm2"
@@ -46,11 +48,11 @@ class Checkpoint:
         self,
         dtype: jnp.dtype,
         quantization: str | None = None,
-        share: Share | None = None,
+        shard: Shard | None = None,
         loop_over_layers: bool | None = None,
     ) -> Decoder:
         """The model, with arrays of this dtype, and quantised weights and a loop as `EngineConfig` says; with
-        `share` that part of it.
+        `shard` that part of it.
 
         Raises `InputError` if the weights are not the config's, or cannot be quantised so.
         """
@@ -58,27 +60,27 @@ class Checkpoint:
 
         def build() -> Decoder:
             tensors = self.load_weights()
-            parts = Parts(self.config, self.names, tensors, dtype, quantisation, share, loop_over_layers)
+            parts = Parts(self.config, self.names, tensors, dtype, quantisation, shard, loop_over_layers)
             return Decoder(parts)
 
         found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
         form = (str(dtype), native.why_not(dtype), form_of(jnp.dtype(dtype), loop_over_layers))
         return kept.model(
             build,
-            lambda: self.abstract(dtype, quantization, share, loop_over_layers),
-            (str(self.path.resolve()), found, self.config, quantization, share, *form),
+            lambda: self.abstract(dtype, quantization, shard, loop_over_layers),
+            (str(self.path.resolve()), found, self.config, quantization, shard, *form),
         )
 
     def abstract(
         self,
         dtype: jnp.dtype,
         quantization: str | None = None,
-        share: Share | None = None,
+        shard: Shard | None = None,
         loop_over_layers: bool | None = None,
     ) -> Decoder:
         """The same with shapes for arrays: no weight is read."""
         quantisation = self.quantisation(quantization)
-        return abstract(self.config, dtype, self.names, quantisation, share, loop_over_layers)
+        return abstract(self.config, dtype, self.names, quantisation, shard, loop_over_layers)
 
     def quantisation(self, quantization: str | None) -> Quantisation | None:
         """What `EngineConfig.quantization` means for this model. Raises `InputError` where it means
@@ -259,8 +261,7 @@ def _is_of_mlx(said: object) -> bool:
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Those of generation_config.json that vLLM takes, too."""
-    same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    names = {name: name for name in same} | {"max_new_tokens": "max_tokens"}
+    names = {name: name for name in FROM_MODEL} | {"max_new_tokens": "max_tokens"}
     return {ours: generation[name] for name, ours in names.items() if generation.get(name) is not None}
 
 

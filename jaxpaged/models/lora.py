@@ -24,7 +24,7 @@ from jaxpaged.models.files import hf, safetensors_files
 from jaxpaged.models.layers import AdapterParam, Linear
 from jaxpaged.models.names import TRANSPOSED, Form, Names, in_layer, layers_with, piece_shapes
 from jaxpaged.models.patterns import Patterns
-from jaxpaged.models.weights import Share
+from jaxpaged.models.shards import Shard
 from pallas_kernels import native
 from pallas_kernels.ops import low_rank
 from pallas_kernels.ops.low_rank import LowRank
@@ -124,28 +124,28 @@ def read(
     names: Names,
     max_rank: int,
     dtype: jnp.dtype,
-    share: Share | None = None,
+    shard: Shard | None = None,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """An adapter's arrays, with `share` of that part of the model.
+    """An adapter's arrays, with `shard` of that part of the model.
 
     Raises `InputError`, one sentence, if it is not for this model, or none.
     """
     path = Path(request.lora_path)
     try:
-        return _read(path, config, names, max_rank, dtype, share)
+        return _read(path, config, names, max_rank, dtype, shard)
     except InputError as error:
         said = str(error).removeprefix(f"model={str(path)!r}").removeprefix(":").lstrip()
         raise InputError(f"lora_path={str(path)!r}: {said}") from error
 
 
 def _read(
-    path: Path, config: ModelConfig, names: Names, max_rank: int, dtype: jnp.dtype, share: Share | None
+    path: Path, config: ModelConfig, names: Names, max_rank: int, dtype: jnp.dtype, shard: Shard | None
 ) -> dict[str, Any]:
     for file in (CONFIG, WEIGHTS):
         if not (path / file).is_file():
             raise InputError(f"there must be a directory with {file}")
     said = _Said(hf.read_object(path / CONFIG))
-    narrow = config if share is None else share.config
+    narrow = config if shard is None else shard.config
     arrays, narrow_places = nothing(narrow, names, max_rank, dtype), dict(_places(narrow, names))
     widths = {role: room.widths for role, room in rooms(config, names).items()}
     for place, (module, sides) in _found(path, config, names):
@@ -156,8 +156,8 @@ def _read(
         form = names.forms.get(f"{place.role}.weight")
         if form is not None and form is not TRANSPOSED:  # that is no matter of b's order
             b = _restored(form, config, widths[place.role], place.piece, b)
-        if share is not None:
-            a, b = _of_share(share, place, widths[place.role], a, b)
+        if shard is not None:
+            a, b = _of_shard(shard, place, widths[place.role], a, b)
             place = narrow_places[module]
         all_a, all_b = (its[place.layer] for its in arrays[place.role])
         packed = low_rank.pack(a.T).astype(dtype)
@@ -180,11 +180,11 @@ def _restored(
     return form.restored(config, pieces)[piece]
 
 
-def _of_share(
-    share: Share, place: "_Place", widths: tuple[int, ...], a: np.ndarray, b: np.ndarray
+def _of_shard(
+    shard: Shard, place: "_Place", widths: tuple[int, ...], a: np.ndarray, b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs and outputs of a module that are the share's."""
-    outputs, inputs = share.part(f"{place.role}.weight", (sum(widths), place.in_features))
+    """The inputs and outputs of a module that are the shard's."""
+    outputs, inputs = shard.ranges(f"{place.role}.weight", (sum(widths), place.in_features))
     first = sum(widths[: place.piece])
     if inputs is not None:
         a = a[:, slice(*inputs)]

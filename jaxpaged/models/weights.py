@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,36 +26,13 @@ from jaxpaged.models.names import (
     without_prefix,
 )
 from jaxpaged.models.quantised.codes import Cut, Quantisation, Segment, zeros
-from jaxpaged.parallel.shards import Shards
+from jaxpaged.models.shards import Shard
 from pallas_kernels import native
-
-
-@runtime_checkable
-class Share(Protocol):
-    """A part of a decoder that is one itself: see `parallel/shares.py`."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def shards(self) -> Shards: ...
-
-    def source(self, role: str) -> str:
-        """The role in the whole decoder that a role in this one is made from."""
-
-    def taken(self, role: str, pieces: Sequence[Any]) -> list[Any]:
-        """This part's of a role's pieces, as views."""
-
-    def part(self, role: str, shape: Shape) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
-        """Which outputs and which inputs of a weight these are; None: all."""
-
-    def padding(self, role: str) -> int:
-        """Rows of zeros behind them."""
 
 
 class Parts:
     """A decoder's weights as it asks for them: of its dtype, by role; quantised where `quantisation` says so.
-    With a `share` the decoder is that part of the one that `config` describes, and nothing else is read: but
+    With a `shard` the decoder is that part of the one that `config` describes, and nothing else is read: but
     groups, blocks and words that it cuts through are read whole, a GGUF file that is widened is read tensor
     by tensor, and of what is quantised on load all inputs of `o` and `down` are.
 
@@ -70,10 +47,10 @@ class Parts:
         tensors: Tensors,
         dtype: jnp.dtype,
         quantisation: Quantisation | None = None,
-        share: Share | None = None,
+        shard: Shard | None = None,
         loop_over_layers: bool | None = None,
     ) -> None:
-        self._describe(config, names, dtype, quantisation, share, loop_over_layers)
+        self._describe(config, names, dtype, quantisation, shard, loop_over_layers)
         self._tensors = without_prefix(names, tensors)
         check_names(config, names, self._tensors)
 
@@ -83,18 +60,18 @@ class Parts:
         names: Names | None,
         dtype: jnp.dtype,
         quantisation: Quantisation | None,
-        share: Share | None,
+        shard: Shard | None,
         loop_over_layers: bool | None,
     ) -> None:
         self.form = form_of(jnp.dtype(dtype), loop_over_layers)
-        self._whole, self._share, self.dtype, self._quantisation = (
+        self._whole, self._shard, self.dtype, self._quantisation = (
             config,
-            share,
+            shard,
             jnp.dtype(dtype),
             quantisation,
         )
-        self.config = config if share is None else share.config  # of the decoder that is made
-        self.shards = None if share is None else share.shards
+        self.config = config if shard is None else shard.config  # of the decoder that is made
+        self.shards = None if shard is None else shard.shards
         self._of_experts: dict[str, tuple[Segment, ...] | None] = {}
         if names is not None:
             self._names = names
@@ -189,14 +166,14 @@ class Parts:
     def _joined(
         self, role: str, pieces: Pieces, segments: tuple[Segment, ...] | None = None
     ) -> layers.Weight:
-        pieces, share = self._restored(role, pieces), self._share
+        pieces, shard = self._restored(role, pieces), self._shard
         shape = sum(map(len, pieces)), *pieces[0].shape[1:]
         cut, quantised = self._cut(role, shape), None
         if cut is not None and (cut.inputs is None or segments is None):
-            assert share is not None
-            pieces = _padded(share.taken(role, pieces), share.padding(role), pieces[0])
+            assert shard is not None
+            pieces = _padded(shard.slices(role, pieces), shard.padding(role), pieces[0])
             cut = None
-        if share is not None:
+        if shard is not None:
             for piece in pieces:
                 _check_numbers(role, piece)
         whole = _concatenated(pieces)
@@ -206,12 +183,12 @@ class Parts:
 
     def _source(self, role: str) -> str:
         """The role in the whole decoder."""
-        return role if self._share is None else self._share.source(role)
+        return role if self._shard is None else self._shard.source(role)
 
     def _cut(self, role: str, shape: Shape) -> Cut | None:
-        """What the share takes of a weight."""
-        share = self._share
-        return None if share is None else Cut(*share.part(role, shape), share.padding(role))
+        """What the shard takes of a weight."""
+        shard = self._shard
+        return None if shard is None else Cut(*shard.ranges(role, shape), shard.padding(role))
 
     def _restored(self, role: str, pieces: Pieces) -> Pieces:
         form = self._names.forms.get(role)
@@ -220,7 +197,7 @@ class Parts:
     def _read(self, name: str, shape: Shape) -> np.ndarray:
         weight = self._tensors[name]
         _check_form(name, weight, shape)
-        if self._share is None:
+        if self._shard is None:
             _check_numbers(name, weight)
         return weight
 
@@ -236,10 +213,10 @@ class Abstract(Parts):
         dtype: jnp.dtype,
         names: Names | None = None,
         quantisation: Quantisation | None = None,
-        share: Share | None = None,
+        shard: Shard | None = None,
         loop_over_layers: bool | None = None,
     ) -> None:
-        self._describe(config, names, dtype, quantisation, share, loop_over_layers)
+        self._describe(config, names, dtype, quantisation, shard, loop_over_layers)
 
     def _made(
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
@@ -248,9 +225,9 @@ class Abstract(Parts):
             cut = self._cut(role, shape)
             return zeros(segments, shape[1] if cut is None else cut.width(shape[1]), self.dtype)
         whole = jnp.zeros(shape, self.dtype)  # traced, where it is called in a trace
-        if self._share is None:
+        if self._shard is None:
             return whole
-        return jnp.concatenate(_padded(self._share.taken(role, [whole]), self._share.padding(role), whole))
+        return jnp.concatenate(_padded(self._shard.slices(role, [whole]), self._shard.padding(role), whole))
 
     def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
         segments = self._expert_segments(role, shape, num_experts)
@@ -262,7 +239,7 @@ def _concatenated(pieces: Pieces) -> np.ndarray:
 
 
 def _padded(taken: list[Any], padding: int, like: Any) -> list[Any]:
-    """What a share takes of a role, and rows of zeros."""
+    """What a shard takes of a role, and rows of zeros."""
     return [*taken, np.zeros((padding, *like.shape[1:]), like.dtype)] if padding else taken
 
 

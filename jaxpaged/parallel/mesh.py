@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.checks import check
-from jaxpaged.parallel.shards import DATA, MODEL
+from jaxpaged.models.shards import DATA, MODEL
 
 # An array of shards is theirs one after the other, along its first axis; or the same on each device.
 BY_SHARD, ON_EACH = PartitionSpec(MODEL), PartitionSpec()
@@ -35,25 +35,25 @@ def mesh_of(size: int, groups: int = 1, num_processes: int = 1) -> Mesh:
     return Mesh(np.array(devices).reshape(groups, size), (DATA, MODEL))
 
 
-def num_groups(mesh: Mesh | None) -> int:
+def num_replicas(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[DATA]
 
 
-def by_group(mesh: Mesh | None, specs: Any) -> Any:
+def per_replica(mesh: Mesh | None, specs: Any) -> Any:
     """Where arrays lie that each group has of its own, from where a group's lie: with several groups they
     have one more axis, the first, for the groups.
     """
-    if num_groups(mesh) == 1:
+    if num_replicas(mesh) == 1:
         return specs
     return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs)
 
 
-def of_group(tree: Any) -> Any:
+def drop_replica_axis(tree: Any) -> Any:
     """What a device has of such arrays, without their first axis."""
     return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
 
 
-def as_group(tree: Any) -> Any:
+def add_replica_axis(tree: Any) -> Any:
     """With it."""
     return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), tree)
 
@@ -77,11 +77,11 @@ def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
 
 
 def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Model:
-    """The model whose arrays are those of its shares, which `load` loads by their numbers, one after the
+    """The model whose arrays are those of its shards, which `load` loads by their numbers, one after the
     other, each where it will be: nothing is copied, and no device has more than its own at any time. Other
     groups' devices have theirs from the first group's, and other processes load theirs.
     """
-    devices = mesh.devices  # [groups, shares]
+    devices = mesh.devices  # [groups, shards]
     here = [i for i, device in enumerate(devices[0]) if device.process_index == jax.process_index()]
 
     def loaded(number: int) -> tuple[nnx.GraphDef, list[nnx.State]]:
@@ -89,9 +89,9 @@ def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Mo
             graphdef, state = nnx.split(load(number))
         return graphdef, [jax.device_put(state, device) for device in devices[:, number]]
 
-    shares = [loaded(number) for number in here]
-    states = [states[group] for group in range(devices.shape[0]) for _, states in shares]
-    return nnx.merge(shares[0][0], jax.tree.map(lambda *parts: _joined(mesh, parts), *states))
+    shards = [loaded(number) for number in here]
+    states = [states[group] for group in range(devices.shape[0]) for _, states in shards]
+    return nnx.merge(shards[0][0], jax.tree.map(lambda *parts: _joined(mesh, parts), *states))
 
 
 def from_host(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:

@@ -6,7 +6,7 @@ a connection, never inside a collective, and a process that has gone is noticed 
 by one that waits for its devices.
 
 What they send each other is data (`messages`), over connections on which both ends have proved that they have
-one key (`jaxpaged.channel`): made from the secret that all processes were given, or, on loopback without one,
+one key (`channel`): made from the secret that all processes were given, or, on loopback without one,
 drawn by process 0 and told by way of JAX. JAX's own connections between processes have no key at all.
 """
 
@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,9 +30,10 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from jaxpaged.channel import LEAST_KEY_BYTES, Channel
 from jaxpaged.checks import InputError, shown
 from jaxpaged.parallel import messages
+from jaxpaged.parallel.calls import SendCall
+from jaxpaged.parallel.channel import LEAST_KEY_BYTES, Channel
 
 START_SECONDS = 120  # for all processes to come
 LEAVE_SECONDS = 5  # for JAX to take leave of the others
@@ -43,8 +44,6 @@ MOST_BYTES = 2**34  # of a message
 SECRET, SECRET_FILE = "JAXPAGED_SECRET", "JAXPAGED_SECRET_FILE"
 # A machine that has gone without a word is noticed after 3 + 3 * 2 seconds.
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
-
-type Call = Callable[[str, Sequence[Any]], Any]
 
 
 class Line:
@@ -146,7 +145,7 @@ class Follower:
             raise SystemExit(f"jaxpaged: {_has_ended(0, self._num_processes)}")
         self._waits = False
 
-    def follow(self, call: Call) -> NoReturn:
+    def follow(self, call: SendCall) -> NoReturn:
         """Make the calls that process 0 makes, until it ends; then raise `SystemExit`, without an error."""
         self._waits = True
         if threading.current_thread() is threading.main_thread():

@@ -21,9 +21,10 @@ from jaxpaged.models import loading
 from jaxpaged.models.attention import AttentionBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.replay.dump import Dump, kv_of, put_kv, without_layers
+from jaxpaged.sampling_state import tokens_of
 from jaxpaged.step import loop, scheduler
 from jaxpaged.step.scheduler import Decision
-from jaxpaged.step.state import EngineState, Phase, Rows, tokens_of, without_kv
+from jaxpaged.step.state import EngineState, Phase, Rows, without_kv
 
 
 @dataclass(frozen=True)

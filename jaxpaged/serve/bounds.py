@@ -10,16 +10,10 @@ from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
-from jaxpaged.bounds import (
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    MAX_STOP_CHARS,
-    MAX_STOP_TOKENS,
-    MAX_STOPS,
-)
 from jaxpaged.checks import MAX_SALT_CHARS
+from jaxpaged.sampling_state import MAX_EDITS
 from jaxpaged.serve.replies import ApiError
-from jaxpaged.step.state import MAX_EDITS
+from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
 
 PIECE = 2**16  # bytes that are looked at together
 QUOTE, BACKSLASH, COMMA, COLON = (ord(char) for char in '"\\,:')

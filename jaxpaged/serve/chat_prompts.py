@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpaged.api.async_llm import TOKENIZED_HERE, AsyncLLM
-from jaxpaged.chat import Template, render
 from jaxpaged.checks import InputError, shown
-from jaxpaged.conversations import check_tools, read_messages
 from jaxpaged.serve.bounds import size_of
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS, detected
 from jaxpaged.serve.tools import Form
+from jaxpaged.text.conversations import check_tools, read_messages
+from jaxpaged.text.templates import Template, render
 
 MANY = 64  # messages: more, and calls, whose arguments may be long, are written in another thread
 HARMONY = "openai_gptoss"  # the one form in which even a plain answer can't be read without a parser

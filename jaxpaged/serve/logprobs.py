@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.api.outputs import Logprob
-from jaxpaged.detokenizer import Detokenizer
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.vocabulary import vocabulary_of
+from jaxpaged.text.detokenizer import Detokenizer
+from jaxpaged.text.vocabulary import vocabulary_of
 
 LEAST = -9999.0  # JSON has no infinity
 NEARBY = 8  # characters in which a token of a prompt is looked for, where it is not at its place

@@ -4,9 +4,9 @@ import dataclasses
 import ipaddress
 from typing import Literal, get_args
 
-from jaxpaged.chat import CONTENT_FORMATS, ContentFormat
 from jaxpaged.checks import check, checked_bool, checked_choice, checked_int, checked_number
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
+from jaxpaged.text.templates import CONTENT_FORMATS, ContentFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 TOOL_PARSER_NAMES = ("auto", *sorted(TOOL_PARSERS))

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxpaged.checks import InputError, checked_int, shown
-from jaxpaged.conversations import read_items
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import TokenNames, chat_logprobs
 from jaxpaged.serve.replies import ApiError, event, reply
@@ -18,6 +17,7 @@ from jaxpaged.serve.response_items import Event, Items, chat_tools
 from jaxpaged.serve.schemas import ResponsesRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 from jaxpaged.serve.tools import AnswerPieces, Form
+from jaxpaged.text.conversations import read_items
 
 router = APIRouter(route_class=JsonRoute)
 

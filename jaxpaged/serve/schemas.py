@@ -4,17 +4,16 @@ null stands for a field that is not given. Of other fields those that vLLM knows
 table in `jaxpaged.vllm_names`; what vLLM does not know either is ignored, as by vLLM.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
 
-from jaxpaged.chat import template_kwargs
 from jaxpaged.checks import InputError, is_int
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import FROM_MODEL, RequestOutputKind, SamplingParams
 from jaxpaged.serve.bounds import first_error_only
+from jaxpaged.text.templates import template_kwargs
 from jaxpaged.vllm_names.judge import FIELD_NAMES, passes
 
-Number = float | None
 Count = int | None
 
 
@@ -66,62 +65,26 @@ class StreamOptions(Body):
         return bool(self.include_usage or self.continuous_usage_stats)
 
 
-class Drawn(Queued):
+# The fields that `SamplingParams` has for requests of all kinds, each with what it is where it is not given.
+OPTIONS: dict[str, Any] = {
+    name: (kind, option.default) if kind is bool else (kind | None, None)
+    for name, option in SamplingParams.__dataclass_fields__.items()
+    if (kind := option.metadata.get("field")) is not None
+}
+_OptionFields: Any = create_model("_OptionFields", __base__=Queued, **OPTIONS)
+
+
+class Drawn(_OptionFields):
     """What chooses tokens, the same for all kinds of requests; None for the model's or the engine's own."""
 
-    temperature: Number = None
-    top_p: Number = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: Number = None
-    frequency_penalty: Number = None
-    logit_bias: dict[str, float] | None = None
     stream: bool | None = False
-    # vLLM's
-    top_k: int | None = None
-    min_p: Number = None
-    repetition_penalty: Number = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
-
-    SAME: ClassVar[tuple[str, ...]] = (
-        "temperature",
-        "top_p",
-        "seed",
-        "stop",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "min_tokens",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "allowed_token_ids",
-        "bad_words",
-        "truncate_prompt_tokens",
-        "truncation_side",
-    )
 
     def params(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **more: Any
     ) -> SamplingParams:
         """Return the engine's; what is not given is as the model's makers have it. Raises `InputError`."""
-        given = {name: value for name in self.SAME if (value := getattr(self, name)) is not None}
-        own = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        same = {name: getattr(defaults, name) for name in own}
+        given = {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
+        same = {name: getattr(defaults, name) for name in FROM_MODEL}
         kind = RequestOutputKind.DELTA
         return SamplingParams.from_optional(
             **same | given | {"max_tokens": max_tokens, "logprobs": logprobs, "output_kind": kind} | more

@@ -1,9 +1,8 @@
 """The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,19 +20,13 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import put
-from jaxpaged.parallel.mesh import (
-    BY_SHARD,
-    ON_EACH,
-    as_group,
-    by_group,
-    num_groups,
-    of_group,
-    on_each_shard,
-)
+from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.sampling import Scores
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.program import PerReplica, PerShard, Static, program
+from jaxpaged.step.report import Report
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
     MAX_STEPS,
@@ -47,104 +40,17 @@ from jaxpaged.step.state import (
 from jaxpaged.step.step import Model, PromptScores, advance, no_prompt_scores, step
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Report:
-    """What the host wants to know of a run. Copies: it can be read while the next run has the state."""
-
-    phase: Int[Array, " rows"]
-    arrival: Int[Array, " rows"]  # which request is in each row
-    num_tokens: Int[Array, " rows"]
-    finish_reason: Int[Array, " rows"]
-    num_hit_tokens: Int[Array, " rows"]
-    origin: Int[Array, " rows"]  # in which row what it holds was when the run began; its own, but of beams
-    cum_logprob: Float[Array, " rows"]  # of beams, and of what has ended of them
-    beam_rank: Int[Array, " rows"]
-    new_token_ids: Int[Array, "rows max_steps"]  # the row's last so many tokens, its newest at the end
-    new_scores: Scores | None  # the same tokens', from `recent_scores`, where they are wanted
-    num_free_blocks: Int[Array, ""]
-    num_cached_blocks: Int[Array, ""]  # free ones whose content can still be found
-    prompt_scores: PromptScores | None  # of the last step's prompt tiles; None where it was not fetched
-    counters: Int[Array, " counters"]  # by `Counter`
-    status: Int[Array, ""]
-
-
-# Of each shard its own are, beside K and V, these arguments of programs; and of each group these.
-OF_SHARDS = ("params", "adapters", "weights", "arrays", "kv_cache")
-OF_GROUPS = ("state", "carry", "rows", "token_ids", "tokens", "told", "origin")
-
-
-def program(
-    *,
-    static: tuple[str, ...] = (),
-    donate: str = "",
-    gives: Callable[[dict[str, Any]], Any] | None = None,
-    of_groups: bool = True,
-) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function of one device's arrays, or, called with `mesh`, of all its shards' arrays, which
-    each shard computes of its own, and each group of devices, where there are several: then its arguments of
-    `OF_GROUPS` and what it gives have an axis more, the first, for the groups.
-
-    `static` are arguments that it is compiled for, `donate` one that is donated. `gives`: where results lie,
-    from where the arguments do, by name; without it that is found by running it for shapes. `of_groups`:
-    False where all groups have the same results.
-    """
-
-    def made(function: Callable[..., Any]) -> Any:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call(*args: Any, mesh: Mesh | None = None, **options: Any) -> Any:
-            if mesh is None:
-                return function(*args, **options)
-            given = signature.bind(*args, **options).arguments
-            arrays = {name: value for name, value in given.items() if name not in static}
-            fixed = functools.partial(function, **{name: given[name] for name in given.keys() & {*static}})
-            specs = {name: BY_SHARD if name in OF_SHARDS else specs_of(x) for name, x in arrays.items()}
-            if num_groups(mesh) == 1 or not of_groups:
-                results = gives(specs) if gives else specs_of(jax.eval_shape(fixed, **arrays))
-                local = on_each_shard(lambda arrays: fixed(**arrays), mesh, (specs,), results)
-                return local(arrays)
-
-            def of_one(arrays: dict[str, Any]) -> Any:
-                return fixed(**{k: of_group(x) if k in OF_GROUPS else x for k, x in arrays.items()})
-
-            results = gives(specs) if gives else specs_of(jax.eval_shape(of_one, arrays))
-            specs = {k: by_group(mesh, its) if k in OF_GROUPS else its for k, its in specs.items()}
-            local = on_each_shard(
-                lambda arrays: as_group(of_one(arrays)), mesh, (specs,), by_group(mesh, results)
-            )
-            return local(arrays)
-
-        mesh = inspect.Parameter("mesh", inspect.Parameter.KEYWORD_ONLY, default=None)
-        call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), mesh])  # type: ignore[attr-defined]
-        return jax.jit(call, static_argnames=(*static, "mesh"), donate_argnames=donate or ())
-
-    return made
-
-
-def specs_of(tree: Any) -> Any:
-    """Where the arrays of a state, or of what is told of it, lie: K and V by shard, the rest on each."""
-
-    def of(path: tuple[Any, ...], _: Any) -> Any:
-        return BY_SHARD if any(getattr(key, "name", None) == "kv_cache" for key in path) else ON_EACH
-
-    return jax.tree_util.tree_map_with_path(of, tree)
-
-
-@program(
-    static=("kv_cache", "num_rows", "max_model_len", "vocab_size", "prefix_caching", "policy", "lora"),
-)
+@program()
 def create(
-    kv_cache: KVCache,
+    kv_cache: Static[KVCache],
     *,
-    num_rows: int,
-    max_model_len: int,
-    vocab_size: int,
-    prefix_caching: bool,
-    policy: Policy,
-    lora: bool = False,
-) -> EngineState:
+    num_rows: Static[int],
+    max_model_len: Static[int],
+    vocab_size: Static[int],
+    prefix_caching: Static[bool],
+    policy: Static[Policy],
+    lora: Static[bool] = False,
+) -> PerReplica[EngineState]:
     """A state without requests, with zeros for K and V of these shapes; in one program, for outside of one
     each shape is compiled by itself.
     """
@@ -161,16 +67,16 @@ def create(
     return create_state(tables, zeros, max_model_len, vocab_size, lora=lora)
 
 
-@program(static=("graphdef", "config"), donate="state", gives=lambda specs: (specs["state"], ON_EACH))
+@program(donate="state", results=lambda specs: (specs["state"], ON_EACH))
 def run(
-    graphdef: nnx.GraphDef,
-    params: nnx.State,
-    state: EngineState,
+    graphdef: Static[nnx.GraphDef],
+    params: PerShard[nnx.State],
+    state: PerReplica[EngineState],
     limits: Int[Array, "2"],
     host_has_more: Bool[Array, ""],
     *,
-    config: StepConfig,
-) -> tuple[EngineState, Report]:
+    config: Static[StepConfig],
+) -> PerReplica[tuple[EngineState, Report]]:
     """Step until all rows are done, or as much is done as `limits` allow.
 
     If the host has more requests than rows, stop also when a row is free and no request waits in another; and
@@ -262,30 +168,30 @@ def run_by_host(
     return state, report(state, told, origin, mesh=mesh)
 
 
-@program(static=("config",), gives=lambda specs: ON_EACH)
+@program(results=lambda specs: ON_EACH)
 def before_run(
-    state: EngineState, limits: Int[Array, "2"], host_has_more: Bool[Array, ""], *, config: StepConfig
-) -> tuple[tuple[Made, PromptScores, Int[Array, " rows"]], Bool[Array, ""]]:
+    state: PerReplica[EngineState],
+    limits: Int[Array, "2"],
+    host_has_more: Bool[Array, ""],
+    *,
+    config: Static[StepConfig],
+) -> PerReplica[tuple[tuple[Made, PromptScores, Int[Array, " rows"]], Bool[Array, ""]]]:
     """What a run by the host carries beside the state, before its first step, and whether it makes one."""
     carry = _before(state, config)
     return carry[1:], _goes_on(carry, limits, host_has_more)
 
 
-@program(
-    static=("graphdef", "config", "one_of_several"),
-    donate="carry",
-    gives=lambda specs: (specs["carry"], ON_EACH),
-)
+@program(donate="carry", results=lambda specs: (specs["carry"], ON_EACH))
 def run_step(
-    graphdef: nnx.GraphDef,
-    params: nnx.State,
-    carry: Carry,
+    graphdef: Static[nnx.GraphDef],
+    params: PerShard[nnx.State],
+    carry: PerReplica[Carry],
     limits: Int[Array, "2"],
     host_has_more: Bool[Array, ""],
     *,
-    config: StepConfig,
-    one_of_several: bool = False,
-) -> tuple[Carry, Bool[Array, ""]]:
+    config: Static[StepConfig],
+    one_of_several: Static[bool] = False,
+) -> PerReplica[tuple[Carry, Bool[Array, ""]]]:
     """One step of a run by the host, and whether it makes another. What was carried is donated.
 
     A group that is one of several makes none if its own run is over.
@@ -304,8 +210,10 @@ def run_step(
     return carry, _goes_on(carry, limits, host_has_more)
 
 
-@program(gives=lambda specs: ON_EACH)
-def report(state: EngineState, told: PromptScores, origin: Int[Array, " rows"]) -> Report:
+@program(results=lambda specs: ON_EACH)
+def report(
+    state: PerReplica[EngineState], told: PerReplica[PromptScores], origin: PerReplica[Int[Array, " rows"]]
+) -> PerReplica[Report]:
     rows, pool = state.rows, state.tables.pool
     return Report(
         phase=rows.phase,
@@ -333,24 +241,26 @@ def _newest_tokens(rows: Rows) -> Int[Array, "rows max_steps"]:
     return rows.token_ids.at[row, window].get(mode="clip")
 
 
-@program(gives=lambda specs: ON_EACH)
-def recent_scores(state: EngineState) -> Scores:
+@program(results=lambda specs: ON_EACH)
+def recent_scores(state: PerReplica[EngineState]) -> PerReplica[Scores]:
     """The scores of the tokens that a report has. Beside it, for most runs need none."""
     first = jnp.maximum(state.rows.num_tokens - MAX_STEPS, 0)
     place = (first[:, None] + jnp.arange(MAX_STEPS)) % MAX_STEPS
     return jax.tree.map(lambda ring: ring[jnp.arange(place.shape[0])[:, None], place], state.scores)
 
 
-@program(donate="state", gives=lambda specs: specs["state"])
-def submit(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
+@program(donate="state", results=lambda specs: specs["state"])
+def submit(
+    state: PerReplica[EngineState], requests: Rows, rows: PerReplica[Int[Array, " n"]]
+) -> PerReplica[EngineState]:
     """Put new requests into free rows (see `state.place_requests`); the state is donated."""
     return place_requests(state, requests, rows)
 
 
-@program(donate="token_ids", gives=lambda specs: ON_EACH)
+@program(donate="token_ids", results=lambda specs: ON_EACH)
 def write_tokens(
-    token_ids: Int[Array, "rows max_model_len"], tokens: Int[Array, "3 n"]
-) -> Int[Array, "rows max_model_len"]:
+    token_ids: PerReplica[Int[Array, "rows max_model_len"]], tokens: PerReplica[Int[Array, "3 n"]]
+) -> PerReplica[Int[Array, "rows max_model_len"]]:
     """The rows' tokens with new ones: of each its row (beyond all: none), its position, and itself.
 
     What was given is donated.
@@ -359,30 +269,30 @@ def write_tokens(
     return token_ids.at[row, position].set(token, mode="drop")
 
 
-@program(static=("graphdef",), donate="adapters", gives=lambda specs: BY_SHARD, of_groups=False)
+@program(donate="adapters", results=lambda specs: BY_SHARD)
 def put_adapter(
-    graphdef: nnx.GraphDef,
-    adapters: nnx.State,
-    weights: nnx.State,
-    arrays: Mapping[str, tuple[Float[Array, "..."], Float[Array, "..."]]],
+    graphdef: Static[nnx.GraphDef],
+    adapters: PerShard[nnx.State],
+    weights: PerShard[nnx.State],
+    arrays: PerShard[Mapping[str, tuple[Float[Array, "..."], Float[Array, "..."]]]],
     place: Int[Array, ""],
-) -> nnx.State:
+) -> PerShard[nnx.State]:
     """The model's room for adapters with one more in it: see `lora.put`. What was given is donated."""
     model = nnx.merge(graphdef, adapters, weights)
     put(model, arrays, place)
     return nnx.state(model, AdapterParam)
 
 
-@program(donate="state", gives=lambda specs: specs["state"])
-def reset_prefix_cache(state: EngineState) -> EngineState:
+@program(donate="state", results=lambda specs: specs["state"])
+def reset_prefix_cache(state: PerReplica[EngineState]) -> PerReplica[EngineState]:
     """Forget what can be found of former requests; none may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
     tables = replace(state.tables, pool=pool)
     return replace(state, tables=tables, status=state.status | info.status)
 
 
-@program(donate="state", gives=lambda specs: specs["state"])
-def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
+@program(donate="state", results=lambda specs: specs["state"])
+def abort(state: PerReplica[EngineState], arrivals: Int[Array, " n"]) -> PerReplica[EngineState]:
     """End the unfinished requests with these arrivals, where they still are, with reason ABORT.
 
     An arrival that is in no row, -1 for one, does nothing. The state is donated.

@@ -1,7 +1,7 @@
 """EngineState: everything the compiled loop knows, as one immutable pytree."""
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate
 
@@ -11,18 +11,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
 from jaxpaged.memory.block_table import AppendInfo, BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
-from jaxpaged.sampling import LogitRules, SamplingState, Scores, no_scores
+from jaxpaged.sampling import Scores, no_scores
+from jaxpaged.sampling_state import LogitRules, SamplingState, neutral_rows
 
 # Steps that one run of the loop makes at most, and so tokens a row that one report has room for.
 MAX_STEPS = 32
-# Room in a row's line for the tokens of `logit_bias` and of `bad_words`.
-MAX_EDITS = 1024
 
 
 class Phase(enum.IntEnum):
@@ -191,7 +189,6 @@ def empty_rows(num_rows: int, max_model_len: int, vocab_size: int, *, lora: bool
     """Rows without requests, as NumPy arrays: what the host fills in to submit. `lora`: they may have
     adapters.
     """
-    words = cdiv(vocab_size, 32)
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
         return np.zeros((num_rows, *shape), dtype)
@@ -211,28 +208,8 @@ def empty_rows(num_rows: int, max_model_len: int, vocab_size: int, *, lora: bool
         finish_reason=zeros(),
         num_hit_tokens=zeros(),
         num_prompt_logprobs=zeros() - 1,
-        sampling=SamplingState(
-            temperature=zeros(dtype=np.float32),
-            top_k=zeros(),
-            top_p=zeros(dtype=np.float32) + 1,
-            min_p=zeros(dtype=np.float32),
-            seed=zeros(dtype=np.uint32),
-            num_logprobs=zeros() - 1,
-            has_rules=zeros(dtype=np.bool_),
-        ),
-        rules=LogitRules(
-            presence_penalty=zeros(dtype=np.float32),
-            frequency_penalty=zeros(dtype=np.float32),
-            repetition_penalty=zeros(dtype=np.float32) + 1,
-            least_num_tokens=zeros(),
-            stop_tokens=zeros(words, dtype=np.uint32),
-            is_restricted=zeros(dtype=np.bool_),
-            allowed=zeros(words, dtype=np.uint32),
-            num_edits=zeros(),
-            edit_ids=zeros(MAX_EDITS),
-            edit_values=zeros(MAX_EDITS, dtype=np.float32),
-            edit_prefix=zeros(MAX_EDITS),
-        ),
+        sampling=neutral_rows(SamplingState, num_rows, vocab_size),
+        rules=neutral_rows(LogitRules, num_rows, vocab_size),
         beams=Beams(
             width=zeros(),
             head=zeros(),
@@ -242,19 +219,6 @@ def empty_rows(num_rows: int, max_model_len: int, vocab_size: int, *, lora: bool
             rank=zeros(),
         ),
     )
-
-
-def token_bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """A set of tokens as `sampling.has_token` reads it: uint32, [cdiv(vocab_size, 32)]."""
-    is_member = np.zeros(cdiv(vocab_size, 32) * 32, bool)
-    is_member[list(token_ids)] = True
-    return np.packbits(is_member, bitorder="little").view("<u4")
-
-
-def tokens_of(bits: np.ndarray) -> set[int]:
-    """What `token_bits` was made of."""
-    octets = np.ascontiguousarray(bits, "<u4").view(np.uint8)
-    return set(np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist())
 
 
 def create_tables(

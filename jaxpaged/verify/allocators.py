@@ -36,7 +36,7 @@ from jaxpaged.checks import (
     shown,
 )
 from jaxpaged.untrusted import read_json
-from jaxpaged.verify import adapters, class_lockstep
+from jaxpaged.verify import class_lockstep, frameworks
 from jaxpaged.verify.history import VERBS, History
 
 KINDS = (*class_lockstep.GENERATIONS, "policy")
@@ -115,7 +115,7 @@ def verify_allocator(
     except ImportError as error:
         raise InputError("histories need hypothesis: pip install 'jaxpaged[verify]'") from error
 
-    name = name or adapters.path_of(theirs)
+    name = name or frameworks.path_of(theirs)
     make = maker(theirs, kind, name, policy)
     start = time.monotonic()
     for number, (size, count) in enumerate(_shares(histories, block_sizes)):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.checks import checked_choice
-from jaxpaged.verify import adapters, cache_cases, cases, ragged, tiles
+from jaxpaged.verify import cache_cases, cases, frameworks, ragged, tiles
 
 IGNORED = {"partition_size"}  # who has no parameter for it does without
 NEUTRAL: dict[str, Any] = {"kv_layout": "token_major", "sliding_window": None, "soft_cap": None}
@@ -49,7 +49,7 @@ class Terms:
     without: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        checked_choice("arrays", self.arrays, adapters.FRAMEWORKS)
+        checked_choice("arrays", self.arrays, frameworks.FRAMEWORKS)
         checked_choice("stale", self.stale, cases.STALE)
         checked_choice("padding", self.padding, cases.PADDING)
         if self.weights is not None:
@@ -228,7 +228,7 @@ def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> 
         raise NotServed(why)
     arrays, options = operation.arguments(case, terms)
     options = {name: _as(terms.arrays, v) for name, v in _asked(function, options).items()}
-    given = _mapped(adapters.to(terms.arrays), _mapped(np.copy, arrays))  # the case's own are shared
+    given = _mapped(frameworks.to(terms.arrays), _mapped(np.copy, arrays))  # the case's own are shared
     before = _mapped(np.copy, arrays)
     try:
         out = function(*given, **options)
@@ -243,7 +243,7 @@ def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> 
         # What is donated, or written to in place, may change.
         if place not in operation.results and not _same(before[place], after):
             raise WrongResult(f"{case}: the function has changed its argument {place}")
-    got = tuple(map(adapters.to_numpy, out if isinstance(out, (tuple, list)) else (out,)))
+    got = tuple(map(frameworks.to_numpy, out if isinstance(out, (tuple, list)) else (out,)))
     try:
         return list(operation.compared(case, got, terms))
     except WrongResult as error:
@@ -252,7 +252,7 @@ def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> 
 
 def _asked(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options without what is neutral and has no parameter. Raises: NotServed for others without one."""
-    accepted = adapters.keywords_of(function)
+    accepted = frameworks.keywords_of(function)
     options = {n: v for n, v in options.items() if n not in NEUTRAL or v != NEUTRAL[n]}
     if accepted is None:
         return options
@@ -262,7 +262,7 @@ def _asked(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, A
 
 
 def _as(framework: str, value: Any) -> Any:
-    return adapters.to(framework)(value.copy()) if isinstance(value, np.ndarray) and value.ndim else value
+    return frameworks.to(framework)(value.copy()) if isinstance(value, np.ndarray) and value.ndim else value
 
 
 def _mapped(do: Callable[[Any], Any], arrays: list[Any]) -> list[Any]:
@@ -272,4 +272,4 @@ def _mapped(do: Callable[[Any], Any], arrays: list[Any]) -> list[Any]:
 def _same(before: Any, after: Any) -> bool:
     if isinstance(before, list):
         return all(map(_same, before, after))
-    return before.tobytes() == adapters.to_numpy(after).tobytes()
+    return before.tobytes() == frameworks.to_numpy(after).tobytes()

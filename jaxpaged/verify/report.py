@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.verify import adapters, shrinking
+from jaxpaged.verify import frameworks, shrinking
 from jaxpaged.verify.kernels import Case, NotServed, Terms, WrongResult, cases_of, check
 
 
@@ -125,7 +125,7 @@ def verify_kernel(
     smallest = shrinking.smallest_case(
         first, lambda case: _outcome(function, op, case, terms).wrong is not None, shrink_seconds
     )
-    path, seconds = name or adapters.path_of(function), time.monotonic() - start
+    path, seconds = name or frameworks.path_of(function), time.monotonic() - start
     return dataclasses.replace(
         report,
         smallest=smallest,

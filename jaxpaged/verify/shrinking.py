@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.verify import adapters, kernels
+from jaxpaged.verify import frameworks, kernels
 from jaxpaged.verify.cases import call_of
 from jaxpaged.verify.kernels import Case, Terms
 
@@ -173,7 +173,7 @@ def save(folder: Path, path: str, function: Callable[..., Any], op: str, case: C
         },
         "types": {name: array.dtype.name for name, array in entries.items()},
     }
-    bits = {n: a if adapters.is_numpys(a.dtype) else a.view(f"u{a.itemsize}") for n, a in entries.items()}
+    bits = {n: a if frameworks.is_numpys(a.dtype) else a.view(f"u{a.itemsize}") for n, a in entries.items()}
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{path.rpartition(':')[2].replace('.', '-') or 'function'}-{op}.npz"
     np.savez(file, allow_pickle=False, about=np.array(json.dumps(said)), **bits)

@@ -237,7 +237,7 @@ def test_the_loop_compiles_once_whatever_comes():
     driver = tiny.driver(**tiny.SMALL)
     assert driver.kept_run is not None  # compiled for its sizes: others it refuses
     programs = loop.submit, loop.write_tokens, loop.abort
-    compiled = [program._cache_size() for program in programs]
+    compiled = [program.num_compiled() for program in programs]
     for seed in range(3):
         lengths = np.random.default_rng(seed).integers(1, 90, 7).tolist()
         mixes = [*MIXES, {"logprobs": 5, "prompt_logprobs": 2}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}]
@@ -246,7 +246,7 @@ def test_the_loop_compiles_once_whatever_comes():
         driver.turn()
         driver.abort(ids[2:4])
         tiny.drain(driver)
-    assert [program._cache_size() for program in programs] == compiled
+    assert [program.num_compiled() for program in programs] == compiled
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_an_answer_is_the_same_in_any_company(driver, folder):
 
 def test_more_adapters_than_there_is_room_for_take_turns_and_compile_nothing(folder):
     driver = tiny_lora.driver(folder)
-    compiled = loop.put_adapter._cache_size()
+    compiled = loop.put_adapter.num_compiled()
     prompts = tiny.prompts([12] * 7, seed=2)
     seeds = [0, 1, 2, 3, 4, None, 3]
     ids = submit(driver, folder, zip(seeds, prompts, strict=True))
@@ -83,7 +83,7 @@ def test_more_adapters_than_there_is_room_for_take_turns_and_compile_nothing(fol
     found = tiny.drain(driver)
     for request_id, seed, prompt in zip(ids, seeds, prompts, strict=True):
         assert found[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8)
-    assert loop.put_adapter._cache_size() == compiled
+    assert loop.put_adapter.num_compiled() == compiled
     tiny.assert_nothing_is_held(driver)
 
 

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from jaxpaged import replay
 from jaxpaged.batch import prompt_files
 from jaxpaged.checks import InputError
-from jaxpaged.conversations import read_items, read_messages
 from jaxpaged.engine.driver import CALL_CLASSES
 from jaxpaged.handover.blocks import Blocks, Kind
 from jaxpaged.lab import traces
@@ -38,6 +37,7 @@ from jaxpaged.serve.schemas import (
 )
 from jaxpaged.serve.tools import Form, ToolDeltas
 from jaxpaged.step.state import empty_rows
+from jaxpaged.text.conversations import read_items, read_messages
 from jaxpaged.verify import allocators
 from jaxpaged.verify.history import History
 from tests import tiny, tiny_lora

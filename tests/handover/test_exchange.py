@@ -44,7 +44,7 @@ BESIDE = loop.submit, loop.write_tokens, loop.report, loop.recent_scores, loop.a
 
 
 def num_compiled(programs=PROGRAMS):
-    return [program._cache_size() for program in programs]
+    return [program.num_compiled() for program in programs]
 
 
 def answer(engine, prompt, **options):

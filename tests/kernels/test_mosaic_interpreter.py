@@ -92,6 +92,11 @@ LEAN = {
         case("int8_per_head"),
     ),
 }  # fmt: skip
+# Others have their features too: windows, sizes of blocks, sinks, a sparse pattern, a row without tokens.
+NOT_QUICK = {
+    "only_padding", "window over tiles, blocks of 128, group of 16", "sinks, blocks of 256, head_dim 256",
+    "float8_e5m2, sparse by query head", "around a tile, head_dim 112", "int8_per_head",
+}  # fmt: skip
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 SHORT = Partitioning(
     64, 3
@@ -120,7 +125,10 @@ def interpret(c: Case, version: str) -> np.ndarray:
 
 def chosen(version: str) -> list[Any]:
     cases = {c.name: c for c in (*LEAN[version], *(CASES if EXHAUSTIVE else ()))}
-    return [pytest.param(c, version, id=f"{version}-{name}") for name, c in cases.items()]
+    return [
+        pytest.param(c, version, id=f"{version}-{name}", marks=pytest.mark.slow if name in NOT_QUICK else [])
+        for name, c in cases.items()
+    ]
 
 
 @pytest.mark.parametrize(("c", "version"), [param for version in LEAN for param in chosen(version)])

@@ -47,7 +47,17 @@ def launch(c: Case, tiles: slice = slice(None)) -> np.ndarray:
     return np.asarray(jax.jit(operation)(*map(jnp.asarray, arrays)), np.float64)
 
 
-@pytest.mark.parametrize("c", CASES, ids=str)
+# Each takes two to four seconds. Together these have each dtype of a cache, kernel, kind of head and window.
+QUICK = {
+    "first tiles, padding", "window within a tile", "three heads, float16", "longest tiles, sinks",
+    "odd tiles, all at once", "two tokens", "float8 cache", "float8_e5m2 cache, head_dim 256",
+    "four tokens, int8 cache",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "c", [pytest.param(c, id=str(c), marks=[] if c.name in QUICK else pytest.mark.slow) for c in CASES]
+)
 def test_tiles_equal_the_oracle_without_a_race(
     c: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +103,7 @@ def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert unnoticed - OPTIONAL == {P_FENCE, V_FENCE}
 
 
+@pytest.mark.slow
 def test_every_barrier_of_who_widens_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     """The others are as above."""
     calls, unnoticed = unnoticed_calls(

@@ -17,7 +17,8 @@ from jaxpaged.memory.sizing import Budget
 from jaxpaged.models.decoder import abstract
 from jaxpaged.models.quantised.on_load import OnLoad
 from jaxpaged.sampling_params import MAX_LOGPROBS
-from jaxpaged.step.state import MAX_EDITS, MAX_STEPS
+from jaxpaged.sampling_state import MAX_EDITS
+from jaxpaged.step.state import MAX_STEPS
 from reference.v0.cache_engine import CacheEngine
 from tests import tiny
 

@@ -17,13 +17,12 @@ from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading, lora
+from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
-from jaxpaged.parallel.shards import Shards
-from jaxpaged.parallel.shares import Share
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError
 from jaxpaged.step import loop
-from jaxpaged.step.loop import specs_of
+from jaxpaged.step.program import specs_of
 from pallas_kernels.layouts import LAYOUTS, Fp8
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device
@@ -36,8 +35,8 @@ pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the proces
 
 def model_of(checkpoint, size, sums="fast"):
     """On so many devices."""
-    share = functools.partial(Share, checkpoint.config, Shards(size, sums))
-    return assembled(mesh_of(size), lambda i: checkpoint.model(FLOAT32, share=share(i)))
+    shard = functools.partial(Shard, checkpoint.config, Shards(size, sums))
+    return assembled(mesh_of(size), lambda i: checkpoint.model(FLOAT32, shard=shard(i)))
 
 
 def compiled(model, size, token_ids, adapter=None):
@@ -97,10 +96,10 @@ def test_an_adapter_in_shares_is_what_peft_merges(name):
     request = LoRARequest(name, 1, GOLDENS / "lora" / name)
 
     def load(number):
-        share = Share(checkpoint.config, Shards(2), number)
-        model = checkpoint.model(FLOAT32, share=share)
+        shard = Shard(checkpoint.config, Shards(2), number)
+        model = checkpoint.model(FLOAT32, shard=shard)
         lora.make_room(model, names, num_adapters=2, rank=9)
-        lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32, share), 1)
+        lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32, shard), 1)
         return model
 
     run, params = compiled(assembled(mesh_of(2), load), 2, golden["token_ids"], adapter=2)
@@ -130,7 +129,7 @@ def test_what_cannot_be_split_is_refused(size, message):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"tensor_parallel_size": 2, **tiny.SWAP}, id="2, swap"),
+        pytest.param({"tensor_parallel_size": 2, **tiny.SWAP}, id="2, swap", marks=pytest.mark.slow),
         pytest.param(
             {"tensor_parallel_size": 6, "tensor_parallel_sums": "ordered", "kv_layout": "all_layers"}
             | tiny.SMALL,
@@ -170,8 +169,8 @@ class Passes:
     """What `by_passes` does with a model and its caches, on two devices."""
 
     def __init__(self, config):
-        share = functools.partial(Share, config, Shards(2))
-        model = assembled(mesh_of(2), lambda i: tiny.load(FLOAT32, config, share=share(i)))
+        shard = functools.partial(Shard, config, Shards(2))
+        model = assembled(mesh_of(2), lambda i: tiny.load(FLOAT32, config, shard=shard(i)))
         graphdef, self.params = nnx.split(model)
 
         def run(params, cache, given, batch):
@@ -249,7 +248,7 @@ def test_blocks_go_to_as_many_devices():
     line = np.array(prompt, np.int32)
     want = tiny.generate(here, [prompt], tiny.greedy(12))
     assert tiny.generate(there, [prompt[::-1]], tiny.greedy(12)) != want
-    before = [each._cache_size() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)]
+    before = [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)]
     blocks, chain = here.export_blocks(line, None), here.locate(line, None)
     assert there.adopt_blocks(Blocks.from_bytes(blocks.to_bytes())) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
@@ -258,7 +257,7 @@ def test_blocks_go_to_as_many_devices():
     assert there.adopt(chain.token_ids, None, iter(here.pieces(chain))) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
-    assert [each._cache_size() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
+    assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
     assert_same_on_each(there._state)
     one = dataclasses.replace(blocks, kind=dataclasses.replace(blocks.kind, tensor_parallel_size=1))

@@ -11,8 +11,8 @@ from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.serve import batch, batch_files
 from jaxpaged.serve.batch_files import Output
 from jaxpaged.serve.options import ServerOptions
+from tests.commands.test_cli import FAST
 from tests.serve.conftest import TEMPLATE
-from tests.test_cli import FAST
 
 MOST = 20_000  # bytes of a body
 

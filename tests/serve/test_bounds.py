@@ -9,12 +9,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxpaged import InputError, SamplingParams
 from jaxpaged.api import tokens
-from jaxpaged.bounds import MAX_BAD_WORD_CHARS, MAX_STOPS
 from jaxpaged.checks import shown
 from jaxpaged.serve import bounds
 from jaxpaged.serve.bounds import Limits, Size, check_entries, measure, parsed
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.schemas import CompletionRequest
+from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_STOPS
 
 TEXTS = st.text(st.sampled_from('a"\\[]{},:/ \né😀'), max_size=6)
 VALUES = st.recursive(

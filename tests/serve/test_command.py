@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jaxpaged import cli
-from jaxpaged.serve import command
+from jaxpaged.commands.serve import KEY_VARIABLE, server_options
 from jaxpaged.serve.options import ServerOptions
 
 FAST = ["--max-num-seqs", "4", "--block-size", "8", "--dtype", "float32", "--max-num-batched-tokens", "132"]
@@ -71,11 +71,11 @@ def test_a_mistake_is_one_line(arguments, missing, message, capsys, monkeypatch)
 
 def test_options_reach_the_server(monkeypatch, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ tools }}")
-    monkeypatch.setenv(command.KEY_VARIABLE, "secret")
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
     text = "serve --host ::1 --port 0 --served-model-name a b --max-queue 3 --drain-seconds 2 "
     text += f"--chat-template {tmp_path}/t.jinja --allowed-origins http://x --log-level error"
-    args = cli._parser().parse_args(text.split())
-    assert command.server_options(args) == ServerOptions(
+    args = cli.parser().parse_args(text.split())
+    assert server_options(args) == ServerOptions(
         host="::1",
         port=0,
         api_keys=("secret",),
@@ -86,10 +86,10 @@ def test_options_reach_the_server(monkeypatch, tmp_path):
         allowed_origins=("http://x",),
         log_level="error",
     )
-    args = cli._parser().parse_args(["serve", "--api-key", "x", "--api-key", "y"])
-    assert command.server_options(args).api_keys == ("x", "y")
+    args = cli.parser().parse_args(["serve", "--api-key", "x", "--api-key", "y"])
+    assert server_options(args).api_keys == ("x", "y")
     text = """serve --allowed-origins ["http://x","y"] --lora-modules a=b {"name":"c","path":"d=e"}"""
-    options = command.server_options(cli._parser().parse_args(text.split()))
+    options = server_options(cli.parser().parse_args(text.split()))
     assert (options.allowed_origins, options.lora_modules) == (("http://x", "y"), ("a=b", "c=d=e"))
 
 

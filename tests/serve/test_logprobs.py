@@ -12,7 +12,7 @@ from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.serve.logprobs import CompletionLogprobs, Places, TokenNames, chat_logprobs
-from tests.test_detokenizer import DECODERS, LETTERS, made
+from tests.text.test_detokenizer import DECODERS, LETTERS, made
 
 BOS = 1
 PARROT = "Hi 🦜 é中"

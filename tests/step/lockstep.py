@@ -19,6 +19,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.models.attention import AttentionBatch, attend
 from jaxpaged.sampling import score
+from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
 from jaxpaged.step.config import StepConfig
@@ -32,7 +33,6 @@ from jaxpaged.step.state import (
     create_tables,
     empty_rows,
     place_requests,
-    token_bits,
 )
 from jaxpaged.step.step import step
 from jaxpaged.verify.generations import FREE_PROFILES

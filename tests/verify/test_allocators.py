@@ -47,7 +47,7 @@ def test_a_bug_is_found_and_its_history_repeats_it(
 ) -> None:
     module, _, name = mutant.path.partition(":")
     with planted(mutant, tmp_path) as theirs:
-        report = verify_allocator(theirs, mutant.what, save=tmp_path, shrink_seconds=2)
+        report = verify_allocator(theirs, mutant.what, save=tmp_path, shrink_seconds=0.5)
         assert not report.ok, report
         assert report.shortest, report  # how short is for those below, which take the time
         assert cli.main(["verify", "allocator", report.name, "--replay", str(report.saved)]) == 1

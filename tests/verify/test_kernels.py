@@ -12,7 +12,15 @@ import pytest
 
 from jaxpaged import cli
 from jaxpaged.checks import InputError
-from jaxpaged.verify import NotServed, Terms, WrongResult, adapters, cases_of, check, verify_kernel
+from jaxpaged.verify import (
+    NotServed,
+    Terms,
+    WrongResult,
+    cases_of,
+    check,
+    frameworks,
+    verify_kernel,
+)
 from jaxpaged.verify.cases import Case, call_of, case
 from pallas_kernels import ops
 from tests.verify.mutants import Mutant, planted
@@ -135,9 +143,9 @@ def test_an_array_of_any_framework_comes_back() -> None:
             return self.array.__dlpack_device__()
 
     want = np.arange(6, dtype=np.float32).reshape(2, 3)
-    np.testing.assert_array_equal(adapters.to_numpy(OnlyDlpack(want)), want)
-    small = adapters.to("jax")(want.astype(jnp.bfloat16))
-    assert adapters.to_numpy(small).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(frameworks.to_numpy(OnlyDlpack(want)), want)
+    small = frameworks.to("jax")(want.astype(jnp.bfloat16))
+    assert frameworks.to_numpy(small).dtype == jnp.bfloat16
     check(ops.copy_blocks, "copy_blocks", cases_of("copy_blocks")[4], Terms(arrays="jax"))
 
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpaged.conversations import strict_json
 from jaxpaged.serve.parsers.base import Arguments
+from jaxpaged.text.conversations import strict_json
 
 _LITERALS = {"True": True, "False": False, "None": None}  # as Python writes them, and models, too
 _MAX_DEPTH = 16  # of schemas within a schema

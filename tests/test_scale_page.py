@@ -5,16 +5,16 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged.lab import scale
-from jaxpaged.lab.scale import LLAMA_70B, Group
+from benchmarks import scale
+from benchmarks.scale import LLAMA_70B, Group
 from jaxpaged.lab.serving import roofline
 
-PAGE = Path(__file__).parents[2] / "docs/research/scale.md"
+PAGE = Path(__file__).parents[1] / "docs/research/scale.md"
 
 
 @pytest.mark.parametrize("name", scale.TABLES)
 def test_the_page_has_the_tables_of_the_model(name):
-    assert f"<!-- {name} -->\n{scale.TABLES[name]()}\n\n" in PAGE.read_text(), "python -m jaxpaged.lab.scale"
+    assert f"<!-- {name} -->\n{scale.TABLES[name]()}\n\n" in PAGE.read_text(), "python -m benchmarks.scale"
 
 
 def test_the_simulators_group_takes_as_long():

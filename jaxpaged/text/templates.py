@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from jaxpaged.checks import InputError, checked_choice
-from jaxpaged.conversations import Message, check_tools, joined, read_messages
+from jaxpaged.text.conversations import Message, check_tools, joined, read_messages
 
 __all__ = [
     "CONTENT_FORMATS",

@@ -4,24 +4,21 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxpaged.bench import offline_command
 from jaxpaged.checks import InputError, checked_int, checked_number
-from jaxpaged.serve.command import Commands, require
+from jaxpaged.commands.bench_offline import add_latency, add_throughput
+from jaxpaged.commands.parser import Commands, require
 
 LIMITS = ("ttft", "tpot", "e2e")
 WORKLOADS = ("ragged", "shared-prefix", "trace")
 
 
-def add_bench(
-    commands: Commands,
-    add_engine_options: offline_command.AddOptions,
-    engine_options: offline_command.EngineOptions,
-) -> None:
+def add_bench(commands: Commands) -> None:
+    """Add the command to the command line."""
     bench = commands.add_parser("bench", help="measure a server, or the engine")
     bench.set_defaults(command=lambda args: bench.print_help())
     kinds = bench.add_subparsers(metavar="WHAT", parser_class=type(bench))
-    offline_command.add_latency(kinds, add_engine_options, engine_options)
-    offline_command.add_throughput(kinds, add_engine_options, engine_options)
+    add_latency(kinds)
+    add_throughput(kinds)
     serve = kinds.add_parser("serve", help="load an OpenAI-compatible server, and tell how it bears it")
     serve.set_defaults(command=run)
     server = serve.add_argument_group("server")

@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 from jaxpaged.checks import InputError, checked_choice, checked_int, checked_number
+from jaxpaged.commands.parser import Commands, require
 from jaxpaged.config import EngineConfig
 from jaxpaged.lab.combination import UNBOUNDED, Combination
-from jaxpaged.serve.command import Commands, require
 
 if TYPE_CHECKING:
     from jaxpaged.lab.serving.replay import Served

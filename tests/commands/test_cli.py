@@ -13,6 +13,7 @@ from jaxpaged import cli
 from jaxpaged.api.llm import LLM
 from jaxpaged.batch import prompt_files
 from jaxpaged.checks import InputError
+from jaxpaged.commands.engine_options import engine_options
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
 from pallas_kernels import native
@@ -147,8 +148,8 @@ def test_a_text_file_has_a_prompt_a_line_and_chat_applies_the_template(model, ca
 )
 def test_engine_options_reach_the_engine(arguments, options):
     for command in ("generate", "info"):
-        args = cli._parser().parse_args([command, *arguments.split()])
-        assert cli._engine_options(args) == options
+        args = cli.parser().parse_args([command, *arguments.split()])
+        assert engine_options(args) == options
         EngineConfig(**options)
 
 
@@ -400,7 +401,7 @@ def three_answers(model, monkeypatch, tmp_path, interrupted=False, **stream):
             yield next(generate_each(*args, **kwargs))
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(LLM, "generate_each", breaks_off)
+        tiny.replace(monkeypatch, LLM, "generate_each", breaks_off)
     lines = [
         {"prompt_token_ids": [i], "max_tokens": n, "ignore_eos": True} for i, n in ((1, 40), (2, 2), (3, 2))
     ]

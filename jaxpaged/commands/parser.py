@@ -1,13 +1,19 @@
-"""The parser of the command's arguments. Imports nothing heavy."""
+"""The parser of the command line, exit codes, and what commands need. Imports nothing heavy."""
 
 import argparse
 import contextlib
+import importlib.util
 import sys
 from typing import Any, NoReturn
 
+from jaxpaged.checks import InputError
 from jaxpaged.vllm_names.flags import without_vllms
 
+EXIT_ERROR = 1  # not the user's mistake
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # as a shell reports Ctrl-C
+
+type Commands = Any  # what `add_subparsers` returns, for which argparse has no public name
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,3 +36,12 @@ class Parser(argparse.ArgumentParser):
         with contextlib.suppress(ValueError):  # of a stream that is closed
             self._print_message(f"jaxpaged: {' '.join(message.split())}\n", sys.stderr)
         sys.exit(EXIT_USER_ERROR)
+
+
+def require(packages: tuple[str, ...], extra: str) -> None:
+    """Check that packages are installed; raise `InputError` with what to install otherwise."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing).replace('_', '-')} is missing: pip install 'jaxpaged[{extra}]'"
+        )

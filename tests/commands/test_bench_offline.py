@@ -1,16 +1,16 @@
 """`jaxpaged bench latency` and `throughput`: what they ask, what they tell, and what they refuse."""
 
-import argparse
 import json
 
 import pytest
 
 from jaxpaged import cli
 from jaxpaged.api.llm import LLM
-from jaxpaged.bench import datasets, offline_command
+from jaxpaged.bench import datasets
 from jaxpaged.checks import InputError
+from jaxpaged.commands import bench_offline
 from tests import tiny, tiny_lora
-from tests.test_cli import FAST
+from tests.commands.test_cli import FAST
 from tests.tiny_gguf import write_gguf
 
 
@@ -41,11 +41,9 @@ def samples(llm):
     """Call it with flags of `bench throughput` for the requests that they mean."""
 
     def make(*flags):
-        commands = argparse.ArgumentParser().add_subparsers()
-        offline_command.add_throughput(commands, lambda parser: None, lambda args: {})
-        args = commands.choices["throughput"].parse_args([*flags])
-        offline_command._choose_dataset(args)
-        args.random_range_ratio = offline_command._ratios(args.random_range_ratio)
+        args = cli.parser().parse_args(["bench", "throughput", *flags])
+        bench_offline._choose_dataset(args)
+        args.random_range_ratio = bench_offline._ratios(args.random_range_ratio)
         return datasets.make(args, llm, args.num_prompts, args.seed)
 
     return make
@@ -64,7 +62,7 @@ def test_latency_tells_each_batch(bench):
     assert told["avg_latency"] == pytest.approx(sum(told["latencies"]) / 4)
     assert list(told["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
     # What an earlier batch has left would be found: without being asked, nothing is kept.
-    assert cli._parser().parse_args(["bench", "latency"]).enable_prefix_caching is False
+    assert cli.parser().parse_args(["bench", "latency"]).enable_prefix_caching is False
     assert told["percentiles"]["99"] <= max(told["latencies"])
     assert f"Avg latency: {told['avg_latency']} seconds" in out
     assert f"99% percentile latency: {told['percentiles']['99']} seconds" in out

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.checks import InputError
+from jaxpaged.commands.parser import Commands
 
 if TYPE_CHECKING:
     from jaxpaged.verify.kernels import Terms
@@ -17,8 +18,6 @@ OPERATIONS = (
     "paged_attention_v1", "paged_attention_v2", "tiled_paged_attention", "ragged_paged_attention",
     "reshape_and_cache", "copy_blocks", "swap_blocks", "merge",
 )  # fmt: skip
-
-Commands = Any  # argparse has no public name for it
 
 
 def add_verify(commands: Commands) -> None:
@@ -63,10 +62,10 @@ def _add_kernel(kinds: Commands) -> None:
 
 def verify_kernel(args: argparse.Namespace) -> int:
     """Print the report; the exit code is 0 if something was verified and nothing was wrong."""
-    from jaxpaged.verify import adapters, report, shrinking
+    from jaxpaged.verify import frameworks, report, shrinking
 
     terms = _terms(args)
-    function = adapters.named(args.function)
+    function = frameworks.named(args.function)
     if not callable(function):
         raise InputError(f"{args.function!r} must be a function, not {type(function).__name__}")
 
@@ -115,12 +114,12 @@ def _add_allocator(kinds: Commands) -> None:
 
 def verify_allocator(args: argparse.Namespace) -> int:
     """Print the report, or a replay; the exit code is 0 if the two sides agree."""
-    from jaxpaged.verify import adapters, allocators
+    from jaxpaged.verify import allocators, frameworks
 
     may_be_module = args.kind in (None, "policy")
     theirs = None
     if args.allocator is not None:
-        theirs = adapters.named(args.allocator, may_be_module=may_be_module)
+        theirs = frameworks.named(args.allocator, may_be_module=may_be_module)
     if args.replay is not None:
         failed = False
         for line in allocators.replay(args.replay, theirs):

@@ -1,25 +1,22 @@
-"""The command lines of `jaxpaged bench latency` and `throughput`: vLLM's flags. Imports nothing heavy."""
+"""`jaxpaged bench latency` and `throughput`, with vLLM's flags. Imports nothing heavy at the top."""
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.checks import InputError, check, checked_int, checked_number
+from jaxpaged.commands.engine_options import add_engine_options, engine_options
+from jaxpaged.commands.parser import Commands
 from jaxpaged.config import config_of
-from jaxpaged.serve.command import Commands
 
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition")
 DEFAULT_PROFILE = "jaxpaged-profile"
 
-type AddOptions = Callable[[argparse.ArgumentParser], None]
-type EngineOptions = Callable[[argparse.Namespace], dict[str, Any]]
 
-
-def add_latency(kinds: Commands, add_engine_options: AddOptions, engine_options: EngineOptions) -> None:
+def add_latency(kinds: Commands) -> None:
     latency = kinds.add_parser("latency", help="how long one batch of prompts takes, again and again")
-    latency.set_defaults(command=lambda args: run_latency(args, engine_options(args)))
+    latency.set_defaults(command=run_latency)
     group = latency.add_argument_group("batch")
     for name, default, what in (
         ("input-len", 32, "tokens of a prompt"),
@@ -39,11 +36,11 @@ def add_latency(kinds: Commands, add_engine_options: AddOptions, engine_options:
     latency.set_defaults(enable_prefix_caching=False)
 
 
-def add_throughput(kinds: Commands, add_engine_options: AddOptions, engine_options: EngineOptions) -> None:
+def add_throughput(kinds: Commands) -> None:
     throughput = kinds.add_parser(
         "throughput", help="how many prompts and tokens a second, all asked at once"
     )
-    throughput.set_defaults(command=lambda args: run_throughput(args, engine_options(args)))
+    throughput.set_defaults(command=run_throughput)
     group = throughput.add_argument_group("requests")
     group.add_argument("--backend", choices=("vllm",), default="vllm", help="this engine, by vLLM's name")
     group.add_argument(
@@ -100,19 +97,19 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def run_latency(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
+def run_latency(args: argparse.Namespace) -> None:
     """Measure batches one by one. Raises `InputError`."""
     for name in ("input_len", "output_len", "batch_size", "n", "num_iters"):
         checked_int(name, getattr(args, name), "an int >= 1", 1)
     checked_int("num_iters_warmup", args.num_iters_warmup, "an int >= 0", 0)
-    _check_common(args, engine_options)
+    engine = _checked_engine_options(args)
 
     from jaxpaged.bench import offline
 
-    offline.latency(args, engine_options)
+    offline.latency(args, engine)
 
 
-def run_throughput(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
+def run_throughput(args: argparse.Namespace) -> None:
     """Measure all requests at once. Raises `InputError`."""
     _choose_dataset(args)
     for name in ("num_prompts", "n"):
@@ -134,12 +131,12 @@ def run_throughput(args: argparse.Namespace, engine_options: dict[str, Any]) -> 
     args.random_range_ratio = _ratios(args.random_range_ratio)
     given = args.lora_path is not None
     rule = "given with --enable-lora, and only then"
-    check("--lora-path", args.lora_path, rule, given == bool(engine_options.get("enable_lora")))
-    _check_common(args, engine_options)
+    check("--lora-path", args.lora_path, rule, given == bool(engine_options(args).get("enable_lora")))
+    engine = _checked_engine_options(args)
 
     from jaxpaged.bench import offline
 
-    offline.throughput(args, engine_options)
+    offline.throughput(args, engine)
 
 
 def _choose_dataset(args: argparse.Namespace) -> None:
@@ -175,12 +172,15 @@ def _ratios(text: str) -> tuple[float, float]:
     return ratios[0], ratios[1]
 
 
-def _check_common(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
+def _checked_engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's options. Raises `InputError` for a mistake in what both commands take."""
     checked_int("seed", args.seed, "an int in [0, 2**32)", 0, 2**32 - 1)
-    config_of(engine_options)  # mistakes are told before anything heavy is loaded
+    engine = engine_options(args)
+    config_of(engine)  # mistakes are reported before anything heavy is loaded
     if args.output_json is not None:  # and so is a file that cannot be written
         try:
             with Path(args.output_json).open("a", encoding="utf-8"):
                 pass
         except (OSError, ValueError) as error:
             raise InputError(f"--output-json {args.output_json!r} cannot be written: {error}") from error
+    return engine

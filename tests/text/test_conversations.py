@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jaxpaged.chat import render
 from jaxpaged.checks import InputError
-from jaxpaged.conversations import read_items, read_messages
+from jaxpaged.text.conversations import read_items, read_messages
+from jaxpaged.text.templates import render
 
 
 class Tokenizer:

@@ -1,6 +1,6 @@
 """A MODEL, not a measurement: what a decoder takes and gives on groups of GPUs, and on many groups.
 
-The tables of docs/research/scale.md: `python -m jaxpaged.lab.scale` prints them. A group is a few GPUs that
+The tables of docs/research/scale.md: `python -m benchmarks.scale` prints them. A group is a few GPUs that
 share one copy of the weights (tensor parallel); groups are copies of each other, each with its own requests.
 """
 
@@ -38,7 +38,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token, in all layers."""
+        """Bytes of K and V for a token, over all layers."""
         return 2 * BYTES * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
@@ -49,9 +49,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins GPUs: bytes a second that one sends while it receives as many, and seconds a sum takes at
-    least.
-    """
+    """Links between GPUs: bytes per second in each direction at once, and the least seconds a sum takes."""
 
     bytes: float
     latency: float
@@ -87,23 +85,23 @@ class Group:
         return max(0, int(room / self.model.kv_bytes))
 
     def rows(self, context: int) -> int:
-        """Requests that fit with so many tokens each."""
+        """Return how many requests of `context` tokens each fit into the cache."""
         return self.cache_tokens // context
 
     def sum_bytes(self, num_tokens: int) -> float:
-        """That a GPU sends in one sum, by a ring, or by halves and doubles."""
+        """Return the bytes that a GPU sends in one sum, by a ring or by recursive halving and doubling."""
         share = (self.num_gpus - 1) / self.num_gpus
         return 2 * share * num_tokens * self.model.hidden_size * BYTES
 
     def sum_seconds(self, num_tokens: int) -> float:
-        """Of all sums of a step that computes so many tokens; none of it hidden."""
+        """Return the seconds of all sums of a step over `num_tokens` tokens, none hidden behind compute."""
         if self.num_gpus == 1:
             return 0.0
         each = max(self.link.latency, self.sum_bytes(num_tokens) / self.link.bytes)
         return self.model.num_sums * each
 
     def step_seconds(self, num_rows: int, context: int) -> float:
-        """Of a step that decodes a token of each row, of so many tokens."""
+        """Return the seconds of a step that decodes one token for each row, each with `context` tokens."""
         m = self.model
         read = (m.weight_bytes + num_rows * context * m.kv_bytes) / self.gpu.bytes
         attention = 4 * m.num_layers * m.num_q_heads * m.head_dim * context
@@ -111,7 +109,7 @@ class Group:
         return max(read, compute) / self.num_gpus + self.sum_seconds(num_rows)
 
     def prompt_seconds(self, num_tokens: int, context: int) -> float:
-        """Of computing so many tokens of prompts, each behind half of `context` on average."""
+        """Return the seconds to compute prompt tokens, each behind half of `context` tokens on average."""
         m = self.model
         attention = 4 * m.num_layers * m.num_q_heads * m.head_dim * context / 2
         compute = num_tokens * (2 * m.num_params + attention) / self.gpu.flops
@@ -142,13 +140,15 @@ def request_bytes(model: Model, prompt: int) -> int:
 
 
 def request_seconds(group: Group) -> float:
-    """Of a group's time for a whole request, with ROWS others: its prompt, and its part of ANSWER steps."""
+    """Return the seconds of a group's time that a request takes beside `rows` others: its prompt, and its
+    share of the decoding steps.
+    """
     rows = min(ROWS, group.rows(CONTEXT))
     return prompt_share(group) + ANSWER * group.step_seconds(rows, CONTEXT) / rows
 
 
 def prompt_share(group: Group) -> float:
-    """Of that, what its prompt takes."""
+    """Return the part of `request_seconds` that the prompt takes."""
     return PROMPT / CHUNK * group.prompt_seconds(CHUNK, PROMPT)
 
 
@@ -193,7 +193,7 @@ def decode_table(model: Model = LLAMA_70B) -> str:
 
 
 def width_table(model: Model = LLAMA_70B) -> str:
-    """Groups of several widths; beyond a node of eight the sums go over the network."""
+    """Return the table of groups of several widths. Beyond a node of eight GPUs, sums go over the network."""
 
     def line(num_gpus: int) -> list[str]:
         group = Group(model, num_gpus)
@@ -216,7 +216,7 @@ def width_table(model: Model = LLAMA_70B) -> str:
 
 
 def fleet_table(model: Model = LLAMA_70B) -> str:
-    """Many groups of eight under prompts and answers of the load."""
+    """Return the table of many groups of eight GPUs, under the load of `PROMPT` and `ANSWER` tokens."""
     group = Group(model, GROUP)
     each, size = request_seconds(group), request_bytes(model, PROMPT)
 
@@ -242,7 +242,7 @@ def fleet_table(model: Model = LLAMA_70B) -> str:
 
 
 def transfer_table(model: Model = LLAMA_70B) -> str:
-    """Ways for K and V of a prompt to come from another group, beside computing them."""
+    """Return the table of ways to get a prompt's K and V from another group, beside computing them."""
     group = Group(model, GROUP)
     compute = prompt_share(group)
     ways = [
@@ -262,7 +262,7 @@ def transfer_table(model: Model = LLAMA_70B) -> str:
 
 
 def split_table(model: Model = LLAMA_70B) -> str:
-    """What a decoding row waits for: steps with and without a chunk of somebody's prompt."""
+    """Return the table of a decoding row's step times, with and without a chunk of a prompt."""
     group = Group(model, GROUP)
     rows = min(ROWS, group.rows(CONTEXT))
     step = group.step_seconds(rows, CONTEXT)

@@ -19,9 +19,8 @@ from jaxpaged.models.files import safetensors_files
 from jaxpaged.models.names import in_expert, in_layer, num_weights
 from jaxpaged.models.quantised import checkpoints as quantised_checkpoints
 from jaxpaged.models.quantised.codes import QuantisedWeight
+from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.models.weights import Abstract, Parts
-from jaxpaged.parallel.shards import Shards
-from jaxpaged.parallel.shares import Share
 from tests import tiny_gguf
 from tests.models.test_decoder import GOLDENS
 
@@ -31,7 +30,7 @@ from tests.models.test_decoder import GOLDENS
     [("llama", 2), ("llama", 4), ("gpt2", 2), ("gpt2", 4), ("phi3", 2), ("phi3", 4), ("glm4_moe", 2)],
 )
 def test_a_shard_reads_its_own_numbers_alone(name, size):
-    """Each number of the files is another, so what a share has of them can be told; all else is made NaN,
+    """Each number of the files is another, so what a shard has of them can be told; all else is made NaN,
     which is refused where it is seen."""
     checkpoint = loading.open_checkpoint(GOLDENS / "families" / name)
     numbered, count = {}, 1
@@ -41,14 +40,14 @@ def test_a_shard_reads_its_own_numbers_alone(name, size):
     assert count < 2**24
     times = np.zeros(count, int)
     for number in range(size):
-        share = Share(checkpoint.config, Shards(size), number)
-        its = leaves(checkpoint, numbered, share)
+        shard = Shard(checkpoint.config, Shards(size), number)
+        its = leaves(checkpoint, numbered, shard)
         mine = np.unique(np.concatenate([leaf.reshape(-1) for leaf in its])).astype(int)
         times[mine] += 1
         poisoned = {key: np.where(np.isin(x, mine), x, np.nan) for key, x in numbered.items()}
-        for leaf, again in zip(its, leaves(checkpoint, poisoned, share), strict=True):
+        for leaf, again in zip(its, leaves(checkpoint, poisoned, shard), strict=True):
             np.testing.assert_array_equal(leaf, again)
-        shapes = jax.tree.leaves(nnx.state(abstract(checkpoint.config, jnp.dtype("float32"), share=share)))
+        shapes = jax.tree.leaves(nnx.state(abstract(checkpoint.config, jnp.dtype("float32"), shard=shard)))
         assert [x.shape for x in shapes] == [x.shape for x in its]
     for key, tensor in numbered.items():
         here = times[tensor.astype(int)]
@@ -112,9 +111,9 @@ def test_half_of_a_file_is_read_for_half_of_a_model(name, quantization, monkeypa
     config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
     files = {key: np.array(tensor, np.float32) for key, tensor in checkpoint.load_weights().items()}
     tensors = {key: Counted(tensor) for key, tensor in files.items()}
-    share = Share(config, Shards(2), 1)
-    parts = Parts(config, names, tensors, dtype, checkpoint.quantisation(quantization), share)
-    again = Parts(config, names, files, dtype, checkpoint.quantisation(quantization), share)
+    shard = Shard(config, Shards(2), 1)
+    parts = Parts(config, names, tensors, dtype, checkpoint.quantisation(quantization), shard)
+    again = Parts(config, names, files, dtype, checkpoint.quantisation(quantization), shard)
     num_split = 0
     for role in [*in_layer(config), *in_expert(config), "lm_head.weight"]:
         for one, its in zip(weights_of(parts, role), weights_of(again, role), strict=True):
@@ -125,7 +124,7 @@ def test_half_of_a_file_is_read_for_half_of_a_model(name, quantization, monkeypa
         for template in names.pieces(role):
             seen = [its.seen for key, its in tensors.items() if matches(template, key)]
             is_whole = stem in ("o", "down") and (quantization is not None or ending == "bias")
-            rest = 0 if share.number and ending == "bias" and stem in ("o", "down") else 1
+            rest = 0 if shard.number and ending == "bias" and stem in ("o", "down") else 1
             want = rest if is_whole else 0.5
             for x in seen:  # a vocabulary may be odd
                 assert x.mean() == pytest.approx(want, abs=0.6 / len(x)), template
@@ -150,7 +149,7 @@ def test_half_of_a_quantised_file_is_read_for_half_of_a_model(name, monkeypatch)
     config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
     tensors = {key: Counted(np.array(tensor)) for key, tensor in safetensors_files.load(folder).items()}
     files = quantised_checkpoints.Tensors(tensors, said, config, names)
-    parts = Parts(config, names, files, dtype, files.quantisation(), Share(config, Shards(2), 1))
+    parts = Parts(config, names, files, dtype, files.quantisation(), Shard(config, Shards(2), 1))
     for role in ("qkv.weight", "o.weight", "gate_up.weight", "down.weight"):
         for _ in weights_of(parts, role):
             pass
@@ -170,20 +169,20 @@ def matches(template, key):
     return re.fullmatch(pattern, key) is not None
 
 
-def leaves(checkpoint, tensors, share):
-    parts = Parts(checkpoint.config, checkpoint.names, tensors, jnp.dtype("float32"), share=share)
+def leaves(checkpoint, tensors, shard):
+    parts = Parts(checkpoint.config, checkpoint.names, tensors, jnp.dtype("float32"), shard=shard)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(Decoder(parts)))]
 
 
 def test_a_shard_of_a_vocabulary_that_is_not_divided_has_rows_of_zeros():
     config = loading.open_checkpoint(GOLDENS / "families" / "llama").config
     widths = [
-        (len(Share(small, Shards(4), i).taken("lm_head.weight", [np.zeros((5, 3))])), i)
+        (len(Shard(small, Shards(4), i).slices("lm_head.weight", [np.zeros((5, 3))])), i)
         for small in [dataclasses.replace(config, vocab_size=5, eos_token_ids=())]
         for i in range(4)
     ]
     assert widths == [(1, 0), (1, 1), (1, 2), (0, 3)]
-    last = Share(dataclasses.replace(config, vocab_size=5, eos_token_ids=()), Shards(4), 3)
+    last = Shard(dataclasses.replace(config, vocab_size=5, eos_token_ids=()), Shards(4), 3)
     assert last.padding("lm_head.weight") == 2
 
 
@@ -191,15 +190,15 @@ def test_widths_that_the_shards_do_not_divide_are_refused_and_a_heads_bias_is_cu
     config = loading.open_checkpoint(GOLDENS / "families" / "qwen2_moe").config
     odd = dataclasses.replace(config, experts=dataclasses.replace(config.experts, shared_size=13))
     with pytest.raises(InputError, match="=2 must be a divisor of the model's shared_size=13"):
-        Share(odd, Shards(2), 0)
+        Shard(odd, Shards(2), 0)
     config = loading.open_checkpoint(GOLDENS / "families" / "dots1").config
     odd = dataclasses.replace(config, experts=dataclasses.replace(config.experts, dense_size=25))
     with pytest.raises(InputError, match="=2 must be a divisor of the model's dense_size=25"):
-        Share(odd, Shards(2), 0)
+        Shard(odd, Shards(2), 0)
     config = loading.open_checkpoint(GOLDENS / "families" / "phimoe").config
-    last = Share(config, Shards(4), 3)
+    last = Shard(config, Shards(4), 3)
     for role, piece in (("lm_head.weight", np.zeros((61, 3))), ("lm_head.bias", np.zeros(61))):
-        assert len(last.taken(role, [piece])[0]) + last.padding(role) == 16
+        assert len(last.slices(role, [piece])[0]) + last.padding(role) == 16
         assert last.padding(role) == 3
 
 
@@ -220,7 +219,7 @@ OTHERS = ["compressed_fp8", "compressed_int4", "compressed_w8a8", "gptq_8bit"]
     ],
 )
 def test_quantised_weights_are_cut_where_they_lie(name, quantization, tmp_path):
-    """A share's numbers are the whole weight's, also where a group of inputs is cut through."""
+    """A shard's numbers are the whole weight's, also where a group of inputs is cut through."""
     if name == "gguf":
         kinds = {
             "attn_q.": "Q4_0",
@@ -238,17 +237,17 @@ def test_quantised_weights_are_cut_where_they_lie(name, quantization, tmp_path):
     made = config, names, checkpoint.load_weights(), dtype, quantisation
     whole, num_quantised = Parts(*made), 0
     for number in range(2):
-        share = Share(checkpoint.config, Shards(2), number)
-        parts, shapes = Parts(*made, share), Abstract(config, dtype, names, quantisation, share)
+        shard = Shard(checkpoint.config, Shards(2), number)
+        parts, shapes = Parts(*made, shard), Abstract(config, dtype, names, quantisation, shard)
         for role in [*in_layer(checkpoint.config), *in_expert(checkpoint.config), "lm_head.weight"]:
             all_, its, like = (list(weights_of(from_, role)) for from_ in (whole, parts, shapes))
             if role == "lm_head.weight" and all_[0] is None:
                 all_ = [whole.get("embedding.weight")]
             num_quantised += isinstance(its[0], QuantisedWeight)
             for one, mine, shape in zip(all_, its, like, strict=True):
-                taken = np.concatenate(share.taken(role, [widened(one)]))
+                taken = np.concatenate(shard.slices(role, [widened(one)]))
                 np.testing.assert_array_equal(widened(mine)[: len(taken)], taken, err_msg=role)
-                assert len(mine.shape) < 2 or mine.shape[0] == len(taken) + share.padding(role)
+                assert len(mine.shape) < 2 or mine.shape[0] == len(taken) + shard.padding(role)
                 assert jax.tree.map(np.shape, mine) == jax.tree.map(np.shape, shape)
     least = 2 if name == "mxfp4" else 2 + bool(checkpoint.config.experts)
     assert num_quantised >= 2 * least
@@ -272,12 +271,12 @@ def widened(weight):
 
 def test_inputs_in_an_order_of_their_own_are_not_cut():
     checkpoint = loading.open_checkpoint(GOLDENS / "quantised" / "gptq")
-    share = Share(checkpoint.config, Shards(2), 0)
+    shard = Shard(checkpoint.config, Shards(2), 0)
     with pytest.raises(
         InputError,
         match=r"^tensor_parallel_size=2 must be 1 for 64 .* without, or have the model on each device",
     ):
-        checkpoint.model(jnp.dtype("float32"), share=share)
+        checkpoint.model(jnp.dtype("float32"), shard=shard)
 
 
 def test_an_eighth_of_llama_3_1_70b_fits_an_h200(monkeypatch):
@@ -293,7 +292,7 @@ def test_an_eighth_of_llama_3_1_70b_fits_an_h200(monkeypatch):
         layers=uniform(80, rope=Rope(theta=5e5, dim=128)),
         max_model_len=131072,
     )
-    model = abstract(config, jnp.dtype("bfloat16"), share=Share(config, Shards(8), 0))
+    model = abstract(config, jnp.dtype("bfloat16"), shard=Shard(config, Shards(8), 0))
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model)))
     table, norms = 2 * config.vocab_size * config.hidden_size, 2 * 161 * config.hidden_size
     assert num_bytes == (2 * num_weights(config) - table - norms) / 8 + table + norms

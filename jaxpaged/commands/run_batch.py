@@ -1,30 +1,26 @@
-"""The command line of `jaxpaged run-batch`. Imports nothing heavy at the top."""
+"""`jaxpaged run-batch`: answer a file of requests. Imports nothing heavy at the top."""
 
 import argparse
 import asyncio
 import os
-import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxpaged.checks import InputError, check, checked_int
+from jaxpaged.commands.engine_options import add_engine_options, engine_options
+from jaxpaged.commands.output import write_stderr
+from jaxpaged.commands.parser import EXIT_ERROR, Commands, require
+from jaxpaged.commands.serve import add_model_options, server_options
 from jaxpaged.config import config_of
-from jaxpaged.serve.command import Commands, add_model_options, require, server_options
 
 NEEDS = ("fastapi", "prometheus_client")
-EXIT_ERROR = 1  # the engine has died
 
 
-def add_run_batch(
-    commands: Commands,
-    add_engine_options: Callable[[argparse.ArgumentParser], None],
-    engine_options: Callable[[argparse.Namespace], dict[str, Any]],
-) -> None:
+def add_run_batch(commands: Commands) -> None:
+    """Add the command to the command line."""
     batch = commands.add_parser(
         "run-batch", help="answer a file of requests, in the form of OpenAI's batches"
     )
-    batch.set_defaults(command=lambda args: run(args, engine_options(args)))
+    batch.set_defaults(command=run)
     group = batch.add_argument_group("batch")
     group.add_argument(
         "-i",
@@ -52,10 +48,11 @@ def add_run_batch(
     add_engine_options(batch)
 
 
-def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Answer a batch. Returns: the exit code. Raises `InputError`, also where packages are missing."""
     options = server_options(args)
-    config = config_of(engine_options)  # mistakes are told before anything heavy is loaded
+    engine = engine_options(args)
+    config = config_of(engine)  # mistakes are reported before anything heavy is loaded
     if options.lora_modules:
         check("enable_lora", config.enable_lora, "True for adapters", config.enable_lora)
     most = 4 * config.max_num_seqs * config.data_parallel_size
@@ -71,10 +68,10 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
     from jaxpaged.serve import batch, batch_files
 
     if config.process_id:  # works for process 0, which reads the batch; ends by `SystemExit`
-        AsyncLLM(args.model, **engine_options)
+        AsyncLLM(args.model, **engine)
     total = batch_files.count(args.input_file)
     with batch_files.Output(args.output_file) as output:
-        llm = AsyncLLM(args.model, **engine_options)
+        llm = AsyncLLM(args.model, **engine)
         try:
             with tqdm(total=total, desc="batch", unit="line") as bar:
                 counts = asyncio.run(
@@ -90,14 +87,14 @@ def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f": {output.num_written} answers are written") from None
         except EngineDeadError as error:
-            _say(
+            write_stderr(
                 f"jaxpaged: {error}; {output.num_written} answers are written, and another run goes on from "
                 "there"
             )
             return EXIT_ERROR
         finally:
             llm.shutdown()
-    _say(
+    write_stderr(
         f"{counts.answered} answers are written, {counts.failed} of them with an error; "
         f"{counts.skipped} were there before"
     )
@@ -113,8 +110,3 @@ def _check_files(input_file: str, output_file: str) -> None:
         same = Path(output_file).exists() and os.path.samefile(input_file, output_file)
         if same:
             raise InputError(f"--output-file {output_file!r} must be another file than --input-file")
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        print(text, file=sys.stderr, flush=True)

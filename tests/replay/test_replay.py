@@ -24,10 +24,11 @@ from jaxpaged.memory.policies import LRU_SPLIT
 from jaxpaged.memory.prefix_cache import hash_block
 from jaxpaged.replay import __main__ as words
 from jaxpaged.sampling import no_scores
+from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step.plan import Plan
 from jaxpaged.step.scheduler import Decision
-from jaxpaged.step.state import EngineState, FinishReason, Phase, empty_rows, token_bits, without_kv
+from jaxpaged.step.state import EngineState, FinishReason, Phase, empty_rows, without_kv
 from reference.engine_state import Request
 from tests import tiny
 from tests.step.lockstep import MAX_MODEL_LEN, STOP, VOCAB, Event, LockStep, Setting, compiled_step

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxpaged.vocabulary import REPLACEMENT, Vocabulary, vocabulary_of
+from jaxpaged.text.vocabulary import REPLACEMENT, Vocabulary, vocabulary_of
 
 CONTEXT = 8  # tokens of a prompt that may change what follows, where the tokenizer has to be asked
 PATIENCE = 8  # tokens without a whole character, after which the tokenizer is asked more and more seldom

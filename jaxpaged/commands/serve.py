@@ -1,15 +1,15 @@
-"""The command line of `jaxpaged serve`. Imports nothing heavy at the top."""
+"""`jaxpaged serve`: an OpenAI-compatible server. Imports nothing heavy at the top."""
 
 import argparse
-import importlib.util
 import json
 import os
-import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.checks import InputError, check, shown
+from jaxpaged.commands.engine_options import add_engine_options, engine_options
+from jaxpaged.commands.output import log_to_stderr, write_stderr
+from jaxpaged.commands.parser import Commands, require
 from jaxpaged.config import config_of
 from jaxpaged.serve.options import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, ServerOptions
 
@@ -17,17 +17,11 @@ from jaxpaged.serve.options import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, Se
 SERVER_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 KEY_VARIABLE = "JAXPAGED_API_KEY"
 
-Commands = Any  # argparse's, of which it has no public type
 
-
-def add_serve(
-    commands: Commands,
-    add_engine_options: Callable[[argparse.ArgumentParser], None],
-    engine_options: Callable[[argparse.Namespace], dict[str, Any]],
-) -> None:
-    """Add the command. Options of the engine are those of the other commands."""
+def add_serve(commands: Commands) -> None:
+    """Add the command to the command line."""
     serve = commands.add_parser("serve", help="an OpenAI-compatible server, with metrics and a live page")
-    serve.set_defaults(command=lambda args: run(args, engine_options(args)))
+    serve.set_defaults(command=run)
     serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     serve.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
     group = serve.add_argument_group("server")
@@ -134,32 +128,29 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def run(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
+def run(args: argparse.Namespace) -> None:
     """Serve until a signal ends it. Raises `InputError`, also where the packages are missing."""
     args.model = args.model if args.model_tag is None else args.model_tag
     options = server_options(args)
-    config = config_of(engine_options)  # mistakes are told before anything heavy is loaded
+    engine = engine_options(args)
+    config = config_of(engine)  # mistakes are reported before anything heavy is loaded
     if options.lora_modules or options.enable_lora_updates:
         check("enable_lora", config.enable_lora, "True for adapters", config.enable_lora)
     require(SERVER_NEEDS, "serve")
-
-    from absl import logging
 
     from jaxpaged.api.async_llm import AsyncLLM
     from jaxpaged.api.llm import LLM
     from jaxpaged.serve import server
 
     if config.process_id:  # works for process 0, which listens; ends by `SystemExit`
-        AsyncLLM(args.model, **engine_options)
+        AsyncLLM(args.model, **engine)
     bound = server.bind(options)
-    logging.use_absl_handler()
-    if args.verbose:
-        logging.set_verbosity(logging.INFO)
+    log_to_stderr(args.verbose)
     server.log_to_stderr(options.log_level)
     if not (options.is_on_loopback or options.api_keys):
-        _say(f"jaxpaged: anybody who reaches {options.host} may use the model: there is no --api-key")
+        write_stderr(f"jaxpaged: anybody who reaches {options.host} may use the model: there is no --api-key")
     with bound:
-        made = LLM(args.model, **engine_options, **_pooling_options(args))
+        made = LLM(args.model, **engine, **_pooling_options(args))
         llm = AsyncLLM.of(made) if made.pooling is None else made.pooling
         name = (options.served_model_names or (args.model,))[0]
         server.run(llm, str(args.model), options, bound, lambda url: print(_ready(url, name), flush=True))
@@ -215,19 +206,5 @@ def _texts(name: str, text: str) -> list[str]:
         raise InputError(f"{name}={shown(text)} must be {rule}") from None
 
 
-def require(packages: tuple[str, ...], extra: str) -> None:
-    """Raise `InputError` with what to install, if any of them is missing."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InputError(
-            f"{', '.join(missing).replace('_', '-')} is missing: pip install 'jaxpaged[{extra}]'"
-        )
-
-
 def _ready(url: str, model: str) -> str:
     return f"jaxpaged serves {model} at {url}/v1, and shows itself at {url}"
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""The commands of `jaxpaged` on the command line, a file each, and what they share."""

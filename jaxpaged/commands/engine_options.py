@@ -1,0 +1,37 @@
+"""The flags of the engine's options, which several commands share. Imports nothing heavy."""
+
+import argparse
+from typing import Any
+
+from jaxpaged.commands.parser import Parser
+from jaxpaged.config import EngineConfig
+from jaxpaged.options import flags_of
+
+MODEL_OPTIONS = ("tokenizer", "revision", "generation_config")  # of `LLM`, beside its engine's
+
+
+def add_engine_options(parser: Parser) -> None:
+    parser.takes_vllms = True
+    group = parser.add_argument_group("engine", "flags of vLLM's that change nothing are accepted, too")
+    group.add_argument(
+        "--model",
+        default="smollm2",
+        help="smollm2 (default), a directory with config and safetensors, a .gguf file, or a hub id",
+    )
+    group.add_argument("--tokenizer", metavar="DIR", help="another than the model's: a directory or hub id")
+    group.add_argument("--revision", help="of a hub id")
+    group.add_argument(
+        "--generation-config", help="sampling defaults: the model's own (auto, default), or none (vllm)"
+    )
+    for names, flag in flags_of(EngineConfig).values():
+        group.add_argument(*names, **flag)
+    group.add_argument(
+        "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options given of `LLM`'s; the others keep their defaults."""
+    # `seed` is the request's on the command line.
+    given = {name: getattr(args, name, None) for name in (*EngineConfig.__dataclass_fields__, *MODEL_OPTIONS)}
+    return {name: value for name, value in given.items() if value is not None}

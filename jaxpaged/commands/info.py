@@ -1,0 +1,83 @@
+"""`jaxpaged info`: versions, devices, and the cache for a model. Imports nothing heavy at the top."""
+
+import argparse
+import functools
+
+import jaxpaged
+from jaxpaged.commands.engine_options import add_engine_options, engine_options
+from jaxpaged.commands.output import log_to_stderr, write_stdout
+from jaxpaged.commands.parser import Commands
+from jaxpaged.config import config_of
+
+
+def add_info(commands: Commands) -> None:
+    """Add the command to the command line."""
+    info = commands.add_parser("info", help="versions, devices, implementation, and the cache for a model")
+    info.set_defaults(command=run)
+    info.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
+    add_engine_options(info)
+
+
+def run(args: argparse.Namespace) -> None:
+    config = config_of(engine_options(args))
+    log_to_stderr(args.verbose)
+
+    import platform
+    from importlib import metadata
+
+    import jax
+    from flax import nnx
+
+    from jaxpaged.engine import capacity, gpu_flags, machine, start
+    from jaxpaged.engine.setup import Setup
+    from jaxpaged.models import loading
+    from jaxpaged.models.layer_form import form_of
+    from jaxpaged.models.quantised import codes as quantised
+    from pallas_kernels import native
+    from pallas_kernels.compilation_cache import compilation_cache_dir
+
+    gpu_flags.set_defaults(config)
+    lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
+    lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
+    lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
+    checkpoint = loading.open_checkpoint(args.model)
+    model = checkpoint.config
+    shapes = functools.partial(
+        checkpoint.abstract, quantization=config.quantization, loop_over_layers=config.loop_over_layers
+    )
+    setup = Setup(config, model)
+    attention, dtype = f"{setup.attention}: {setup.attention_reason}", setup.dtype
+    how = config.quantization or checkpoint.quant_method
+    kernels = quantised.implementations(nnx.state(shapes(dtype))) if how else {}
+    no_native, form = native.why_not(dtype), form_of(dtype, config.loop_over_layers)
+    products = f"xla: {no_native}" if no_native else f"native: {native.instructions()}"
+    if no_native and form.loops:
+        products = f"{form.stacked}: loop_over_layers"
+    machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
+    cache, folder = start.cache_size(setup, shapes), compilation_cache_dir()
+    longest = capacity.longest_that_fits(setup, cache)
+    lines += [
+        ("attention", attention),
+        ("products", products),
+        ("programs", f"kept in {folder}" if folder else "not kept"),
+        (
+            "model",
+            f"{args.model}: {model.num_layers} layers, {model.num_q_heads} query heads and "
+            f"{model.num_kv_heads} kv heads of {model.head_dim}, vocabulary {model.vocab_size}",
+        ),
+        ("dtype", str(dtype)),
+        *([("quantization", how)] if how else []),
+        *(("", f"{kernel} products for {n} of its weights") for kernel, n in kernels.items()),
+        ("rows", f"{config.max_num_seqs} sequences of up to {longest} tokens"),
+        ("layout", str(setup.layout)),
+        (
+            "cache",
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens, {cache.bytes_per_block:,} bytes each: "
+            f"{cache.num_tokens:,} tokens in {cache.num_bytes / 2**20:,.1f} MiB",
+        ),
+        ("", cache.why),
+        *(("", line) for line in (cache.budget.lines() if cache.budget else ())),
+    ]
+    for name, value in lines:
+        write_stdout(f"{name:<14}{value}")
+    capacity.served_len(setup, cache)  # where an engine would not start, that is said last

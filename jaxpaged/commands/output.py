@@ -1,0 +1,61 @@
+"""Standard output and standard error of a command. Imports nothing heavy at the top."""
+
+import contextlib
+import os
+import sys
+
+
+class OutputError(Exception):
+    """Standard output cannot be written; the message says why."""
+
+
+def write_stdout(text: str) -> None:
+    """Write a line or more to standard output and flush it. Raises `OutputError` if it is closed or full."""
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except UnicodeEncodeError:  # the terminal cannot show everything; JSON is ASCII where that is so
+        write_stdout(text.encode("ascii", "backslashreplace").decode())
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:  # a full disk, or a closed file
+        discard_stdout()
+        raise OutputError(f"standard output cannot be written: {error}") from error
+
+
+def discard_stdout() -> None:
+    """Discard what could not be written: Python would try again when it exits."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def keep_stdout_for_answers() -> None:
+    """Send what libraries write to file descriptor 1 to standard error.
+
+    gloo, which connects processes on CPUs, writes lines of its own there.
+    """
+    given = sys.stdout
+    if given is sys.__stdout__ and given is not None:
+        given.flush()
+        own = os.dup(given.fileno())
+        os.dup2(2, given.fileno())
+        sys.stdout = open(own, "w", encoding=given.encoding, errors=given.errors)  # noqa: SIM115
+
+
+def write_stderr(text: str) -> None:
+    """Write a line to standard error; do nothing if that is closed."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+
+def log_to_stderr(is_verbose: bool) -> None:
+    """Send the package's log to standard error: warnings, or everything if `is_verbose`."""
+    from absl import logging
+
+    logging.use_absl_handler()
+    if is_verbose:
+        logging.set_verbosity(logging.INFO)

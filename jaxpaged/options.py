@@ -1,0 +1,65 @@
+"""Tables of options: a dataclass field declares an option's default, its check, and where users set it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxpaged.checks import FLOAT32_MAX, INT32_MAX, checked_choice, checked_int, checked_number
+
+# Brings a value into its form, given the option's name; raises `InputError`.
+type Check = Callable[[str, Any], Any]
+
+
+def option(
+    default: Any,
+    check: Check | None = None,
+    *,
+    flag: Mapping[str, Any] | None = None,
+    short: str | None = None,
+    **more: Any,
+) -> Any:
+    """Declare an option as a field of a dataclass.
+
+    check: None where the value depends on other options: the class checks it.
+    flag: what `add_argument` takes for the flag of this name; None: there is no flag.
+    short: another name of the flag.
+    more: what else one table says of its options.
+    """
+    metadata = {"check": check, "flag": flag, "short": short, **more}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def checks_of(table: Any) -> dict[str, Check]:
+    """Return the checks of a table's options by their names."""
+    fields = dataclasses.fields(table)
+    return {field.name: check for field in fields if (check := field.metadata["check"]) is not None}
+
+
+def flags_of(table: Any) -> dict[str, tuple[list[str], Mapping[str, Any]]]:
+    """Return, by the options' names, the names of their flags and what `add_argument` takes beside them."""
+    found = {}
+    for field in dataclasses.fields(table):
+        if (flag := field.metadata["flag"]) is not None:
+            short = field.metadata["short"]
+            found[field.name] = ([f"--{field.name.replace('_', '-')}", *([short] if short else [])], flag)
+    return found
+
+
+def whole(rule: str, least: int, most: int = INT32_MAX) -> Check:
+    """Check that a value is an integer in [least, most]; errors say `rule`."""
+    return lambda name, value: checked_int(name, value, rule, least, most)
+
+
+def number(rule: str, least: float, most: float = FLOAT32_MAX, *, above: bool = False) -> Check:
+    """Check that a value is a number in [least, most], with `above` in (least, most]; errors say `rule`."""
+    return lambda name, value: checked_number(name, value, rule, least, most, above=above)
+
+
+def choice(*choices: str) -> Check:
+    """Check that a value is one of these texts."""
+    return lambda name, value: checked_choice(name, value, choices)
+
+
+def optional(check: Check) -> Check:
+    """Check a value that may be None."""
+    return lambda name, value: None if value is None else check(name, value)

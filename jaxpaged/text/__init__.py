@@ -1,0 +1,1 @@
+"""Text in and out: conversations, chat templates, vocabularies and detokenization."""
