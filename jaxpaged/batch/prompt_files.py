@@ -39,7 +39,7 @@ class Asked:
 
     @property
     def title(self) -> str:
-        """What to show above the answer."""
+        """Title to show above the answer."""
         [(kind, value)] = self.prompt.items()
         return joined(value[-1]["content"]) if kind == "messages" else str(value)
 

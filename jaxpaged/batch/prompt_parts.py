@@ -42,13 +42,13 @@ class Part:
 
     @property
     def name(self) -> str:
-        """In the order of names parts are in the order of rows."""
+        """Name of the part's file: names sort in the order of rows."""
         return f"{self.number:04}-{self.first:012}"
 
 
 def cut(files: Sequence[str | os.PathLike[str]], rows_per_part: int) -> list[Part]:
-    """The rows of all files, in order: Parquet if a name ends so, otherwise JSON lines, of which empty ones
-    do not count. Raises `InputError`.
+    """Divide the rows of all files, in order, into parts: Parquet if a name ends so, otherwise JSON lines, of
+    which empty ones do not count. Raises `InputError`.
     """
     checked_int("rows_per_part", rows_per_part, "an int >= 1", 1)
     check(
@@ -92,7 +92,7 @@ def _cut_parquet(path: Path, rows_per_part: int) -> Iterator[Part]:
 
 
 def rows(part: Part) -> list[bytes | Line]:
-    """Each row: a line of JSON, or a mapping of what a Parquet file's columns have."""
+    """Return the rows of a part: each a line of JSON, or a mapping of a Parquet file's columns."""
     if Path(part.file).suffix != ".parquet":
         with open(part.file, "rb") as file:
             file.seek(part.start)
@@ -114,8 +114,9 @@ def rows(part: Part) -> list[bytes | Line]:
 
 
 def open_folder(folder: str | os.PathLike[str], parts: Sequence[Part], asked: Mapping[str, Any]) -> Path:
-    """The folder of a job's answers, made if it is not there. `asked`: what answers depend on beside the
-    parts. Raises `InputError` if it has another job's.
+    """Open the folder of a job's answers; create it if it is missing.
+
+    `asked`: what answers depend on beside the parts. Raises `InputError` if it has another job's.
     """
     path = Path(folder).resolve()
     contents = [dataclasses.astuple(part) for part in parts]
@@ -170,12 +171,14 @@ def answer(llm: "LLM", part: Part, folder: Path, sampling: Mapping[str, Any], *,
 
 
 def missing(folder: Path, parts: Sequence[Part]) -> list[Part]:
-    """The parts that are not answered."""
+    """Return the parts that are not answered."""
     return [part for part in parts if not (folder / f"{part.name}.jsonl").exists()]
 
 
 def _found(folder: Path, pattern: str) -> dict[int, Line]:
-    """By row what workers that did not come to the end have answered; a line cut off does not count."""
+    """Return, by row, the answers of workers that did not finish their part; an incomplete line does not
+    count.
+    """
     lines: dict[int, Line] = {}
     for path in sorted(folder.glob(pattern)):
         with contextlib.suppress(FileNotFoundError):  # another has completed the part
@@ -188,7 +191,7 @@ def _found(folder: Path, pattern: str) -> dict[int, Line]:
 def _answers(
     llm: "LLM", todo: Mapping[int, bytes | Line], sampling: Mapping[str, Any], chat: bool
 ) -> Iterator[Line]:
-    """A line for each row, as soon as it is answered."""
+    """Yield a line for each row as soon as it is answered."""
     from jaxpaged.api.async_llm import AsyncLLM
 
     engine = AsyncLLM.of(llm)

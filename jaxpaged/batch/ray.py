@@ -133,7 +133,8 @@ def application(
     router_blocks: int = 2**16,
     **options: Any,
 ) -> serve.Application:
-    """What `ray.serve.run` takes: replicas of `jaxpaged serve`, and one that receives and forwards.
+    """Build the application for `ray.serve.run`: replicas of `jaxpaged serve`, and one that receives and
+    forwards.
 
     `server_options`: fields of `ServerOptions` (host, port and log are Ray's, and every name of the host is
     served unless `allowed_hosts` says which); `options`: those of `LLM`.
@@ -178,7 +179,7 @@ class Replica:
     async def answer(
         self, scope: dict[str, Any], body: bytes, keys: Sequence[Key]
     ) -> AsyncGenerator[list[Message]]:
-        """The messages of an answer, as ASGI has them. `keys` are for the router."""
+        """Yield the ASGI messages of an answer. `keys` are for the router."""
         if self._lifespan is None:
             self._lifespan = self._app.router.lifespan_context(self._app)
             await self._lifespan.__aenter__()
@@ -186,7 +187,7 @@ class Replica:
             yield messages
 
     async def check_health(self) -> None:
-        """Ray starts another replica in place of one whose engine is dead."""
+        """Check that the engine runs: Ray replaces a replica whose check fails."""
         await self._llm.check_health()
 
 
@@ -220,7 +221,7 @@ class PrefixRouter(RequestRouter):
 
 
 def _keys(request: PendingRequest | None) -> Sequence[Key]:
-    """Those with which `Replica.answer` was called."""
+    """Return the keys with which `Replica.answer` was called."""
     return request.args[2] if request is not None and len(request.args) > 2 else ()
 
 

@@ -49,7 +49,7 @@ class Answered:
 def measure(
     args: argparse.Namespace, levels: Sequence[Level], asked: Sequence[Asked], warmups: Sequence[Asked]
 ) -> list[tuple[Level, list[Answered]]]:
-    """Each level with its answers. Raises `InputError` if the server is not there."""
+    """Measure each level and return its answers. Raises `InputError` if the server is not there."""
     return asyncio.run(_measure(args, levels, asked, warmups))
 
 
@@ -91,7 +91,7 @@ type Ask = Callable[[Asked, float | None], Awaitable[Answered]]
 
 
 async def _closed_loop(ask: Ask, asked: Sequence[Asked], num_clients: int) -> list[Answered]:
-    """Each client asks the next when its last is answered."""
+    """Send requests from `num_clients` clients, each of which sends its next when its last is answered."""
     left, answers = iter(asked), []
 
     async def one() -> None:
@@ -103,7 +103,7 @@ async def _closed_loop(ask: Ask, asked: Sequence[Asked], num_clients: int) -> li
 
 
 async def _open_loop(ask: Ask, asked: Sequence[Asked], due: Iterator[float]) -> list[Answered]:
-    """Each is asked at its time, whatever has been answered by then."""
+    """Send each request at its time, whether or not earlier ones are answered."""
     tasks, began = [], time.perf_counter()
     for each, at in zip(asked, due, strict=False):
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
@@ -112,7 +112,7 @@ async def _open_loop(ask: Ask, asked: Sequence[Asked], due: Iterator[float]) -> 
 
 
 def _due(asked: Sequence[Asked], rate: float, seed: int) -> Iterator[float]:
-    """When to send each: by the trace's clock, `rate` times as fast, or as a Poisson process."""
+    """Return the send times: the trace's clock, `rate` times as fast, or a Poisson process."""
     if asked and asked[0].at_s is not None:
         return ((each.at_s or 0.0) / rate for each in asked)
     gaps = np.random.default_rng((seed, 1)).exponential(1 / rate, len(asked))
@@ -133,7 +133,7 @@ class _Client:
         return time.perf_counter() - self._began
 
     async def ask(self, asked: Asked, due_s: float | None) -> Answered:
-        """Never raises: what goes wrong is part of the answer."""
+        """Send a request and return its answer. Never raises: an error is part of the answer."""
         now = self._now
         answered = Answered(now, now if due_s is None else due_s)
         body = {

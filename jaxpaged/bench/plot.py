@@ -15,7 +15,9 @@ from jaxpaged.checks import InputError
 
 
 def draw(runs: Sequence[Sequence[Answered]], lines: Sequence[dict[str, Any]], file: str) -> None:
-    """Raises `InputError` if the file cannot be written in that form."""
+    """Draw the latencies of all runs into a file. Raises `InputError` if it cannot be written in that
+    form.
+    """
     figure, axes = plt.subplots(1, 4, figsize=(16, 3.6), layout="constrained")
     key = "concurrency" if "concurrency" in lines[0] else "rate"
     for answers, line in zip(runs, lines, strict=True):

@@ -1,4 +1,4 @@
-"""What the answers come to."""
+"""Report of a run: what its answers add up to."""
 
 import argparse
 import datetime
@@ -18,7 +18,7 @@ PERCENTILES = (50, 90, 95, 99)
 def summary(
     args: argparse.Namespace, level: Level, answers: Sequence[Answered], limits_ms: Mapping[str, float]
 ) -> dict[str, Any]:
-    """One run as a line: times in ms, throughput in tokens and requests a second.
+    """Return one run as a line: times in ms, throughput in tokens and requests a second.
 
     `itl` is what lies between two chunks of one answer, as its reader sees them: a server may send several
     tokens in one. `goodput` is the share of requests that keep all limits, and how many of them a second.
@@ -69,7 +69,7 @@ def summary(
 
 
 def percentiles_ms(values: Sequence[float]) -> dict[str, float] | None:
-    """Of seconds: the mean and percentiles, in ms; None of nothing."""
+    """Return the mean and the percentiles, in ms, of values in seconds; None without values."""
     if not values:
         return None
     found = np.percentile(values, PERCENTILES)
@@ -78,7 +78,7 @@ def percentiles_ms(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def one(level: Level, answered: Answered) -> dict[str, Any]:
-    """One request as a line."""
+    """Return one request as a line."""
     times = {name: round(getattr(answered, name), 6) for name in ("due_s", "sent_s", "ended_s")}
     numbers = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "error")
     return (
@@ -94,7 +94,7 @@ def line(value: Mapping[str, Any]) -> str:
 
 
 def for_people(value: Mapping[str, Any]) -> str:
-    """The same, short."""
+    """Return a run's summary as short text."""
     level = f"{value['concurrency']:g} clients" if "concurrency" in value else f"{value['rate']:g} a second"
     parts = [f"{level}: {value['output_tokens_per_s']:.0f} tokens a second"]
     for name in ("ttft", "tpot", "e2e"):

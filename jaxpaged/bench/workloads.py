@@ -1,4 +1,4 @@
-"""What is asked: seeded token ids, so that the same command asks the same of every server."""
+"""Workloads of seeded token ids: the same command sends the same to every server."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ class Asked:
 def make(
     args: argparse.Namespace, *, seed: int | None = None, num_requests: int | None = None
 ) -> list[Asked]:
-    """The workload that was asked for; with another seed one of the same kind."""
+    """Make the workload that the options describe; another seed gives another of the same kind."""
     rng = np.random.default_rng(args.seed if seed is None else seed)
     count = args.num_requests if num_requests is None else num_requests
     if args.workload == "trace":
@@ -40,7 +40,9 @@ def make(
 
 
 def _trace(args: argparse.Namespace, count: int) -> list[Asked]:
-    """The first requests of a trace, in any of `lab.traces`' formats: equal content becomes equal tokens."""
+    """Return the first requests of a trace in any of `lab.traces`' formats: equal content becomes equal
+    tokens.
+    """
     trace = traces.read(args.trace)
     asked, block = [], max(1, round(trace.block_size * args.length_scale))
     for r, (first, end) in enumerate(itertools.pairwise(trace.content_starts[: count + 1])):

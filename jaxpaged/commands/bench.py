@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _levels(args: argparse.Namespace) -> list[dict[str, float]]:
-    """What to measure, one after the other: {"concurrency": n} or {"rate": r}."""
+    """Return the levels to measure, in order: {"concurrency": n} or {"rate": r}."""
     if args.concurrency and args.rate:
         raise InputError("--concurrency and --rate must not be given together")
     for name, values in (("concurrency", args.concurrency), ("rate", args.rate)):

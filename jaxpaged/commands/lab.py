@@ -170,7 +170,9 @@ def _size(name: str, text: str, least: int) -> int:
 
 
 def _cache_tokens(texts: list[str] | None, num_tokens: int, block_size: int) -> list[int | None]:
-    """The sizes asked for, or by fours up to what the trace could fill."""
+    """Return the cache sizes that were given; by default each four times the last, up to the trace's
+    tokens.
+    """
     if texts is not None:
         return [None if text == UNBOUNDED else _size("cache_tokens", text, block_size) for text in texts]
     sizes: list[int] = []
@@ -194,7 +196,7 @@ def _headline(trace: "Trace", is_served: bool) -> str:
 
 
 def _told(result: "Result", served: "Served | None", as_json: bool) -> str:
-    """A line for a combination."""
+    """Return a line of output for a combination."""
     if as_json:
         return json.dumps(result.line() | ({} if served is None else {"served": served.line()}))
     each = result.combination

@@ -26,7 +26,7 @@ def write_stdout(text: str) -> None:
 
 
 def discard_stdout() -> None:
-    """Discard what could not be written: Python would try again when it exits."""
+    """Drop output that could not be written: Python would try to write it again when it exits."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

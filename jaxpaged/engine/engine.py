@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, Unpack
 
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -29,6 +28,7 @@ from jaxpaged.handover.blocks import Blocks
 from jaxpaged.handover.exchange import Piece
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names
 from jaxpaged.parallel.processes import Follower, Processes
 from jaxpaged.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ from jaxpaged.sampling_params import SamplingParams
 class Engine:
     """An engine that serves a model. `with` closes it; so does forgetting it, and the end of the program.
 
-    load_model: returns the model with arrays of a dtype; called when the options are known to be good.
+    load_model: returns the model in the form asked for; called when the options are known to be good.
     tokenizer: one of transformers', for the text of deltas.
     record_trace: as in `LLM`.
     shapes: returns the model with shapes for arrays, where weights are quantised.
@@ -50,7 +50,7 @@ class Engine:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        load_model: Callable[[jnp.dtype], Decoder],
+        load_model: Callable[[LoadAs], Decoder],
         tokenizer: Any = None,
         record_trace: str | os.PathLike[str] | None = None,
         shapes: Shapes | None = None,

@@ -23,13 +23,15 @@ LAB_POLICIES = {**eviction.EVICTION_POLICIES, BELADY.name: BELADY}
 
 
 def named(name: str) -> Policy:
-    """The policy of this name, Belady's among them. Raises `InputError` for an unknown one."""
+    """Return the policy of this name, Belady's among them. Raises `InputError` for an unknown one."""
     check("policy", name, f"one of {', '.join(LAB_POLICIES)}", name in LAB_POLICIES)
     return LAB_POLICIES[name]
 
 
 def next_use(blocks: Blocks) -> np.ndarray:
-    """Of each of `blocks.symbols` the number of the next request that has it; beyond all requests if none."""
+    """Return, for each of `blocks.symbols`, the number of the next request that has it; past all requests if
+    none.
+    """
     num_requests = len(blocks.starts)
     request = np.repeat(np.arange(num_requests), blocks.num_findable)
     order = np.argsort(blocks.symbols, kind="stable")

@@ -1,4 +1,4 @@
-"""What is compared: caches of several sizes, under several policies. Imports nothing heavy."""
+"""Combinations to compare: cache sizes and policies. Imports nothing heavy."""
 
 from dataclasses import dataclass
 

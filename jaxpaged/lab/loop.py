@@ -29,7 +29,7 @@ LIFETIMES = 32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Requests:
-    """What `traces.Blocks` says of some requests; one that holds nothing is passed over."""
+    """Requests as `traces.Blocks` describes them; one that holds nothing is skipped."""
 
     start: Int[Array, " n"]
     num_findable: Int[Array, " n"]
@@ -54,7 +54,8 @@ class Cache:
 def create(
     num_usable: Int[Array, ""], *, policy: Policy, num_blocks: int, max_blocks: int, num_rows: int
 ) -> Cache:
-    """An empty cache of `num_usable` blocks, at most `num_blocks - 1`, for prompts of up to `max_blocks`.
+    """Create an empty cache of `num_usable` blocks, at most `num_blocks - 1`, for prompts of up to
+    `max_blocks`.
 
     The arrays are of `num_blocks`, whatever is usable: so caches of all sizes share one program. The last
     `num_rows` requests hold their blocks at the same time.
@@ -72,7 +73,9 @@ def create(
 def limited_pool(
     num_usable: Int[Array, ""], policy: Policy, num_blocks: int, block_size: int
 ) -> tuple[BlockPool, Int[Array, ""]]:
-    """A pool with a prefix cache, all of it held for ever but for `num_usable` blocks; and its status."""
+    """Create a pool with a prefix cache in which all but `num_usable` blocks are held for ever; return its
+    status, too.
+    """
     pool = block_pool.create(num_blocks, policy)
     pool, info = block_pool.allocate(pool, num_blocks - 1 - num_usable, num_blocks - 1)
     return replace(pool, prefix_cache=prefix_cache.create(num_blocks, block_size)), info.status

@@ -1,4 +1,4 @@
-"""What a trace says by itself: NumPy, on the host."""
+"""Statistics of a trace by itself, in NumPy."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ WASTE_SIZES = tuple(2**i for i in range(11))  # tokens a block
 
 
 def waste(trace: Trace) -> dict[int, float]:
-    """By block size: the share of places in the blocks of finished requests that hold no token."""
+    """Return, by block size, the share of slots in the blocks of finished requests that hold no token."""
     lens = trace.input_lens + trace.output_lens
     places = {size: int((cdiv(lens, size) * size).sum()) for size in WASTE_SIZES}
     return {size: 1 - int(lens.sum()) / total for size, total in places.items()}
@@ -19,7 +19,7 @@ def waste(trace: Trace) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Of each time a block's content is asked for again."""
+    """Reuse of blocks: an entry for each time that a block's content is asked for again."""
 
     tokens: (
         np.ndarray
@@ -29,7 +29,7 @@ class Reuse:
 
 
 def reuse(trace: Trace) -> Reuse | None:
-    """Reuse distances and times of the trace's own full blocks; None where nothing is known of content."""
+    """Return reuse distances and times of the trace's full blocks; None where content is unknown."""
     if trace.content is None:
         return None
     cut = blocks(trace, trace.block_size)
@@ -45,7 +45,9 @@ def reuse(trace: Trace) -> Reuse | None:
 
 
 def num_larger_before(values: np.ndarray) -> np.ndarray:
-    """Of each value, how many of those before it are larger: by halves, all pairs of a size at once."""
+    """Return, for each value, how many of those before it are larger: by halves, all pairs of a size at
+    once.
+    """
     size = next_power_of_two(len(values))
     bound = len(values) + 1
     padded = np.pad(values.astype(np.int64), (0, size - len(values)), constant_values=bound)

@@ -1,4 +1,4 @@
-"""What the laboratory found, for people: one HTML file with its plots inside, and the numbers beside it."""
+"""Report of the laboratory: one HTML file with its plots inside, and the numbers beside it."""
 
 import html
 import io
@@ -42,7 +42,7 @@ svg { width: 100%; height: auto }
 def numbers(
     trace: Trace, results: Sequence[Result], reuse: Reuse | None, serving: Serving | None
 ) -> dict[str, Any]:
-    """All that the report shows."""
+    """Return all numbers that the report shows."""
     return {
         "trace": {
             "name": trace.name,
@@ -199,7 +199,7 @@ def _served_row(served: Served) -> tuple[object, ...]:
 
 
 def _names(combination: Combination) -> tuple[object, ...]:
-    """The first columns of a table."""
+    """Return the first columns of a combination's line in a table."""
     return combination.policy, combination.block_size, combination.size
 
 
@@ -211,7 +211,7 @@ def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _figure(draw: Callable[[Axes], None]) -> str:
-    """What is drawn, as SVG to put into a page."""
+    """Return a drawing as SVG to put into a page."""
     with plt.rc_context({"svg.hashsalt": "jaxpaged", "svg.fonttype": "none"}):
         figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
         try:
@@ -244,7 +244,7 @@ def _draw_hit_rates(axis: Axes, results: Sequence[Result]) -> None:
 
 
 def _by_policy(caches: Sequence[Served]) -> dict[tuple[str, int], list[Served]]:
-    """Those of some tokens, the smallest first, by policy and block size."""
+    """Group caches of a limited size by policy and block size, the smallest first."""
     groups: dict[tuple[str, int], list[Served]] = {}
     for served in sorted(caches, key=lambda served: served.combination.cache_tokens or 0):
         if served.combination.cache_tokens is not None:

@@ -24,7 +24,7 @@ REQUESTS_A_CALL = 256  # of one compiled call: between two of them progress is t
 
 @dataclass(frozen=True)
 class Result:
-    """What became of it."""
+    """Result of one combination."""
 
     combination: Combination
     num_usable: int  # blocks of the cache
@@ -46,7 +46,7 @@ class Result:
         return hit_tokens / input_tokens
 
     def line(self) -> dict[str, Any]:
-        """It as JSON."""
+        """Return the result as a JSON object."""
         hit_tokens, input_tokens = self.counted
         return {
             **asdict(self.combination),
@@ -110,7 +110,7 @@ class Cut:
         return min(combination.cache_tokens // self.blocks.block_size, self.enough)
 
     def create(self, combination: Combination) -> loop.Cache:
-        """It, empty."""
+        """Create an empty cache for a combination."""
         return loop.create(
             self.usable(combination),
             policy=belady.named(combination.policy),
@@ -137,7 +137,7 @@ class Cut:
         )
 
     def calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
-        """The requests, so many a call; the last call is filled up with such as hold nothing."""
+        """Yield the requests of each call; the last call is filled up with requests that hold nothing."""
         held = np.minimum(self.blocks.num_held, usable)  # of a larger prompt its beginning
         findable, lookup = (
             np.minimum(each, held) for each in (self.blocks.num_findable, self.blocks.num_lookup)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def side_by_side[Item, Found](function: Callable[[Item], Found], items: Iterable[Item]) -> Iterator[Found]:
-    """The results in order, as many at a time as there are cores."""
+    """Yield the results in order, computed on as many threads as there are cores."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
         yield from threads.map(function, items)
 
@@ -22,7 +22,7 @@ class Programs:
     def call[**P, Result](
         self, name: Hashable, program: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
     ) -> Result:
-        """Of one name, calls have arguments of the same shapes, and the same static ones."""
+        """Call a program; calls of one name have the same shapes and static arguments."""
         if name in self._compiled:
             return program(*args, **kwargs)
         with self._compiling:

@@ -44,7 +44,7 @@ class Trace:
         return len(self.input_lens)
 
     def first(self, num_requests: int) -> "Trace":
-        """Its first requests, so many or all."""
+        """Return a trace of the first requests, `num_requests` or all."""
         own = slice(min(num_requests, self.num_requests))
         content = None if self.content is None else self.content[: self.content_starts[own.stop]]
         return replace(
@@ -78,12 +78,12 @@ class Blocks:
     num_distinct: int
 
     def hit_tokens(self, hit_blocks: np.ndarray, input_lens: np.ndarray) -> np.ndarray:
-        """Tokens of the first `hit_blocks[r]` blocks of each request."""
+        """Return the number of tokens in the first `hit_blocks[r]` blocks of each request."""
         return np.minimum(hit_blocks * self.block_size, input_lens)
 
 
 def read(path: str) -> Trace:
-    """The trace in a file. Raises `InputError`, with the line's number, for what is wrong in it."""
+    """Return the trace in a file. Raises `InputError`, with the line's number, for what is wrong in it."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -190,7 +190,7 @@ def _int(fail: Callable[[str], InputError], name: str, value: object, least: int
 
 
 def _number(text: str) -> object:
-    """The int that a column holds; the text, if it holds none."""
+    """Return the int that a column holds, or its text if it holds none."""
     try:
         return int(text)
     except ValueError:
@@ -203,7 +203,7 @@ def _check_order(fail: Callable[[str], InputError], name: str, times: list[float
 
 
 def _as_array(ids: list[int]) -> np.ndarray:
-    """Ids may be as large as they like, a hash's for example."""
+    """Return ids as an array; ids may be as large as they like, a hash's for example."""
     try:
         return np.array(ids, np.int64)
     except OverflowError:
@@ -211,7 +211,8 @@ def _as_array(ids: list[int]) -> np.ndarray:
 
 
 def blocks(trace: Trace, block_size: int, *, partial: bool = False) -> Blocks:
-    """The trace's prompts in blocks of so many tokens, which divide its own blocks or are made of whole ones.
+    """Divide the trace's prompts into blocks of `block_size` tokens, a divisor or a multiple of the trace's
+    own.
 
     As the engine has it, full blocks can be found, and of each prompt at least one token is computed; with
     `partial` also the last, partly filled one, and all of a prompt: as simulators count that know only ids.
@@ -246,7 +247,7 @@ def blocks(trace: Trace, block_size: int, *, partial: bool = False) -> Blocks:
 
 
 def _dense(values: np.ndarray, bound: int) -> np.ndarray:
-    """The values, all below `bound`, renumbered from 0."""
+    """Renumber the values, all below `bound`, from 0."""
     if bound > 2**28:
         return np.unique(values, return_inverse=True)[1]
     is_there = np.zeros(bound, bool)

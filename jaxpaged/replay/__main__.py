@@ -18,7 +18,7 @@ from jaxpaged.step.state import EngineState, FinishReason, Phase
 
 
 def describe(number: int, step: Step) -> Iterator[str]:
-    """A step in words: a line for the whole, and one for each row to which something happened."""
+    """Yield a step as text: a line for the whole, and one for each row that changed."""
     after, decision = step.after, step.decision
     waiting = np.sum(np.isin(after.rows.phase, (Phase.WAITING, Phase.SWAPPED)))
     yield (
@@ -38,7 +38,7 @@ def describe(number: int, step: Step) -> Iterator[str]:
 
 
 def describe_start(dump: Dump) -> Iterator[str]:
-    """What a file holds: the sizes, and each row that has a request."""
+    """Yield the contents of a dump as text: the sizes, and each row that has a request."""
     state, tables, limits = dump.state, dump.state.tables, dump.step_config
     versions = ", ".join(f"{name} {version}" for name, version in dump.made_with.items())
     yield f"made with {versions}"
@@ -71,7 +71,7 @@ def _facts(step: Step, row: int) -> Iterator[str]:
 
 
 def _blocks(before: EngineState | None, after: EngineState, row: int) -> Iterator[str]:
-    """The row's tables, device's and host's, where they differ from those before."""
+    """Yield the row's block tables, on the device and on the host, where they changed."""
     old = {} if before is None else tables_of(before)
     for name, tables in tables_of(after).items():
         line = np.asarray(tables.block_tables[row])

@@ -28,7 +28,7 @@ VERSION = 5  # of the file's format
 
 @dataclass(frozen=True)
 class Event:
-    """What came from outside, after so many steps: a request, or the wish to give one up."""
+    """Event from outside, after `num_steps` steps: a request, or a request's abort."""
 
     num_steps: int  # made since the dump
     request: Rows | None = None  # NumPy arrays of one line, as `Door.write` fills it; as long as its tokens
@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Dump:
-    """What a file says."""
+    """Contents of a dump file."""
 
     state: EngineState  # NumPy arrays; of K and V only shapes and types
     step_config: StepConfig
@@ -145,7 +145,7 @@ def _read(arrays: Mapping[str, np.ndarray], layout: str | None) -> Dump:
     check("version", version, f"{VERSION}, the one that this jaxpaged reads", version == VERSION)
 
     def fill(tree: Any) -> Any:
-        """The arrays by the names and shapes of `tree`."""
+        """Return the arrays with the names and shapes of `tree`."""
 
         def array(keys: Any, want: Any) -> np.ndarray:
             got = arrays[_name(keys)]
@@ -205,7 +205,7 @@ def _layout(words: Mapping[str, Any], given: str | None) -> layouts.Layout:
 
 
 def _lines(requests: Rows, tokens: np.ndarray) -> Iterator[Rows]:
-    """Each request with its tokens, which all lie one after the other."""
+    """Yield each request with its own tokens, which `tokens` holds one after the other."""
     if len(tokens) != sum(requests.num_tokens):
         raise ValueError(f"request_tokens has {len(tokens)} tokens, not {sum(requests.num_tokens)}")
     lines = (jax.tree.map(lambda array, i=i: array[i : i + 1], requests) for i in range(len(requests.phase)))
@@ -224,7 +224,7 @@ def _new_state(
     host: dict[str, Any] | None,
     kv: dict[str, Any],
 ) -> EngineState:
-    """A state of the sizes that a header has; without K and V if it does not say theirs."""
+    """Create a state of the sizes in a header; without K and V if the header lacks their shapes."""
 
     def tables(num_blocks: int, policy: str, has_prefix_cache: bool) -> BlockTables:
         return create_tables(
@@ -260,7 +260,7 @@ def no_layers(num_blocks: int, block_size: int) -> KVCache:
 
 
 def without_layers(state: EngineState) -> EngineState:
-    """The state with a cache of no layers: which takes no memory, and can be swapped."""
+    """Return the state with a cache of no layers, which takes no memory and can still be swapped."""
     tables, host = state.tables, state.host
     device = no_layers(tables.pool.num_blocks, tables.block_size)
     swapped = None if host is None else no_layers(host.tables.pool.num_blocks, tables.block_size)
@@ -268,7 +268,7 @@ def without_layers(state: EngineState) -> EngineState:
 
 
 def kv_of(state: EngineState) -> tuple[KVCache, KVCache | None]:
-    """The device's, and the host's."""
+    """Return the device's cache and the host's."""
     return state.kv_cache, None if state.host is None else state.host.kv_cache
 
 

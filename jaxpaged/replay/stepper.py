@@ -18,8 +18,9 @@ from jaxpaged.engine.setup import Setup
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.replay.dump import Dump, kv_of, put_kv, without_layers
 from jaxpaged.sampling_state import tokens_of
 from jaxpaged.step import loop, scheduler
@@ -76,7 +77,7 @@ def replay(dump: Dump, model: Decoder | None = None) -> Iterator[Step]:
 
 
 def _in_order(queue: list[Rows]) -> list[Rows]:
-    """By priority, then arrival: who takes a row first."""
+    """Sort requests by priority, then arrival: the order in which they take rows."""
 
     def order(line: Rows) -> tuple[int, int]:
         return int(line.priority[0]), since(int(line.arrival[0]), int(queue[0].arrival[0]))
@@ -105,7 +106,7 @@ class StandIn(nnx.Module):
         token_ids: Int[Array, " num_tokens"],
         positions: Int[Array, " num_tokens"],
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens 1"], KVCache]:
         return jnp.zeros((token_ids.shape[0], 1)), cache
 
@@ -117,7 +118,9 @@ class StandIn(nnx.Module):
 
 
 def _stand_in(dump: Dump, state: EngineState) -> StandIn:
-    """The one for the next step. It has to know who will be in each slot: so the step is decided twice."""
+    """Return the stand-in model of the next step. It must know the sequence of each slot, so the step is
+    decided twice. It has to know who will be in each slot: so the step is decided twice.
+    """
     config = dump.step_config
     decision = jax.device_get(loop.schedule(state, config=config))
     rows = jax.device_get(state.rows)
@@ -133,7 +136,9 @@ def _stand_in(dump: Dump, state: EngineState) -> StandIn:
 
 
 def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
-    """The dump with the attention that serves the model here, and the model (a name as `LLM` takes it)."""
+    """Return the dump with the attention that serves the model on this machine, and the model (a name as
+    `LLM` takes it).
+    """
     _refuse_computed(dump.state)
     checkpoint = loading.open_checkpoint(name)
     c, kv, window = checkpoint.config, dump.state.kv_cache, dump.step_config.sliding_window
@@ -145,7 +150,7 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     dtype: Any = str(kv.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)
     step_config = replace(dump.step_config, attention=Setup(config, c).attention)
-    model = checkpoint.model(kv.dtype)
+    model = checkpoint.model(LoadAs(kv.dtype))
     return replace(dump, step_config=step_config), model
 
 
@@ -160,12 +165,12 @@ def _refuse_computed(state: EngineState) -> None:
 
 
 def _zeros(state: EngineState) -> tuple[KVCache, KVCache | None]:
-    """Arrays for K and V, of the device and of the host."""
+    """Create zeros for K and V, on the device and on the host."""
 
     device, host = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_of(state))
     return device, host and jax.device_put(host, jax.memory.Space.Host)
 
 
 def tables_of(state: EngineState) -> dict[str, BlockTables]:
-    """The device's tables, and the host's if there are any, by what their blocks are called."""
+    """Return the device's tables, and the host's if there are any, by a prefix for their blocks' names."""
     return {"": state.tables} | ({} if state.host is None else {"host ": state.host.tables})

@@ -12,13 +12,13 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/load_lora_adapter")
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
-    """From now on the adapter can be asked for by its name, as a model."""
+    """Load an adapter: from now on requests can name it as their model."""
     await service_of(request).load_adapter(body.lora_name, body.lora_path)
     return PlainTextResponse(f"the adapter {body.lora_name!r} is loaded")
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
-    """Nobody can ask for it any more; who has done so is answered with it to the end."""
+    """Unload an adapter. New requests cannot name it; those under way are answered to the end."""
     await service_of(request).unload_adapter(body.lora_name)
     return PlainTextResponse(f"the adapter {body.lora_name!r} is unloaded")

@@ -26,7 +26,7 @@ SAMPLE_S = 0.25  # between two looks at the engine's steps
 
 
 def create_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAPI:
-    """The application over a model; one event loop may run it."""
+    """Return the application that serves a model; one event loop may run it."""
     app = FastAPI(
         title="jaxpaged",
         version=jaxpaged.__version__,
@@ -130,6 +130,6 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 
 
 def _param(message: str) -> str | None:
-    """What an `InputError` is about: its messages begin with a name."""
+    """Return the name that an `InputError` is about, with which its messages begin; None if there is none."""
     name = message.partition("=")[0].partition(":")[0]
     return name if name.replace(".", "").replace("_", "").isalnum() and " " not in name else None

@@ -40,7 +40,7 @@ NO_QUEUE_LIMIT = 2**31 - 1
 
 @dataclasses.dataclass
 class Counts:
-    """What became of the lines of a batch."""
+    """Counts of a batch's lines by their outcome."""
 
     answered: int = 0
     failed: int = 0  # of these, with an error

@@ -36,7 +36,7 @@ class Line:
 
     @property
     def id(self) -> bytes:
-        """What tells it from other lines, where it has no `custom_id` of its own."""
+        """Bytes that tell a line from others where it has no `custom_id` of its own."""
         return _digest(b"line %d " % self.number + (self.content or b""))
 
 

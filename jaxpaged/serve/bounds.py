@@ -1,6 +1,7 @@
-"""How much a body may hold: JSON is counted as bytes before a value is made of it, then its entries are.
+"""Bounds of a request's body: its JSON is counted as bytes before any value is made of it.
 
-What is counted here bounds the work and the memory of everything behind: parsing, validation, templates.
+What is counted here bounds the work and the memory of everything that follows: parsing, validation,
+templates.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ MOST_ENTRIES = 4096  # of any other object or list
 
 
 class Most(NamedTuple):
-    """What one field may hold, whether it is one text, a list or an object."""
+    """Bounds of one field, whether it is a text, a list or an object."""
 
     entries: int = MOST_ENTRIES
     chars: int | None = None  # of its texts together; None for as many as the body may have
@@ -50,7 +51,7 @@ LONG_FIELDS = frozenset({"prompt", "tokens"})
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a body may have in all."""
+    """Bounds of a body as a whole."""
 
     depth: int  # objects and lists in one another
     values: int  # keys count, too
@@ -65,7 +66,7 @@ class Limits:
 
 
 class Size(NamedTuple):
-    """What JSON has in it. An empty list or object counts as two values."""
+    """Size of a JSON value. An empty list or object counts as two values."""
 
     depth: int = 0
     values: int = 1
@@ -119,9 +120,9 @@ def measure(body: bytes | bytearray, goes_on: Callable[[Size], bool] = lambda si
 
 
 def _escaped(is_backslash: np.ndarray, first: bool) -> np.ndarray:
-    """Which characters, and whether the one behind the last, have an odd number of backslashes before them.
+    """Return which characters, and whether the one behind the last, follow an odd number of backslashes.
 
-    `first`: whether the first one is escaped by those of the piece before.
+    first: whether the first character is escaped by the backslashes of the chunk before.
     """
     places = np.arange(len(is_backslash) + 1, dtype=np.int32)
     # The last character before each that is no backslash, or is one that is escaped by the piece before.

@@ -108,7 +108,7 @@ class Writer:
         return "" if tokenizer is None else str(tokenizer.decode(prompt.prompt_token_ids.tolist()))
 
     def _cut(self, choice: Choice) -> Choice:
-        """Without the token that nobody asked for."""
+        """Return a choice without its token where only the echo of the prompt was asked for."""
         if not self.is_echo_alone:
             return choice
         return dataclasses.replace(choice, texts=[], token_ids=[], logprobs=[], finish_reason="length")

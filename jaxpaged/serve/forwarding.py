@@ -25,7 +25,7 @@ TOKEN_BLOCK = 16  # of prompts as token ids
 
 
 def portable(scope: Scope, request_id: str) -> dict[str, Any]:
-    """What of a request's scope another process needs, and can be sent there."""
+    """Return what another process needs of a request's scope, as data that can be sent."""
     headers = [(bytes(k), bytes(v)) for k, v in scope["headers"] if k != b"x-request-id"]
     return {name: scope[name] for name in TRAVELS if name in scope} | {
         "headers": [*headers, (b"x-request-id", request_id.encode())],
@@ -35,8 +35,9 @@ def portable(scope: Scope, request_id: str) -> dict[str, Any]:
 
 
 async def answered(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
-    """What the application sends, several messages at a time if they came together. To close the generator
-    is to go as a client goes.
+    """Yield the application's messages, several at a time if they came together.
+
+    Closing the generator has the effect of a client that closes its connection.
     """
     sent: asyncio.Queue[Message] = asyncio.Queue()
     received = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -72,9 +73,10 @@ async def answered(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGen
 
 
 def keys(body: bytes) -> list[Key]:
-    """Those of the prompt in a request's body, if it has one; of several prompts, the first one's.
+    """Return the routing keys of the prompt in a body, of the first one if there are several; none without a
+    prompt.
 
-    Of a conversation they are those of its text as JSON, tools first, as templates write it.
+    The keys of a conversation are those of its text as JSON, tools first, as templates write it.
     """
     try:
         asked = json.loads(body)

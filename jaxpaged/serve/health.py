@@ -1,4 +1,4 @@
-"""How the server is, for those who watch it: no key needed."""
+"""Routes that report the server's health and load, open without a key."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -14,7 +14,7 @@ router = APIRouter()
 @router.get("/ping")
 @router.post("/ping")
 async def health(request: Request) -> Response:
-    """200 while the engine answers, 503 when it has stopped; no body."""
+    """Answer 200 while the engine runs and 503 after it has stopped, without a body."""
     return Response(status_code=200 if service_of(request).llm.is_running else 503)
 
 
@@ -25,12 +25,12 @@ async def version() -> Response:
 
 @router.get("/load")
 async def load(request: Request) -> Response:
-    """How many requests are being answered."""
+    """Answer with the number of requests that are being answered."""
     return reply({"server_load": request.app.state.load})
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format, under vLLM's names."""
+    """Answer with the metrics in Prometheus' text format, under vLLM's names."""
     text = service_of(request).metrics.text()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,5 +1,6 @@
-"""By which names a server may be asked: the answer to DNS rebinding, by which a web page asks a server that
-listens on its reader's own machine.
+"""Host names that a server answers to.
+
+This stops DNS rebinding, by which a web page reaches a server that listens on its reader's own machine.
 """
 
 import ipaddress

@@ -15,7 +15,7 @@ NEARBY = 8  # characters in which a token of a prompt is looked for, where it is
 
 
 class TokenNames:
-    """What tokens are called in an answer, and their bytes."""
+    """Names of tokens in an answer, and their bytes."""
 
     def __init__(self, tokenizer: Any, *, as_ids: bool) -> None:
         self._vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
@@ -35,16 +35,19 @@ class TokenNames:
 
 
 class Places:
-    """Where the tokens of one choice begin in its text, in characters.
+    """Offsets, in characters, of one choice's tokens in its text.
 
-    A token's place is that of the character which its first byte is part of. Tokens of a stop string that was
-    cut lie where they would without it: at the text's end, and beyond.
+    A token's offset is that of the character that its first byte belongs to. Tokens of a stop string that was
+    cut keep the offsets they would have without it: at the text's end, and beyond.
     """
 
     def __init__(
         self, tokenizer: Any, params: SamplingParams, prompt_token_ids: np.ndarray, echo: str = ""
     ) -> None:
-        """`echo`: the prompt's text, where the choice's text begins with it."""
+        """Start at the beginning of a choice's text.
+
+        echo: the prompt's text, where the choice's text begins with it.
+        """
         self._tokenizer, self._echo = tokenizer, echo
         self._answer: Detokenizer | None = None
         if tokenizer is not None:
@@ -89,7 +92,10 @@ class Places:
 
 
 class CompletionLogprobs:
-    """Those of one choice of /v1/completions: lists with an entry a token; places go on from call to call."""
+    """Log-probabilities of one choice of /v1/completions: lists with an entry for each token.
+
+    Offsets continue from one call to the next.
+    """
 
     def __init__(self, names: TokenNames, num_top: int, places: Places) -> None:
         self._names, self._num_top, self._places = names, num_top, places
@@ -156,7 +162,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(each: Sequence[Mapping[int, Logprob] | None] | None) -> list[Any] | None:
-    """vLLM's: by token ids, as texts."""
+    """Return vLLM's `prompt_logprobs`: for each token of a prompt a mapping by token ids, as texts."""
     if each is None:
         return None
     return [

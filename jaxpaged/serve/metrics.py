@@ -1,8 +1,8 @@
-"""What Prometheus asks for, under vLLM's names, so that what was made to watch vLLM watches this.
+"""Prometheus metrics under vLLM's names, so that dashboards made for vLLM work here.
 
 Tokens are counted as they come, whatever becomes of their requests. Requests and answers are counted when
-they end: `request_success` counts each answer by its reason, and every other number of requests and answers
-leaves out those that were aborted. Numbers of the engine are read when somebody asks.
+they end: `request_success` counts each answer by its reason. All other numbers of requests and answers leave
+out those that were aborted. Numbers of the engine are read when a client asks.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class AnswerTimes:
 
 @dataclasses.dataclass
 class Times:
-    """When a request's tokens came, in seconds since the epoch."""
+    """Times at which a request's tokens came, in seconds since the epoch."""
 
     arrived: float
     num_answers: int
@@ -192,7 +192,9 @@ class Metrics:
             self._kept.append((now, self._latencies()))
 
     def recent(self) -> dict[str, Any]:
-        """Of the last minutes: how many times each bucket of a latency was met, and its upper bound."""
+        """Return, for each latency, how often each bucket was met in the last minutes, and the buckets' upper
+        bounds.
+        """
         now, newest = time.monotonic(), self._latencies()
         begin = next((kept for then, kept in self._kept if now - then <= RECENT_S), newest)
         return {
@@ -204,7 +206,10 @@ class Metrics:
         }
 
     def _latencies(self) -> dict[str, list[int]]:
-        """Of each the counts by bucket, not summed up; the last is of what lies beyond all bounds."""
+        """Return the counts of each latency by bucket, not cumulative.
+
+        The last bucket has what lies beyond all bounds.
+        """
         made = {}
         for name, histogram in (("ttft", self.ttft), ("itl", self.itl), ("e2e", self.e2e)):
             [metric] = histogram.collect()
@@ -213,7 +218,7 @@ class Metrics:
         return made
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         self.sample()
         return generate_latest(self.registry)
 

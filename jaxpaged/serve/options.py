@@ -1,4 +1,4 @@
-"""What a user may choose of the server, checked once. Imports nothing heavy: the command line reads it."""
+"""Options of the server, checked once. Imports nothing heavy: the command line reads it."""
 
 import dataclasses
 import ipaddress

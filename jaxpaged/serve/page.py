@@ -33,14 +33,16 @@ FIRST_CHAR = 48  # "0"
 
 @router.get("/")
 async def page() -> Response:
-    """A single page, which loads nothing from other hosts."""
+    """Answer with a single page, which loads nothing from other hosts."""
     text, headers = _page()
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
 @functools.cache
 def _page() -> tuple[str, dict[str, str]]:
-    """Its text, and the headers that allow its own script and style, by their digests, and nothing else."""
+    """Return the page's text, and headers that allow its own script and style by their digests, and nothing
+    else.
+    """
     text = (resources.files("jaxpaged.serve") / "page.html").read_text(encoding="utf-8")
     allowed = {
         f"{tag}-src": " ".join(f"'sha256-{_digest(part)}'" for part in re.findall(pattern, text, re.DOTALL))
@@ -63,7 +65,7 @@ def _page() -> tuple[str, dict[str, str]]:
 
 @router.get("/page/events")
 async def events(request: Request) -> Response:
-    """Server-sent events, two a second: how the engine stands."""
+    """Answer with server-sent events, two a second: the engine's state."""
     service = service_of(request)
     state = request.app.state
     watch = getattr(state, "watch", None)
@@ -91,7 +93,7 @@ class Watch:
         self._before: tuple[float, Stats] = time.monotonic(), service.llm.engine.stats
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Of one who watches: whatever is newest, until the server stops."""
+        """Yield events for one reader: always the newest, until the server stops."""
         self.num_watchers += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
@@ -141,7 +143,7 @@ class Watch:
 
 
 def told(occupancy: Occupancy) -> dict[str, Any]:
-    """The map and the requests as the page takes them."""
+    """Return the map of blocks and the requests in the form that the page reads."""
     holders, content = occupancy.holders[1:], occupancy.has_content[1:]  # all but the null block
     cells = np.where(holders > 1, SHARED, np.where(content & (holders == 0), CACHED, FREE))
     requests = []

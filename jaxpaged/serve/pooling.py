@@ -31,7 +31,7 @@ def _service(request: Request) -> PoolingService:
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    """OpenAI's: a vector for each text."""
+    """Answer OpenAI's /v1/embeddings: a vector for each text."""
     service, params = _service(request), body.params(body.dimensions)
     found = await service.run(lambda: service.pooling.embed(body.input, params))
     data = [
@@ -47,7 +47,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 
 @router.post("/pooling")
 async def pooling(body: EmbeddingRequest, request: Request) -> Response:
-    """vLLM's: whatever the model makes of each text."""
+    """Answer vLLM's /pooling: whatever the model makes of each text."""
     service, params = _service(request), body.params(body.dimensions)
     task = body.task or ("classify" if service.pooling.is_classifier else "embed")
     found = await service.run(lambda: service.pooling.encode(body.input, params, pooling_task=task))
@@ -60,7 +60,7 @@ async def pooling(body: EmbeddingRequest, request: Request) -> Response:
 
 @router.post("/classify")
 async def classify(body: ClassificationRequest, request: Request) -> Response:
-    """vLLM's: the chances of each text's classes, and the likeliest one's name."""
+    """Answer vLLM's /classify: the probabilities of each text's classes, and the likeliest class's name."""
     service, params = _service(request), body.params()
     found = await service.run(lambda: service.pooling.classify(body.input, params))
     data = [
@@ -78,7 +78,7 @@ async def classify(body: ClassificationRequest, request: Request) -> Response:
 @router.post("/score")
 @router.post("/v1/score")
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """vLLM's: how well texts go together."""
+    """Answer vLLM's /score: how well pairs of texts match."""
     service, params, (first, second) = _service(request), body.params(), body.pair()
     found = await service.run(lambda: service.pooling.score(first, second, params))
     data = [{"index": i, "object": "score", "score": out.outputs.score} for i, out in enumerate(found)]
@@ -89,7 +89,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Jina's and Cohere's: documents by how well they go with a query, the best first."""
+    """Answer Jina's and Cohere's /rerank: documents by how well they match a query, the best first."""
     service, params, documents = _service(request), body.params(), body.texts()
     most = len(documents) if body.top_n is None else checked_int("top_n", body.top_n, "an int >= 0", 0)
     found = await service.run(lambda: service.pooling.score(body.query, documents, params))

@@ -1,4 +1,4 @@
-"""What clients may ask of a pooling model, field by field: OpenAI's, Cohere's and vLLM's."""
+"""Requests to a pooling model, field by field: OpenAI's, Cohere's and vLLM's."""
 
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ Texts = str | list[str]
 
 
 class Pooled(Asked):
-    """What all requests may say."""
+    """Fields that all requests to a pooling model have."""
 
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None
@@ -21,7 +21,7 @@ class Pooled(Asked):
     activation: bool | None = None  # and for classes
 
     def params(self, dimensions: int | None = None) -> PoolingParams:
-        """Raises `InputError`."""
+        """Return the pooling parameters of a request. Raises `InputError`."""
         given = {each for each in (self.use_activation, self.normalize, self.activation) if each is not None}
         if len(given) > 1:
             raise InputError("use_activation, normalize and activation must not contradict each other")
@@ -58,7 +58,10 @@ class ScoreRequest(Pooled):
     data_2: Texts | None = None
 
     def pair(self) -> tuple[Texts, Texts]:
-        """Both texts. Raises `InputError` unless they are given, once."""
+        """Return both sides of the texts to compare.
+
+        Raises `InputError` unless each is given exactly once.
+        """
         given = [
             (first, second)
             for first, second in (
@@ -81,7 +84,7 @@ class RerankRequest(Pooled):
     top_n: int | None = None
 
     def texts(self) -> list[str]:
-        """The documents' texts. Raises `InputError` for one that has none."""
+        """Return the documents' texts. Raises `InputError` for a document without one."""
         found = []
         for i, document in enumerate(self.documents):
             text = document if isinstance(document, str) else document.get("text")

@@ -1,4 +1,4 @@
-"""What the routes of a pooling model share: the model, who waits for it, and how many may."""
+"""Service of a pooling model, which its routes share: the model, its queue, and the queue's bound."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ class PoolingService:
 
     @property
     def llm(self) -> "PoolingService":
-        """What `/health` looks at."""
+        """Service itself: `/health` looks at its `is_running`."""
         return self
 
     @staticmethod
@@ -107,7 +107,7 @@ class PoolingMetrics:
 
 
 def create_pooling_app(pooling: Pooling, model_name: str, options: ServerOptions) -> FastAPI:
-    """The application over a pooling model; one event loop may run it."""
+    """Return the application that serves a pooling model; one event loop may run it."""
     import jaxpaged
     from jaxpaged.serve import health, models
     from jaxpaged.serve import pooling as routes

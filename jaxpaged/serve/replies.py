@@ -1,4 +1,4 @@
-"""What goes out: JSON, errors in OpenAI's form, and streams of events whose readers may be slow or gone."""
+"""Replies: JSON, errors in OpenAI's form, and streams of events whose readers may be slow or gone."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ MOST_MESSAGE = 2000  # characters of an error: what others raise may quote all o
 
 
 class ApiError(Exception):
-    """What the client is told in place of an answer, or at a stream's end."""
+    """Error that a client gets in place of an answer, or at the end of a stream."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
@@ -54,7 +54,7 @@ class ApiError(Exception):
 
 
 def dumps(value: Any) -> bytes:
-    """JSON in UTF-8; half a surrogate pair, which has none, becomes a question mark."""
+    """Return a value as JSON in UTF-8. Half a surrogate pair, which UTF-8 lacks, becomes a question mark."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
 
@@ -64,7 +64,7 @@ def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """A server-sent event."""
+    """Return a value as a server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + dumps(value) + b"\n\n"
 
@@ -74,7 +74,9 @@ class GoneError(Exception):
 
 
 async def unless_gone[T](request: Request, answer: Awaitable[T]) -> T:
-    """The answer; cancelled, with `GoneError`, as soon as the client closes the connection."""
+    """Return the result of `answer`; cancel it and raise `GoneError` as soon as the client closes the
+    connection.
+    """
     working = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_gone(request.receive))
     try:

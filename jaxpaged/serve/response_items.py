@@ -25,7 +25,7 @@ class OpenItem:
 
     @property
     def at(self) -> dict[str, Any]:
-        """Where it is, for events."""
+        """Fields of an event that locate the item."""
         return {"item_id": self.id, "output_index": self.index}
 
     @property

@@ -67,7 +67,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 @router.get("/v1/responses/{response_id}")
 @router.post("/v1/responses/{response_id}/cancel")
 async def find_response(response_id: str) -> Response:
-    """Always 404."""
+    """Answer 404: no response is kept."""
     raise ApiError(404, f"response {shown(response_id)} is not there: none is kept")
 
 

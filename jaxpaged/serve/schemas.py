@@ -1,7 +1,7 @@
-"""What clients may ask, field by field: OpenAI's, and vLLM's that this engine has.
+"""Requests of clients, field by field: OpenAI's fields, and those of vLLM's that this engine has.
 
-null stands for a field that is not given. Of other fields those that vLLM knows must ask for nothing, by the
-table in `jaxpaged.vllm_names`; what vLLM does not know either is ignored, as by vLLM.
+null stands for a field that is not given. A field that vLLM knows and this engine lacks must ask for nothing,
+by the table in `jaxpaged.vllm_names`. A field that vLLM does not know either is ignored, as vLLM does.
 """
 
 from typing import Annotated, Any, Self
@@ -75,7 +75,7 @@ _OptionFields: Any = create_model("_OptionFields", __base__=Queued, **OPTIONS)
 
 
 class Drawn(_OptionFields):
-    """What chooses tokens, the same for all kinds of requests; None for the model's or the engine's own."""
+    """Sampling options that all kinds of requests share; None for the model's or the engine's own default."""
 
     stream: bool | None = False
 
@@ -176,7 +176,7 @@ class ChatRequest(Sampled):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages."""
+        """Variables of the chat template beside the messages."""
         return template_kwargs(self.chat_template_kwargs, self.reasoning_effort, self.documents)
 
 
@@ -201,7 +201,7 @@ class ResponsesRequest(Drawn):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages."""
+        """Variables of the chat template beside the messages."""
         effort = (self.reasoning or {}).get("effort")
         return template_kwargs(self.chat_template_kwargs, None if effort is None else str(effort))
 

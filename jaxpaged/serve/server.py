@@ -29,9 +29,9 @@ OTHER_FILES = 256  # of the process, beside its connections
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """A socket at the address, not listening yet: who comes before the model is there is refused.
+    """Return a socket bound to the address and not listening yet. Raises `InputError`.
 
-    Raises `InputError`.
+    Clients that come before the model is loaded are refused.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

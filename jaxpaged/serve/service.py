@@ -1,4 +1,4 @@
-"""What all routes share: the model, who waits for it, and what ends a request before its time."""
+"""Service that all routes share: the model, its queue, and what ends a request early."""
 
 import asyncio
 import dataclasses
@@ -54,7 +54,7 @@ class Service:
         self._numbers = itertools.count(1)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises `ApiError` for a model that is not here."""
+        """Return the model's name to answer with. Raises `ApiError` for a model that is not here."""
         if name and name not in (*self.model_names, *self.adapters):
             raise ApiError(404, f"the model {shown(name)} does not exist", param="model")
         return name or self.model_names[0]
@@ -72,7 +72,9 @@ class Service:
         self.adapters[name] = request
 
     def _unused_id(self) -> int:
-        """Never the same twice, for two may be loaded at a time, nor one that others have given."""
+        """Return an adapter id that was never used: two adapters may be loading at a time, and callers give
+        ids too.
+        """
         return next(i for i in ADAPTER_IDS if i not in self.llm.llm.list_loras())
 
     def _check_is_free(self, name: str) -> None:
@@ -82,7 +84,10 @@ class Service:
             )
 
     async def unload_adapter(self, name: str) -> None:
-        """Nobody may ask for it any more; requests under way are answered to their end. Raises `ApiError`."""
+        """Unload an adapter.
+
+        New requests cannot name it; those under way are answered to their end. Raises `ApiError`.
+        """
         if name not in self.adapters:
             raise ApiError(404, f"the adapter {shown(name)} does not exist", param="lora_name")
         await self.llm.remove_lora(self.adapters.pop(name).lora_int_id)
@@ -122,7 +127,7 @@ class Service:
 
     @property
     def max_open(self) -> int:
-        """How many answers may run and wait."""
+        """Number of answers that may run and wait."""
         config = self.llm.engine.config
         return config.max_num_seqs * config.data_parallel_size + self.options.max_queue
 
@@ -168,7 +173,10 @@ class Service:
         )
 
     async def whole(self, request: Request, run: "Run") -> list["Choice"]:
-        """All answers of a run, in their order; it is given up when the client goes."""
+        """Return all answers of a run in their order.
+
+        The run is aborted when the client closes the connection.
+        """
         try:
             return await unless_gone(request, _choices(run))
         finally:
@@ -201,7 +209,7 @@ class Run:
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Be one of those that run, until `outputs` has ended."""
+        """Count the run as open until `outputs` ends."""
         service, limit_s = self._service, self._service.options.request_timeout_s
         service.open_runs.add(self)
         service.num_open += len(self.prompts) * self.params.n
@@ -215,7 +223,7 @@ class Run:
             self._service.llm.abort_now(self._engine_id)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput, CompletionOutput]]:
-        """What is new, with the place of its prompt. Raises `ApiError`."""
+        """Yield new output with the index of its prompt. Raises `ApiError`."""
         metrics = self._service.metrics
         try:
             stream = self._service.llm.stream(self.prompts, self._engine_id)
@@ -263,7 +271,7 @@ class Run:
         self._log(self._why or ("disconnect" if num_gone else None))
 
     def _log(self, why: str | None) -> None:
-        """A line about the request: an object, for programs to read."""
+        """Log a line about the request: a JSON object, for programs to read."""
         if not log.isEnabledFor(logging.INFO):
             return
         times, now = self.times, time.time()
@@ -343,7 +351,7 @@ class Choice:
 
 
 async def _choices(run: Run) -> list[Choice]:
-    """Of prompt i, answer j is choice i * n + j."""
+    """Return all choices of a run. Answer j of prompt i is choice i * n + j."""
     choices = [Choice(i) for i in range(run.times.num_answers)]
     async with aclosing(run.outputs()) as outputs:
         async for i, output, answer in outputs:

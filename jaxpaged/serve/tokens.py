@@ -17,7 +17,7 @@ TOLD_HERE = 4_000  # tokens: more are decoded, and written down, in another thre
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Of a `prompt`, or of `messages` as the chat template writes them."""
+    """Answer with the tokens of a `prompt`, or of `messages` as the chat template renders them."""
     service = service_of(request)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):

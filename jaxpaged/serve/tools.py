@@ -1,6 +1,7 @@
-"""What an answer's text comes to: its pieces, and OpenAI's deltas and messages of them.
+"""Assembly of an answer's text into OpenAI's messages and deltas, by way of parsed pieces.
 
-The same comes of an answer however it is cut. Space before and behind calls is left out, unless text follows.
+The result does not depend on how the text is divided as it comes. Space before and behind calls is left out,
+unless text follows.
 """
 
 import dataclasses
@@ -18,11 +19,11 @@ SPACE = " \t\r\n"
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How an answer is read: by which parsers, and for which request.
+    """Form of an answer: the parsers that read it, and the request that it answers.
 
-    `calls` and `reasoning` are names of parsers, or None. `tools` are those of the request, `prompt` is the
-    text that the answer follows, `begun` the part of it that the answer continues. `parallel`: whether calls
-    beside the first are told. `includes_reasoning`: whether reasoning is.
+    `calls` and `reasoning` are names of parsers, or None. `tools` are the request's. `prompt` is the text
+    that the answer follows, and `begun` the part of it that the answer continues. `parallel`: whether calls
+    after the first are reported. `includes_reasoning`: whether reasoning is.
     """
 
     calls: str | None = None
@@ -96,7 +97,7 @@ class ToolDeltas:
     """Pieces as OpenAI's deltas for a stream. `calls` and `reasoning` are what they come to."""
 
     def __init__(self, form: Form | str, *, parallel: bool = True) -> None:
-        """`form` may be the name of a parser of calls."""
+        """Start reading an answer. `form` may be the name of a parser of calls."""
         self._pieces = AnswerPieces(Form(calls=form, parallel=parallel) if isinstance(form, str) else form)
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
         self._reasoning: list[str] = []

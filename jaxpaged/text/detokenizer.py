@@ -16,7 +16,7 @@ PATIENCE = 8  # tokens without a whole character, after which the tokenizer is a
 
 
 class Step(NamedTuple):
-    """What one more token says."""
+    """Result of one more token."""
 
     settled: str = ""  # characters that will not change any more
     # Characters known with this token, settled or not: those settled later are not known anew.
@@ -63,7 +63,7 @@ class Detokenizer:
 
     @property
     def num_known(self) -> int:
-        """How many characters are known, settled or not."""
+        """Number of characters that are known, settled or not."""
         return self._num_settled + self._num_ahead
 
     @property

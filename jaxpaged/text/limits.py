@@ -1,4 +1,4 @@
-"""How many texts, and how long, a request may give: counted before one is cut into tokens or searched for.
+"""Bounds of the texts in a request, counted before any is tokenized or searched for.
 
 Imports nothing heavy.
 """

@@ -189,7 +189,9 @@ ArgumentsForm = Literal["object", "text", "member"]
 
 @dataclasses.dataclass(frozen=True)
 class CallsWay:
-    """What a template does with calls: which forms of arguments it takes, best first; if several calls."""
+    """Rules by which a template takes calls: the forms of arguments, best first, and whether several calls
+    fit.
+    """
 
     forms: tuple[ArgumentsForm, ...] = ("object",)
     takes_several: bool = True

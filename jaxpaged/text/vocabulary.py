@@ -1,4 +1,4 @@
-"""What each token of a tokenizer stands for: its text, and its bytes, which may be part of a character."""
+"""Vocabulary of a tokenizer: each token's text and its bytes, which may be part of a character."""
 
 import codecs
 import functools
@@ -14,7 +14,7 @@ EACH_ALONE = ("Metaspace", "Replace", "Strip", "WordPiece")
 
 
 class Token(NamedTuple):
-    """What a token stands for."""
+    """Text and bytes of a token."""
 
     text: str  # behind others; of bytes that are no character, U+FFFD
     first: str  # the same at a text's beginning
@@ -23,7 +23,7 @@ class Token(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """How a tokenizer makes text of tokens, where a token's share does not depend on its neighbours'."""
+    """Rules by which a tokenizer decodes, where a token's text does not depend on its neighbours."""
 
     is_byte_level: bool  # all tokens are bytes; otherwise texts, beside `Token.is_byte`
     steps: Any = None  # the tokenizers library's decoder for a token's text, None for its name alone
@@ -109,7 +109,7 @@ class Vocabulary:
         return Token(text, first, text.encode("utf-8", "replace"))
 
     def _special(self) -> frozenset[int]:
-        """What `skip_special_tokens` leaves out."""
+        """Return the token ids that `skip_special_tokens` leaves out."""
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
             return frozenset(i for i, token in added.items() if token.special)
@@ -125,7 +125,7 @@ class Spelled(NamedTuple):
 
 
 class Names:
-    """What the tokens of one sequence are called, one after the other."""
+    """Names of the tokens of one sequence, in order."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -47,7 +47,7 @@ Make = Callable[[int], History]  # of a block size
 
 @dataclass(frozen=True)
 class AllocatorReport:
-    """What an allocator did in random histories."""
+    """Results of an allocator over random histories."""
 
     kind: str
     num_histories: int
@@ -92,7 +92,7 @@ def verify_allocator(
     shrink_seconds: float = 60.0,
     save: Path | str | None = None,
 ) -> AllocatorReport:
-    """Drive an allocator and its oracle through random histories, and make the first that fails short.
+    """Drive an allocator and its oracle through random histories, and shorten the first that fails.
 
     Args:
         kind: one of `KINDS`; see the module.
@@ -142,7 +142,9 @@ def verify_allocator(
 
 
 def _shares(histories: int, block_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Which size has how many histories: first a few of each, since many bugs are of one size alone."""
+    """Yield how many histories each block size gets: first a few of each, since many bugs are of one size
+    alone.
+    """
     few = histories // (10 * len(block_sizes))
     rest = histories - few * len(block_sizes)
     yield from ((size, few) for size in block_sizes if few)
@@ -152,7 +154,7 @@ def _shares(histories: int, block_sizes: Sequence[int]) -> Iterator[tuple[int, i
 
 
 def maker(theirs: Any, kind: str, path: str, policy: str | None = None) -> Make:
-    """What makes a history of an allocator, given the size of blocks."""
+    """Return a function that starts a history of an allocator, given the block size."""
     if kind != "policy":
         return lambda size: class_lockstep.ClassLockstep(kind, theirs, size, path)
     from jaxpaged.memory.policies import POLICIES, Policy
@@ -170,7 +172,7 @@ def maker(theirs: Any, kind: str, path: str, policy: str | None = None) -> Make:
 
 
 def replay(path: Path | str, theirs: Any = None) -> Iterator[str]:
-    """Go through a saved history: a line a step, and at the end whether the two sides agree.
+    """Replay a saved history: yield a line for each step, and at the end whether the two sides agree.
 
     theirs: the allocator of a history of somebody's. The file only names it: nothing that a file names is
         imported.
@@ -218,7 +220,7 @@ def _made(made_with: dict[str, Any], theirs: Any) -> History:
 
 
 def _recorded(make: Callable[[], History], lines: list[tuple[str, list[Any]]]) -> History | None:
-    """The history with these lines, as one that has been run; None if it cannot even be made."""
+    """Return a history of these lines that has been run; None if it cannot even be started."""
     try:
         history = make()
     except AssertionError:

@@ -59,7 +59,7 @@ class WriteCase(Named):
         return found | ({"head_major"} if self.kv_layout == "head_major" else set())
 
     def arguments(self) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """k, v, k_cache, v_cache, slot_mapping; scales and layout."""
+        """Return k, v, k_cache, v_cache and slot_mapping; then scales and layout."""
         rng = np.random.default_rng(0)
         k, v = rng.standard_normal((2, len(self.slots), self.num_kv_heads, self.head_dim)).astype(np.float32)
         k, v = k * np.float32(self.magnitude), v * np.float32(self.magnitude)
@@ -76,7 +76,7 @@ class WriteCase(Named):
         return [k, v, old, old.copy(), np.array(self.slots, np.int32)], options
 
     def wanted(self) -> tuple[np.ndarray, ...]:
-        """The new caches."""
+        """Return the new caches."""
         arrays, options = self.arguments()
         k, v, k_cache, v_cache, slots = arrays
         return cache_ops.reshape_and_cache(k, v, k_cache, v_cache, slots, **options)
@@ -92,7 +92,7 @@ class CopyCase(Named):
     SIMPLER: ClassVar = {"num_blocks": (2, 3, 4)}
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """caches, pairs."""
+        """Return the caches and the pairs of blocks."""
         caches = [
             np.arange(2 * self.num_blocks, dtype=np.float32).reshape(-1, 2),
             np.arange(self.num_blocks, dtype=np.int32),
@@ -115,7 +115,7 @@ class SwapCase(Named):
     SIMPLER: ClassVar = {"num_source_blocks": (1, 2, 4), "num_target_blocks": (1, 2, 3)}
 
     def arguments(self) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """source, target, pairs."""
+        """Return source, target and the pairs of blocks."""
         source = np.arange(2 * self.num_source_blocks, dtype=np.float32).reshape(-1, 2)
         target = -1 - np.arange(2 * self.num_target_blocks, dtype=np.float32).reshape(-1, 2)
         return [source, target, padded(self.pairs, nothing=(-1, 0))], {}
@@ -154,7 +154,7 @@ class MergeCase(Named):
         return found | ({"empty_rows"} if 0 in self.num_live else set())
 
     def arguments(self) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """`Partials` in float32: out, max, sum; sinks."""
+        """Return `Partials` in float32 (out, max, sum), and the sinks."""
         rng = np.random.default_rng(0)
         shape = (len(self.num_live), self.num_heads, self.num_partitions)
         live = np.arange(self.num_partitions) < np.array(self.num_live)[:, None, None]
@@ -172,7 +172,8 @@ class MergeCase(Named):
         return (merge_partials(Partials(*(x.astype(np.float64) for x in arrays)), **options),)
 
     def allowed(self) -> np.ndarray:
-        """The largest admissible error: an exponential and a product of float32 each, and sums of these.
+        """Return the largest admissible error: an exponential and a product of float32 each, and sums of
+        these.
 
         Each of `num_partitions` terms is off by some roundoffs of float32, and by that of its maximum's
         difference; rows without tokens are zero, exactly.
@@ -187,7 +188,7 @@ class MergeCase(Named):
 
 
 def padded(pairs: Pairs, nothing: tuple[int, int] = (0, 0)) -> np.ndarray:
-    """The pairs as [num_pairs, 2] int32, brought to a length that many lists have."""
+    """Return pairs as [num_pairs, 2] int32, padded to a length that many lists share."""
     missing = -len(pairs) % NUM_PAIRS or (0 if pairs else NUM_PAIRS)
     return np.array([*pairs, *[nothing] * missing], np.int32)
 

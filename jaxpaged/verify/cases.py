@@ -50,7 +50,7 @@ SIMPLER: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """What cases have in common."""
+    """Base of cases: a name, and the features that a case asks for."""
 
     name: str
 
@@ -63,7 +63,7 @@ class Named:
 
     @property
     def features(self) -> set[str]:
-        """What it asks of a function beside sizes and types."""
+        """Names of what the case asks of a function beside sizes and types."""
         return set()
 
     def __str__(self) -> str:
@@ -119,7 +119,9 @@ class Case(Named):
 
 
 def features_of(case: Any, lens: tuple[int, ...]) -> set[str]:
-    """The options that a case of attention has, by name; and whether it has rows without tokens."""
+    """Return the names of the options that a case of attention has, and whether it has rows without
+    tokens.
+    """
     asked = {
         name: getattr(case, name, None)
         for name in ("scale", "sliding_window", "soft_cap", "block_sparse", "alibi", "sinks", "shared_blocks")
@@ -204,14 +206,14 @@ CASES = _cases()
 
 
 def case(name: str) -> Case:
-    """The case of that name."""
+    """Return the case of that name."""
     return next(c for c in CASES if c.name == name)
 
 
 def make_inputs(
     case: Case, seed: int = 0, *, stale: str = "nan", padding: str = "invalid"
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays (q, k_cache, v_cache, block_tables, seq_lens) and keyword arguments, all NumPy.
+    """Make the arrays (q, k_cache, v_cache, block_tables, seq_lens) and keyword arguments, all NumPy.
 
     stale: "zero" spares who multiplies what it does not see by zero; padding: "null" who looks up more of a
     table than a row's tokens.
@@ -277,7 +279,9 @@ def make_inputs(
 
 
 def stored(value: np.ndarray, which: int, scales: dict[str, Any], dtype: np.dtype) -> np.ndarray:
-    """Values [..., num_kv_heads, head_dim] as a cache of K (which 0) or V (1) of that type holds them."""
+    """Return values [..., num_kv_heads, head_dim] as a cache of K (`which` 0) or V (1) of that type holds
+    them.
+    """
     if not scales:
         return value.astype(dtype)
     scale = np.asarray(scales["v_scale" if which else "k_scale"])
@@ -288,7 +292,7 @@ def stored(value: np.ndarray, which: int, scales: dict[str, Any], dtype: np.dtyp
 
 
 def tolerance(case: Case, want: np.ndarray, mean_abs: np.ndarray, weights_dtype: str) -> np.ndarray:
-    """The largest admissible absolute error of each output element.
+    """Return the largest admissible absolute error of each output element.
 
     An output is a mean of values with weights of sum one (or less, with a sink), so relative errors of up
     to e in the weights move it by at most e * mean_abs, the same mean of the values' magnitudes. With u
@@ -306,7 +310,7 @@ def tolerance(case: Case, want: np.ndarray, mean_abs: np.ndarray, weights_dtype:
 
 @functools.cache
 def oracle(c: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The output in float64, and the same mean of the values' magnitudes."""
+    """Return the output in float64, and the mean of the values' magnitudes with the same weights."""
     arrays, options = make_inputs(c)
     arguments: dict[str, Any] = {**arrays, **options}
     want = attention.paged_attention(**arguments)
@@ -315,7 +319,7 @@ def oracle(c: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compared(c: Case, got: np.ndarray, weights_dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of each element the error, a NaN counting as infinite, and what is allowed.
+    """Return each element's error, infinite for NaN, and the largest that is allowed.
 
     That is `tolerance`, and for rows without tokens nothing: they are zero, exactly.
     """
@@ -326,7 +330,7 @@ def compared(c: Case, got: np.ndarray, weights_dtype: str) -> tuple[np.ndarray, 
 
 
 def call_of(value: Any) -> str:
-    """The constructor's call, of what is not default."""
+    """Return the constructor's call, without arguments that have their default."""
     given = [
         f"{field.name}={getattr(value, field.name)!r}"
         for field in dataclasses.fields(value)

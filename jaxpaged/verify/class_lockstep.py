@@ -147,7 +147,7 @@ class ClassLockstep(History):
         return [row for row in rows if row in self.oracle.device_rows()]
 
     def _have(self, rows: list[int], num_tokens: list[int]) -> bool:
-        """Whether each row is there, and has so many tokens."""
+        """Return whether each row is there and has so many tokens."""
         there = self._there(rows)
         return there == rows and all(num_tokens[row] <= len(self.oracle.tokens[row]) for row in rows)
 
@@ -160,7 +160,9 @@ class ClassLockstep(History):
         return True
 
     def _on_both(self, verb: str, do: Callable[[Any], Any]) -> bool:
-        """Both are done, with one result, or neither; what may be refused is tried on copies first."""
+        """Run a verb on both sides or on neither, and compare results; a verb that may be refused runs on
+        copies first.
+        """
         oracle = self.oracle.trial() if verb in MAY_BE_REFUSED else self.oracle
         try:
             want = do(oracle)
@@ -185,7 +187,7 @@ class ClassLockstep(History):
             raise Disagreement(f"{verb} fails, where the oracle does not: {reason}") from error
 
     def compare(self, verb: str) -> None:
-        """All that the generation's class shows of itself."""
+        """Compare everything that the generation's class shows of itself."""
         want = self._seen(self.oracle)
         got = self._theirs(f"what is seen after {verb}", lambda: self._seen(self.theirs))
         for name in want:

@@ -15,7 +15,9 @@ FRAMEWORKS = ("numpy", "jax", "torch")
 
 
 def named(path: str, *, may_be_module: bool = False) -> Any:
-    """What `MODULE:NAME` names; NAME may have dots. The current directory is searched, too.
+    """Return the object that `MODULE:NAME` names; NAME may have dots.
+
+    The current directory is searched, too.
 
     With `may_be_module`, `MODULE` alone names the module, for all of its functions together.
 
@@ -37,7 +39,7 @@ def named(path: str, *, may_be_module: bool = False) -> Any:
 
 
 def path_of(something: Any) -> str:
-    """MODULE:NAME, if it can be imported by that; else nothing."""
+    """Return MODULE:NAME if the object can be imported by it; otherwise an empty string."""
     something = getattr(something, "__wrapped__", something)
     module = getattr(something, "__module__", None)
     qualified = getattr(something, "__qualname__", "<unnamed>")
@@ -45,7 +47,10 @@ def path_of(something: Any) -> str:
 
 
 def to(framework: str) -> Callable[[Any], Any]:
-    """What makes an array, a NumPy one, the framework's. Raises: InputError for an unknown one."""
+    """Return a function that turns a NumPy array into the framework's.
+
+    Raises: InputError for an unknown one.
+    """
     checked_choice("arrays", framework, FRAMEWORKS)
     if framework == "jax":
         import jax.numpy as jnp
@@ -67,12 +72,12 @@ def _to_torch(array: np.ndarray) -> Any:
 
 
 def is_numpys(dtype: np.dtype) -> bool:
-    """Whether it is a type of NumPy's own, which everybody and every file knows; bfloat16 is none."""
+    """Return whether a type is NumPy's own, which every program and file format knows; bfloat16 is not."""
     return dtype.isbuiltin == 1
 
 
 def _torch() -> Any:
-    """Whose function takes its tensors has it; we do not depend on it."""
+    """Import torch. Whoever tests a function of tensors has it installed; it is no dependency of ours."""
     try:
         return importlib.import_module("torch")
     except ImportError as error:
@@ -80,7 +85,7 @@ def _torch() -> Any:
 
 
 def to_numpy(array: Any) -> np.ndarray:
-    """An array of any framework, as it is: NumPy's, anything with `__array__`, PyTorch's, or DLPack."""
+    """Return an array of any framework as NumPy's: by `__array__`, PyTorch's `numpy`, or DLPack."""
     if isinstance(array, np.ndarray):
         return array
     if hasattr(array, "detach"):
@@ -99,7 +104,7 @@ def to_numpy(array: Any) -> np.ndarray:
 
 
 def keywords_of(function: Callable[..., Any]) -> set[str] | None:
-    """The names a function takes by keyword; None: any, or nobody can say."""
+    """Return the names that a function takes by keyword; None for any, or if that is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

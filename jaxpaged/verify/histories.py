@@ -26,7 +26,7 @@ def having(verb: str) -> Callable[..., Any]:
 
 
 def machine(make: Callable[[], History], block_size: int) -> type[RuleBasedStateMachine]:
-    """A machine whose rules are the verbs of what `make` makes."""
+    """Return a state machine whose rules are the verbs of the history that `make` starts."""
     room = MAX_BLOCKS * block_size
     # A token, a block, a prompt; now and then more than a row has room for.
     lengths = st.one_of(
@@ -46,7 +46,7 @@ def machine(make: Callable[[], History], block_size: int) -> type[RuleBasedState
             return self.lockstep.oracle.device_rows()
 
         def numbers(self, data: st.DataObject, fractions: list[float]) -> list[int]:
-            """Some share of each row's tokens; now and then one more than a row has, perhaps."""
+            """Draw a fraction of each row's tokens, sometimes one more than a row has."""
             drawn = data.draw(st.lists(st.sampled_from(fractions), min_size=MAX_SEQS, max_size=MAX_SEQS))
             tokens = self.lockstep.oracle.tokens
             held = [len(tokens[row]) if row in self.on_device() else 0 for row in range(MAX_SEQS)]
@@ -213,7 +213,7 @@ def run(
 def failing(
     make: Callable[[], History], block_size: int, *, max_examples: int, steps: int, seed: int
 ) -> list[Line] | None:
-    """The first history that fails, up to where it does; None if none of these does."""
+    """Return the first history that fails, up to the failing step; None if none fails."""
     latest: list[History] = []
 
     def remembered() -> History:
@@ -231,7 +231,9 @@ def failing(
 
 
 def failure(make: Callable[[], History], lines: list[Line]) -> AssertionError | None:
-    """The disagreement that a history leads to, steps that cannot be asked for passed over; or None."""
+    """Return the disagreement that a history leads to, or None; steps that cannot be asked for are
+    skipped.
+    """
     try:
         history = make()
         for verb, args in lines:
@@ -245,7 +247,7 @@ def failure(make: Callable[[], History], lines: list[Line]) -> AssertionError | 
 
 
 def shortest(make: Callable[[], History], lines: list[Line], seconds: float) -> list[Line]:
-    """The shortest history that fails, of those that `lines`, which does, can be cut down to.
+    """Return the shortest failing history that `lines`, which fails, can be reduced to.
 
     First steps are left out, then numbers become smaller, as long as either helps.
     """

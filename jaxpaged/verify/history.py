@@ -35,7 +35,7 @@ class History:
     collide = False
 
     def __init__(self, made_with: dict[str, Any], name: str, save: bool) -> None:
-        """`save`: write it down when it fails."""
+        """Start a history. With `save` it is written to a file when it fails."""
         self.made_with, self.name, self.save_failures = made_with, name, save
         self.history: list[tuple[str, list[Any]]] = []
 
@@ -53,7 +53,7 @@ class History:
         raise NotImplementedError
 
     def is_defined(self, verb: str, *args: Any) -> bool:
-        """Whether the generation's allocator can be asked for it now."""
+        """Return whether the generation's allocator can be asked for a verb now."""
         if verb in ("free", "free_host", "swap_out", "swap_in") and len(set(args[0])) < len(args[0]):
             return False
         on_host = self.oracle.on_host
@@ -67,7 +67,7 @@ class History:
         return verb != "admit" or args[0] not in on_host
 
     def has(self, verb: str) -> bool:
-        """Whether it can be asked for."""
+        """Return whether the allocator has a verb."""
         raise NotImplementedError
 
     @property
@@ -76,7 +76,7 @@ class History:
         raise NotImplementedError
 
     def shown(self) -> str:
-        """The tables, for people."""
+        """Return the tables as readable text."""
         raise NotImplementedError
 
     def save(self, folder: pathlib.Path | None = None) -> pathlib.Path:

@@ -31,7 +31,7 @@ class NotServed(NotImplementedError):
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a function asks for; the default is what our own kernels do with.
+    """Terms under which a function is called; the defaults are those of our own kernels.
 
     arrays: whose it takes: "numpy", "jax" or "torch".
     weights: the type in which it holds the softmax's weights; None: q's.
@@ -63,7 +63,7 @@ class Terms:
         return cases.call_of(self)
 
     def leaves_out(self, case: Case) -> str | None:
-        """Why these terms leave a case out, or None."""
+        """Return why these terms leave a case out, or None."""
         for name, values in self.only.items():
             value = getattr(case, name, None)
             value = getattr(case, "dtype", None) if name == "cache_dtype" and value is None else value
@@ -139,7 +139,9 @@ def _attention(module: Any, case: Any, got: tuple[np.ndarray, ...], terms: Terms
 
 
 def _shaped(got: tuple[np.ndarray, ...], *want: np.ndarray) -> Any:
-    """The answer's arrays in float64, one or a tuple, if they have the right shapes."""
+    """Return the answer's arrays in float64, one or a tuple; raise `WrongResult` unless their shapes are
+    right.
+    """
     if [a.shape for a in got] != [a.shape for a in want]:
         found, right = (", ".join(str(a.shape) for a in each) for each in (got, want))
         raise WrongResult(f"the answer has shape {found or 'nothing'} and must have {right}")
@@ -148,7 +150,7 @@ def _shaped(got: tuple[np.ndarray, ...], *want: np.ndarray) -> Any:
 
 
 def _exact(case: Any, got: tuple[np.ndarray, ...], terms: Terms, skip: int = 0) -> Iterator[Compared]:
-    """Every element the same, from block `skip` on; a NaN is itself."""
+    """Compare every element from block `skip` on, bit for bit; NaN equals itself."""
     del terms
     want = case.wanted()
     arrays = _shaped(got, *want)
@@ -195,7 +197,7 @@ OPERATIONS = {
 
 
 def cases_of(op: str) -> list[Case]:
-    """The cases of an operation, for `pytest.mark.parametrize(..., ids=str)`."""
+    """Return the cases of an operation, for `pytest.mark.parametrize(..., ids=str)`."""
     return list(OPERATIONS[checked_choice("op", op, OPERATIONS)].cases)
 
 
@@ -251,7 +253,10 @@ def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> 
 
 
 def _asked(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options without what is neutral and has no parameter. Raises: NotServed for others without one."""
+    """Return the options without neutral ones that the function has no parameter for.
+
+    Raises: NotServed for others without one.
+    """
     accepted = frameworks.keywords_of(function)
     options = {n: v for n, v in options.items() if n not in NEUTRAL or v != NEUTRAL[n]}
     if accepted is None:

@@ -42,7 +42,9 @@ class Lockstep(History):
         path: str | None = None,
         oracle: str | None = None,
     ) -> None:
-        """`collide`: every hash is the same. `save`: write the history down when it fails.
+        """Start a history of functional tables beside their oracle.
+
+        `collide`: every hash is the same. `save`: write the history to a file when it fails.
 
         `theirs`: a functional allocator to be driven in the place of our own, `path` is its MODULE:NAME.
         `oracle`: the policy whose oracle it is to equal, if not that of its own name.
@@ -198,7 +200,7 @@ class Lockstep(History):
         return any(num > held.get(row, 0) for row, num in enumerate(numbers))
 
     def _by_numbers(self, verb: str, numbers: list[int], too_few: bool, *more: Any) -> bool:
-        """A verb that is told a number of each row's tokens, which it must have."""
+        """Run a verb that takes a number of each row's tokens, and expect a refusal if a row has fewer."""
         self.device, info = self.verbs[verb](self.device, *more, np.array(numbers, np.int32))
         if not self._expect(info.status, Status.TOO_FEW_TOKENS if too_few else Status.OK, verb):
             return False
@@ -232,7 +234,9 @@ class Lockstep(History):
         return True
 
     def _compare_can_swap_in(self, rows: list[int]) -> None:
-        """v0 wants room for the blocks of these rows, and one more for each of them."""
+        """Compare the answer of `can_allocate` for swapping rows in: v0 wants their blocks, and one more for
+        each row.
+        """
         count = len({block for row in rows for block in self.oracle.table(row)}) + len(rows)
         found = self.subject.can_allocate(self.device, count, self.oracle.watermark_blocks)
         if (int(found) == block_pool.AllocStatus.OK) != self.oracle.can_swap_in(rows):
@@ -246,7 +250,7 @@ class Lockstep(History):
         return True
 
     def reset(self) -> bool:
-        """`block_table.reset` frees all rows: it needs no compilation of its own."""
+        """Reset the tables: `block_table.reset` frees all rows, and needs no compilation of its own."""
         everybody = self._mask(list(range(MAX_SEQS)))
         self.host, info = self.verbs["free"](self.host, everybody)
         self._expect(info.status, Status.OK, "free")
@@ -258,7 +262,9 @@ class Lockstep(History):
     # With a prefix cache.
 
     def admit(self, row: int, tokens: list[int], salt: int) -> bool:
-        """What an engine does with a new prompt: look it up, pin what is found, take blocks for the rest."""
+        """Admit a prompt as an engine does: look it up, pin the blocks that are found, and allocate the
+        rest.
+        """
         line = np.zeros(MAX_BLOCKS * self.block_size, np.int32)
         line[: len(tokens)] = tokens
         hit = self.verbs["lookup"](self.device, line, np.int32(len(tokens)), np.int32(salt))
@@ -305,7 +311,7 @@ class Lockstep(History):
         return self._by_numbers("commit", num_tokens, too_few, tokens)
 
     def touch(self, block_ids: list[int]) -> bool:
-        """One more holder for blocks from wherever they are; compare; and let go of them again."""
+        """Touch blocks wherever they are: add one holder, compare, and release them again."""
         ids, mask = self._padded(block_ids)
         expected = Status.OK if all(0 <= i < NUM_BLOCKS for i in block_ids) else Status.UNKNOWN_BLOCK
         self.device, info = self.verbs["touch"](self.device, ids, mask)

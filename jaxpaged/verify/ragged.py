@@ -47,7 +47,7 @@ class Case(shapes.Named):
 
     @property
     def options(self) -> dict[str, Any]:
-        """As `ops` takes them."""
+        """Options as `ops` takes them."""
         options: dict[str, Any] = {"scale": 0.3}
         if self.sliding_window is not None:
             options["sliding_window"] = self.sliding_window
@@ -74,7 +74,8 @@ CASES = [
 
 @functools.cache
 def inputs(c: Case, stale: str = "nan", padding: str = "invalid") -> tuple[np.ndarray, ...]:
-    """q, k_cache, v_cache, block_tables, seq_lens, cu_query_lens, as `ops.ragged_paged_attention` has them.
+    """Return q, k_cache, v_cache, block_tables, seq_lens and cu_query_lens, as `ops.ragged_paged_attention`
+    takes them.
 
     Blocks are shuffled; places that nobody owns hold NaN, and table entries past a sequence name no block.
     For stale and padding see `cases.make_inputs`.
@@ -98,14 +99,14 @@ def inputs(c: Case, stale: str = "nan", padding: str = "invalid") -> tuple[np.nd
 
 @functools.cache
 def oracle(c: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The output in float64, zeros for padding, and the same mean of the values' magnitudes."""
+    """Return the output in float64, zeros for padding, and the mean of the values' magnitudes."""
     q, k, v, *rest = inputs(c)
     want = attention.ragged_paged_attention(q, k, v, *rest, **c.options)
     return want, attention.ragged_paged_attention(q, k, np.abs(v.astype(np.float32)), *rest, **c.options)
 
 
 def compared(c: Case, got: np.ndarray, weights_dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of each element the error, a NaN counting as infinite, and what is allowed: of padding nothing."""
+    """Return each element's error, infinite for NaN, and the largest that is allowed: none for padding."""
     want, mean_abs = oracle(c)
     like = shapes.Case(c.name, head_dim=c.head_dim, dtype=c.dtype)
     allowed = shapes.tolerance(like, want, mean_abs, weights_dtype)

@@ -16,7 +16,9 @@ from jaxpaged.verify.kernels import Case, NotServed, Terms, WrongResult, cases_o
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one case: its worst error in units of what is allowed; or why it was not served, or is wrong."""
+    """Outcome of one case: its worst error in units of what is allowed, or why it was not served or is
+    wrong.
+    """
 
     case: Case
     worst: float | None = None
@@ -26,7 +28,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a function did with the cases of an operation."""
+    """Results of a function over the cases of an operation."""
 
     op: str
     terms: Terms
@@ -63,7 +65,7 @@ class Report:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The report for people."""
+        """Yield the lines of the report."""
         yield (
             f"{self.op}: {len(self.passed)} cases passed, {len(self.wrong)} failed, "
             f"{len(self.not_served)} not served"

@@ -1,4 +1,4 @@
-"""From a case that fails to the smallest that does; and how to see that one again."""
+"""Shrinking of failing cases to the smallest that fails, and code that repeats it."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from jaxpaged.verify.kernels import Case, Terms
 
 
 def smallest_case(case: Case, fails: Callable[[Case], bool], seconds: float) -> Case:
-    """The simplest case that fails, of those between `case`, which does, and nothing.
+    """Return the simplest failing case between `case`, which fails, and nothing.
 
     Each field takes a value of the class's `SIMPLER` or keeps its own, tuples lose entries and their entries
     become smaller. What fails only by chance is given back as it came.
@@ -27,14 +27,14 @@ def smallest_case(case: Case, fails: Callable[[Case], bool], seconds: float) -> 
 
 
 def is_possible() -> bool:
-    """Whether there is hypothesis, which does it."""
+    """Return whether hypothesis, which shrinks, is installed."""
     return importlib.util.find_spec("hypothesis") is not None
 
 
 def smallest(
     value: Any, fails: Callable[[Any], bool], ways: list[Callable[[Any], Any]], seconds: float
 ) -> Any:
-    """The simplest value that fails, as hypothesis finds it within so many seconds.
+    """Return the simplest failing value that hypothesis finds within `seconds`.
 
     ways: each makes of a value a strategy of simpler ones, of which most are nearly as complicated, so that
     what fails is met. They are gone through again as long as they help.
@@ -70,7 +70,7 @@ def smallest(
 
 
 def simplifications(case: Case, timid: bool) -> Any:
-    """A strategy of cases no larger than this one, the simplest first.
+    """Return a strategy of cases no larger than this one, the simplest first.
 
     timid: tuples' entries keep their values more often than not.
     """
@@ -111,13 +111,13 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_less(value: Any, own: Any) -> bool:
-    """Whether it is simpler: smaller, of numbers, and other than the case's own."""
+    """Return whether a value is simpler: smaller, if a number, and other than the case's own."""
     both = isinstance(value, (int, float)) and isinstance(own, (int, float))
     return value < own if both and not isinstance(own, bool) else value != own
 
 
 def _place(own: Any, simpler: tuple[Any, ...]) -> int:
-    """Where the case's own value stands among the simple ones; at their end if it is none of them."""
+    """Return the index of the case's own value among the simple ones; their end if it is not among them."""
     if own is None:
         return 0
     return simpler.index(own) if own in simpler else len(simpler)
@@ -132,7 +132,7 @@ def _entry(draw: Any, st: Any, entry: Any, timid: bool) -> Any:
 
 
 def snippet(path: str, op: str, case: Case, terms: Terms) -> str:
-    """Python that checks this one case."""
+    """Return Python code that checks this one case."""
     module, _, name = path.partition(":")
     outer = name.partition(".")[0]
     lines = [f"from {module} import {outer}" if path else "function = ...  # yours"]
@@ -181,7 +181,7 @@ def save(folder: Path, path: str, function: Callable[..., Any], op: str, case: C
 
 
 def _answers(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> dict[str, np.ndarray]:
-    """What must come and what does, unless it cannot be compared."""
+    """Return the expected arrays and the function's, unless they cannot be compared."""
     with contextlib.suppress(Exception):  # of the function; the report has it
         found = kernels.compare(function, op, case, terms)
         return {

@@ -1,4 +1,4 @@
-"""What a lock-step drives: our own block tables, or somebody's functional allocator."""
+"""Subjects of a lock-step: our own block tables, or a user's functional allocator."""
 
 import dataclasses
 import functools
@@ -23,7 +23,9 @@ VERBS = (
 
 
 def tokens_of(token_ids: Any) -> Callable[..., jax.Array]:
-    """What gives the prefix cache an array's tokens: of one line by position, of several by row as well."""
+    """Return a function that gives the prefix cache an array's tokens: by position, or by row and
+    position.
+    """
     return lambda *at: jnp.asarray(token_ids)[at]
 
 
@@ -36,7 +38,7 @@ def commit(tables: BlockTables, token_ids: Any, num_tokens: Any, *, max_blocks: 
 
 
 def transitions(policy: Policy) -> dict[str, Callable[..., Any]]:
-    """Every verb with its static sizes, each of which makes one shape."""
+    """Return every verb with its static sizes, one shape each."""
 
     def on_pool(verb: Callable[..., Any]) -> Callable[..., Any]:
         def run(tables: BlockTables, *args: Any) -> Any:
@@ -87,7 +89,7 @@ def jitted(policy: str | Policy, block_size: int, collide: bool = False) -> Trac
 
 
 def same_hash(token_ids: jax.Array, index: jax.Array) -> jax.Array:
-    """The worst hash there is; as its words differ it has two buckets, enough for all blocks."""
+    """Return the worst hash: all blocks fall into two buckets, which hold enough for all."""
     return jnp.broadcast_to(jnp.array([0, 1], jnp.uint32), (*index.shape, 2)) * (index == -1)[..., None]
 
 
@@ -100,13 +102,13 @@ def _eager(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def values(state: Any) -> list[bytes]:
-    """What a state holds: pytrees, and others' dataclasses, of arrays."""
+    """Return the bytes of all arrays in a state of pytrees and other dataclasses."""
     leaves = [vars(leaf) if dataclasses.is_dataclass(leaf) else leaf for leaf in jax.tree.leaves(state)]
     return [np.asarray(leaf).tobytes() for leaf in jax.device_get(jax.tree.leaves(leaves))]
 
 
 class Seen(NamedTuple):
-    """What can be seen of functional tables; None: of these nothing."""
+    """View of functional tables; None for what they do not show."""
 
     block_tables: Any  # [max_seqs, max_blocks_per_seq] block ids
     seq_lens: Any  # [max_seqs] tokens
@@ -180,7 +182,7 @@ class Theirs:
         return run
 
     def check(self, state: Any) -> None:
-        """Theirs may have invariants, too: `check(state)`, which raises."""
+        """Check the user's own invariants, if there is a `check(state)`, which raises."""
         getattr(self.functions, "check", lambda state: None)(state)
 
     def create(self, num_blocks: int) -> Any:
@@ -194,7 +196,7 @@ class Theirs:
 
 
 def contents(cache: prefix_cache.PrefixCache) -> list[list[int]]:
-    """The blocks of each node, oldest first."""
+    """Return the blocks of each node, oldest first."""
     last, after = np.asarray(cache.last), np.asarray(cache.neighbours)[:, 0]
     rings = []
     for block_id in last[last != 0]:

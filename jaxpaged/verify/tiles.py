@@ -13,7 +13,7 @@ TINY = float(np.finfo(np.float64).tiny)
 
 
 class Arrays(NamedTuple):
-    """What `pallas_kernels` takes, but for where tiles start."""
+    """Arrays that `pallas_kernels` takes, without the starts of tiles."""
 
     q: np.ndarray  # [num_tiles, tile_len, num_q_heads, head_dim]
     k_cache: np.ndarray
@@ -60,7 +60,7 @@ class Case(shapes.Named):
 
     @property
     def options(self) -> dict[str, Any]:
-        """As `ops` takes them."""
+        """Options as `ops` takes them."""
         options: dict[str, Any] = {"scale": self.head_dim**-0.5, "sliding_window": self.sliding_window}
         options["soft_cap"] = self.soft_cap
         if self.alibi:
@@ -71,7 +71,7 @@ class Case(shapes.Named):
 
     @property
     def scales(self) -> dict[str, Any]:
-        """Of a quantised cache: values up to 4 or so use the type's range."""
+        """Scales of a quantised cache: values up to about 4 use the type's range."""
         if self.cache_dtype is None:
             return {}
         unit = np.float32(4 / 127 if self.cache_dtype == "int8" else 4 / 100)
@@ -116,7 +116,8 @@ CASES = [
 
 @functools.cache
 def inputs(c: Case, stale: str = "nan", padding: str = "invalid") -> tuple[Arrays, np.ndarray, set[int]]:
-    """`Arrays`, with NaN where nobody looks and tables that name no block there; starts; the blocks seen.
+    """Return `Arrays`, the tiles' starts, and the blocks that are seen. Unseen slots hold NaN, and unseen
+    table entries name no block.
 
     An int8 cache has its largest number in place of NaN. For stale and padding see `cases.make_inputs`.
     """
@@ -147,7 +148,7 @@ def inputs(c: Case, stale: str = "nan", padding: str = "invalid") -> tuple[Array
 
 @functools.cache
 def oracle(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The output in float64; the same mean of the values' magnitudes; and which places are a query's."""
+    """Return the output in float64, the mean of the values' magnitudes, and which places hold a query."""
     arrays, starts, _ = inputs(c)
     shape = arrays.q.shape
     want, mean_abs, used = np.zeros(shape), np.zeros(shape), np.zeros(shape[:2], bool)
@@ -162,7 +163,7 @@ def oracle(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def compared(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Of each element the error, and what is allowed; NaN counts as infinite.
+    """Return each element's error, infinite for NaN, and the largest that is allowed.
 
     A query may be off by `shapes.tolerance` from a decode step at its place, a tile of nobody not at all; a
     place of padding may hold anything. With a quantised cache weights are in float16 by default, and so are
@@ -180,13 +181,13 @@ def compared(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> tupl
 
 
 def worst(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> tuple[float, float]:
-    """The error that is largest beside what is allowed there, and that."""
+    """Return the error that is largest relative to what is allowed there, and what is allowed."""
     error, allowed = compared(c, got, weights_dtype)
     at = np.unravel_index(np.argmax(error / allowed), got.shape)
     return float(error[at]), float(allowed[at])
 
 
 def assert_close(c: Case, got: np.ndarray, weights_dtype: str | None = None) -> None:
-    """Within `compared`'s bounds."""
+    """Assert that all errors are within `compared`'s bounds."""
     error, allowed = worst(c, got, weights_dtype)
     assert error <= allowed, f"{error=:.3g} > {allowed=:.3g}"

@@ -74,7 +74,7 @@ class Field:
 
 @dataclasses.dataclass
 class Version:
-    """What the text of one version defines."""
+    """Definitions in the source text of one version."""
 
     classes: dict[str, list[ast.ClassDef]] = dataclasses.field(default_factory=dict)
     flags: dict[str, Field] = dataclasses.field(default_factory=dict)

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a name would mean, and which of its values pass."""
+    """Judgement of a name: its meaning, and which of its values pass."""
 
     meaning: str  # what it asks for, or why its value changes nothing
     takes_all: bool = False  # True: any value passes, for it changes no answer

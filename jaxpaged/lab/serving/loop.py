@@ -29,7 +29,7 @@ NEVER = jnp.inf
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Report:
-    """What became of a call's steps."""
+    """Report of the steps of one call."""
 
     seconds: Float[Array, ""]  # that passed in the model
     moments: Float[Array, "3 rows"]  # of STARTED and so on, since the call began; or NEVER
@@ -53,7 +53,9 @@ def create(
     num_rows: int,
     max_model_len: int,
 ) -> EngineState:
-    """An engine's state without requests, with `num_usable` blocks; the arrays are of `num_blocks`."""
+    """Create an engine's state without requests and with `num_usable` blocks; the arrays are of
+    `num_blocks`.
+    """
     pool, status = limited_pool(num_usable, policy, num_blocks, block_size)
     tables = block_table.create(pool, num_rows, cdiv(max_model_len, block_size), block_size)
     nothing = kv_cache.create(0, num_blocks, block_size, 1, 1, ConstantModel.dtype)  # of no layer

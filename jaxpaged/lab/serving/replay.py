@@ -42,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Served:
-    """What became of a trace's requests in an engine with one cache; times are of the model."""
+    """Results of a trace's requests in an engine with one cache; times are the model's."""
 
     combination: Combination
     num_usable: int  # blocks of the cache
@@ -65,7 +65,7 @@ class Served:
 
     @property
     def ttft_s(self) -> np.ndarray:
-        """To the first token, of the counted requests that were not refused."""
+        """Seconds to the first token, for the counted requests that were not refused."""
         return self._counted(self.moments_s[FIRST_TOKEN] - self.arrival_s)
 
     @property
@@ -75,7 +75,7 @@ class Served:
         return self._counted((self.moments_s[FINISHED] - self.moments_s[FIRST_TOKEN]) / later)
 
     def over_time(self, most: int) -> list[Memory]:
-        """What was so at `most` moments at equal distances."""
+        """Return the memory's use at up to `most` moments at equal distances."""
         times = np.array([each.time_s for each in self.memory])
         at = np.linspace(times[0], times[-1], most) if len(times) else times
         return [self.memory[i] for i in np.unique(np.searchsorted(times, at, side="right") - 1)]
@@ -85,7 +85,7 @@ class Served:
         return values[~np.isnan(values)]
 
     def line(self) -> dict[str, Any]:
-        """It as JSON."""
+        """Return the results as a JSON object."""
         seconds = float(np.nanmax(self.moments_s, initial=0.0))
         return {
             **asdict(self.combination),
@@ -187,7 +187,7 @@ class _Server:
         self.programs = Programs()
 
     def usable(self, combination: Combination) -> int:
-        """Blocks of a cache: no more than all requests together could ever fill."""
+        """Return the number of a cache's blocks: no more than all requests together could fill."""
         enough = int(cdiv(self.total_lens, combination.block_size).sum())
         if combination.cache_tokens is None:
             return enough
@@ -265,7 +265,7 @@ NOBODY = -1
 
 
 class _Log:
-    """What the host has seen of an engine so far; `arrival_s` is of the requests that it takes."""
+    """Log of what the host has seen of an engine; `arrival_s` is of the requests that it takes."""
 
     def __init__(self, num_usable: int, arrival_s: np.ndarray, num_requests: int, num_rows: int) -> None:
         self.num_usable, self.arrival_s = num_usable, arrival_s

@@ -28,7 +28,7 @@ class Roofline:
 
 
 def together(gpu: Roofline, num_gpus: int, link: float, latency: float) -> Roofline:
-    """So many of these GPUs, of which each has its share of the heads."""
+    """Combine several of these GPUs, each with its share of the heads, into one."""
     flops, num_bytes, memory = (num_gpus * peak for peak in (gpu.flops, gpu.bytes, gpu.memory))
     return Roofline(flops, num_bytes, memory, num_gpus, link, latency)
 
@@ -46,7 +46,7 @@ USED = 0.9  # the share of its memory that weights and cache take
 
 
 def named(gpu: str) -> Roofline:
-    """The peaks of the GPU of this name. Raises `InputError` for an unknown one."""
+    """Return the peaks of the GPU of this name. Raises `InputError` for an unknown one."""
     return GPUS[checked_choice("gpu", gpu, GPUS)]
 
 
@@ -63,17 +63,17 @@ class Decoder:
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token's K and V."""
+        """Bytes of a token's K and V."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
     def hidden_bytes(self) -> int:
-        """Of what a layer gives for a token; all heads of queries are as wide."""
+        """Bytes of a layer's output for a token; all query heads have the same width."""
         return 2 * self.num_q_heads * self.head_dim
 
 
 def cache_tokens(gpu: Roofline, decoder: Decoder) -> int:
-    """Tokens for whose K and V there is room beside the weights."""
+    """Return how many tokens' K and V fit into memory beside the weights."""
     return max(0, int((USED * gpu.memory - 2 * decoder.num_params) / decoder.kv_bytes))
 
 
@@ -85,7 +85,7 @@ DECODERS = {"Llama 3.1 8B": LLAMA_8B, "Llama 3.1 70B": LLAMA_70B}
 def seconds_of_step(
     num_new: Int[Array, " rows"], seq_lens: Int[Array, " rows"], peak: Roofline, decoder: Decoder
 ) -> Float[Array, ""]:
-    """Seconds of one step, in which each row computes its last `num_new` of `seq_lens` tokens.
+    """Return the seconds of one step, in which each row computes its last `num_new` of `seq_lens` tokens.
 
     Each new token costs two operations a parameter, and attention over itself and all before it. Weights are
     read once, and so are K and V of each row that computes something. Whichever of the two takes longer hides

@@ -1,8 +1,8 @@
-"""What parsers of answers are built of: pieces, the text as it comes, and a parser as a generator.
+"""Building blocks of answer parsers: pieces, the text as it comes, and a parser as a generator.
 
-A parser is a class with one method, `read`, a generator over a `Source`: it yields pieces, and asks the
-source for more with `yield from`. What is read does not depend on how the text is cut into parts, for
-the source's operations do not. Each character is looked at a bounded number of times.
+A parser is a class with one method, `read`, a generator over a `Source`. It yields pieces, and asks the
+source for more text with `yield from`. The result does not depend on how the text is divided as it comes,
+since the source's operations do not. Each character is looked at a bounded number of times.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ REASONING_PARSERS: dict[str, type[Parser]] = {}
 
 
 class ReadsAnswers(Protocol):
-    """What reads one answer as its text comes."""
+    """Reader of one answer as its text comes."""
 
     def feed(self, text: str) -> list[Piece]:
         """Return what these characters complete."""

@@ -12,7 +12,7 @@ _MAX_DEPTH = 16  # of schemas within a schema
 
 
 class ParameterTypes:
-    """What types the parameters of a request's tools may have."""
+    """Types that the parameters of a request's tools may have."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._properties: dict[str, Mapping[str, Any]] = {}

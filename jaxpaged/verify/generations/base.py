@@ -1,4 +1,4 @@
-"""What the three generations have in common."""
+"""Base of the oracles of vLLM's three generations."""
 
 import copy
 import pickle
@@ -18,7 +18,10 @@ class Refused(Exception):
 
 
 class Oracle:
-    """What the three have in common. A row lives on the device or on the host; one without tokens nowhere."""
+    """Oracle of a generation: its common part.
+
+    A row lives on the device or on the host, and nowhere while it has no tokens.
+    """
 
     # Whether the manager can do so with what has lost blocks to the window.
     forks_windowed = True
@@ -32,7 +35,7 @@ class Oracle:
         self.on_host: set[int] = set()
 
     def trial(self) -> "Oracle":
-        """A copy to try something on: the managers stop half way when they raise, we must not."""
+        """Return a copy to try a verb on: managers stop half way when they raise, and the oracle must not."""
         try:
             return pickle.loads(pickle.dumps(self, pickle.HIGHEST_PROTOCOL))  # five times as fast
         except Exception:  # of somebody's class, which may hold anything
@@ -45,7 +48,7 @@ class Oracle:
         return sorted(set(self.tokens) - self.on_host)
 
     def windowed(self) -> list[int]:
-        """Rows of which blocks have left the window."""
+        """Return the rows from which blocks have left the window."""
         return [row for row in self.tokens if 0 in self.table(row)]
 
     def table(self, row: int) -> list[int]:

@@ -61,7 +61,7 @@ class V063Group(ByName, V063SequenceGroup):
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """What a manager raises when it has no block left is a refusal."""
+    """Turn a manager's error for too few blocks into `Refused`."""
     try:
         yield
     except NoFreeBlocksError:
@@ -73,7 +73,9 @@ def _refusing() -> Iterator[None]:
 
 
 class ManagerOracle(Oracle):
-    """What both do alike: a row is a sequence, and a group of its own, or with those it is swapped with."""
+    """Oracle around a block manager: a row is a sequence, in a group of its own or with those it is swapped
+    with.
+    """
 
     manager: Any
     group: Callable[..., Any]
@@ -140,7 +142,9 @@ class ManagerOracle(Oracle):
         return [(source + 1, target + self.first_id) for source, target in pairs]
 
     def _swap(self, swap: Callable[..., Any], rows: list[int], status: Any) -> list[Pair]:
-        """Pairs in the manager's own count, on the host from 0 on, where we have a null block first."""
+        """Swap rows and return the pairs in the manager's own count, from 0 on the host, where ours has a
+        null block first.
+        """
         with _refusing():
             pairs = swap(self._group(rows))
         for row in rows:
@@ -190,7 +194,7 @@ class V0Oracle(ManagerOracle):
         return copies
 
     def _append_slots(self, seq: V0Sequence) -> list[Pair]:
-        """By the name of 0.3, or that of from 0.4 on."""
+        """Append slots by the method's name in 0.3, or that from 0.4 on."""
         if not hasattr(self.manager, "append_slot"):
             return self.manager.append_slots(seq, 0)
         pair = self.manager.append_slot(seq)

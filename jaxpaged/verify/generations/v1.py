@@ -126,7 +126,7 @@ class V1Oracle(Oracle):
         return pairs
 
     def _hashes(self, tokens: list[int], salt: int) -> list[BlockHash]:
-        """A name for each full block of a prompt; of what nobody holds, a new one each time."""
+        """Return a name for each full block of a prompt; a new one for content that nobody holds."""
         hashes: list[BlockHash] = []
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             parent: object = hashes[-1] if hashes else salt
@@ -313,7 +313,7 @@ class V1Oracle(Oracle):
         return self.pool.get_num_free_blocks(), self.host_pool.get_num_free_blocks()
 
     def found(self) -> list[tuple[str, list[int]]]:
-        """Of each content that has a name, the block that is found for it.
+        """Return, for each content that has a name, the block that is found for it.
 
         A content is told by the number of its parent, or "salt", and its tokens.
         """
@@ -325,7 +325,7 @@ class V1Oracle(Oracle):
         return sorted(found)
 
     def contents(self) -> list[list[int]]:
-        """The blocks of each content, oldest first."""
+        """Return the blocks of each content, oldest first."""
         cached = self.pool.cached_block_hash_to_block._cache.values()
         groups = [list(found) if isinstance(found, dict) else [found.block_id] for found in cached]
         return sorted(groups)
