@@ -1,4 +1,4 @@
-"""What a shard reads of a model's tensors: its own numbers, once, and looks at no others."""
+"""Reading one shard of a model's tensors: its own numbers, once, and no others."""
 
 import dataclasses
 import json
@@ -107,8 +107,9 @@ class Counted:
     [("gpt_neox", None), ("gpt_oss", None), ("phi3", None), ("llama", "int8"), ("gpt_neox", "fp8")],
 )
 def test_half_of_a_file_is_read_for_half_of_a_model(name, quantization, monkeypatch):
-    """Also of forms that put rows in another order; of what is quantised on load the inputs after all are
-    read, for a scale is of a row's numbers."""
+    """Some forms put rows in another order. What is quantised on load is read with all its inputs, for a
+    scale is of a row's numbers.
+    """
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a tensor here is no array
     checkpoint = loading.open_checkpoint(GOLDENS / "families" / name)
     config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
@@ -148,7 +149,7 @@ def test_half_of_a_file_is_read_for_half_of_a_model(name, quantization, monkeypa
     ],
 )
 def test_half_of_a_quantised_file_is_read_for_half_of_a_model(name, monkeypatch):
-    """Of what is quantised, too; groups that are cut through are read whole."""
+    """Groups that the split cuts through are read whole."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a tensor here is no array
     folder = GOLDENS / "quantised" / name
     checkpoint = loading.open_checkpoint(folder)
@@ -275,7 +276,7 @@ def weights_of(parts, role):
 
 
 def widened(weight):
-    """Its numbers, with its inputs as they come."""
+    """Return a weight's numbers, with its inputs in their order."""
     if not isinstance(weight, QuantisedWeight):
         return np.asarray(weight)
     assert weight.orders == (None,) * len(weight.segments)
@@ -293,7 +294,7 @@ def test_inputs_in_an_order_of_their_own_are_not_cut():
 
 
 def test_an_eighth_of_llama_3_1_70b_fits_an_h200(monkeypatch):
-    """By its shapes: an eighth of all weights in bfloat16, and seven eighths of an embedding more."""
+    """Judged by shapes: an eighth of all weights in bfloat16, and seven eighths of an embedding more."""
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     config = ModelConfig(
         vocab_size=128256,
