@@ -1,4 +1,4 @@
-"""What takes long and is the same for all processes of a test run."""
+"""Results that take long and are shared by all processes of a test run."""
 
 import contextlib
 import fcntl
@@ -11,7 +11,9 @@ import pytest
 
 
 def once[T](factory: pytest.TempPathFactory, name: str, make: Callable[[], T]) -> T:
-    """Made by the first process that needs it, while others wait; `name` is one for the whole run."""
+    """Return what `make` makes, made by the first process that needs it; `name` is unique in the whole
+    run.
+    """
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -25,7 +27,7 @@ def once[T](factory: pytest.TempPathFactory, name: str, make: Callable[[], T]) -
 
 @contextlib.contextmanager
 def one_at_a_time(lock: Path) -> Iterator[None]:
-    """Other processes wait while one is inside, with a file of that name."""
+    """Hold a lock with a file of that name, for which other processes wait."""
     lock.parent.mkdir(exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,7 @@
-"""What `deploy/` has fits the server: schemas, names of metrics, options, paths. Nothing is built here."""
+"""Tests that `deploy/` fits the server: schemas, names of metrics, options and paths.
+
+Nothing is built here.
+"""
 
 import json
 import re
@@ -36,7 +39,7 @@ def options_of(arguments):
 
 @pytest.fixture(scope="module")
 def metrics():
-    """The names of all samples that the server tells."""
+    """Return the names of all samples that the server reports."""
     engine = types.SimpleNamespace(
         stats=Stats(num_blocks=8, num_free_blocks=8),
         config=EngineConfig(),

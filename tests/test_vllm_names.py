@@ -178,7 +178,7 @@ def test_a_line_of_json_has_the_same_names():
 
 
 def test_a_line_of_json_tells_the_template_an_effort():
-    """By the rule of the server; a prompt that no template makes has none."""
+    """The server's rule holds; a prompt that no template makes has no effort."""
 
     def told(**more):
         asked, seen = of_row({"messages": [{"role": "user", "content": "a"}]} | more, {}), []

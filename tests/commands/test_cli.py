@@ -79,7 +79,7 @@ def test_generate_answers_with_an_adapter(model, capsys, tmp_path):
 
 
 def test_json_prints_lines_in_input_order_and_nothing_else(model, capsys, tmp_path):
-    """With --skip-errors there is one for each prompt that is refused, too, with its error."""
+    """Each refused prompt has a line with its error, too, with --skip-errors."""
     file = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "c d"},
@@ -292,7 +292,7 @@ def test_a_bad_prompts_file_is_refused_with_the_line(model, content, message, tm
 
 
 def test_errors_at_the_door_say_file_and_line(model, tmp_path, capsys, monkeypatch):
-    """As those of a line's text do; and nothing runs."""
+    """Errors in a line's text do so, too; and nothing runs."""
     tiny.replace(monkeypatch, Driver, "_compile", lambda self: None)
     file = tmp_path / "prompts"
     file.write_text(f"ab\n{'a b ' * 60}\n")
@@ -468,7 +468,7 @@ def test_closed_streams_are_one_line_or_none(model, monkeypatch, capsys):
 
 @pytest.mark.parametrize("argument", [b"\xff\xfe", "a\ud800b".encode("utf-8", "surrogatepass")])
 def test_arguments_that_are_no_text_are_refused(argument, monkeypatch):
-    """In a process of its own, as Python reads its arguments there; without a home, too."""
+    """Python reads its arguments in a process of its own; there is no home directory, too."""
     command = [sys.executable, "-m", "jaxpaged.cli", "generate", "--prompt", argument]
     done = subprocess.run(command, capture_output=True, env={"PATH": "/nowhere"}, check=False)
     assert (done.returncode, done.stdout) == (2, b"")

@@ -54,7 +54,7 @@ OPTIONS = {
 
 
 def line_of(request: Request):
-    """The request as the engine takes it."""
+    """Return the request as the engine takes it."""
     line = empty_rows(1, MAX_MODEL_LEN, VOCAB_SIZE)
     for array, value in (
         (line.phase, Phase.WAITING),
@@ -115,7 +115,7 @@ def history(path, *, stops: bool) -> History:
 
 
 def assert_equal(got, want) -> None:
-    """Leaf by leaf, types too; of K and V shapes and types are all there is."""
+    """Assert that trees are equal leaf by leaf, types too; K and V have shapes and types only."""
     jax.tree.map(lambda a, b: None, got, want)  # the same structure
     for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), path
@@ -129,7 +129,7 @@ def without_scores(state: EngineState) -> EngineState:
 
 @pytest.mark.slow
 def test_a_replay_does_just_what_was_done(tmp_path):
-    """From the middle of a history, with its answers: every decision, and every number of every state."""
+    """The replay starts in the middle of a history, with its answers: all decisions and states are equal."""
     was = history(tmp_path / "dump", stops=True)
     assert was.seen_later["preempted"] > was.seen_later["swapped"] > 0
     assert was.seen_later["hits"] > 0
@@ -169,7 +169,7 @@ def test_without_stop_tokens_it_needs_no_answers(tmp_path):
 
 
 def test_steps_in_which_nothing_is_to_do_count(tmp_path):
-    """So that a request comes when it came, however long the engine had waited for it."""
+    """A request then comes when it came, however long the engine had waited for it."""
     event = replay.Event(3, request=line_of(Request(8, (1, 2, 3), 5)))
     replay.dump(
         SETTING.state(), tmp_path / "f", step_config=STEP_CONFIG, vocab_size=VOCAB_SIZE, events=[event]
@@ -237,14 +237,14 @@ def test_a_hash_function_of_ones_own_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """The bytes of a dump."""
+    """Return the bytes of a dump."""
     path = tmp_path_factory.mktemp("replay") / "dump"
     replay.dump(SETTING.state(), path, step_config=STEP_CONFIG, vocab_size=VOCAB_SIZE)
     return path.read_bytes()
 
 
 def rewritten(file: bytes, **entries: np.ndarray | None) -> bytes:
-    """The dump with entries replaced, or left out where None."""
+    """Return the dump with entries replaced, or left out where None."""
     arrays = dict(np.load(io.BytesIO(file))) | {
         name.replace("__", "."): value for name, value in entries.items()
     }
@@ -254,7 +254,7 @@ def rewritten(file: bytes, **entries: np.ndarray | None) -> bytes:
 
 
 def with_header(file: bytes, *keys: str, value: object) -> bytes:
-    """The dump with one value of its header replaced."""
+    """Return the dump with one value of its header replaced."""
     header = json.loads(str(np.load(io.BytesIO(file))["header"]))
     part = header
     for key in keys[:-1]:
@@ -264,7 +264,7 @@ def with_header(file: bytes, *keys: str, value: object) -> bytes:
 
 
 def with_array_header(file: bytes, header: str) -> bytes:
-    """The dump, its status with another header of an .npy file."""
+    """Return the dump with another .npy header for its status."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(file)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
         for member in old.infolist():
@@ -342,7 +342,7 @@ def test_an_archive_is_unpacked_up_to_a_limit(tmp_path):
 
 
 def test_whatever_byte_is_wrong_a_dump_is_refused_or_whole(file, tmp_path):
-    """Not every byte of a .npz means something; what is read is never what was not written."""
+    """Some bytes of an .npz mean nothing; what is read is never anything but what was written."""
     rng = random.Random(0)
     whole = without_kv(SETTING.state())
     num_refused = 0
@@ -372,7 +372,7 @@ PROMPTS[1][:21] = PROMPTS[0][:21]  # the second hits the first's
 
 
 def filled_driver(**options) -> Driver:
-    """Seven requests, the last of which has no row; none has been computed."""
+    """Return a driver with seven requests, the last of which has no row; none has been computed."""
     driver = tiny.driver(**OPTIONS | options)
     for i, prompt in enumerate(PROMPTS):
         driver.add(tiny.request(driver, 1 + i, prompt, tiny.greedy(4 + i)))

@@ -1,4 +1,4 @@
-"""What tokens are called, their own bytes, and where they begin in the text."""
+"""Tests of tokens' names, their bytes, and their offsets in the text."""
 
 import random
 from types import SimpleNamespace
@@ -26,7 +26,9 @@ def tokenizer(request):
 
 
 def outputs(tokenizer, prompt, deltas):
-    """The outputs of an answer that comes in these pieces, its log-probabilities those of its own tokens."""
+    """Return the outputs of an answer that comes in these deltas, with log-probabilities of its own
+    tokens.
+    """
     params = SamplingParams(logprobs=1, output_kind=RequestOutputKind.DELTA)
     request = Request(np.array(prompt, np.int32), params, 0, 0, (), (), (), 99, request_id=1)
     told = Told([request], SimpleNamespace(tokenizer=tokenizer))
@@ -36,7 +38,7 @@ def outputs(tokenizer, prompt, deltas):
 
 
 def written(tokenizer, prompt, answer, echo=None, *, cut=()):
-    """The lists of /v1/completions of a prompt's and an answer's tokens, the last ones in pieces."""
+    """Return the lists of /v1/completions for a prompt's and an answer's tokens, the last ones in deltas."""
     names = TokenNames(tokenizer, as_ids=False)
     places = Places(tokenizer, SamplingParams(), np.array(prompt, np.int32), echo or "")
     writer, told = CompletionLogprobs(names, 1, places), {}
@@ -55,7 +57,7 @@ def cut(tokenizer, text):
 
 
 def starts(tokenizer, ids, text):
-    """By the bytes alone: how many characters of the text are whole before each token."""
+    """Count, by bytes alone, how many characters of the text are whole before each token."""
     names, at, told = TokenNames(tokenizer, as_ids=False), 0, text.encode()
     for token in ids:
         its = bytes(names.bytes_of(token))

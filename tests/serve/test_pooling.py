@@ -70,7 +70,7 @@ TEXTS = ["the quick brown fox", "a"]
 
 
 def test_the_openai_client_gets_the_models_vectors(embedder):
-    """It asks for base64 by itself."""
+    """The client asks for base64 by itself."""
     client = openai.OpenAI(base_url=f"{embedder.http.base_url}/v1", api_key="none", max_retries=0)
     want = [out.outputs.embedding for out in embedder.pooling.embed(TEXTS)]
     found = client.embeddings.create(model="tiny", input=TEXTS)
