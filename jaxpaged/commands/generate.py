@@ -34,25 +34,27 @@ def add_generate(commands: Commands) -> None:
     generate.set_defaults(command=run)
     prompts = generate.add_argument_group("prompts")
     prompts.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="may be given repeatedly"
+        "--prompt", action="append", default=[], metavar="TEXT", help="prompt; may be repeated"
     )
     prompts.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="a prompt a line; or JSON lines, each with 'prompt', 'prompt_token_ids' or 'messages', and with "
-        "an 'id' to be repeated and sampling options of its own; - for standard input",
+        help="file with a prompt on each line, or with JSON lines; each has 'prompt', 'prompt_token_ids' or "
+        "'messages', and may have an 'id' and sampling options of its own; - for standard input",
     )
     prompts.add_argument(
         "--skip-errors",
         action="store_true",
-        help="answer the others where a prompt is refused, with an error in place of its answer",
+        help="go on after a prompt that is refused, with an error in place of its answer",
     )
     prompts.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     sampling = generate.add_argument_group("sampling")
     for names, flag in flags_of(SamplingParams).values():
         sampling.add_argument(*names, **flag)
-    generate.add_argument("--lora", metavar="DIR", help="answer with this adapter, one of PEFT's")
-    generate.add_argument("--json", action="store_true", help="JSON lines on standard output, nothing else")
+    generate.add_argument("--lora", metavar="DIR", help="directory of a PEFT adapter to answer with")
+    generate.add_argument(
+        "--json", action="store_true", help="print JSON lines on standard output, and nothing else"
+    )
     add_engine_options(generate)
 
 
