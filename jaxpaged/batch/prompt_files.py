@@ -18,7 +18,7 @@ from jaxpaged.vllm_names.judge import SAMPLING_NAMES, passes
 
 STANDARD_INPUT = "-"
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
-# What the chat template of a line's messages is told.
+# Variables of the chat template of a line's messages.
 TEMPLATE = {"reasoning_effort": (str, "a string"), "chat_template_kwargs": (dict, "an object")}
 OPTIONS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "output_kind")
 
@@ -208,12 +208,12 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> As
     others = {name: value.pop(name) for name in ("id", "priority", "cache_salt") if name in value}
     others = {name: its for name, its in others.items() if its is not None}
     if kind == "messages":
-        told = {name: its for name in TEMPLATE if (its := value.pop(name, None)) is not None}
-        for name, its in told.items():
+        variables = {name: its for name in TEMPLATE if (its := value.pop(name, None)) is not None}
+        for name, its in variables.items():
             is_of, words = TEMPLATE[name]
             check(name, its, words, isinstance(its, is_of))
         others["template_kwargs"] = template_kwargs(
-            told.get("chat_template_kwargs"), told.get("reasoning_effort")
+            variables.get("chat_template_kwargs"), variables.get("reasoning_effort")
         )
     for name, asks in value.items():
         if asks is None or passes(name, asks, SAMPLING_NAMES, own):

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     if args.lora is not None:
         options["enable_lora"] = True
         adapter = LoRARequest("adapter", 1, args.lora)
-    config_of(options)  # mistakes are told before anything heavy is loaded
+    config_of(options)  # mistakes are reported before anything heavy is loaded
     sampling = {name: getattr(args, name) for name in flags_of(SamplingParams)}
     SamplingParams(**sampling)
     asked = [

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
                         output,
                         max_inflight=most,
                         max_body_bytes=options.max_body_bytes,
-                        told=bar.update,
+                        progress=bar.update,
                     )
                 )
         except KeyboardInterrupt:

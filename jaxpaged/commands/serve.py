@@ -132,7 +132,7 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--reasoning-parser",
         metavar="NAME",
-        help="form in which the model writes reasoning, which is then reported apart from the content (default "
+        help="form in which the model writes reasoning, reported apart from the content (default "
         f"auto: openai_gptoss for its template, none for others): {', '.join(REASONING_PARSER_NAMES)}",
     )
     group.add_argument(

@@ -86,7 +86,7 @@ def verify_kernel(args: argparse.Namespace) -> int:
 
     found = report.verify_kernel(
         function, args.op, terms, name=args.function, shrink_seconds=args.shrink_seconds, save=args.save,
-        told=report_failure,
+        progress=report_failure,
     )  # fmt: skip
     print(found)
     if found.wrong and not shrinking.is_possible():

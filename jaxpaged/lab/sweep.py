@@ -19,7 +19,7 @@ from jaxpaged.lab.traces import Blocks, Trace, blocks
 from jaxpaged.status import Status, raise_if_error
 
 LIFETIME_EDGES_S = 2.0 ** np.arange(loop.LIFETIMES) / 1000
-REQUESTS_A_CALL = 256  # of one compiled call: between two of them progress is told
+REQUESTS_A_CALL = 256  # of one compiled call: progress is reported between two of them
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def sweep(
     """Send the trace through each cache, several at a time, and give the results in order.
 
     `warmup` is the share of the requests, the first ones, that fill the cache and are not counted; `partial`
-    as in `traces.blocks`; the last `resident` requests hold their blocks at the same time; `progress` is told
+    as in `traces.blocks`; the last `resident` requests hold their blocks at the same time; `progress` gets
     how many requests have gone through, from several threads.
     Raises `InputError`.
     """

@@ -66,9 +66,9 @@ async def run(
     *,
     max_inflight: int,
     max_body_bytes: int,
-    told: Callable[[], Any] = lambda: None,
+    progress: Callable[[], Any] = lambda: None,
 ) -> Counts:
-    """Answer the lines that the output does not have, so many at a time; `told` is called after each line.
+    """Answer the lines that the output lacks, so many at a time; `progress` is called after each line.
 
     Each answer is written when it is there. Raises `EngineDeadError` if the engine stops, and `InputError`
     if the output cannot be written: what was written stays, and another run goes on from there.
@@ -91,7 +91,7 @@ async def run(
                 output.write(answer)
                 counts.answered += 1
                 counts.failed += answer["error"] is not None
-            told()
+            progress()
 
     async def one(line: Line) -> dict[str, Any] | None:
         custom_id = None
@@ -131,9 +131,9 @@ async def _answer(app: FastAPI, asked: Asked) -> dict[str, Any]:
     status, body = await call(app, asked.url, json.dumps(asked.body).encode(), f"batch-{name}")
     error = None
     if status != 200:
-        told = body.get("error") if isinstance(body, dict) else None
-        told = told if isinstance(told, dict) else {}
-        error = {"code": str(told.get("code", status)), "message": str(told.get("message", body))}
+        details = body.get("error") if isinstance(body, dict) else None
+        details = details if isinstance(details, dict) else {}
+        error = {"code": str(details.get("code", status)), "message": str(details.get("message", body))}
     return {
         "id": f"batch_req_{name}",
         "custom_id": asked.custom_id,

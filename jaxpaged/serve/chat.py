@@ -65,8 +65,8 @@ class ChatWriter(ChunkWriter[ChatRequest]):
         last = body.messages[-1]
         is_continued = not body.add_generation_prompt
         self._role = str(last.get("role")) if is_continued else "assistant"
-        told = last.get("content") if body.echo and is_continued else ""
-        self._told = told if isinstance(told, str) else ""
+        echo = last.get("content") if body.echo and is_continued else ""
+        self._echo = echo if isinstance(echo, str) else ""
 
     def answers(self, prompt: str) -> None:
         """Take in the text that the answers follow, which tells how they begin."""
@@ -94,7 +94,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                 content = content if content or not (calls or reasoning) else None
             message: dict[str, Any] = {
                 "role": self._role,
-                "content": self._told + content if content is not None else None,
+                "content": self._echo + content if content is not None else None,
                 "refusal": None,
                 "annotations": None,
             }
@@ -137,7 +137,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                     else [*its.feed(text, is_last=is_last)] or [{"content": ""}]
                 )
                 for place, delta in enumerate(parts):
-                    ends = place == len(parts) - 1  # tokens and reason go with what is told last
+                    ends = place == len(parts) - 1  # tokens and reason go with the last delta
                     is_nothing = not any(delta.values()) and not (ends and choice.logprobs)
                     if is_nothing and not (ends and (is_last or body.return_token_ids)):
                         continue
@@ -154,7 +154,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                     yield self.chunk(run, [each])
 
     def _begun(self, run: Run, index: int, *, is_first: bool) -> dict[str, Any]:
-        delta = {"role": self._role, "content": self._told}
+        delta = {"role": self._role, "content": self._echo}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         chunk = self.chunk(run, [choice])
         if is_first and self._body.return_token_ids:

@@ -81,8 +81,8 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
         if self._body.logprobs is None:
             return None
         prompt = run.prompts[index // run.params.n]
-        told = self._echo(prompt) if self._body.echo else ""
-        places = Places(self._service.llm.tokenizer, run.params, prompt.prompt_token_ids, told)
+        echo = self._echo(prompt) if self._body.echo else ""
+        places = Places(self._service.llm.tokenizer, run.params, prompt.prompt_token_ids, echo)
         return CompletionLogprobs(self._names, self._body.logprobs, places)
 
     def _echo(self, prompt: Admitted) -> str:
@@ -104,15 +104,15 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
         body, prompt = self._body, run.prompts[choice.index // run.params.n]
         text, ids, each = choice.text, choice.token_ids, choice.logprobs
         prompt_ids: list[int] = prompt.prompt_token_ids.tolist() if is_first else []
-        num_told = 0  # of the prompt's tokens
+        num_echoed = 0  # of the prompt's tokens
         if body.echo and is_first:
-            text, ids, num_told = self._echo(prompt) + text, prompt_ids + ids, len(prompt_ids)
+            text, ids, num_echoed = self._echo(prompt) + text, prompt_ids + ids, len(prompt_ids)
             own = choice.prompt_logprobs
-            each = [*(own if own is not None else [None] * num_told), *each]
+            each = [*(own if own is not None else [None] * num_echoed), *each]
         written: dict[str, Any] = {
             "index": choice.index,
             "text": text,
-            "logprobs": None if logprobs is None else logprobs.of(ids, each, num_told),
+            "logprobs": None if logprobs is None else logprobs.of(ids, each, num_echoed),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }

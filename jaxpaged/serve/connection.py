@@ -44,7 +44,7 @@ class Room:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. What it refuses is told in OpenAI's form, before the application knows of it."""
+    """One connection. Refusals are in OpenAI's form, before the application knows of it."""
 
     def __init__(self, *args: Any, room: Room, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -74,8 +74,8 @@ class Guard:
         """Check that the server is asked by a name of its own. What has no name comes from no browser."""
         names = headers.getlist("host")
         if len(names) > 1 or not all(map(self._hosts.serve, names)):
-            told = shown(", ".join(names))
-            raise ApiError(403, f"host={told} must be a name of this server: see --allowed-hosts")
+            host = shown(", ".join(names))
+            raise ApiError(403, f"host={host} must be a name of this server: see --allowed-hosts")
 
     def _key(self, headers: Headers) -> int | None:
         """Return which key was given, in a time that does not tell how much of it is right; None for none."""
@@ -148,7 +148,7 @@ def _digest(key: str) -> bytes:
 
 
 class Load:
-    """ASGI middleware that counts who waits for a computed answer: what `/load` tells."""
+    """ASGI middleware that counts requests with a computed answer, for `/load`."""
 
     COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 

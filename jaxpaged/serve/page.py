@@ -82,7 +82,7 @@ async def events(request: Request) -> Response:
 
 
 class Watch:
-    """Looks at the engine once a tick for all who watch."""
+    """Observer of the engine: one look per tick for all readers."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -139,10 +139,10 @@ class Watch:
             "lookup_tokens": stats.num_lookup_tokens,
             "block_size": engine.config.block_size,
             "latency": service.metrics.recent(),
-        } | ({} if occupancy is None else told(occupancy))
+        } | ({} if occupancy is None else occupancy_fields(occupancy))
 
 
-def told(occupancy: Occupancy) -> dict[str, Any]:
+def occupancy_fields(occupancy: Occupancy) -> dict[str, Any]:
     """Return the map of blocks and the requests in the form that the page reads."""
     holders, content = occupancy.holders[1:], occupancy.has_content[1:]  # all but the null block
     cells = np.where(holders > 1, SHARED, np.where(content & (holders == 0), CACHED, FREE))

@@ -132,15 +132,15 @@ class ResponseWriter:
         try:
             async with aclosing(self._run.choices()) as news:
                 async for last in news:
-                    for told in self._add(last):
-                        yield self._event(*told)
+                    for change in self._add(last):
+                        yield self._event(*change)
         except ApiError as error:
             failed = {"code": "server_error", "message": error.message}
             response = self._response("failed", []) | {"error": failed}
             yield self._event("failed", {"response": response})
             return
-        for told in self._items.end(_status(last)):
-            yield self._event(*told)
+        for change in self._items.end(_status(last)):
+            yield self._event(*change)
         ended = self._ended(last)
         yield self._event(ended["status"], {"response": ended})
 

@@ -1,4 +1,4 @@
-"""Runs the application: a socket, a signal that ends it in order, and an address told when it is ready."""
+"""Running of the application: a socket, signals that end it in order, and a callback when it is ready."""
 
 import asyncio
 import functools

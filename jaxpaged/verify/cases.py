@@ -215,8 +215,8 @@ def make_inputs(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Make the arrays (q, k_cache, v_cache, block_tables, seq_lens) and keyword arguments, all NumPy.
 
-    stale: "zero" spares who multiplies what it does not see by zero; padding: "null" who looks up more of a
-    table than a row's tokens.
+    stale: "zero" is for functions that multiply what they do not see by zero. padding: "null" is for
+    functions that look up more of a table than a row's tokens.
     """
     rng = np.random.default_rng(seed)
     num_seqs, block_size = len(case.seq_lens), case.block_size
