@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.batch import prompt_files
-from jaxpaged.batch.prompt_files import Asked
+from jaxpaged.batch.prompt_files import PromptLine
 from jaxpaged.checks import InputError, check, checked_int
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -217,7 +217,7 @@ async def _answer(
 ) -> Line:
     line: Line = {"row": row}
     try:
-        asked: Asked = prompt_files.of_row(content, sampling)
+        asked: PromptLine = prompt_files.of_row(content, sampling)
         if asked.id is not None:
             line["id"] = asked.id
         params: SamplingParams = dataclasses.replace(asked.params, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.batch import prompt_files
-from jaxpaged.batch.prompt_files import Asked, Refused
+from jaxpaged.batch.prompt_files import PromptLine, Refused
 from jaxpaged.checks import InputError
 from jaxpaged.commands.engine_options import add_engine_options, engine_options
 from jaxpaged.commands.output import (
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def _json_lines(index: int, asked: Asked | Refused, output: "RequestOutput | None") -> str:
+def _json_lines(index: int, asked: PromptLine | Refused, output: "RequestOutput | None") -> str:
     """Return a line an answer, with its number if a prompt has several; of a refused prompt its error."""
     encoding = getattr(sys.stdout, "encoding", None) or ""
     is_ascii = encoding.lower().replace("-", "") != "utf8"
@@ -141,7 +141,7 @@ def _json_lines(index: int, asked: Asked | Refused, output: "RequestOutput | Non
     return "\n".join(lines)
 
 
-def _text_block(asked: Asked | Refused, output: "RequestOutput | None") -> str:
+def _text_block(asked: PromptLine | Refused, output: "RequestOutput | None") -> str:
     if output is None:
         return f"\n>>> {asked.title}\n[{asked.error}]"
     answers = [f"{answer.text.strip()}  [{answer.finish_reason}]" for answer in output.outputs]

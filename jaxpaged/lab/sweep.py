@@ -80,13 +80,13 @@ def sweep(
     if num_counted == 0:
         raise InputError(f"warmup={warmup} must leave some of the {trace.num_requests} requests to count")
     for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
-        cut = Cut(trace, blocks(trace, block_size, partial=partial), [*group], resident)
+        cut = BlockTrace(trace, blocks(trace, block_size, partial=partial), [*group], resident)
         send = functools.partial(cut.send, num_counted=num_counted, progress=progress)
         yield from side_by_side(send, cut.group)
 
 
-class Cut:
-    """A trace cut into blocks of one size, on the device; all caches of these have one program a policy."""
+class BlockTrace:
+    """Trace divided into blocks of one size, on the device: its caches have one program for each policy."""
 
     def __init__(self, trace: Trace, blocks: Blocks, group: Sequence[Combination], resident: int) -> None:
         self.trace, self.blocks, self.group, self.resident = trace, blocks, group, resident

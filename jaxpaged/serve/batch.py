@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.serve.app import create_app
-from jaxpaged.serve.batch_files import INVALID_LINE, Asked, Line, LineError, Output, digest_of, parse
+from jaxpaged.serve.batch_files import INVALID_LINE, BatchRequest, Line, LineError, Output, digest_of, parse
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError
 
@@ -125,7 +125,7 @@ def _invalid(line: Line, custom_id: str | None, message: str) -> dict[str, Any]:
     }
 
 
-async def _answer(app: FastAPI, asked: Asked) -> dict[str, Any]:
+async def _answer(app: FastAPI, asked: BatchRequest) -> dict[str, Any]:
     """Return the line that answers a request."""
     name = digest_of(asked.custom_id).hex()
     status, body = await call(app, asked.url, json.dumps(asked.body).encode(), f"batch-{name}")

@@ -12,7 +12,7 @@ from jaxpaged.api.async_llm import Admitted
 from jaxpaged.api.llm import Prompt
 from jaxpaged.serve.chunks import ChunkWriter
 from jaxpaged.serve.json_route import JsonRoute
-from jaxpaged.serve.logprobs import CompletionLogprobs, Places, prompt_logprobs
+from jaxpaged.serve.logprobs import CompletionLogprobs, TextOffsets, prompt_logprobs
 from jaxpaged.serve.schemas import CompletionRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 
@@ -82,7 +82,7 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
             return None
         prompt = run.prompts[index // run.params.n]
         echo = self._echo(prompt) if self._body.echo else ""
-        places = Places(self._service.llm.tokenizer, run.params, prompt.prompt_token_ids, echo)
+        places = TextOffsets(self._service.llm.tokenizer, run.params, prompt.prompt_token_ids, echo)
         return CompletionLogprobs(self._names, self._body.logprobs, places)
 
     def _echo(self, prompt: Admitted) -> str:

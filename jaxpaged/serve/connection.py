@@ -16,7 +16,7 @@ MOST_PIPELINED = 16  # requests that wait for the answer to the one before, on o
 FRAME_BYTES = 16  # what may frame each piece of a body, beside the bytes of a head
 
 
-class Room:
+class ConnectionLimits:
     """All connections of a server: how many there may be, and which have sent no complete head so far."""
 
     def __init__(self, options: ServerOptions, max_connections: int | None = None) -> None:
@@ -46,7 +46,7 @@ class Room:
 class Connection(HttpToolsProtocol):
     """One connection. Refusals are in OpenAI's form, before the application knows of it."""
 
-    def __init__(self, *args: Any, room: Room, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, room: ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._room = room
         self._error: ApiError | None = None

@@ -18,7 +18,7 @@ from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.checks import InputError
 from jaxpaged.pooling.llm import Pooling
 from jaxpaged.serve.app import create_app
-from jaxpaged.serve.connection import Connection, Room
+from jaxpaged.serve.connection import Connection, ConnectionLimits
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.pooling_service import PoolingService, create_pooling_app
 from jaxpaged.serve.replies import ApiError
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
     """Tells when it is ready, and gives up what still runs when the time to drain is over."""
 
     def __init__(self, app: FastAPI, options: ServerOptions, ready: Callable[[], None]) -> None:
-        self.room = Room(options, file_room(options))
+        self.room = ConnectionLimits(options, file_room(options))
         super().__init__(
             uvicorn.Config(
                 app,

@@ -25,7 +25,7 @@ from jaxpaged.serve.chat_prompts import ChatPrompts
 from jaxpaged.serve.metrics import Metrics, Times
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, EventStream, event, unless_gone
-from jaxpaged.serve.schemas import Queued
+from jaxpaged.serve.schemas import QueuedRequest
 
 log = logging.getLogger("jaxpaged.serve")
 ADAPTER_IDS = itertools.count(1)
@@ -95,7 +95,7 @@ class Service:
     async def start(
         self,
         request: Request,
-        body: Queued,
+        body: QueuedRequest,
         prefix: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,

@@ -111,7 +111,7 @@ def watched(monkeypatch):
     prompt first, and those with content. Blocks are numbered as if the cache had no others.
     """
     seen: dict[Combination, list[tuple[list[list[int]], list[int]]]] = {}
-    current, send, replay = threading.local(), sweep.Cut.send, loop.replay
+    current, send, replay = threading.local(), sweep.BlockTrace.send, loop.replay
 
     def noting_send(self, combination, **rest):
         current.seen, current.first = (
@@ -129,7 +129,7 @@ def watched(monkeypatch):
         current.seen.append(([each.tolist() for each in ids], with_content.tolist()))
         return cache, hits
 
-    monkeypatch.setattr(sweep.Cut, "send", noting_send)
+    monkeypatch.setattr(sweep.BlockTrace, "send", noting_send)
     monkeypatch.setattr(loop, "replay", noting_replay)
     monkeypatch.setattr(sweep, "REQUESTS_A_CALL", 1)
     return seen

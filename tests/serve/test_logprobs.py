@@ -11,7 +11,7 @@ from jaxpaged.api.outputs import Logprob, RequestMetrics
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
-from jaxpaged.serve.logprobs import CompletionLogprobs, Places, TokenNames, chat_logprobs
+from jaxpaged.serve.logprobs import CompletionLogprobs, TextOffsets, TokenNames, chat_logprobs
 from tests.text.test_detokenizer import DECODERS, LETTERS, made
 
 BOS = 1
@@ -40,7 +40,7 @@ def outputs(tokenizer, prompt, deltas):
 def written(tokenizer, prompt, answer, echo=None, *, cut=()):
     """Return the lists of /v1/completions for a prompt's and an answer's tokens, the last ones in deltas."""
     names = TokenNames(tokenizer, as_ids=False)
-    places = Places(tokenizer, SamplingParams(), np.array(prompt, np.int32), echo or "")
+    places = TextOffsets(tokenizer, SamplingParams(), np.array(prompt, np.int32), echo or "")
     writer, told = CompletionLogprobs(names, 1, places), {}
     ends = [*cut, len(answer)]
     deltas = [answer[begin:end] for begin, end in zip([0, *cut], ends, strict=True)]
@@ -144,7 +144,7 @@ def test_tokens_of_the_same_name_are_all_told():
         (other, {f"token_id:{half}": -1.0, "a": -2.0, "": -3.0}),
         (half, {"": -1.0, "a": -2.0, f"token_id:{other}": -3.0}),
     ):
-        places = Places(tokenizer, SamplingParams(), np.array([1], np.int32))
+        places = TextOffsets(tokenizer, SamplingParams(), np.array([1], np.int32))
         told = CompletionLogprobs(names, 3, places).of([token], [entries])
         assert told["top_logprobs"] == [want]
         assert told["top_logprobs"][0][told["tokens"][0]] == told["token_logprobs"][0]
