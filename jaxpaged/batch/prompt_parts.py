@@ -152,7 +152,7 @@ def answer(llm: "LLM", part: Part, folder: Path, sampling: Mapping[str, Any], *,
         own = folder / f".{part.name}.{uuid.uuid4().hex}.part"
         with own.open("x", encoding="utf-8") as file:
             todo = {part.first + i: row for i, row in enumerate(rows(part)) if part.first + i not in lines}
-            for line in _answers(llm, todo, sampling, chat):
+            for line in answers_of(llm, todo, sampling, chat):
                 lines[line["row"]] = {"file": part.file} | line
                 file.write(json.dumps(lines[line["row"]]) + "\n")
                 file.flush()
@@ -188,7 +188,7 @@ def _found(folder: Path, pattern: str) -> dict[int, Line]:
     return lines
 
 
-def _answers(
+def answers_of(
     llm: "LLM", todo: Mapping[int, bytes | Line], sampling: Mapping[str, Any], chat: bool
 ) -> Iterator[Line]:
     """Yield a line for each row as soon as it is answered."""

@@ -127,7 +127,7 @@ def run_latency(args: argparse.Namespace) -> None:
 
 def run_throughput(args: argparse.Namespace) -> None:
     """Measure all requests at once. Raises `InputError`."""
-    _choose_dataset(args)
+    choose_dataset(args)
     for name in ("num_prompts", "n"):
         checked_int(name, getattr(args, name), "an int >= 1", 1)
     checked_int("num_warmups", args.num_warmups, "an int >= 0", 0)
@@ -144,7 +144,7 @@ def run_throughput(args: argparse.Namespace) -> None:
     for name in ("output_len", "custom_output_len"):
         if getattr(args, name) is not None:
             checked_int(name, getattr(args, name), "an int >= 1", 1)
-    args.random_range_ratio = _ratios(args.random_range_ratio)
+    args.random_range_ratio = range_ratios(args.random_range_ratio)
     given = args.lora_path is not None
     rule = "given with --enable-lora, and only then"
     check("--lora-path", args.lora_path, rule, given == bool(engine_options(args).get("enable_lora")))
@@ -155,7 +155,7 @@ def run_throughput(args: argparse.Namespace) -> None:
     offline.throughput(args, engine)
 
 
-def _choose_dataset(args: argparse.Namespace) -> None:
+def choose_dataset(args: argparse.Namespace) -> None:
     """Resolve flags that say the same; as in vLLM, those that begin with "random" go first."""
     if args.dataset_name is None:
         args.dataset_name = "random" if args.dataset_path is None else "sharegpt"
@@ -172,7 +172,7 @@ def _choose_dataset(args: argparse.Namespace) -> None:
             setattr(args, own, default if value is None else value)
 
 
-def _ratios(text: str) -> tuple[float, float]:
+def range_ratios(text: str) -> tuple[float, float]:
     """Return the range ratios of prompts and of answers. Raises `InputError`."""
     rule = 'in [0, 1), or \'{"input": R, "output": R}\' with such numbers'
     try:

@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self._service: Service | PoolingService = app.state.service
+        self.service: Service | PoolingService = app.state.service
         self._drain_seconds, self._ready = options.drain_seconds, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -99,8 +99,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = ApiError(503, "the server stops: the answer was not complete in time")
-        self._service.is_stopping.set()
-        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._service.give_up, stopping)
+        self.service.is_stopping.set()
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self.service.give_up, stopping)
         await super().shutdown(sockets)
         timer.cancel()
 

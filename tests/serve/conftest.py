@@ -86,7 +86,7 @@ def serving(llm: AsyncLLM, **options):
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         assert ready.wait(30)
-        served = Served(url(chosen, bound), llm, server._service, server, thread, loops[0])
+        served = Served(url(chosen, bound), llm, server.service, server, thread, loops[0])
         try:
             yield served
         finally:

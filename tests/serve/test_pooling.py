@@ -160,7 +160,7 @@ def test_no_more_wait_than_may(embedder):
 
     async def asked():
         several = asyncio.create_task(ask())
-        while len(service._open) < 2:
+        while len(service.open_requests) < 2:
             await asyncio.sleep(0.001)
         service.metrics.note, before = (lambda found: None), service.metrics.note
         gate.set()
