@@ -203,7 +203,7 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> Pr
     elif kind == "prompt_token_ids" and (not isinstance(prompt, list) or not prompt):
         raise InputError(f"prompt_token_ids={shown(prompt)} must be a non-empty list of token ids")
     own = _sampling_options(value)
-    if isinstance(bias := own.get("logit_bias"), dict):  # of which JSON makes all keys texts
+    if isinstance(bias := own.get("logit_bias"), dict):  # JSON turns all its keys into strings
         own["logit_bias"] = {token_id(key): added for key, added in bias.items()}
     others = {name: value.pop(name) for name in ("id", "priority", "cache_salt") if name in value}
     others = {name: its for name, its in others.items() if its is not None}

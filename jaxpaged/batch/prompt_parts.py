@@ -37,7 +37,7 @@ class Part:
     number: int  # the file's, among those of the job
     first: int
     num_rows: int
-    start: int = 0  # of JSON lines: bytes before the first row's line
+    start: int = 0  # bytes before the first row's line, in JSON lines
     end: int = 0  # and up to the end of the last one's
 
     @property

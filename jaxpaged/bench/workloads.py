@@ -15,7 +15,7 @@ class BenchRequest:
 
     prompt: list[int]
     max_tokens: int
-    at_s: float | None = None  # of a trace: when it came, from its beginning
+    at_s: float | None = None  # arrival in seconds since the trace's start; None without a trace
 
 
 def make(

@@ -7,7 +7,11 @@ from jaxpaged.commands.parser import Parser
 from jaxpaged.config import EngineConfig
 from jaxpaged.options import flags_of
 
-MODEL_OPTIONS = ("tokenizer", "revision", "generation_config")  # of `LLM`, beside its engine's
+MODEL_OPTIONS = (
+    "tokenizer",
+    "revision",
+    "generation_config",
+)  # arguments of `LLM` itself, beside the engine's options
 
 
 def add_engine_options(parser: Parser) -> None:

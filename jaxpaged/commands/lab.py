@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MOST_WARMUP = 1 - 1e-9
 SERVED = 1000  # requests, with --out
 DECODER = "Llama 3.1 8B"
-PROMPT_TOKENS = 2048  # of prompts in one step
+PROMPT_TOKENS = 2048  # prompt tokens computed in one step
 
 
 def add_lab(commands: Commands) -> None:

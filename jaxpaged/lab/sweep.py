@@ -19,7 +19,7 @@ from jaxpaged.lab.traces import Blocks, Trace, blocks
 from jaxpaged.status import Status, raise_if_error
 
 LIFETIME_EDGES_S = 2.0 ** np.arange(loop.LIFETIMES) / 1000
-REQUESTS_A_CALL = 256  # of one compiled call: progress is reported between two of them
+REQUESTS_A_CALL = 256  # requests in one compiled call; progress is reported between calls
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class BlockTrace:
 
     def calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
         """Yield the requests of each call; the last call is filled up with requests that hold nothing."""
-        held = np.minimum(self.blocks.num_held, usable)  # of a larger prompt its beginning
+        held = np.minimum(self.blocks.num_held, usable)  # a larger prompt holds its beginning only
         findable, lookup = (
             np.minimum(each, held) for each in (self.blocks.num_findable, self.blocks.num_lookup)
         )

@@ -43,7 +43,7 @@ class Counts:
     """Counts of a batch's lines by their outcome."""
 
     answered: int = 0
-    failed: int = 0  # of these, with an error
+    failed: int = 0  # answers with an error
     skipped: int = 0  # lines that the output had already
 
 
@@ -84,7 +84,7 @@ async def run(
             if line is None:
                 return
             answer = await one(line)
-            await llm.check_health()  # of an engine that has died no answer is one
+            await llm.check_health()  # an answer of an engine that has died does not count
             if answer is None:
                 counts.skipped += 1
             else:

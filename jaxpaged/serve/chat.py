@@ -61,7 +61,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
             parallel=body.parallel_tool_calls,
             includes_reasoning=body.include_reasoning,
         )
-        # Whose turn the answer is, and what it begins with.
+        # The role of the answer, and the text that it begins with.
         last = body.messages[-1]
         is_continued = not body.add_generation_prompt
         self._role = str(last.get("role")) if is_continued else "assistant"

@@ -104,7 +104,7 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
         body, prompt = self._body, run.prompts[choice.index // run.params.n]
         text, ids, each = choice.text, choice.token_ids, choice.logprobs
         prompt_ids: list[int] = prompt.prompt_token_ids.tolist() if is_first else []
-        num_echoed = 0  # of the prompt's tokens
+        num_echoed = 0  # prompt tokens in the echo
         if body.echo and is_first:
             text, ids, num_echoed = self._echo(prompt) + text, prompt_ids + ids, len(prompt_ids)
             own = choice.prompt_logprobs

@@ -51,8 +51,8 @@ class Connection(HttpToolsProtocol):
         self._room = room
         self._error: ApiError | None = None
         self._timer: asyncio.TimerHandle | None = None  # until the head that has begun must be complete
-        self._num_head_bytes = 0  # of the request under way, as far as they are parsed
-        self._num_unparsed_bytes = 0  # of the request under way, but for its body and a little for its frames
+        self._num_head_bytes = 0  # parsed bytes of the current request's head
+        self._num_unparsed_bytes = 0  # of the current request, without its body and its frames
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -24,7 +24,7 @@ router = APIRouter()
 
 TICK_S = 0.5
 MOST_WATCHERS = 32
-MOST_CELLS = 2048  # of the map: with more blocks a cell stands for several
+MOST_CELLS = 2048  # cells of the map; with more blocks, each cell stands for several
 # What a cell of the map says; from HELD on it is the colour of the sequence that holds the block.
 FREE, CACHED, SHARED, HELD = 0, 1, 2, 3
 NUM_COLOURS = 12

@@ -38,7 +38,7 @@ class EmbeddingRequest(PoolingRequest):
     input: Input
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None
-    task: str | None = None  # of /pooling: "embed", "classify" or "token_embed"
+    task: str | None = None  # for /pooling: "embed", "classify" or "token_embed"
 
 
 class ClassificationRequest(PoolingRequest):

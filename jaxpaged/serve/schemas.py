@@ -218,7 +218,7 @@ class TokenizeRequest(ModelRequest):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None  # of a prompt: yes, of messages: no
+    add_special_tokens: bool | None = None  # None: yes for a prompt, no for messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = False

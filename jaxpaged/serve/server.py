@@ -25,7 +25,7 @@ from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.service import Service
 
 log = logging.getLogger("jaxpaged.serve")
-OTHER_FILES = 256  # of the process, beside its connections
+OTHER_FILES = 256  # open files of the process beside its connections
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -156,5 +156,5 @@ def log_to_stderr(level: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level.upper())
-    if level == "info":  # of uvicorn's own information all is said already
+    if level == "info":  # uvicorn's own information repeats ours
         logging.getLogger("uvicorn").setLevel(logging.WARNING)

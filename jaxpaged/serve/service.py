@@ -116,7 +116,7 @@ class Service:
         for each in prompts:
             prompt, order = _mapping(each) | salt, body.priority
             admitted.append(await self.llm.admit(prompt, params, priority=order, lora_request=adapter))
-            await asyncio.sleep(0)  # of many prompts, others need not wait for all
+            await asyncio.sleep(0)  # others need not wait until all of many prompts are read
         self._check_room(num_answers)  # others may have come while this one was read
         response_id = f"{prefix}-{request.state.request_id}"
         run = Run(self, response_id, f"{response_id}-{next(self._numbers)}", admitted, params)

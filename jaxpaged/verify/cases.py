@@ -27,7 +27,7 @@ QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 # What stands in stale slots and in blocks of nobody, and in table entries past a row's tokens.
 STALE = ("nan", "zero")
 PADDING = ("invalid", "null")
-# Of each field, values that are simpler than others, simplest first: what `shrinking` tries.
+# Simple values of each field, the simplest first: `shrinking` tries them.
 SIMPLER: dict[str, tuple[Any, ...]] = {
     "num_q_heads": (1, 2),
     "num_kv_heads": (1, 2),

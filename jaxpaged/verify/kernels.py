@@ -18,7 +18,7 @@ from jaxpaged.verify import cache_cases, cases, frameworks, ragged, tiles
 
 IGNORED = {"partition_size"}  # a function may lack this parameter
 NEUTRAL: dict[str, Any] = {"kv_layout": "token_major", "sliding_window": None, "soft_cap": None}
-Case = Any  # of one of the modules of cases
+Case = Any  # a case of one of the modules of cases
 
 
 class WrongResult(AssertionError):

@@ -33,9 +33,9 @@ class Report:
     op: str
     terms: Terms
     outcomes: tuple[Outcome, ...]
-    smallest: Case | None = None  # that still fails
+    smallest: Case | None = None  # the smallest case that still fails
     sentence: str | None = None  # what is wrong there
-    snippet: str | None = None  # of Python, that runs it
+    snippet: str | None = None  # Python code that runs it
     saved: Path | None = None  # its arrays
     seconds_to_shrink: float = 0.0
 
