@@ -23,7 +23,7 @@ PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
 # The slow ones, too.
 ALL := -m 'slow or not slow'
 
-.PHONY: demo serve-demo test test-all test-kernels kernels-ready lint format docs clean
+.PHONY: demo serve-demo test test-all test-newest test-kernels kernels-ready lint format docs clean
 
 demo: $(READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96
@@ -36,9 +36,12 @@ test: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # All tests, those of replicas on Ray with it, and the kernels with the oldest JAX.
-test-all: $(RAY_READY)
-	$(BIN)/python -m pytest $(ALL) $(PARALLEL) $(ARGS)
+test-all: test-newest
 	$(MAKE) test-kernels
+
+# With the newest JAX alone.
+test-newest: $(RAY_READY)
+	$(BIN)/python -m pytest $(ALL) $(PARALLEL) $(ARGS)
 
 # Without what is not JAX's: the C++ kernels in programs of their own, and barriers left out one by one (slow).
 test-kernels: $(KERNELS_READY)

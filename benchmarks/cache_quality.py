@@ -31,8 +31,9 @@ from benchmarks import record
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.models import loading
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.loading import Checkpoint
 from pallas_kernels import layouts, native
 from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout
@@ -108,8 +109,8 @@ def main(argv: list[str]) -> None:
 def loaded(checkpoint: Checkpoint, how: str | None) -> Decoder:
     """Load the model, quantised so, or as this directory has it."""
     if how is None or not Path(how).is_dir():
-        return checkpoint.model(DTYPE, how)
-    return loading.open_checkpoint(how).model(DTYPE)
+        return checkpoint.model(LoadAs(DTYPE, how))
+    return loading.open_checkpoint(how).model(LoadAs(DTYPE))
 
 
 def text() -> str:
@@ -128,7 +129,7 @@ def logits(graphdef: nnx.GraphDef, params: nnx.State, token_ids: jax.Array, *, l
     implementation = choice.default_tiled_implementation(DTYPE, PREFILL_TILE)
     if implementation != "native" or native.why_not_layout(layout, DTYPE):
         implementation = "xla"
-    batch = AttentionBatch(
+    batch = PassBatch(
         slot_mapping=positions + block_size,
         block_tables=jnp.broadcast_to(1 + jnp.arange(width, dtype=jnp.int32), (num_tiles, width)),
         query_starts=starts,

@@ -19,6 +19,7 @@ from flax import nnx
 from benchmarks import cuda_compiler
 from jaxpaged.models import experts, weights
 from jaxpaged.models.config import Experts, ModelConfig, Rope, uniform
+from jaxpaged.models.load_as import LoadAs
 from pallas_kernels.ops import choice
 
 EXPERTS = Experts(num_experts=8, num_chosen=2, renormalise=True)
@@ -42,7 +43,9 @@ def main(argv: list[str]) -> None:
     """Compile those that are named, or both, and print the lines."""
     for name in argv[1:] or NAMES:
         with mock.patch.object(choice, "default_implementation", return_value=NAMES[name]):
-            made = nnx.eval_shape(lambda: experts.ExpertsMLP(weights.Abstract(CONFIG, DTYPE), EXPERTS))
+            made = nnx.eval_shape(
+                lambda: experts.ExpertsMLP(weights.AbstractWeights(CONFIG, LoadAs(DTYPE)), EXPERTS)
+            )
         graphdef, params = nnx.split(made)
 
         def run(params: Any, x: jax.Array, graphdef: nnx.GraphDef = graphdef) -> jax.Array:

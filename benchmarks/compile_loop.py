@@ -22,6 +22,7 @@ from absl import app
 
 from benchmarks import cuda_compiler
 from jaxpaged.engine.gpu_flags import FLAGS
+from jaxpaged.models.load_as import LoadAs
 
 CONTAINERS = ("kCommandBuffer", "kWhile", "kConditional")  # of other thunks
 BLOCK_SIZE = 16
@@ -263,7 +264,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         quantisation = None if case.quantization is None else OnLoad(case.quantization)
         with mock.patch.object(choice, "default_implementation", return_value="mosaic_gpu"):  # an H200's
             loops = case.loops or None
-            model = decoder.abstract(config, dtype, NAMES, quantisation, loop_over_layers=loops)
+            model = decoder.abstract(config, LoadAs(dtype, loop_over_layers=loops), NAMES, quantisation)
         if case.num_adapters:
             lora.make_room(model, NAMES, case.num_adapters, ADAPTER_RANK)
         return model

@@ -199,8 +199,7 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
 
     config, model_config = case.engine_config(), case.model_config()
     quantisation = None if case.quantization is None else OnLoad(case.quantization)
-    kept_as: Any = {"quantisation": quantisation, "loop_over_layers": config.loop_over_layers}
-    shapes_of = functools.partial(decoder.abstract, model_config, names=NAMES, **kept_as)
+    shapes_of = functools.partial(decoder.abstract, model_config, names=NAMES, quantisation=quantisation)
     with _on_h200s(case.num_devices):
         setup = Setup(config, model_config)
         setup.check()

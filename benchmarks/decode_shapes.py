@@ -37,6 +37,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import decoder
 from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.step.state import MAX_STEPS
 
 MODELS = {
@@ -187,7 +188,9 @@ def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidt
 def random_model(config: ModelConfig) -> Decoder:
     """Create a model with normal weights, on the device."""
     dtype = resolve_dtype(EngineConfig())
-    graphdef, params = nnx.split(decoder.abstract(config, dtype, loop_over_layers=_LOOP.value or None))
+    graphdef, params = nnx.split(
+        decoder.abstract(config, LoadAs(dtype, loop_over_layers=_LOOP.value or None))
+    )
     return nnx.merge(graphdef, _random_like(params, seed=0))
 
 

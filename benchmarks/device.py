@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import record
-from pallas_kernels import support
+from pallas_kernels.gpu import ptxas
 from pallas_kernels.ops import choice
 
 PEAK_BYTES = 4.8e12  # a second, of an H200's memory by its datasheet
@@ -43,12 +43,12 @@ def require_hopper() -> dict[str, Any]:
             f"nothing is measured: {there}JAX uses {used}, which is not a Hopper GPU: install jax[cuda12] or "
             "jax[cuda13], and see JAX_PLATFORMS and CUDA_VISIBLE_DEVICES (--smoke runs anywhere)"
         )
-    ptxas = support.ptxas_version()
-    if ptxas is None:
+    version = ptxas.version()
+    if version is None:
         sys.exit(
             "nothing is measured: there is no ptxas to compile kernels with: set CUDA_ROOT to CUDA's folder"
         )
-    return {"device": used, "gpu": record.gpu(), "ptxas": ".".join(map(str, ptxas))}
+    return {"device": used, "gpu": record.gpu(), "ptxas": ".".join(map(str, version))}
 
 
 class Times(NamedTuple):

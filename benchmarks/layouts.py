@@ -30,7 +30,7 @@ from benchmarks.peaks import read_gbs
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from pallas_kernels import layouts, native, ops, support
 from pallas_kernels.layouts import LAYOUTS, Layout
 from pallas_kernels.ops import choice
@@ -100,7 +100,7 @@ def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float)
     (cache, host), times["swap"] = timed(swap_both_ways, (cache, host), device_blocks)
 
     seq_lens = jnp.full(NUM_SEQS, num_tokens, jnp.int32)
-    batch = AttentionBatch(jnp.zeros(NUM_SEQS, jnp.int32), tables, seq_lens - 1, seq_lens, implementation)
+    batch = PassBatch(jnp.zeros(NUM_SEQS, jnp.int32), tables, seq_lens - 1, seq_lens, implementation)
     q = jax.random.normal(jax.random.key(1), (NUM_SEQS, NUM_Q_HEADS, HEAD_DIM), dtype)
     _, times["attend"] = timed(attend_step, cache, q, batch, donates=False)
     bytes_per_token = num_layers * layout.block_bytes(block_size, *shape, dtype) / block_size
@@ -165,7 +165,7 @@ def swap_both_ways(caches: tuple[KVCache, KVCache], blocks: jax.Array) -> tuple[
     return kv_cache.copy_blocks(host, cache, places, blocks), host
 
 
-def attend_step(cache: KVCache, q: jax.Array, batch: AttentionBatch) -> jax.Array:
+def attend_step(cache: KVCache, q: jax.Array, batch: PassBatch) -> jax.Array:
     """Compute attention in all layers, each with the queries that the one before gives; nothing is kept."""
 
     def of_layer(layer: jax.Array, q: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ from jaxpaged.models.quantised import codes as quantised
 from jaxpaged.models.quantised.codes import QuantisedWeight, Segment
 from pallas_kernels import native, ops
 from pallas_kernels.native import library
-from pallas_kernels.xla import operations as xla
+from pallas_kernels.xla import products as xla
 
 _TARGETS = flags.DEFINE_list("targets", None, "of library.TARGETS; default: all that this processor can run")
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "through all weights or layers, of each form")

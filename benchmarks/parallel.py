@@ -36,8 +36,8 @@ from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.layer_form import form_of
-from jaxpaged.models.shards import Shard
-from jaxpaged.models.weights import Parts, random_weights
+from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.weights import StoredWeights, random_weights
 from jaxpaged.parallel.mesh import mesh_of
 
 _SIZES = flags.DEFINE_list("sizes", ["1", "2", "4"], "Devices of the meshes, with commas between them.")
@@ -77,8 +77,8 @@ def driver_of(way: str) -> Driver:
     size = 1 if way == PLAIN else int(way)
     config = model_config()
 
-    def load(dtype: jnp.dtype, shard: Shard | None = None) -> Decoder:
-        return Decoder(Parts(config, NAMES, weights(config), dtype, shard=shard))
+    def load(load_as: LoadAs) -> Decoder:
+        return Decoder(StoredWeights(config, NAMES, weights(config), load_as))
 
     options: dict[str, Any] = {"tensor_parallel_size": size, "tensor_parallel_sums": _SUMS.value}
     options |= {"dtype": "float32", "max_num_seqs": _ROWS.value, "num_blocks": 1 + 40 * _ROWS.value}

@@ -35,6 +35,7 @@ from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.engine.engine import Engine
 from jaxpaged.models import loading
+from jaxpaged.models.load_as import LoadAs
 from pallas_kernels import native
 lap("imports")
 config = EngineConfig(dtype=sys.argv[2])
@@ -45,9 +46,9 @@ lap("header and tokenizer")
 machine.keep_on_disk()
 native.why_not(resolve_dtype(config))
 lap("native kernels")
-model = checkpoint.model(resolve_dtype(config))
+model = checkpoint.model(LoadAs(resolve_dtype(config)))
 lap("weights")
-engine = Engine(config, checkpoint.config, lambda dtype: model, checkpoint.tokenizer)
+engine = Engine(config, checkpoint.config, lambda load_as: model, checkpoint.tokenizer)
 lap("state and program")
 for delta in engine.submit([1, 2, 3], SamplingParams(max_tokens=1)):
     pass

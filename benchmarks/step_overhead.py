@@ -32,6 +32,7 @@ from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading
 from jaxpaged.models.constant import ConstantModel
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.step.state import MAX_STEPS
 from jaxpaged.step.step import Model
 
@@ -132,7 +133,7 @@ def measure_real(name: str, dtype_name: Any, repeats: int) -> dict[str, Any]:
     c = checkpoint.config
     setup = Setup(config, c)
     dtype, attention = setup.dtype, setup.attention
-    model = checkpoint.model(dtype)
+    model = checkpoint.model(LoadAs(dtype))
     cache = kv_cache.create(
         c.num_layers, REAL_BLOCKS, decode_loop.BLOCK_SIZE, c.num_kv_heads, c.head_dim, dtype
     )

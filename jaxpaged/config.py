@@ -338,8 +338,8 @@ class EngineConfig:
         )
         rule = f"a multiple of num_processes={count}"
         check("tensor_parallel_size", self.tensor_parallel_size, rule, self.tensor_parallel_size % count == 0)
-        groups, rule = self.data_parallel_size, "1 with several processes: start an engine for each group"
-        check("data_parallel_size", groups, rule, groups == 1)
+        replicas, rule = self.data_parallel_size, "1 with several processes: start an engine for each replica"
+        check("data_parallel_size", replicas, rule, replicas == 1)
 
     def _set_int(self, name: str, rule: str, least: int, most: int = INT32_MAX) -> None:
         """Check a field and keep it as Python's int; None is good where the field's default is None."""

@@ -1,4 +1,6 @@
-"""From logits to tokens, every option batched: one row may be greedy while its neighbour samples."""
+"""Sampling: logits to tokens, with every option batched. One row may be greedy while its neighbour
+samples.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ DRAWN_GROUP = 128
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:
-    """The tokens behind which new ones are chosen: of line `row[i]`, that of row i."""
+    """Tokens behind which new ones are chosen. Row i of a batch has those of line `row[i]`."""
 
     row: Int[Array, " rows"]
     prompt_lens: Int[Array, " rows"]
@@ -33,7 +35,7 @@ class Context:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scores:
-    """What the model itself gave tokens, before any option: natural logarithms of chances."""
+    """Scores that the model itself gives tokens, before any option: natural logarithms of probabilities."""
 
     logprob: Float[Array, "*n"]  # of the token that was chosen
     rank: Int[Array, "*n"]  # its place among all, 1 the likeliest, equal ones by id
@@ -47,11 +49,13 @@ def sample(
     positions: Int[Array, " rows"],
     edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]] = lambda logits: logits,
 ) -> Int[Array, " rows"]:
-    """One token a row. The draw of a row depends on its seed and on `positions`, the new token's place, only.
+    """Choose one token a row. A row's draw depends only on its seed and on `positions`, the new token's
+    position.
 
-    `edit` gives the logits by the rules of the rows that have some. A batch in which no row samples, nor has
-    rules, costs an argmax; one in which no row filters, only the draws. A row whose largest logit is no
-    number, for nothing is allowed or the model has failed, is greedy.
+    edit: returns the logits changed by the rules of the rows that have some.
+
+    A batch in which no row samples or has rules costs an argmax; one in which no row filters, only the draws.
+    A row whose largest logit is not finite, because nothing is allowed or the model has failed, is greedy.
     """
     samples = options.temperature > 0
 
@@ -73,9 +77,11 @@ def sample(
 
 
 def _drawn(logits: Float[Array, "rows vocab"], keys: Key[Array, " rows"]) -> Int[Array, " rows"]:
-    """A token a row by `softmax` of logits whose largest is 0, from two random numbers of the row's key.
+    """Draw a token a row by `softmax` of logits whose largest is 0, from two random numbers of the row's
+    key.
 
-    By inversion of the distribution, in two steps. Gumbel's trick would need a random number a token.
+    By inversion of the distribution in two steps: first a group of DRAWN_GROUP tokens, then a token in it.
+    Gumbel's trick would need a random number for each token.
     """
     num_rows, vocab = logits.shape
     padding = ((0, 0), (0, -vocab % DRAWN_GROUP))
@@ -88,7 +94,9 @@ def _drawn(logits: Float[Array, "rows vocab"], keys: Key[Array, " rows"]) -> Int
 
 
 def _inverted(weights: Float[Array, "rows n"], uniform: Float[Array, " rows"]) -> Int[Array, " rows"]:
-    """The first place up to which the weights exceed this share of their sum, and which has some."""
+    """Return the first index with a positive weight up to which the weights exceed this fraction of their
+    sum.
+    """
     up_to = jnp.cumsum(weights, axis=1)
     exceeds = (up_to > (uniform * up_to[:, -1])[:, None]) & (weights > 0)
     num_places = weights.shape[1]
@@ -99,10 +107,10 @@ def _inverted(weights: Float[Array, "rows n"], uniform: Float[Array, " rows"]) -
 def filtered(
     logits: Float[Array, "rows vocab"], largest: Float[Array, " rows"], options: SamplingState
 ) -> Float[Array, "rows vocab"]:
-    """Logits of which `softmax` is what sampling rows draw from: by temperature, without what is excluded.
+    """Return logits whose `softmax` is the distribution that sampling rows draw from: divided by the
+    temperature, and without the excluded tokens.
 
-    What counts is how far a logit is below the row's largest: of that, a small temperature makes nothing
-    worse than minus infinity.
+    Logits are taken relative to the row's largest, so that a small temperature gives minus infinity at worst.
     """
     samples = options.temperature > 0
     scaled = (logits - largest[:, None]) / jnp.where(samples, options.temperature, 1)[:, None]
@@ -113,9 +121,10 @@ def filtered(
 def edited(
     logits: Float[Array, "rows vocab"], rules: LogitRules, applies: Bool[Array, " rows"], context: Context
 ) -> Float[Array, "rows vocab"]:
-    """The logits by the rules of the rows to which they apply; `rules` and `context` have the same lines.
+    """Return the logits changed by the rules of the rows to which they apply. `rules` and `context` have
+    the same lines.
 
-    What none of these rows asks for is left out; the others' logits stay as they are, to the bit.
+    Rules that none of these rows has are skipped. The other rows' logits stay as they are, to the bit.
     """
     row = context.row
     restricted = applies & rules.is_restricted[row]
@@ -142,6 +151,7 @@ def edited(
 def _add_edits(
     logits: Float[Array, "rows vocab"], rules: LogitRules, num_edits: Int[Array, " rows"], context: Context
 ) -> Float[Array, "rows vocab"]:
+    """Add each edit's value to its token's logit, where the answer ends with the edit's prefix."""
     row, vocab = context.row[:, None], logits.shape[1]
 
     def add_some(i: Int[Array, ""], logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
@@ -151,7 +161,7 @@ def _add_edits(
         type Carry = tuple[Int[Array, ""], Bool[Array, "rows edits_at_once"]]
 
         def compare(carry: Carry) -> Carry:
-            """Whether the ids so far back, in the edits and in the answer, are the same."""
+            """Compare the ids so many tokens back, in the edits and in the answer."""
             back, matches = carry
             wanted = rules.edit_ids.at[row, jnp.maximum(place - back, 0)].get(mode="clip")
             position = context.num_tokens - back
@@ -174,7 +184,13 @@ def _penalise(
     applies: Bool[Array, " rows"],
     context: Context,
 ) -> Float[Array, "rows vocab"]:
-    """How often each token occurs is counted anew: nothing is to be kept in step with preemption."""
+    """Apply the penalties. With c the number of times the answer has a token, and m = 1 if prompt or
+    answer has it:
+
+        logit' = (logit / r if logit > 0 else logit * r, if m else logit) - frequency * c - presence * (c > 0)
+
+    Tokens are counted anew in each step: nothing has to be kept consistent when a request is preempted.
+    """
     vocab, line = logits.shape[1], jnp.arange(logits.shape[0])[:, None]
     presence, frequency, repetition = (
         jnp.where(applies, penalty, none) for penalty, none in zip(penalties, (0, 0, 1), strict=True)
@@ -204,19 +220,19 @@ def _penalise(
 
 
 def has_token(tokens: UInt32[Array, "*n words"], vocab: int) -> Bool[Array, "*n vocab"]:
-    """Sets of tokens, bit t % 32 of word t // 32 for token t, as masks."""
+    """Return sets of tokens as masks over the vocabulary. Bit t % 32 of word t // 32 stands for token t."""
     bits = (tokens[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits.reshape(*tokens.shape[:-1], -1)[..., :vocab].astype(bool)
 
 
 def is_in(token_ids: Int[Array, " n"], tokens: UInt32[Array, " words"]) -> Bool[Array, " n"]:
-    """Whether each token is in the set; one below 0 is in none."""
+    """Return whether each token is in the set; a negative one is in none."""
     bits = tokens.at[token_ids // 32].get(mode="clip") >> (token_ids % 32).astype(jnp.uint32)
     return (token_ids >= 0) & (bits & 1).astype(bool)
 
 
 def is_among(token_ids: Int[Array, " rows"], tokens: UInt32[Array, "rows words"]) -> Bool[Array, " rows"]:
-    """Whether each row's token is in its set."""
+    """Return whether each row's token is in the row's set."""
     word = jnp.take_along_axis(tokens, token_ids[:, None] // 32, axis=1)[:, 0]
     return ((word >> (token_ids % 32).astype(jnp.uint32)) & 1).astype(bool)
 
@@ -227,7 +243,9 @@ def score(
     num_top: Int[Array, " rows"],
     temperature: Float[Array, " rows"] | None = None,
 ) -> Scores:
-    """What `softmax(logits / temperature)` gives these tokens, and the likeliest if any row wants some."""
+    """Score tokens by `softmax(logits / temperature)`, and the likeliest tokens, too, if any row wants
+    some.
+    """
     num_rows, vocab = logits.shape
     divisor = 1 if temperature is None else temperature[:, None]
     total = jax.nn.logsumexp(logits / divisor, axis=1, keepdims=True)
@@ -254,9 +272,11 @@ def score(
 
 
 def first_ranked(logits: Float[Array, "rows vocab"], num: int) -> Int[Array, "rows num"]:
-    """The `num` tokens with the largest logits, the largest first, and of equal ones the lower id.
+    """Return the `num` tokens with the largest logits, largest first, and of equal ones the lower id
+    first.
 
-    As `lax.top_k` has them, but one after the other: on a GPU that is a call which no CUDA graph can hold.
+    The same as `lax.top_k`, one token after the other: on a GPU `top_k` is a call that no CUDA graph can
+    hold.
     """
     row = jnp.arange(logits.shape[0])
     type Found = tuple[Int[Array, "rows vocab"], Int[Array, "rows num"]]
@@ -271,7 +291,7 @@ def first_ranked(logits: Float[Array, "rows vocab"], num: int) -> Int[Array, "ro
 
 
 def no_scores(*shape: int) -> Scores:
-    """Room for those of so many tokens."""
+    """Return arrays of this shape for scores, with none in them."""
     return Scores(
         logprob=jnp.zeros(shape, jnp.float32),
         rank=jnp.zeros(shape, jnp.int32),
@@ -281,8 +301,10 @@ def no_scores(*shape: int) -> Scores:
 
 
 def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
-    """The first token with the largest logit: an argmax as two plain reductions, which XLA's CPU code runs
-    ten times as fast."""
+    """Return the first token with the largest logit.
+
+    An argmax as two plain reductions, which XLA's CPU code runs ten times as fast.
+    """
     vocab = logits.shape[-1]
     is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
     first = jnp.min(jnp.where(is_largest, jnp.arange(vocab, dtype=jnp.int32), vocab), axis=-1)
@@ -290,8 +312,8 @@ def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
 
 
 def _filter(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float[Array, "rows vocab"]:
-    """Minus infinity for what min_p, then top_k, then top_p exclude; the likeliest token, which `scaled` has
-    at 0, always stays.
+    """Replace by minus infinity what min_p, then top_k, then top_p exclude. The likeliest token, 0 in
+    `scaled`, stays.
 
     Ties at the last place kept are broken by token id, the lower one first. Nothing is sorted.
     """
@@ -314,7 +336,7 @@ def _filter(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float
 
 
 def _ordered(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Float32 as int32 of the same order: the bits of negative numbers, but for the sign, turned over; both
+    """Map float32 to int32 of the same order: negative numbers have all bits but the sign inverted; both
     zeros are 0.
     """
     bits = jnp.where(x == 0, 0, lax.bitcast_convert_type(x, jnp.int32))
@@ -324,10 +346,10 @@ def _ordered(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
 def _ranked_before(
     keys: Int[Array, "rows vocab"], weights: Num[Array, "rows vocab"], bounds: Num[Array, " rows"]
 ) -> Bool[Array, "rows vocab"]:
-    """Of each row ranked by falling key, equal keys by place: those before whom the weights sum to less than
-    the bound. Equal keys must have equal weights.
+    """Return, for each row ranked by falling key (equal keys by index), the entries before which the
+    weights sum to less than the row's bound. Equal keys must have equal weights.
 
-    The key of the last one is found bit by bit, with a sum over the row for each.
+    The key of the last such entry is found bit by bit, with a sum over the row for each bit.
     """
 
     def reach(least: Int[Array, " rows"]) -> Bool[Array, " rows"]:

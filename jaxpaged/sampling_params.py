@@ -1,4 +1,6 @@
-"""How one request's tokens are chosen, and how its answer is told. Names and defaults are vLLM's."""
+"""Parameters of one request: how its tokens are chosen and its answer is given. Names and defaults are
+vLLM's.
+"""
 
 import copy
 import dataclasses
@@ -67,7 +69,7 @@ def _is_never_none(field: "dataclasses.Field[Any]") -> bool:
 
 
 class RequestOutputKind(enum.Enum):
-    """What each of the outputs that `AsyncEngine.outputs` streams has of the answer."""
+    """Content of each output that is streamed."""
 
     CUMULATIVE = 0  # all so far
     DELTA = 1  # what is new
@@ -158,7 +160,7 @@ def _penalty_flag(default: float) -> Mapping[str, Any]:
 @_taking_vllms(SAMPLING_NAMES)
 @dataclasses.dataclass(kw_only=True)
 class SamplingParams:
-    """How to choose one request's tokens.
+    """Parameters by which one request's tokens are chosen.
 
     The logits of a step are changed in this order: all but `allowed_token_ids` are barred, then `bad_words`,
     and stop tokens until there are `min_tokens`; `logit_bias` is added; the penalties apply. Sampling draws
@@ -166,7 +168,7 @@ class SamplingParams:
     draw depends on `seed` and the token's position only, never on the rest of the batch. Log-probabilities
     are those of the model's own logits, before any of this.
 
-    Each field may be changed later: a value out of its range raises `InputError` when it is assigned, and
+    Each field may be changed later. A value out of its range raises `InputError` when it is assigned, and
     values that contradict each other when a request is made of them. A request under way keeps those it was
     made of. None stands for a default wherever it is no value, and vLLM's further options are taken where
     they ask for nothing.
@@ -347,12 +349,15 @@ class SamplingParams:
 @_taking_vllms(BEAM_NAMES)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """How to look for the likeliest answers to a prompt.
+    """Parameters of a search for the likeliest answers to a prompt.
 
-    `beam_width` sequences go on side by side; from each the 2 * beam_width likeliest next tokens are looked
-    at, and of all those the best go on. What ends with the model's end-of-sequence token is set aside. In the
-    end the beam_width best of all are the answers: by the sum of their tokens' log-probabilities divided by
-    the number of tokens, prompt included and the end not, to the power of `length_penalty`.
+    `beam_width` sequences go on side by side. From each, the 2 * beam_width likeliest next tokens are
+    candidates, and the best of all candidates go on. A sequence that ends with the model's end-of-sequence
+    token is set aside. In the end the beam_width best of all are the answers, by
+
+        (sum of the tokens' log-probabilities) / (number of tokens) ** length_penalty
+
+    where the number of tokens has the prompt's, and not the end-of-sequence token.
     """
 
     beam_width: int
@@ -364,7 +369,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for a value out of its range; what is kept is Python's own numbers."""
+        """Check each value and keep Python's own numbers. Raises `InputError`."""
         rule = f"an int in [1, {MAX_BEAM_WIDTH}]"
         values = {
             "beam_width": checked_int("beam_width", self.beam_width, rule, 1, MAX_BEAM_WIDTH),
@@ -394,12 +399,14 @@ def seed_bits(seed: int) -> int:
 
 
 def token_id(token: object) -> object:
-    """The number that a text of a few digits stands for; anything else as it is, to be refused."""
+    """Return the number that a short text of digits stands for; anything else as it is, to be refused
+    later.
+    """
     return int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token
 
 
 def _within(value: Any, most: float) -> Any:
-    """The number brought into [-most, most]; anything else as it is, to be refused."""
+    """Return a number brought into [-most, most]; anything else as it is, to be refused later."""
     try:
         return min(most, max(-most, value)) if value == value else value
     except Exception:

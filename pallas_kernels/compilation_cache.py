@@ -24,7 +24,7 @@ def compilation_cache_dir() -> Path | None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{str(folder)!r} cannot be written to")
     except (OSError, RuntimeError) as error:
-        _warn(f"nothing is kept for the next start: {error}; XDG_CACHE_HOME names another folder")
+        warn_once(f"nothing is kept for the next start: {error}; XDG_CACHE_HOME names another folder")
         return None
     return folder
 
@@ -55,5 +55,5 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _warn(message: str) -> None:
+def warn_once(message: str) -> None:
     logging.getLogger(__name__).warning(message)

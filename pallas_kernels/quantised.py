@@ -23,10 +23,10 @@ from jaxtyping import Array, Float, Int, UInt16, UInt32
 from pallas_kernels.native.product import PANEL_WIDTH
 
 CODE_BITS = (8, 4)
-OFFSET = 8  # that is added to codes of 4 bits which are signed
-RUN = 32  # neighbouring inputs whose codes have one place in halfwords, or fewer, if a group has
+OFFSET = 8  # added to signed codes of 4 bits
+RUN = 32  # neighbouring inputs with codes in the same bits of halfwords; a group's, if it has fewer
 PLANES = {8: (8,), 6: (4, 2), 4: (4,)}  # bits of a code that lie together, from its lowest on
-NUM_OUTPUTS, NUM_INPUTS = 64, 128  # halfwords are filled up to multiples of these
+NUM_OUTPUTS, NUM_INPUTS = 64, 128  # halfwords are padded to multiples of these
 
 
 @jax.tree_util.register_dataclass

@@ -5,10 +5,6 @@ and the tests decide by it whether a case must run or be refused.
 """
 
 import dataclasses
-import functools
-import os
-import re
-import subprocess
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,9 +15,6 @@ from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, BlockSlice, Layout, Poo
 from pallas_kernels.native import why_not_layout
 
 OPTIONAL = ("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse")  # served by all
-# The first that compiles causal masks wrongly, and the first that does not: CUDA 12.8.0 and 12.9.1. JAX
-# refuses its own attention kernels for the same reason.
-WRONG_PTXAS, RIGHT_PTXAS = (12, 8, 0), (12, 9, 86)
 QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -91,11 +84,11 @@ class Options:
     k_scale: jax.Array | None = None  # [num_kv_heads] float32
     v_scale: jax.Array | None = None  # [num_kv_heads] float32
     block_sparse: BlockSparse | None = None
-    # Of each token, where the layout's view has such: the arrays of K's scales and of V's.
+    # The arrays of K's and V's scales for each token, if the layout's view has them.
     token_scales: tuple[jax.Array, jax.Array] | None = None
-    packed: PackedArrays | None = None  # what a packed view has beside the codes
+    packed: PackedArrays | None = None  # the arrays of a packed view besides the codes
     kv_layout: Layout = TOKEN_MAJOR
-    blocks: BlockSlice | None = None  # of the arrays' blocks, where a kernel has these in place of the pool
+    blocks: BlockSlice | None = None  # which of the arrays' blocks the call's ids name; None: all
 
 
 def view_of(options: Options) -> View:
@@ -215,34 +208,6 @@ def refuse_unserved(
         raise NotImplementedError(
             f"{implementation} paged attention does not serve {'; '.join(wrong)}. Use {others}."
         )
-
-
-def refuse_ptxas(version: tuple[int, ...] | None) -> None:
-    """Raise NotImplementedError if this version of ptxas, None for none, must not compile a causal mask."""
-    if version is not None and WRONG_PTXAS <= version < RIGHT_PTXAS:
-        found, wanted = (".".join(map(str, numbers)) for numbers in (version, RIGHT_PTXAS))
-        raise NotImplementedError(
-            f"ptxas {found} compiles causal masks wrongly, as all do from CUDA 12.8.0 to before 12.9.1: for "
-            f"prompts on mosaic_gpu it must be {wanted} or later (CUDA_ROOT names the CUDA in use). "
-            "Or use implementation='xla'."
-        )
-
-
-@functools.cache
-def ptxas_version() -> tuple[int, ...] | None:
-    """Return the version of the ptxas that Mosaic compiles with, such as (12, 9, 86); None if there is
-    none.
-    """
-
-    places = [f"{os.environ.get('MOSAIC_GPU_CUDA_ROOT')}/bin/ptxas", "ptxas", "/usr/local/cuda/bin/ptxas"]
-    for command in places:
-        try:
-            said = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if found := re.search(r"V(\d+)\.(\d+)\.(\d+)", said):
-            return tuple(map(int, found.groups()))
-    return None
 
 
 def markdown_table() -> str:

@@ -1,4 +1,4 @@
-"""Every annotated function that works on arrays checks its shapes and types while the tests run."""
+"""Hooks and fixtures of all tests. Annotated functions of arrays check shapes and types while they run."""
 
 import collections
 import gc
@@ -14,9 +14,9 @@ from tests import typechecker
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# Most of a run's time goes into compiling: it is kept short, but where `optimized` says otherwise.
+# Compiling takes most of a run's time. The fixture `optimized` compiles as users do.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# Not what is there to meet wrong types and say so: the host side, and the public operations.
+# The host's side and the public operations are left out: they must meet wrong types and say so.
 CHECKED = [
     "pallas_kernels.xla.tiled_attention",
     "jaxpaged.memory",
@@ -29,7 +29,7 @@ install_import_hook(CHECKED, f"{typechecker.__name__}.check")
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What was skipped, and why, by file: nothing goes unguarded unseen."""
+    """List what was skipped, and why, by file."""
     groups = collections.Counter(
         (report.nodeid.split("::")[0], report.longrepr[2].removeprefix("Skipped: "))
         for report in terminalreporter.stats.get("skipped", ())
@@ -45,16 +45,17 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.parent.name == "fuzz")
 
 
-# Of the kernel's usual 65,530 mappings of memory a process; a compiled loop takes over a thousand.
+# Linux usually allows a process 65,530 mappings of memory; a compiled loop takes over a thousand.
 MANY_MAPPINGS = 30_000
 counted = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
 def few_mappings():
-    """Where there are many compiled programs they go: XLA crashes where it cannot map memory for one more.
+    """Drop compiled programs when there are many: XLA crashes if it cannot map memory for another.
 
-    Those that take long to compile are read back from the disk. To count takes up to 40 ms, so not each time.
+    Programs that took long to compile are read back from the disk. Counting takes up to 40 ms, so only every
+    eighth test does it.
     """
     yield
     import jax  # after the environment is set
@@ -69,19 +70,19 @@ def few_mappings():
 
 @pytest.fixture(autouse=True, scope="module")
 def kept_programs():
-    """All modules and processes share what is compiled: loops of engines of the same sizes, and the rest."""
+    """Share compiled programs among all modules and processes, such as the loop of engines of one size."""
     import jax
 
     from jaxpaged import disk_cache
 
     disk_cache.keep_in(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
-    # To write and read one takes a few ms. An engine with a server's options says otherwise.
+    # Writing and reading one takes a few ms. An engine with a server's options sets another limit.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.03)
 
 
 @pytest.fixture(scope="module")
 def own_programs():
-    """For modules that compile otherwise than the others: they share no programs with them."""
+    """Clear JAX's caches before and after a module that compiles with other settings than the rest."""
     import jax
 
     jax.clear_caches()
@@ -91,7 +92,7 @@ def own_programs():
 
 @pytest.fixture(scope="module")
 def optimized(own_programs):
-    """For modules that need programs as users have them."""
+    """Compile a module's programs with all optimizations, as users have them."""
     import jax
 
     former = jax.config.read("jax_disable_most_optimizations")
@@ -102,7 +103,7 @@ def optimized(own_programs):
 
 @pytest.fixture(scope="module")
 def small_pieces(own_programs):
-    """For modules with small tables: what is taken piece by piece takes many pieces there, too."""
+    """Process tables in chunks of 3, so that small tables take several chunks, too."""
     from jaxpaged.memory import entries, prefix_cache
     from jaxpaged.step import admission
 
@@ -114,7 +115,7 @@ def small_pieces(own_programs):
 
 @pytest.fixture
 def brake(monkeypatch):
-    """Call it with an engine for a `tiny.Brake`, which is off again when the test ends."""
+    """Return a function that makes a `tiny.Brake` for an engine. Brakes are off again when the test ends."""
     from tests import tiny  # not before the hook is there
 
     brakes = []

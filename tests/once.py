@@ -1,4 +1,4 @@
-"""Results that take long and are shared by all processes of a test run."""
+"""Work that is done once for all processes of a test run."""
 
 import contextlib
 import fcntl
@@ -11,8 +11,9 @@ import pytest
 
 
 def once[T](factory: pytest.TempPathFactory, name: str, make: Callable[[], T]) -> T:
-    """Return what `make` makes, made by the first process that needs it; `name` is unique in the whole
-    run.
+    """Return what `make` returns, called by the first process that needs it while others wait.
+
+    `name` identifies the result in the whole run. The result is pickled.
     """
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -27,7 +28,7 @@ def once[T](factory: pytest.TempPathFactory, name: str, make: Callable[[], T]) -
 
 @contextlib.contextmanager
 def one_at_a_time(lock: Path) -> Iterator[None]:
-    """Hold a lock with a file of that name, for which other processes wait."""
+    """Hold a lock file: other processes wait for it to be released."""
     lock.parent.mkdir(exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

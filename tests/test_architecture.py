@@ -123,7 +123,7 @@ def files(part: str) -> list[Path]:
 
 
 def imported_modules(file: Path) -> set[str]:
-    """Dotted names of all modules that a file imports, wherever in it."""
+    """Return the dotted names of all modules that a file imports, in functions too."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -142,7 +142,7 @@ def _is_ours(node: ast.ImportFrom) -> bool:
 
 
 def part_of(module: str) -> str:
-    """The part that a module of ours, or a name in one, belongs to."""
+    """Return the part that a module of ours, or a name in one, belongs to."""
     path = module.replace(".", "/")
     matches = [part for part in ALLOWED if (path + "/").startswith(part.removesuffix(".py") + "/")]
     return max(matches, key=len) if matches else "jaxpaged/__init__.py"

@@ -1,4 +1,4 @@
-"""What the benchmarks promise that needs no time to show."""
+"""Promises of the benchmarks that can be tested without timing anything."""
 
 import ast
 import functools

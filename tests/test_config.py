@@ -1,4 +1,4 @@
-"""What a user may choose: every refusal names the value and the rule."""
+"""Engine options: every refusal names the value and the rule."""
 
 from typing import get_args
 

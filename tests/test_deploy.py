@@ -1,7 +1,4 @@
-"""Tests that `deploy/` fits the server: schemas, names of metrics, options and paths.
-
-Nothing is built here.
-"""
+"""Files of `deploy/` fit the server: schemas, names of metrics, options, paths. Nothing is built here."""
 
 import json
 import re
@@ -39,7 +36,7 @@ def options_of(arguments):
 
 @pytest.fixture(scope="module")
 def metrics():
-    """Return the names of all samples that the server reports."""
+    """Return the names of all metrics that the server reports."""
     engine = types.SimpleNamespace(
         stats=Stats(num_blocks=8, num_free_blocks=8),
         config=EngineConfig(),

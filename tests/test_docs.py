@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 import sys
 import tomllib
@@ -112,13 +113,13 @@ def workplace(tmp_path, monkeypatch):
 
     made: list[Any] = []
     registries = [(registry, dict(registry)) for registry in (LAYOUTS, LAB_POLICIES)]
-    monkeypatch.setattr(llm_module.LLM, "__init__", make_tiny)
+    tiny.replace(monkeypatch, llm_module.LLM, "__init__", make_tiny)
     yield tmp_path
     for registry, before in registries:
         registry.clear()
         registry.update(before)
     for llm in made:
-        if hasattr(llm, "engine"):
+        if "engine" in vars(llm):
             llm.engine.close()
 
 
@@ -187,7 +188,7 @@ def check_command(words: list[str]) -> None:
     """Check a command's name, and its flags by the parser that reads them."""
     program, *rest = words
     if program == "jaxpaged":
-        assert cli._parser().parse_args(rest).command
+        assert cli.parser().parse_args(rest).command
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert rest[0] in targets, words
@@ -314,6 +315,16 @@ def sentences(text: str) -> list[list[str]]:
 def test_sentences_are_short(name):
     lengths = [len(words) for words in sentences((ROOT / name).read_text())]
     assert not lengths or sum(lengths) / len(lengths) < 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["generation", "verification", "research"])
+def test_an_example_runs_and_draws(name, workplace, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, "--out", str(workplace)])
+    runpy.run_module(f"examples.{name}", run_name="__main__")
+    drawn = {file.name for file in workplace.glob("*.png")}
+    page = (ROOT / "docs" / "research" / "examples.md").read_text()
+    assert drawn == set(re.findall(rf"drawings/({name}\w*\.png)", page))
 
 
 def hooks() -> types.ModuleType:

@@ -26,7 +26,7 @@ def files_that_name(option):
 
 @pytest.mark.parametrize("option", ["min_p", "top_p", "presence_penalty", "frequency_penalty"])
 def test_a_sampling_option_is_in_four_files_at_most(option):
-    """Its table, the device's table and its use; and, for a few, the fields of OpenAI's answers."""
+    """The files are its table, the device's table, its use and, for a few, the fields of OpenAI's answers."""
     table = {f"jaxpaged/{name}.py" for name in ("sampling", "sampling_params", "sampling_state")}
     assert table <= files_that_name(option) <= {*table, "jaxpaged/serve/responses.py"}
 

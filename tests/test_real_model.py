@@ -14,7 +14,7 @@ MIN_GAP = 1e-3
 
 @pytest.fixture(scope="module", params=[None, pytest.param("gguf", marks=pytest.mark.slow)])
 def llm(request):
-    """Load the real model; kept quantised, it has the same weights to the last bit."""
+    """Return an engine with the real weights. Kept quantised they are the same, to the last bit."""
     return LLM("smollm2", dtype="float32", quantization=request.param, max_num_seqs=4, max_model_len=256)
 
 

@@ -42,7 +42,7 @@ class Weights:
         return f"it takes {self.gigabytes} GB of memory" if memory < self.gigabytes * 1e9 else None
 
     def joined(self, file: Path) -> Path:
-        """Return the package's parts joined in one file. None of the packages' code is run."""
+        """Join the parts into one file. No code of the packages is run."""
         digest = hashlib.sha256()
         with file.open("wb") as whole:
             for part in self.parts:
@@ -82,9 +82,9 @@ MODELS = [
     ids=lambda param: f"{param[0].golden.removesuffix('.json')}-{param[1]}",
 )
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """Yield an engine with the real weights, their goldens, and the facts about them above.
+    """Yield an engine with the real weights, their goldens, and their entry in the table above.
 
-    Kept quantised it has the same weights, to the last bit; Gemma's layers are of several kinds.
+    Kept quantised it has the same weights, to the last bit. Gemma has several kinds of layers.
     """
     weights, quantization = request.param
     if why := weights.why_not():

@@ -114,7 +114,7 @@ DOOR = Door(
 
 @jax.jit
 def distribution(logits: jax.Array, rows: Rows):
-    """The logits by the rules, what a sampling row draws from, a greedy row's token, and its scores."""
+    """Return the edited logits, what a sampling row draws from, the greedy token and its scores."""
     row = jnp.arange(len(logits))
     context = Context(row, rows.prompt_lens, rows.num_tokens, rows.token_ids)
     changed = sampling.edited(logits, rows.rules, rows.sampling.has_rules, context)
@@ -125,8 +125,9 @@ def distribution(logits: jax.Array, rows: Rows):
 
 @st.composite
 def mixes(draw: st.DrawFn, exact: bool) -> tuple[list[int], list[int], SamplingParams]:
-    """A prompt, the answer so far, and parameters; if `exact`, such that float32 and float64 compute the
-    same, so that equal logits are equal in both.
+    """Draw a prompt, the answer so far, and parameters.
+
+    With `exact`, float32 and float64 compute the same, so equal logits are equal in both.
     """
 
     def some(strategy: st.SearchStrategy, default: object) -> object:
@@ -183,7 +184,7 @@ def write(rows: Rows, line: int, request: Request, answer: list[int]) -> None:
 
 
 def rules_of(params: SamplingParams) -> dict:
-    """What the oracle is given."""
+    """Return the rules as the oracle takes them."""
     eos = () if params.ignore_eos else DOOR.model_config.eos_token_ids
     same = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
     return {name: getattr(params, name) for name in (*same, "allowed_token_ids")} | {
@@ -268,7 +269,7 @@ def test_a_row_keeps_its_bits_in_any_company():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_in_which_nothing_can_be_drawn_are_greedy(temperature):
-    """Of minus infinity, all barred, with NaN or infinity; and with one token left."""
+    """Rows of minus infinity, with NaN or infinity, or with all tokens barred; and one with a token left."""
     nothing, one = np.full((2, VOCAB), -np.inf, np.float32)
     one[5] = -3e38
     broken, endless = np.zeros((2, VOCAB), np.float32)

@@ -41,7 +41,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.mark.slow
 def test_a_wheel_on_its_own_answers(tmp_path):
-    """Out of reach of the source tree: in another directory, with nothing on the path."""
+    """Run it in another directory with nothing on the path, out of reach of the source tree."""
     run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path / "wheels", ROOT, cwd=tmp_path)
     [wheel] = (tmp_path / "wheels").glob("jaxpaged-*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""A Llama small enough to compute without a cache in NumPy, and engines over it."""
+"""Llama small enough to compute without a cache in NumPy, and engines over it."""
 
 import dataclasses
 import functools
@@ -21,11 +21,11 @@ from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.checkpoints import Tensors
 from jaxpaged.models.quantised.codes import FLOAT8
 from jaxpaged.models.quantised.on_load import OnLoad
-from jaxpaged.models.shards import Shard
-from jaxpaged.models.weights import Parts, by_role, random_weights
+from jaxpaged.models.weights import StoredWeights, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
 from reference import model as reference_model
@@ -63,18 +63,18 @@ def weights(config: ModelConfig = CONFIG, seed: int = 0) -> dict[str, np.ndarray
 
 @functools.cache
 def reference_weights() -> dict[str, np.ndarray]:
-    """The same by their roles, as the oracle takes them."""
+    """Return the weights by their roles, as the oracle takes them."""
     return by_role(CONFIG, NAMES, weights())
 
 
 @functools.cache
 def reference_answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    """The greedy answer of the oracle."""
+    """Return the oracle's greedy answer."""
     return reference_model.generate(CONFIG, reference_weights(), list(prompt), max_tokens)
 
 
 def reference_greedy(prompt: list[int], params: SamplingParams) -> list[int]:
-    """The same with every option that changes logits, of a model without tokens that end an answer."""
+    """Return the oracle's greedy answer under every option that changes logits, with no end token."""
     same = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
     rules = {name: getattr(params, name) for name in (*same, "allowed_token_ids", "stop_token_ids")}
     answer: list[int] = []
@@ -87,7 +87,7 @@ def reference_greedy(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def reference_logits(token_ids: tuple[int, ...]) -> np.ndarray:
-    """The oracle's scores after each token: [num_tokens, vocab_size]."""
+    """Return the oracle's logits after each token: [num_tokens, vocab_size]."""
     return reference_model.logits(CONFIG, reference_weights(), list(token_ids))
 
 
@@ -109,8 +109,10 @@ SWAP = SMALL | {
 
 @functools.cache
 def quantised_weights() -> Tensors:
-    """Such weights as a file of compressed-tensors has them, each role's in another form: in 4 bits with zero
-    points and an order of inputs, in fp8 by output, in bytes with zero points, and in 4 bits without.
+    """Return the model's weights as a file of compressed-tensors has them, each role in another form.
+
+    They are in 4 bits with zero points and an order of inputs, in fp8 with a scale for each output, in bytes
+    with zero points, and in 4 bits without.
     """
     rng = np.random.default_rng(0)
     tensors = dict(weights())
@@ -151,20 +153,15 @@ def quantised_weights() -> Tensors:
     return Tensors(tensors, said, CONFIG, NAMES)
 
 
-def load_quantised(dtype: Any) -> Decoder:
-    return Decoder(Parts(CONFIG, NAMES, quantised_weights(), dtype, quantised_weights().quantisation()))
+def load_quantised(load_as: LoadAs) -> Decoder:
+    tensors = quantised_weights()
+    return Decoder(StoredWeights(CONFIG, NAMES, tensors, load_as, tensors.quantisation()))
 
 
-def load(
-    dtype: Any,
-    config: ModelConfig = CONFIG,
-    quantization: str | None = None,
-    shard: Shard | None = None,
-    loop_over_layers: bool | None = None,
-) -> Decoder:
-    """The tiny model in this dtype; `config` may be one with the same weights."""
-    quantisation = quantization and OnLoad(quantization)
-    return Decoder(Parts(config, NAMES, weights(), dtype, quantisation, shard, loop_over_layers))
+def load(load_as: LoadAs, config: ModelConfig = CONFIG) -> Decoder:
+    """Load the tiny model; `config` may be one with the same weights."""
+    quantisation = OnLoad(load_as.quantization) if load_as.quantization else None
+    return Decoder(StoredWeights(config, NAMES, weights(), load_as, quantisation))
 
 
 def with_window(sliding_window: int | None) -> ModelConfig:
@@ -173,19 +170,17 @@ def with_window(sliding_window: int | None) -> ModelConfig:
 
 
 def driver(
-    load_model: Callable[[Any], Decoder] | None = None, model_config: ModelConfig = CONFIG, **options: Any
+    load_model: Callable[[LoadAs], Decoder] = load, model_config: ModelConfig = CONFIG, **options: Any
 ) -> Driver:
-    """A float32 driver over the tiny model, or another; options are those of `EngineConfig`.
+    """Create a float32 driver over the tiny model, or another; options are those of `EngineConfig`.
 
     Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
-    kept_as: Any = {name: options.get(name) for name in ("quantization", "loop_over_layers")}
-    model = functools.partial(load, **kept_as)
-    return Driver(EngineConfig(**DEFAULTS | options), model_config, load_model or model)
+    return Driver(EngineConfig(**DEFAULTS | options), model_config, load_model)
 
 
 def engine(model_config: ModelConfig = CONFIG, **options: Any) -> Engine:
-    """The same with a thread; close it."""
+    """Create an engine with a thread over the tiny model. The caller closes it."""
     return Engine(EngineConfig(**DEFAULTS | options), model_config, load)
 
 
@@ -207,7 +202,7 @@ def assert_nothing_is_held(driver: Driver) -> None:
 
 
 class Brake:
-    """Lets an engine make one step a turn, and only as many turns as the test allows: then nothing races."""
+    """Limit on an engine: one step a turn, and as many turns as the test allows. So nothing races."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._turns = threading.Semaphore(0)
@@ -222,7 +217,7 @@ class Brake:
         monkeypatch.setattr(engine._driver, "turn", slow_turn)
 
     def allow(self, turns: int) -> None:
-        """The tokens of a turn's step are delivered in the turn after it."""
+        """Allow more turns. The tokens of a turn's step are delivered in the turn after it."""
         self._turns.release(turns)
 
     def off(self) -> None:
@@ -252,20 +247,20 @@ def until(is_so: Callable[[], bool]) -> None:
 def request(
     driver: Driver, request_id: int, prompt: list[int], params: SamplingParams, **options: Any
 ) -> Request:
-    """A request of that number, through the door."""
+    """Create a request with a number, through the door."""
     [request] = driver.door.admit(prompt, params, **options)
     return dataclasses.replace(request, request_id=request_id)
 
 
 def numbered(requests: list[Request]) -> list[Request]:
-    """The same, with the next numbers."""
+    """Give requests the next numbers."""
     return [dataclasses.replace(request, request_id=next(_request_ids)) for request in requests]
 
 
 def submit(
     driver: Driver, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[int]:
-    """Queue the prompts; their request ids."""
+    """Queue the prompts, and return their request ids."""
     each = params if isinstance(params, list) else [params] * len(prompts)
     ids = [next(_request_ids) for _ in prompts]
     for request_id, prompt, its in zip(ids, prompts, each, strict=True):
@@ -276,16 +271,14 @@ def submit(
 def generate(
     driver: Driver, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[list[int]]:
-    """The answers' token ids, in the prompts' order."""
+    """Return the answers' token ids, in the prompts' order."""
     ids = submit(driver, prompts, params)
     answers = drain(driver)
     return [answers[i].token_ids for i in ids]
 
 
 def drain(driver: Driver, max_steps: int | None = None) -> dict[int, Delta]:
-    """Run until there is nothing left to do, so many steps at a time; the answers that have ended since, by
-    request.
-    """
+    """Run until there is nothing left to do, `max_steps` at a time, and return the answers by request."""
     deltas: dict[int, list[Delta]] = {}
     while driver.has_work:
         for delta in driver.turn(max_steps):

@@ -11,12 +11,12 @@ from tests.tiny import CONFIG, weights
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """As llama.cpp's converter stores q and k: RoPE's pairs side by side."""
+    """Return q or k as llama.cpp's converter stores it: RoPE's pairs side by side."""
     return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def add_sizes(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    """What every architecture's header says of a model; of several RoPEs it is the slowest."""
+    """Write the sizes that every architecture's header has; of several RoPEs the slowest is written."""
     writer.add_context_length(config.max_model_len)
     writer.add_embedding_length(config.hidden_size)
     dense_size = config.experts.dense_size if config.experts is not None else 0
@@ -46,9 +46,10 @@ def write_gguf(
     also: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
     tensors_a_part: int = 0,
 ) -> Path:
-    """The tiny model as a GGUF file, with a byte-level vocabulary of as many tokens. `kinds`: by a part of
-    their names, in which kinds of blocks tensors are; the others are float32. `also` adds to the header. With
-    `tensors_a_part` the file is in several parts, of which the path comes back of the first.
+    """Write the tiny model as a GGUF file, with a byte-level vocabulary, and return its path.
+
+    `kinds` maps a part of a tensor's name to its kind of block; other tensors are float32. `also` adds to the
+    header. With `tensors_a_part` there are several files, and the path is that of the first.
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
     add_sizes(writer, CONFIG)

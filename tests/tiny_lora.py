@@ -35,7 +35,7 @@ LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 
 @functools.cache
 def tensors(seed: int) -> dict[str, np.ndarray]:
-    """Of every module of even seeds; of odd ones not all: what is left out changes nothing."""
+    """Return an adapter's tensors by name. Odd seeds leave out some modules, which are then unchanged."""
     rng, found = np.random.default_rng(1000 + seed), {}
     for layer in range(tiny.CONFIG.num_layers):
         for module, (_, _, inputs, outputs) in MODULES.items():
@@ -48,8 +48,9 @@ def tensors(seed: int) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path, seed: int = 0, changed: Mapping[str, Any] | None = None, **said: Any) -> Path:
-    """The adapter of that seed as a directory, with `changed` tensors, None for those that are left out, and
-    what its config says otherwise.
+    """Write the adapter of a seed as a directory, and return its path.
+
+    `changed` replaces tensors, or leaves out those that are None; `said` replaces entries of its config.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -66,14 +67,14 @@ def write(folder: Path, seed: int = 0, changed: Mapping[str, Any] | None = None,
 
 
 def request(folder: Path, seed: int) -> LoRARequest:
-    """For the adapter of that seed, written if it is not there."""
+    """Return a request for the adapter of a seed, which is written if it is not there."""
     path = folder / f"adapter{seed}"
     return LoRARequest(f"adapter{seed}", 1 + seed, path if path.exists() else write(path, seed))
 
 
 @functools.cache
 def merged(seed: int) -> dict[str, np.ndarray]:
-    """The oracle's weights with the adapter of that seed in them."""
+    """Merge the adapter of a seed into the oracle's weights."""
     updates: dict[str, list[reference_lora.Update]] = {}
     for name, a in tensors(seed).items():
         if name.endswith("lora_A.weight"):
@@ -86,13 +87,13 @@ def merged(seed: int) -> dict[str, np.ndarray]:
 
 
 def reference_answer(seed: int | None, prompt: list[int], max_tokens: int) -> list[int]:
-    """The oracle's greedy answer with an adapter, or without."""
+    """Return the oracle's greedy answer with an adapter, or without."""
     weights = tiny.reference_weights() if seed is None else merged(seed)
     return reference_model.generate(tiny.CONFIG, weights, prompt, max_tokens)
 
 
 def driver(folder: Path, **options: Any) -> Driver:
-    """As `tiny.driver`, with room for three adapters; of a file, as the server's, whose program it shares."""
+    """Create a driver like `tiny.driver` with three adapter slots, whose program the server's tests share."""
     file = folder / "tiny.gguf"
     opened = loading.open_checkpoint(file if file.exists() else write_gguf(file))
     config = EngineConfig(**tiny.DEFAULTS | LORA | options)

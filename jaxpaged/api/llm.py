@@ -113,14 +113,13 @@ class LLM(PoolingMethods):
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
         machine.keep_on_disk(c.keep_programs)
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
-        kept_as: Any = {"quantization": c.quantization, "loop_over_layers": c.loop_over_layers}
         self.engine = Engine(
             self.config,
             checkpoint.config,
-            functools.partial(checkpoint.model, **kept_as),
+            checkpoint.model,
             self.tokenizer,
             record_trace=record_trace,
-            shapes=functools.partial(checkpoint.abstract, **kept_as),
+            shapes=checkpoint.abstract,
             adapter_names=checkpoint.module_names,
             processes=processes,
         )

@@ -1,7 +1,6 @@
 """`jaxpaged info`: versions, devices, and the cache for a model. Imports nothing heavy at the top."""
 
 import argparse
-import functools
 
 import jaxpaged
 from jaxpaged.commands.engine_options import add_engine_options, engine_options
@@ -33,7 +32,6 @@ def run(args: argparse.Namespace) -> None:
     from jaxpaged.engine import capacity, gpu_flags, machine, start
     from jaxpaged.engine.setup import Setup
     from jaxpaged.models import loading
-    from jaxpaged.models.layer_form import form_of
     from jaxpaged.models.quantised import codes as quantised
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
@@ -44,19 +42,16 @@ def run(args: argparse.Namespace) -> None:
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
     checkpoint = loading.open_checkpoint(args.model)
     model = checkpoint.config
-    shapes = functools.partial(
-        checkpoint.abstract, quantization=config.quantization, loop_over_layers=config.loop_over_layers
-    )
     setup = Setup(config, model)
     attention, dtype = f"{setup.attention}: {setup.attention_reason}", setup.dtype
     how = config.quantization or checkpoint.quant_method
-    kernels = quantised.implementations(nnx.state(shapes(dtype))) if how else {}
-    no_native, form = native.why_not(dtype), form_of(dtype, config.loop_over_layers)
+    kernels = quantised.implementations(nnx.state(checkpoint.abstract(setup.load_as()))) if how else {}
+    no_native, form = native.why_not(dtype), setup.load_as().form
     products = f"xla: {no_native}" if no_native else f"native: {native.instructions()}"
     if no_native and form.loops:
         products = f"{form.stacked}: loop_over_layers"
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
-    cache, folder = start.cache_size(setup, shapes), compilation_cache_dir()
+    cache, folder = start.cache_size(setup, checkpoint.abstract), compilation_cache_dir()
     longest = capacity.longest_that_fits(setup, cache)
     lines += [
         ("attention", attention),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
@@ -34,6 +33,7 @@ from jaxpaged.handover.blocks import Blocks, Kind
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import codes as quantised
@@ -121,7 +121,7 @@ class Driver:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        load_model: Callable[[jnp.dtype], Decoder],
+        load_model: Callable[[LoadAs], Decoder],
         shapes: Shapes | None = None,
         adapter_names: Names | None = None,
         processes: Processes | None = None,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -28,6 +27,7 @@ from jaxpaged.handover.exchange import Piece
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names
 from jaxpaged.parallel.processes import Follower, Processes
 from jaxpaged.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ from jaxpaged.sampling_params import SamplingParams
 class Engine:
     """Serves a model. `with` closes it; so does forgetting it, and the end of the program.
 
-    `load_model` gives the model with arrays of a dtype, once the options are known to be good;
+    `load_model` gives the model in the form it is asked for, once the options are known to be good;
     `tokenizer`, one of transformers', gives the deltas their text; `record_trace` is as in `LLM`;
     `shapes` gives the model with shapes for arrays, where weights are quantised.
     `adapter_names`, what adapters call the model's weights, is needed for `enable_lora`; `processes`, those
@@ -48,7 +48,7 @@ class Engine:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        load_model: Callable[[jnp.dtype], Decoder],
+        load_model: Callable[[LoadAs], Decoder],
         tokenizer: Any = None,
         record_trace: str | os.PathLike[str] | None = None,
         shapes: Shapes | None = None,

@@ -12,6 +12,7 @@ from jaxpaged.checks import InputError, check
 from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layer_form import form_of
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
 from jaxpaged.step.config import StepConfig
@@ -68,6 +69,11 @@ class Setup:
             return ()
         together = Shards(size, self.config.tensor_parallel_sums)
         return tuple(Shard(self.whole, together, number) for number in range(size))
+
+    def load_as(self, number: int = 0) -> LoadAs:
+        """Return the form in which a device's weights are loaded; `number` is that of its shard."""
+        shard = self.shards[number] if self.shards else None
+        return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers)
 
     @functools.cached_property
     def model_config(self) -> ModelConfig:

@@ -20,6 +20,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.layer_form import form_of
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.parallel.mesh import BY_SHARD, assembled, from_host, num_replicas, per_replica, placed
 from jaxpaged.step import loop
 from jaxpaged.step.config import StepConfig
@@ -32,29 +33,19 @@ from pallas_kernels import layouts, native
 # `loop.run` for one model and config.
 type Run = Callable[[nnx.State, EngineState, np.ndarray, np.bool_], tuple[EngineState, Report]]
 # Describes a model with shapes for arrays, where its weights are not all kept in one dtype.
-type Shapes = Callable[..., Decoder]
+type Shapes = Callable[[LoadAs], Decoder]
 
 
-def load(setup: Setup, load_model: Callable[..., Decoder]) -> Decoder:
-    """Load the model onto the devices of a setup; its arrays are those of all devices.
-
-    `load_model` takes a dtype, and under tensor parallelism a `shard`.
-    """
+def load(setup: Setup, load_model: Callable[[LoadAs], Decoder]) -> Decoder:
+    """Load the model onto the devices of a setup; its arrays are those of all devices."""
     if setup.mesh is None:
-        return load_model(setup.dtype)
-    shards = setup.shards
-    return assembled(
-        setup.mesh, lambda i: load_model(setup.dtype, **({"shard": shards[i]} if shards else {}))
-    )
+        return load_model(setup.load_as())
+    return assembled(setup.mesh, lambda number: load_model(setup.load_as(number)))
 
 
 def abstract_model(setup: Setup, shapes: Shapes | None) -> Decoder:
     """Describe the model that one device has, with shapes for arrays."""
-    shard = setup.shards[0] if setup.shards else None
-    if shapes is None:
-        loops = setup.config.loop_over_layers
-        return abstract(setup.whole, setup.dtype, loop_over_layers=loops, shard=shard)
-    return shapes(setup.dtype) if shard is None else shapes(setup.dtype, shard=shard)
+    return abstract(setup.whole, setup.load_as()) if shapes is None else shapes(setup.load_as())
 
 
 def cache_size(setup: Setup, shapes: Shapes | None = None) -> CacheSize:

@@ -56,7 +56,7 @@ def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_
     )
     for name, instead in (
         ("num_processes", "let one process have all devices"),
-        ("data_parallel_size", "make an engine for each group, whose cache is its own anyway"),
+        ("data_parallel_size", "make an engine for each replica, whose cache is its own anyway"),
     ):
         count = getattr(config, name)
         check(name, count, f"1 to export or adopt blocks: {instead}", count == 1)

@@ -20,7 +20,9 @@ def locate_blocks(
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
 ) -> PerReplica[tuple[Int[Array, " max_blocks"], Int[Array, ""]]]:
-    """The blocks of the longest beginning of a chain that can be found, and how many: `transfer.locate`."""
+    """Find the blocks of the longest beginning of a chain in the prefix cache, and their number
+    (`transfer.locate`).
+    """
     hit = transfer.locate(pool, token_ids, num_blocks, salt)
     return hit.block_ids, hit.chain.num_blocks
 
@@ -32,8 +34,10 @@ def adopt_blocks(
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
 ) -> PerReplica[tuple[BlockPool, BlockPool, transfer.AdoptInfo]]:
-    """The pool that has adopted a chain, for when K and V are written; and the one until then, in which what
-    they are written over is not found any more. See `transfer.adopt`.
+    """Let the pool adopt a chain of blocks (`transfer.adopt`).
+
+    Returns the pool for when K and V are written; the pool until then, in which the content of the blocks to
+    be written over is no longer found; and which blocks are written.
     """
     adopted, info = transfer.adopt(pool, token_ids, num_blocks, salt)
     until_then, _ = block_pool.evict(pool, info.destinations, info.destinations != block_pool.NULL_BLOCK)
@@ -44,6 +48,7 @@ def adopt_blocks(
 def read_blocks(
     kv_cache: PerReplica[KVCache], block_ids: Int[Array, " n"]
 ) -> PerReplica[dict[str, Num[Array, "n num_layers ..."]]]:
+    """Read blocks out of the cache."""
     return transfer.read(kv_cache, block_ids)
 
 
@@ -53,7 +58,7 @@ def write_blocks(
     block_ids: Int[Array, " n"],
     arrays: PerShard[dict[str, Num[Array, "n num_layers ..."]]],
 ) -> PerReplica[KVCache]:
-    """What `read_blocks` gave in other blocks; NULL_BLOCK for none. The cache is donated."""
+    """Write what `read_blocks` returned into other blocks; NULL_BLOCK drops one. The cache is donated."""
     return transfer.write(kv_cache, block_ids, arrays)
 
 

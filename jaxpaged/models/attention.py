@@ -19,8 +19,12 @@ from pallas_kernels.ops import TiledImplementation
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AttentionBatch:
-    """Where the tokens of one forward pass stand: tiles of neighbouring tokens, each of one sequence."""
+class PassBatch:
+    """The tokens of one forward pass, in tiles: neighbouring tokens of one sequence each.
+
+    Tells where the tokens stand in their sequences and in the cache, which adapters they have, and whose
+    hidden states are wanted.
+    """
 
     slot_mapping: Int[Array, " num_tokens"]  # of each K and V, 0 for none; num_tokens = tiles x tile_len
     block_tables: Int[Array, "num_tables max_blocks_per_seq"]
@@ -40,7 +44,7 @@ class AttentionBatch:
         """The tokens that are none: their K and V go to the null block."""
         return self.slot_mapping == 0
 
-    def in_layer(self, is_last: bool | Bool[Array, ""]) -> "AttentionBatch":
+    def in_layer(self, is_last: bool | Bool[Array, ""]) -> "PassBatch":
         """The batch for one layer. In the last one K and V of all tokens matter, and else what is wanted:
         tiles without any of that see nothing. In the others all is `wanted`.
         """
@@ -52,8 +56,8 @@ class AttentionBatch:
 
 
 def planned(
-    batch: AttentionBatch, cache: KVCache, num_q_heads: int, sliding_windows: Sequence[int | None]
-) -> AttentionBatch:
+    batch: PassBatch, cache: KVCache, num_q_heads: int, sliding_windows: Sequence[int | None]
+) -> PassBatch:
     """The batch with what each layer would find out again, for layers with these windows."""
     pool = cache.pool(0)  # of any layer: their sizes are the same
     plans = tuple(
@@ -79,7 +83,7 @@ def attend(
     q: Float[Array, "num_tokens num_q_heads head_dim"],
     k: Float[Array, "num_tokens num_kv_heads head_dim"],
     v: Float[Array, "num_tokens num_kv_heads head_dim"],
-    batch: AttentionBatch,
+    batch: PassBatch,
     *,
     scale: float,
     sliding_windows: Sequence[int | None] = (None,),

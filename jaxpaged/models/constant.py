@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 
 HIDDEN_SIZE = 8
 VOCAB_SIZE = 128
@@ -25,7 +25,7 @@ class ConstantModel(nnx.Module):
         token_ids: Int[Array, " num_tokens"],
         positions: Int[Array, " num_tokens"],
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         return jnp.broadcast_to(self.weight[...], (token_ids.shape[0], HIDDEN_SIZE)), cache
 

@@ -10,14 +10,14 @@ from jaxtyping import Array, Float, Int
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
-from jaxpaged.models.attention import AttentionBatch, attend, planned
+from jaxpaged.models.attention import PassBatch, attend, planned
 from jaxpaged.models.config import ModelConfig, Rope
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.feed_forward import MLP, linear, stack
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import Quantisation, QuantisedWeight
-from jaxpaged.models.shards import Shard
-from jaxpaged.models.weights import Abstract, Parts
+from jaxpaged.models.weights import AbstractWeights, Weights
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
 Norm = layers.RMSNorm | layers.LayerNorm
@@ -25,27 +25,27 @@ type Angles = tuple[Float[Array, "..."], Float[Array, "..."]]  # cosines and sin
 
 
 class Decoder(nnx.Module):
-    """Made of `parts`, whose dtype is that of weights and activations."""
+    """A decoder made of `weights`, whose dtype is that of the activations, too."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.config, self.dtype, self.shards = parts.config, parts.dtype, parts.shards
-        self.form = parts.form
+    def __init__(self, weights: Weights) -> None:
+        self.config, self.dtype, self.shards = weights.config, weights.dtype, weights.shards
+        self.form = weights.form
         c = self.config
-        table = parts.get("embedding.weight")
+        table = weights.get("embedding.weight")
         assert table is not None
         self.embedding = nnx.Param(layers.on_device(table))
         del table
-        positions = parts.get("positions.weight")
+        positions = weights.get("positions.weight")
         self.positions = None if positions is None else nnx.Param(jnp.asarray(positions))
-        self.embedding_norm = last_norm(parts, "embedding_norm") if c.embedding_norm else None
-        self.layers = DecoderLayers(parts)
-        self.norm = last_norm(parts, "norm")
-        self.lm_head = self._lm_head(parts)
+        self.embedding_norm = last_norm(weights, "embedding_norm") if c.embedding_norm else None
+        self.layers = DecoderLayers(weights)
+        self.norm = last_norm(weights, "norm")
+        self.lm_head = self._lm_head(weights)
 
-    def _lm_head(self, parts: Parts) -> layers.Linear | None:
+    def _lm_head(self, weights: Weights) -> layers.Linear | None:
         """None where a tied table serves as it lies: not if products want it packed, and it is not."""
         if not self.config.tie_word_embeddings:
-            table = parts.get("lm_head.weight")
+            table = weights.get("lm_head.weight")
         elif isinstance(self.embedding.get_value(), QuantisedWeight):
             return None
         elif self.form.own == "native":
@@ -54,7 +54,7 @@ class Decoder(nnx.Module):
             return None
         assert table is not None
         # What is packed becomes an array in a stack, of one, without a copy more.
-        bias = parts.get("lm_head.bias")
+        bias = weights.get("lm_head.bias")
         assert not isinstance(bias, QuantisedWeight)
         biases = None if bias is None else [bias]
         return layers.Linear([table], biases, form=self.form, together=self.form.own == "native")
@@ -75,7 +75,7 @@ class Decoder(nnx.Module):
         token_ids: Int[Array, " num_tokens"],
         positions: Int[Array, " num_tokens"],
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """The wanted tokens' hidden states after the last norm, and the cache with all tokens written."""
         # Zeros stay zeros in every layer without biases, and products on a CPU skip rows of zeros.
@@ -106,7 +106,7 @@ class Decoder(nnx.Module):
         x: Float[Array, "num_tokens hidden"],
         cache: KVCache,
         angles: Angles | None,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         count = self.config.num_layers
         if not self.form.loops:
@@ -156,16 +156,16 @@ class Decoder(nnx.Module):
 class DecoderLayers(nnx.Module):
     """All layers: attention and a feed-forward part, each normed and added to the residual."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.config = parts.config
-        self.attention_norm = norm(parts, "attention_norm")
-        self.attention = Attention(parts)
-        self.attention_out_norm = norm(parts, "attention_out_norm")
-        self.mlp_norm = norm(parts, "mlp_norm")
+    def __init__(self, weights: Weights) -> None:
+        self.config = weights.config
+        self.attention_norm = norm(weights, "attention_norm")
+        self.attention = Attention(weights)
+        self.attention_out_norm = norm(weights, "attention_out_norm")
+        self.mlp_norm = norm(weights, "mlp_norm")
         experts = self.config.experts
-        self.mlp = MLP(parts) if experts is None else ExpertsMLP(parts, experts)
-        self.dense = MLP(parts) if experts is not None and experts.dense_layers else None
-        self.mlp_out_norm = norm(parts, "mlp_out_norm")
+        self.mlp = MLP(weights) if experts is None else ExpertsMLP(weights, experts)
+        self.dense = MLP(weights) if experts is not None and experts.dense_layers else None
+        self.mlp_out_norm = norm(weights, "mlp_out_norm")
 
     def __call__(
         self,
@@ -173,7 +173,7 @@ class DecoderLayers(nnx.Module):
         cache: KVCache,
         layer: layers.Layer,
         angles: Angles | None,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         batch = batch.in_layer(layer == self.config.num_layers - 1)
         normed = self.attention_norm(x, layer) if self.attention_norm else x
@@ -191,7 +191,7 @@ class DecoderLayers(nnx.Module):
         return self._added(after, out, self.mlp_out_norm, layer), cache
 
     def _fed_forward(
-        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, batch: AttentionBatch
+        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, batch: PassBatch
     ) -> Float[Array, "num_tokens hidden"]:
         """Return the feed-forward part's output, in float32: in the first layers it may be a dense one."""
         experts, dense = self.config.experts, self.dense
@@ -227,11 +227,11 @@ class DecoderLayers(nnx.Module):
 class Attention(nnx.Module):
     """Queries, keys and values of one product, what is done to them, and the output's product."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.config, self.shards = parts.config, parts.shards
-        self.qkv, self.o = linear(parts, "qkv"), linear(parts, "o")
-        self.q_norm, self.k_norm = norm(parts, "q_norm"), norm(parts, "k_norm")
-        self.sinks = stack(parts, "sinks")
+    def __init__(self, weights: Weights) -> None:
+        self.config, self.shards = weights.config, weights.shards
+        self.qkv, self.o = linear(weights, "qkv"), linear(weights, "o")
+        self.q_norm, self.k_norm = norm(weights, "q_norm"), norm(weights, "k_norm")
+        self.sinks = stack(weights, "sinks")
 
     def __call__(
         self,
@@ -239,7 +239,7 @@ class Attention(nnx.Module):
         cache: KVCache,
         layer: layers.Layer,
         angles: Angles | None,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         c, dtype = self.config, x.dtype
         q, k, v = self._projected(x, layer, angles, batch.adapters)
@@ -305,18 +305,18 @@ class Attention(nnx.Module):
         return norm(whole, layer, self.shards.mean).reshape(x.shape)
 
 
-def norm(parts: Parts, role: str) -> Norm | None:
+def norm(weights: Weights, role: str) -> Norm | None:
     """Every layer's norm of this role; None where layers have none."""
-    weights = stack(parts, f"{role}.weight")
-    return None if weights is None else made_norm(parts.config, weights, stack(parts, f"{role}.bias"))
+    scales = stack(weights, f"{role}.weight")
+    return None if scales is None else made_norm(weights.config, scales, stack(weights, f"{role}.bias"))
 
 
-def last_norm(parts: Parts, role: str) -> Norm:
+def last_norm(weights: Weights, role: str) -> Norm:
     """A norm that the decoder has once."""
-    weight, bias = parts.get(f"{role}.weight"), parts.get(f"{role}.bias")
+    weight, bias = weights.get(f"{role}.weight"), weights.get(f"{role}.bias")
     assert weight is not None
     biases = None if bias is None else layers.Stack([bias], 1, together=False)
-    return made_norm(parts.config, layers.Stack([weight], 1, together=False), biases)
+    return made_norm(weights.config, layers.Stack([weight], 1, together=False), biases)
 
 
 def made_norm(config: ModelConfig, weights: layers.Stack, biases: layers.Stack | None) -> Norm:
@@ -362,16 +362,10 @@ def of_layer(config: ModelConfig, angles: Angles, layer: layers.Layer) -> Angles
 
 def abstract(
     config: ModelConfig,
-    dtype: jnp.dtype,
+    load_as: LoadAs,
     names: Names | None = None,
     quantisation: Quantisation | None = None,
-    shard: Shard | None = None,
-    loop_over_layers: bool | None = None,
 ) -> Decoder:
-    """The model with shapes for arrays; with `shard` that part of it, and a loop as `EngineConfig` says."""
-
-    def create() -> Decoder:
-        return Decoder(Abstract(config, dtype, names, quantisation, shard, loop_over_layers))
-
-    model: Decoder = nnx.eval_shape(create)
+    """Describe a model by shapes for arrays; the arguments are those of `AbstractWeights`."""
+    model: Decoder = nnx.eval_shape(lambda: Decoder(AbstractWeights(config, load_as, names, quantisation)))
     return model

@@ -10,7 +10,7 @@ from jaxpaged.models import layers
 from jaxpaged.models.config import Experts
 from jaxpaged.models.feed_forward import MLP, linear, stack
 from jaxpaged.models.names import layers_with
-from jaxpaged.models.weights import Parts
+from jaxpaged.models.weights import Weights
 
 GLU_SLOPE = 1.702
 
@@ -21,15 +21,16 @@ class ExpertLinear(nnx.Module):
     Layers are counted from the first that has experts.
     """
 
-    def __init__(self, parts: Parts, role: str) -> None:
-        self.num_experts = parts.config.experts.num_experts if parts.config.experts else 0
-        each = layers_with(parts.config, role)
-        groups = [each] if parts.form.loops else [[layer] for layer in each]
-        self.linears = nnx.List(self._linear(parts, role, group) for group in groups)
+    def __init__(self, weights: Weights, role: str) -> None:
+        self.num_experts = weights.config.experts.num_experts if weights.config.experts else 0
+        each = layers_with(weights.config, role)
+        groups = [each] if weights.form.loops else [[layer] for layer in each]
+        self.linears = nnx.List(self._linear(weights, role, group) for group in groups)
 
-    def _linear(self, parts: Parts, role: str, group: range | list[int]) -> layers.Linear:
-        weights, biases = parts.of_experts(f"{role}.weight", group), parts.of_experts(f"{role}.bias", group)
-        return layers.Linear(weights or (), biases, form=parts.form, together=True)
+    def _linear(self, weights: Weights, role: str, group: range | list[int]) -> layers.Linear:
+        kernels = weights.of_experts(f"{role}.weight", group) or ()
+        biases = weights.of_experts(f"{role}.bias", group)
+        return layers.Linear(kernels, biases, form=weights.form, together=True)
 
     def __call__(
         self,
@@ -51,15 +52,15 @@ class ExpertsMLP(nnx.Module):
     that all tokens have comes last. Layers are counted from the first that has experts.
     """
 
-    def __init__(self, parts: Parts, config: Experts) -> None:
-        self.config, self.activation = config, parts.config.activation
-        self.shards = parts.shards
-        self.router = linear(parts, "router")
-        self.correction = stack(parts, "correction")
-        self.gate_up = ExpertLinear(parts, "experts.gate_up")
-        self.down = ExpertLinear(parts, "experts.down")
-        self.shared = MLP(parts, "shared.") if config.shared_size else None
-        self.shared_gate = linear(parts, "shared_gate") if config.shared_gate else None
+    def __init__(self, weights: Weights, config: Experts) -> None:
+        self.config, self.activation = config, weights.config.activation
+        self.shards = weights.shards
+        self.router = linear(weights, "router")
+        self.correction = stack(weights, "correction")
+        self.gate_up = ExpertLinear(weights, "experts.gate_up")
+        self.down = ExpertLinear(weights, "experts.down")
+        self.shared = MLP(weights, "shared.") if config.shared_size else None
+        self.shared_gate = linear(weights, "shared_gate") if config.shared_gate else None
 
     def __call__(
         self,

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.models import layers
-from jaxpaged.models.weights import Parts
+from jaxpaged.models.weights import Weights
 
 
 class MLP(nnx.Module):
@@ -15,18 +15,18 @@ class MLP(nnx.Module):
     `prefix`: that of its roles. An expert that all tokens have is such a part; its caller sums over shards.
     """
 
-    def __init__(self, parts: Parts, prefix: str = "") -> None:
-        self.config = parts.config
-        self.shards = None if prefix else parts.shards
-        self.up = linear(parts, f"{prefix}gate_up" if self.config.gated else f"{prefix}up")
-        self.down = linear(parts, f"{prefix}down")
-        self.xielu = XIELU(parts) if self.config.activation == "xielu" else None
+    def __init__(self, weights: Weights, prefix: str = "") -> None:
+        self.config = weights.config
+        self.shards = None if prefix else weights.shards
+        self.up = linear(weights, f"{prefix}gate_up" if self.config.gated else f"{prefix}up")
+        self.down = linear(weights, f"{prefix}down")
+        self.xielu = XIELU(weights) if self.config.activation == "xielu" else None
 
     def __call__(
         self,
         x: Float[Array, "num_tokens hidden"],
         layer: layers.Layer,
-        is_padding: Bool[Array, " num_tokens"],  # asked of all feed-forward parts; experts use it
+        is_padding: Bool[Array, " num_tokens"],  # asked of all feed-forward weights; experts use it
         adapters: Int[Array, " num_tiles"] | None = None,
     ) -> Float[Array, "num_tokens hidden"]:
         wide = self.up(x, layer, adapters)
@@ -52,9 +52,9 @@ class XIELU(nnx.Module):
     p is the softplus of `alpha_p`, n is beta plus the softplus of `alpha_n`: numbers that the model has.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, weights: Weights) -> None:
         def number(name: str) -> layers.Stack:
-            found = stack(parts, f"xielu.{name}")
+            found = stack(weights, f"xielu.{name}")
             assert found is not None
             return found
 
@@ -69,16 +69,16 @@ class XIELU(nnx.Module):
         return jnp.where(x > 0, positive, negative) + beta * x
 
 
-def linear(parts: Parts, role: str) -> layers.Linear:
+def linear(weights: Weights, role: str) -> layers.Linear:
     """Return the layers' product of this role."""
-    weights = parts.each(f"{role}.weight")
-    assert weights is not None
-    return layers.Linear(weights, parts.each(f"{role}.bias"), form=parts.form)
+    kernels = weights.each(f"{role}.weight")
+    assert kernels is not None
+    return layers.Linear(kernels, weights.each(f"{role}.bias"), form=weights.form)
 
 
-def stack(parts: Parts, role: str) -> layers.Stack | None:
+def stack(weights: Weights, role: str) -> layers.Stack | None:
     """Return the layers' array of this role; None where they have none."""
-    arrays = parts.each(role)
+    arrays = weights.each(role)
     if arrays is None:
         return None
-    return layers.Stack(arrays, len(arrays), together=parts.form.loops)
+    return layers.Stack(arrays, len(arrays), together=weights.form.loops)

@@ -18,7 +18,7 @@ from jaxpaged.models.quantised.codes import QuantisedWeight
 from pallas_kernels import native, ops
 from pallas_kernels.gpu import dense_product
 from pallas_kernels.ops import ProductImplementation, low_rank
-from pallas_kernels.xla import operations as xla
+from pallas_kernels.xla import products as xla
 
 Values = Array | np.ndarray  # a weight that is being made
 type Weight = Float[Values, "..."] | QuantisedWeight

@@ -8,18 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxpaged.checks import InputError, check, is_int, shown
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.families import family_of, from_hf, names_of
 from jaxpaged.models.files import hf, kept
-from jaxpaged.models.layer_form import form_of
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import Quantisation
-from jaxpaged.models.shards import Shard
-from jaxpaged.models.weights import Parts
+from jaxpaged.models.weights import StoredWeights
 from jaxpaged.sampling_params import FROM_MODEL
 from pallas_kernels import native
 
@@ -44,43 +41,29 @@ class Checkpoint:
     keep_quantised: Callable[[], Quantisation] | None = None
     quant_method: str | None = None  # of such a directory: what its config calls it
 
-    def model(
-        self,
-        dtype: jnp.dtype,
-        quantization: str | None = None,
-        shard: Shard | None = None,
-        loop_over_layers: bool | None = None,
-    ) -> Decoder:
-        """The model, with arrays of this dtype, and quantised weights and a loop as `EngineConfig` says; with
-        `shard` that part of it.
+    def model(self, load_as: LoadAs) -> Decoder:
+        """Load the model in this form.
 
         Raises `InputError` if the weights are not the config's, or cannot be quantised so.
         """
-        quantisation = self.quantisation(quantization)
+        quantisation = self.quantisation(load_as.quantization)
 
         def build() -> Decoder:
             tensors = self.load_weights()
-            parts = Parts(self.config, self.names, tensors, dtype, quantisation, shard, loop_over_layers)
-            return Decoder(parts)
+            return Decoder(StoredWeights(self.config, self.names, tensors, load_as, quantisation))
 
-        found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
-        form = (str(dtype), native.why_not(dtype), form_of(jnp.dtype(dtype), loop_over_layers))
+        files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
+        form = (str(load_as.dtype), native.why_not(load_as.dtype), load_as.form)
         return kept.model(
             build,
-            lambda: self.abstract(dtype, quantization, shard, loop_over_layers),
-            (str(self.path.resolve()), found, self.config, quantization, shard, *form),
+            lambda: self.abstract(load_as),
+            (str(self.path.resolve()), files, self.config, load_as.quantization, load_as.shard, *form),
         )
 
-    def abstract(
-        self,
-        dtype: jnp.dtype,
-        quantization: str | None = None,
-        shard: Shard | None = None,
-        loop_over_layers: bool | None = None,
-    ) -> Decoder:
-        """The same with shapes for arrays: no weight is read."""
-        quantisation = self.quantisation(quantization)
-        return abstract(self.config, dtype, self.names, quantisation, shard, loop_over_layers)
+    def abstract(self, load_as: LoadAs) -> Decoder:
+        """Describe the model in this form by shapes for arrays; no weight is read."""
+        quantisation = self.quantisation(load_as.quantization)
+        return abstract(self.config, load_as, self.names, quantisation)
 
     def quantisation(self, quantization: str | None) -> Quantisation | None:
         """What `EngineConfig.quantization` means for this model. Raises `InputError` where it means

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from jaxpaged.checks import InputError
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layer_form import form_of
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import (
     Names,
     Pieces,
@@ -26,55 +27,40 @@ from jaxpaged.models.names import (
     without_prefix,
 )
 from jaxpaged.models.quantised.codes import Cut, Quantisation, Segment, zeros
-from jaxpaged.models.shards import Shard
 from pallas_kernels import native
 
 
-class Parts:
-    """A decoder's weights as it asks for them: of its dtype, by role; quantised where `quantisation` says so.
-    With a `shard` the decoder is that part of the one that `config` describes, and nothing else is read: but
-    groups, blocks and words that it cuts through are read whole, a GGUF file that is widened is read tensor
-    by tensor, and of what is quantised on load all inputs of `o` and `down` are.
+class Weights(ABC):
+    """A decoder's weights by role, in the form that `load_as` asks for.
 
-    Raises `InputError` for weights that are not the config's: at once if one is missing or too many, and when
-    it is read if it is of another shape or type, or not finite.
+    `config` describes the whole decoder. With `load_as.shard` the weights are those of that shard alone.
+    `quantisation` is what `load_as.quantization` means for these weights: see `Checkpoint.quantisation`.
+    `names` may be None where nothing is quantised.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        names: Names,
-        tensors: Tensors,
-        dtype: jnp.dtype,
-        quantisation: Quantisation | None = None,
-        shard: Shard | None = None,
-        loop_over_layers: bool | None = None,
+        self, config: ModelConfig, names: Names | None, load_as: LoadAs, quantisation: Quantisation | None
     ) -> None:
-        self._describe(config, names, dtype, quantisation, shard, loop_over_layers)
-        self._tensors = without_prefix(names, tensors)
-        check_names(config, names, self._tensors)
-
-    def _describe(
-        self,
-        config: ModelConfig,
-        names: Names | None,
-        dtype: jnp.dtype,
-        quantisation: Quantisation | None,
-        shard: Shard | None,
-        loop_over_layers: bool | None,
-    ) -> None:
-        self.form = form_of(jnp.dtype(dtype), loop_over_layers)
-        self._whole, self._shard, self.dtype, self._quantisation = (
-            config,
-            shard,
-            jnp.dtype(dtype),
-            quantisation,
-        )
-        self.config = config if shard is None else shard.config  # of the decoder that is made
-        self.shards = None if shard is None else shard.shards
+        self._whole, self._optional_names, self._quantisation = config, names, quantisation
+        self._shard, self.dtype, self.form = load_as.shard, jnp.dtype(load_as.dtype), load_as.form
+        self.config = config if self._shard is None else self._shard.config  # of the decoder that is made
+        self.shards = None if self._shard is None else self._shard.shards
         self._of_experts: dict[str, tuple[Segment, ...] | None] = {}
-        if names is not None:
-            self._names = names
+
+    @property
+    def _names(self) -> Names:
+        assert self._optional_names is not None
+        return self._optional_names
+
+    @abstractmethod
+    def _made(
+        self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
+    ) -> layers.Weight:
+        """Make the weight of a role; `shape` is the whole decoder's, `numbers` name its layer and expert."""
+
+    @abstractmethod
+    def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
+        """Make the weights of all experts of a layer, one after the other."""
 
     def get(self, role: str) -> layers.Weight | None:
         """What the decoder has once; None where it has no such weight."""
@@ -114,21 +100,6 @@ class Parts:
 
         return layers.Each(len(numbers) * num_experts, make)
 
-    def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
-        [first, *_] = self._names.pieces(role)
-        if "{expert}" in first:
-            segments = self._expert_segments(role, shape, num_experts)
-            for i in range(num_experts):
-                yield self._made(role, shape, segments, layer=layer, expert=i)
-            return
-        pieces = [
-            self._read(name, (num_experts, *its))
-            for name, its in stored_pieces(self._whole, self._names, role, shape, layer=layer)
-        ]
-        segments = self._expert_segments(role, shape, num_experts)
-        for expert in range(num_experts):
-            yield self._joined(role, [piece[expert] for piece in pieces], segments)
-
     def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[Segment, ...] | None:
         """How all experts of all layers are kept, for which a program has one way; None if they differ."""
         if self._quantisation is None:
@@ -150,6 +121,54 @@ class Parts:
         for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
             native.serves(self.dtype, native.quantised_function(kind.bits, is_float=kind.is_float))
         return segments
+
+    def _source(self, role: str) -> str:
+        """The role in the whole decoder."""
+        return role if self._shard is None else self._shard.source(role)
+
+    def _cut(self, role: str, shape: Shape) -> Cut | None:
+        """What the shard takes of a weight."""
+        shard = self._shard
+        return None if shard is None else Cut(*shard.ranges(role, shape), shard.padding(role))
+
+
+class StoredWeights(Weights):
+    """The weights in a file's tensors, each read when it is asked for.
+
+    Of a shard only its slices are read, with these exceptions. Quantisation groups, blocks and words that a
+    slice cuts through are read whole. A GGUF file that is dequantised is read tensor by tensor. Of what is
+    quantised on load, all inputs of `o` and `down` are read.
+
+    Raises `InputError` for weights that are not the config's. A missing tensor, or one too many, is found at
+    once; a wrong shape or type, or a number that is not finite, when the tensor is read.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        names: Names,
+        tensors: Tensors,
+        load_as: LoadAs,
+        quantisation: Quantisation | None = None,
+    ) -> None:
+        super().__init__(config, names, load_as, quantisation)
+        self._tensors = without_prefix(names, tensors)
+        check_names(config, names, self._tensors)
+
+    def _experts(self, role: str, shape: Shape, layer: int, num_experts: int) -> Iterator[layers.Weight]:
+        [first, *_] = self._names.pieces(role)
+        if "{expert}" in first:
+            segments = self._expert_segments(role, shape, num_experts)
+            for i in range(num_experts):
+                yield self._made(role, shape, segments, layer=layer, expert=i)
+            return
+        pieces = [
+            self._read(name, (num_experts, *its))
+            for name, its in stored_pieces(self._whole, self._names, role, shape, layer=layer)
+        ]
+        segments = self._expert_segments(role, shape, num_experts)
+        for expert in range(num_experts):
+            yield self._joined(role, [piece[expert] for piece in pieces], segments)
 
     def _made(
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
@@ -181,15 +200,6 @@ class Parts:
             quantised = self._quantisation.of_numbers(self._source(role), whole, self.dtype, cut)
         return quantised or whole.astype(self.dtype, copy=False)
 
-    def _source(self, role: str) -> str:
-        """The role in the whole decoder."""
-        return role if self._shard is None else self._shard.source(role)
-
-    def _cut(self, role: str, shape: Shape) -> Cut | None:
-        """What the shard takes of a weight."""
-        shard = self._shard
-        return None if shard is None else Cut(*shard.ranges(role, shape), shard.padding(role))
-
     def _restored(self, role: str, pieces: Pieces) -> Pieces:
         form = self._names.forms.get(role)
         return pieces if form is None else form.restored(self._whole, pieces)
@@ -202,21 +212,17 @@ class Parts:
         return weight
 
 
-class Abstract(Parts):
-    """Zeros in place of the weights: for shapes, and for tracing. `names` are needed where some are
-    quantised.
-    """
+class AbstractWeights(Weights):
+    """Zeros in place of the weights: for shapes, and for tracing."""
 
     def __init__(
         self,
         config: ModelConfig,
-        dtype: jnp.dtype,
+        load_as: LoadAs,
         names: Names | None = None,
         quantisation: Quantisation | None = None,
-        shard: Shard | None = None,
-        loop_over_layers: bool | None = None,
     ) -> None:
-        self._describe(config, names, dtype, quantisation, shard, loop_over_layers)
+        super().__init__(config, names, load_as, quantisation)
 
     def _made(
         self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
@@ -244,7 +250,7 @@ def _padded(taken: list[Any], padding: int, like: Any) -> list[Any]:
 
 
 def check_weights(config: ModelConfig, names: Names, tensors: Tensors) -> None:
-    """Read all of them, and refuse any that is not the config's, as `Parts` does."""
+    """Read all of them, and refuse any that is not the config's, as `StoredWeights` does."""
     tensors = without_prefix(names, tensors)
     check_names(config, names, tensors)
     for name, shape in stored_shapes(config, names):
@@ -319,14 +325,14 @@ def by_role(config: ModelConfig, names: Names, tensors: Tensors) -> dict[str, np
     """All weights in memory, as NumPy's of float32: "norm.weight", "layers.0.qkv.weight",
     "layers.0.experts.1.down.bias". For oracles, which know no file.
     """
-    parts = Parts(config, names, tensors, jnp.dtype("float32"))
-    found: dict[str, Any] = {role: parts.get(role) for role in once(config)}
+    weights = StoredWeights(config, names, tensors, LoadAs(jnp.dtype("float32")))
+    found: dict[str, Any] = {role: weights.get(role) for role in once(config)}
     for role in in_layer(config):
-        pairs = zip(layers_with(config, role), parts.each(role) or (), strict=True)
+        pairs = zip(layers_with(config, role), weights.each(role) or (), strict=True)
         found |= {f"layers.{i}.{role}": weight for i, weight in pairs}
     for role in in_expert(config):
         name = role.removeprefix("experts.")
         for layer in layers_with(config, role):
-            each = enumerate(parts.of_experts(role, [layer]) or ())
+            each = enumerate(weights.of_experts(role, [layer]) or ())
             found |= {f"layers.{layer}.experts.{i}.{name}": weight for i, weight in each}
     return {role: np.asarray(weight) for role, weight in found.items()}

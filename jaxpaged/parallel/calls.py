@@ -22,7 +22,7 @@ class SharedCalls:
         self._methods: dict[str, Callable[..., Any]] = {}
 
     def shared[**P, T](self, method: Callable[P, T]) -> Callable[P, T]:
-        """Decorate a method that is in the list. Its arguments are host arrays and plain values."""
+        """Mark a method that is in the list as shared. Its arguments are host arrays and plain values."""
         name = method.__name__
         if name not in self.names:
             raise ValueError(f"{name=} must be one of {', '.join(self.names)}")

@@ -50,11 +50,14 @@ class Line:
     """A connection to another process, for messages of plain values."""
 
     def __init__(self, connection: socket.socket, key: bytes, classes: Sequence[type]) -> None:
-        """Prove to each other that both have the key; raises as `Channel` does."""
+        """Connect, once both ends have proved to each other that they have the key. Raises as `Channel`
+        does.
+        """
         self._connection, self._classes = connection, classes
         self._channel = Channel(connection, MOST_BYTES, key)
 
     def send(self, value: Any) -> None:
+        """Send a message."""
         self._channel.send(*messages.encode(value, self._classes))
 
     def receive(self) -> Any:
@@ -67,8 +70,8 @@ class Line:
         return messages.decode(data, self._classes)
 
     def stay(self) -> None:
-        """Have calls sent at once and waited for without limit, and the system ask whether the other end is
-        there.
+        """Set the connection so that calls are sent at once, are waited for without limit, and a lost
+        peer is noticed.
         """
         its = self._connection
         its.settimeout(None)
@@ -104,7 +107,7 @@ class Leader:
         self.tell("", ())
 
     def tell(self, name: str, arrays: Sequence[Any]) -> None:
-        """Have the others make this call, too."""
+        """Send a call to all other processes."""
         for process_id, line in self._lines.items():
             try:
                 line.send((name, tuple(arrays)))
@@ -175,10 +178,11 @@ Processes = Leader | Follower
 
 
 def join(address: str, num_processes: int, process_id: int, classes: Sequence[type] = ()) -> Processes:
-    """Meet the other processes at "HOST:PORT" of process 0, and connect to them.
+    """Join the other processes of an engine at "HOST:PORT" of process 0, and connect to them.
 
-    Before JAX is asked for its devices, and once in a process. `classes` are the dataclasses that calls may
-    have.
+    To be called before JAX is asked for its devices, and once in a process.
+
+    classes: the dataclasses that calls may have among their arguments.
 
     Raises `InputError` for a second call, and where HOST is not on loopback and no secret is given.
     """
@@ -227,7 +231,7 @@ def _secret() -> bytes | None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether all addresses of a host are this machine's own, unseen by others. Raises `InputError`."""
+    """Return whether all addresses of a host are on loopback. Raises `InputError` for an unknown host."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -249,7 +253,8 @@ def welcome(
 ) -> dict[int, Line]:
     """Return the connections of processes 1 to `num_processes - 1`, by their numbers, as they come.
 
-    Others may connect, too: they are heard beside each other, each for a short while, and told of in the log.
+    Other programs may connect, too: each is given a short while to prove that it has the key, and is then
+    logged.
     """
     came: dict[int, Line] = {}
     lock, is_full, room = threading.Lock(), threading.Event(), threading.Semaphore(MOST_STRANGERS)
@@ -291,7 +296,7 @@ def _follow(host: str, process_id: int, secret: bytes | None, classes: Sequence[
 
 
 def reach(host: str, port: int, process_id: int, key: bytes, classes: Sequence[type] = ()) -> Line:
-    """Connect to process 0, which may hear too many others at first.
+    """Connect to process 0. Tries again while process 0 is busy with too many other connections.
 
     Raises `InputError` if it does not prove within `START_SECONDS` that it has the key.
     """

@@ -57,7 +57,7 @@ class PoolingEngine:
         setup = Setup(config, checkpoint.config)
         self.max_model_len, self._implementation = setup.max_model_len, setup.attention
         logging.info("attention: %s (%s)", setup.attention, setup.attention_reason)
-        model = checkpoint.model(setup.dtype, config.quantization, None, config.loop_over_layers)
+        model = checkpoint.model(setup.load_as())
         self._num_blocks = _num_blocks(setup)
         self._cache: KVCache = model.create_cache(self._num_blocks, config.block_size, setup.layout)
         model.lm_head = None  # nobody asks for logits

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
 from pallas_kernels.ops import TiledImplementation
 
@@ -58,7 +58,7 @@ def add_pass(
     block = tiles.block_tables.at[tiles.rows[:, None], positions // cache.block_size].get(mode="clip")
     slots = jnp.where(is_token, block * cache.block_size + positions % cache.block_size, 0)
     wanted = is_token if wants_all else tiles.weights != 0
-    batch = AttentionBatch(
+    batch = PassBatch(
         slot_mapping=slots.reshape(-1),
         block_tables=tiles.block_tables,
         query_starts=tiles.starts,

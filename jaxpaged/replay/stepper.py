@@ -18,8 +18,9 @@ from jaxpaged.engine.setup import Setup
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.replay.dump import Dump, kv_of, put_kv, without_layers
 from jaxpaged.sampling_state import tokens_of
 from jaxpaged.step import loop, scheduler
@@ -105,7 +106,7 @@ class StandIn(nnx.Module):
         token_ids: Int[Array, " num_tokens"],
         positions: Int[Array, " num_tokens"],
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens 1"], KVCache]:
         return jnp.zeros((token_ids.shape[0], 1)), cache
 
@@ -149,7 +150,7 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     dtype: Any = str(kv.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)
     step_config = replace(dump.step_config, attention=Setup(config, c).attention)
-    model = checkpoint.model(kv.dtype)
+    model = checkpoint.model(LoadAs(kv.dtype))
     return replace(dump, step_config=step_config), model
 
 

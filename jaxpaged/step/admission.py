@@ -1,9 +1,16 @@
-"""Who is admitted: whether there is room for the first in line, and what it starts with.
+"""Admission: decide whether the first waiting request fits, and which cached blocks it starts with.
 
-A waiting request is admitted when the blocks for all its tokens known so far are there beside those of the
-running ones, and some to grow into; nobody overtakes. A follower, one of several answers of a prompt, waits
-while the leader's prompt is computed, and takes over the blocks; who then finds no room is a request like any
-other. Of a beam search all beams are admitted at once.
+A waiting request is admitted when there are blocks for all its known tokens beside those of the running rows,
+and some to grow into. No request overtakes another. A follower is one of several answers to a prompt: it
+waits while its leader's prompt is computed, and then takes over the leader's blocks. A follower that finds no
+room then is a request like any other. The beams of a search are admitted all at once.
+
+Looking a prompt up in the prefix cache is the expensive part, and a request that does not fit would be looked
+up in every step. So the state remembers, in `turned_away`, the row that was looked up last without fitting
+and an upper bound of how many of the blocks it found other rows hold: [row, bound]. Such blocks are shared,
+not taken, so the row fits only if the blocks it needs minus the bound are free. Until then it is not looked
+up again. `raise_held_bound` raises the bound after each step by what the step did; admitting a request or
+submitting new ones forgets it.
 """
 
 from dataclasses import replace
@@ -26,6 +33,8 @@ from jaxpaged.step.state import Counter, EngineState, HostPool, Phase, Rows, non
 
 
 class _Admission(NamedTuple):
+    """Requests admitted so far, and whether the next one is tried."""
+
     state: EngineState
     admitted: Bool[Array, " rows"]
     num_hits: Int[Array, " rows"]
@@ -34,11 +43,12 @@ class _Admission(NamedTuple):
 
 
 def admit(
-    state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig, may: Bool[Array, ""]
+    state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig, may_start: Bool[Array, ""]
 ) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Int[Array, " rows"]]:
-    """Let waiting requests run in their order while there is room.
+    """Let waiting requests run in their order while there is room; none where `may_start` is false.
 
-    Who, how many blocks each hit, and the rows whose blocks followers take over.
+    Returns the state, which rows were admitted, how many blocks each found in the prefix cache, and for each
+    row the row whose blocks it takes over: for a follower its leader, for others the row itself.
     """
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
 
@@ -55,7 +65,7 @@ def admit(
         its_beams = started.rows.waiting & started.rows.in_group_of(row)
         phase = jnp.where(its_beams & found.fits, Phase.FOLLOWING, phase)
         waits = found.is_looked_up & ~found.fits
-        turned_away = jnp.where(waits, jnp.stack([row, found.held]), started.turned_away)
+        turned_away = jnp.where(waits, jnp.stack([row, found.num_held]), started.turned_away)
         state = replace(started, rows=replace(started.rows, phase=phase), turned_away=turned_away)
         ok = forks | found.fits
         return _Admission(
@@ -67,7 +77,7 @@ def admit(
         )
 
     nobody = jnp.zeros(state.tables.max_seqs, bool)
-    goes_on = may & may_admit(state, last_ids, plan(state, config), config)
+    goes_on = may_start & may_admit(state, last_ids, plan(state, config), config)
     start = _Admission(state, nobody, jnp.zeros_like(state.rows.phase), own_row, goes_on)
     return lax.while_loop(lambda so_far: so_far.goes_on, try_next, start)[:-1]
 
@@ -75,8 +85,10 @@ def admit(
 def may_admit(
     state: EngineState, last_ids: Int[Array, " rows"], plan: Plan, config: StepConfig
 ) -> Bool[Array, ""]:
-    """Whether the next waiting request might be admitted: there is a slot, some block, and a tile; or, for a
-    follower, the end of its leader's prompt.
+    """Return whether the next waiting request might be admitted.
+
+    Needed are a decode slot, a free block, and a tile of the step's budget; for a follower, the end of its
+    leader's prompt in place of the tile.
     """
     rows, tables = state.rows, state.tables
     num_left = config.max_num_seqs - jnp.sum(rows.admitted)
@@ -86,18 +98,21 @@ def may_admit(
         has_block = _reserved(state, last_ids, config) <= tables.pool.num_free
         leader, follows = _leader_in_prompt(state, first)
         is_done = tables.seq_lens[leader] + plan.num_new_tokens[leader] == rows.prompt_lens[leader]
-        may = jnp.where(follows, is_done, jnp.sum(plan.num_tiles) < config.num_tiles)
-        return has_block & may & (rows.beams.width[first] <= num_left)
+        can_start = jnp.where(follows, is_done, jnp.sum(plan.num_tiles) < config.num_tiles)
+        return has_block & can_start & (rows.beams.width[first] <= num_left)
 
     return lax.cond(jnp.any(rows.waiting) & (num_left > 0), has_room, lambda: jnp.bool_(False))
 
 
 def _first_waiting(rows: Rows) -> Int[Array, ""]:
+    """Return the waiting row that is served first; row 0 of the order where none waits."""
     return rows.order[jnp.argmax(rows.waiting[rows.order])]
 
 
 def _leader_in_prompt(state: EngineState, row: Int[Array, ""]) -> tuple[Int[Array, ""], Bool[Array, ""]]:
-    """The running row with an unfinished prompt that a new request follows; and if there is one."""
+    """Return the running row with an unfinished prompt that a new request follows, and whether there is
+    one.
+    """
     rows = state.rows
     in_prompt = rows.running & (state.tables.seq_lens < rows.prompt_lens)
     leads = in_prompt & (rows.arrival == rows.leader[row])
@@ -106,7 +121,7 @@ def _leader_in_prompt(state: EngineState, row: Int[Array, ""]) -> tuple[Int[Arra
 
 
 def _reserved(state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig) -> Int[Array, ""]:
-    """Free blocks that are not for the next request: for what the running ones have, and to grow into."""
+    """Return how many free blocks the next request may not take: the running rows have or will have them."""
     rows, tables = state.rows, state.tables
     to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
     to_come += block_table.must_copy(tables, last_ids, rows.running.astype(jnp.int32))
@@ -117,42 +132,50 @@ def _reserved(state: EngineState, last_ids: Int[Array, " rows"], config: StepCon
 
 
 def _need_of_fork(state: EngineState) -> Int[Array, " rows"]:
-    """Blocks for the copy of a block that is partly filled with the prompt."""
+    """Return how many blocks a fork copies: one where the prompt's last block is only partly filled."""
     return (state.rows.prompt_lens % state.tables.block_size != 0).astype(jnp.int32)
 
 
 def _need_of_beam(state: EngineState, config: StepConfig) -> Int[Array, " rows"]:
-    """Blocks for what is known of a beam beside its head's: all but those that its prompt fills.
+    """Return the blocks of a beam's known tokens that it does not share with its head: all but those that
+    the prompt fills.
 
-    With a window those may be gone when it forks.
+    With a sliding window none counts as shared, for those may be gone when the beam forks.
     """
     rows, block_size = state.rows, state.tables.block_size
     shared = rows.prompt_lens // block_size if config.sliding_window is None else 0
     return config.blocks_of(rows.num_tokens, block_size) - shared
 
 
-class _Found(NamedTuple):
+class _Lookup(NamedTuple):
     is_looked_up: Bool[Array, ""]
     fits: Bool[Array, ""]  # and nothing is to be waited for
     hit: Hit
-    held: Int[Array, ""]  # blocks of the hit that others hold
+    num_held: Int[Array, ""]  # blocks of the hit that other rows hold
 
 
 def _look_for_room(
-    state: EngineState, row: Int[Array, ""], free: Int[Array, ""], may: Bool[Array, ""], config: StepConfig
-) -> _Found:
-    """Whether so many free blocks have room for a waiting request, which is looked up if they might."""
+    state: EngineState,
+    row: Int[Array, ""],
+    free: Int[Array, ""],
+    may_start: Bool[Array, ""],
+    config: StepConfig,
+) -> _Lookup:
+    """Return whether `free` blocks have room for a waiting request, which is looked up if they might.
+
+    Where `may_start` is false, or the last lookup still tells that the row cannot fit, nothing is looked up.
+    """
     rows, tables = state.rows, state.tables
     # Blocks that have to be free, or held by others and shared.
     need = config.blocks_of(rows.num_tokens[row], tables.block_size)
     need += jnp.maximum(rows.beams.width[row] - 1, 0) * _need_of_beam(state, config)[row]
-    turned_away, most_held = state.turned_away
-    may_fit = may & ((row != turned_away) | (need - most_held <= free))
+    row_turned_away, most_held = state.turned_away
+    may_fit = may_start & ((row != row_turned_away) | (need - most_held <= free))
 
-    def look_up() -> _Found:
+    def look_up() -> _Lookup:
         hit, defers = _look_up(state, row, config)
-        held, shared = _held_by_others(tables, hit, config)
-        return _Found(jnp.bool_(True), (need - shared <= free) & ~defers, hit, held)
+        num_held, num_shared = _held_by_others(tables, hit, config)
+        return _Lookup(jnp.bool_(True), (need - num_shared <= free) & ~defers, hit, num_held)
 
     shapes = jax.eval_shape(look_up)
     nothing = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
@@ -160,7 +183,9 @@ def _look_for_room(
 
 
 def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tuple[Hit, Bool[Array, ""]]:
-    """What the prefix cache has for a request; and if it should rather wait for what is being computed."""
+    """Look a request's tokens up in the prefix cache; also return whether it should wait, because a
+    running row computes a prompt that begins alike.
+    """
     rows, tables = state.rows, state.tables
     cache = tables.pool.prefix_cache
     salt, num_tokens = rows.salt[row], rows.num_findable[row]
@@ -185,11 +210,14 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
 def _any_begins_alike(
     rows: Rows, row: Int[Array, ""], others: Bool[Array, " rows"], num_tokens: Int[Array, ""]
 ) -> Bool[Array, ""]:
-    """Whether the first tokens of a masked row are those of another row; one after the other, in pieces."""
+    """Return whether the first `num_tokens` tokens of some masked row are those of `row`.
+
+    Rows are compared one after the other, a chunk of tokens at a time, up to the first difference.
+    """
     size = min(8 * PIECE, rows.token_ids.shape[1])
     type Search = tuple[Bool[Array, " rows"], Int[Array, ""]]
 
-    def piece(row: Int[Array, ""], start: Int[Array, ""]) -> Int[Array, " size"]:
+    def chunk(row: Int[Array, ""], start: Int[Array, ""]) -> Int[Array, " size"]:
         return lax.dynamic_slice(rows.token_ids, (row, start), (1, size))[0]
 
     def compare(search: Search) -> Search:
@@ -197,7 +225,7 @@ def _any_begins_alike(
         other = jnp.argmax(left)
         first = jnp.minimum(start, rows.token_ids.shape[1] - size)
         beyond = first + jnp.arange(size) >= num_tokens
-        alike = jnp.all(beyond | (piece(row, first) == piece(other, first)))
+        alike = jnp.all(beyond | (chunk(row, first) == chunk(other, first)))
         return left.at[other].set(alike), jnp.where(alike, start + size, 0)
 
     def goes_on(search: Search) -> Bool[Array, ""]:
@@ -209,10 +237,11 @@ def _any_begins_alike(
 def cache_keys(
     rows: Rows, row: Int[Array, "*n"], positions: Int[Array, "*n"], config: StepConfig
 ) -> Int[Array, "*n"]:
-    """What the prefix cache takes the token at a position of a row for.
+    """Return, for each position of a row, the number under which the prefix cache keeps its token.
 
-    An answer's token differs from a prompt's with the same id: its K and V were computed in another shape,
-    and may differ in their last bits. So what is found has just the bits that computing it would give.
+    An answer's token has another number than the same token of a prompt, unless `reuse_answers` is on: its K
+    and V were computed in another shape, and may differ in their last bits. So a cached block has exactly the
+    bits that computing it would give.
     """
     token = rows.token_ids.at[row, positions].get(mode="clip")
     if config.reuse_answers:
@@ -221,7 +250,9 @@ def cache_keys(
 
 
 def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Array, "2"]:
-    """Blocks of a hit that are not free, and those among them that a row beginning with it can see."""
+    """Return how many blocks of a hit are not free, and how many of these a row that begins with the hit
+    can see within its window.
+    """
     if hit.block_ids.shape[0] == 0:
         return jnp.zeros(2, jnp.int32)
     length = hit.chain.num_blocks
@@ -234,11 +265,13 @@ def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Ar
     return in_pieces(length[None], count, jnp.zeros(2, jnp.int32))
 
 
-def loosen(state: EngineState, before: BlockTables) -> EngineState:
-    """Raise the bound on what others hold of who was turned away, by what a step has done since `before`.
+def raise_held_bound(state: EngineState, before: BlockTables) -> EngineState:
+    """Raise the bound of how many blocks other rows hold of the request that was turned away last (see the
+    module).
 
-    A block made findable may go on where the hit ended. One that was taken may have been in the hit, while
-    another of its content is held. Nobody was admitted: so there is no third way.
+    A block that the step made findable may continue the hit. A block that it took may have been in the hit,
+    while another block with its content is held. The bound rises by both counts. No request was admitted
+    since, so there is no third way.
     """
     tables, (row, held) = state.tables, state.turned_away
     taken = before.pool.num_free - tables.pool.num_free
@@ -247,7 +280,7 @@ def loosen(state: EngineState, before: BlockTables) -> EngineState:
 
 
 def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig) -> EngineState:
-    """Let a waiting row run: with the blocks it hit, or with its own back from the host."""
+    """Let a waiting row run, with the blocks that it hit, or with its own swapped back in from the host."""
     rows = state.rows
     this = jnp.arange(state.tables.max_seqs) == row
     is_new = rows.phase[row] == Phase.WAITING
@@ -270,6 +303,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
 
 
 def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:
+    """Bring the masked row's blocks back from the host."""
     tables, host_tables, info = swap.swap_in(
         state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
     )

@@ -26,7 +26,7 @@ COPIED_AT_ONCE = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Choice:
-    """What the rows of groups hold next; other rows stay as they are."""
+    """Contents of beam rows after the next token. Other rows stay as they are."""
 
     changes: Bool[Array, " rows"]  # holds what `source` did, with its candidate `column` behind it
     source: Int[Array, " rows"]
@@ -69,7 +69,9 @@ def advance(
 
 
 def choose(rows: Rows, new: Scores, slots: Slots, due: Bool[Array, " rows"]) -> Choice:
-    """Of each group that is due the next beams, and what has ended; one group after the other."""
+    """Choose the next beams of every search that is due, and the sequences that end now. Searches are
+    handled one at a time.
+    """
     beams = rows.beams
     index = jnp.arange(due.shape[0], dtype=jnp.int32)
     nobody = jnp.zeros_like(due)
@@ -86,13 +88,14 @@ def choose(rows: Rows, new: Scores, slots: Slots, due: Bool[Array, " rows"]) -> 
 
 
 def _choose_in_group(rows: Rows, new: Scores, slots: Slots, head: Int[Array, ""], choice: Choice) -> Choice:
+    """Choose the next beams of the search whose first row is `head`, and the sequences that end in it."""
     beams, num_rows = rows.beams, rows.phase.shape[0]
     width, penalty, num_tokens = beams.width[head], beams.length_penalty[head], rows.num_tokens[head]
     in_group = (beams.width > 0) & (beams.head == head)
     place = jnp.arange(MAX_BEAM_WIDTH, dtype=jnp.int32)
 
     def members(mask: Bool[Array, " rows"]) -> Int[Array, " places"]:
-        """The group's masked rows; beyond all rows where there are no more."""
+        """Return the masked rows of the search, padded with a row beyond all."""
         (found,) = jnp.nonzero(in_group & mask, size=MAX_BEAM_WIDTH, fill_value=num_rows)
         return found.astype(jnp.int32)
 
@@ -155,7 +158,9 @@ def _choose_in_group(rows: Rows, new: Scores, slots: Slots, head: Int[Array, ""]
 def _best(
     values: Float[Array, "kinds n"], ties: Int[Array, "kinds n"]
 ) -> tuple[Int[Array, "kinds places"], Float[Array, "kinds places"]]:
-    """The largest, of equal ones those of the lower tie first: where they are, and they themselves."""
+    """Return the indices and the values of the largest entries; of equal ones those with the lower tie
+    come first.
+    """
     index = jnp.broadcast_to(jnp.arange(values.shape[1], dtype=jnp.int32), values.shape)
     falling, _, found = lax.sort((-values, ties, index), num_keys=2)
     return found[:, :MAX_BEAM_WIDTH], -falling[:, :MAX_BEAM_WIDTH]
@@ -164,9 +169,10 @@ def _best(
 def _places(
     wanted: Int[Array, " places"], is_one: Bool[Array, " places"], exists: Bool[Array, " places"]
 ) -> Int[Array, " places"]:
-    """A place for each: the first to want one gets it, the others those that are left, in order.
+    """Give each new entry a place: the first to want a place gets it, the others get those that are left,
+    in order.
 
-    Of what is none it is any; to want a place beyond all is to want none.
+    Entries that are not `is_one` get any place. A wanted place beyond all means that none is wanted.
     """
     num_places = wanted.shape[0]
     index = jnp.arange(num_places, dtype=jnp.int32)
@@ -181,7 +187,7 @@ def _places(
 
 
 def _continued(rows: Rows, new: Scores, slots: Slots, choice: Choice) -> Rows:
-    """The rows with their next tokens, behind those of the rows from which they go on."""
+    """Return the rows with their next tokens appended to the tokens of the rows that they continue."""
     index = jnp.arange(choice.source.shape[0], dtype=jnp.int32)
     changes, source = choice.changes, choice.source
     position = rows.num_tokens[source]
@@ -204,10 +210,11 @@ def _continued(rows: Rows, new: Scores, slots: Slots, choice: Choice) -> Rows:
 def _with_answers_of(
     rows: Rows, source: Int[Array, " rows"], moves: Bool[Array, " rows"]
 ) -> Int[Array, "rows max_model_len"]:
-    """The rows' tokens, of the masked ones those of their sources' answers.
+    """Return the rows' tokens, with the answers of `source` copied into the rows that move.
 
-    One row after the other, in pieces: costs what the answers are long. First those for what has ended: from
-    their beams none may go on, which then move themselves. One from which a beam goes on stays.
+    One row after the other, a chunk of tokens at a time: the cost follows the length of the answers. Rows for
+    ended sequences come first, for no beam may continue the beam that they copy, and that row may itself be
+    overwritten afterwards. A row from which a beam continues stays.
     """
     size = min(COPIED_AT_ONCE, rows.token_ids.shape[1])
     type Carry = tuple[Int[Array, "rows max_model_len"], Bool[Array, " rows"], Int[Array, ""]]
@@ -226,7 +233,7 @@ def _with_answers_of(
 
 
 def _noted(state: EngineState, new: Scores, slots: Slots, choice: Choice) -> Scores:
-    """The scores of the rows' tokens, their next ones included."""
+    """Return the scores of the rows' tokens, with those of their next tokens."""
     source, num_rows = choice.source, choice.source.shape[0]
     slot = jnp.minimum(slots.of_row[source], new.rank.shape[0] - 1)
     next_ = Scores(

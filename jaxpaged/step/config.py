@@ -1,4 +1,4 @@
-"""What is fixed when the loop is compiled, beside the sizes of the state."""
+"""Configuration of a step: what is fixed when the loop is compiled, beside the sizes of the state."""
 
 from dataclasses import dataclass
 
@@ -24,11 +24,11 @@ class StepConfig:
     decode_widths: tuple[int, ...] = ()  # of narrower decode passes, rising; the widest has max_num_seqs rows
 
     def __post_init__(self) -> None:
-        """A list, which JSON makes of it, is as good."""
+        """Accept a list of widths, as JSON makes it."""
         object.__setattr__(self, "decode_widths", tuple(self.decode_widths))
 
     def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
-        """Blocks that a row of so many tokens holds at most at any time."""
+        """Return how many blocks a row of `num_tokens` tokens holds at most at any time."""
         blocks = cdiv(num_tokens, block_size)
         if self.sliding_window is None:
             return blocks
@@ -36,7 +36,7 @@ class StepConfig:
         return min(blocks, most) if isinstance(blocks, int) else jnp.minimum(blocks, most)
 
     def max_blocks_touched(self, block_size: int) -> int:
-        """Blocks that a step can begin, or fill, over all rows: one for each that decodes, and those of
-        tiles.
+        """Return how many blocks a step can begin or fill over all rows: one for each that decodes, and
+        those of the prompt tiles.
         """
         return self.max_num_seqs + self.num_tiles * (cdiv(PREFILL_TILE, block_size) + 1)

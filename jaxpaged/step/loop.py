@@ -1,4 +1,7 @@
-"""The compiled program: steps without a word from the host. The only jit, and the only donation, are here."""
+"""The compiled programs: above all the loop, which makes steps without asking the host.
+
+Only here, and in `step.program`, are functions jitted and arguments donated.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -51,8 +54,9 @@ def create(
     policy: Static[Policy],
     lora: Static[bool] = False,
 ) -> PerReplica[EngineState]:
-    """A state without requests, with zeros for K and V of these shapes; in one program, for outside of one
-    each shape is compiled by itself.
+    """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
+
+    One program makes all arrays; outside of one JAX would compile a program for each shape.
     """
     num_blocks, block_size = kv_cache.num_blocks, kv_cache.block_size
     tables = create_tables(
@@ -80,7 +84,7 @@ def run(
     """Step until all rows are done, or as much is done as `limits` allow.
 
     If the host has more requests than rows, stop also when a row is free and no request waits in another; and
-    after a step that has something to tell of prompts. `limits` are what `limits()` makes. The model comes as
+    after a step that has scored tokens of prompts. `limits` are what `limits()` makes. The model comes as
     `nnx.split(model)`. The state is donated: use the one returned.
     """
     model = nnx.merge(graphdef, params)
@@ -91,48 +95,51 @@ def run(
     def goes_on(carry: Carry) -> Bool[Array, ""]:
         return _goes_on(carry, limits, host_has_more)
 
-    state, _, told, origin = lax.while_loop(goes_on, one_more, _before(state, config))
-    state = _compared(state, model)
-    return state, report(state, told, origin)
+    state, _, prompt_scores, origin = lax.while_loop(goes_on, one_more, _before(state, config))
+    state = _check_shards(state, model)
+    return state, report(state, prompt_scores, origin)
 
 
 def limits(max_steps: int, max_passes: int = INT32_MAX) -> np.ndarray:
     """Return the limits of a run, int32 [2]: at most `max_steps` steps, and MAX_STEPS; and no more after the
-    one in which it has made `max_passes` over tiles of prompts.
+    one in which it has made `max_passes` passes over tiles of prompts.
     """
     return np.array([min(max_steps, MAX_STEPS), min(max_passes, INT32_MAX)], np.int32)
 
 
-# How far a run is: steps made, and the counter of passes over prompts when it began.
-type Made = tuple[Int[Array, ""], Int[Array, ""]]
-# A run between two steps: the state, how far it is, what the last step told of prompts, and `Report.origin`.
-type Carry = tuple[EngineState, Made, PromptScores, Int[Array, " rows"]]
+# Progress of a run: steps made, and the counter of passes over prompts when it began.
+type Progress = tuple[Int[Array, ""], Int[Array, ""]]
+# A run between two steps: the state, its progress, the last step's scores of prompts, and `Report.origin`.
+type Carry = tuple[EngineState, Progress, PromptScores, Int[Array, " rows"]]
 
 
 def _before(state: EngineState, config: StepConfig) -> Carry:
+    """Return what the loop carries before its first step."""
     nothing = no_prompt_scores(config, state.tables.max_seqs)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     return state, (jnp.int32(0), state.counters[Counter.NUM_PROMPT_PASSES]), nothing, own_row
 
 
 def _goes_on(carry: Carry, limits: Int[Array, "2"], host_has_more: Bool[Array, ""]) -> Bool[Array, ""]:
-    state, (num_steps, passes_before), told, _ = carry
+    """Return whether the loop makes another step."""
+    state, (num_steps, passes_before), prompt_scores, _ = carry
     rows = state.rows
     num_passes = state.counters[Counter.NUM_PROMPT_PASSES] - passes_before
     starves = host_has_more & jnp.any(rows.free) & ~jnp.any(rows.waiting)
-    tells = jnp.any(told.row < rows.phase.shape[0])
-    may = (num_steps < limits[0]) & (num_passes < limits[1]) & ~starves & ~tells
-    return scheduler.any_work(rows) & may
+    has_scores = jnp.any(prompt_scores.row < rows.phase.shape[0])
+    within_limits = (num_steps < limits[0]) & (num_passes < limits[1]) & ~starves & ~has_scores
+    return scheduler.any_work(rows) & within_limits
 
 
 def _one_step(model: Model, carry: Carry, config: StepConfig) -> Carry:
-    state, (num_steps, passes_before), told, origin = carry
-    state, _, told, came_from = advance(model, state, config, told)
-    return state, (num_steps + 1, passes_before), told, origin[came_from]
+    """Make one step of the loop."""
+    state, (num_steps, passes_before), prompt_scores, origin = carry
+    state, _, prompt_scores, came_from = advance(model, state, config, prompt_scores)
+    return state, (num_steps + 1, passes_before), prompt_scores, origin[came_from]
 
 
-def _compared(state: EngineState, model: Model) -> EngineState:
-    """The state, with a status that says so if not all shards of the model have the same."""
+def _check_shards(state: EngineState, model: Model) -> EngineState:
+    """Return the state, with an error in its status if the model's shards have come to different numbers."""
     shards = getattr(model, "shards", None)
     if shards is None:
         return state
@@ -155,17 +162,18 @@ def run_by_host(
     config: StepConfig,
     mesh: Mesh | None = None,
 ) -> tuple[EngineState, Report]:
-    """`run` with its `while` on the host, which asks after each step whether there is another.
+    """Run the loop with its `while` on the host, which launches each step and asks whether there is
+    another.
 
-    For devices that cannot run the loop as one program; the answers are the same. `one_step` is `run_step`
+    For devices that cannot run the loop as one program. The answers are the same. `one_step` is `run_step`
     without its graphdef and config. The state is donated: use the one returned.
     """
     more, goes_on = before_run(state, limits, host_has_more, config=config, mesh=mesh)
     carry = state, *more
     while np.any(goes_on):
         carry, goes_on = one_step(params, carry, limits, host_has_more)
-    state, _, told, origin = carry
-    return state, report(state, told, origin, mesh=mesh)
+    state, _, prompt_scores, origin = carry
+    return state, report(state, prompt_scores, origin, mesh=mesh)
 
 
 @program(results=lambda specs: ON_EACH)
@@ -175,8 +183,10 @@ def before_run(
     host_has_more: Bool[Array, ""],
     *,
     config: Static[StepConfig],
-) -> PerReplica[tuple[tuple[Made, PromptScores, Int[Array, " rows"]], Bool[Array, ""]]]:
-    """What a run by the host carries beside the state, before its first step, and whether it makes one."""
+) -> PerReplica[tuple[tuple[Progress, PromptScores, Int[Array, " rows"]], Bool[Array, ""]]]:
+    """Return what a run by the host carries beside the state before its first step, and whether it makes
+    one.
+    """
     carry = _before(state, config)
     return carry[1:], _goes_on(carry, limits, host_has_more)
 
@@ -192,9 +202,9 @@ def run_step(
     config: Static[StepConfig],
     one_of_several: Static[bool] = False,
 ) -> PerReplica[tuple[Carry, Bool[Array, ""]]]:
-    """One step of a run by the host, and whether it makes another. What was carried is donated.
+    """Make one step of a run by the host; also return whether there is another. The carry is donated.
 
-    A group that is one of several makes none if its own run is over.
+    A replica that is one of several makes no step once its own run is over.
     """
     model = nnx.merge(graphdef, params)
 
@@ -203,17 +213,20 @@ def run_step(
 
     if one_of_several:
         goes_on = _goes_on(carry, limits, host_has_more)
-        state, made, told, origin = lax.cond(goes_on, one_more, lambda carry: carry, carry)
+        state, progress, prompt_scores, origin = lax.cond(goes_on, one_more, lambda carry: carry, carry)
     else:
-        state, made, told, origin = one_more(carry)
-    carry = _compared(state, model), made, told, origin
+        state, progress, prompt_scores, origin = one_more(carry)
+    carry = _check_shards(state, model), progress, prompt_scores, origin
     return carry, _goes_on(carry, limits, host_has_more)
 
 
 @program(results=lambda specs: ON_EACH)
 def report(
-    state: PerReplica[EngineState], told: PerReplica[PromptScores], origin: PerReplica[Int[Array, " rows"]]
+    state: PerReplica[EngineState],
+    prompt_scores: PerReplica[PromptScores],
+    origin: PerReplica[Int[Array, " rows"]],
 ) -> PerReplica[Report]:
+    """Return what the host reads of a run."""
     rows, pool = state.rows, state.tables.pool
     return Report(
         phase=rows.phase,
@@ -226,7 +239,7 @@ def report(
         beam_rank=rows.beams.rank,
         new_token_ids=_newest_tokens(rows),
         new_scores=None,
-        prompt_scores=told,
+        prompt_scores=prompt_scores,
         num_free_blocks=pool.num_free,
         num_cached_blocks=block_pool.num_cached(pool),
         counters=state.counters,
@@ -235,6 +248,7 @@ def report(
 
 
 def _newest_tokens(rows: Rows) -> Int[Array, "rows max_steps"]:
+    """Return each row's last MAX_STEPS tokens, the newest at the end."""
     first = jnp.maximum(rows.num_tokens - MAX_STEPS, 0)
     window = first[:, None] + jnp.arange(MAX_STEPS)
     row = jnp.arange(rows.phase.shape[0])[:, None]
@@ -243,7 +257,7 @@ def _newest_tokens(rows: Rows) -> Int[Array, "rows max_steps"]:
 
 @program(results=lambda specs: ON_EACH)
 def recent_scores(state: PerReplica[EngineState]) -> PerReplica[Scores]:
-    """The scores of the tokens that a report has. Beside it, for most runs need none."""
+    """Return the scores of the tokens that a report has. They are no part of it, for most runs need none."""
     first = jnp.maximum(state.rows.num_tokens - MAX_STEPS, 0)
     place = (first[:, None] + jnp.arange(MAX_STEPS)) % MAX_STEPS
     return jax.tree.map(lambda ring: ring[jnp.arange(place.shape[0])[:, None], place], state.scores)
@@ -261,9 +275,11 @@ def submit(
 def write_tokens(
     token_ids: PerReplica[Int[Array, "rows max_model_len"]], tokens: PerReplica[Int[Array, "3 n"]]
 ) -> PerReplica[Int[Array, "rows max_model_len"]]:
-    """The rows' tokens with new ones: of each its row (beyond all: none), its position, and itself.
+    """Write tokens into rows, and return the rows' tokens.
 
-    What was given is donated.
+    tokens: for each token its row (one beyond all rows: the token is dropped), its position, and its id.
+
+    The rows' old tokens are donated.
     """
     row, position, token = tokens
     return token_ids.at[row, position].set(token, mode="drop")
@@ -277,7 +293,9 @@ def put_adapter(
     arrays: PerShard[Mapping[str, tuple[Float[Array, "..."], Float[Array, "..."]]]],
     place: Int[Array, ""],
 ) -> PerShard[nnx.State]:
-    """The model's room for adapters with one more in it: see `lora.put`. What was given is donated."""
+    """Write an adapter into one adapter slot of the model (see `lora.put`). The model's adapters are
+    donated.
+    """
     model = nnx.merge(graphdef, adapters, weights)
     put(model, arrays, place)
     return nnx.state(model, AdapterParam)
@@ -304,11 +322,11 @@ def abort(state: PerReplica[EngineState], arrivals: Int[Array, " n"]) -> PerRepl
 def step_once(
     graphdef: nnx.GraphDef, params: nnx.State, state: EngineState, *, config: StepConfig
 ) -> tuple[EngineState, Decision]:
-    """One step, with what it decided: for a replay, which looks at each. The state is donated."""
+    """Make one step, and return what it decided: a replay looks at each. The state is donated."""
     return step(nnx.merge(graphdef, params), state, config)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def schedule(state: EngineState, *, config: StepConfig) -> Decision:
-    """What the next step will decide."""
+    """Return what the next step would decide."""
     return scheduler.schedule(state, config)[1]

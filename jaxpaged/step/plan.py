@@ -1,4 +1,4 @@
-"""What a step computes: tiles of prompts, and slots of rows that decode."""
+"""Plan of a step: tiles of prompts, and the decode slots of rows that generate."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from jaxpaged.step.state import EngineState
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
-    """What each row computes in this step."""
+    """Work of each row in this step."""
 
     num_tiles: Int[Array, " rows"]  # prompt tiles; 0 for a row that decodes or does not run
     num_new_tokens: Int[Array, " rows"]  # prompt tokens of these tiles, or 1 for a row that decodes
@@ -39,14 +39,16 @@ class Tiles:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """Which of the places of a decode step, `max_num_seqs` of them, each running row has."""
+    """Assignment of running rows to the `max_num_seqs` slots of a decode pass."""
 
     row: Int[Array, " max_num_seqs"]  # beyond all rows where there is none
     of_row: Int[Array, " rows"]  # beyond all slots for a row that does not run
 
 
 def plan(state: EngineState, config: StepConfig) -> Plan:
-    """Share out the step's tiles among the unfinished prompts, in order; every other running row decodes."""
+    """Deal out the step's tiles to the unfinished prompts, in order; every other running row decodes one
+    token.
+    """
     rows, computed = state.rows, state.tables.seq_lens
     in_prompt = rows.running & (computed < rows.prompt_lens)
     first = computed // PREFILL_TILE
@@ -58,9 +60,9 @@ def plan(state: EngineState, config: StepConfig) -> Plan:
 
 
 def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:
-    """The plan's prompt tiles, for the state in which its tokens have places already.
+    """Return the plan's prompt tiles. The state's tables must have slots for their tokens already.
 
-    A prompt may get several tiles at once: each sees the ones before it, for all K and V are written first.
+    A prompt may get several tiles at once. Each sees the ones before it, for all K and V are written first.
     """
     order = state.rows.order
     place, k, used = number_through(plan.num_tiles[order], num_tiles)
@@ -78,7 +80,9 @@ def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:
 
 
 def decode_tiles(state: EngineState, plan: Plan, slots: Slots) -> Tiles:
-    """One position of every row that decodes, in the row's slot; its token has a place already."""
+    """Return tiles of one position for the rows that decode, each in the row's decode slot. The state's
+    tables must have a slot for the token already.
+    """
     max_seqs = state.tables.max_seqs
     row = jnp.minimum(slots.row, max_seqs - 1)
     end = state.tables.seq_lens[row]
@@ -88,7 +92,7 @@ def decode_tiles(state: EngineState, plan: Plan, slots: Slots) -> Tiles:
 
 
 def slots_of(running: Bool[Array, " rows"], max_num_seqs: int) -> Slots:
-    """The running rows side by side."""
+    """Assign the running rows to decode slots, in the order of the rows."""
     rank = jnp.cumsum(running, dtype=jnp.int32) - 1
     of_row = jnp.where(running, rank, max_num_seqs)
     index = jnp.arange(running.shape[0], dtype=jnp.int32)

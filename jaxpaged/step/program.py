@@ -32,7 +32,7 @@ from jaxpaged.parallel.mesh import (
 
 
 class Placement(enum.Enum):
-    """Where an argument or a result of a program lies."""
+    """Placements of an argument or a result of a program."""
 
     STATIC = enum.auto()
     PER_SHARD = enum.auto()

@@ -11,7 +11,7 @@ from jaxpaged.step.step import PromptScores
 
 
 class Merge(enum.Enum):
-    """How the values of several replicas, [replicas, ...], become those of one engine."""
+    """Ways to merge the values of several replicas, [replicas, ...], into those of one engine."""
 
     ROWS = enum.auto()  # [replicas, rows, ...] to [replicas * rows, ...]
     ROW_NUMBERS = enum.auto()  # likewise; the values themselves are rows, counted through all replicas
@@ -26,9 +26,10 @@ ROWS, ROW_NUMBERS, SUM, BITS, KEEP = ({"merge": how} for how in Merge)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Report:
-    """What the host reads of a run. All are copies: it can be read while the next run has the state.
+    """Report of a run, for the host. All arrays are copies: it can be read while the next run has the
+    state.
 
-    Each field says how the reports of several replicas are merged.
+    Each field names the way in which the reports of several replicas are merged.
     """
 
     phase: Int[Array, " rows"] = field(metadata=ROWS)

@@ -1,14 +1,17 @@
-"""Who runs next, and with how many tokens: pure functions of the state's small integers.
+"""Scheduling: which rows run next, and with how many tokens. Pure functions of the state's small
+integers.
 
-Requests are served in order of priority, then arrival. Running rows come first; of them, the last in order
-gives way when blocks run out. A waiting request is admitted when the blocks for all its tokens known so far
-are there beside those of the running ones, and some to grow into; nobody overtakes. So the first in order
-among the running ones always goes on, and everyone has their turn: first come, first served, a request has
-finished after as many steps as it and those unfinished before it have work, where a request's work is a step
-for each tile of its prompt and each token of its answer but the first. `reference/engine.py` has the proof.
+Requests are served in order of priority, then arrival. Running rows come first; when blocks run out, the last
+of them in order is preempted. A waiting request is admitted when there are blocks for all its known tokens
+beside those of the running rows, and some to grow into; no request overtakes another. So the first running
+row in order always goes on, and every request has its turn. First come, first served: a request has finished
+after as many steps as it and the unfinished requests before it have work, where a request's work is a step
+for each tile of its prompt and for each token of its answer but the first. `reference/engine.py` has the
+proof.
 
-A follower, one of several answers of a prompt, waits while the leader's prompt is computed, and runs from the
-step on in which that is done: it takes over the blocks. Who then finds no room is a request like any other.
+A follower is one of several answers to a prompt. It waits while the leader's prompt is computed, and runs
+from the step that completes it: it takes over the blocks. A follower that finds no room then is a request
+like any other.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +31,7 @@ from jaxpaged.step.state import Counter, EngineState, FinishReason, HostPool, Ph
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decision:
-    """What `schedule` decided: for tests, traces and replay."""
+    """Decisions of `schedule`, for tests, traces and replay."""
 
     plan: Plan
     admitted: Bool[Array, " rows"]
@@ -39,7 +42,8 @@ class Decision:
 
 
 def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
-    """Preempt who has no place, else admit who has; then say what each running row computes.
+    """Preempt rows that have no room, else admit requests that have; then plan what each running row
+    computes.
 
     The blocks that the plan needs are free afterwards, but not taken yet.
     """
@@ -52,7 +56,7 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
 
     def replan() -> tuple[EngineState, Decision]:
         after, preempted, swapped = _preempt(state, last_ids, config)
-        after, admitted, num_hits, leader_row = admit(after, last_ids, config, may=~jnp.any(preempted))
+        after, admitted, num_hits, leader_row = admit(after, last_ids, config, may_start=~jnp.any(preempted))
         planned = plan(after, config)
         forks = _beams_fork(after, planned)
         leader_row = jnp.where(forks, after.rows.beams.head, leader_row)
@@ -66,13 +70,14 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
 
 
 def _beams_fork(state: EngineState, plan: Plan) -> Bool[Array, " rows"]:
-    """The beams whose group's prompt will be done."""
+    """Return the beams that fork in this step: the step completes the prompt of their search."""
     rows, computed = state.rows, state.tables.seq_lens
     is_done = (computed < rows.prompt_lens) & (computed + plan.num_new_tokens == rows.prompt_lens)
     return rows.following & is_done[rows.beams.head]
 
 
 def any_work(rows: Rows) -> Bool[Array, ""]:
+    """Return whether any row runs or waits."""
     return jnp.any(rows.running | rows.waiting)
 
 
@@ -93,7 +98,7 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
 
 
 def _blocks_short(state: EngineState, last_ids: Int[Array, " rows"], plan: Plan) -> Int[Array, ""]:
-    """Blocks that the plan needs beyond those that are free."""
+    """Return how many blocks the plan needs beyond those that are free."""
     needed, _ = block_table.new_blocks(state.tables, last_ids, plan.num_new_tokens)
     return jnp.sum(needed) - state.tables.pool.num_free
 
@@ -101,7 +106,9 @@ def _blocks_short(state: EngineState, last_ids: Int[Array, " rows"], plan: Plan)
 def _preempt(
     state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig
 ) -> tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]:
-    """Take running rows out, the last in order first, until the others' plan fits; who, and who swapped."""
+    """Preempt running rows, the last in order first, until the others' plan fits. Returns the state, the
+    preempted rows, and those of them that were swapped out.
+    """
     nobody = jnp.zeros(state.tables.max_seqs, bool)
     type Carry = tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]
 
@@ -128,7 +135,7 @@ def _preempt(
 def _swap_out(
     state: EngineState, host: HostPool, rows: Bool[Array, " rows"]
 ) -> tuple[EngineState, Bool[Array, " rows"]]:
-    """Move the masked row to the host if there is room; who was moved."""
+    """Move the masked row's blocks to the host if there is room, and return which row was moved."""
     # Not in a `cond`: on a GPU the cache would be copied on its way through one.
     fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
     tables, host_tables, info = swap.swap_out(
@@ -142,8 +149,10 @@ def _swap_out(
 
 
 def fork_tables(state: EngineState, leader_row: Int[Array, " rows"], config: StepConfig) -> EngineState:
-    """Let each row whose leader is another row hold that one's blocks too, but for those that its own next
-    token does not see; one after the other.
+    """Let each row whose leader is another row hold the leader's blocks too, but for those outside the
+    row's window.
+
+    One row after the other.
     """
     index = jnp.arange(leader_row.shape[0], dtype=jnp.int32)
     type Carry = tuple[EngineState, Bool[Array, " rows"]]

@@ -24,29 +24,31 @@ MAX_STEPS = 32
 
 
 class Phase(enum.IntEnum):
-    """Where the request in a row stands."""
+    """Phases of the request in a row."""
 
     EMPTY = 0  # no request
     WAITING = 1  # submitted, or preempted to be computed again; holds no block
     RUNNING = 2  # its prompt is being computed, or it decodes
     SWAPPED = 3  # preempted, its blocks are in the host pool
     FINISHED = 4  # its tokens are ready to be read; holds no block
-    FORKING = 5  # within a step: runs from now on, with the blocks of its leader, whose prompt is done in it
-    FOLLOWING = 6  # a beam whose group runs; takes over the head's blocks when its prompt is done
-    HELD = 7  # for what has ended of a group of beams, until the group has
+    FORKING = 5  # within the step that completes its leader's prompt: runs from now on, with its blocks
+    FOLLOWING = 6  # a beam whose search runs; takes over the head's blocks when the prompt is done
+    HELD = 7  # holds an ended sequence of a beam search, until the search has ended
 
 
 class FinishReason(enum.IntEnum):
+    """Reasons why an answer ended."""
+
     NONE = 0
     STOP = 1  # a stop token, which is the answer's last
     LENGTH = 2  # as many tokens as were asked for
-    ABORT = 3  # the host did not want it any more
+    ABORT = 3  # ended by the host
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Beams:
-    """What each row is in its group, if it is in one; see `engine.beams`."""
+    """Membership of each row in a beam search, if it is in one; see `step.beams`."""
 
     width: Int[Array, " rows"]  # beams of the group; 0: the row is in none
     head: Int[Array, " rows"]  # the group's first row
@@ -65,7 +67,7 @@ class Rows:
     phase: Int[Array, " rows"]
     arrival: Int[
         Array, " rows"
-    ]  # the request's name here; rises from one to the next, and goes round; 0: none
+    ]  # the request's number on the device: it rises, wraps around, and is never 0; 0: none
     priority: Int[Array, " rows"]  # lower goes first
     salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
     leader: Int[Array, " rows"]  # arrival of the request whose prompt, priority and salt it shares; 0: none
@@ -83,7 +85,7 @@ class Rows:
 
     @property
     def free(self) -> Bool[Array, " rows"]:
-        """Those that a new request may take."""
+        """Rows that a new request may take."""
         return (self.phase == Phase.EMPTY) | (self.phase == Phase.FINISHED)
 
     @property
@@ -96,7 +98,7 @@ class Rows:
 
     @property
     def waiting(self) -> Bool[Array, " rows"]:
-        """Not running, but to run: new, or preempted."""
+        """Rows that do not run but are to: new, or preempted."""
         return (self.phase == Phase.WAITING) | (self.phase == Phase.SWAPPED)
 
     @property
@@ -109,17 +111,19 @@ class Rows:
 
     @property
     def admitted(self) -> Bool[Array, " rows"]:
-        """Those that take a slot: they run, or will when a prompt is done."""
+        """Rows that take a decode slot: they run, or will when a prompt is done."""
         return self.running | self.forking | self.following
 
     def in_group_of(self, row: Int[Array, ""]) -> Bool[Array, " rows"]:
-        """The row, and all rows that are or were in a beam search with it."""
+        """Return the row, and all rows that are or were in a beam search with it."""
         width, head = self.beams.width, self.beams.head
         return ((width * width[row] > 0) & (head == head[row])) | (jnp.arange(head.shape[0]) == row)
 
     @property
     def num_findable(self) -> Int[Array, " rows"]:
-        """So many tokens are looked up when a row is admitted: of beams the prompt, which they share."""
+        """Number of tokens that are looked up when a row is admitted; for beams the prompt, which they
+        share.
+        """
         return jnp.where(self.beams.width > 0, self.prompt_lens, self.num_tokens)
 
     @property
@@ -132,7 +136,7 @@ NO_ROW = -1
 
 
 class Counter(enum.IntEnum):
-    """What has been done since the state was made. They wrap around: differences are what counts."""
+    """Counts of what was done since the state was made. They wrap around: only differences mean anything."""
 
     NUM_STEPS = 0
     NUM_PROMPT_TOKENS = 1  # computed in prompt tiles
@@ -147,7 +151,7 @@ class Counter(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HostPool:
-    """Where rows are swapped out to: tables with the device's rows, and K and V in host memory."""
+    """Pool that rows are swapped out to: tables with the device's rows, and K and V in host memory."""
 
     tables: BlockTables
     kv_cache: KVCache
@@ -159,15 +163,18 @@ type TableResult = tuple[BlockTables, AppendInfo | FreeInfo | StatusInfo]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineState:
-    """Row r of `rows` and row r of `tables` belong together; `tables.seq_lens` counts tokens in the cache."""
+    """Everything that the compiled loop knows.
+
+    Row r of `rows` and row r of `tables` belong together. `tables.seq_lens` counts the tokens in the cache.
+    """
 
     rows: Rows
     scores: Scores  # [rows, MAX_STEPS], where asked for: of the token at position p in column p % MAX_STEPS
     tables: BlockTables
     kv_cache: KVCache
     host: HostPool | None
-    # The row that was looked up and did not fit, or NO_ROW; and how many of its blocks others hold by now, at
-    # most. So it is looked up again only when it might fit.
+    # The row that was looked up last and did not fit, or NO_ROW; and at most how many of the blocks that it
+    # found other rows hold by now. It is looked up again only when it might fit: see `step.admission`.
     turned_away: Int[Array, "2"]
     counters: Int[Array, " counters"]  # by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
@@ -175,19 +182,21 @@ class EngineState:
     def on_tables[**P](
         self, verb: Callable[Concatenate[BlockTables, P], TableResult], *args: P.args, **options: P.kwargs
     ) -> "EngineState":
-        """The state after a transition of its tables; the status is kept, what else is told of it is not."""
+        """Return the state after a transition of its tables. The transition's status is kept, the rest of
+        its info is dropped.
+        """
         tables, info = verb(self.tables, *args, **options)
         return replace(self, tables=tables, status=self.status | info.status)
 
     def count(self, more: Mapping[Counter, int | Int[Array, ""]]) -> "EngineState":
-        """The state with counters raised."""
+        """Return the state with counters raised."""
         raised = [jnp.asarray(more.get(counter, 0), jnp.int32) for counter in Counter]
         return replace(self, counters=self.counters + jnp.stack(raised))
 
 
 def empty_rows(num_rows: int, max_model_len: int, vocab_size: int, *, lora: bool = False) -> Rows:
-    """Rows without requests, as NumPy arrays: what the host fills in to submit. `lora`: they may have
-    adapters.
+    """Return rows without requests as NumPy arrays, which the host fills in to submit requests. `lora`:
+    requests may have adapters.
     """
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
@@ -230,7 +239,7 @@ def create_tables(
     prefix_caching: bool,
     policy: Policy = LRU,
 ) -> BlockTables:
-    """Empty tables over a pool of their own, as an engine schedules them."""
+    """Create empty tables over a block pool of their own, as an engine schedules them."""
     cache = prefix_cache.create(num_blocks, block_size) if prefix_caching else None
     pool = block_pool.create(num_blocks, policy, prefix_cache=cache)
     return block_table.create(pool, num_rows, max_blocks_per_seq, block_size)
@@ -245,7 +254,7 @@ def create_state(
     *,
     lora: bool = False,
 ) -> EngineState:
-    """A state without requests over empty tables and an empty cache."""
+    """Create a state without requests over empty tables and an empty cache."""
     return EngineState(
         rows=jax.tree.map(jnp.asarray, empty_rows(tables.max_seqs, max_model_len, vocab_size, lora=lora)),
         scores=no_scores(tables.max_seqs, MAX_STEPS),
@@ -259,12 +268,12 @@ def create_state(
 
 
 def none_turned_away() -> Int[Array, "2"]:
-    """What `EngineState.turned_away` is when nobody was."""
+    """Return the value of `EngineState.turned_away` when no row was turned away."""
     return jnp.array([NO_ROW, 0], jnp.int32)
 
 
 def without_kv(state: EngineState) -> EngineState:
-    """The state with shapes and types in place of the arrays of K and V."""
+    """Return the state with shapes and types in place of the arrays of K and V."""
 
     def shapes(kv_cache: KVCache) -> KVCache:
         return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), kv_cache)
@@ -274,10 +283,11 @@ def without_kv(state: EngineState) -> EngineState:
 
 
 def place_requests(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -> EngineState:
-    """Put line i of `requests` into row `rows[i]`, which must be EMPTY or FINISHED; a row beyond all is none.
+    """Put line i of `requests` into row `rows[i]`, which must be EMPTY or FINISHED; a row beyond all
+    drops the line.
 
-    Of their tokens as many as the lines are long; the others are written by themselves. `requests.order` has
-    no meaning here. Arrivals go round: only their differences tell who came first.
+    A line may be shorter than a row: the rest of its tokens are written by `loop.write_tokens`.
+    `requests.order` is ignored. Arrivals wrap around: only their differences tell which request came first.
     """
 
     def put(new: Array, old: Array) -> Array:

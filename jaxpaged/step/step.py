@@ -16,7 +16,7 @@ from jaxpaged.memory import block_table, kv_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Context, Scores, edited, is_among, no_scores, sample, score
 from jaxpaged.status import Status
 from jaxpaged.step import admission, beams, scheduler
@@ -31,7 +31,7 @@ Hidden = Float[Array, "max_num_seqs hidden"]
 
 @runtime_checkable
 class Model(Protocol):
-    """What a step needs of a model; `models.decoder.Decoder` is one."""
+    """Protocol of a model, as a step needs it; `models.decoder.Decoder` is one."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -44,7 +44,7 @@ class Model(Protocol):
         token_ids: Int[Array, " num_tokens"],
         positions: Int[Array, " num_tokens"],
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: PassBatch,
         /,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]: ...
 
@@ -54,7 +54,7 @@ class Model(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PromptScores:
-    """What a step tells of prompts: for each place of a tile, of the token behind it."""
+    """Scores of prompt tokens: for each position of a tile, those of the token behind it."""
 
     row: Int[Array, " num_tiles"]  # beyond all rows where a tile tells nothing
     start: Int[Array, " num_tiles"]  # the tile's first position
@@ -62,25 +62,27 @@ class PromptScores:
 
 
 def no_prompt_scores(config: StepConfig, num_rows: int) -> PromptScores:
+    """Return empty scores, of the shape that a step fills in."""
     num_tiles = cdiv(config.num_tiles, config.tiles_per_pass) * config.tiles_per_pass
     nobody = jnp.full(num_tiles, num_rows, jnp.int32)
     return PromptScores(nobody, jnp.zeros_like(nobody), no_scores(num_tiles, PREFILL_TILE))
 
 
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
-    """The next state, and what was decided: `advance` for who does not ask about prompts."""
+    """Make a step, and return the next state and what was decided; without scores of prompts."""
     return advance(model, state, config, no_prompt_scores(config, state.tables.max_seqs))[:2]
 
 
 def advance(
-    model: Model, state: EngineState, config: StepConfig, room: PromptScores
+    model: Model, state: EngineState, config: StepConfig, prompt_scores: PromptScores
 ) -> tuple[EngineState, Decision, PromptScores, Int[Array, " rows"]]:
     """Advance every running row: some by tiles of their prompt, the others by one token.
 
-    Returns, too, what is told of prompts, and in which row was what each holds: its own, but of beams.
+    Returns the state, the decision, the scores of prompt tokens (in the arrays of `prompt_scores`), and for
+    each row the row that held before the step what it holds now: another one only for beams.
 
-    Prompts are computed in passes of one shape, decoding rows in one of another, and logits in a third,
-    whatever else is in the step. So a token's bits do not depend on its company.
+    Prompts are computed in passes of one shape, decoding rows in passes of another, and logits in a third,
+    whatever else is in the step. So a token's bits do not depend on the rest of the batch.
     """
     state, decision = scheduler.schedule(state, config)
     plan, scheduled = decision.plan, state.tables
@@ -90,8 +92,8 @@ def advance(
     forks = state.rows.forking
     slots = slots_of(state.rows.running | forks, config.max_num_seqs)
 
-    state, hidden, told = forward(model, state, plan, slots, config, room)
-    state, hidden = share(state, hidden, slots, decision.leader_row)
+    state, hidden, prompt_scores = forward(model, state, plan, slots, config, prompt_scores)
+    state, hidden = start_forks(state, hidden, slots, decision.leader_row)
     # A row whose every token is in the cache has its newest token's hidden state, and is due for the next.
     num_cached = jnp.where(forks, state.rows.prompt_lens, state.tables.seq_lens)
     due = (ran | forks) & (num_cached == state.rows.num_tokens)
@@ -108,24 +110,26 @@ def advance(
         }
     )
     state = publish(state, jnp.any(in_prompt), config)
-    state = admission.loosen(state, scheduled)
+    state = admission.raise_held_bound(state, scheduled)
     state, came_from, source = beams.advance(state, new, slots, due)
     forks_from = jnp.where(source == jnp.arange(source.shape[0]), decision.leader_row, source)
     state = scheduler.fork_tables(state, forks_from, config)
-    return clean_up(state, config), decision, told, came_from
+    return clean_up(state, config), decision, prompt_scores, came_from
 
 
 def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
-    """Places for the plan's tokens; a block that others hold too is copied before it is written to."""
+    """Take slots for the plan's tokens. A block that other rows hold too is copied before it is written
+    to.
+    """
     tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=max_blocks)
     cache = kv_cache.copy_within(state.kv_cache, info.copy_sources, info.copy_destinations)
     return replace(state, tables=tables, kv_cache=cache, status=state.status | info.status)
 
 
-def share(
+def start_forks(
     state: EngineState, hidden: Hidden, slots: Slots, leader_row: Int[Array, " rows"]
 ) -> tuple[EngineState, Hidden]:
-    """Let those who fork run, each with the hidden state of its leader's prompt's last token."""
+    """Let the forking rows run, each with the hidden state of its leader's last prompt token."""
     rows = state.rows
 
     def gather() -> Hidden:
@@ -138,13 +142,19 @@ def share(
 
 
 def forward(
-    model: Model, state: EngineState, plan: Plan, slots: Slots, config: StepConfig, room: PromptScores
+    model: Model,
+    state: EngineState,
+    plan: Plan,
+    slots: Slots,
+    config: StepConfig,
+    prompt_scores: PromptScores,
 ) -> tuple[EngineState, Hidden, PromptScores]:
-    """Compute the plan's tokens: the prompts' in passes of a few tiles, then the decoding rows' in one.
+    """Compute the plan's tokens: those of prompts in passes of a few tiles, then those of decoding rows
+    in one pass.
 
     Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
-    Returns the hidden state of each slot's newest token, or of its prompt's last, where it was computed; and
-    what is told of the prompts.
+    Returns the state; for each decode slot the hidden state of its row's newest token, or of its prompt's
+    last, where that was computed; and the scores of prompt tokens.
     """
     rows, tables = state.rows, state.tables
     width = config.tiles_per_pass
@@ -155,11 +165,11 @@ def forward(
 
         def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
-            kv_cache, hidden, told = carry
+            kv_cache, hidden, prompt_scores = carry
             kv_cache, hidden, out = compute(
                 model, rows, tables, kv_cache, hidden, tiles, slots, config.attention
             )
-            return kv_cache, hidden, tell(model, rows, tiles, out, told, i * width)
+            return kv_cache, hidden, score_prompts(model, rows, tiles, out, prompt_scores, i * width)
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
 
@@ -167,16 +177,16 @@ def forward(
         tiles = decode_tiles(state, plan, slots)
         if width < config.max_num_seqs:
             tiles = jax.tree.map(lambda x: x[:width], tiles)
-        kv_cache, hidden, told = carry
+        kv_cache, hidden, prompt_scores = carry
         kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config.attention)
-        return kv_cache, hidden, told
+        return kv_cache, hidden, prompt_scores
 
     def skip(carry: Carry) -> Carry:
         return carry
 
     nothing = jnp.zeros((config.max_num_seqs, model.hidden_size), model.dtype)
-    nobody = jnp.full_like(room.row, rows.phase.shape[0])
-    carry = state.kv_cache, nothing, replace(room, row=nobody)
+    nobody = jnp.full_like(prompt_scores.row, rows.phase.shape[0])
+    carry = state.kv_cache, nothing, replace(prompt_scores, row=nobody)
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
     if config.decode_widths:
@@ -186,40 +196,43 @@ def forward(
         passes: list[Callable[[Carry], Carry]] = [skip]
         passes += [functools.partial(decode, width=width) for width in widths[1:]]
         narrowest = jnp.sum(num_slots > jnp.array(widths), dtype=jnp.int32)
-        kv_cache, hidden, told = lax.switch(narrowest, passes, carry)
+        kv_cache, hidden, prompt_scores = lax.switch(narrowest, passes, carry)
     else:
-        kv_cache, hidden, told = lax.cond(jnp.any(decodes), decode, skip, carry)
-    return replace(state, kv_cache=kv_cache), hidden, told
+        kv_cache, hidden, prompt_scores = lax.cond(jnp.any(decodes), decode, skip, carry)
+    return replace(state, kv_cache=kv_cache), hidden, prompt_scores
 
 
-def tell(
+def score_prompts(
     model: Model,
     rows: Rows,
     tiles: Tiles,
     out: Float[Array, "num_tiles tile_len hidden"],
-    told: PromptScores,
+    prompt_scores: PromptScores,
     first: Int[Array, ""],
 ) -> PromptScores:
-    """What tiles of prompts say of the tokens behind each place, for rows that want it, from line `first` on.
+    """Score the tokens behind each position of prompt tiles, for rows that ask for it; written from line
+    `first` on.
 
-    One tile at a time: so each has the same shape, and its bits; and logits of all would not fit.
+    One tile at a time: so each has the same shape, and the same bits, and the logits of all need not fit.
     """
     wants = (tiles.end > 0) & rows.tells_prompt[tiles.row]
 
     # As many rounds as want it: of a fixed number XLA would make slices that no CUDA graph can hold.
-    (tellers,) = jnp.nonzero(wants, size=wants.shape[0], fill_value=0)
+    (wanted_tiles,) = jnp.nonzero(wants, size=wants.shape[0], fill_value=0)
 
-    def tell_of(i: Int[Array, ""], told: PromptScores) -> PromptScores:
-        k = tellers[i].astype(jnp.int32)
+    def score_tile(i: Int[Array, ""], prompt_scores: PromptScores) -> PromptScores:
+        k = wanted_tiles[i].astype(jnp.int32)
         row, start = tiles.row[k], tiles.start[k]
         position = start + jnp.arange(tiles.tile_len, dtype=jnp.int32)
         behind = rows.token_ids.at[row, position + 1].get(mode="clip")
         num_top = jnp.broadcast_to(rows.num_prompt_logprobs[row], position.shape)
         new = score(model.logits(out[k]), behind, num_top)
-        scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), told.scores, new)
-        return PromptScores(told.row.at[first + k].set(row), told.start.at[first + k].set(start), scores)
+        scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), prompt_scores.scores, new)
+        return PromptScores(
+            prompt_scores.row.at[first + k].set(row), prompt_scores.start.at[first + k].set(start), scores
+        )
 
-    return lax.fori_loop(0, jnp.sum(wants), tell_of, told)
+    return lax.fori_loop(0, jnp.sum(wants), score_tile, prompt_scores)
 
 
 def compute(
@@ -232,10 +245,10 @@ def compute(
     slots: Slots,
     attention: TiledImplementation,
 ) -> tuple[KVCache, Hidden, Float[Array, "num_tiles tile_len hidden"]]:
-    """Run the model over tiles whose tokens have places already.
+    """Run the model over tiles whose tokens have slots already.
 
-    Each row's newest goes to `hidden`, and its prompt's last. Returns all places' hidden states, too, for
-    rows that tell of their prompts.
+    The hidden states of each row's newest token, and of its prompt's last, go to `hidden`. Returns the hidden
+    states of all positions, too, for rows whose prompts are scored.
     """
     positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
     row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
@@ -245,7 +258,7 @@ def compute(
     is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))
     is_last = is_newest[:, None] & (positions == tiles.end[:, None] - 1)
     wanted = is_last | rows.tells_prompt[tiles.row][:, None]
-    batch = AttentionBatch(
+    batch = PassBatch(
         slot_mapping=block_table.slot_mapping(tables, row, positions, valid).reshape(-1),
         block_tables=tables.block_tables,
         query_starts=tiles.start,
@@ -268,7 +281,7 @@ def answer(
 ) -> tuple[EngineState, Scores]:
     """Sample a token for each row that is due, append it, and finish the rows that end with it.
 
-    Of beams nothing is changed. Returns the scores in each slot, where they are wanted.
+    Rows of beam searches are not changed. Returns the scores in each decode slot, where they are wanted.
     """
     rows, scores = state.rows, state.scores
     index = jnp.arange(rows.phase.shape[0], dtype=jnp.int32)
@@ -289,12 +302,12 @@ def answer(
         )
         wants = options.num_logprobs >= 0
 
-        def note() -> tuple[Scores, Scores]:
+        def note_scores() -> tuple[Scores, Scores]:
             new = score(logits, token_ids, options.num_logprobs, temperature)
             at = jnp.where(wants, row, index.shape[0]), position % MAX_STEPS
             return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new), new
 
-        return token_ids, *lax.cond(jnp.any(wants), note, lambda: (scores, no_news))
+        return token_ids, *lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
 
     nothing = (jnp.zeros_like(position), scores, no_news)
     chosen, scores, new = lax.cond(jnp.any(due), choose, lambda: nothing)
@@ -316,11 +329,11 @@ def answer(
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:
-    """Make full blocks findable: their K and V are written.
+    """Make full blocks findable, now that their K and V are written.
 
-    Those that only decoding has filled can wait. Under their own names (`admission.cache_keys`) an answer's
-    blocks are of use to their own request alone, if it is preempted and computed again; so they are published
-    beside a prompt's, or when blocks are so few that the next step may preempt.
+    Blocks that only decoding has filled can wait. Their keys are of an answer (`admission.cache_keys`), so
+    they are of use only to their own request, if it is preempted and computed again. They are published
+    beside a prompt's blocks, or when blocks are so few that the next step may preempt.
     """
     if state.tables.pool.prefix_cache is None:
         return state
@@ -351,6 +364,6 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
 
 
 def clean_up(state: EngineState, config: StepConfig) -> EngineState:
-    """Take back the blocks of rows that have finished, and those that running rows' windows have left."""
+    """Free the blocks of finished rows, and those that have left running rows' windows."""
     state = state.on_tables(block_table.free_rows, state.rows.phase == Phase.FINISHED)
     return state.on_tables(block_table.slide_windows, state.rows.running, config.sliding_window)

@@ -99,62 +99,74 @@ def problem_fields(arrays: Arrays, options: Options) -> dict[str, Any]:
 
 
 class Ring(NamedTuple):
-    """Tiles of K and V in shared memory, and their barriers: one for both arrays, or one for each."""
+    """Tiles of K and V in shared memory, and the barriers of their slots."""
 
     k: Any  # [num_stages, tile_kv, line]
     v: Any  # [num_stages, tile_kv, line]
-    full: tuple[Any, ...]  # [num_stages] each: an arrival per copy, or one of the warpgroup that widens
-    free: tuple[Any, ...]  # [num_stages] each: an arrival per reader
+    k_full: Any  # [num_stages]: an arrival per copy, or one of the warpgroup that widens
+    v_full: Any  # likewise; None where the barriers of K guard both
+    k_free: Any  # [num_stages]: an arrival per reader
+    v_free: Any  # likewise
     scales: tuple[Any, Any]  # of each token's K and V, [num_stages, tile_kv] float32 each, or None
     packed: Any  # `int4_cache.Scales`, or None
 
     @property
-    def k_full(self) -> Any:
-        return self.full[0]
-
-    @property
-    def v_full(self) -> Any:
-        return self.full[-1]
-
-    @property
-    def k_free(self) -> Any:
-        return self.free[0]
-
-    @property
-    def v_free(self) -> Any:
-        return self.free[-1]
-
-    @property
     def arrays(self) -> tuple[tuple[Any, Any, Any], ...]:
-        """(tiles, full, free) of K, and of V."""
+        """(tiles, full, free) of K, and of V, which have barriers of their own."""
         return (self.k, self.k_full, self.k_free), (self.v, self.v_full, self.v_free)
 
 
 def ring_types(
-    p: AttentionProblem,
-    tiles: Any,
-    num_stages: int,
-    *,
-    num_barriers: int,
-    num_writers: int,
-    num_readers: int,
-    is_fetched: bool,
+    p: AttentionProblem, tiles: Any, num_stages: int, *, writers: int, readers: int, by_array: bool
 ) -> Ring:
-    """Return the types of a `Ring` for plgpu.kernel.
+    """Return the types of a `Ring` that TMA fills, for plgpu.kernel.
 
     tiles: the type of the slots of K, and of V.
-    num_barriers: 2 for barriers of K and of V, 1 for one that guards both.
-    num_writers, num_readers: arrivals at a slot's `full` and `free`.
-    is_fetched: whether TMA fills the ring; then scales in the cache come with the tiles.
+    writers, readers: arrivals at a slot's `full` and `free`.
+    by_array: whether K and V have barriers of their own.
     """
     scales = packed = None
-    if is_fetched and p.scale_copies:
+    if p.scale_copies:
         scales = plgpu.SMEM((num_stages, p.tile_kv), jnp.float32)
-    if is_fetched and p.packed is not None:
+    if p.packed is not None:
         packed = int4_cache.scratch_types(num_stages, p.tile_kv, p.head_dim)
-    full = plgpu.Barrier(num_arrivals=num_writers, num_barriers=num_stages)
-    free = plgpu.Barrier(num_arrivals=num_readers, num_barriers=num_stages)
-    return Ring(tiles, tiles, (full,) * num_barriers, (free,) * num_barriers, (scales, scales), packed)
+    full = plgpu.Barrier(num_arrivals=writers, num_barriers=num_stages)
+    free = plgpu.Barrier(num_arrivals=readers, num_barriers=num_stages)
+    of_v = (full, free) if by_array else (None, None)
+    return Ring(tiles, tiles, full, of_v[0], free, of_v[1], (scales, scales), packed)
+
+
+class Softmax(NamedTuple):
+    """A running softmax; maxima are times log2(e)."""
+
+    out: Any  # sum of exp2(s - max) * v, float32: an array, or a tuple of pieces
+    max: jax.Array  # [queries]
+    sum: jax.Array  # [queries]
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """Return an array of one float32 value in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def factor_of_output(
+    state: Softmax, sinks: Callable[[], jax.Array] | None, scale: Callable[[], jax.Array] | None = None
+) -> jax.Array:
+    """Return the last factor of a softmax's output: scale / (sum with the sinks), and finite without tokens.
+
+    sinks: reads the [queries] logits times log2(e); None if there are none.
+    scale: reads the scale of V; None if there is none.
+    """
+    is_empty, total = state.sum == 0, state.sum
+    factor = jnp.full_like(total, 1.0)
+    if sinks is not None:
+        sink = sinks()
+        with_sink = jnp.maximum(state.max, sink)
+        factor = jnp.exp2(state.max - with_sink)
+        total = total * factor + jnp.exp2(sink - with_sink)
+    if scale is not None:
+        factor = factor * scale()
+    return factor / jnp.where(is_empty, 1.0, total)
 
 
 def token_finder(
@@ -166,14 +178,15 @@ def token_finder(
 
     tables: [num_tables, max_blocks_per_seq] int32 in the GPU's memory; row: the sequence's row of them.
     """
-    block_at = common.places(extras, p.block_stride)
+    block_at = common.array_blocks(extras, p.block_stride)
     first_block = lax.div(start, jnp.int32(p.block_size))
     last_block = jnp.maximum(pl.cdiv(end, jnp.int32(p.block_size)) - 1, first_block)
 
     def find(token: Any, num_tokens: int) -> tuple[jax.Array, Any]:
-        column = jnp.clip(lax.div(token, jnp.int32(p.block_size)), first_block, last_block)
+        column = lax.div(token, jnp.int32(p.block_size))
+        block_id = block_at(tables[row, jnp.clip(column, first_block, last_block)])
         offset = lax.rem(token, jnp.int32(p.block_size)) if p.block_size > num_tokens else 0
-        return block_at(tables[row, column]), pl.ds(offset, num_tokens)
+        return block_id, pl.ds(offset, num_tokens)
 
     return find
 
@@ -184,7 +197,7 @@ def last_block(
     """Return which of the arrays' blocks holds the last token of [start, end); if none, the null block."""
     column = lax.div(jnp.maximum(end - 1, 0), jnp.int32(p.block_size))
     block_id = jnp.where(end > start, tables[row, column], 0)
-    return common.places(extras, p.block_stride)(block_id)
+    return common.array_blocks(extras, p.block_stride)(block_id)
 
 
 def newest_group(

@@ -1,17 +1,18 @@
 """Primitives of the GPU kernels: bring tiles into shared memory, widen, multiply, store, wait.
 
-* A call's optional arrays: `Extras`, `extras_of`; the arrays' blocks that its block ids name: `places`.
+* A call's optional arrays: `Extras`, `extras_of`; the arrays' blocks that its block ids name: `array_blocks`.
 * Bring a tile: `copy_tokens` and `scale_tokens` size the TMA copies, `tiled` gives the layout of shared
-    memory.
+memory.
 * Multiply: `WGMMA` is the layout of a product in registers; `widen` and `widened` make float16 of 8-bit
-    numbers.
-* Write: `store`. Wait: `drain`.
-* Interpret: `interpret_params`.
+numbers.
+* Wait: `fill_ring` and `drain` wait for free slots. Write: `store`.
+* Launch: `kernel_of`, `interpret_params`.
 
 Primitives of tiles with 4 bits a number are in `int4_cache.py`, the counter of arrivals in
 `arrival_counter.py`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from pallas_kernels.support import Options
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
 FLOAT16_MAX = 65504.0
-NUM_WARPS = 4  # of the producer
+NUM_WARPS = 4  # in a producer warpgroup
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -43,20 +44,13 @@ class Extras(NamedTuple):
     v_scale: Any  # [num_kv_heads] float32
     token_scales: Any  # two arrays in which the layout's view has them, float32
     packed: Any  # `PackedArrays`
-    first_block: Any  # [1] int32, of a part of the arrays' blocks
+    first_block: Any  # [1] int32, of a slice of the arrays' blocks
 
 
 def extras_of(options: Options) -> Extras:
     """Return the arrays among the options."""
-    return Extras(
-        options.alibi_slopes,
-        options.sinks,
-        options.k_scale,
-        options.v_scale,
-        options.token_scales,
-        options.packed,
-        None if options.blocks is None else options.blocks.first[None],
-    )
+    first_block = None if options.blocks is None else options.blocks.first[None]
+    return Extras._make([*(getattr(options, name) for name in Extras._fields[:-1]), first_block])
 
 
 def block_stride(options: Options) -> int:
@@ -64,7 +58,7 @@ def block_stride(options: Options) -> int:
     return 1 if options.blocks is None else options.blocks.stride
 
 
-def places(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array]:
+def array_blocks(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array]:
     """Return a function from a block of the call to the arrays' block that it is. It reads memory once,
     now.
     """
@@ -110,6 +104,27 @@ def drain(empty: Any, num_slots: int, done: jax.Array) -> None:
             plgpu.barrier_wait(empty.at[lax.rem(done - 1 - k, jnp.int32(num_slots))])
 
 
+def fill_ring(
+    free: Any, num_stages: int, num_steps: jax.Array, fetch: Callable[[jax.Array, jax.Array], None]
+) -> None:
+    """Fill a ring step by step: call fetch(step, slot) whenever the step's slot is free.
+
+    free: barriers [num_stages], at which readers of a slot arrive.
+    """
+
+    def fill(i: jax.Array, _: None) -> None:
+        slot = lax.rem(i, jnp.int32(num_stages))
+
+        @pl.when(i >= num_stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(free.at[slot])
+
+        fetch(i, slot)
+
+    lax.fori_loop(0, num_steps, fill, None)
+    drain(free, num_stages, num_steps)
+
+
 def columns_of(head_dim: int) -> list[int]:
     """Return the first columns of pieces of 64 that cover head_dim; the last two may overlap."""
     return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
@@ -120,9 +135,7 @@ def widen(source: Any, target: Any, scales: Any = None, *, is_interpreted: bool)
 
     scales: [rows] float32 in shared memory, a factor for each row; None for none.
     """
-    height = (
-        source.shape[0] if scales is None else 64
-    )  # of a part: with scales numbers are float32 on the way
+    height = source.shape[0] if scales is None else 64
     for row in range(0, source.shape[0], height):
         rows = slice(None) if scales is None else pl.ds(row, height)
         factor = None
@@ -146,8 +159,8 @@ def widened(source: Any, *, is_interpreted: bool) -> jax.Array:
     return x.astype(jnp.float16)
 
 
-# Of four int8 with their signs turned over, numbers from 0 to 255, each in the lower byte of a float16 whose
-# other byte makes it 1024 more; and what is then too much, twice in a word.
+# Four int8 with flipped signs are numbers from 0 to 255. Each becomes the lower byte of a float16 whose upper
+# byte adds 1024; TOO_MUCH is the excess, 1024 + 128, twice in a word.
 SIGNS, UPPER_BYTE, PAIRS, TOO_MUCH = 0x80808080, 0x64, (0x4140, 0x4342), 0x64806480
 
 
@@ -193,10 +206,26 @@ def _int8_as_float16(x: jax.Array) -> jax.Array:
 
 def store(target: Any, value: jax.Array) -> None:
     """Store registers to memory as they lie, in spite of bank conflicts and partly written cache lines."""
-    if hasattr(plgpu, "store"):  # jax 0.12 wants to be told that they are accepted
+    if hasattr(plgpu, "store"):  # JAX 0.12 needs `optimized=False` to accept them
         plgpu.store(target, value, optimized=False)
     else:
         target[...] = value
+
+
+def kernel_of(
+    make: Callable[..., Callable[..., jax.Array]], *sizes: Any, interpret: Any
+) -> Callable[..., jax.Array]:
+    """Return the kernel make(*sizes, interpret), as one jitted function for all calls of these sizes.
+
+    A model is then lowered once, not layer by layer. An interpreted kernel is made anew for each call.
+    """
+    return make(*sizes, interpret) if interpret else jitted_kernel(make, *sizes)
+
+
+@functools.cache
+def jitted_kernel(make: Callable[..., Callable[..., jax.Array]], *sizes: Any) -> Callable[..., jax.Array]:
+    """Return the kernel make(*sizes, False), jitted and cached."""
+    return jax.jit(make(*sizes, False))
 
 
 def interpret_params(interpret: Any) -> Any:

@@ -44,12 +44,12 @@ from pallas_kernels.gpu import common, tuning
 
 DTYPES = ("bfloat16", "float16")
 NUM_CONSUMERS = 2
-NUM_OUTPUTS = 64  # of a consumer: the rows of a wgmma
-NUM_INPUTS = 64  # of a slot: 128 bytes, which is as wide as a swizzle
+NUM_OUTPUTS = 64  # outputs of a consumer: the rows of a wgmma
+NUM_INPUTS = 64  # inputs of a slot: 128 bytes, the width of a swizzle
 MAX_COLUMNS = 256  # of a wgmma
 UNIT = 8  # numbers: an array's rows must begin where TMA can, every 16 bytes
-MIN_STEPS = 4  # of a program, if inputs are split
-PROGRAMS = tuning.H200_CORES  # for which inputs are split, whatever the GPU: so bits are the same
+MIN_STEPS = 4  # steps of a program, at least, if inputs are split
+PROGRAMS = tuning.H200_CORES  # to split inputs for, on any GPU: so bits are the same on all
 MAX_STAGES = 8
 
 
@@ -131,7 +131,7 @@ class Work(NamedTuple):
 
     tile: jax.Array  # of outputs
     rows: Any
-    first: jax.Array  # of its steps
+    first: jax.Array  # step of the program
     num_steps: jax.Array
 
 
@@ -168,7 +168,7 @@ def _kernel(
 
         @pl.when(piece < p.num_pieces)
         def _store() -> None:
-            # In registers that lie so, two outputs are neighbours where there were two rows.
+            # In this layout a thread's registers hold two neighbouring outputs, not two neighbouring rows.
             turned = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
             common.store(out.at[split, rows, pl.ds(piece * NUM_OUTPUTS, NUM_OUTPUTS)].T, turned)
 
@@ -176,14 +176,8 @@ def _kernel(
 def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, warp: jax.Array) -> None:
     """Fetch this warp's copies of each step: a consumer's weights, or rows."""
 
-    def fetch(i: jax.Array, _: None) -> None:
-        slot = lax.rem(i, jnp.int32(p.num_stages))
+    def fetch(i: jax.Array, slot: jax.Array) -> None:
         full = scratch.full.at[slot]
-
-        @pl.when(i >= p.num_stages)
-        def _wait() -> None:
-            plgpu.barrier_wait(scratch.free.at[slot])
-
         inputs = pl.ds((work.first + i) * NUM_INPUTS, NUM_INPUTS)
         for consumer in range(NUM_CONSUMERS):
 
@@ -196,8 +190,7 @@ def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, war
         def _fetch_rows() -> None:
             plgpu.copy_gmem_to_smem(x.at[work.rows, inputs], scratch.x.at[slot], full)
 
-    lax.fori_loop(0, work.num_steps, fetch, None)
-    common.drain(scratch.free, p.num_stages, work.num_steps)
+    common.fill_ring(scratch.free, p.num_stages, work.num_steps, fetch)
 
 
 def _consume(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.Array, acc: Any) -> jax.Array:
@@ -258,18 +251,10 @@ def product(
     p = problem(num_rows, num_inputs, weights.shape[-1], x.dtype)
     x = jnp.pad(x, ((0, p.num_rows - num_rows), (0, 0)))
     number = jnp.full((1,), 0 if layer is None else layer, jnp.int32)
-    run = _kernel_of(p, interpret) if interpret else _shared_kernel_of(p)
+    run = common.kernel_of(_kernel_of, p, interpret=interpret)
     sums = run(number, weights if layer is not None else weights[None], x)
-    # Added one by one: the order is then the program's own, whatever the rows.
+    # Added one by one: so the order of the sum does not depend on the number of rows.
     return functools.reduce(operator.add, sums)[:num_rows, : p.num_outputs]
-
-
-@functools.cache
-def _shared_kernel_of(p: Problem) -> Callable[..., jax.Array]:
-    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
-    layer.
-    """
-    return jax.jit(_kernel_of(p, interpret=False))
 
 
 def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:

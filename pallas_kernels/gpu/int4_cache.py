@@ -3,8 +3,8 @@
     x[token, d] = code[token, d] * scale + zero     of K for a channel of 16 tokens, of V for a token
 
 16 tokens at a time are widened: they share K's scales, and each thread has four bytes of a line, eight
-    numbers. A code needs no conversion: put behind the bits of 1,024 in float16, it counts ones. The newest
-    tokens of K, which have no codes yet, replace what was widened in their rows.
+numbers. A code needs no conversion: put behind the bits of 1,024 in float16, it counts ones. The newest
+tokens of K, which have no codes yet, replace what was widened in their rows.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MOST_COUNTED = 2**15 - 1  # parts of a row, in the upper half of a number
+MOST_COUNTED = 2**15 - 1  # partitions of a row: a count is the upper half of an item's number
 
 
 class Partitioning(NamedTuple):

@@ -40,10 +40,12 @@ from pallas_kernels.gpu.common import WGMMA
 from pallas_kernels.quantised import NUM_INPUTS, NUM_OUTPUTS, PLANES, Halfwords, offset
 
 MAX_COLUMNS = 64
-MAX_ROWS = 256  # in blocks of MAX_COLUMNS: codes are fetched for each, and XLA moves four times as much
+MAX_ROWS = (
+    256  # in blocks of MAX_COLUMNS; codes are fetched for each block, still a quarter of what XLA moves
+)
 GROUP_SIZES = (16, 32, 64, 128)
-MIN_STEPS = 4  # of a program, if inputs are split
-PROGRAMS = 2 * tuning.H200_CORES  # for which inputs are split, whatever the GPU: so bits are the same
+MIN_STEPS = 4  # steps of a program, at least, if inputs are split
+PROGRAMS = 2 * tuning.H200_CORES  # to split inputs for, on any GPU: so bits are the same on all
 MAX_STAGES = 8
 
 
@@ -51,7 +53,7 @@ MAX_STAGES = 8
 class Problem:
     """The static shape of a call, and what follows from it."""
 
-    num_rows: int  # of x, whole blocks
+    num_rows: int  # rows of x, in whole blocks
     num_columns: int  # rows of a block, a multiple of 8: the columns of a wgmma
     num_outputs: int
     num_inputs: int
@@ -108,7 +110,7 @@ class Operands(NamedTuple):
     codes: Any  # [num_layers, num_outputs, halfwords]; in the ring [num_stages, NUM_OUTPUTS, halfwords]
     x: Any  # [num_rows, num_inputs]; [num_stages, num_columns, NUM_INPUTS]
     scales: Any  # [num_layers, num_groups, num_outputs]; [num_stages, groups, NUM_OUTPUTS]
-    minima: Any  # likewise, else None
+    minima: Any  # as scales, or None
 
 
 class Scratch(NamedTuple):
@@ -175,13 +177,7 @@ def _produce(
 ) -> None:
     """Fetch this warp's copies of each step."""
 
-    def fetch(i: jax.Array, _: None) -> None:
-        slot = lax.rem(i, jnp.int32(p.num_stages))
-
-        @pl.when(i >= p.num_stages)
-        def _wait() -> None:
-            plgpu.barrier_wait(scratch.free.at[slot])
-
+    def fetch(i: jax.Array, slot: jax.Array) -> None:
         step = first + i
         groups = pl.ds(step * p.groups, p.groups)
         sources = Operands(
@@ -197,8 +193,7 @@ def _produce(
                 def _copy(source: Any = source, target: Any = target) -> None:
                     plgpu.copy_gmem_to_smem(source, target.at[slot], scratch.full.at[slot])
 
-    lax.fori_loop(0, num_steps, fetch, None)
-    common.drain(scratch.free, p.num_stages, num_steps)
+    common.fill_ring(scratch.free, p.num_stages, num_steps, fetch)
 
 
 def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> jax.Array:
@@ -215,7 +210,7 @@ def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> ja
             terms = [each for term in terms for each in (term, _Term(ones, term.run, minima))]
         return _add(p, total, terms, x, scratch.wide)
 
-    # A loop: ptxas gives registers to the products of all that is unrolled.
+    # A loop, because ptxas would keep the products of an unrolled one in registers.
     total = lax.fori_loop(0, NUM_INPUTS // (p.run * p.at_a_time), add, total)
     plgpu.barrier_arrive(scratch.free.at[slot])
     return total
@@ -233,7 +228,7 @@ def _numbers(p: Problem, halfwords: Any, run: jax.Array) -> jax.Array:
     """Return the codes of a slot's run as bfloat16 [NUM_OUTPUTS, run].
 
     No conversion is needed: the lower seven bits of a bfloat16 between 128 and 255 count ones, and the eighth
-        adds 128. In a bfloat16 that is 16 times as large they count sixteens.
+    adds 128. In a bfloat16 that is 16 times as large they count sixteens.
     """
 
     def number(bits: jax.Array, mask: int, unit: int = 0) -> jax.Array:
@@ -344,18 +339,10 @@ def product(
         by_memory=bool(interpret),
     )
     x = jnp.pad(x, ((0, p.num_rows - num_rows), (0, p.num_inputs - x.shape[1])))
-    run = _kernel_of(p, interpret) if interpret else _shared_kernel_of(p)
+    run = common.kernel_of(_kernel_of, p, interpret=interpret)
     number = jnp.full((1,), 0 if layer is None else layer, jnp.int32)
     sums = run(number, Operands(stack.codes, x, stack.scales, stack.minima))
     return jnp.sum(sums, axis=0).T[:num_rows, : stack.out_features]
-
-
-@functools.cache
-def _shared_kernel_of(p: Problem) -> Callable[..., jax.Array]:
-    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
-    layer.
-    """
-    return jax.jit(_kernel_of(p, interpret=False))
 
 
 def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.support import Arrays, Options, sizes_of
 
-SHARED_MEMORY_BYTES = 227 * 1024  # what one program of an sm_90 GPU can have
+SHARED_MEMORY_BYTES = 227 * 1024  # shared memory of one program of an sm_90 GPU, at most
 H200_CORES = 132
 
 
@@ -34,8 +34,8 @@ class TuningConfig:
             raise ValueError(f"{self.ctas_per_core=} must be at least 1")
 
 
-# (device kind, head_dim, block_size, cache dtype, queries a row and kv head) -> config. Nothing has been
-# measured yet.
+# (device kind, head_dim, block_size, cache dtype, queries a row and kv head) -> config; nothing is measured
+# yet.
 MEASURED: dict[tuple[str, int, int, str, int], TuningConfig] = {}
 
 

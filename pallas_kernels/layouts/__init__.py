@@ -1,12 +1,14 @@
 """The layouts of a cache: the registry, and how a user's options name one.
 
-To add one, write a file with a frozen value of a class under `Layout` (or `Dense`, if only the order of axes
-is new) and put it into `LAYOUTS`; or leave it outside and name it "package.module:Name". `base.py` says what
-it has to have. The operations, the engine, the tests and the benchmarks take whatever is in the registry.
+To add a layout, write a file with a frozen value of a class under `Layout` (or `Dense`, if only the order of
+axes is new) and put it into `LAYOUTS`; or leave it outside and name it "package.module:Name". `base.py`
+defines what it must have. The operations, the engine, the tests and the benchmarks take whatever is in the
+registry.
 """
 
 import importlib
 import itertools
+import warnings
 from typing import Any
 
 import jax
@@ -69,6 +71,19 @@ LAYOUTS: dict[str, Layout] = {
     "fp8_e5m2": Fp8("fp8_e5m2"),
 }
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")  # fp8 is fp8_e4m3, as in vLLM
+
+
+# Names of an earlier release, and what they are called now.
+RENAMED = {"Place": Location, "Part": BlockSlice}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what a name of an earlier release stands for, with a warning."""
+    if name not in RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = RENAMED[name]
+    warnings.warn(f"layouts.{name} is now layouts.{new.__name__}", DeprecationWarning, stacklevel=2)
+    return new
 
 
 def named(layout: str | Layout) -> Layout:
@@ -138,5 +153,5 @@ def is_ours(layout: Layout) -> bool:
     """Return whether the layout's source is in this package. Programs compiled for other layouts must not be
     kept on disk: their source may change.
     """
-    parts = layout, getattr(layout, "base", layout)
-    return all(type(part).__module__.startswith(f"{__name__}.") for part in parts)
+    layouts = layout, getattr(layout, "base", layout)
+    return all(type(each).__module__.startswith(f"{__name__}.") for each in layouts)

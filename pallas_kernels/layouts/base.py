@@ -1,9 +1,9 @@
 """The base of layouts: how the K and V of one layer lie in arrays of blocks.
 
 A layout is a frozen value that three methods define: `arrays`, `write` and `read`. A block is one line of
-    each array, so copying, swapping and counting bytes follow. `view` is for the kernels: where a token's
-    head has its numbers side by side, `view` gives their location, and kernels read them there. XLA reads
-    whole blocks of any other layout with `read`.
+each array, so copying, swapping and counting bytes follow. `view` is for the kernels: where a token's head
+has its numbers side by side, `view` gives their location, and kernels read them there. XLA reads whole blocks
+of any other layout with `read`.
 """
 
 import abc
@@ -68,11 +68,11 @@ class View(NamedTuple):
 
     k: Location
     v: Location
-    # Factors of the stored numbers, float32; None: there are none, or a head has one for all
+    # Factors of the stored numbers, float32; None if there are none, or one for all tokens of a head
     # (`Layout.scales`).
     k_scale: Location | None = None
     v_scale: Location | None = None
-    numbers: jnp.dtype | None = None  # what the bytes are, where the arrays have them as uint8
+    numbers: jnp.dtype | None = None  # the type of numbers that the arrays store as uint8
 
 
 class PackedView(NamedTuple):
@@ -80,9 +80,9 @@ class PackedView(NamedTuple):
     bfloat16.
 
     Scales and zeros of K are for a channel of `group` tokens: in their locations axis "token" counts groups.
-        Those of V are for a token. A byte of a head has the codes of channels d and d + head_dim / 2, the
-        first in its low bits. The newest group of a block, `new_group` (int32, -1 for none), has its K in
-        `k_new`, in the type of the computation; only the last block of a sequence has one.
+    Those of V are for a token. A byte of a head has the codes of channels d and d + head_dim / 2, the first
+    in its low bits. The newest group of a block, `new_group` (int32, -1 for none), has its K in `k_new`, in
+    the type of the computation; only the last block of a sequence has one.
     """
 
     group: int  # tokens; block_size is a multiple
@@ -100,10 +100,9 @@ class PackedView(NamedTuple):
 class Layout(abc.ABC):
     """The base of all layouts. One with fields must be hashable: programs are compiled for a layout."""
 
-    # What `kv_cache_dtype` calls its numbers, if they are not those of the computation.
+    # The value of `kv_cache_dtype` for its numbers; None if they have the computation's type.
     cache_dtype: ClassVar[str | None] = None
-    # Whether an engine keeps a layer's blocks together, [num_layers, num_blocks, ...], in place of a block's
-    # layers.
+    # Whether an engine's arrays are [num_layers, num_blocks, ...] rather than [num_blocks, num_layers, ...].
     layers_apart: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -212,20 +211,20 @@ class Pool:
     arrays: dict[str, jax.Array]
     layout: Layout = dataclasses.field(metadata={"static": True})
     sizes: Sizes = dataclasses.field(metadata={"static": True})  # of the arrays
-    blocks: BlockSlice | None = None  # what block ids and slots are of; None: of all
+    blocks: BlockSlice | None = None  # which of the arrays' blocks ids and slots name; None: all
 
     @property
     def num_blocks(self) -> int:
         """The number of blocks that block ids can name."""
         return self.sizes.num_blocks if self.blocks is None else self.blocks.num_blocks
 
-    def places(self, block_ids: jax.Array) -> jax.Array:
+    def array_blocks(self, block_ids: jax.Array) -> jax.Array:
         """Return the blocks of the arrays that these block ids name."""
         return block_ids if self.blocks is None else self.blocks.first + block_ids * self.blocks.stride
 
     def read(self, block_ids: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """See `Layout.read`."""
-        return self.layout.read(self.arrays, self.sizes, self.places(block_ids), dtype)
+        return self.layout.read(self.arrays, self.sizes, self.array_blocks(block_ids), dtype)
 
     @property
     def scales(self) -> tuple[jax.Array, jax.Array] | None:

@@ -103,7 +103,7 @@ def take(
     lines: dict[str, jax.Array] = {}
     for name in dict.fromkeys(names):  # both from one array at once
         array = arrays[name]
-        # As flat lines, for which XLA's CPU gather is a copy.
+        # Flat lines, because XLA's CPU gather copies them.
         line = array.reshape(array.shape[0], -1).at[block_ids].get(mode="promise_in_bounds")
         lines[name] = line.reshape(*block_ids.shape, *array.shape[1:])
     n, (k, v) = block_ids.ndim - 1, (lines[name] for name in names)

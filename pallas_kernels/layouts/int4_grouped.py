@@ -65,14 +65,14 @@ class Int4Grouped(Layout):
         nowhere = sizes.num_blocks
         group, place = jnp.divmod(offset, GROUP)
         token, member = jnp.arange(len(slots)), jnp.arange(GROUP)
-        # A token whose group ends in this call is not kept as it is.
+        # A token whose group ends in this call is not kept in full.
         last = token + GROUP - 1 - place
         is_whole = slots.at[last].get(mode="fill", fill_value=-1) == slots + GROUP - 1 - place
-        # Who ends a group has the others before it, or in the block from earlier calls.
+        # The other tokens of a group come before its last one, or are in the block from earlier calls.
         ends = place == GROUP - 1
         before = token[:, None] - (GROUP - 1) + member
         is_here = (before >= 0) & (slots[before] == slots[:, None] - (GROUP - 1) + member)
-        # Read before it is written to: else XLA would copy the array.
+        # Read the array before writing to it: otherwise XLA would copy it.
         earlier, new["k_new"] = lax.optimization_barrier((new["k_new"][block], new["k_new"]))
         members = jnp.where(is_here[..., None, None], k[before], earlier)
         codes, scale, zero = _quantised(members.astype(jnp.float32), axis=1)

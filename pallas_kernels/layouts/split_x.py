@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts.base import Arrays, Layout, Sizes
 
-PIECE_BYTES = 16  # what a CUDA thread loads at once
+CHUNK_BYTES = 16  # bytes that a CUDA thread loads at once
 
 
 class SplitX(Layout):
@@ -29,9 +29,9 @@ class SplitX(Layout):
     ) -> dict[str, jax.Array]:
         block, offset = jnp.divmod(slots, sizes.block_size)
         old_k, old_v = arrays["k"], arrays["v"]
-        pieces = k.reshape(*k.shape[:2], *old_k.shape[2::2]).astype(old_k.dtype)
+        chunks = k.reshape(*k.shape[:2], *old_k.shape[2::2]).astype(old_k.dtype)
         return {
-            "k": old_k.at[block, :, :, offset].set(pieces),
+            "k": old_k.at[block, :, :, offset].set(chunks),
             "v": old_v.at[block, :, :, offset].set(v.astype(old_v.dtype)),
         }
 
@@ -48,4 +48,4 @@ class SplitX(Layout):
 
 
 def _numbers(dtype: jnp.dtype) -> int:
-    return PIECE_BYTES // jnp.dtype(dtype).itemsize
+    return CHUNK_BYTES // jnp.dtype(dtype).itemsize

@@ -10,8 +10,8 @@ namespace {
 
 using namespace native;
 
-// f(Float32() or another type of the cache): with CACHE_OF_BYTES one of a byte, else the queries'. A float8 that
-// is kept as bytes is known by the bits of its exponent.
+// Calls f with a value of the cache's type: with CACHE_OF_BYTES an 8-bit type, else the queries'. `exponent_bits` tells
+// which float8 is stored as uint8.
 template <typename F>
 ffi::Error WithCacheType(ffi::DataType type, int64_t exponent_bits, F f) {
 #ifdef CACHE_OF_BYTES
@@ -31,7 +31,8 @@ ffi::Error WithCacheType(ffi::DataType type, int64_t exponent_bits, F f) {
   return ffi::Error::Success();
 }
 
-// As `ops.tiled_paged_attention`. `places` says where K, V and their scales lie, as `attention.py` packs it.
+// Computes `ops.tiled_paged_attention`. `places` has the strides of K, V and scales, as `attention.operands` packs
+// them.
 ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::Buffer<ffi::S32> block_tables, ffi::Buffer<ffi::S32> query_starts,
                      ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::F32> k_scales, ffi::Buffer<ffi::F32> v_scales,

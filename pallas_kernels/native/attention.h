@@ -1,7 +1,7 @@
 // Causal attention of tiles of query tokens over paged K and V: `ops.tiled_paged_attention`.
 //
-// K and V are read where they lie, once for the query heads that share them, and as far as a query sees: time follows
-// the tokens that live, and nothing is gathered. Sums are in float32, and so are the softmax's weights. A query's bits
+// K and V are read where they lie, once for the query heads that share them, and only tokens that a query sees: the
+// time follows the live tokens, and nothing is gathered. Sums and the softmax's weights are in float32. A query's bits
 // depend on its own tokens alone.
 
 #ifndef PALLAS_KERNELS_NATIVE_ATTENTION_H_
@@ -14,7 +14,7 @@
 
 namespace native {
 
-// weights *= the scales of the tokens' K or V, for all rows of a head, of which `scales` has the first.
+// Multiplies the weights of all rows of a head by the scales of the tokens' K or V; `scales` is the head's first one.
 template <typename T, typename C>
 void Rescale(const Job<T, C>& job, const float* scales, int64_t head) {
   for (int64_t token = 0; token < job.num_tokens; token += kLanes) {
@@ -27,7 +27,7 @@ void Rescale(const Job<T, C>& job, const float* scales, int64_t head) {
   }
 }
 
-// What a tile's queries see: `num_queries` of them, the first at `start`, and the tokens [begin, end).
+// The live queries of a tile, `num_queries` from position `start` on, and the tokens [begin, end) that they see.
 struct Seen {
   int64_t start, num_queries, begin, end;
 };
@@ -41,8 +41,8 @@ Seen SeenBy(const AttentionCall<T, C>& call, int64_t tile) {
   return {start, num_queries, std::max<int64_t>(start + 1 - call.window, 0) / kAlignment * kAlignment, end};
 }
 
-// Where the tokens [begin, end) of a tile lie, and what scales them, if anything does. Up to `num_tokens` the last one is
-// read again, with no weight: behind it the cache may end.
+// Writes the offsets of the tokens [begin, end) of a tile, and those of their scales, if there are any. The last
+// token's pad them to `num_tokens`: it is read again without weight, for the cache may end behind it.
 template <typename T, typename C>
 void Locate(const AttentionCall<T, C>& call, int64_t tile, int64_t begin, int64_t end, int64_t num_tokens,
             int64_t* offsets, int64_t* scale_offsets) {
@@ -61,8 +61,8 @@ void Locate(const AttentionCall<T, C>& call, int64_t tile, int64_t begin, int64_
   if (scale_offsets) std::fill(scale_offsets + count, scale_offsets + num_tokens, scale_offsets[count - 1]);
 }
 
-// The queries of one tile, with the kv heads [first_head, first_head + num_heads). Meanwhile K's first tokens of
-// `next_tile`, and of as many heads from `next_head` on, come into the cache.
+// Computes one tile for the kv heads [first_head, first_head + num_heads). Meanwhile it prefetches the first tokens of
+// K of `next_tile`, for as many heads from `next_head` on.
 template <typename T, typename C>
 void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, int64_t num_heads, int64_t next_tile,
             int64_t next_head) {
@@ -128,7 +128,7 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
 
 template <typename T, typename C, typename Pool>
 void AttendAll(Pool& pool, const AttentionCall<T, C>& call) {
-  // All kv heads at once read K and V as they lie in memory; one by one they occupy more threads.
+  // With all kv heads in a job, K and V are read in the order of memory; a job per head occupies more threads.
   const int64_t num_heads = call.num_tiles < 2 * pool.num_threads() ? 1 : call.num_kv_heads;
   const int64_t parts = call.num_kv_heads / num_heads;
   Share(pool, call.num_tiles * parts, [=](int64_t item, int64_t next) {

@@ -116,7 +116,7 @@ def packed_operands(pool: Pool) -> tuple[list[jax.Array], list[int]]:
     them.
 
     The numbers, counted in elements, are: num_kv_heads and block_size; then the strides of a block, a token
-        and a head in the codes, in K's scales (where "token" counts groups), in `k_new`, and in V's scales.
+    and a head in the codes, in K's scales (where "token" counts groups), in `k_new`, and in V's scales.
     """
     view = pool.layout.packed_view()
     assert view is not None

@@ -1,4 +1,4 @@
-// What attention is about: a call, and what one thread does of it at a time.
+// The arguments of an attention call, and the job of one thread at a time.
 
 #ifndef PALLAS_KERNELS_NATIVE_ATTENTION_JOB_H_
 #define PALLAS_KERNELS_NATIVE_ATTENTION_JOB_H_
@@ -12,29 +12,29 @@ namespace native {
 constexpr int kSumVectors = kLanes == 8 ? 2 : 4;
 constexpr int64_t kGroup = kSumVectors * kLanes;
 
-// From one block, token and head to the next.
+// Distances from one block, token and head to the next.
 struct Strides {
   int64_t block, token, head;
   int64_t At(int64_t block_id, int64_t offset) const { return block_id * block + offset * token; }
 };
 
-// What packed numbers of K and V need to be unpacked (`nibbles.h`); others are read where they lie.
+// How K and V are unpacked. Only packed numbers need it (`nibbles.h`); others are read where they lie.
 template <typename C>
 struct Packing {
   static constexpr bool kIsPacked = false;
   static constexpr int64_t kChunk = 32;  // tokens whose K or V stays in the first-level cache for all rows
   static int64_t HeadBytes(int64_t head_dim) { return head_dim * sizeof(typename C::Value); }
-  // Tokens are looked at from a multiple of so many on.
+  // A job's first token is a multiple of this.
   static constexpr int64_t kAlignment = 1;
 };
 
-// Queries and outputs are numbers of T, those of K and V of C.
+// The arguments of a call. Queries and outputs have type T, K and V type C.
 template <typename T, typename C>
 struct AttentionCall {
   const typename T::Value* q;
   const char *k, *v;  // of block 0, its first token and head
   const int32_t *block_tables, *query_starts, *seq_lens;
-  const float *k_scales, *v_scales;  // what numbers of K and V are to be multiplied by; null: by nothing
+  const float *k_scales, *v_scales;  // factors of the numbers of K and V; null for none
   typename T::Value* out;
   int64_t num_tiles, tile_len, num_q_heads, head_dim, num_kv_heads, block_size, max_blocks;
   Strides strides;        // of K and V, in bytes
@@ -51,49 +51,49 @@ struct AttentionCall {
   int64_t head_bytes() const { return Packing<C>::HeadBytes(head_dim); }
 };
 
-// Where a head of K or V lies, for some tokens.
+// The addresses of a head of K or V, for some tokens.
 struct Heads {
   const char* base;
   const int64_t* offsets;
   const char* operator[](int64_t token) const { return base + offsets[token]; }
 };
 
-// What is asked for while others are computed: piece by piece, in the order in which it lies in memory.
+// Memory to prefetch while other tokens are computed: chunk by chunk, in the order of its addresses.
 struct NextHeads {
   Heads heads;
-  int64_t bytes;         // of a piece; 0: nothing is asked for
-  int64_t num_pieces;    // that follow each other from where a token's begin
-  int64_t token, piece;  // what is next
+  int64_t bytes;         // of a chunk; 0 to prefetch nothing
+  int64_t num_pieces;    // chunks of a token, side by side
+  int64_t token, piece;  // the next chunk to prefetch
   [[gnu::always_inline]] void Ask() {
     if (bytes == 0) return;
     Prefetch(heads[token] + piece * bytes, bytes);
     if (++piece == num_pieces) ++token, piece = 0;
   }
-  // The `part`th of so many parts of `count` pieces: all at once would be more than a processor asks for at a time.
+  // Prefetches the `part`th of num_parts equal ranges of `count` chunks. A processor cannot prefetch all at once.
   void AskPart(int64_t part, int64_t num_parts, int64_t count) {
     for (int64_t i = part * count / num_parts; i < (part + 1) * count / num_parts; ++i) Ask();
   }
 };
 
-// One tile and some of its kv heads: the rows of queries that share each of these, and the tokens that some row sees,
-// counted from the first, in whole chunks. A row is one head of one token.
+// The work on one tile and some of its kv heads. A row is one query head of one token; all rows of a kv head share its
+// K and V. Tokens are those that some row sees, counted from the first one, padded to whole chunks.
 template <typename T, typename C>
 struct Job {
   static constexpr int64_t kChunk = Packing<C>::kChunk;
   const AttentionCall<T, C>& call;
   int64_t first_head, num_heads, num_rows, num_tokens;
-  int64_t width, num_groups;  // of a head: narrow ones are read as if they had a whole group of columns
-  int64_t num_factors;        // of a query
+  int64_t width, num_groups;  // columns of a head, and groups of them; narrow heads are padded to one group
+  int64_t num_factors;        // words of a query, as `Spread` writes it
   const char *k, *v;          // of the first kv head
-  int64_t* offsets;           // [num_tokens + kChunk]: from k and v, in bytes, and behind these from `copy`
-  int64_t* scale_offsets;     // [num_tokens]: from the first scale of a head; of packed numbers the slots
-  int64_t* ends;              // [num_rows]: how many tokens there are up to a row's own
-  int64_t* places;            // [num_heads, num_rows]: in q and out
+  int64_t* offsets;           // [num_tokens + kChunk]: of tokens from k and v in bytes, then kChunk offsets from `copy`
+  int64_t* scale_offsets;     // [num_tokens]: of scales from a head's first one; slots, if numbers are packed
+  int64_t* ends;              // [num_rows]: the number of tokens up to and including a row's own
+  int64_t* places;            // [num_heads, num_rows]: each row's offset in q and out
   uint32_t* factors;          // [num_heads, num_rows, num_factors]
   float* weights;             // [num_heads, num_rows, num_tokens]
   float* totals;              // [num_heads, num_rows], of weights
   float* sums;                // [num_heads, num_rows, num_groups * kGroup]
-  char* copy;                 // [kChunk, width], of narrow heads and of unpacked ones
+  char* copy;                 // [kChunk, width]: a padded or unpacked chunk
   const char* next_k;         // of the first kv head of the job after this one
   const int64_t* next_offsets;  // [kChunk]: from next_k
   int64_t num_next;             // how many of these there are
@@ -101,20 +101,22 @@ struct Job {
   int64_t index(int64_t head, int64_t row) const { return head * num_rows + row; }
   float* weight(int64_t head, int64_t row) const { return weights + index(head, row) * num_tokens; }
   int64_t begin(int64_t row) const { return std::max<int64_t>(ends[row] - call.window, 0); }
-  // Whether one of `count` rows sees one of `tokens` tokens.
+  // Returns whether any of `count` rows sees any of `tokens` tokens.
   bool Sees(int64_t row, int64_t count, int64_t token, int64_t tokens) const {
     return token < ends[row + count - 1] && begin(row) < token + tokens;
   }
-  // The first column of a group. The last group ends with the head, and begins within the one before.
+  // Returns the first column of a group. The last group ends with the head, and may overlap the one before.
   int64_t column(int64_t group) const { return std::min(group * kGroup, width - kGroup); }
   Heads At(const char* base, int64_t head, int64_t token) const {
     return {base + head * call.strides.head, offsets + token};
   }
-  // What is asked for while a head of the chunk of K before `chunk_end` is computed: K's next chunk, at last V's first.
+  // Returns what to prefetch while a head of the chunk of K before `chunk_end` is computed: K's next chunk, or, at the
+  // end, V's first.
   NextHeads AfterK(int64_t head, int64_t chunk_end) const {
     return chunk_end < num_tokens ? Ahead(k, offsets + chunk_end, kChunk, head) : Ahead(v, offsets, kChunk, head);
   }
-  // The same behind some tokens of V, for `count` tokens: its next ones, or the next job's first of K.
+  // Returns what to prefetch while `count` tokens of V before `end` are computed: its next ones, or the next job's
+  // first tokens of K.
   NextHeads AfterV(int64_t head, int64_t end, int64_t count, int64_t part = 0, int64_t num_parts = 1) const {
     if (end < num_tokens) return Ahead(v, offsets + end, count, head, part, num_parts);
     return num_next > 0 ? Ahead(next_k, next_offsets, count, head, part, num_parts) : NextHeads{};
@@ -144,9 +146,9 @@ struct Job {
   }
 
  private:
-  // The share of `count` tokens from `base` on that is asked for while one of the heads is computed; of that the
-  // `part`th of so many parts. Heads that lie side by side are taken token by token, whichever is computed meanwhile:
-  // so memory is read in its order, in two thirds of the time of one head after the other.
+  // Returns the memory, of `count` tokens from `base` on, to prefetch while one of the heads is computed: the `part`th
+  // of num_parts. Heads that lie side by side are prefetched token by token, whichever head is computed: reading memory
+  // in its order takes two thirds of the time of one head after the other.
   NextHeads Ahead(const char* base, const int64_t* its_offsets, int64_t count, int64_t head, int64_t part = 0,
                   int64_t num_parts = 1) const {
     const int64_t head_bytes = call.head_bytes();

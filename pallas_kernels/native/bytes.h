@@ -1,5 +1,5 @@
-// Numbers of fewer bits, of which vectors are made by instructions of their own: in a file of its own, for the
-// instructions' header takes the compiler a second.
+// Numbers of 8 and 16 bits, which dedicated instructions widen to vectors. They have a file of their own, because the
+// header of these instructions takes the compiler a second.
 
 #ifndef PALLAS_KERNELS_NATIVE_BYTES_H_
 #define PALLAS_KERNELS_NATIVE_BYTES_H_
@@ -14,7 +14,7 @@
 
 namespace native {
 
-// Numbers of a byte, which become float32 in the register that they are read into.
+// 8-bit numbers, which become float32 in the register that they are read into.
 template <typename Decoded>
 struct Bytes {
   using Value = uint8_t;
@@ -24,7 +24,7 @@ struct Bytes {
   static F32 AddProduct(F32 sum, F32 factor, Words words, int) { return sum + factor * (F32)words; }
 };
 
-// kLanes bytes as words. GCC 12 makes of the plain form a move for each byte.
+// Reads kLanes bytes as words. GCC 12 compiles the plain form to a move for each byte.
 template <typename Byte>
 inline I32 Widened(const char* p) {
 #if defined(__AVX512F__)
@@ -39,9 +39,9 @@ inline I32 Widened(const char* p) {
 #endif
 }
 
-// Numbers of kBits: a sign, kExponent bits of an exponent, and the others of a fraction. Subnormal numbers are made
-// without float32's own, which a processor may have been told to take for zeros; infinities and NaN, of which none are
-// written, become large numbers.
+// Widens floats of kBits: a sign, kExponent bits of exponent, and the fraction. Subnormal numbers are computed without
+// float32 subnormals, which a processor may treat as zeros. Infinities and NaN, which are never written, become large
+// numbers.
 template <int kBits, int kExponent>
 inline F32 Widened(Words bits) {
   constexpr uint32_t kSign = 1u << (kBits - 1), kShift = 24 - kBits + kExponent, kBias = 128 - (1 << (kExponent - 1));
@@ -52,7 +52,7 @@ inline F32 Widened(Words bits) {
   return (F32)((Words)size | (bits & kSign) << (32 - kBits));
 }
 
-// As many numbers of 16 bits as a register has lanes, and the instruction that widens float16.
+// A vector of 16-bit numbers, one for each lane of a register, and the instruction that widens float16.
 #if defined(__AVX512F__)
 #define HAS_FLOAT16
 using Halves = __m256i;
@@ -65,7 +65,7 @@ inline F32 FromFloat16(Halves halves) { return _mm256_cvtph_ps(halves); }
 inline Halves Doubled(const char* bytes) { return _mm_cvtepi8_epi16(_mm_cvtsi64_si128(Load<int64_t>(bytes))); }
 #endif
 
-// float16 numbers as they lie in memory.
+// Reads float16 numbers from memory.
 inline F32 ReadFloat16(const char* p) {
 #ifdef HAS_FLOAT16
   return FromFloat16(Load<Halves>(p));
@@ -79,7 +79,7 @@ struct Int8 : Bytes<Int8> {
   static F32 Decode(const char* p) { return __builtin_convertvector(Widened<int8_t>(p), F32); }
 };
 
-// With 5 bits of an exponent it is the upper half of a float16 number; with 4 its exponent is 8 less than of one.
+// A float8 with 5 exponent bits is the upper half of a float16. With 4 bits its exponent bias is 8 less than float16's.
 template <int kExponent>
 struct Float8 : Bytes<Float8<kExponent>> {
   static F32 Decode(const char* p) {

@@ -1,4 +1,4 @@
-// What a function has that XLA's programs call.
+// Definitions that every function called by XLA's programs needs.
 
 #pragma once
 
@@ -12,10 +12,11 @@ namespace native {
 
 namespace ffi = xla::ffi;
 
-// A library has kernels for one type, Float32 or BFloat16, which -DNUMBERS tells: nobody waits for those of the other.
+// A library has kernels for one type, given by -DNUMBERS: Float32 or BFloat16. So no caller waits for the compilation
+// of the other type.
 using Numbers = NUMBERS;
 
-// An error unless an array is of that type.
+// Returns an error unless an array is of the library's type.
 inline ffi::Error CheckType(ffi::DataType type) {
   if (type == (std::is_same_v<Numbers, Float32> ? ffi::F32 : ffi::BF16)) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("the library has kernels for numbers of another type");
@@ -23,7 +24,7 @@ inline ffi::Error CheckType(ffi::DataType type) {
 
 }  // namespace native
 
-// Lets threads wait where those of another library do, if there is one; returns where.
+// Lets this library's threads wait where those of another library do. Returns that address; null chooses the own one.
 extern "C" void* jaxpaged_wait_at(void* others) {
   if (others) native::places = static_cast<native::Places*>(others);
   return native::places;

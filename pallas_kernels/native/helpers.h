@@ -1,7 +1,7 @@
-// Threads of the pool that have helped with one call and wait, awake, for the next: see `Share`.
+// Helpers: threads of the pool that have worked on one call, and busy-wait for the next. See `Share`.
 //
-// A step makes hundreds of calls, some tens of microseconds apart. To wake a thread that sleeps meanwhile takes the caller
-// several microseconds, and some thirty more pass until it runs.
+// A step makes hundreds of calls, some tens of microseconds apart. Waking a sleeping thread costs the caller several
+// microseconds, and some thirty more pass until the thread runs.
 
 #ifndef PALLAS_KERNELS_NATIVE_HELPERS_H_
 #define PALLAS_KERNELS_NATIVE_HELPERS_H_
@@ -26,15 +26,15 @@ inline void Pause() {
 using Task = std::function<void()>;
 class Helper;
 
-// Where threads wait, one in a place. All libraries of the kernels have the same: see `call.h`.
+// The waiting helpers, one in each slot of an array that all libraries of the kernels share: see `call.h`.
 using Places = std::array<std::atomic<Helper*>, 64>;
 inline Places own_places{};
 inline Places* places = &own_places;
 
-// A thread that helps. Who takes it out of its place owes it a task.
+// A thread that helps. A caller that takes it out of its slot must give it a task.
 class Helper {
  public:
-  // Does a task, and those that it is given soon after one that was short.
+  // Runs a task. After a short one, waits a while for the next and runs it, too.
   void Help(Task task) {
     for (;;) {
       const auto start = Clock::now();
@@ -54,11 +54,11 @@ class Helper {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // XLA works about so long between two calls of a step that decodes. Between the long ones of a prompt it works longer,
-  // itself with several threads, which want this one's core.
+  // kPatience: about as long as XLA works between two calls of a decode step. Between the long calls of a prompt (over
+  // kShort) XLA works longer, with several threads, which need this one's core.
   static constexpr std::chrono::microseconds kPatience{50}, kShort{700};
 
-  // The place that it waits in; null if there is none.
+  // Takes a free slot and returns it; null if there is none.
   std::atomic<Helper*>* Enter() {
     for (auto& place : *places) {
       Helper* nobody = nullptr;
@@ -67,7 +67,7 @@ class Helper {
     return nullptr;
   }
 
-  // Whether it was given a task in time; if not, it has left its place.
+  // Returns whether a task came in time. If not, the helper has left its slot.
   bool Await(std::atomic<Helper*>& place) {
     for (const auto end = Clock::now() + kPatience;;) {
       for (int i = 0; i < 16; ++i) {
@@ -85,7 +85,7 @@ class Helper {
   std::atomic<bool> has_task_{false};
 };
 
-// Gives a task to a thread that waits; false if none does.
+// Gives a task to a waiting helper. Returns false if none waits.
 inline bool GiveToHelper(const Task& task) {
   for (auto& place : *places) {
     if (place.load(std::memory_order_relaxed) == nullptr) continue;

@@ -45,12 +45,17 @@ FUNCTIONS = {
     "quantised_product_of_short_floats": Function("quantised_product", ("-DFLOAT_CODES=Float4Codes",)),
     "low_rank": Function("low_rank"),
 }
-USUAL = ("product", "attention")  # compiled together at first, the others when they are called for
-NUMBERS = {"float32": "Float32", "bfloat16": "BFloat16"}  # what `vector.h` calls them; a library is for one
+USUAL = ("product", "attention")  # compiled together at first; the others when they are needed
+NUMBERS = {
+    "float32": "Float32",
+    "bfloat16": "BFloat16",
+}  # their names in `vector.h`; a library is compiled for one
 
-_LOADING = threading.Lock()  # one compiles, the others wait for it
+_LOADING = threading.Lock()  # held while one thread compiles
 _OPENING = threading.Lock()
-_waiting: list[int | None] = []  # where each library's threads wait for work: the same address for all
+waiting_addresses: list[
+    int | None
+] = []  # where each library's threads wait for work: the same address for all
 
 
 class Target(NamedTuple):
@@ -64,8 +69,8 @@ class Target(NamedTuple):
 X86, ARM = ("x86_64",), ("aarch64", "arm64")
 AVX2 = ("avx2", "fma", "bmi2", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl")
-SSE2 = "sse2"  # only where it is asked for: XLA's code is as fast there, and faster for many rows
-# The fastest first.
+SSE2 = "sse2"  # only on request: XLA's code is as fast there, and faster for many rows
+# Targets, the fastest first.
 TARGETS = {
     "avx512_bf16": Target("AVX-512 with BF16", X86, (*AVX512, "avx512_bf16")),
     "avx512": Target("AVX-512", X86, AVX512),
@@ -117,13 +122,13 @@ def target() -> str | None:
 
     Raises: ValueError if JAXPAGED_NATIVE names no target of this processor.
     """
-    asked, served = os.environ.get("JAXPAGED_NATIVE", ""), targets()
-    if asked in ("", "0", "1"):
+    requested, served = os.environ.get("JAXPAGED_NATIVE", ""), targets()
+    if requested in ("", "0", "1"):
         return next((name for name in served if name != SSE2), None)
-    if asked not in served:
+    if requested not in served:
         names = ", ".join(served) or "none"
-        raise ValueError(f"JAXPAGED_NATIVE={asked!r} must be 0, 1 or a target of this processor: {names}")
-    return asked
+        raise ValueError(f"JAXPAGED_NATIVE={requested!r} must be 0, 1 or a target of this processor: {names}")
+    return requested
 
 
 def targets() -> list[str]:
@@ -155,7 +160,7 @@ def prepare(dtype: jnp.dtype) -> None:
 
 
 def _prepare(dtype: jnp.dtype) -> None:
-    with contextlib.suppress(ValueError):  # about JAXPAGED_NATIVE: who asks is told
+    with contextlib.suppress(ValueError):  # a wrong JAXPAGED_NATIVE is reported when a kernel is called
         serves(dtype)
 
 
@@ -169,21 +174,23 @@ def _load(name: str, dtype: jnp.dtype, functions: tuple[str, ...]) -> str | None
     nothing.
     """
     with _LOADING:
-        return _loaded(name, dtype, functions)
+        return load_once(name, dtype, functions)
 
 
 @functools.cache
-def _loaded(name: str, dtype: jnp.dtype, functions: tuple[str, ...]) -> str | None:
+def load_once(name: str, dtype: jnp.dtype, functions: tuple[str, ...]) -> str | None:
     compiler = find_compiler()
     if compiler is None:
         return _without("there is no C++ compiler", "install one, for example with apt install g++")
     try:
         with ThreadPoolExecutor() as pool:  # the compiler runs for all of them at the same time
-            made = [pool.submit(_handler, function, dtype, TARGETS[name], compiler) for function in functions]
+            made = [
+                pool.submit(handler_of, function, dtype, TARGETS[name], compiler) for function in functions
+            ]
         handlers = dict(zip(functions, (each.result() for each in made), strict=True))
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines()[:1]
-        problem = ": ".join([f"failed with exit code {error.returncode}", *said])
+        messages = error.stderr.strip().splitlines()[:1]
+        problem = ": ".join([f"failed with exit code {error.returncode}", *messages])
     except (OSError, ValueError, AttributeError) as error:
         problem = f"makes no library: {error}"
     else:
@@ -201,7 +208,7 @@ def _without(problem: str, remedy: str) -> str:
     return words
 
 
-def _handler(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> Any:
+def handler_of(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> Any:
     """Return one function's handler from its cached library. Compile and cache the library if there is
     none.
     """
@@ -211,7 +218,7 @@ def _handler(function: str, dtype: jnp.dtype, target: Target, compiler: str) -> 
     key = hashlib.sha256("\0".join([jax.__version__, *command, *sources]).encode()).hexdigest()
     name, folder = f"native-{function}-{dtype.name}-{key[:16]}.so", compilation_cache_dir()
     if folder and (folder / name).exists() and not why_untrusted(folder / name):
-        with contextlib.suppress(OSError):  # it is damaged: another is made
+        with contextlib.suppress(OSError):  # a damaged library is compiled again
             return _open(folder / name, source)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / name
@@ -234,7 +241,7 @@ def _open(file: Path, source: str) -> Any:
     wait_at = library.jaxpaged_wait_at
     wait_at.argtypes, wait_at.restype = [ctypes.c_void_p], ctypes.c_void_p
     with _OPENING:
-        _waiting.append(wait_at(_waiting[0] if _waiting else None))
+        waiting_addresses.append(wait_at(waiting_addresses[0] if waiting_addresses else None))
     return handler
 
 
@@ -249,7 +256,7 @@ def compile_command(target: Target, compiler: str) -> list[str]:
     words = shlex.split(compiler)
     if not words:
         raise ValueError("its name is empty")
-    # Compilers call features as Linux does, but for underscores.
+    # Compilers name features as Linux does, without underscores.
     features = [f"-m{feature.replace('_', '')}" for feature in target.features]
     return [*words, "-std=c++17", "-O3", "-ffp-contract=fast", *features, "-w"]
 

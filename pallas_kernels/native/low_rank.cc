@@ -1,4 +1,4 @@
-// Low-rank additions to products as a function that XLA's programs call.
+// Low-rank additions to products, as a function that XLA's programs call.
 
 #include "low_rank.h"
 #include "call.h"
@@ -8,7 +8,7 @@ namespace {
 using namespace native;
 
 // y [rows, columns], x [rows, inputs], a [layers, choices, panels, inputs, 16], b [layers, choices, panels, rank, 16],
-// choices [rows], layer -> y, in place; `widths` are the pieces of its columns.
+// choices [rows], layer -> y, in place; `widths` are the sections of its columns.
 ffi::Error LowRank(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> y, ffi::AnyBuffer x, ffi::AnyBuffer a, ffi::AnyBuffer b,
                    ffi::Buffer<ffi::S32> choices, ffi::Buffer<ffi::S32> layer, ffi::ResultBuffer<ffi::F32> out,
                    ffi::Span<const int64_t> widths) {

@@ -20,7 +20,7 @@ constexpr int64_t kNarrowPanel = 16, kRowsTogether = 4;
 typedef float F8 __attribute__((vector_size(32)));
 typedef uint32_t Words8 __attribute__((vector_size(32)));
 
-// A panel's columns in whole registers of eight lanes: in float32 its halves, in bfloat16 the even and the odd ones.
+// The columns of a panel in registers of eight lanes: in float32 its halves, in bfloat16 the even and the odd columns.
 struct NarrowFloat32 {
   using Type = Float32;
   static F8 Number(const char* panel_row, int v) { return Load<F8>(panel_row + 32 * v); }
@@ -35,7 +35,7 @@ struct NarrowBFloat16 {
   static int Column(int v, int lane) { return 2 * lane + v; }
 };
 
-// sums[row][column] = the numbers x[row] times a panel, for kRows rows.
+// Computes sums[row][column] = x[row] times a panel, for kRows rows.
 template <typename N, int kRows>
 void NarrowSums(const float* const* x, const char* panel, int64_t num_inputs, float (*sums)[kNarrowPanel]) {
   constexpr int64_t kRowBytes = kNarrowPanel * sizeof(typename N::Type::Value);
@@ -58,8 +58,8 @@ void NarrowSums(const float* const* x, const char* panel, int64_t num_inputs, fl
   }
 }
 
-// The pieces of y that have a low-rank part each: of how many columns. `a` has the first products of all of them side
-// by side, `rank` columns each; `b` the second ones, each with panels of its own.
+// The sections of y's columns, each with a low-rank addition of its own. `a` has the first matrices of all sections
+// side by side, `rank` columns each; `b` has the second ones, each in panels of its own.
 struct LowRankShape {
   int64_t num_rows, num_inputs, rank, columns;
   const int64_t* widths;
@@ -75,7 +75,7 @@ struct LowRankShape {
   int64_t b_numbers() const { return b_panels() * rank * kNarrowPanel; }
 };
 
-// Some rows that have chosen the same a and b.
+// Adds to rows that have chosen the same a and b.
 template <typename N, int kRows>
 void AddLowRank(const int64_t* rows, const char* x, const char* a, const char* b, float* y,
                 const LowRankShape& shape) {

@@ -1,7 +1,7 @@
 // Caches of 4 bits a number, as `layouts/int4_grouped.py` has them: code * scale + zero.
 //
-// K's scales are those of a channel of 16 tokens: a chunk's. So a head of a chunk is unpacked in registers, once for all
-// rows, into 16 x head_dim float32 numbers, which stay in the first-level cache, and is multiplied from there.
+// A scale of K belongs to a channel of 16 tokens, which are a chunk. A head of a chunk is unpacked once for all rows,
+// into 16 x head_dim float32 numbers. These stay in the first-level cache, and are multiplied from there.
 
 #ifndef PALLAS_KERNELS_NATIVE_NIBBLES_H_
 #define PALLAS_KERNELS_NATIVE_NIBBLES_H_
@@ -11,11 +11,11 @@
 
 namespace native {
 
-// What a packed cache of a computation in T is when it is unpacked.
+// The type of an unpacked cache, for a computation in T.
 template <typename T>
 struct Nibbles : Float32 {};
 
-// The codes in the low and in the high bits of neighbouring bytes, as a register of numbers or as one.
+// The codes in the low and in the high bits of bytes: a register of neighbouring ones, or a single one.
 template <typename Number>
 struct Codes {
   Number low, high;
@@ -50,11 +50,12 @@ struct Packing<Nibbles<T>> {
 
   const uint16_t *k_scale, *k_zero, *v_scale, *v_zero;  // bfloat16
   const typename T::Value* k_new;
-  const int32_t* new_group;  // of each block, that whose K is in k_new
+  const int32_t* new_group;  // [num_blocks]: the group of each block whose K is in k_new, -1 for none
   int64_t block_size;
-  Strides of_groups, of_tokens, of_new;  // of K's scales, counted by groups, of V's and of k_new, in numbers
+  // In numbers: of K's scales, where tokens count groups; of V's scales; of k_new.
+  Strides of_groups, of_tokens, of_new;
 
-  // A head of a chunk's tokens, of which the first is in a slot, as rows of `width` float32 numbers.
+  // Unpacks K of one head for a chunk of tokens, the first of which is in `slot`, into rows of `width` float32 numbers.
   void UnpackK(Heads codes, int64_t slot, int64_t head, int64_t head_dim, int64_t width, char* out) const {
     const int64_t block = slot / block_size, group = slot % block_size / kChunk;
     float* rows = reinterpret_cast<float*>(out);
@@ -95,7 +96,8 @@ struct Packing<Nibbles<T>> {
   }
 
  private:
-  // Calls f(place, a register) for `count` bytes: the last register begins within the one before. Few go one by one.
+  // Calls f(offset, a register) to cover `count` bytes; the last register may overlap the one before it. Fewer bytes
+  // than a register holds are passed one by one, as f(offset, a float).
   template <typename F>
   static void InRegisters(int64_t count, F f) {
     if (count < kLanes) {

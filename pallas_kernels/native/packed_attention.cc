@@ -11,7 +11,8 @@ using Scales = ffi::Buffer<ffi::BF16>;
 
 const uint16_t* Bits(const Scales& scales) { return static_cast<const uint16_t*>(scales.untyped_data()); }
 
-// As `ops.tiled_paged_attention`. `places` says where everything lies, as `attention.py` packs it.
+// Computes `ops.tiled_paged_attention`. `places` has the strides of all arrays, as `attention.packed_operands` packs
+// them.
 ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::S32> block_tables,
                            ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::U8> k,
                            Scales k_scale, Scales k_zero, ffi::AnyBuffer k_new, ffi::Buffer<ffi::S32> new_group,
@@ -29,7 +30,7 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                                           Bits(v_zero),           static_cast<const Value*>(k_new.untyped_data()),
                                           new_group.typed_data(), at[1],                  {at[5], at[6], at[7]},
                                           {at[11], at[12], at[13]}, {at[8], at[9], at[10]}};
-  // The offsets that others have of scales are slots here.
+  // Strides of scales are those of slots here: Packing finds the scales of a slot.
   const AttentionCall<Numbers, Nibbles<Numbers>> call{static_cast<const Value*>(q.untyped_data()),
                                                       static_cast<const char*>(k.untyped_data()),
                                                       static_cast<const char*>(v.untyped_data()),

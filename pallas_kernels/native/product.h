@@ -1,12 +1,11 @@
 // `product`: x @ kernel.
 //
-// The kernel lies in memory as `pack` leaves it: panels of 32 columns, one after the other; a panel is a sequence of
-// steps, and a step holds for each of its columns the next word along the sum. So a panel is read from its first byte
-// to its last, or in two or four strips, while the one after it is fetched from memory in advance: arithmetic and
-// memory overlap, and nothing is rearranged.
+// `pack` lays out the kernel (the weight) in panels of 32 columns, one after the other. A panel is a sequence of steps;
+// a step holds the next word of each column. A panel is read from its first byte to its last, or in two or four strips,
+// while the next one is prefetched: arithmetic and memory overlap, and nothing is rearranged.
 //
-// A row's sum is taken in the order of the steps, in one lane of one register: its bits do not depend on the other
-// rows. A row of zeros gives zeros and takes no time: so a batch of a fixed shape costs what the rows in use cost.
+// A row's sum is taken in the order of the steps, in one lane of one register, so its bits do not depend on the other
+// rows. A row of zeros gives zeros and takes no time, so a batch of a fixed shape costs only its live rows.
 
 #ifndef PALLAS_KERNELS_NATIVE_PRODUCT_H_
 #define PALLAS_KERNELS_NATIVE_PRODUCT_H_
@@ -18,7 +17,7 @@ namespace native {
 
 constexpr int64_t kPanelColumns = 32, kStepBytes = 4 * kPanelColumns;
 
-// What one product is about; `steps` long are a row of x and a column of the kernel.
+// The arguments of one product; a row of x and a column of the kernel have `steps` words.
 struct ProductShape {
   int64_t rows, steps, columns;
   int64_t num_panels() const { return (columns + kPanelColumns - 1) / kPanelColumns; }
@@ -26,18 +25,18 @@ struct ProductShape {
   int64_t kernel_bytes() const { return num_panels() * panel_bytes(); }
 };
 
-// Columns of a strip: of the whole panel for few rows, which then read it in order. K is how the kernel lies in memory.
+// Columns of a strip: the whole panel for few rows, which then read it in order. K is the kernel's format in memory.
 template <typename K>
 constexpr int64_t StripColumns(int64_t num_rows) {
   constexpr int64_t kColumns = kLanes == 16 ? 32 : 16;
   return num_rows * kPanelColumns < K::kTileRows * kColumns ? kPanelColumns : kColumns;
 }
 
-// Which part of the panel that comes next a tile fetches: the `tile`th of `num_tiles`.
+// The range of the next panel that a tile prefetches: the `tile`th of `num_tiles`.
 struct Ahead {
   int64_t panel, tile, num_tiles;
   int64_t first(int64_t steps) const { return tile * steps / num_tiles; }
-  int64_t share() const { return 65536 / num_tiles; }  // steps for each of the tile's own, in parts of 65,536
+  int64_t share() const { return 65536 / num_tiles; }  // steps to prefetch for each step computed, in 1/65,536
 };
 
 // A kernel in float32 or bfloat16.
@@ -55,13 +54,13 @@ struct DenseKernel {
   int64_t steps;
 
   int64_t x_words() const { return steps; }
-  // Factors that a row is widened to; 0 where it serves as it is.
+  // Words that a row is widened to; 0 if it is used as it is.
   int64_t num_factors() const { return T::kFactors > 1 ? steps * T::kFactors : 0; }
   void Widen(const char* row, uint32_t* factors) const {
     for (int64_t i = 0; i < num_factors(); ++i) factors[i] = Load<uint16_t>(row + 2 * i) << 16;
   }
 
-  // y[row] = the factors x[row] times the strip of a panel that begins with `column`, for kRows rows.
+  // Computes y[row] = x[row] times the strip of a panel that begins at `column`, for kRows rows.
   template <int kRows>
   void Tile(const uint32_t* const* x, int64_t panel, int64_t column, float* const* y, const Ahead& ahead) const {
     const int64_t panel_bytes = steps * kStepBytes;
@@ -76,12 +75,12 @@ struct DenseKernel {
   // Steps of a turn of the loop, and the lines that they are. The fewer instructions there are beside the products, the
   // less it matters what else runs on the core; 32 registers have more products a step.
   static constexpr int kTurn = kNumRegisters == 32 ? 1 : 4, kTurnLines = kTurn * kStepBytes / kCacheLine;
-  // Whether one tile alone asks for all of the next panel. Otherwise only for its beginning, and the processor, which
-  // finds one line read after the other, for the rest: in float32 with AVX2 that is faster by a tenth.
+  // Whether one tile prefetches all of the next panel. Otherwise it prefetches the beginning, and the processor's own
+  // prefetcher does the rest: in float32 with AVX2 that is faster by a tenth.
   static constexpr bool kReadsAhead = kNumRegisters == 32 || T::kFactors > 1;
   static constexpr int64_t kFirstBytes = 1024;
 
-  // With as few lines asked for in each turn as all tiles together need.
+  // Prefetches as few lines in each turn as all tiles together need.
   template <int kRows, int kLines>
   void SumAsking(const uint32_t* const* x, const char* strip, float* const* y, const char* next,
                  const Ahead& ahead) const {
@@ -91,7 +90,7 @@ struct DenseKernel {
     Sum<kRows, kLines>(x, strip, steps, y, next, ahead.share() * kTurnLines);
   }
 
-  // `share`: lines to ask for in a turn, in parts of 65,536. Of kLines some may have been asked for before.
+  // `share`: lines to prefetch in a turn, in 1/65,536. Some of kLines may have been prefetched before.
   template <int kRows, int kLines>
   [[gnu::noinline]] static void Sum(const uint32_t* const* x, const char* strip, int64_t steps, float* const* y,
                                     const char* next, int64_t share) {
@@ -111,7 +110,7 @@ struct DenseKernel {
         }
         AddStep(factors, step, strip, sum);
         ++step, strip += kStepBytes;
-        // Step by step: what is loaded early for a later one takes registers that sums need.
+        // Step by step: loading early for a later step would take registers that sums need.
         if (kTurn > 1) Forget(strip), Forget(step);
       }
     }
@@ -141,7 +140,7 @@ struct DenseKernel {
   }
 };
 
-// The rows of x that are not all zeros: their numbers, and their factors, `stride` words from one to the next.
+// The live rows of x, which are not all zeros: their indices, and their words, `stride` words apart.
 struct LiveRows {
   const int64_t* rows;
   int64_t count;
@@ -149,7 +148,7 @@ struct LiveRows {
   int64_t stride;
 };
 
-// All live rows times one panel; meanwhile the panel that this thread takes next comes into its cache.
+// Multiplies all live rows by one panel, and prefetches the panel that this thread takes next.
 template <typename K>
 void Panel(const LiveRows& live, const K& kernel, float* y, int64_t columns, int64_t panel, int64_t next_panel) {
   Ahead ahead{next_panel, 0, 0};
@@ -177,7 +176,7 @@ void Panel(const LiveRows& live, const K& kernel, float* y, int64_t columns, int
   });
 }
 
-// Whether a row has no number but zeros. Others are known soon: some words are looked at together.
+// Returns whether a row is all zeros. It looks at some words together, and stops at the first that is not zero.
 template <typename T>
 bool IsZero(const char* row, int64_t steps) {
   constexpr int64_t kSome = 64;
@@ -192,7 +191,7 @@ bool IsZero(const char* row, int64_t steps) {
 // x [rows, of words], a kernel -> y [rows, columns] float32.
 template <typename K, typename Pool>
 void MultiplyBy(Pool& pool, const void* x, const K& kernel, float* y, int64_t num_rows, int64_t columns) {
-  constexpr int64_t kSome = 32;  // rows, fewer of which are not worth a thread
+  constexpr int64_t kSome = 32;  // rows; fewer are not worth a thread
   thread_local Scratch<uint32_t> widened;
   thread_local Scratch<int64_t> live;
   thread_local Scratch<char> zero;

@@ -7,7 +7,7 @@ namespace {
 
 using namespace native;
 
-// A layer's scales or minima of all layers'; none where the array is empty.
+// Returns a layer's scales or minima; none if the array is empty.
 GroupNumbers OfLayer(const ffi::AnyBuffer& numbers, int64_t layer) {
   const bool is_half = numbers.element_type() == ffi::F16;
   if (numbers.element_count() == 0) return {nullptr, is_half};

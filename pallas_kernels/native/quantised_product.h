@@ -1,13 +1,14 @@
 // `quantised_product`: x @ kernel for kernels of 8 or 4 bits.
 //
 // The codes lie as a kernel's numbers do (see product.h): a word holds the next 4 or 8 inputs of a column, the first in
-// its lowest bits. Beside them lie the scales, one for each column and group of inputs, and minima where there are some.
-// Codes of either size are small floating-point numbers, or integers: of 8 bits signed, of 4 counted from the minimum,
-// and where there is none from -8 scales.
+// its lowest bits. Beside them lie the scales, one for each column and group of inputs, and minima where there are
+// some. Codes of either size are small floating-point numbers, or integers: of 8 bits signed, of 4 counted from the
+// minimum, and where there is none from -8 scales.
 //
-// Codes become float32 in registers; for many rows once for all of them, some groups at a time, in a strip that stays
-// in the first-level cache. A group's sum of x times codes is taken there; with its scale, and the minimum
-// times the sum of x in that group, it is added to the result. So a row's sums have one order, whatever the other rows.
+// Codes become float32 in registers. For many rows they are widened once, some groups at a time, into a strip that
+// stays in the first-level cache. There the sum of x times codes is taken for each group; times its scale, plus the
+// minimum times the group's sum of x, it is added to the result. A row's sums thus have one order, whatever the other
+// rows.
 
 #ifndef PALLAS_KERNELS_NATIVE_QUANTISED_PRODUCT_H_
 #define PALLAS_KERNELS_NATIVE_QUANTISED_PRODUCT_H_
@@ -17,12 +18,12 @@
 
 namespace native {
 
-// Numbers of each column and group [panels, groups, 32], float16 or float32.
+// The scales, or the minima, of each column and group [panels, groups, 32], float16 or float32.
 struct GroupNumbers {
   const char* numbers;  // null if there are none
   bool is_half;
 
-  // Those of a group, counted through all panels, from a column of the panel on.
+  // Returns the numbers of a group, counted through all panels, from a column of the panel on.
   F32 Read(int64_t group, int64_t column) const {
     const int64_t first = group * kPanelColumns + column;
     return is_half ? ReadFloat16(numbers + 2 * first) : Load<F32>(numbers + 4 * first);
@@ -33,7 +34,7 @@ struct GroupNumbers {
   }
 };
 
-// Codes as they lie in words: `Number` makes float32 of one of a word's, which is counted from kFirst.
+// Formats of codes in words. `Number` converts one code of a word to float32; codes are counted from kFirst.
 struct Int8Codes {
   static constexpr int kValues = 4, kRegisters = 1;  // codes of a word; registers that one takes beside its own
   static constexpr float kFirst = 0;
@@ -48,10 +49,10 @@ struct Int4Codes {
   static F32 Number(Words words, int i) { return __builtin_convertvector((I32)(words >> (4 * i) & 15u), F32); }
 };
 
-// e4m3: a sign, four bits of an exponent, three of a fraction. Moved to where float32 has them, with what its exponent
-// is more, they are the number, but for a subnormal one, of which 2^-7 (1 + m / 8) is made where 2^-6 m / 8 is meant:
-// twice that less 2^-6. Of all others this is more than they are, so the less of the two is right. No subnormal
-// float32 is met, which a processor may have been told to take for zero. NaN becomes 480, for none is written.
+// e4m3: a sign, four exponent bits, three fraction bits m. Shifted to float32's positions, with the bias added, they
+// are the number. Only a subnormal 2^-6 m / 8 becomes y = 2^-7 (1 + m / 8), and is 2 y - 2^-6. For all other numbers 2
+// y - 2^-6 is not less than y, so the minimum of both is right for all. No float32 subnormals occur, which a processor
+// may treat as zeros. NaN, which is never written, becomes 480.
 struct Float8Codes {
   static constexpr int kValues = 4, kRegisters = 2;
   static constexpr float kFirst = 0;
@@ -64,7 +65,7 @@ struct Float8Codes {
   }
 };
 
-// e2m1: a sign, two bits of an exponent, one of a fraction.
+// e2m1: a sign, two exponent bits, one fraction bit.
 struct Float4Codes {
   static constexpr int kValues = 8, kRegisters = 2;
   static constexpr float kFirst = 0;
@@ -75,7 +76,7 @@ struct Float4Codes {
 template <typename Codes>
 struct QuantisedKernel {
   static constexpr int kValues = Codes::kValues;
-  // Less than a product of wide numbers has on AVX2, for the codes of a word take a register or two more.
+  // Fewer than a product of wide numbers has on AVX2, for the codes of a word take one or two more registers.
   static constexpr int kTileRows = kLanes == 16          ? 8
                                    : kLanes == 8         ? 6 - Codes::kRegisters
                                    : kNumRegisters == 32 ? 4
@@ -85,14 +86,14 @@ struct QuantisedKernel {
   int64_t num_words, num_groups;
   GroupNumbers scales, minima;
 
-  // Of rows that share a strip of widened codes, which is multiplied as a kernel in float32 is.
+  // For rows that share a strip of widened codes, which is multiplied like a float32 kernel.
   static constexpr int kWideRows = DenseKernel<Float32>::kTileRows;
   static constexpr int64_t kWideColumns = StripColumns<DenseKernel<Float32>>(kWideRows), kWideInputs = 256;
 
   int64_t num_inputs() const { return num_words * kValues; }
   int64_t group_size() const { return num_inputs() / num_groups; }
   bool has_minima() const { return minima.numbers != nullptr; }
-  // Behind a row's factors come its sums in each group.
+  // A row's factors are followed by its sums in each group.
   int64_t num_factors() const { return num_inputs() + num_groups; }
 
   template <int kRows>
@@ -129,8 +130,8 @@ struct QuantisedKernel {
     }
   }
 
-  // Some groups' codes of a strip as float32 [inputs, kWideColumns]; meanwhile those words of the panel `next` come into
-  // the cache, or with -1 none.
+  // Widens some groups' codes of a strip to float32 [inputs, kWideColumns], and prefetches the same words of the panel
+  // `next`, unless it is -1.
   void WidenStrip(int64_t panel, int64_t column, int64_t first_group, int64_t count, int64_t next, float* wide) const {
     const int64_t group_words = num_words / num_groups, first = first_group * group_words;
     const char* strip = codes + panel * num_words * kStepBytes + 4 * column;
@@ -146,7 +147,7 @@ struct QuantisedKernel {
     }
   }
 
-  // y[row] += the factors x[row] of some groups times a strip of their widened codes.
+  // Adds x[row] times a strip of widened codes of some groups to y[row].
   template <int kRows>
   [[gnu::noinline]] void WideTile(const uint32_t* const* x, const float* wide, int64_t panel, int64_t column,
                                   int64_t first_group, int64_t count, float* const* y) const {
@@ -173,8 +174,8 @@ struct QuantisedKernel {
   }
 
  private:
-  // A group's sums, times its scales and with its minima, added to the results. Between products and additions there is
-  // no branch: compilers make one operation of the two, or they do not, and so they do for any number of rows.
+  // Adds a group's sums, times its scales and with its minima, to the results. There is no branch between products and
+  // additions: so a compiler fuses them, or not, alike for any number of rows.
   template <int kRows, int kVectors>
   void Add(const uint32_t* const* x, int64_t scale_row, int64_t group, int64_t column, const F32 (&sum)[kRows][kVectors],
            float* const* y) const {
@@ -196,7 +197,7 @@ struct QuantisedKernel {
   }
 };
 
-// The same for rows x of type T, which are widened to float32.
+// A kernel of codes for rows x of type T, which are widened to float32.
 template <typename T, typename Codes>
 struct QuantisedKernelFor : QuantisedKernel<Codes> {
   using X = T;
@@ -216,7 +217,7 @@ struct QuantisedKernelFor : QuantisedKernel<Codes> {
   }
 };
 
-// As for any kernel; many rows times a whole panel with codes that are widened once.
+// Multiplies rows by a panel: few rows as for any kernel, many rows with codes that are widened once.
 template <typename T, typename Codes>
 void Panel(const LiveRows& live, const QuantisedKernelFor<T, Codes>& kernel, float* y, int64_t columns, int64_t panel,
            int64_t next_panel) {

@@ -7,14 +7,14 @@
 
 namespace native {
 
-// What is multiplied at once: rows with tokens of K. Sums stay in registers, and are enough of them to hide how long an
-// addition takes.
+// The rows and the tokens of K that are multiplied at once. Sums stay in registers, and there are enough of them to
+// hide the latency of an addition.
 constexpr int kDotRows = 4;
 constexpr int DotTokens(int rows) {
   return kNumRegisters == 32 ? (rows == 1 ? 8 : 4) : rows == 1 ? 8 : rows < 4 ? 4 : 2;
 }
 
-// A row of q as `Dot` reads it. Where the last register of K has some words of the one before, factors are zero.
+// Writes a row of q as `Dot` reads it. Where the last register of K overlaps the one before, factors are zero.
 template <typename T, typename C>
 void Spread(const typename T::Value* q, int64_t head_dim, int64_t width, uint32_t* factors) {
   constexpr int64_t kNumbers = kLanes * C::kValues;  // of a register
@@ -37,7 +37,7 @@ void Spread(const typename T::Value* q, int64_t head_dim, int64_t width, uint32_
   }
 }
 
-// Sums of neighbouring units of kUnit lanes, within each kDomain lanes: those of a, then those of b.
+// Adds neighbouring units of kUnit lanes, within each kDomain lanes: those of a, then those of b.
 template <int kUnit, int kDomain>
 inline F32 PairSums(F32 a, F32 b) {
   constexpr auto first = [](int i) {
@@ -52,7 +52,7 @@ struct Registers {
   F32 row[kRows];
 };
 
-// The sums of a's and of b's neighbours: first within each four lanes, which is cheap, then across them.
+// Adds a's and b's neighbours: first within each four lanes, which is cheap, then across them.
 template <int kCount, int kRows>
 inline Registers<kRows> Fold(Registers<kRows> a, Registers<kRows> b) {
   UNROLL
@@ -62,7 +62,7 @@ inline Registers<kRows> Fold(Registers<kRows> a, Registers<kRows> b) {
   return a;
 }
 
-// The sums of kCount tokens, each of which is the sums of kUnit of them already: side by side.
+// Combines the sums of kCount tokens, where each register already has those of kUnit tokens, side by side.
 template <int kUnit, int kRows, size_t kCount>
 [[gnu::always_inline]] inline Registers<kRows> Folded(const Registers<kRows> (&sum)[kCount]) {
   if constexpr (kCount == 1) {
@@ -75,8 +75,8 @@ template <int kUnit, int kRows, size_t kCount>
   }
 }
 
-// Dot products of kRows rows with kCount tokens from `token` on: side by side, each in kLanes / kCount parts. Some
-// tokens of `next` are asked for before each few: to ask for all at once would take longer than what is computed then.
+// Computes dot products of kRows rows with kCount tokens from `token` on: side by side, each as kLanes / kCount partial
+// sums. It prefetches some tokens of `next` at a time: all at once would take longer than the computation.
 template <typename C, int kRows, int kCount>
 [[gnu::always_inline]] inline Registers<kRows> Dots(const uint32_t* const* x, Heads k, int64_t token, int64_t bytes,
                                                      NextHeads& next) {
@@ -111,7 +111,7 @@ template <typename C, int kRows, int kCount>
   }
 }
 
-// y[row] = dot products of a row, as x[row], with the tokens [first, end) of K, whole registers of them.
+// Computes y[row] = dot products of x[row] with the tokens [first, end) of K, in whole registers.
 template <typename C, int kRows>
 [[gnu::noinline]] void Dot(const uint32_t* const* x, Heads k, int64_t first, int64_t end, int64_t bytes,
                            NextHeads next, float* const* y) {
@@ -121,7 +121,7 @@ template <typename C, int kRows>
   }
 }
 
-// weights = q.k of few rows, from K as it lies: sums across the lanes of registers.
+// Computes weights = q.k of few rows, from K as it lies, with sums across the lanes of registers.
 template <typename T, typename C>
 void ScoreFew(const Job<T, C>& job) {
   constexpr int64_t kChunk = Packing<C>::kChunk;
@@ -147,14 +147,14 @@ void ScoreFew(const Job<T, C>& job) {
   }
 }
 
-// Many rows: K is turned once for all of them, so that a lane has a token and nothing is summed across lanes. The sums
-// of a row are `Dots`'s, bit by bit: a partial one for each lane that a word had, added as `Folded` adds them.
+// For many rows K is transposed once, so that each lane has a token and nothing is summed across lanes. A row's sums
+// equal those of `Dots` bit by bit: one partial sum for each lane that a word had, added in the order of `Folded`.
 
-// Rows and tokens of a tile; its sums stay in registers.
+// The rows and tokens of a tile, whose sums stay in registers.
 constexpr int kTileRows = kNumRegisters == 32 ? 8 : kLanes == 8 ? 6 : 3, kTileVectors = kTileRows == 3 ? 4 : 2;
 constexpr int64_t kTileTokens = kTileVectors * kLanes, kTileBytes = 4 * kTileTokens;
 
-// Lane i of register j becomes lane j of register i: halves change places, then quarters of halves, and so on.
+// Transposes: lane i of register j becomes lane j of register i. Halves change places, then quarters, and so on.
 template <int kStep = kLanes / 2>
 [[gnu::always_inline]] inline void Turn(Words (&words)[kLanes]) {
   UNROLL
@@ -167,7 +167,7 @@ template <int kStep = kLanes / 2>
   if constexpr (kStep > 1) Turn<kStep / 2>(words);
 }
 
-// K of kLanes tokens: word `lane` of their register i, side by side, at [lane, i] of `turned`.
+// Transposes K of kLanes tokens: `turned`[lane, i] has word `lane` of each token's register i, side by side.
 template <typename C>
 void TurnHeads(Heads k, int64_t token, int64_t bytes, int64_t num_registers, char* turned) {
   for (int64_t i = 0; i < num_registers; ++i) {
@@ -185,7 +185,7 @@ struct TileSums {
   F32 of[kTileRows][kTileVectors];
 };
 
-// The sums of kCount of the words' lanes, from kFirst on.
+// Adds kCount of the words' lanes, from kFirst on.
 template <typename C, int kFirst, int kCount>
 [[gnu::always_inline]] inline TileSums LaneSums(const uint32_t* const* x, const char* turned, int64_t num_registers) {
   TileSums sums = {};
@@ -221,7 +221,7 @@ template <typename C, int kFirst, int kCount>
   return sums;
 }
 
-// y[row] = dot products of kTileRows rows with kTileTokens tokens.
+// Computes y[row] = dot products of kTileRows rows with kTileTokens tokens.
 template <typename C>
 [[gnu::noinline]] void DotTile(const uint32_t* const* x, const char* turned, int64_t num_registers, float* const* y) {
   const TileSums sums = LaneSums<C, 0, kLanes>(x, turned, num_registers);
@@ -232,7 +232,7 @@ template <typename C>
   }
 }
 
-// weights = q.k of at least kTileRows rows.
+// Computes weights = q.k of at least kTileRows rows.
 template <typename T, typename C>
 void ScoreMany(const Job<T, C>& job) {
   constexpr int64_t kChunk = Packing<C>::kChunk;
@@ -250,7 +250,7 @@ void ScoreMany(const Job<T, C>& job) {
       NextHeads next = job.AfterK(head, chunk + kChunk);
       for (int64_t block = 0; block < num_blocks; ++block) {
         next.AskPart(block, num_blocks, kChunk);
-        // The last block may have some rows of the one before: they get the same sums again.
+        // The last block may overlap the one before: these rows get the same sums again.
         const int64_t row = std::min(block * kTileRows, job.num_rows - kTileRows);
         if (!job.Sees(row, kTileRows, chunk, kChunk)) continue;
         const int64_t end = std::min(job.ends[row + kTileRows - 1] - chunk, kChunk);
@@ -269,7 +269,7 @@ void ScoreMany(const Job<T, C>& job) {
   }
 }
 
-// weights = q.k for all rows and tokens, some tokens at a time, which meanwhile stay in the first-level cache.
+// Computes weights = q.k for all rows and tokens, a chunk of tokens at a time, which stays in the first-level cache.
 template <typename T, typename C>
 void Score(const Job<T, C>& job) {
   if constexpr (Packing<C>::kChunk % kTileTokens == 0) {

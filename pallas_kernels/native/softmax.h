@@ -1,4 +1,4 @@
-// Weights of scores: their softmax, but for the division by the sum.
+// Weights from scores: their softmax without the division by the sum.
 
 #ifndef PALLAS_KERNELS_NATIVE_SOFTMAX_H_
 #define PALLAS_KERNELS_NATIVE_SOFTMAX_H_
@@ -10,18 +10,19 @@
 
 namespace native {
 
-// 2^x for x <= 0: 2^n 2^r with |r| <= 1/2, and 2^r by a polynomial that is 1 at 0 and has the least largest error of
-// its degree, 1.7e-7 in float32.
+// Computes 2^x for x <= 0 as 2^n 2^r with |r| <= 1/2. 2^r is the minimax polynomial of its degree that is 1 at 0; its
+// error is at most 1.7e-7 in float32.
 inline F32 Exp2(F32 x) {
   x = Max(x, Splat(-126.0f));
-  // From 2^23 on float32 numbers are whole: the first sum is rounded, and has n in its lowest bits.
+  // Float32 numbers from 2^23 on are integers, so the first sum rounds, and has n in its lowest bits.
   const F32 shifted = x + 12582912.0f, r = x - (shifted - 12582912.0f);
   F32 p = Splat(1.326470869e-3f);
   for (const float c : {9.671511129e-3f, 5.550733954e-2f, 2.402224243e-1f, 6.931470037e-1f, 1.0f}) p = p * r + c;
   return (F32)((Words)p + ((Words)shifted << 23));
 }
 
-// f of all lanes: each meets the one half a register on, so that it does not matter in which the first token is.
+// Reduces all lanes with f, each with the one half a register further, so that it does not matter which lane has the
+// first token.
 template <typename F>
 inline float Across(F32 x, F f) {
   float lanes[kLanes];
@@ -34,12 +35,12 @@ inline float Across(F32 x, F f) {
   return lanes[0];
 }
 
-// A register all of whose lanes count.
+// A mask of all lanes.
 struct AllLanes {};
 inline F32 Where(I32 counts, F32 x, float otherwise) { return counts ? x : Splat(otherwise); }
 inline F32 Where(AllLanes, F32 x, float) { return x; }
 
-// f(first, which lanes count) for the registers that have the tokens [begin, end).
+// Calls f(first token, mask of lanes that count) for the registers with the tokens [begin, end).
 template <typename F>
 inline void ForTokens(int64_t begin, int64_t end, F f) {
   I32 lane;
@@ -54,7 +55,7 @@ inline void ForTokens(int64_t begin, int64_t end, F f) {
   if (first < end) edge(first);
 }
 
-// weights = exp(scale * (weights - the largest)) for the tokens [begin, end), 0 for others. Returns their sum.
+// Sets weights = exp(scale * (weights - maximum)) for the tokens [begin, end), and 0 for others. Returns their sum.
 inline float Soften(float* weights, int64_t num_tokens, int64_t begin, int64_t end, float scale) {
   if (scale < 0) {
     for (int64_t token = 0; token < num_tokens; ++token) weights[token] = -weights[token];

@@ -7,13 +7,13 @@
 
 namespace native {
 
-// What is multiplied at once: rows with groups of V's columns. Sums stay in registers, and are enough of them to hide
-// how long an addition takes.
+// The rows and the groups of V's columns that are multiplied at once. Sums stay in registers, and there are enough of
+// them to hide the latency of an addition.
 constexpr int kSumRows = kNumRegisters == 32 ? 4 : kLanes == 8 ? 6 : 3;
 constexpr int SumGroups(int rows) { return std::clamp(12 / (rows * kSumVectors), 1, 4); }
 
-// sums += weights @ V for kRows rows, the tokens [first, end) of a chunk and kGroups groups of columns, which begin at
-// so many bytes.
+// Adds weights @ V to sums, for kRows rows, the tokens [first, end) of a chunk, and kGroups groups of columns, which
+// begin at these bytes of a token.
 template <typename C, int kRows, int kGroups>
 [[gnu::noinline]] void AddValues(const float* weights, int64_t stride, Heads v, const int64_t* group_bytes,
                                  int64_t first, int64_t end, NextHeads next, float* sums, int64_t sums_stride) {
@@ -53,7 +53,7 @@ template <typename C, int kRows, int kGroups>
   }
 }
 
-// sums += weights @ V of few rows, from V as it lies.
+// Adds weights @ V to sums for few rows, from V as it lies.
 template <typename T, typename C>
 void GatherFew(const Job<T, C>& job) {
   constexpr int64_t kChunk = Packing<C>::kChunk;
@@ -89,7 +89,7 @@ void GatherFew(const Job<T, C>& job) {
   }
 }
 
-// A chunk of V, its groups of columns `panel` numbers apart; in a group they have the order in which words are widened.
+// Widens a chunk of V, with groups of columns `panel` numbers apart; columns of a group are in the order of widening.
 template <typename C, typename T>
 void WidenValues(const Job<T, C>& job, Heads v, float* numbers, int64_t panel) {
   for (int64_t t = 0; t < Packing<C>::kChunk; ++t) {
@@ -105,8 +105,8 @@ void WidenValues(const Job<T, C>& job, Heads v, float* numbers, int64_t panel) {
   }
 }
 
-// The same of many rows: V is widened once for all of them, to groups of columns of some tokens, which stay in the
-// first-level cache.
+// Adds weights @ V to sums for many rows: V is widened once for all of them, in groups of columns of a few tokens,
+// which stay in the first-level cache.
 template <typename T, typename C>
 void GatherMany(const Job<T, C>& job) {
   constexpr int64_t kChunk = Packing<C>::kChunk, kSome = 64;
@@ -146,7 +146,7 @@ void GatherMany(const Job<T, C>& job) {
   }
 }
 
-// sums = weights @ V, some tokens at a time, which meanwhile stay in the first-level cache.
+// Computes sums = weights @ V, a chunk of tokens at a time, which stays in the first-level cache.
 template <typename T, typename C>
 void Gather(const Job<T, C>& job) {
   std::fill_n(job.sums, job.num_heads * job.num_rows * job.num_groups * kGroup, 0.0f);
@@ -157,7 +157,7 @@ void Gather(const Job<T, C>& job) {
   }
 }
 
-// out = sums / totals.
+// Writes out = sums / totals.
 template <typename T, typename C>
 void Finish(const Job<T, C>& job) {
   for (int64_t i = 0; i < job.num_heads * job.num_rows; ++i) {

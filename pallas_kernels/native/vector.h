@@ -15,7 +15,7 @@
 #include <immintrin.h>
 #endif
 
-// Stands before a loop over an array of registers, which stays in registers only if the loop is unrolled.
+// Precedes a loop over an array of registers, which stays in registers only if the loop is unrolled.
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -55,7 +55,8 @@ inline void Store(void* p, Value x) {
 inline F32 Splat(uint32_t word) { return (F32)(Words{} + word); }
 inline F32 Splat(float number) { return number - F32{}; }  // an addition would remain, for it makes 0 of -0
 
-// The larger one in each lane, b if there is none. A vector's `a > b ? a : b` would not become one instruction.
+// Returns the larger one in each lane; b where the comparison with NaN fails. `a > b ? a : b` of vectors would not
+// become one instruction.
 inline F32 Max(F32 a, F32 b) {
   float x[kLanes], y[kLanes];
   Store(x, a), Store(y, b);
@@ -63,7 +64,7 @@ inline F32 Max(F32 a, F32 b) {
   return Load<F32>(x);
 }
 
-// The lanes from(0), from(1), ... of a with b behind it.
+// Returns the lanes from(0), from(1), ... of a followed by b.
 template <typename Vector, typename From, int... i>
 inline Vector Pick(Vector a, Vector b, From from, std::integer_sequence<int, i...>) {
 #ifdef __clang__
@@ -77,21 +78,22 @@ inline Vector Pick(Vector a, Vector b, From from) {
   return Pick(a, b, from, std::make_integer_sequence<int, sizeof(Vector) / 4>());
 }
 
-// Asks for memory, into the second-level cache: the first is too small for what is in use and what comes next. Inline,
-// and so must be who calls it: GCC 12 takes a function that only asks for one that does nothing, and drops its calls.
+// Prefetches memory into the second-level cache: the first is too small for the data in use and the next. It must be
+// inline, and so must its callers: GCC 12 takes a function that only prefetches for one without effect, and drops its
+// calls.
 [[gnu::always_inline]] inline void Prefetch(const char* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(p + line, 0, 2);
 }
 
-// Makes the compiler take a pointer or a number for another one: so it reads again what lies there, rather than keep it
-// in a register that sums need.
+// Hides a pointer or a number from the optimiser, so that it reads the memory again rather than keep the value in a
+// register that sums need.
 template <typename Value>
 inline void Forget(Value& place) {
   asm volatile("" : "+r"(place));
 }
 
-// Numbers as they lie in memory: `Read` makes kBytes of them a register, with kValues in a word. In a product each word
-// of the right side, as it is, meets kFactors words of the left side that `Widen` has made ready.
+// Formats of numbers in memory. `Read` reads kBytes into a register, with kValues numbers in a word. In a product each
+// word of the right side, as it is, is multiplied by kFactors words of the left side, which `Widen` has prepared.
 struct Float32 {
   using Value = float;
   static constexpr int kBytes = kVectorBytes, kValues = 1, kFactors = 1;
@@ -115,7 +117,7 @@ struct BFloat16 {
   }
   static constexpr uint32_t kMagnitude = 0x7fff7fff;
   static F32 Number(Words words, int i) { return (F32)(i == 0 ? words << 16 : words & 0xffff0000u); }
-  // To the nearest, and of two to the even one.
+  // Rounds to nearest, ties to even.
   static Words Narrow(const F32* numbers) {
     Words rounded[2];
     UNROLL

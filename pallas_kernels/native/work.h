@@ -1,4 +1,4 @@
-// How work is parted: among threads, and into blocks of rows.
+// The division of work: among threads, and into blocks of rows.
 
 #ifndef PALLAS_KERNELS_NATIVE_WORK_H_
 #define PALLAS_KERNELS_NATIVE_WORK_H_
@@ -14,15 +14,15 @@
 
 namespace native {
 
-// Calls work(item, next item) for all items: from this thread, from those that wait to help, and from those of the pool
-// that come in time, who then wait to help with the next call. Nobody waits for a thread that has not begun, so calls
-// that fill the pool cannot wait for each other for ever.
+// Calls work(item, next item) for all items: on this thread, on helpers that wait, and on threads of the pool that
+// start in time, which then wait to help with the next call. No thread waits for one that has not started, so calls
+// that fill the pool cannot deadlock.
 template <typename Pool, typename Work>
 void Share(Pool& pool, int64_t num_items, Work work) {
   struct Progress {
     std::atomic<int64_t> taken{0}, done{0};
   };
-  auto progress = std::make_shared<Progress>();  // a thread may come when all is done and this call is over
+  auto progress = std::make_shared<Progress>();  // shared: a thread may start after this call has returned
   const auto take_part = [=] {
     int64_t done = 0;
     for (int64_t item = progress->taken.fetch_add(1); item < num_items; ++done) {
@@ -42,7 +42,7 @@ void Share(Pool& pool, int64_t num_items, Work work) {
   while (progress->done.load(std::memory_order_acquire) < num_items) Pause();
 }
 
-// Calls f(first, count) for all rows, at most `most` at a time and about as many each time.
+// Calls f(first, count) for blocks of at most `most` rows, of about equal size.
 template <typename F>
 void InBlocks(int64_t num_rows, int64_t most, F f) {
   if (num_rows <= most) return f(int64_t{0}, num_rows);
@@ -54,7 +54,7 @@ void InBlocks(int64_t num_rows, int64_t most, F f) {
   }
 }
 
-// Calls f(count, as a constant), for a count from 1 to kMost.
+// Calls f with `count`, from 1 to kMost, as a compile-time constant.
 template <int kMost, typename F>
 void WithConstant(int64_t count, F f) {
   if constexpr (kMost > 1) {
@@ -63,11 +63,11 @@ void WithConstant(int64_t count, F f) {
   f(std::integral_constant<int, kMost>());
 }
 
-// Memory that a thread keeps from call to call. It begins with a cache line, so that no register straddles two.
+// Memory that a thread keeps from call to call, aligned to a cache line, so that no register straddles two lines.
 template <typename Value>
 class Scratch {
  public:
-  // Room for `count` values; what they are is left over from former calls.
+  // Returns room for `count` values, which are uninitialised.
   Value* Get(int64_t count) {
     lines_.resize((count * sizeof(Value) + sizeof(Line) - 1) / sizeof(Line));
     return reinterpret_cast<Value*>(lines_.data());

@@ -1,16 +1,16 @@
-"""The public operations on a paged KV cache: check the arguments, choose an implementation, call it.
+"""The public operations on a paged KV cache: each checks its arguments, and calls an implementation.
 
 Wrong arguments raise ValueError while tracing. An implementation that cannot serve a combination raises
-NotImplementedError with what can; nothing is ever replaced in silence. `support.SUPPORT` says who serves
-what.
+NotImplementedError, which names those that can; none is ever replaced in silence. `support.SUPPORT` lists
+what each one serves.
 
 Shared by all operations:
 
-* A block is `block_size` neighbouring token places of a cache. A cache is a `layouts.Pool`, in any layout,
-  with None in the place of v_cache; or two arrays, as a layout of that kind has them: kv_layout
+* A block is `block_size` neighbouring slots of a cache. A cache is a `layouts.Pool`, in any layout, with None
+  for v_cache; or two arrays in a layout of an array of K and one of V: kv_layout
   "token_major", the default, is [num_blocks, block_size, num_kv_heads, head_dim], "head_major"
   [num_blocks, num_kv_heads, block_size, head_dim].
-* Block 0 is the null block: nobody owns it, padding may be written into it, its content means nothing.
+* Block 0 is the null block: no sequence owns it, padding may be written into it, its content means nothing.
 * Two arrays of a quantised type (float8_e4m3fn, float8_e5m2, int8) hold x / scale, with a float32 scale for
   all heads, shape (), or per kv head, shape [num_kv_heads]. Another cache takes no scale; a pool has its own.
 * implementation: "mosaic_gpu" (Hopper GPUs), "xla" (anything), or None: the kernel if the default device is a

@@ -22,7 +22,7 @@ from pallas_kernels.ops import checks, choice, ragged
 from pallas_kernels.ops.checks import AttentionOptions, TiledOptions
 from pallas_kernels.ops.choice import Implementation, TiledImplementation
 from pallas_kernels.support import Arrays, Batch, Options, PackedArrays, view_of
-from pallas_kernels.xla import operations as xla
+from pallas_kernels.xla import attention as xla
 from pallas_kernels.xla import tiled_attention as xla_tiles
 
 
@@ -321,14 +321,8 @@ def _decode(
 def _as_kernels_read(batch: Batch, options: Options) -> tuple[Arrays, Options]:
     """Return the arrays of the pool's view, for kernels that read one, and its scales as options."""
     pool, view = batch.pool, view_of(options)
-    arrays = Arrays(
-        batch.q,
-        pool.arrays[view.k.array],
-        pool.arrays[view.v.array],
-        batch.block_tables,
-        batch.seq_lens,
-        batch.table_rows,
-    )
+    k_cache, v_cache = (pool.arrays[location.array] for location in (view.k, view.v))
+    arrays = Arrays(batch.q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.table_rows)
     k_scale, v_scale = pool.scales or (options.k_scale, options.v_scale)
     token_scales = packed = None
     if view.k_scale is not None and view.v_scale is not None:
@@ -336,12 +330,5 @@ def _as_kernels_read(batch: Batch, options: Options) -> tuple[Arrays, Options]:
     if packed_view := pool.layout.packed_view():
         locations = (getattr(packed_view, name) for name in PackedArrays._fields)
         packed = PackedArrays(*(pool.arrays[location.array] for location in locations))
-    options = dataclasses.replace(
-        options,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        token_scales=token_scales,
-        packed=packed,
-        blocks=pool.blocks,
-    )
-    return arrays, options
+    scaled = dataclasses.replace(options, k_scale=k_scale, v_scale=v_scale, token_scales=token_scales)
+    return arrays, dataclasses.replace(scaled, packed=packed, blocks=pool.blocks)

@@ -7,7 +7,7 @@ import jax
 from pallas_kernels import layouts
 from pallas_kernels.layouts import Layout, Pool
 from pallas_kernels.ops import checks
-from pallas_kernels.xla import operations as xla
+from pallas_kernels.xla import caches as xla
 
 
 def reshape_and_cache(

@@ -14,7 +14,7 @@ from pallas_kernels import layouts
 from pallas_kernels.layouts import Dense, Layout, Pool, Sizes
 from pallas_kernels.support import QUANTISED_DTYPES, Arrays, Batch, BlockSparse, Options
 
-# The axes of a cache of two arrays, in the order of `Sizes`, as a layout and as a user calls them.
+# The axes of a cache of two arrays, in the order of `Sizes`: a layout's names, and the users'.
 AXES = {"block": "num_blocks", "token": "block_size", "head": "num_kv_heads", "dim": "head_dim"}
 
 

@@ -9,7 +9,7 @@ from pallas_kernels.gpu import quantised_product as mosaic_quantised
 from pallas_kernels.ops import choice
 from pallas_kernels.ops.choice import Implementation, ProductImplementation
 from pallas_kernels.quantised import PANEL_WIDTH, Halfwords, Quantised
-from pallas_kernels.xla import operations as xla
+from pallas_kernels.xla import products as xla
 
 
 def product(

@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
     seq: Int[Array, " num_tiles"]
     first_token: Int[Array, " num_tiles"]  # in the flat batch
     position: Int[Array, " num_tiles"]  # of its first token, in the sequence
-    seq_len: Int[Array, " num_tiles"]  # of its sequence; 0 for a tile that is none
+    seq_len: Int[Array, " num_tiles"]  # tokens of its sequence; 0 for an unused tile
 
 
 class ResultLocations(NamedTuple):

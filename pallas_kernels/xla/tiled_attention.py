@@ -11,15 +11,15 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from pallas_kernels.layouts import Pool
 from pallas_kernels.support import Options
 
-# Tokens of K and V looked at in one turn of the loop: enough to keep the loop's own cost small, few enough to
-# stay in a CPU's second-level cache and to waste little on short sequences.
+# Tokens of K and V in one turn of the loop: enough to keep the loop's own cost small, few enough to stay in a
+# CPU's second-level cache and to waste little on short sequences.
 CHUNK_TOKENS = 128
-# Up to so many query heads (of all a tile's tokens), rather multiply by zeros than transpose K and V.
+# Up to so many query heads of all a tile's tokens, multiplying by zeros is faster than transposing K and V.
 MERGE_HEADS_BELOW = 16
 # Stands for minus infinity without its NaN: exp(MASKED - anything real) is 0.
 MASKED = -1e30
 
-Softmax = tuple[Array, Array, Array]  # under way: max, sum of exp(s - max), sum of exp(s - max) * v
+Softmax = tuple[Array, Array, Array]  # running: max, sum of exp(s - max), sum of exp(s - max) * v
 
 
 def tiled_paged_attention(
@@ -71,10 +71,10 @@ def _attend_by_kv_head(
     begin = None if sliding_window is None else query_starts + 1 - sliding_window
     blocks, first_chunk, end_chunk = _blocks_seen(block_tables, begin, seq_lens, block_size, blocks_per_chunk)
 
-    # A tile's kv head is one entry of the batch of products; the queries that share it, of all places of
-    # the tile, are its "rows".
+    # A tile's kv head is one entry of the batch of products; its "rows" are the queries of the tile that
+    # share it.
     rows = q.transpose(0, 2, 1, 3, 4).reshape(num_tiles * num_kv_heads, tile_len * group, head_dim)
-    # One bound says both what is causal and what exists.
+    # One bound for both: a query sees tokens up to itself, and only those that exist.
     q_position = query_starts[:, None] + jnp.arange(tile_len)
     bound = jnp.minimum(q_position + 1, seq_lens[:, None])
     q_position, bound = (
@@ -86,7 +86,7 @@ def _attend_by_kv_head(
         by_head = per_head.reshape(1, num_kv_heads, 1, group)
         return jnp.broadcast_to(by_head, (num_tiles, num_kv_heads, tile_len, group)).reshape(rows.shape[:2])
 
-    # What the scores of the stored K are multiplied by, and in the end the sums of the stored V.
+    # Factors of the scores of the stored K, and of the sums of the stored V at the end.
     k_scale, v_scale = (
         None
         if scale is None
@@ -107,7 +107,7 @@ def _attend_by_kv_head(
             assert sliding_window is not None
             seen &= kv_position > q_position - sliding_window
             tile_sees &= kv_position >= begin[:, None]
-        # Stale slots may hold anything, NaN too, and 0 * NaN is NaN: V is zeroed where nobody may look.
+        # Stale slots may hold anything, NaN included, and 0 * NaN is NaN: V is zeroed where no query sees it.
         v = jnp.where(tile_sees[:, :, None], v, 0)
         bias = None
         if options.alibi_slopes is not None:

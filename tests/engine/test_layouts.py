@@ -21,9 +21,10 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.sampling_params import SamplingParams
 from pallas_kernels import layouts, native
 from pallas_kernels.layouts import LAYOUTS, Fp8, Layout, Sizes
@@ -103,7 +104,7 @@ def answers(name: str, layout: Layout, window: int | None = None) -> list[list[i
 
 @jax.jit
 def run(
-    model: Decoder, cache: KVCache, token_ids: jax.Array, positions: jax.Array, batch: AttentionBatch
+    model: Decoder, cache: KVCache, token_ids: jax.Array, positions: jax.Array, batch: PassBatch
 ) -> tuple[jax.Array, KVCache]:
     """The likeliest token after each, and the cache."""
     hidden, cache = model(token_ids, positions, cache, batch)
@@ -118,7 +119,7 @@ class Passes:
     )
 
     def __init__(self, config: ModelConfig) -> None:
-        self.model = tiny.load(F32, config)
+        self.model = tiny.load(LoadAs(F32), config)
         self.create_cache = self.model.create_cache
         self.run = functools.partial(run, self.model)
 
@@ -147,7 +148,7 @@ def by_passes(layout: Layout, window: int | None = None, passes: Any = Passes) -
         slots = of_token[np.arange(len(positions)), positions // block_size] * block_size
         slots = np.where(is_token, slots + positions % block_size, 0)
         ints = (jnp.asarray(x, jnp.int32) for x in (slots, at, starts, lens))
-        batch = AttentionBatch(*ints, implementation=implementation)
+        batch = PassBatch(*ints, implementation=implementation)
         given = (jnp.asarray(x, jnp.int32) for x in (token_ids, positions))
         newest, cache = model.run(cache, *given, batch)
         return np.asarray(newest)
@@ -271,7 +272,7 @@ def test_combinations_that_mean_nothing_are_refused_at_the_door(wrong: dict[str,
 
 
 def test_a_block_takes_what_the_arrays_take() -> None:
-    model = tiny.load(F32)
+    model = tiny.load(LoadAs(F32))
     for name, layout in LAYOUTS.items():
         setup = Setup(EngineConfig(**tiny.DEFAULTS | options(name, layout)), tiny.CONFIG)
         size = capacity.cache_size(setup)

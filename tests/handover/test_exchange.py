@@ -24,6 +24,7 @@ from jaxpaged.handover.transport import SocketTransport
 from jaxpaged.memory import kv_cache, transfer
 from jaxpaged.models import lora
 from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step import loop
 from pallas_kernels.layouts import LAYOUTS
@@ -136,7 +137,7 @@ def test_blocks_of_another_kind_are_refused(here, blocks):
 
 
 def test_room_for_adapters_is_no_other_model(here, blocks):
-    driver, model = here._driver, tiny.load(jnp.dtype("float32"))
+    driver, model = here._driver, tiny.load(LoadAs(jnp.dtype("float32")))
     lora.make_room(model, NAMES, num_adapters=2, rank=4)
     config = dataclasses.replace(tiny.CONFIG, eos_token_ids=(3,), max_model_len=64)
     its = config, nnx.state(model), driver._state.kv_cache

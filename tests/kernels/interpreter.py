@@ -23,9 +23,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
-from pallas_kernels.gpu import arrival_counter, dense_product, quantised_product
-from pallas_kernels.gpu.decode import attention as paged_attention
-from pallas_kernels.gpu.prompt import attention as prompt_attention
+from pallas_kernels.gpu import arrival_counter, common
 
 
 @contextlib.contextmanager
@@ -168,8 +166,7 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
 
         return call
 
-    for kernel in (paged_attention, dense_product, prompt_attention, quantised_product):
-        kernel._shared_kernel_of.cache_clear()  # to be traced anew
+    common.jitted_kernel.cache_clear()  # to be traced anew
     with pytest.MonkeyPatch.context() as patch:
         for name in SYNCHRONISING:
             patch.setattr(plgpu, name, dropping(name, getattr(plgpu, name)))
@@ -177,8 +174,7 @@ def without_call(number: int, shadows: bool = True) -> Iterator[list[tuple[str, 
             if shadows:  # count an arrival where the kernel makes it, not where its shadow does
                 patch.setattr(plgpu, "barrier_arrive", dropping("barrier_arrive", plgpu.barrier_arrive))
             yield met
-    for kernel in (paged_attention, dense_product, prompt_attention, quantised_product):
-        kernel._shared_kernel_of.cache_clear()
+    common.jitted_kernel.cache_clear()
 
 
 def unnoticed_calls(

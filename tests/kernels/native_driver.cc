@@ -1,4 +1,4 @@
-// The kernels as a program of their own, without XLA: for any target, and under an emulator if need be. Sizes are
+// The kernels as a program of their own, without XLA: for any target, and under an emulator if needed. Sizes are
 // arguments, arrays come from standard input, one after the other, and the result goes to standard output.
 
 #include <sys/mman.h>
@@ -25,7 +25,7 @@ struct ThisThread {
   void Schedule(F) {}
 };
 
-// An array behind which nothing may be touched: there the program would end.
+// An array with inaccessible memory behind it: touching it ends the program.
 template <typename Value>
 struct Array {
   explicit Array(int64_t count) : bytes(count * sizeof(Value)) {

@@ -1,5 +1,5 @@
-// Calls of all lengths shared by a pool's threads, from several threads at once, with and without time between them:
-// ends with 0 if each item was done once, if threads did wait and were given tasks, and in the end none waits any more.
+// Tests `Share` with calls of all lengths, from several threads at once, with and without pauses between them. It exits
+// with 0 if each item was done once, if helpers waited and were given tasks, and if none waits at the end.
 
 #include <condition_variable>
 #include <cstdio>

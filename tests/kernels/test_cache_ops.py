@@ -10,7 +10,7 @@ from jaxpaged.verify import Terms, cases_of, check
 from jaxpaged.verify.cache_cases import CopyCase, MergeCase, Pairs, WriteCase
 from pallas_kernels import ops
 from pallas_kernels.support import Options
-from pallas_kernels.xla import operations as xla
+from pallas_kernels.xla import attention as xla
 
 ON_DEVICE = Terms(arrays="jax")
 write = jax.jit(ops.reshape_and_cache, static_argnames="kv_layout")
@@ -80,6 +80,6 @@ def test_merge(case: MergeCase) -> None:
         partials = xla.Softmax(out, jnp.maximum(maxima, xla.LOWEST), sums)
         by_partition = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0)[:, :, :, None], partials)
         q = jnp.zeros((len(out), *out.shape[1:2], out.shape[3]))
-        return xla._finish(xla.merge(by_partition), q, Options(scale=1.0, sinks=sinks))
+        return xla.finish(xla.merge(by_partition), q, Options(scale=1.0, sinks=sinks))
 
     check(merge, "merge", case, ON_DEVICE)

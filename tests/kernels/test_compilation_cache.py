@@ -17,7 +17,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    compilation_cache._warn.cache_clear()
+    compilation_cache.warn_once.cache_clear()
     yield tmp_path
     jax.config.update("jax_compilation_cache_dir", given)
 

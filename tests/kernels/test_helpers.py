@@ -29,6 +29,6 @@ def test_threads_of_all_libraries_wait_at_one_place() -> None:
     compiler, target = library.find_compiler() or "c++", library.TARGETS[library.targets()[0]]
     apart = compiler if "clang" in compiler else f"{compiler} -fno-gnu-unique"
     for dtype in ("float32", "bfloat16"):
-        library._handler("low_rank", jnp.dtype(dtype), target, apart)
-    assert len(library._waiting) >= 4
-    assert len(set(library._waiting)) == 1
+        library.handler_of("low_rank", jnp.dtype(dtype), target, apart)
+    assert len(library.waiting_addresses) >= 4
+    assert len(set(library.waiting_addresses)) == 1

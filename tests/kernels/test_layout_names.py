@@ -10,6 +10,14 @@ from pallas_kernels import layouts
 from pallas_kernels.layouts import LAYOUTS
 
 
+@pytest.mark.parametrize(("old", "new"), [("Place", layouts.Location), ("Part", layouts.BlockSlice)])
+def test_names_of_an_earlier_release_stay_with_a_warning(old: str, new: type) -> None:
+    with pytest.warns(DeprecationWarning, match=f"layouts.{old} is now layouts.{new.__name__}"):
+        assert getattr(layouts, old) is new
+    with pytest.raises(AttributeError, match="has no attribute 'Places'"):
+        layouts.Places  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [

@@ -281,7 +281,7 @@ def test_the_gpu_kernels_read_the_layouts_that_they_say(
 
 
 @pytest.mark.usefixtures(fresh_interpreter.__name__)
-def test_prompts_in_parts_read_codes_of_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_in_partitions_read_codes_of_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program after the other, in which the detector of races would see one."""
     monkeypatch.setattr(partitions, "partitioning_of", lambda *_, **__: Partitioning(64, 3))
     monkeypatch.setattr(common, "interpret_params", lambda _: plgpu.InterpretGPUParams(detect_races=False))

@@ -95,7 +95,7 @@ WIDEN_FENCE = ("commit_smem", "widen_tile")
 
 @pytest.mark.slow
 def test_every_barrier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Leave out each wait and fence in turn; without an arrival, somebody would wait for ever."""
+    """Leave out each wait and fence in turn; without an arrival, a warpgroup would wait for ever."""
     calls, unnoticed = unnoticed_calls(
         lambda: assert_close(RING, launch(RING)), lambda call: call[0] == "barrier_arrive", capsys
     )

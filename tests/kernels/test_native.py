@@ -349,7 +349,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes
     monkeypatch.setattr(library, "compilation_cache_dir", lambda: tmp_path)
     monkeypatch.delenv("JAXPAGED_NATIVE", raising=False)
     # Nothing is known yet; afterwards what was known is: XLA takes no second handler of a name.
-    monkeypatch.setattr(library, "_loaded", functools.cache(library._loaded.__wrapped__))
+    monkeypatch.setattr(library, "load_once", functools.cache(library.load_once.__wrapped__))
 
     def write(written: bytes) -> str:
         (tmp_path / "written").write_bytes(written)
@@ -370,25 +370,25 @@ def test_it_is_compiled_once(compiler, tmp_path: Path, monkeypatch: pytest.Monke
     command, (first, second, *_) = compiler(SOME_LIBRARY), library.TARGETS.values()
     calls = tmp_path / "calls"
     for _ in range(2):
-        library._handler("product", F32, first, command)
+        library.handler_of("product", F32, first, command)
     assert len(calls.read_text()) == 1
-    library._handler("product", F32, second, command)
+    library.handler_of("product", F32, second, command)
     assert len(calls.read_text()) == 2, "for another target"
-    library._handler("product", BF16, second, command)
+    library.handler_of("product", BF16, second, command)
     assert len(calls.read_text()) == 3, "for another dtype"
     for file in tmp_path.glob("native*"):
         file.unlink()
         file.write_bytes(b"damaged")
-    library._handler("product", F32, second, command)
+    library.handler_of("product", F32, second, command)
     assert len(calls.read_text()) == 4, "instead of a damaged one"
     sources = shutil.copytree(library.SOURCES, tmp_path / "sources")
     (sources / "vector.h").write_text("")
     monkeypatch.setattr(library, "SOURCES", sources)
-    library._handler("product", F32, first, command)
+    library.handler_of("product", F32, first, command)
     assert len(calls.read_text()) == 5, "from other sources"
     monkeypatch.setattr(library, "compilation_cache_dir", lambda: None)
     for _ in range(2):
-        library._handler("product", F32, first, command)
+        library.handler_of("product", F32, first, command)
     assert len(calls.read_text()) == 7, "each time where it cannot be kept"
 
 
@@ -412,10 +412,10 @@ def test_without_a_compiler_xla_does_the_work_and_it_is_said_once(
     monkeypatch.setenv("CXX", compiler(given) if isinstance(given, bytes) else given)
     if not given:
         monkeypatch.setenv("PATH", "")
-    said = native.why_not(jnp.dtype("float32"))
-    assert re.search(why, said), said
-    assert "XLA's attention and products take two to three times as long; " in said
-    assert "\n" not in said
+    message = native.why_not(jnp.dtype("float32"))
+    assert re.search(why, message), message
+    assert "XLA's attention and products take two to three times as long; " in message
+    assert "\n" not in message
     assert layers.Linear([jnp.zeros((8, 8))]).implementation == "xla"
-    assert [record.getMessage() for record in caplog.records] == [f"no native kernels: {said}"]
+    assert [record.getMessage() for record in caplog.records] == [f"no native kernels: {message}"]
     assert not [*tmp_path.glob("native*")]

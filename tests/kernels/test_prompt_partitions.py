@@ -1,4 +1,4 @@
-"""Tiles behind long contexts, in parts: by the tile's own position, to the same bits in any company.
+"""Tiles behind long contexts, in partitions: by the tile's own position, to the same bits in any company.
 
 `test_mosaic_tiles` has its cases cut, too. Here programs run at the same time, and calls are of many tiles.
 """
@@ -24,10 +24,10 @@ from tests.kernels.interpreter import (
 from tests.kernels.test_mosaic_tiles import launch as launch_in_turn
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
-# Two parts of 256 tokens, the last begins within the tile. One consumer a program: with two, programs that
-# run at once may wait for ever in the interpreter; those run one after the other, in `test_mosaic_tiles`.
+# Two partitions of 256 tokens, the last of which begins within the tile. One consumer a program: with two,
+# programs that run at once may deadlock in the interpreter. `test_mosaic_tiles` runs them in turn.
 NARROW = Case("narrow", (240,), (272,), num_q_heads=2)
-TWO = Case("two", (240, 20), (272, 30), num_q_heads=2)  # two parts of 256, and one
+TWO = Case("two", (240, 20), (272, 30), num_q_heads=2)  # two partitions of 256, and one
 WIDE = Case("heads of 256", (110,), (142,), num_q_heads=2, head_dim=256)
 WINDOW = Case(
     "window, all at once", (600,), (620,), num_q_heads=2, cache_dtype="float8_e4m3fn",
@@ -36,7 +36,7 @@ WINDOW = Case(
 
 
 @pytest.fixture(autouse=True)
-def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitions, "partitioning_of", lambda *_, **__: Partitioning(128, 3))
 
 
@@ -77,15 +77,15 @@ LENGTHS = np.array([32, 128, 130, 392, 400, 505, 772, 1024, 0], np.int32)  # the
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_parts_follow_from_a_tiles_own_position(window: int | None) -> None:
-    """Each token that a tile sees is one part's; the same alone, and in a sequence that ends earlier."""
+def test_partitions_follow_from_a_tiles_own_position(window: int | None) -> None:
+    """Each token that a tile sees is one partition's; the same alone, and in a sequence that ends earlier."""
     partitioning = Partitioning(128, 4)
 
     @jax.jit
     def plan(positions: jax.Array, seq_lens: jax.Array) -> PartitionList:
         return partitions.plan(problem(window), positions, seq_lens, 1024, partitioning)
 
-    def parts_of(positions: np.ndarray, seq_lens: np.ndarray) -> list[list[tuple[int, int]]]:
+    def partitions_of(positions: np.ndarray, seq_lens: np.ndarray) -> list[list[tuple[int, int]]]:
         found: list[list[tuple[int, int]]] = [[] for _ in positions]
         work = plan(positions, seq_lens)
         items = np.asarray(work.items)[: int(work.num_items[0])].tolist()
@@ -95,20 +95,20 @@ def test_parts_follow_from_a_tiles_own_position(window: int | None) -> None:
         assert all(number // 2**16 == len(found[tile]) for tile, _, _, number in items)
         return found
 
-    together = parts_of(POSITIONS, LENGTHS)
+    together = partitions_of(POSITIONS, LENGTHS)
     for tile, (position, length) in enumerate(zip(POSITIONS, LENGTHS, strict=True)):
         its, first = together[tile], 0 if window is None else max(int(position) + 1 - window, 0)
         assert [t for span in its for t in range(*span)] == list(range(first, length))
         assert 1 <= len(its) <= partitioning.max_partitions
         one = POSITIONS[tile : tile + 1]
-        assert parts_of(one, LENGTHS[tile : tile + 1]) == [its]
+        assert partitions_of(one, LENGTHS[tile : tile + 1]) == [its]
         if length:
-            (shorter,) = parts_of(one, one + 1)
+            (shorter,) = partitions_of(one, one + 1)
             assert [begin for begin, _ in shorter] == [begin for begin, _ in its][: len(shorter)]
     assert len({len(its) for its in together}) > 2
 
 
-def test_what_is_not_cut_has_the_program_of_one_part() -> None:
+def test_what_is_not_cut_has_the_program_of_one_partition() -> None:
     assert partitions.max_partitions(problem(None), 128, Partitioning(128, 3)) == 1
     assert partitions.max_partitions(problem(256), 1024, Partitioning(128, 3)) == 1
     assert partitions.max_partitions(problem(257), 1024, Partitioning(128, 3)) == 3
@@ -116,7 +116,7 @@ def test_what_is_not_cut_has_the_program_of_one_part() -> None:
         partitions.max_partitions(problem(None), 1024, Partitioning(192, 3))
 
 
-def test_memory_for_parts_has_a_bound_whatever_the_number_of_tiles() -> None:
+def test_memory_for_partitions_has_a_bound_whatever_the_number_of_tiles() -> None:
     bytes_of_a_tile = 3 * 2 * 64 * (64 + 16) * 4
     assert partitions.tiles_of_a_launch(problem(None), 9, 1) == 9
     fitting = partitions.PARTIAL_BYTES // bytes_of_a_tile
@@ -139,7 +139,7 @@ def test_bits_do_not_depend_on_what_else_is_in_the_pass(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("c", [NARROW, WIDE, WINDOW], ids=str)
-def test_the_last_of_programs_that_run_at_once_folds_the_parts(
+def test_the_last_of_programs_that_run_at_once_merges_the_partitions(
     c: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
     got = launch(c)
@@ -148,7 +148,7 @@ def test_the_last_of_programs_that_run_at_once_folds_the_parts(
 
 
 @pytest.mark.parametrize("wrong", [{"last": False}, {"ordered": False}], ids=str)
-def test_folding_too_early_or_without_the_arrivals_order_is_noticed(
+def test_merging_too_early_or_without_the_arrivals_order_is_noticed(
     wrong: dict[str, bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:

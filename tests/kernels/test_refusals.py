@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ops, support
+from pallas_kernels.gpu import ptxas
 from pallas_kernels.ops import choice
 from pallas_kernels.support import BlockSparse
 
@@ -75,6 +76,13 @@ def test_an_unknown_option_is_refused() -> None:
     for operation in (ops.paged_attention_v1, ops.paged_attention_v2, ops.paged_attention):
         with pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
             jax.eval_shape(lambda a, f=operation: f(**a, softcap=1.0), good())
+
+
+def test_tiles_take_no_block_sparse_pattern() -> None:
+    arrays = good() | {"q": array(2, 3, 4, 64), "query_starts": array(2, dtype=jnp.int32)}
+    options = {"scale": 1.0, "block_sparse": BlockSparse(64, 1, 1)}
+    with pytest.raises(TypeError, match="tiled_paged_attention.* unexpected keyword argument 'block_sparse'"):
+        jax.eval_shape(lambda a: ops.tiled_paged_attention(**a, **options), arrays)
 
 
 @pytest.mark.parametrize("partition_size", [0, -16, 24])
@@ -143,7 +151,7 @@ def test_causal_masks_are_not_compiled_by_a_ptxas_that_makes_them_wrong(
     version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts have causal masks; decode steps of one token have none."""
-    monkeypatch.setattr(support, "ptxas_version", lambda: version)
+    monkeypatch.setattr(ptxas, "version", lambda: version)
     tiles = good() | {"q": array(2, 32, 4, 64), "query_starts": array(2, dtype=jnp.int32)}
     named = ".".join(map(str, version))
     with pytest.raises(
@@ -157,7 +165,7 @@ def test_causal_masks_are_not_compiled_by_a_ptxas_that_makes_them_wrong(
 
 @pytest.mark.parametrize("version", [None, (12, 6, 85), (12, 9, 86), (13, 0, 48)])
 def test_any_other_ptxas_is_taken(version: tuple[int, ...] | None) -> None:
-    support.refuse_ptxas(version)
+    ptxas.refuse(version)
 
 
 def test_the_kernel_counts_so_many_partitions() -> None:

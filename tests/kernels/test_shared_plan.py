@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import attention
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode import attention as mosaic
 from pallas_kernels.gpu.partitioning import Partitioning
@@ -29,12 +29,12 @@ def draw(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
 
 
-def made_batch(rng: np.random.Generator) -> AttentionBatch:
+def made_batch(rng: np.random.Generator) -> PassBatch:
     tables = 1 + rng.permutation(4 * WIDTH).astype(np.int32).reshape(4, WIDTH)
     last = SEQ_LENS - 1
     slots = tables[TABLE_ROWS, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
     arrays = [jnp.asarray(x) for x in (slots, tables, last, SEQ_LENS)]
-    return AttentionBatch(*arrays, implementation="mosaic_gpu", table_rows=jnp.asarray(TABLE_ROWS))
+    return PassBatch(*arrays, implementation="mosaic_gpu", table_rows=jnp.asarray(TABLE_ROWS))
 
 
 def made_cache(num_layers: int = 1) -> kv_cache.KVCache:
@@ -42,7 +42,7 @@ def made_cache(num_layers: int = 1) -> kv_cache.KVCache:
     return kv_cache.create(num_layers, *sizes, jnp.dtype("bfloat16"))
 
 
-def planned(batch: AttentionBatch, cache: kv_cache.KVCache) -> AttentionBatch:
+def planned(batch: PassBatch, cache: kv_cache.KVCache) -> PassBatch:
     return attention.planned(batch, cache, NUM_Q_HEADS, WINDOWS)
 
 
@@ -57,7 +57,7 @@ def test_layers_in_a_loop_share_it_and_answer_as_each_by_its_own(monkeypatch: py
     batch = made_batch(rng)
     q, k, v = (draw(rng, len(SEQ_LENS), heads, HEAD_DIM) for heads in (NUM_Q_HEADS, 2, 2))
 
-    def through_layers(batch: AttentionBatch, cache: kv_cache.KVCache) -> jax.Array:
+    def through_layers(batch: PassBatch, cache: kv_cache.KVCache) -> jax.Array:
         def layer(
             i: jax.Array, carry: tuple[jax.Array, kv_cache.KVCache]
         ) -> tuple[jax.Array, kv_cache.KVCache]:

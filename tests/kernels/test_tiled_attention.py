@@ -62,7 +62,7 @@ def covering(*pairs):
     """Check that pairs of a shape and a window cover both well, and add all pairs for native kernels.
 
     XLA compiles a program a pair: each shape has two pairs, and each window two shapes. The native kernels
-        are compiled anyway.
+    are compiled anyway.
     """
     windows = sorted({window for _, window in pairs}, key=str)
     all_pairs = [(name, window) for name in SHAPES for window in windows]

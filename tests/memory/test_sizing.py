@@ -15,6 +15,7 @@ from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget
 from jaxpaged.models.decoder import abstract
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.on_load import OnLoad
 from jaxpaged.sampling_params import MAX_LOGPROBS
 from jaxpaged.sampling_state import MAX_EDITS
@@ -162,10 +163,12 @@ def test_what_is_too_large_beside_the_weights_is_refused_before_they_are_loaded(
 def test_quantised_weights_count_as_they_are_kept(monkeypatch):
     """Where there is room for these, but not for wide ones."""
 
-    def shapes(dtype):
-        return abstract(tiny.CONFIG, dtype, tiny.NAMES, OnLoad("int4"))
+    def shapes(load_as):
+        return abstract(tiny.CONFIG, load_as, tiny.NAMES, OnLoad("int4"))
 
-    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(shapes(jnp.dtype("float32")))))
+    kept = sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(shapes(LoadAs(jnp.dtype("float32")))))
+    )
     assert kept < sum(w.nbytes for w in tiny.weights().values()) / 2
     most = machine.GPU_BYTES_FREE + kept + 2 * 2048
     config = EngineConfig(**tiny.DEFAULTS | {"num_blocks": None, "gpu_memory_utilization": 0.5})

@@ -13,12 +13,13 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.checks import InputError
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading, names, weights
-from jaxpaged.models.attention import AttentionBatch
+from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families import BY_TYPE, WRAPPER_OF
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.layer_form import LayerForm
-from jaxpaged.models.weights import Parts
+from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.weights import StoredWeights
 from reference import model as reference_model
 from tests import tiny
 from tests.models.covering import covering
@@ -48,10 +49,10 @@ def assert_equal(logits, stored):
     )
 
 
-def batch_of(table, positions, tile_len, block_size) -> AttentionBatch:
+def batch_of(table, positions, tile_len, block_size) -> PassBatch:
     """Tiles of neighbouring tokens of one sequence, its blocks as the table says."""
     starts = positions[::tile_len]
-    return AttentionBatch(
+    return PassBatch(
         slot_mapping=jnp.asarray(table[positions // block_size] * block_size + positions % block_size),
         block_tables=jnp.tile(table, (len(starts), 1)),
         query_starts=jnp.asarray(starts),
@@ -113,7 +114,7 @@ def test_the_paged_model_equals_transformers(name, uses_native, monkeypatch):
     """Layers in a loop, with native products, and one by one; tiles that end inside of blocks and windows."""
     monkeypatch.setenv("JAXPAGED_NATIVE", str(int(uses_native)))
     block_size, tile_len = (4, 8) if uses_native else (16, 1)
-    model = loading.open_checkpoint(GOLDENS / name).model(jnp.dtype("float32"))
+    model = loading.open_checkpoint(GOLDENS / name).model(LoadAs(jnp.dtype("float32")))
     golden = stored(name)
     assert_equal(paged_logits(model, golden["token_ids"], block_size, tile_len), golden)
 
@@ -122,7 +123,7 @@ def test_the_paged_model_equals_transformers(name, uses_native, monkeypatch):
 def test_of_the_last_layer_only_what_is_wanted_is_computed(name):
     """What is wanted has the same bits, and so have all K and V; with biases and experts, too."""
     checkpoint, token_ids = loading.open_checkpoint(GOLDENS / name), stored(name)["token_ids"][:24]
-    model = checkpoint.model(jnp.dtype("float32"))
+    model = checkpoint.model(LoadAs(jnp.dtype("float32")))
     wanted = np.isin(np.arange(24), [7, 18])  # of the second of three tiles nothing
     run = jax.jit(lambda model, wanted: passed(model, token_ids, 4, 8, wanted=wanted))
     some, some_cache = run(model, jnp.asarray(wanted))
@@ -138,7 +139,7 @@ def test_layers_in_a_loop_equal_transformers_where_xla_multiplies(name, monkeypa
     """With windows and RoPEs of some layers, and with sinks, biases and experts."""
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     stored_, checkpoint = stored(f"families/{name}"), loading.open_checkpoint(GOLDENS / "families" / name)
-    model = checkpoint.model(jnp.dtype("float32"), loop_over_layers=True)
+    model = checkpoint.model(LoadAs(jnp.dtype("float32"), loop_over_layers=True))
     assert model.form == LayerForm("xla", "xla", loops=True)
     assert_equal(paged_logits(model, stored_["token_ids"], 16, 1), stored_)
 
@@ -169,7 +170,7 @@ def test_blocks_before_the_window_may_be_gone():
     config, num_tokens = checkpoint.config, len(golden["token_ids"])
     block_size, tile_len = 4, 10
     num_blocks = -(-num_tokens // block_size)
-    model = checkpoint.model(jnp.dtype("float32"))
+    model = checkpoint.model(LoadAs(jnp.dtype("float32")))
 
     @jax.jit
     def step(token_ids, positions, cache, batch):
@@ -194,8 +195,8 @@ def test_blocks_before_the_window_may_be_gone():
 
 def test_bfloat16_stays_near_float32():
     """Two layers of bfloat16 (8 bits of fraction): logits within a few percent of their spread."""
-    exact = paged_logits(tiny.load(jnp.dtype("float32")), list(range(30)), 8, 10)
-    model = tiny.load(jnp.dtype("bfloat16"))
+    exact = paged_logits(tiny.load(LoadAs(jnp.dtype("float32"))), list(range(30)), 8, 10)
+    model = tiny.load(LoadAs(jnp.dtype("bfloat16")))
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
     near = paged_logits(model, list(range(30)), 8, 10).astype(np.float32)
     assert np.abs(near - exact).max() < 0.1 * exact.std()
@@ -219,7 +220,7 @@ def test_weights_that_do_not_fit_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         weights.check_weights(tiny.CONFIG, NAMES, changed)
     with pytest.raises(InputError, match=message):
-        Decoder(Parts(tiny.CONFIG, NAMES, changed, jnp.dtype("float32")))
+        Decoder(StoredWeights(tiny.CONFIG, NAMES, changed, LoadAs(jnp.dtype("float32"))))
 
 
 def test_random_weights_are_those_of_the_config():

@@ -15,6 +15,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.models import decoder, experts, families, layers, loading, weights
 from jaxpaged.models.config import LongScaling, Rope
 from jaxpaged.models.families import from_hf
+from jaxpaged.models.load_as import LoadAs
 from tests.models.test_decoder import GOLDENS, batch_of
 
 
@@ -201,7 +202,7 @@ def test_short_sequences_have_the_short_factors():
 
 @pytest.fixture
 def moe():
-    return loading.open_checkpoint(GOLDENS / "families" / "qwen3_moe").model(jnp.dtype("float32"))
+    return loading.open_checkpoint(GOLDENS / "families" / "qwen3_moe").model(LoadAs(jnp.dtype("float32")))
 
 
 def test_an_expert_that_no_token_chose_is_not_computed(moe, monkeypatch):
@@ -239,7 +240,7 @@ def test_a_tokens_experts_add_up_alike_in_any_company(moe):
 
 def program(config):
     """Of one pass, in words."""
-    model = decoder.abstract(config, jnp.dtype("float32"), loop_over_layers=True)
+    model = decoder.abstract(config, LoadAs(jnp.dtype("float32"), loop_over_layers=True))
     graphdef, params = nnx.split(model)
     cache = jax.eval_shape(lambda: model.create_cache(5, 8))
     positions = np.arange(32, dtype=np.int32)

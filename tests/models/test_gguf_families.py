@@ -12,8 +12,9 @@ from jaxpaged.models import families, loading
 from jaxpaged.models.config import LinearScaling, LongScaling, YarnScaling
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.files.gguf import file as gguf_file
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import layers_with
-from jaxpaged.models.weights import Parts, by_role
+from jaxpaged.models.weights import StoredWeights, by_role
 from reference import model as reference_model
 from tests.models.test_decoder import GOLDENS, TOLERANCE, paged_logits
 from tests.tiny_gguf import add_sizes, interleaved
@@ -303,7 +304,7 @@ def test_experts_in_mxfp4(tmp_path):
     reader = gguf_file.open_file(path)
     config, names = gguf_file.model_config(reader, path), gguf_file.names(reader, path)
     tensors, quantisation = gguf_file.load_weights(reader, path), gguf_file.quantisation(reader)
-    model = Decoder(Parts(config, names, tensors, jnp.dtype("float32"), quantisation))
+    model = Decoder(StoredWeights(config, names, tensors, LoadAs(jnp.dtype("float32")), quantisation))
     experts = model.layers.mlp.gate_up, model.layers.mlp.down
     kept = [{linear.is_quantised for linear in each.linears} for each in experts]
     assert kept == [{True}, {False}]

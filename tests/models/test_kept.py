@@ -17,7 +17,8 @@ from jaxpaged.models import loading
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.files import kept, safetensors_files
 from jaxpaged.models.layer_form import form_of
-from jaxpaged.models.weights import Parts
+from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.weights import StoredWeights
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "mha_biased"
 
@@ -48,7 +49,7 @@ def load(path, monkeypatch):
 
         noted.__module__ = safetensors_files.__name__  # else it is seen that a function of ours is replaced
         monkeypatch.setattr(safetensors_files, "load", noted)
-        model = loading.open_checkpoint(path).model(jnp.dtype(dtype), quantization, **options)
+        model = loading.open_checkpoint(path).model(LoadAs(jnp.dtype(dtype), quantization, **options))
         kept.wait()
         return model, bool(reads)
 
@@ -58,7 +59,9 @@ def load(path, monkeypatch):
 def built_from(path, dtype="float32", quantization=None):
     checkpoint = loading.open_checkpoint(path)
     tensors, quantisation = safetensors_files.load(path), checkpoint.quantisation(quantization)
-    return Decoder(Parts(checkpoint.config, checkpoint.names, tensors, jnp.dtype(dtype), quantisation))
+    return Decoder(
+        StoredWeights(checkpoint.config, checkpoint.names, tensors, LoadAs(jnp.dtype(dtype)), quantisation)
+    )
 
 
 def assert_equal(model, other):

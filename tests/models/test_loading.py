@@ -22,6 +22,7 @@ from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.files import hf, safetensors_files
 from jaxpaged.models.files.gguf import file as gguf_file
 from jaxpaged.models.layers import rope_frequencies
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.weights import by_role, random_weights
 from tests import tiny
 from tests.tiny_gguf import write_gguf
@@ -133,7 +134,7 @@ def test_a_tied_head_may_be_there_alone_or_differ(tmp_path, caplog):
     assert "'model.embed_tokens.weight' and 'lm_head.weight' differ: the head is the latter" in caplog.text
     save_file({"lm_head.weight": table}, tmp_path / WEIGHTS)
     with pytest.raises(InputError, match="the weights lack 'model.norm.weight"):
-        loading.open_checkpoint(tmp_path).model(jnp.dtype("float32"))
+        loading.open_checkpoint(tmp_path).model(LoadAs(jnp.dtype("float32")))
 
 
 def test_an_opt_s_table_may_be_called_the_head(tmp_path):
@@ -341,7 +342,7 @@ def test_a_damaged_gguf_file_is_refused(tmp_path, keep):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(whole[: keep if keep == 0 or keep >= 1 else int(keep * len(whole))])
     with pytest.raises(InputError, match=r"damaged.gguf' must be a whole GGUF file|cannot be read"):
-        loading.open_checkpoint(damaged).model(jnp.dtype("float32"))
+        loading.open_checkpoint(damaged).model(LoadAs(jnp.dtype("float32")))
 
 
 def test_text_of_a_gguf_file_that_is_not_utf_8_is_refused(tmp_path):
@@ -361,10 +362,10 @@ def test_a_pointer_to_a_gguf_file_is_told_as_one(tmp_path):
 def test_a_gguf_file_with_missing_or_strange_tensors_is_refused(tmp_path):
     checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "a.gguf", without="blk.1.ffn_up.weight"))
     with pytest.raises(InputError, match="the weights lack 'blk.1.ffn_up.weight'"):
-        checkpoint.model(jnp.dtype("float32"))
+        checkpoint.model(LoadAs(jnp.dtype("float32")))
     checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "b.gguf", extra="blk.0.strange.weight"))
     with pytest.raises(InputError, match="weight 'blk.0.strange.weight' is none that the model config"):
-        checkpoint.model(jnp.dtype("float32"))
+        checkpoint.model(LoadAs(jnp.dtype("float32")))
 
 
 def test_a_gguf_file_may_have_a_factor_for_each_frequency(tmp_path):
@@ -373,7 +374,7 @@ def test_a_gguf_file_may_have_a_factor_for_each_frequency(tmp_path):
     rope = checkpoint.config.layers[1].rope
     plain = rope_frequencies(dataclasses.replace(rope, scaling=None), 64)[0]
     np.testing.assert_array_equal(rope_frequencies(rope, 64)[0], plain / 2)
-    checkpoint.model(jnp.dtype("float32"))
+    checkpoint.model(LoadAs(jnp.dtype("float32")))
 
 
 def test_a_gguf_field_that_is_not_there_is_named(tmp_path):
@@ -419,7 +420,7 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path, dtype, quan
     del drawn
     itemsize = 34 / 32 if quantization else jnp.dtype(dtype).itemsize
     peak, model = peak_bytes_beside(
-        lambda: loading.open_checkpoint(tmp_path).model(jnp.dtype(dtype), quantization)
+        lambda: loading.open_checkpoint(tmp_path).model(LoadAs(jnp.dtype(dtype), quantization))
     )
     assert model.hidden_size == 512
     # To quantise a tensor takes, beside itself, its blocks, and a byte for each code.

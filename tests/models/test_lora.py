@@ -12,6 +12,7 @@ from jaxpaged import LoRARequest
 from jaxpaged.checks import InputError
 from jaxpaged.models import loading, lora, weights
 from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.load_as import LoadAs
 from reference import model as reference_model
 from tests import tiny, tiny_lora
 from tests.models.test_decoder import GOLDENS, TOLERANCE, assert_equal, paged_logits
@@ -29,7 +30,7 @@ def test_a_model_with_an_adapter_is_the_one_that_peft_merges_it_into(name, uses_
     monkeypatch.setenv("JAXPAGED_NATIVE", str(int(uses_native)))
     checkpoint = loading.open_checkpoint(GOLDENS / "families" / name)
     stored = json.loads((GOLDENS / "lora" / name / "golden.json").read_text())
-    model, names = checkpoint.model(FLOAT32), checkpoint.module_names
+    model, names = checkpoint.model(LoadAs(FLOAT32)), checkpoint.module_names
     before = paged_logits(model, stored["token_ids"], 4, 8)
     assert np.abs(before[:: stored["every"]] - stored["logits"]).max() > 100 * TOLERANCE
     lora.make_room(model, names, num_adapters=2, rank=9)
@@ -62,7 +63,7 @@ def test_an_adapter_is_found_by_the_names_of_modules_and_put_in_the_decoders_ord
     said = {"peft_type": "LORA", "r": 2, "lora_alpha": 0.5}
     (tmp_path / "adapter_config.json").write_text(json.dumps(said))
     save_file(its, tmp_path / "adapter_model.safetensors")
-    model, token_ids = checkpoint.model(FLOAT32), list(range(20))
+    model, token_ids = checkpoint.model(LoadAs(FLOAT32)), list(range(20))
     lora.make_room(model, checkpoint.module_names, num_adapters=1, rank=2)
     request = LoRARequest("it", 1, tmp_path)
     lora.put(model, lora.read(request, checkpoint.config, checkpoint.module_names, 2, FLOAT32), 0)
@@ -74,7 +75,7 @@ def test_an_adapter_is_found_by_the_names_of_modules_and_put_in_the_decoders_ord
 
 def test_room_makes_the_kernel_known_to_programs_that_are_read_back(monkeypatch):
     """Which are called without being traced."""
-    asked, model = [], tiny.load(FLOAT32)
+    asked, model = [], tiny.load(LoadAs(FLOAT32))
     monkeypatch.setattr(lora.native, "serves", lambda dtype, *functions: asked.extend(functions))
     lora.make_room(model, NAMES, num_adapters=1, rank=1)
     assert asked == ["low_rank"]

@@ -11,9 +11,10 @@ from jaxpaged.checks import InputError
 from jaxpaged.models import layers, loading
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.files.gguf import blocks as gguf_blocks
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.codes import packed
 from jaxpaged.models.quantised.on_load import OnLoad
-from jaxpaged.models.weights import Parts, by_role
+from jaxpaged.models.weights import StoredWeights, by_role
 from reference import model as reference_model
 from reference import quantisation, quantised_checkpoints
 from tests.models.test_decoder import GOLDENS, TOLERANCE, paged_logits
@@ -44,7 +45,7 @@ def checkpoint(tmp_path_factory):
 def test_a_gguf_file_s_weights_are_kept_as_they_are(checkpoint, use_native, monkeypatch):
     """Layers in a loop, in groups by how they are kept, and one by one."""
     monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
-    wide, kept = (checkpoint.model(FLOAT32, how) for how in (None, "gguf"))
+    wide, kept = (checkpoint.model(LoadAs(FLOAT32, how)) for how in (None, "gguf"))
     got = paged_logits(kept, TOKENS, 8, 13)
     np.testing.assert_allclose(got, paged_logits(wide, TOKENS, 8, 13), atol=TOLERANCE, rtol=TOLERANCE)
     dtypes = [leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(kept))]
@@ -78,8 +79,10 @@ def test_layers_of_several_kinds_are_found_in_their_groups(use_native, monkeypat
 @pytest.mark.parametrize("how", ["gguf", "int4"])
 def test_a_models_shapes_are_known_before_it_is_read(checkpoint, how, use_native, monkeypatch):
     monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
-    shapes = nnx.split(abstract(checkpoint.config, FLOAT32, checkpoint.names, checkpoint.quantisation(how)))
-    built = nnx.split(checkpoint.model(FLOAT32, how))
+    shapes = nnx.split(
+        abstract(checkpoint.config, LoadAs(FLOAT32), checkpoint.names, checkpoint.quantisation(how))
+    )
+    built = nnx.split(checkpoint.model(LoadAs(FLOAT32, how)))
     assert jax.tree.structure(shapes) == jax.tree.structure(built)
     for want, got in zip(*map(jax.tree.leaves, (shapes, built)), strict=True):
         assert (want.shape, want.dtype) == (got.shape, got.dtype)
@@ -119,7 +122,7 @@ def test_a_model_quantised_on_load(name, how, use_native, monkeypatch):
     checkpoint = loading.open_checkpoint(GOLDENS / name)
     weights = quantised_weights(checkpoint, how)
     want = reference_model.logits(checkpoint.config, weights, TOKENS)
-    got = paged_logits(checkpoint.model(FLOAT32, how), TOKENS, 8, 13)
+    got = paged_logits(checkpoint.model(LoadAs(FLOAT32, how)), TOKENS, 8, 13)
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -128,10 +131,10 @@ def test_what_cannot_be_kept_or_quantised(checkpoint):
     with pytest.raises(
         InputError, match="quantization='gguf' must be None, int8, int4 or fp8 for a model that"
     ):
-        directory.model(FLOAT32, "gguf")
+        directory.model(LoadAs(FLOAT32, "gguf"))
     huge = {name: 1e9 * np.asarray(weight) for name, weight in directory.load_weights().items()}
     with pytest.raises(InputError, match=r"weight 'embedding.weight' has NaN or infinity in it"):
-        Decoder(Parts(directory.config, directory.names, huge, FLOAT32, OnLoad("int8")))
+        Decoder(StoredWeights(directory.config, directory.names, huge, LoadAs(FLOAT32), OnLoad("int8")))
     blocks = np.array([0, 0x7C, *[0] * 32], np.uint8)[None]  # an infinite scale
     with pytest.raises(InputError, match=r"weight 'a' has NaN or infinity in it"):
         gguf_blocks.rows(blocks, "Q8_0", "a")

@@ -14,6 +14,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.models import loading
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.files import safetensors_files
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised import mxfp4
 from jaxpaged.models.quantised.checkpoints import Module, Tensors, read
 from jaxpaged.models.quantised.codes import Part, packed, wide
@@ -86,7 +87,7 @@ def test_a_file_s_weights_mean_what_its_makers_say(name, monkeypatch):
     got = reference_model.logits(checkpoint.config, weights, tokens)[:: golden["every"]]
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
     monkeypatch.setenv("JAXPAGED_NATIVE", "0" if name in ("gptq", "compressed_fp8") else "1")
-    model = checkpoint.model(FLOAT32)
+    model = checkpoint.model(LoadAs(FLOAT32))
     got = paged_logits(model, tokens, 8, 13)[:: golden["every"]]
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
     layers = model.layers
@@ -266,8 +267,8 @@ def test_experts_and_layers_that_differ(tmp_path):
             layer = stem.split(".")[2]
             want = dequantised(its, said)
             np.testing.assert_array_equal(weights[f"layers.{layer}.experts.3.down.weight"], want)
-    model = checkpoint.model(FLOAT32)
-    shapes = checkpoint.abstract(FLOAT32)
+    model = checkpoint.model(LoadAs(FLOAT32))
+    shapes = checkpoint.abstract(LoadAs(FLOAT32))
     assert jax.tree.structure(nnx.split(model)) == jax.tree.structure(nnx.split(shapes))
     kept = [linear.is_quantised for linear in (*model.layers.mlp.down.linears, model.layers.attention.qkv)]
     assert kept == [True] * (len(kept) - 1) + [False]
@@ -291,13 +292,13 @@ def test_a_gpt_oss_as_it_is_published(monkeypatch):
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
     for use_native in "10":
         monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
-        model = checkpoint.model(FLOAT32)
+        model = checkpoint.model(LoadAs(FLOAT32))
         got = paged_logits(model, tokens, 8, 13)[:: golden["every"]]
         np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
         experts = nnx.state((model.layers.mlp.gate_up, model.layers.mlp.down))
         kept = [leaf for leaf in jax.tree.leaves(experts, is_leaf=is_quantised) if is_quantised(leaf)]
         assert {(its.bits, its.is_float) for its in kept} == {(4, True)}
-    shapes = checkpoint.abstract(FLOAT32)
+    shapes = checkpoint.abstract(LoadAs(FLOAT32))
     assert jax.tree.structure(nnx.split(model)) == jax.tree.structure(nnx.split(shapes))
 
 
@@ -349,7 +350,7 @@ def test_modelopt_s_own_file_says_that_weights_are_in_fp8(tmp_path):
     stem = "model.layers.1.mlp.up_proj"
     its = {part: tensors[f"{stem}.{part}"] for part in ("weight", "weight_scale")}
     np.testing.assert_array_equal(checkpoint.load_weights()[f"{stem}.weight"], dequantised(its, FP8))
-    assert checkpoint.model(FLOAT32).layers.mlp.up.is_quantised
+    assert checkpoint.model(LoadAs(FLOAT32)).layers.mlp.up.is_quantised
 
 
 REFUSED = {
@@ -433,7 +434,7 @@ def test_a_weight_that_is_not_the_config_s(name):
 def test_what_else_is_refused():
     checkpoint = loading.open_checkpoint(QUANTISED / "gptq_8bit")
     with pytest.raises(InputError, match="quantization='int8' must be None for a model whose weights are"):
-        checkpoint.model(FLOAT32, "int8")
+        checkpoint.model(LoadAs(FLOAT32, "int8"))
     rng, weights = np.random.default_rng(0), tiny.weights()
     stem = "model.layers.0.self_attn.o_proj"
     its = {f"{stem}.{ending}": tensor for ending, tensor in fp8_module(rng, 32, 48).items()}

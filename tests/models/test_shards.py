@@ -1,4 +1,4 @@
-"""What a shard reads of a model's tensors: its own numbers, once, and looks at no others."""
+"""Reading one shard of a model's tensors: its own numbers, once, and no others."""
 
 import dataclasses
 import json
@@ -16,11 +16,12 @@ from jaxpaged.models import loading
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.files import safetensors_files
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import in_expert, in_layer, num_weights
 from jaxpaged.models.quantised import checkpoints as quantised_checkpoints
 from jaxpaged.models.quantised.codes import QuantisedWeight
 from jaxpaged.models.shards import Shard, Shards
-from jaxpaged.models.weights import Abstract, Parts
+from jaxpaged.models.weights import AbstractWeights, StoredWeights
 from tests import tiny_gguf
 from tests.models.test_decoder import GOLDENS
 
@@ -47,7 +48,9 @@ def test_a_shard_reads_its_own_numbers_alone(name, size):
         poisoned = {key: np.where(np.isin(x, mine), x, np.nan) for key, x in numbered.items()}
         for leaf, again in zip(its, leaves(checkpoint, poisoned, shard), strict=True):
             np.testing.assert_array_equal(leaf, again)
-        shapes = jax.tree.leaves(nnx.state(abstract(checkpoint.config, jnp.dtype("float32"), shard=shard)))
+        shapes = jax.tree.leaves(
+            nnx.state(abstract(checkpoint.config, LoadAs(jnp.dtype("float32"), shard=shard)))
+        )
         assert [x.shape for x in shapes] == [x.shape for x in its]
     for key, tensor in numbered.items():
         here = times[tensor.astype(int)]
@@ -104,16 +107,21 @@ class Counted:
     [("gpt_neox", None), ("gpt_oss", None), ("phi3", None), ("llama", "int8"), ("gpt_neox", "fp8")],
 )
 def test_half_of_a_file_is_read_for_half_of_a_model(name, quantization, monkeypatch):
-    """Also of forms that put rows in another order; of what is quantised on load the inputs after all are
-    read, for a scale is of a row's numbers."""
+    """Some forms put rows in another order. What is quantised on load is read with all its inputs, for a
+    scale is of a row's numbers.
+    """
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a tensor here is no array
     checkpoint = loading.open_checkpoint(GOLDENS / "families" / name)
     config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
     files = {key: np.array(tensor, np.float32) for key, tensor in checkpoint.load_weights().items()}
     tensors = {key: Counted(tensor) for key, tensor in files.items()}
     shard = Shard(config, Shards(2), 1)
-    parts = Parts(config, names, tensors, dtype, checkpoint.quantisation(quantization), shard)
-    again = Parts(config, names, files, dtype, checkpoint.quantisation(quantization), shard)
+    parts = StoredWeights(
+        config, names, tensors, LoadAs(dtype, shard=shard), checkpoint.quantisation(quantization)
+    )
+    again = StoredWeights(
+        config, names, files, LoadAs(dtype, shard=shard), checkpoint.quantisation(quantization)
+    )
     num_split = 0
     for role in [*in_layer(config), *in_expert(config), "lm_head.weight"]:
         for one, its in zip(weights_of(parts, role), weights_of(again, role), strict=True):
@@ -141,7 +149,7 @@ def test_half_of_a_file_is_read_for_half_of_a_model(name, quantization, monkeypa
     ],
 )
 def test_half_of_a_quantised_file_is_read_for_half_of_a_model(name, monkeypatch):
-    """Of what is quantised, too; groups that are cut through are read whole."""
+    """Groups that the split cuts through are read whole."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a tensor here is no array
     folder = GOLDENS / "quantised" / name
     checkpoint = loading.open_checkpoint(folder)
@@ -149,7 +157,9 @@ def test_half_of_a_quantised_file_is_read_for_half_of_a_model(name, monkeypatch)
     config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
     tensors = {key: Counted(np.array(tensor)) for key, tensor in safetensors_files.load(folder).items()}
     files = quantised_checkpoints.Tensors(tensors, said, config, names)
-    parts = Parts(config, names, files, dtype, files.quantisation(), Shard(config, Shards(2), 1))
+    parts = StoredWeights(
+        config, names, files, LoadAs(dtype, shard=Shard(config, Shards(2), 1)), files.quantisation()
+    )
     for role in ("qkv.weight", "o.weight", "gate_up.weight", "down.weight"):
         for _ in weights_of(parts, role):
             pass
@@ -170,7 +180,9 @@ def matches(template, key):
 
 
 def leaves(checkpoint, tensors, shard):
-    parts = Parts(checkpoint.config, checkpoint.names, tensors, jnp.dtype("float32"), shard=shard)
+    parts = StoredWeights(
+        checkpoint.config, checkpoint.names, tensors, LoadAs(jnp.dtype("float32"), shard=shard)
+    )
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(Decoder(parts)))]
 
 
@@ -234,11 +246,13 @@ def test_quantised_weights_are_cut_where_they_lie(name, quantization, tmp_path):
     checkpoint = loading.open_checkpoint(folder)
     quantisation = checkpoint.quantisation(quantization)
     config, names, dtype = checkpoint.config, checkpoint.names, jnp.dtype("float32")
-    made = config, names, checkpoint.load_weights(), dtype, quantisation
-    whole, num_quantised = Parts(*made), 0
+    tensors, num_quantised = checkpoint.load_weights(), 0
+    whole = StoredWeights(config, names, tensors, LoadAs(dtype), quantisation)
     for number in range(2):
         shard = Shard(checkpoint.config, Shards(2), number)
-        parts, shapes = Parts(*made, shard), Abstract(config, dtype, names, quantisation, shard)
+        load_as = LoadAs(dtype, shard=shard)
+        parts = StoredWeights(config, names, tensors, load_as, quantisation)
+        shapes = AbstractWeights(config, load_as, names, quantisation)
         for role in [*in_layer(checkpoint.config), *in_expert(checkpoint.config), "lm_head.weight"]:
             all_, its, like = (list(weights_of(from_, role)) for from_ in (whole, parts, shapes))
             if role == "lm_head.weight" and all_[0] is None:
@@ -262,7 +276,7 @@ def weights_of(parts, role):
 
 
 def widened(weight):
-    """Its numbers, with its inputs as they come."""
+    """Return a weight's numbers, with its inputs in their order."""
     if not isinstance(weight, QuantisedWeight):
         return np.asarray(weight)
     assert weight.orders == (None,) * len(weight.segments)
@@ -276,11 +290,11 @@ def test_inputs_in_an_order_of_their_own_are_not_cut():
         InputError,
         match=r"^tensor_parallel_size=2 must be 1 for 64 .* without, or have the model on each device",
     ):
-        checkpoint.model(jnp.dtype("float32"), shard=shard)
+        checkpoint.model(LoadAs(jnp.dtype("float32"), shard=shard))
 
 
 def test_an_eighth_of_llama_3_1_70b_fits_an_h200(monkeypatch):
-    """By its shapes: an eighth of all weights in bfloat16, and seven eighths of an embedding more."""
+    """Judged by shapes: an eighth of all weights in bfloat16, and seven eighths of an embedding more."""
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     config = ModelConfig(
         vocab_size=128256,
@@ -292,7 +306,7 @@ def test_an_eighth_of_llama_3_1_70b_fits_an_h200(monkeypatch):
         layers=uniform(80, rope=Rope(theta=5e5, dim=128)),
         max_model_len=131072,
     )
-    model = abstract(config, jnp.dtype("bfloat16"), shard=Shard(config, Shards(8), 0))
+    model = abstract(config, LoadAs(jnp.dtype("bfloat16"), shard=Shard(config, Shards(8), 0)))
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model)))
     table, norms = 2 * config.vocab_size * config.hidden_size, 2 * 161 * config.hidden_size
     assert num_bytes == (2 * num_weights(config) - table - norms) / 8 + table + norms

@@ -1,4 +1,4 @@
-"""What each of several processes runs in `test_processes.py`: answers as JSON lines, of process 0 alone."""
+"""Program of each process in `test_processes.py`: process 0 prints answers as JSON lines."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def ask(llm):
 
 
 def differing(state):
-    """The same with another number in the last device that this process has."""
+    """Return the state with another number on the last device that this process has."""
     rows = state.rows
     parts = [shard.data for shard in rows.salt.addressable_shards]
     parts[-1] = parts[-1].at[..., -1].set(7)
@@ -65,13 +65,13 @@ def differ_in_the_end(follow):
 
 
 def tells_that_it_begins(setup, check=Setup.check):
-    """What an engine does first, once all processes have agreed."""
+    """Print a line once all processes have agreed, before the engine does anything else."""
     say(begins=True)
     return check(setup)
 
 
 def fails(*_):
-    """When the others have begun."""
+    """Raise an error when the others have begun."""
     time.sleep(0.5)
     raise OSError("no such file")
 

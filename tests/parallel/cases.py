@@ -17,6 +17,7 @@ from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading, lora
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
 from jaxpaged.sampling_params import SamplingParams
@@ -34,13 +35,13 @@ pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the proces
 
 
 def model_of(checkpoint, size, sums="fast"):
-    """On so many devices."""
+    """Make a model on so many devices."""
     shard = functools.partial(Shard, checkpoint.config, Shards(size, sums))
-    return assembled(mesh_of(size), lambda i: checkpoint.model(FLOAT32, shard=shard(i)))
+    return assembled(mesh_of(size), lambda i: checkpoint.model(LoadAs(FLOAT32, shard=shard(i))))
 
 
 def compiled(model, size, token_ids, adapter=None):
-    """A pass over these tokens, compiled."""
+    """Compile a pass over these tokens."""
     graphdef, params = nnx.split(model)
 
     def of_shard(params):
@@ -89,7 +90,7 @@ def test_a_model_in_shares_equals_transformers(name):
     ["phi3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gpt2", "gpt_neox", "bloom"))],
 )
 def test_an_adapter_in_shares_is_what_peft_merges(name):
-    """Also where queries, keys and values, or gate and up, are one module."""
+    """Queries, keys and values, or gate and up, may be one module."""
     checkpoint = loading.open_checkpoint(GOLDENS / "families" / name)
     names = checkpoint.module_names
     golden = json.loads((GOLDENS / "lora" / name / "golden.json").read_text())
@@ -97,7 +98,7 @@ def test_an_adapter_in_shares_is_what_peft_merges(name):
 
     def load(number):
         shard = Shard(checkpoint.config, Shards(2), number)
-        model = checkpoint.model(FLOAT32, shard=shard)
+        model = checkpoint.model(LoadAs(FLOAT32, shard=shard))
         lora.make_room(model, names, num_adapters=2, rank=9)
         lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32, shard), 1)
         return model
@@ -107,7 +108,7 @@ def test_an_adapter_in_shares_is_what_peft_merges(name):
 
 
 def collectives(run):
-    """By name, in a program whose layers are a loop."""
+    """Count collectives by name in a program whose layers are a loop."""
     found = re.findall(r" = .*? (all-[a-z-]+|reduce-scatter|collective-[a-z]+)(?:-start)?\(", run.as_text())
     return {name: found.count(name) for name in set(found)}
 
@@ -166,11 +167,11 @@ def test_the_loop_answers_as_one_device_does_with_the_same_bits_in_any_company(o
 
 
 class Passes:
-    """What `by_passes` does with a model and its caches, on two devices."""
+    """Runner of `by_passes` with a model and its caches on two devices."""
 
     def __init__(self, config):
         shard = functools.partial(Shard, config, Shards(2))
-        model = assembled(mesh_of(2), lambda i: tiny.load(FLOAT32, config, shard=shard(i)))
+        model = assembled(mesh_of(2), lambda i: tiny.load(LoadAs(FLOAT32, shard=shard(i)), config))
         graphdef, self.params = nnx.split(model)
 
         def run(params, cache, given, batch):
@@ -226,7 +227,7 @@ def test_two_devices_with_scales_given_by_head_answer_as_one():
 
 @pytest.mark.slow
 def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
-    """In one batch, with none and with several; the host turns the loop."""
+    """One batch has rows with none and with several; the host launches each step."""
     driver = tiny_lora.driver(tmp_path, tensor_parallel_size=2, loop="host")
     prompts, seeds = tiny.prompts([5, 33, 12, 20]), [0, None, 1, 2]
     ids = []
@@ -242,7 +243,7 @@ def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
 
 @pytest.mark.slow
 def test_blocks_go_to_as_many_devices():
-    """As bytes, and from device to device; no program is compiled anew for it."""
+    """Blocks go as bytes, and from device to device; nothing is compiled anew."""
     here, there = (tiny.driver(tensor_parallel_size=2, **tiny.SWAP) for _ in range(2))
     [prompt] = tiny.prompts([40])
     line = np.array(prompt, np.int32)
@@ -266,7 +267,7 @@ def test_blocks_go_to_as_many_devices():
 
 
 def assert_same_on_each(state):
-    """All that is not K and V."""
+    """Check that all devices have the same of everything but K and V."""
 
     def check(spec, leaf):
         if spec == ON_EACH:
@@ -278,7 +279,7 @@ def assert_same_on_each(state):
 
 
 def differs(driver):
-    """A device that has come to another state is found out in the next run."""
+    """Check that a device with another state is found out in the next run."""
     driver._state = differing(driver._state)
     tiny.submit(driver, tiny.prompts([5]), SamplingParams(max_tokens=2))
     with pytest.raises(PagedMemoryError, match="the devices of a model have come to different states"):

@@ -15,6 +15,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.engine import start
 from jaxpaged.engine.driver import Driver
 from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from jaxpaged.step import loop
@@ -31,7 +32,7 @@ NUM_ROWS = 2 * tiny.DEFAULTS["max_num_seqs"]
 
 
 def groups_of(driver, ids):
-    """Where these requests are."""
+    """Return the replicas of these requests."""
     rows = {place.request.request_id: row for row, place in driver._places.taken()}
     return [rows[i] // NUM_ROWS for i in ids]
 
@@ -52,7 +53,7 @@ def driver():
 
 
 def searched(driver, searches):
-    """What each search finds, the tokens and their sums."""
+    """Return the tokens and the sums that each search finds."""
     its_ids = []
     for requests in searches:
         requests = tiny.numbered(requests)
@@ -103,7 +104,7 @@ def test_groups_answer_as_one_does_with_the_same_bits_in_any_company(options):
 
 
 def stops_by_the_last_group(driver):
-    """What is wrong in one group stops the engine."""
+    """Check that an error in one replica stops the engine."""
     if driver.config.tensor_parallel_size > 1:
         differs(driver)
         return
@@ -211,7 +212,10 @@ def test_who_belongs_together_is_in_one_group_and_finds_the_same_in_each(driver)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data_parallel_size": 7}, "^data_parallel_size=7 must be at most 6: a group has tensor_parallel_"),
+        (
+            {"data_parallel_size": 7},
+            "^data_parallel_size=7 must be at most 6: a replica has tensor_parallel_",
+        ),
         ({"data_parallel_size": 4, "tensor_parallel_size": 2}, "^data_parallel_size=4 must be at most 3: a"),
         ({"data_parallel_size": 2.5}, "^data_parallel_size=2.5 must be a positive int, at most 256"),
     ],
@@ -236,7 +240,7 @@ def test_one_group_runs_the_loop_as_it_is_written(monkeypatch):
     monkeypatch.setattr(Driver, "_compile", lambda self: None)
     driver = tiny.driver(**tiny.SMALL)
     size = driver.cache_size.num_blocks
-    state = start.create_state(driver.setup, tiny.load(np.dtype("float32")), size)
+    state = start.create_state(driver.setup, tiny.load(LoadAs(jnp.dtype("float32"))), size)
     source = start.Source(driver.setup, driver._graphdef, driver._params, state, by_host=False)
     written = jax.jit(
         inspect.unwrap(loop.run), static_argnames=("graphdef", "config"), donate_argnames="state"
@@ -248,7 +252,7 @@ def test_one_group_runs_the_loop_as_it_is_written(monkeypatch):
 
 @pytest.mark.slow
 def test_answers_in_random_company_are_those_of_the_request_alone(tmp_path):
-    """As `tests/engine/test_fuzz.py`, in two groups."""
+    """`tests/engine/test_fuzz.py` in two replicas."""
     fuzz = Fuzz("groups", tmp_path)
     counts = [fuzz.run(seed) for seed in range(4)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
@@ -273,7 +277,7 @@ def test_adapters_are_there_for_all_groups(tmp_path):
 
 @pytest.mark.slow
 def test_llm_and_async_llm_answer_by_groups():
-    """As transformers does, from several places of its answer on."""
+    """Answers are those of transformers, from several positions on."""
     path = GOLDENS / "families" / "llama"
     golden = json.loads((path / "golden.json").read_text())
     answer, starts, num_new = golden["answer"], (0, 3, 7, 10, 14, 20), 9

@@ -1,4 +1,6 @@
-"""What needs several devices runs in a process that has them: JAX makes all of a process's at once."""
+"""Cases that need several devices, in a process that has them: JAX makes all devices of a process at
+once.
+"""
 
 import os
 import subprocess

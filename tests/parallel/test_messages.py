@@ -1,4 +1,4 @@
-"""What goes between processes is data, and comes back as it was; what strangers send harms nobody."""
+"""Messages between processes are data and come back as they were; bytes from strangers do no harm."""
 
 import contextlib
 import dataclasses

@@ -20,7 +20,7 @@ ENDED = "jaxpaged: process {} of 2 has ended, and so must this one"
 
 @contextlib.contextmanager
 def started(*each):
-    """A process with each of these options, killed at the end, or if they hang."""
+    """Start a process for each of these options; they are killed at the end, or if they hang."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     processes = []
 
@@ -44,7 +44,7 @@ def started(*each):
 
 
 def both(*, brief=False, **other):
-    """The options of two processes of one engine, and what process 1 has otherwise."""
+    """Return the options of two processes of one engine, and what process 1 has otherwise."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     meets = {"tensor_parallel_size": 4, "distributed_init": address, "num_processes": 2, "brief": brief}
@@ -52,7 +52,7 @@ def both(*, brief=False, **other):
 
 
 def next_answer(process):
-    """None if there is none; gloo writes lines of its own."""
+    """Read the next answer; None if there is none. Gloo writes lines of its own."""
     return next((json.loads(line) for line in process.stdout if line.startswith("{")), None)
 
 

@@ -17,7 +17,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
-from jaxpaged.models.attention import AttentionBatch, attend
+from jaxpaged.models.attention import PassBatch, attend
 from jaxpaged.sampling import score
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
@@ -53,9 +53,8 @@ LOGITS = np.array([[-((v - total) * 5 % VOCAB) / 4 for v in range(VOCAB)] for to
 
 
 class SumModel(nnx.Module):
-    """Its likeliest next token is the sum of all visible tokens, read from the cache, modulo VOCAB.
-
-    So a wrong block, a token not written or a row mixed up with another shows in the answer.
+    """Model whose likeliest next token is the sum of all visible tokens, read from the cache, modulo
+    VOCAB.
     """
 
     hidden_size = VOCAB
@@ -65,7 +64,7 @@ class SumModel(nnx.Module):
         self.sliding_window = sliding_window
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, cache: KVCache, batch: AttentionBatch
+        self, token_ids: jax.Array, positions: jax.Array, cache: KVCache, batch: PassBatch
     ) -> tuple[jax.Array, KVCache]:
         value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
         zero = jnp.zeros_like(value)
@@ -85,14 +84,14 @@ class SumModel(nnx.Module):
 def next_token(
     sliding_window: int | None, tokens: list[int], *, prompt_len: int = 0, rules: dict[str, Any] | None = None
 ) -> int:
-    """The oracle's; `rules`: what `reference.sampler.edited` takes."""
+    """Return the oracle's next token; `rules` are what `reference.sampler.edited` takes."""
     total = sum(tokens[-sliding_window:] if sliding_window else tokens) % VOCAB
     logits = sampler.edited(LOGITS[total], tokens[:prompt_len], tokens[prompt_len:], **rules or {})
     return sampler.first_likeliest(logits)
 
 
 def logprobs_of(sliding_window: int | None, tokens: list[int]) -> np.ndarray:
-    """What the compiled step makes of the logits behind these tokens, to the bit: equal sums stay equal."""
+    """Return the log-probabilities behind these tokens as the compiled step makes them, to the bit."""
     total = sum(tokens[-sliding_window:] if sliding_window else tokens) % VOCAB
     return _logprobs()[total]
 
@@ -107,7 +106,7 @@ def _logprobs() -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Request(reference.Request):
-    """With what changes its logits: numbers of which float32 and float64 make the same."""
+    """Request with changes of its logits: numbers of which float32 and float64 make the same."""
 
     rules: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -122,7 +121,7 @@ RULES: list[dict[str, Any]] = [
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a workload runs in. Few of them: each is a program to compile."""
+    """Setting of a workload. There are few of them: each is a program to compile."""
 
     name: str
     num_blocks: int
@@ -143,7 +142,7 @@ class Setting:
         return max(fits) + 1
 
     def has_room_for(self, width: int, prompt_len: int, num_tokens: int) -> bool:
-        """Whether a beam search comes through the door."""
+        """Return whether a beam search is admitted by the door."""
         need = self.config.blocks_of(num_tokens - 1, self.block_size)
         shared = 0 if self.sliding_window else prompt_len // self.block_size
         return need + (width - 1) * (need - shared) < self.num_blocks
@@ -207,7 +206,7 @@ class Setting:
 
 @functools.cache
 def compiled_step(setting: Setting):
-    """One program a setting."""
+    """Return the compiled step of a setting."""
     model = SumModel(setting.sliding_window)
     return jax.jit(lambda state: step(model, state, setting.config))
 
@@ -218,7 +217,7 @@ compiled_abort = jax.jit(scheduler.abort)
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What happens before a step: requests come, and one may be given up."""
+    """Event before a step: requests come, and one may be aborted."""
 
     requests: tuple[reference.Request, ...] = ()
     abort: int | None = None  # an arrival
@@ -226,7 +225,7 @@ class Event:
 
 @st.composite
 def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) -> list[Event]:
-    """Up to 24 prompts with up to 4 answers each over some 50 steps, many of which begin alike."""
+    """Draw up to 24 prompts with up to 4 answers each over some 50 steps; many prompts begin alike."""
     arrival = 1
     events = []
     seen: list[tuple[int, ...]] = []
@@ -408,7 +407,7 @@ class LockStep:
         return {row.index: [b.block_id for b in row.blocks] for row in self.oracle.rows if row and row.blocks}
 
     def findable(self) -> list[int]:
-        """The blocks with content that is published."""
+        """Return the blocks whose content is published."""
         cache = self.state.tables.pool.prefix_cache
         if cache is None:
             return []

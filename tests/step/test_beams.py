@@ -18,7 +18,7 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.models import loading, weights
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
-from jaxpaged.models.weights import Parts
+from jaxpaged.models.weights import StoredWeights
 from jaxpaged.step.state import FinishReason
 from reference import model as reference_model
 from reference.beam_search import BeamSearch, Hypothesis, beam_search
@@ -42,7 +42,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def searched(
     driver, asked: list[tuple[list[int], BeamSearchParams]], company=(), max_steps: int | None = None
 ) -> list[BeamSearchOutput]:
-    """Through the door, into rows and out again; the company are prompts to be answered beside."""
+    """Return what a search finds, beside prompts that are answered in the same batch."""
     groups = []
     to_the_end = dataclasses.replace(tiny.greedy(20), ignore_eos=True)
     beside = tiny.submit(driver, list(company), to_the_end)
@@ -65,7 +65,7 @@ def assert_same(output: BeamSearchOutput, want: list[Hypothesis]) -> None:
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_answers_are_those_of_the_plain_search_in_any_company(data):
-    """In a pool that is too small for all at once."""
+    """The pool is too small for all at once."""
     ends = (5, 11, 40, 41)
     driver = with_ends(tiny.driver(**tiny.SMALL), *ends)
     asked, want = [], []
@@ -155,7 +155,7 @@ def test_of_equally_good_answers_the_one_that_ended_earlier_is_the_first():
     [0, 1] and [2, 1], have the same score; there is room for two.
     """
     nothing = {name: np.zeros_like(tensor) for name, tensor in tiny.weights().items()}
-    driver = tiny.driver(lambda dtype: Decoder(Parts(tiny.CONFIG, NAMES, nothing, dtype)))
+    driver = tiny.driver(lambda load_as: Decoder(StoredWeights(tiny.CONFIG, NAMES, nothing, load_as)))
     alike = np.full(tiny.CONFIG.vocab_size, -np.log(np.float32(tiny.CONFIG.vocab_size)))
     search = BeamSearch([9], 2, 1 + 3, (1,))
     while not search.is_done:
@@ -241,7 +241,7 @@ def test_a_search_that_cannot_run_is_refused():
 
 
 def test_given_up_it_leaves_nothing_behind():
-    """While its prompt is computed, while it decodes, and in the queue."""
+    """A search is aborted while its prompt is computed, while it decodes, and in the queue."""
     driver = tiny.driver()
     [prompt] = tiny.prompts([100], seed=5)
     params = BeamSearchParams(beam_width=4, max_tokens=20)

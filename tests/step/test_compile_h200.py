@@ -43,8 +43,8 @@ def test_the_whole_state_is_updated_in_place(reports: dict[str, Report]) -> None
 
 
 def test_no_array_of_the_cache_is_copied(reports: dict[str, Report]) -> None:
-    """Not even K of one layer, of which products' room takes three quarters. With twice the blocks there are
-    a few words more for each, of the allocator's, where K and V take 32 KiB.
+    """The scratch memory has no room even for K of one layer: products take three quarters of it. With
+    twice the blocks the allocator takes a few words more for each, where K and V take 32 KiB.
     """
     for name in (SWAPPED, ADAPTED, LOOPED, DEEPER):
         assert reports[str(name)].temp_bytes < 512 * 16 * 2 * 128 * 2
@@ -91,7 +91,7 @@ def test_a_loop_over_layers_grows_with_no_layer_and_copies_no_weights(reports: d
 
 
 def test_nodes_are_counted_by_layer() -> None:
-    """Of a loop with two nodes of its own, and a branch with two layers of three beside two others."""
+    """A loop has two nodes of its own, and a branch with two layers of three beside two others."""
     inside = [
         "kCopy",
         "kCustomKernel",

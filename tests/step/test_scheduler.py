@@ -39,7 +39,7 @@ def test_every_step_is_the_oracles(setting, data):
 
 
 def test_nobody_is_admitted_in_the_step_that_preempts():
-    """Not even an urgent request that had no slot till then, and fits where the preempted row was."""
+    """Even an urgent request waits that had no slot till then and fits where the preempted row was."""
     lock = LockStep(QUICK)
     lock.happen(Event(tuple(request(arrival, 17, 40, priority=2 * (arrival > 1)) for arrival in (1, 2, 3))))
     lock.step()
@@ -77,7 +77,7 @@ def test_answers_of_one_prompt_share_its_blocks_and_compute_it_once():
 
 
 def test_who_was_turned_away_is_looked_up_again_when_others_hold_enough_of_it():
-    """Its first 14 blocks are not there when it is first looked up, and are in the next step."""
+    """The first 14 blocks are not there when the request is first looked up, and are in the next step."""
     lock = LockStep(QUICK)
     shared = tuple(i % VOCAB for i in range(56))
     lock.happen(Event((Request(0, shared, 60), Request(1, (*shared, 1, 2, 3, 4), 62))))

@@ -2,7 +2,7 @@
 
     out[row, h] = softmax over the row's tokens t of (scale * q[row, h] . k[t]), applied to v[t]
 
-with the options of `ops.paged_attention`, for one new token a row or a few. A row is cut into partitions:
+with the options of `ops.paged_attention`, for one new token a row or a few. A row is computed in partitions:
 
     partition p of a row:  m_p = max s[t],  l_p = sum exp(s[t] - m_p),  o_p = sum exp(s[t] - m_p) * v[t]
     the row:               sum_p exp(m_p - m) * o_p / sum_p exp(m_p - m) * l_p        with m = max m_p
@@ -21,7 +21,6 @@ is served, but blocks it leaves out are read all the same.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import arrival_counter, common, tuning
+from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.decode import fetch, program, softmax
 from pallas_kernels.gpu.partitioning import MOST_COUNTED, Partitioning, partition_list
 from pallas_kernels.support import Arrays, Options
@@ -43,7 +43,7 @@ MAX_PARTITIONS = 64
 MAX_QUERY_LEN = 16  # new tokens of a row
 MAX_COLUMNS = 64  # queries that share a kv head: heads of its group x new tokens
 MAX_OUTPUTS = 8192  # numbers of a unit's output: 64 registers a thread
-PARTIAL_COLUMNS = 2048  # of a row: partitions x kv heads x columns, unless that makes fewer than 8 partitions
+PARTIAL_COLUMNS = 2048  # partitions x kv heads x columns of a row, but at least 8 partitions
 
 
 def default_partitioning(num_kv_heads: int, num_columns: int) -> Partitioning:
@@ -68,8 +68,8 @@ class WorkList(NamedTuple):
     """The partitions of a batch, in one list: row by row, each row's from the first to the last."""
 
     num_items: jax.Array  # [1]
-    # [max_items, 4] row + 65,536 x its row of the block tables, first token, end token, which partition +
-    # 65,536 x how many.
+    # [max_items, 4] int32: row + 65,536 x its row of the block tables, first token, end token, index of the
+    # partition + 65,536 x the row's number of partitions
     items: jax.Array
     positions: jax.Array  # [num_rows] of each row's first new token
 
@@ -102,11 +102,11 @@ def plan(
     end = jnp.minimum(seq_lens, positions + query_len)
     start = jnp.zeros_like(end) if window is None else jnp.clip(positions + 1 - window, 0, end)
     size = partitioning.sizes(start, end, capacity)
-    parts = partition_list(start, end, size, seq_lens.shape[0] * partitioning.bound(capacity))
-    items = parts.items
+    partitions = partition_list(start, end, size, seq_lens.shape[0] * partitioning.bound(capacity))
+    items = partitions.items
     if table_rows is not None:
         items = items.at[:, 0].add(table_rows[items[:, 0]] << 16)
-    return WorkList(parts.num_items, items, positions)
+    return WorkList(partitions.num_items, items, positions)
 
 
 class PlanSizes(NamedTuple):
@@ -161,9 +161,9 @@ def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: i
     capacity: the most tokens of a row.
     """
     columns = tuning.num_columns(group_size)
-    parts = default_partitioning(num_kv_heads, columns).bound(capacity)
+    count = default_partitioning(num_kv_heads, columns).bound(capacity)
     kept = head_dim if head_dim % 64 == 0 else 128
-    return num_rows * parts * num_kv_heads * columns * (kept + 2) * 4 if parts > 1 else 0
+    return num_rows * count * num_kv_heads * columns * (kept + 2) * 4 if count > 1 else 0
 
 
 class Partials(NamedTuple):
@@ -221,28 +221,28 @@ def _kernel(
     @pl.when(thread == 0)
     def _consumer() -> None:
         def consume(i: jax.Array, done: jax.Array) -> jax.Array:
-            item, span = unit(i)
-            state, done = softmax.consume(p, span, i, gmem, extras, scratch, done)
+            item, work = unit(i)
+            state, done = softmax.consume(p, work, i, gmem, extras, scratch, done)
 
-            def write(state: softmax.Softmax) -> None:
+            def write(state: Softmax) -> None:
                 softmax.store_outputs(
-                    p, softmax.normalised(p, state, extras, span.kv_head), span, out_smem, out_gmem
+                    p, softmax.normalised(p, state, extras, work.kv_head), work, out_smem, out_gmem
                 )
 
             if partials is None:
                 write(state)
                 return done
-            which, count = lax.rem(plan.items[item, 3], 1 << 16), lax.div(plan.items[item, 3], 1 << 16)
+            index, count = lax.rem(plan.items[item, 3], 1 << 16), lax.div(plan.items[item, 3], 1 << 16)
             pl.when(count == 1)(lambda: write(state))
 
             @pl.when(count > 1)
             def _keep() -> None:
-                _store(p, partials, item, span.kv_head, state)
-                counter = counters.at[span.row * p.num_kv_heads + span.kv_head]
+                _store(p, partials, item, work.kv_head, state)
+                counter = counters.at[work.row * p.num_kv_heads + work.kv_head]
 
                 @pl.when(is_last(counter, flag_smem, count))
                 def _merge() -> None:
-                    write(_merged(p, partials, item - which, count, span.kv_head))
+                    write(_merged(p, partials, item - index, count, work.kv_head))
 
             return done
 
@@ -251,7 +251,7 @@ def _kernel(
 
 
 def _store(
-    p: program.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: softmax.Softmax
+    p: program.Problem, partials: Partials, item: jax.Array, kv_head: jax.Array, state: Softmax
 ) -> None:
     """Store a partition's result, straight from the registers."""
     for i, piece in enumerate(state.out):
@@ -262,7 +262,7 @@ def _store(
 
 def _merged(
     p: program.Problem, partials: Partials, first: jax.Array, count: jax.Array, kv_head: jax.Array
-) -> softmax.Softmax:
+) -> Softmax:
     """Merge the partitions of a row: `count` items of the list from `first` on."""
 
     def load(ref: Any, layout: Any) -> jax.Array:
@@ -271,8 +271,8 @@ def _merged(
     numbers = len(p.pieces) * p.piece_rows * p.num_columns
     at_a_time = max(1, min(MERGED_AT_A_TIME, MERGED_NUMBERS // numbers))
 
-    def merge(i: jax.Array, state: softmax.Softmax) -> softmax.Softmax:
-        parts = []
+    def merge(i: jax.Array, state: Softmax) -> Softmax:
+        loaded = []
         for k in range(at_a_time):
             number = i * at_a_time + k
             item = first + jnp.minimum(number, count - 1)  # past the end: the last one again, with no weight
@@ -281,19 +281,19 @@ def _merged(
                 load(partials.out.at[item, kv_head, pl.ds(i * p.piece_rows, p.piece_rows)], common.WGMMA)
                 for i in range(len(p.pieces))
             )
-            parts.append(softmax.Softmax(out, largest + jnp.where(number < count, 0.0, common.LOWEST), total))
+            loaded.append(Softmax(out, largest + jnp.where(number < count, 0.0, common.LOWEST), total))
         new_max = state.max
-        for part in parts:
-            new_max = jnp.maximum(new_max, part.max)
+        for partition in loaded:
+            new_max = jnp.maximum(new_max, partition.max)
         rescale = jnp.exp2(state.max - new_max)
         out = tuple(piece * lax.broadcast_in_dim(rescale, piece.shape, [1]) for piece in state.out)
         total = state.sum * rescale
-        for part in parts:
-            weight = jnp.exp2(part.max - new_max)
-            total = total + part.sum * weight
+        for partition in loaded:
+            weight = jnp.exp2(partition.max - new_max)
+            total = total + partition.sum * weight
             weights = lax.broadcast_in_dim(weight, out[0].shape, [1])
-            out = tuple(piece + new * weights for piece, new in zip(out, part.out, strict=True))
-        return softmax.Softmax(out, new_max, total)
+            out = tuple(piece + new * weights for piece, new in zip(out, partition.out, strict=True))
+        return Softmax(out, new_max, total)
 
     return lax.fori_loop(0, pl.cdiv(count, jnp.int32(at_a_time)), merge, softmax.nothing(p))
 
@@ -337,16 +337,8 @@ def paged_attention(
         num_programs = num_programs or 1
     num_programs = min(num_programs or tuning.num_cores() * config.ctas_per_core, max_items * p.num_kv_heads)
     sizes = num_rows, max_items, num_programs
-    run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
+    run = common.kernel_of(_kernel_of, p, sizes, interpret=interpret)
     return run(arrays._replace(table_rows=None), work, common.extras_of(options))
-
-
-@functools.cache
-def _shared_kernel_of(p: program.Problem, sizes: tuple[int, int, int]) -> Callable[..., jax.Array]:
-    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
-    layer.
-    """
-    return jax.jit(_kernel_of(p, sizes, interpret=False))
 
 
 def _kernel_of(p: program.Problem, sizes: tuple[int, int, int], interpret: Any) -> Callable[..., jax.Array]:

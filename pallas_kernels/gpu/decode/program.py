@@ -102,21 +102,14 @@ def scratch_types(p: Problem) -> Scratch:
     k_new = None
     if p.packed is not None:
         k_new = plgpu.SMEM((NUM_QUERY_SLOTS, int4_cache.GROUP, p.head_dim), p.new_dtype)
+    num_copies = 2 * (p.copies_per_tile + p.scale_copies + p.packed_copies)
     num_query_copies = len(p.pieces) * p.query_len + (p.packed is not None)
     return Scratch(
         q_rows=plgpu.SMEM((NUM_QUERY_SLOTS, len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
         q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=as_operand),
         q_full=plgpu.Barrier(num_arrivals=num_query_copies, num_barriers=NUM_QUERY_SLOTS),
         q_free=plgpu.Barrier(num_barriers=NUM_QUERY_SLOTS),
-        ring=ring_types(
-            p,
-            tiles,
-            p.num_stages,
-            num_barriers=1,
-            num_writers=2 * (p.copies_per_tile + p.scale_copies + p.packed_copies),
-            num_readers=1,
-            is_fetched=True,
-        ),
+        ring=ring_types(p, tiles, p.num_stages, writers=num_copies, readers=1, by_array=False),
         k_new=k_new,
         k16=None if p.widens_in_registers else widened,
         v16=widened,

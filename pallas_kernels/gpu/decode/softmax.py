@@ -7,9 +7,9 @@ that share a kv head: the heads of a group, for each new token of the row, padde
     S^T [tile_kv, heads] = K [tile_kv, head_dim] @ Q^T          O^T [head_dim, heads] = V^T @ P^T
 
 Columns of a wgmma are independent: padding columns never affect a live head. A tile that is not wholly inside
-    [start, end) has stale tokens: their scores become -inf and their V is zeroed in shared memory, for zero
-    times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no difference of two
-    maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
+[start, end) has stale tokens: their scores become -inf and their V is zeroed in shared memory, for zero times
+NaN is NaN. Maxima start at a large negative number instead of -inf, so that no difference of two maxima is
+NaN. Logits are kept times log2(e): exp2 is the GPU's own.
 
 A quantised cache comes into the ring as it is, and is widened to float16 a tile at a time. V is widened into
 other shared memory; K likewise or, where there are registers for it, on its way into its product. (Pallas'
@@ -19,7 +19,7 @@ widened. A cache of 4 bits a number always goes through shared memory (`int4_cac
 the row's last block keeps in full, come with the queries.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import common, int4_cache
-from pallas_kernels.gpu.attention import newest_group
+from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled, newest_group
 from pallas_kernels.gpu.common import FLOAT16_MAX, LOG2E, LOWEST, WGMMA, Extras
 from pallas_kernels.gpu.decode.program import NUM_QUERY_SLOTS, Problem, Scratch, WorkUnit, group_heads
 from pallas_kernels.support import BlockSparse
@@ -36,23 +36,12 @@ from pallas_kernels.support import BlockSparse
 PER_HEAD = WGMMA.reduce(0)  # one number per column of a wgmma's result
 
 
-class Softmax(NamedTuple):
-    """A running softmax; maxima are times log2(e)."""
-
-    out: tuple[jax.Array, ...]  # per piece [rows, num_columns] float32, sum of exp2(s - max) * v
-    max: jax.Array  # [num_columns]
-    sum: jax.Array  # [num_columns]
-
-
 def nothing(p: Problem) -> Softmax:
-    """Return the softmax over no tokens."""
+    """Return the softmax over no tokens: its output is a piece [rows, num_columns] for each of `p.pieces`."""
     return Softmax(
-        tuple(
-            plgpu.layout_cast(jnp.full((rows, p.num_columns), 0.0, jnp.float32), WGMMA)
-            for _, rows in p.pieces
-        ),
-        plgpu.layout_cast(jnp.full((p.num_columns,), LOWEST, jnp.float32), PER_HEAD),
-        plgpu.layout_cast(jnp.full((p.num_columns,), 0.0, jnp.float32), PER_HEAD),
+        tuple(filled((rows, p.num_columns), 0.0, WGMMA) for _, rows in p.pieces),
+        filled((p.num_columns,), LOWEST, PER_HEAD),
+        filled((p.num_columns,), 0.0, PER_HEAD),
     )
 
 
@@ -72,7 +61,7 @@ def consume(
     Returns: the softmax, and the number of tiles taken so far.
     """
     _load_queries(p, number, scratch)
-    # Of the logits times log2(e); with a soft cap, of twice the argument of tanh.
+    # The factor gives logits times log2(e); with a soft cap, twice the argument of tanh times log2(e).
     factor = p.scale * LOG2E if p.soft_cap is None else 2 * p.scale / p.soft_cap * LOG2E
     if extras.k_scale is not None:
         factor = extras.k_scale[work.kv_head] * factor
@@ -117,11 +106,11 @@ def _load_queries(p: Problem, number: jax.Array, scratch: Scratch) -> None:
     plgpu.barrier_wait(scratch.q_full.at[slot])
     for i, (first, size) in enumerate(p.pieces):
         q = plgpu.load(scratch.q_rows.at[slot, i].T, layout=WGMMA, optimized=False)
-        if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # whose numbers go further
+        if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # bfloat16 has a larger range
             q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
         scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
     plgpu.commit_smem()
-    if p.packed is None:  # else the slot has the newest tokens, too
+    if p.packed is None:  # otherwise the slot also holds the newest tokens
         plgpu.barrier_arrive(scratch.q_free.at[slot])
 
 
@@ -189,7 +178,9 @@ def _zero_stale_tokens(p: Problem, work: WorkUnit, v: Any, first_token: jax.Arra
     @pl.when((first_token < work.start) | (first_token + p.tile_kv > work.end))
     def _zero() -> None:
         place = plgpu.broadcasted_iota(jnp.int32, (p.tile_kv, 64), 0, layout=WGMMA) + first_token
-        for column in common.columns_of(p.head_dim):  # in parts, to need no more registers than the rest
+        for column in common.columns_of(
+            p.head_dim
+        ):  # 64 columns at a time, to need no more registers than the rest
             piece = v.at[:, pl.ds(column, 64)]
             old = piece[...]
             piece[...] = jnp.where((place >= work.start) & (place < work.end), old, jnp.zeros_like(old))
@@ -232,19 +223,18 @@ def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -
     """Divide the output by the sum, with the sinks in the sum, and multiply by v_scale; zeros where there was
     no token.
     """
-    out, largest, total = state
-    is_empty = total == 0
-    factor = jnp.full_like(total, 1.0)
-    if extras.sinks is not None:
-        sinks = _per_head_values(p, extras.sinks, kv_head, 64).max(axis=0) * LOG2E
-        with_sink = jnp.maximum(largest, sinks)
-        rescale = jnp.exp2(largest - with_sink)
-        total = total * rescale + jnp.exp2(sinks - with_sink)
-        factor = rescale
-    if extras.v_scale is not None:
-        factor = factor * extras.v_scale[kv_head]
-    factor = factor / jnp.where(is_empty, 1.0, total)
-    return [piece * lax.broadcast_in_dim(factor, piece.shape, [1]) for piece in out]
+
+    def sinks() -> jax.Array:
+        return _per_head_values(p, extras.sinks, kv_head, 64).max(axis=0) * LOG2E
+
+    def scale() -> jax.Array:
+        found: jax.Array = extras.v_scale[kv_head]
+        return found
+
+    factor = factor_of_output(
+        state, None if extras.sinks is None else sinks, None if extras.v_scale is None else scale
+    )
+    return [piece * lax.broadcast_in_dim(factor, piece.shape, [1]) for piece in state.out]
 
 
 def _token_of_column(p: Problem, shape: tuple[int, ...]) -> jax.Array:
@@ -261,7 +251,7 @@ def _per_head_values(p: Problem, values_gmem: Any, kv_head: jax.Array, num_rows:
     head = plgpu.broadcasted_iota(jnp.int32, (num_rows, p.num_columns), 1, layout=WGMMA)
     if p.query_len > 1:
         head = lax.rem(head, jnp.full_like(head, p.group_size))
-    values = plgpu.layout_cast(jnp.full((num_rows, p.num_columns), 0.0, jnp.float32), WGMMA)
+    values = filled((num_rows, p.num_columns), 0.0, WGMMA)
     for g in range(p.group_size):
         values = jnp.where(head == g, values_gmem[kv_head * p.group_size + g], values)
     return values
@@ -276,7 +266,7 @@ def store_outputs(
 ) -> None:
     """Start to copy the outputs of a unit of work to the GPU's memory."""
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
-        # The unit before has left the buffer; pieces overlap and are written in turn.
+        # Wait until the unit before has left the buffer. Pieces overlap, and are written in turn.
         plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
         common.store(out_smem.at[i].T, piece.astype(p.dtype))
         plgpu.commit_smem()

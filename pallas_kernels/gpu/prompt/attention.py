@@ -13,13 +13,12 @@ A long context has partitions of 8,192 tokens or more, which follow from the til
 program's, so that few tiles keep the GPU busy: `partitions`.
 
 A quantised cache is multiplied in float16: queries are converted before. The output, still in units of the
-    cache, is multiplied by the scale of V and converted back after the kernel, by XLA.
+cache, is multiplied by the scale of V and converted back after the kernel, by XLA.
 
 Not for: float32, block sizes under 8, tiles of more than 64 tokens, other head_dims than those in
-    `support.SUPPORT`.
+`support.SUPPORT`.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,8 +28,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import support
-from pallas_kernels.gpu import arrival_counter, common
+from pallas_kernels.gpu import arrival_counter, common, ptxas
+from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
 from pallas_kernels.gpu.prompt import fetch, partitions, program, softmax
 from pallas_kernels.gpu.prompt.program import TILE_LENS, Problem
@@ -56,26 +55,26 @@ def _kernel(
         lax.axis_index(name) for name in ("item", "chunk", "kv_head", "warpgroup")
     )
 
-    def row() -> jax.Array:
+    def tile() -> jax.Array:
         return item if work is None else work.items[item, 0]
 
-    def row_and_keys() -> tuple[jax.Array, program.KeyRange]:
+    def tile_and_keys() -> tuple[jax.Array, program.KeyRange]:
         """Return the program's tile, and the keys that it reads for it.
 
         Each warpgroup reads them for itself. If they were read before the warpgroups part, they would stay in
         registers while the producer runs, which has few.
         """
-        its = row()
+        row = tile()
         bounds = None if work is None else (work.items[item, 1], work.items[item, 2])
-        return its, program.keys_of(p, positions_gmem[its], gmem.seq_lens[its], bounds)
+        return row, program.keys_of(p, positions_gmem[row], gmem.seq_lens[row], bounds)
 
     def run() -> None:
         @pl.when(warpgroup == p.num_warpgroups)
         def _producer() -> None:
             if p.shares_registers:
                 plgpu.set_max_registers(p.registers.producer, action="decrease")
-            its, keys = row_and_keys()
-            plgpu.warp_map(lambda warp: fetch.produce(p, keys, gmem, extras, its, kv_head, scratch, warp))
+            row, keys = tile_and_keys()
+            plgpu.warp_map(lambda warp: fetch.produce(p, keys, gmem, extras, row, kv_head, scratch, warp))
 
         if scratch.raw is not None:
 
@@ -83,37 +82,37 @@ def _kernel(
             def _widener() -> None:
                 if p.shares_registers:
                     plgpu.set_max_registers(p.registers.widener, action="decrease")
-                its, keys = row_and_keys()
-                fetch.widen(p, keys, gmem, extras, its, scratch)
+                row, keys = tile_and_keys()
+                fetch.widen(p, keys, gmem, extras, row, scratch)
 
         @pl.when(warpgroup < p.num_warpgroups)
         def _consumer() -> None:
             if p.shares_registers:
                 plgpu.set_max_registers(p.registers.consumer, action="increase")
-            number = warpgroup if p.num_warpgroups > 1 else jnp.int32(0)  # which takes no register
-            first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # in the group
-            its, keys = row_and_keys()
-            softmax.load_queries(p, gmem.q.at[its], kv_head, first_head, scratch, number)
+            number = warpgroup if p.num_warpgroups > 1 else jnp.int32(0)  # a constant takes no register
+            first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # index in the group
+            row, keys = tile_and_keys()
+            softmax.load_queries(p, gmem.q.at[row], kv_head, first_head, scratch, number)
             heads = kv_head, kv_head * p.group_size + first_head
             state = softmax.consume(p, keys, extras, *heads, scratch, number)
 
-            # From here on the row is read again: registers were short.
-            def write(pieces: Iterable[tuple[int, softmax.Softmax]]) -> None:
-                place = out_gmem.at[row()], kv_head, first_head
+            # The tile is read again where it is needed, because registers are short above.
+            def write(pieces: Iterable[tuple[int, Softmax]]) -> None:
+                place = out_gmem.at[tile()], kv_head, first_head
                 softmax.store_output(p, pieces, extras, *place, scratch, number)
 
             if work is None or partials is None:
                 write([(0, state)])
                 return
-            mine = partitions.ComputedPartition(work.items, item, partials, (kv_head, chunk, number))
+            computed = partitions.ComputedPartition(work.items, item, partials, (kv_head, chunk, number))
 
             def arrive() -> jax.Array:
-                index = (row() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
+                index = (tile() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
                 counter = counters.at[index * p.num_warpgroups + number]
-                # Queries are not needed any more.
-                return is_last(counter, scratch.q.at[number], mine.num_partitions, common.tiled(p.line))
+                # The queries' memory is free by now.
+                return is_last(counter, scratch.q.at[number], computed.num_partitions, common.tiled(p.line))
 
-            partitions.finish(p, mine, state, write, arrive)
+            partitions.finish(p, computed, state, write, arrive)
 
     if work is None:
         run()
@@ -146,19 +145,21 @@ def prompt_attention(
             f"mosaic_gpu serves tiles of at most {TILE_LENS[-1]} tokens, not {query_len}. Use 'xla'."
         )
     if not interpret:
-        support.refuse_ptxas(support.ptxas_version())
+        ptxas.refuse(ptxas.version())
     p = program.make_problem(arrays, options, in_registers=in_registers, is_interpreted=bool(interpret))
     q = jnp.pad(arrays.q, [(0, 0), (0, p.tile_len - query_len), (0, 0), (0, 0)])
     if q.dtype != p.dtype:  # bfloat16's numbers go further
         q = jnp.clip(q, -common.FLOAT16_MAX, common.FLOAT16_MAX).astype(p.dtype)
 
-    def launch(its: slice) -> jax.Array:
-        some = arrays._replace(q=q[its], block_tables=arrays.block_tables[its], seq_lens=arrays.seq_lens[its])
-        positions, num_tiles, work = query_starts[its], some.q.shape[0], None
+    def launch(tiles: slice) -> jax.Array:
+        some = arrays._replace(
+            q=q[tiles], block_tables=arrays.block_tables[tiles], seq_lens=arrays.seq_lens[tiles]
+        )
+        positions, num_tiles, work = query_starts[tiles], some.q.shape[0], None
         if max_partitions > 1:
             work = partitions.plan(p, positions, some.seq_lens, capacity, chosen)
         sizes = num_tiles, num_tiles * max_partitions
-        run = _kernel_of(p, sizes, interpret) if interpret else _shared_kernel_of(p, sizes)
+        run = common.kernel_of(_kernel_of, p, sizes, interpret=interpret)
         return run(some, positions, common.extras_of(options), work)
 
     chosen = partitioning or partitions.partitioning_of(
@@ -190,14 +191,6 @@ def partial_bytes(
         return 0
     rows = num_programs * program.MAX_WARPGROUPS * program.WARPGROUP_ROWS
     return min(partitions.bytes_of(num_tiles * count, rows, head_dim), partitions.PARTIAL_BYTES)
-
-
-@functools.cache
-def _shared_kernel_of(p: Problem, sizes: tuple[int, int]) -> Callable[..., jax.Array]:
-    """Return the kernel as one function for all calls of a shape: a model is lowered once, not layer by
-    layer.
-    """
-    return jax.jit(_kernel_of(p, sizes, interpret=False))
 
 
 def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[..., jax.Array]:

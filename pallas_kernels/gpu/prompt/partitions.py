@@ -12,7 +12,7 @@ A tile of one partition is written at once. Otherwise each consumer of a program
 memory, and the one that arrives last (`arrival_counter`) merges them.
 
 Never in partitions: tiles with a window of no more than two partitions, and calls where no sequence can have
-    two.
+two.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,16 +25,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import common
+from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList, partition_list
 from pallas_kernels.gpu.prompt.program import WARPGROUP_ROWS, Problem, seen_by
-from pallas_kernels.gpu.prompt.softmax import Softmax, nothing
+from pallas_kernels.gpu.prompt.softmax import nothing
 
-MIN_TOKENS = 8192  # of a part: keeping and folding it takes a few microseconds, computing it 150
-PROGRAMS = 64  # of the parts of one tile: half of an H200's multiprocessors
-MIN_PARTITIONS, MAX_PARTITIONS = 4, 32  # into which a tile may be cut
-PARTIAL_BYTES = 2**29  # that a launch may keep: calls of more tiles are several
+MIN_TOKENS = 8192  # of a partition: storing and merging it takes a few microseconds, computing it 150
+PROGRAMS = 64  # for the partitions of one tile: half of an H200's multiprocessors
+MIN_PARTITIONS, MAX_PARTITIONS = 4, 32  # of a tile
+PARTIAL_BYTES = 2**29  # of partial results in one launch: calls with more tiles are several launches
 STATS_WIDTH = 8  # the narrowest array that lies in registers as a wgmma's result does
-LOADED_AT_A_TIME = 2  # parts whose loads are in flight together, while they are folded
+LOADED_AT_A_TIME = 2  # partitions whose loads are in flight together, while they are merged
 
 
 def partitioning_of(num_programs: int, *, is_interpreted: bool = False) -> Partitioning:
@@ -65,11 +66,11 @@ def plan(
 
     positions, seq_lens: [num_tiles] int32, the position of each tile's first query, and tokens in the cache.
     """
-    begin, end = jnp.broadcast_arrays(*seen_by(p, positions, seq_lens))
+    start, end = jnp.broadcast_arrays(*seen_by(p, positions, seq_lens))
     window = capacity if p.sliding_window is None else p.sliding_window
-    # By the tile's place alone: a sequence may grow, or end within the tile.
+    # The size follows from the tile's position alone: a sequence may grow, or end within the tile.
     size = partitioning.sizes(jnp.maximum(positions + 1 - window, 0), positions + p.query_len, capacity)
-    return partition_list(begin, end, size, positions.shape[0] * max_partitions(p, capacity, partitioning))
+    return partition_list(start, end, size, positions.shape[0] * max_partitions(p, capacity, partitioning))
 
 
 class Partials(NamedTuple):
@@ -108,7 +109,7 @@ class ComputedPartition(NamedTuple):
 
 def finish(
     p: Problem,
-    mine: ComputedPartition,
+    computed: ComputedPartition,
     state: Softmax,
     write: Callable[[Iterable[tuple[int, Softmax]]], None],
     is_last: Callable[[], jax.Array],
@@ -118,49 +119,51 @@ def finish(
     write: takes (first column, softmax) pairs.
     is_last: counts the arrival, and returns whether it is the last one.
     """
-    pl.when(mine.num_partitions == 1)(lambda: write([(0, state)]))
+    pl.when(computed.num_partitions == 1)(lambda: write([(0, state)]))
 
-    @pl.when(mine.num_partitions > 1)
-    def _share() -> None:
-        kept, at = mine.partials, (mine.item, *mine.at)
+    @pl.when(computed.num_partitions > 1)
+    def _store() -> None:
+        kept, at = computed.partials, (computed.item, *computed.at)
         common.store(kept.out.at[at], state.out)
         for ref, values in ((kept.max, state.max), (kept.sum, state.sum)):
             common.store(ref.at[at], lax.broadcast_in_dim(values, (WARPGROUP_ROWS, STATS_WIDTH), [0]))
-        pl.when(is_last())(lambda: write(_merged(p, mine)))
+        pl.when(is_last())(lambda: write(_merged(p, computed)))
 
 
-def _merged(p: Problem, mine: ComputedPartition) -> Iterator[tuple[int, Softmax]]:
+def _merged(p: Problem, computed: ComputedPartition) -> Iterator[tuple[int, Softmax]]:
     """Merge the partitions of a tile. Yield pieces of it: the first column, and the softmax from there on."""
-    count, first = mine.num_partitions, mine.item - mine.number
+    count, first = computed.num_partitions, computed.item - computed.number
     for column in range(0, p.head_dim, 64):  # registers are short
         width = min(64, p.head_dim - column)
         piece = pl.ds(column, width)
 
         def load(i: jax.Array, columns: Any = piece) -> Softmax:
-            # Past the end: the last one again, with no weight.
-            place = (first + jnp.minimum(i, count - 1), *mine.at, slice(None))
+            # Past the end the last partition is read again, without weight.
+            index = (first + jnp.minimum(i, count - 1), *computed.at, slice(None))
             all_same, weight = pl.ds(0, STATS_WIDTH), jnp.where(i < count, 0.0, common.LOWEST)
             out, largest, total = (
-                plgpu.load(ref.at[(*place, its)], layout=common.WGMMA, optimized=False)
-                for ref, its in zip(mine.partials, (columns, all_same, all_same), strict=True)
+                plgpu.load(ref.at[(*index, columns_of)], layout=common.WGMMA, optimized=False)
+                for ref, columns_of in zip(computed.partials, (columns, all_same, all_same), strict=True)
             )
             return Softmax(out, largest.max(axis=1) + weight, total.max(axis=1))
 
-        def fold(i: jax.Array, state: Softmax, load: Callable[..., Softmax] = load) -> Softmax:
-            for part in [load(i * LOADED_AT_A_TIME + k) for k in range(LOADED_AT_A_TIME)]:
-                state = _fold(state, part)
+        def merge(i: jax.Array, state: Softmax, load: Callable[..., Softmax] = load) -> Softmax:
+            for partition in [load(i * LOADED_AT_A_TIME + k) for k in range(LOADED_AT_A_TIME)]:
+                state = _merge_one(state, partition)
             return state
 
         rounds = pl.cdiv(count, jnp.int32(LOADED_AT_A_TIME))
-        yield column, lax.fori_loop(0, rounds, fold, nothing(width))
+        yield column, lax.fori_loop(0, rounds, merge, nothing(width))
 
 
-def _fold(so_far: Softmax, part: Softmax) -> Softmax:
+def _merge_one(so_far: Softmax, partition: Softmax) -> Softmax:
     """Merge one more partition into those before it."""
-    largest = jnp.maximum(so_far.max, part.max)
-    old, new = jnp.exp2(so_far.max - largest), jnp.exp2(part.max - largest)
-    out, more = (x.out * lax.broadcast_in_dim(w, x.out.shape, [0]) for x, w in ((so_far, old), (part, new)))
-    return Softmax(out + more, largest, so_far.sum * old + part.sum * new)
+    largest = jnp.maximum(so_far.max, partition.max)
+    old, new = jnp.exp2(so_far.max - largest), jnp.exp2(partition.max - largest)
+    out, more = (
+        x.out * lax.broadcast_in_dim(w, x.out.shape, [0]) for x, w in ((so_far, old), (partition, new))
+    )
+    return Softmax(out + more, largest, so_far.sum * old + partition.sum * new)
 
 
 def bytes_of(num_items: int, num_rows: int, head_dim: int) -> int:

@@ -2,12 +2,12 @@
 reads.
 
 Up to two consumer warpgroups have 64 rows of queries each: row = head * tile_len + token, for example 2 query
-    heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`fetch`,
-    `gpu.attention`), over which they take the softmax (`softmax`). K and V of a slot have barriers of their
-    own.
+heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`fetch`,
+`gpu.attention`), over which they take the softmax (`softmax`). K and V of a slot have barriers of their own.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -97,7 +97,7 @@ def make_problem(
     query_len, is_quantised = arrays.q.shape[1], arrays.k_cache.dtype.itemsize == 1
     fields = problem_fields(arrays, options)
     has_slopes = options.alibi_slopes is not None
-    # As many tokens as two stages of the ring, and registers, have room for.
+    # Two stages of the ring, and registers, have room for so many tokens.
     is_narrow = fields["packed"] is not None or (is_quantised and has_slopes) or fields["head_dim"] > 128
     return Problem(
         **fields,
@@ -119,7 +119,7 @@ class Scratch(NamedTuple):
     raw: Ring | None  # of a quantised cache's tiles, as memory has them
     p: Any  # [num_warpgroups, 64, tile_kv] the weights of one tile; None where they stay in registers
     q_full: Any  # [num_warpgroups], an arrival per head
-    turn: Any  # of both consumers
+    turn: Any  # one barrier, by which both consumers take turns
     k_new: Any  # [16, head_dim] the newest tokens of K, in a cache of 4 bits a number; else None
     new_full: Any  # likewise
 
@@ -130,32 +130,21 @@ def scratch_types(p: Problem) -> Scratch:
     def rows(count: int, size: int, width: int, tiled: int) -> Any:
         return plgpu.SMEM((count, size, width), p.dtype, transforms=common.tiled(tiled))
 
-    num_writers, raw, k_new = p.copies_per_tile, None, None
+    tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
+    types = functools.partial(ring_types, p, by_array=True)
+    ring = types(tiles, p.num_stages, writers=p.copies_per_tile, readers=p.num_warpgroups)
+    raw = k_new = None
     if p.is_quantised:
-        num_writers = 1
-        raw = ring_types(
-            p,
-            plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype),
-            p.num_raw_stages,
-            num_barriers=2,
-            num_writers=p.copies_per_tile + p.scale_copies + p.packed_copies,
-            num_readers=1,
-            is_fetched=True,
-        )
+        in_memory = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype)
+        num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
+        raw = types(in_memory, p.num_raw_stages, writers=num_copies, readers=1)
+        ring = types(tiles, p.num_stages, writers=1, readers=p.num_warpgroups)
+        ring = ring._replace(scales=(None, None), packed=None)  # they are factors of what is widened
     if p.packed is not None:
         k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
-    tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
     return Scratch(
         q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim, p.line),
-        ring=ring_types(
-            p,
-            tiles,
-            p.num_stages,
-            num_barriers=2,
-            num_writers=num_writers,
-            num_readers=p.num_warpgroups,
-            is_fetched=not p.is_quantised,
-        ),
+        ring=ring,
         raw=raw,
         p=None if p.in_registers else rows(p.num_warpgroups, WARPGROUP_ROWS, p.tile_kv, p.tile_kv),
         q_full=plgpu.Barrier(num_arrivals=p.warpgroup_heads, num_barriers=p.num_warpgroups),
@@ -173,9 +162,9 @@ class KeyRange(NamedTuple):
     position: jax.Array  # of the first query
     start: jax.Array
     end: jax.Array
-    first: jax.Array  # of the program's tiles
+    first: jax.Array  # index of the program's first tile
     num_tiles: jax.Array
-    full_from: jax.Array  # among these tiles, those of which every query sees all
+    full_from: jax.Array  # tiles [full_from, full_to) of these are seen whole by every query
     full_to: jax.Array
 
 

@@ -3,16 +3,16 @@
     S [64, tile_kv] = Q @ K^T          O [64, head_dim] += P @ V
 
 Two consumers take turns: while one multiplies, the other takes its softmax. P goes to the second product from
-    registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P
-    goes through shared memory and the product is added afterwards. Nothing else differs.
+registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P goes
+through shared memory and the product is added afterwards. Nothing else differs.
 
 Only tiles at the edge of what the queries see are masked: the last ones, and those where a window begins.
-    There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first zeroes
-    it, before it gives the second its turn.
+There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first zeroes it,
+before it gives the second its turn.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import common
+from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled
 from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
 from pallas_kernels.gpu.prompt.program import MAX_WARPGROUPS, WARPGROUP_ROWS, KeyRange, Problem, Scratch
 
@@ -36,14 +37,6 @@ def load_queries(
         target = scratch.q.at[warpgroup, pl.ds(h * p.tile_len, p.tile_len)]
         plgpu.copy_gmem_to_smem(q_gmem.at[:, head], target, scratch.q_full.at[warpgroup])
     plgpu.barrier_wait(scratch.q_full.at[warpgroup])
-
-
-class Softmax(NamedTuple):
-    """A running softmax; maxima are times log2(e)."""
-
-    out: jax.Array  # [64, head_dim] float32, sum of exp2(s - max) * v
-    max: jax.Array  # [64]
-    sum: jax.Array  # [64]
 
 
 def consume(
@@ -90,7 +83,7 @@ def consume(
         out = state.out * lax.broadcast_in_dim(rescale, state.out.shape, [0])
         weights = weights.astype(p.dtype)
         if takes_turns:
-            # What comes before stays before the turn is given away.
+            # The compiler must not move this work behind the end of the turn.
             out, total, largest, weights = lax.optimization_barrier((out, total, largest, weights))
         if is_edge or not takes_turns:
             plgpu.barrier_wait(ring.v_full.at[slot])
@@ -125,14 +118,10 @@ def _with(take: Callable[..., Softmax], is_edge: bool) -> Callable[[jax.Array, S
 def nothing(width: int) -> Softmax:
     """Return the softmax over no tokens, with so many columns of output."""
     return Softmax(
-        _filled((WARPGROUP_ROWS, width), 0.0, WGMMA),
-        _filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
-        _filled((WARPGROUP_ROWS,), 0.0, PER_ROW),
+        filled((WARPGROUP_ROWS, width), 0.0, WGMMA),
+        filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
+        filled((WARPGROUP_ROWS,), 0.0, PER_ROW),
     )
-
-
-def _filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def _logits(
@@ -154,7 +143,7 @@ def _logits(
     if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
         s = (1 - 2 / (1 + jnp.exp2(s * (2 * p.scale / p.soft_cap * LOG2E)))) * (p.soft_cap * LOG2E)
         factor = 1.0
-    elif slopes is not None or factor <= 0:  # else it is multiplied where the maximum is subtracted
+    elif slopes is not None or factor <= 0:  # otherwise the factor is applied where the maximum is subtracted
         s, factor = s * factor, 1.0
     if slopes is None and not is_edge:
         return s, factor
@@ -213,16 +202,12 @@ def _add_weighted(
 
 def _normalised(p: Problem, state: Softmax, extras: Extras, first_head: jax.Array) -> jax.Array:
     """Divide the output by the sum, with the sinks in the sum; zeros where there was no token."""
-    out, largest, total = state
-    factor = jnp.full_like(total, 1.0)
-    is_empty = total == 0
-    if extras.sinks is not None:
-        sinks = _per_row(p, extras.sinks, first_head) * LOG2E
-        with_sink = jnp.maximum(largest, sinks)
-        factor = jnp.exp2(largest - with_sink)
-        total = total * factor + jnp.exp2(sinks - with_sink)
-    factor = factor / jnp.where(is_empty, 1.0, total)
-    return out * lax.broadcast_in_dim(factor, out.shape, [0])
+
+    def sinks() -> jax.Array:
+        return _per_row(p, extras.sinks, first_head) * LOG2E
+
+    factor = factor_of_output(state, None if extras.sinks is None else sinks)
+    return state.out * lax.broadcast_in_dim(factor, state.out.shape, [0])
 
 
 def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
@@ -232,7 +217,7 @@ def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
     """
     shape = WARPGROUP_ROWS, 8  # the narrowest result that a wgmma has
     head = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA), p.tile_len)
-    values = _filled(shape, 0.0, WGMMA)
+    values = filled(shape, 0.0, WGMMA)
     last = values_gmem.shape[0] - 1
     for h in range(p.warpgroup_heads):
         values = jnp.where(head == h, values_gmem[jnp.minimum(first_head + h, last)], values)

@@ -1,15 +1,13 @@
-"""Operations in plain jax.numpy: for CPUs and older GPUs, and a second opinion on the kernels.
+"""Attention of decode steps in plain jax.numpy: for CPUs and older GPUs, and a second opinion on the kernels.
 
 Attention streams over the cache: a chunk of a few hundred tokens of every row is gathered, its softmax is
-    joined to the running one, and the next chunk takes its place. The loop ends with the longest live row, so
-    neither time nor temporary memory follows the capacity of the block table. A row's result does not depend
-    on how long the others are: for a row, a chunk outside its tokens multiplies by one and adds zero.
+joined to the running one, and the next chunk takes its place. The loop ends with the longest live row, so
+neither time nor temporary memory follows the capacity of the block table. A row's result does not depend on
+how long the others are: for a row, a chunk outside its tokens multiplies by one and adds zero.
 
 `ops` has checked the arguments, and documents their shapes.
 """
 
-import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -34,7 +32,7 @@ class Softmax(NamedTuple):
 def paged_attention_v1(arrays: Batch, options: Options) -> jax.Array:
     """Compute attention with all tokens of a row in one running softmax."""
     state = _attend(arrays, 0, jnp.max(arrays.seq_lens, initial=0), options)
-    return _finish(state, arrays.q, options)
+    return finish(state, arrays.q, options)
 
 
 def paged_attention_v2(arrays: Batch, options: Options, partition_size: int) -> jax.Array:
@@ -53,7 +51,7 @@ def paged_attention_v2(arrays: Batch, options: Options, partition_size: int) -> 
     num_live = -(-jnp.max(seq_lens, initial=0) // partition_size)
     partials = lax.fori_loop(0, num_live, one_partition, partials)
 
-    return _finish(merge(partials), q, options)
+    return finish(merge(partials), q, options)
 
 
 def merge(partials: Softmax) -> Softmax:
@@ -83,7 +81,7 @@ def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, o
         column = first_token // block_size + chunk * chunk_blocks + jnp.arange(chunk_blocks)
         token = column[:, None] * block_size + jnp.arange(block_size)
         seen = _visible(token, seq_lens, num_q_heads, num_kv_heads, options) & (token < end_token)
-        # A block without a visible token is not looked up: block 0 stands in for it, and is masked as well.
+        # A block without a visible token is not looked up: block 0 replaces it, and is masked as well.
         is_needed = jnp.any(seen, axis=(1, 2, 4))
         entry = jnp.minimum(column, block_tables.shape[1] - 1)
         block_ids = jnp.where(is_needed, block_tables[:, entry], 0)
@@ -97,7 +95,7 @@ def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, o
         s = jnp.where(seen, s, LOWEST)
         largest = jnp.maximum(state.max, jnp.max(s, axis=(3, 4)))
         weight = jnp.where(seen, jnp.exp(s - largest[..., None, None]), 0)
-        # Zero times NaN is NaN: what nobody sees must be zero, not only weightless.
+        # Zero times NaN is NaN: V must be zero where no query sees it, not only have no weight.
         v = jnp.where(jnp.any(seen, axis=(1, 2))[:, :, :, None, None], v, 0)
         rescale = jnp.exp(state.max - largest)
         out = jnp.einsum("skgnb,snbkd->skgd", weight, v, precision=lax.Precision.HIGHEST)
@@ -150,7 +148,7 @@ def _nothing(q: jax.Array, pool: Pool) -> Softmax:
     )
 
 
-def _finish(state: Softmax, q: jax.Array, options: Options) -> jax.Array:
+def finish(state: Softmax, q: jax.Array, options: Options) -> jax.Array:
     """Add the sinks and divide; a head that sees no token keeps its zeros."""
     out, largest, total = state
     sees_nothing = total == 0
@@ -164,85 +162,3 @@ def _finish(state: Softmax, q: jax.Array, options: Options) -> jax.Array:
         out = out * options.v_scale[:, None, None]
     out = out / jnp.where(sees_nothing, 1, total)[..., None]
     return out.reshape(q.shape).astype(q.dtype)
-
-
-def write(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pool:
-    """Write new tokens to their slots; in place where the pool is donated."""
-    if slot_mapping.shape[0] == 1:
-        # A scatter of one index becomes an update that XLA does not do in place on a CPU: write it twice.
-        k, v, slot_mapping = (jnp.concatenate([x, x]) for x in (k, v, slot_mapping))
-    block_size = pool.sizes.block_size
-    is_padding = (slot_mapping < 0) | (slot_mapping >= pool.num_blocks * block_size)
-    slots = jnp.where(is_padding, 0, slot_mapping)
-    if pool.blocks is not None:
-        slots = pool.places(slots // block_size) * block_size + slots % block_size
-    return dataclasses.replace(pool, arrays=pool.layout.write(pool.arrays, pool.sizes, k, v, slots))
-
-
-def quantise(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Return the stored form of x [..., num_kv_heads, head_dim]; quantised types saturate.
-
-    scale: [num_kv_heads], or None for a type that is not quantised.
-    """
-    if scale is None:
-        return x.astype(dtype)
-    scaled = x.astype(jnp.float32) / scale[:, None]
-    if dtype == jnp.int8:
-        return jnp.clip(jnp.rint(scaled), -128, 127).astype(jnp.int8)
-    largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(scaled, -largest, largest).astype(dtype)
-
-
-def copy_blocks(caches: Sequence[jax.Array], pairs: jax.Array) -> list[jax.Array]:
-    """Find where the content of each target comes from in the end, then gather once and scatter once."""
-    source, target = _final_copies(pairs, caches[0].shape[0])
-    return [cache.at[target].set(cache[source]) for cache in caches]
-
-
-def _final_copies(pairs: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
-    """Return pairs that, copied all at once, do what `pairs` do one after the other.
-
-    Several pairs may have one target; they then have one source too. Pairs out of range become (0, 0).
-    """
-    in_range = jnp.all((pairs >= 0) & (pairs < num_blocks), axis=1)
-    source, target = jnp.where(in_range[:, None], pairs, 0).T
-    index = jnp.arange(len(pairs))
-    # writer[i]: the last pair before i whose target is i's source, else i itself.
-    wrote = (target[None, :] == source[:, None]) & (index[None, :] < index[:, None])
-    writer = jnp.max(jnp.where(wrote, index[None, :], -1), axis=1, initial=-1)
-    writer = jnp.where(writer < 0, index, writer)
-    for _ in range(max(1, len(pairs) - 1).bit_length()):  # each round doubles the steps followed
-        writer = writer[writer]
-    last = jnp.max(jnp.where(target[None, :] == target[:, None], index[None, :], -1), axis=1, initial=-1)
-    return source[writer][last], target
-
-
-def swap_blocks(source: jax.Array, target: jax.Array, pairs: jax.Array, axis: int) -> jax.Array:
-    """Copy blocks one after the other, so that a target named twice keeps the last source.
-
-    Single slices are what XLA moves between two memories in place, and inside a CUDA graph. A scatter into a
-    pool in the host's memory would take the whole pool through the device's.
-    """
-    target_space = jax.typeof(target).memory_space
-    in_range = jnp.all((pairs >= 0) & (pairs < jnp.array([source.shape[axis], target.shape[axis]])), axis=1)
-    (moves,) = jnp.nonzero(in_range, size=len(pairs), fill_value=0)
-
-    def move(i: jax.Array, target: jax.Array) -> jax.Array:
-        from_block, to_block = pairs[moves[i]]
-        block = lax.dynamic_slice_in_dim(source, from_block, 1, axis)
-        return lax.dynamic_update_slice_in_dim(target, jax.device_put(block, target_space), to_block, axis)
-
-    return lax.fori_loop(0, jnp.sum(in_range), move, target)
-
-
-def product(x: jax.Array, kernel: jax.Array, contract: int) -> jax.Array:
-    """Multiply x [num_rows, in_features] by a matrix: [num_rows, out_features] float32.
-
-    contract: the axis of `kernel` that counts inputs, 0 or 1.
-    """
-    num_rows = x.shape[0]
-    if num_rows == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        # One row of bfloat16 runs at 2 GFLOP/s there, two at 40.
-        x = jnp.concatenate([x, x])
-    dimensions = (((1,), (contract,)), ((), ()))
-    return lax.dot_general(x, kernel, dimensions, preferred_element_type=jnp.float32)[:num_rows]

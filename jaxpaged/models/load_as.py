@@ -1,0 +1,23 @@
+"""LoadAs: the form in which a model's weights are loaded."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxpaged.models.layer_form import LayerForm, form_of
+from jaxpaged.models.shards import Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadAs:
+    """What is asked of a model's weights, beside the files that they come from."""
+
+    dtype: jnp.dtype  # of weights and activations
+    quantization: str | None = None  # as `EngineConfig.quantization`
+    shard: Shard | None = None  # None: the whole model
+    loop_over_layers: bool | None = None  # as `EngineConfig.loop_over_layers`
+
+    @property
+    def form(self) -> LayerForm:
+        """The way layers are computed on this machine."""
+        return form_of(jnp.dtype(self.dtype), self.loop_over_layers)
