@@ -1,4 +1,4 @@
-"""What commands write: each answer as it comes, and clear errors where streams break."""
+"""Output of commands: each answer as it comes, and clear errors where streams break."""
 
 import errno
 import io
