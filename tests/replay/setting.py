@@ -5,6 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 
+from jaxpaged.sampling_state import token_bits
+from jaxpaged.step.state import Phase, empty_rows
+from reference.engine_state import Request
 from tests import tiny
 from tests.step.lockstep import MAX_MODEL_LEN, Setting
 
@@ -25,6 +28,22 @@ OPTIONS = {
     "max_model_len": "auto",  # as the cache has room for less than the model's length
     "model_config": dataclasses.replace(tiny.CONFIG, max_model_len=MAX_MODEL_LEN),
 }
+
+
+def line_of(request: Request):
+    """Return the request as the engine takes it."""
+    line = empty_rows(1, MAX_MODEL_LEN, VOCAB_SIZE)
+    for array, value in (
+        (line.phase, Phase.WAITING),
+        (line.arrival, request.arrival),
+        (line.prompt_lens, len(request.prompt)),
+        (line.num_tokens, len(request.prompt)),
+        (line.max_num_tokens, request.max_num_tokens),
+    ):
+        array[0] = value
+    line.token_ids[0, : len(request.prompt)] = request.prompt
+    line.rules.stop_tokens[0] = token_bits(request.stop_token_ids, VOCAB_SIZE)
+    return line
 
 
 def assert_equal(got, want) -> None:

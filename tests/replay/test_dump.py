@@ -18,7 +18,7 @@ from jaxpaged.memory.prefix_cache import hash_block
 from jaxpaged.replay import __main__ as words
 from jaxpaged.step.state import without_kv
 from reference.engine_state import Request
-from tests.replay.setting import SETTING, STEP_CONFIG, VOCAB_SIZE, assert_equal
+from tests.replay.setting import SETTING, STEP_CONFIG, VOCAB_SIZE, assert_equal, line_of
 from tests.step.lockstep import Setting
 
 

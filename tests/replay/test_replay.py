@@ -17,32 +17,15 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.replay import __main__ as words
 from jaxpaged.sampling import no_scores
-from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step.plan import Plan
 from jaxpaged.step.scheduler import Decision
-from jaxpaged.step.state import EngineState, FinishReason, Phase, empty_rows, without_kv
+from jaxpaged.step.state import EngineState, FinishReason, Phase, without_kv
 from reference.engine_state import Request
 from tests import tiny
-from tests.replay.setting import MIDDLE, OPTIONS, SETTING, STEP_CONFIG, VOCAB_SIZE, assert_equal
-from tests.step.lockstep import MAX_MODEL_LEN, STOP, VOCAB, Event, LockStep, compiled_step
+from tests.replay.setting import MIDDLE, OPTIONS, SETTING, STEP_CONFIG, VOCAB_SIZE, assert_equal, line_of
+from tests.step.lockstep import STOP, VOCAB, Event, LockStep, compiled_step
 from tests.tiny_gguf import write_gguf
-
-
-def line_of(request: Request):
-    """Return the request as the engine takes it."""
-    line = empty_rows(1, MAX_MODEL_LEN, VOCAB_SIZE)
-    for array, value in (
-        (line.phase, Phase.WAITING),
-        (line.arrival, request.arrival),
-        (line.prompt_lens, len(request.prompt)),
-        (line.num_tokens, len(request.prompt)),
-        (line.max_num_tokens, request.max_num_tokens),
-    ):
-        array[0] = value
-    line.token_ids[0, : len(request.prompt)] = request.prompt
-    line.rules.stop_tokens[0] = token_bits(request.stop_token_ids, VOCAB_SIZE)
-    return line
 
 
 @dataclasses.dataclass
