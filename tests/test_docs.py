@@ -37,6 +37,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
+    ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]

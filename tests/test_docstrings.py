@@ -13,8 +13,6 @@ NOT_YET = {
     "jaxpaged/api",
     "jaxpaged/engine",
     "jaxpaged/handover",
-    "jaxpaged/lora",
-    "jaxpaged/memory",
     "jaxpaged/models",
     "jaxpaged/pooling",
     "jaxpaged/v1",
@@ -22,7 +20,6 @@ NOT_YET = {
     "tests/engine",
     "tests/goldens",
     "tests/handover",
-    "tests/memory",
     "tests/models",
     "tests/pooling",
 }

@@ -1,4 +1,4 @@
-"""How many bytes a block takes and how many blocks fit."""
+"""Tests of the bytes of a block and of the number of blocks that fit."""
 
 import re
 
@@ -257,7 +257,7 @@ IN_MEMORY = Budget(20000, "half of 40000 bytes", (("of weights", 1568),))
 def test_a_length_that_the_cache_cannot_hold_is_refused_or_made_to_fit(
     options, is_gpu, window, want, monkeypatch, caplog
 ):
-    """By what the door asks of a request: all but an answer's last token have a place."""
+    """The door asks that all tokens of a request but the answer's last have slots."""
     if is_gpu:
         monkeypatch.setattr(machine, "memory_stats", dict)
     config = EngineConfig(**tiny.DEFAULTS | {"num_blocks": None, "max_num_batched_tokens": 36} | options)
