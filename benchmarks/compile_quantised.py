@@ -17,8 +17,8 @@ from absl import app, flags
 
 from benchmarks import cuda_compiler
 from jaxpaged.models import layers
-from jaxpaged.models.files.gguf.blocks import KINDS
-from jaxpaged.models.quantised.codes import Kind, QuantisedWeight, Segment, zeros
+from jaxpaged.models.files.gguf.blocks import FORMATS
+from jaxpaged.models.quantised.codes import CodeFormat, QuantisedWeight, SegmentSpec, zeros
 from pallas_kernels.gpu.quantised_product import why_not
 from pallas_kernels.ops import ProductImplementation
 
@@ -27,13 +27,13 @@ _ROWS = flags.DEFINE_integer("rows", 16, "Rows of the product.")
 SIZE, DTYPE = 4096, jnp.dtype("bfloat16")
 FORMS = {
     "bfloat16": None,
-    "int8, Q8_0": KINDS["Q8_0"],
-    "int4, Q4_0": KINDS["Q4_0"],
-    "Q6_K": KINDS["Q6_K"],
-    "int4, groups of 128 with zero points": Kind(4, 128, "float32", has_minima=True),
-    "int8, by output": Kind(8, SIZE, "float32", has_minima=False),
-    "fp8, by output": Kind(8, SIZE, "float32", has_minima=False, is_float=True),
-    "fp8, blocks of 128": Kind(8, 128, "float32", has_minima=False, is_float=True),
+    "int8, Q8_0": FORMATS["Q8_0"],
+    "int4, Q4_0": FORMATS["Q4_0"],
+    "Q6_K": FORMATS["Q6_K"],
+    "int4, groups of 128 with zero points": CodeFormat(4, 128, "float32", has_minima=True),
+    "int8, by output": CodeFormat(8, SIZE, "float32", has_minima=False),
+    "fp8, by output": CodeFormat(8, SIZE, "float32", has_minima=False, is_float=True),
+    "fp8, blocks of 128": CodeFormat(8, 128, "float32", has_minima=False, is_float=True),
 }
 BY_KERNEL = ", by the kernel"
 FORMS |= {
@@ -66,10 +66,10 @@ def main(argv: list[str]) -> None:
         print(json.dumps(line), flush=True)
 
 
-def _weight(kind: Kind | None, implementation: ProductImplementation) -> jax.Array | QuantisedWeight:
+def _weight(kind: CodeFormat | None, implementation: ProductImplementation) -> jax.Array | QuantisedWeight:
     if kind is None:
         return jnp.zeros((SIZE, SIZE), DTYPE)
-    return zeros((Segment(kind, SIZE),), SIZE, DTYPE, implementation)
+    return zeros((SegmentSpec(kind, SIZE),), SIZE, DTYPE, implementation)
 
 
 def _product(x: jax.Array, weight: jax.Array | QuantisedWeight) -> jax.Array:

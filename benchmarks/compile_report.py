@@ -292,8 +292,8 @@ def _product(p: Product) -> tuple[Any, tuple[Any, ...]]:
     import jax
     import jax.numpy as jnp
 
-    from jaxpaged.models.files.gguf.blocks import KINDS
-    from jaxpaged.models.quantised.codes import Kind, Segment, zeros
+    from jaxpaged.models.files.gguf.blocks import FORMATS
+    from jaxpaged.models.quantised.codes import CodeFormat, SegmentSpec, zeros
     from pallas_kernels import ops
     from pallas_kernels.gpu import dense_product
 
@@ -302,8 +302,8 @@ def _product(p: Product) -> tuple[Any, tuple[Any, ...]]:
         arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(p.kind)) for shape in shapes]
         operation = functools.partial(ops.product, implementation="mosaic_gpu")
         return operation, (*arrays, jax.ShapeDtypeStruct((), jnp.int32))
-    blocks = Kind(8, 128, "float32", has_minima=False, is_float=True)
-    dtype, segment = jnp.dtype("bfloat16"), Segment((KINDS | {BLOCKS: blocks})[p.kind], p.num_outputs)
+    blocks = CodeFormat(8, 128, "float32", has_minima=False, is_float=True)
+    dtype, segment = jnp.dtype("bfloat16"), SegmentSpec((FORMATS | {BLOCKS: blocks})[p.kind], p.num_outputs)
     [weight] = jax.eval_shape(lambda: zeros([segment], p.num_inputs, dtype, "mosaic_gpu")).segments
     return ops.quantised_product, (jax.ShapeDtypeStruct((p.num_rows, p.num_inputs), dtype), weight)
 

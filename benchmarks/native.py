@@ -28,9 +28,9 @@ from absl import app, flags
 from benchmarks import record
 from benchmarks.peaks import measure_peaks
 from jaxpaged.models import layers
-from jaxpaged.models.files.gguf.blocks import KINDS
+from jaxpaged.models.files.gguf.blocks import FORMATS
 from jaxpaged.models.quantised import codes as quantised
-from jaxpaged.models.quantised.codes import QuantisedWeight, Segment
+from jaxpaged.models.quantised.codes import QuantisedWeight, SegmentSpec
 from pallas_kernels import native, ops
 from pallas_kernels.native import library
 from pallas_kernels.xla import products as xla
@@ -139,8 +139,10 @@ def native_products(x: jax.Array, kernels: Sequence[jax.Array], outputs: int) ->
 def quantised_products(dtype: str) -> Iterator[Case]:
     """Yield cases with weights of 8 and of 4 bits, and with minima; XLA's form widens them."""
     for kind, (inputs, outputs) in itertools.product(("Q8_0", "Q4_0", "Q4_1"), PRODUCTS):
-        its = KINDS[kind]
-        weight = jax.tree.map(np.asarray, quantised.zeros([Segment(its, outputs)], inputs, jnp.dtype(dtype)))
+        its = FORMATS[kind]
+        weight = jax.tree.map(
+            np.asarray, quantised.zeros([SegmentSpec(its, outputs)], inputs, jnp.dtype(dtype))
+        )
         num_bytes = sum(side.nbytes for side in jax.tree.leaves(weight))
         count = WEIGHT_BYTES // num_bytes // TOGETHER * TOGETHER
         rng = np.random.default_rng(0)

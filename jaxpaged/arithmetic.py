@@ -8,10 +8,10 @@ if TYPE_CHECKING:
 
 
 def cdiv[T: (int, Array, np.ndarray)](a: T, b: int) -> T:
-    """`a / b`, rounded up."""
+    """Return `a / b`, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_two(n: int) -> int:
-    """The least power of two that is not below `n`."""
+    """Return the least power of two that is not below `n`."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,5 +1,4 @@
-"""What is said of a user's mistake, and the checks that say it: one sentence with the name, the value and the
-rule.
+"""Checks of what users give: a mistake is one sentence with the name, the value and the rule.
 
 Numbers may be NumPy's; what a check gives back is Python's own. Imports nothing heavy.
 """
@@ -68,7 +67,7 @@ def check(name: str, value: object, rule: str, ok: bool) -> None:
 
 
 def is_int_type(kind: type) -> bool:
-    """Whether it is a type of integers, Python's or NumPy's; that of True and False is none."""
+    """Return whether a type is one of integers, Python's or NumPy's; bool is none."""
     return issubclass(kind, numbers.Integral) and not issubclass(kind, bool)
 
 
@@ -77,7 +76,7 @@ def is_int(value: object) -> bool:
 
 
 def checked_int(name: str, value: object, rule: str, least: int, most: int = INT32_MAX) -> int:
-    """The value, if it is an integer from `least` to `most`."""
+    """Return the value if it is an integer from `least` to `most`. Raises `InputError`."""
     check(name, value, rule, is_int(value) and least <= value <= most)  # type: ignore[operator]
     return int(value)  # type: ignore[call-overload]
 
@@ -85,7 +84,10 @@ def checked_int(name: str, value: object, rule: str, least: int, most: int = INT
 def checked_number(
     name: str, value: object, rule: str, least: float, most: float = FLOAT32_MAX, *, above: bool = False
 ) -> float:
-    """The value, if it is a number from `least` (`above`: beyond it) to `most`; never NaN or infinity."""
+    """Return the value if it is a number from `least` (`above`: beyond it) to `most`, never NaN.
+
+    Raises `InputError`.
+    """
     number = float("nan")
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
@@ -102,7 +104,7 @@ def checked_bool(name: str, value: object) -> bool:
 
 
 def checked_choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """The value, if it is one of these strings."""
+    """Return the value if it is one of these strings. Raises `InputError`."""
     choices = tuple(choices)
     ok = isinstance(value, str) and value in choices
     check(name, value, f"one of {', '.join(choices)}", ok)

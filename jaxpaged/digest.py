@@ -1,4 +1,4 @@
-"""Few bits that tell whether arrays have the same ones."""
+"""A digest of arrays: few bits that tell whether two have the same numbers."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,10 @@ from jaxtyping import Array, Bool, Num, UInt32
 
 
 def digest(arrays: Sequence[Num[Array, "..."] | Bool[Array, "..."]]) -> UInt32[Array, "2"]:
-    """Two sums over all bits of these arrays, each mixed with its place: equal for equal arrays, however they
-    lie on devices, and for others by a chance of 2**-64. Not for who wants to make two that agree.
+    """Return two sums over all bits of these arrays, each bit mixed with its index.
+
+    Equal arrays have equal sums, however they lie on devices; others have so by a chance of 2**-64. The
+    digest is not cryptographic: two arrays that agree are easily made.
     """
     total = jnp.zeros(2, jnp.uint32)
     for number, x in enumerate(arrays):

@@ -1,4 +1,4 @@
-"""What is costly to make, kept on disk from one process to the next under a key of all that it is made from.
+"""A cache on disk for what is costly to make, under keys of all that it is made from.
 
 The keys know the sources of both packages, the versions of JAX and the machine: what another version of ours
 made is not found. What is found is run, or computed with: so the folder and each file must be the user's own,
@@ -57,8 +57,7 @@ def key_of(made_from: object) -> bytes:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a thing that is kept is the user's own, and nobody else may write to it; if not, the log says
-    why.
+    """Return whether a file or folder is the user's own and nobody else may write to it; log why not.
 
     Raises `OSError` if it is not there.
     """
@@ -166,7 +165,7 @@ def _say(sentence: str) -> None:
 
 @functools.cache
 def _machine() -> tuple[object, ...]:
-    """All that what is kept depends on beside what it is made from."""
+    """Return what every key contains beside its own: sources, versions, devices, environment, processor."""
     sources = hashlib.sha256()
     for package in (Path(__file__).parent, Path(str(pallas_kernels.__file__)).parent):
         for file in sorted(package.rglob("*")):

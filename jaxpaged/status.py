@@ -1,4 +1,4 @@
-"""What can go wrong inside a compiled step, as bits: an array cannot raise, so it carries its error along."""
+"""Status bits of a compiled step: an array cannot raise, so it carries its error along."""
 
 import enum
 

@@ -1,4 +1,4 @@
-"""Which adapter a request is answered with. `lora.request` is where vLLM's scripts import it from."""
+"""The adapter of a request. vLLM's scripts import it from `lora.request`."""
 
 from jaxpaged.lora.request import LoRARequest
 

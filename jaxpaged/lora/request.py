@@ -1,4 +1,4 @@
-"""Which adapter a request is answered with. Names are vLLM's."""
+"""The adapter of a request, by vLLM's names."""
 
 import dataclasses
 import os

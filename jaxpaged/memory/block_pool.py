@@ -39,7 +39,7 @@ class BlockPool:
 
     @property
     def ref_count(self) -> Int[Array, " num_blocks"]:
-        """How many hold each block; 0 for free blocks and the null block."""
+        """Number of holders of each block; 0 for free blocks and the null block."""
         return (FreeQueue.NOT_QUEUED - self.free_queue.place).clip(0)
 
     @property
@@ -47,7 +47,7 @@ class BlockPool:
         return self.free_queue.num_free
 
     def is_held(self, block_ids: Int[Array, "*n"]) -> Bool[Array, "*n"]:
-        """Whether anybody holds these blocks; costs nothing of the pool's size."""
+        """Return whether these blocks have holders. The cost does not depend on the pool's size."""
         return self.free_queue.place[block_ids] < FreeQueue.NOT_QUEUED
 
     @property
@@ -85,7 +85,7 @@ class StatusInfo:
 
 
 def create(num_blocks: int, policy: Policy, *, prefix_cache: PrefixCache | None = None) -> BlockPool:
-    """A pool in which every block but the null block is free."""
+    """Make a pool in which every block but the null block is free."""
     rule = "at least 2: block 0 is the null block and is never given out"
     check("num_blocks", num_blocks, rule, num_blocks >= 2)
     if prefix_cache is not None and prefix_cache.num_blocks != num_blocks:
@@ -96,7 +96,7 @@ def create(num_blocks: int, policy: Policy, *, prefix_cache: PrefixCache | None 
 def can_allocate(
     pool: BlockPool, count: Int[Array, "*n"], watermark_blocks: int | Int[Array, ""] = 0
 ) -> Int[Array, "*n"]:
-    """The `AllocStatus` of taking `count` blocks so that `watermark_blocks` stay free."""
+    """Return the `AllocStatus` of taking `count` blocks so that `watermark_blocks` stay free."""
     later = pool.num_free - count < watermark_blocks
     never = pool.num_blocks - 1 - count < watermark_blocks
     return jnp.where(never, AllocStatus.NEVER, jnp.where(later, AllocStatus.LATER, AllocStatus.OK))
@@ -125,7 +125,7 @@ def forget(pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array,
 
 
 def has_content(pool: BlockPool, block_ids: Int[Array, " num_ids"]) -> Bool[Array, " num_ids"]:
-    """Whether each block has content that can be found."""
+    """Return whether each block has content that can be found."""
     if pool.prefix_cache is None:
         return jnp.zeros(block_ids.shape, bool)
     return prefix_cache.has_content(pool.prefix_cache, block_ids)
@@ -184,7 +184,7 @@ def free(
 def touch(
     pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
 ) -> tuple[BlockPool, StatusInfo]:
-    """One more holder for each masked block; free ones leave the queue, from wherever they are.
+    """Add one holder to each masked block; free blocks leave the queue, wherever they are in it.
 
     A block may be named several times; the null block is passed over. Status: UNKNOWN_BLOCK.
     """
@@ -201,7 +201,7 @@ def touch(
 def evict(
     pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
 ) -> tuple[BlockPool, StatusInfo]:
-    """Make the content of the masked blocks unfindable; who holds them keeps them. Status: UNKNOWN_BLOCK."""
+    """Make the content of the masked blocks unfindable; their holders keep them. Status: UNKNOWN_BLOCK."""
     known, unknown = _known(pool, block_ids, mask)
     return forget(pool, block_ids, known & ~unknown), StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
 
@@ -216,7 +216,9 @@ def reset_prefix_cache(pool: BlockPool) -> tuple[BlockPool, StatusInfo]:
 
 
 def hold(pool: BlockPool, block_ids: Int[Array, "*n"], mask: Bool[Array, "*n"], holders: int) -> BlockPool:
-    """So many more `holders` for each masked naming of a held block. Nothing is checked or freed."""
+    """Add `holders` (negative: take away) for each masked entry, which names a held block.
+
+    Nothing is checked or freed."""
     target = jnp.where(mask, block_ids, pool.num_blocks)
     place = pool.free_queue.place.at[target].add(-holders, mode="drop")
     return replace(pool, free_queue=replace(pool.free_queue, place=place))
@@ -229,6 +231,6 @@ def flag(condition: Bool[Array, ""], bit: Status) -> Int[Array, ""]:
 def _known(
     pool: BlockPool, block_ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
 ) -> tuple[Bool[Array, " num_ids"], Bool[Array, ""]]:
-    """Which masked ids name a block that can be held, and whether any names no block at all."""
+    """Return which masked ids name a block that can be held, and whether any names no block at all."""
     exists = (block_ids >= 0) & (block_ids < pool.num_blocks)
     return mask & exists & (block_ids != NULL_BLOCK), jnp.any(mask & ~exists)

@@ -139,14 +139,14 @@ def append(
 
 
 def last_blocks(tables: BlockTables) -> Int[Array, " max_seqs"]:
-    """Each row's last block; NULL_BLOCK of a row that holds none."""
+    """Return each row's last block; NULL_BLOCK for a row that holds none."""
     return tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(tables.num_blocks - 1, 0)]
 
 
 def new_blocks(
     tables: BlockTables, last_ids: Int[Array, " max_seqs"], num_new_tokens: Int[Array, " max_seqs"]
 ) -> tuple[Int[Array, " max_seqs"], Bool[Array, " max_seqs"]]:
-    """How many blocks each row takes for so many more tokens; and whether one of them is for a copy.
+    """Return how many blocks each row takes for its new tokens, and whether one of them is for a copy.
 
     The rows' last blocks are given, as `last_blocks` has them: so the tables need not be read.
     """
@@ -158,7 +158,7 @@ def new_blocks(
 def must_copy(
     tables: BlockTables, last_ids: Int[Array, " max_seqs"], num_new_tokens: Int[Array, " max_seqs"]
 ) -> Bool[Array, " max_seqs"]:
-    """Which rows may not write into their last blocks, given by `last_blocks`, because others hold those too.
+    """Return which rows must copy their last blocks before they write, because others hold those too.
 
     Row by row each lets go of its block; when nobody else is left, the last of them may keep it.
     """
@@ -360,7 +360,7 @@ def slide_window(
 def slide_windows(
     tables: BlockTables, rows: Bool[Array, " max_seqs"], sliding_window: int | None
 ) -> tuple[BlockTables, FreeInfo]:
-    """`slide_window` past all that nothing to come in the masked rows can see; None: it sees everything."""
+    """Free the leading blocks that no coming token of the masked rows can see; window None: none."""
     if sliding_window is None:
         return tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))
     skipped = jnp.where(rows, num_unseen(tables.seq_lens, sliding_window), 0)
@@ -368,7 +368,7 @@ def slide_windows(
 
 
 def num_unseen(num_tokens: Int[Array, "*n"], sliding_window: int | None) -> Int[Array, "*n"]:
-    """How many of a sequence's first tokens the one after `num_tokens` of them does not see."""
+    """Return how many leading tokens the token at position `num_tokens` does not see."""
     if sliding_window is None:
         return jnp.zeros_like(num_tokens)
     return jnp.maximum(num_tokens + 1 - sliding_window, 0)
@@ -380,7 +380,7 @@ def slot_mapping(
     positions: Int[Array, "*tokens"],
     valid: Bool[Array, "*tokens"],
 ) -> Int[Array, "*tokens"]:
-    """The cache slot of each token: `block_id * block_size + offset`; invalid tokens go to the null block."""
+    """Return the cache slot of each token, `block_id * block_size + offset`; the null block's if invalid."""
     block_id = tables.block_tables[rows, positions // tables.block_size]
     slot = block_id * tables.block_size + positions % tables.block_size
     return jnp.where(valid, slot, NULL_BLOCK * tables.block_size)
@@ -430,6 +430,6 @@ def _row_exists(tables: BlockTables, rows: Int[Array, " n"]) -> Bool[Array, " n"
 
 
 def _any_in_use(tables: BlockTables, rows: Int[Array, " n"], mask: Bool[Array, " n"]) -> Bool[Array, ""]:
-    """Whether a masked row holds blocks, or is named twice."""
+    """Return whether a masked row holds blocks, or is named twice."""
     times = jnp.zeros(tables.max_seqs, jnp.int32).at[rows].add(mask, mode="drop")
     return jnp.any(mask & ((tables.seq_lens[rows] > 0) | (times[rows] > 1)))

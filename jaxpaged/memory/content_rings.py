@@ -15,7 +15,7 @@ from jaxpaged.memory.entries import after_reading, first_equal
 
 
 def first_of(cache: PrefixCache, slot: Int[Array, "*n"]) -> Int[Array, "*n"]:
-    """The block cached first of each of these nodes."""
+    """Return the block of each node that was cached first."""
     return cache.neighbours[cache.last[slot], 0]
 
 
@@ -89,7 +89,7 @@ def unlink(
 def _survivor(
     block_ids: Int[Array, " n"], neighbour: Int[Array, " n"], gone: Int[Array, " n"], mask: Bool[Array, " n"]
 ) -> Int[Array, " n"]:
-    """The nearest block in the ring that stays; the block itself if none does.
+    """Return the nearest block in the ring that stays; the block itself if none does.
 
     `gone` is the index of the neighbour among the blocks that go, negative if it stays.
     """
@@ -115,7 +115,7 @@ def _survivor(
 def _joined(
     cache: PrefixCache, before: Int[Array, " n"], after: Int[Array, " n"], mask: Bool[Array, " n"]
 ) -> Int[Array, "num_blocks 2"]:
-    """The neighbours when each masked `after` comes behind its `before`.
+    """Return the rings' links after each masked `after` is put behind its `before`.
 
     One scatter: after two, XLA would copy the array.
     """

@@ -67,7 +67,7 @@ class Entries:
 
 
 def hash_block(token_ids: Int[Array, "*n block_size"], index: Int[Array, "*n"]) -> UInt32[Array, "*n 2"]:
-    """The hash of a sequence is the sum of these over its blocks: every token mixed with its position.
+    """Return the hash of each block: every token mixed with its position. A sequence's is their sum.
 
     `index` is the block's place in its sequence. A sum, so that all prefixes are hashed by one cumsum.
     """
@@ -86,17 +86,17 @@ def hash_block(token_ids: Int[Array, "*n block_size"], index: Int[Array, "*n"]) 
 
 
 def names(cache: PrefixCache, slot: Int[Array, "*n"]) -> Int[Array, "*n 2"]:
-    """The names of the nodes in these slots: slot and generation."""
+    """Return the names of the nodes in these slots: slot and generation."""
     return jnp.stack([slot, cache.generation[slot]], axis=-1)
 
 
 def parents(cache: PrefixCache, entries: Entries, slot: Int[Array, " n"]) -> Int[Array, "n 2"]:
-    """The names of the entries' parents, if `slot` is where the entries are."""
+    """Return the names of the entries' parents, if `slot` is where the entries are."""
     return jnp.where(entries.is_first[:, None], entries.tip, names(cache, jnp.roll(slot, 1)))
 
 
 def match(cache: PrefixCache, entries: Entries) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-    """The slot of each entry's content, and whether it is there with everything before it in its row."""
+    """Return the slot of each entry's content, and whether it and all before it in its row are there."""
     slots = _candidates(cache, entries.hashes)
     block = cache.last[slots]
     same = (block != 0) & jnp.all(cache.hash[block] == entries.hashes[:, None], axis=-1)
@@ -158,7 +158,7 @@ def claim(
 
 
 def _candidates(cache: PrefixCache, hashes: UInt32[Array, "n 2"]) -> Int[Array, "n candidates"]:
-    """The slots of each hash's two buckets."""
+    """Return the slots of each hash's two buckets."""
     num_buckets = cache.num_slots // PrefixCache.BUCKET
     bucket = (hashes % num_buckets).astype(jnp.int32) * PrefixCache.BUCKET
     slots = bucket[:, :, None] + jnp.arange(PrefixCache.BUCKET, dtype=jnp.int32)

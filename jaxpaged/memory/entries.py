@@ -46,19 +46,19 @@ def in_pieces[Carry](
 
 
 def dealt(counts: Int[Array, " rows"], num: int) -> Int[Array, " rows"]:
-    """How many of the first `num` things are each row's, if row r has `counts[r]` and rows come in order."""
+    """Return how many of the first `num` items belong to each row, if row r has `counts[r]`, in order."""
     before = jnp.cumsum(counts, dtype=jnp.int32) - counts
     return jnp.clip(num - before, 0, counts)
 
 
 def unbroken(ok: Bool[Array, " n"], is_first: Bool[Array, " n"]) -> Bool[Array, " n"]:
-    """Whether an entry and all before it in its row are `ok`; `is_first` begins a row."""
+    """Return whether an entry and all before it in its row are `ok`; `is_first` begins a row."""
     index = jnp.arange(ok.shape[0], dtype=jnp.int32)
     return lax.cummax(jnp.where(ok, -1, index)) < lax.cummax(jnp.where(is_first, index, 0))
 
 
 def first_equal(*keys: Array, mask: Bool[Array, " n"]) -> Int[Array, " n"]:
-    """The index of the first masked entry with the same keys as each masked entry; the others' own.
+    """Return the index of the first masked entry with each masked entry's keys; for others their own index.
 
     By hashing: of all entries in a bucket the first is tried, and those that differ from it try another one.
     Entries with the same keys go together, and the first of all is always settled: so the loop ends.
@@ -86,7 +86,7 @@ def first_equal(*keys: Array, mask: Bool[Array, " n"]) -> Int[Array, " n"]:
 
 
 def after_reading(read: Int[Array, "*n"], value: Int[Array, "*n"] | int) -> Int[Array, "*n"]:
-    """`value`, which is nowhere less than `read`; but XLA does not know that, and so reads before it writes.
+    """Return `value` so that XLA reads `read` before it writes; `value` must nowhere be less than `read`.
 
     An array that is read and then written to is updated in place only if what is written depends on what was
     read. Else XLA is free to write first, and copies the whole array to be safe.

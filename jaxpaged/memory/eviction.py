@@ -32,7 +32,7 @@ type Rank = tuple[Int[Array, " n"], Int[Array, " n"]]
 
 
 def policy(name: str, ranking: Ranking) -> Policy:
-    """The policy of a pool whose free blocks are ranked so."""
+    """Return the policy of a pool whose free blocks are ranked so."""
     return Policy(
         name,
         functools.partial(ranked_queue.create, ranking=ranking),
@@ -79,13 +79,13 @@ def _by_depth(
 def _as_it_was(
     queue: RankedQueue, ids: Int[Array, " n"], is_first: Bool[Array, " n"], now: Int[Array, " n"]
 ) -> Rank:
-    """New ones behind all others, and every other one where it was."""
+    """Put new blocks behind all others; every other block stays where it was."""
     major, minor = queue.rank[ids].T
     return jnp.where(is_first, queue.floor, major), jnp.where(is_first, now, minor)
 
 
 def _passed_over(queue: RankedQueue, block_id: Int[Array, ""]) -> Spared:
-    """Who was found is looked at again in the next round."""
+    """Leave blocks that were found for the next round."""
     hits = queue.note(RankedQueue.HITS, block_id)
     next_round = queue.rank[block_id] + jnp.array([1, 0], jnp.int32)
     return hits > 0, next_round, queue.kind[block_id], jnp.zeros_like(hits)
@@ -95,7 +95,7 @@ SMALL, MAIN = 0, 1
 
 
 def _moved(queue: RankedQueue, block_id: Int[Array, ""]) -> Spared:
-    """From the small order to the main one's end, or from there to its end again, with a hit less."""
+    """Move blocks from the small order to the main one's end, or there to the end again with one hit less."""
     hits = jnp.minimum(queue.note(RankedQueue.HITS, block_id), MOST_HITS)
     is_small = queue.kind[block_id] == SMALL
     at_the_end = jnp.stack([queue.rank[block_id, 0], queue.now + 1])
@@ -124,6 +124,6 @@ EVICTION_POLICIES = {name: each for name, each in policies.POLICIES.items() if e
 
 
 def named(name: str) -> Policy:
-    """The policy of this name. Raises `InputError` for an unknown one."""
+    """Return the policy of this name. Raises `InputError` for an unknown one."""
     check("policy", name, f"one of {', '.join(EVICTION_POLICIES)}", name in EVICTION_POLICIES)
     return EVICTION_POLICIES[name]

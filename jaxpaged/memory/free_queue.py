@@ -60,7 +60,7 @@ class FreeQueue:
 
 
 def create(block_ids: Int[Array, " num_free"], num_blocks: int) -> FreeQueue:
-    """The queue that gives out `block_ids` from first to last; `num_blocks` bounds the ids (exclusive)."""
+    """Make a queue that gives out `block_ids` from first to last; `num_blocks` bounds the ids (exclusive)."""
     num_free = block_ids.shape[0]
     capacity = 2 * num_blocks
     ring = jnp.full(capacity, FreeQueue.HOLE, jnp.int32).at[:num_free].set(block_ids)
@@ -147,7 +147,7 @@ def remove(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " nu
 def last_namings(
     queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " num_ids"]
 ) -> tuple[FreeQueue, Bool[Array, " num_ids"]]:
-    """Which of the masked entries is the last to name its id. The place of each of these is NOT_QUEUED.
+    """Return which masked entry is the last to name its id. The place of each of these is NOT_QUEUED.
 
     Their places serve as scratch: no sort is needed, and nothing of the pool's size. They are left negative;
     the caller must push the ids.
@@ -158,7 +158,7 @@ def last_namings(
 
 
 def compact(queue: FreeQueue) -> FreeQueue:
-    """The same queue without holes, its head at place 0. Costs O(num_blocks)."""
+    """Return the queue without holes, its head at place 0. Costs O(num_blocks)."""
     offset = jnp.arange(queue.capacity, dtype=jnp.int32)
     ids = queue.ring[(queue.head + offset) % queue.capacity]
     is_live = (offset < queue.span) & (ids >= 0)
@@ -177,7 +177,7 @@ type Count = int | Int[Array, ""]
 
 
 def _counters(queue: FreeQueue, *, head: Count = 0, span: Count = 0, num_free: Count = 0) -> Int[Array, "3"]:
-    """The queue's counters, after so much is added to each."""
+    """Return the queue's counters with these amounts added."""
     return jnp.stack([(queue.head + head) % queue.capacity, queue.span + span, queue.num_free + num_free])
 
 

@@ -1,4 +1,4 @@
-"""What must hold after every transition, checked on the host with NumPy, plainly. For tests and debugging."""
+"""Invariants of a state after every transition, checked on the host with NumPy. For tests and debugging."""
 
 from collections import Counter
 
@@ -33,7 +33,7 @@ def check_invariants(state: BlockTables | BlockPool) -> None:
 
 
 def free_block_ids(pool: BlockPool) -> list[int]:
-    """The free blocks, in the order in which they will be given out."""
+    """Return the free blocks, in the order in which they will be given out."""
     return _queued_ids(jax.device_get(pool.free_queue))
 
 
@@ -145,7 +145,7 @@ def _check_prefix_cache(cache: PrefixCache) -> None:
 
 
 def _ring(cache: PrefixCache, slot: int) -> list[int]:
-    """The blocks of a node, oldest first."""
+    """Return the blocks of a node, oldest first."""
     last = int(cache.last[slot])
     ring = [int(cache.neighbours[last, 0])]
     while ring[-1] != last:

@@ -34,7 +34,7 @@ class KVCache:
     dtype: jnp.dtype = field(metadata={"static": True})  # of the computation
 
     def __hash__(self) -> int:
-        """Of a cache of shapes, which a program may be made for."""
+        """Return the hash of a cache whose arrays are shapes: a static argument of programs made for it."""
         return hash((*self.blocks.items(), *self.shared.items(), self.layout))
 
     @property
@@ -47,7 +47,7 @@ class KVCache:
         return next(iter(self.blocks.values())).shape[self.axis]
 
     def pool(self, layer: int | Int[Array, ""]) -> Pool:
-        """A layer's blocks, by their own ids and slots: a part of all layers', with what it shares."""
+        """Return one layer's blocks as a pool, with their own ids and slots, and what the layer shares."""
         blocks = {name: x.reshape(-1, *x.shape[2:]) for name, x in self.blocks.items()}
         shared = {name: x[layer] for name, x in self.shared.items()}
         sizes = Sizes(self.num_blocks * self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
@@ -65,7 +65,7 @@ def create(
     dtype: jnp.dtype,
     layout: Layout = TOKEN_MAJOR,
 ) -> KVCache:
-    """A cache of zeros (never uninitialised memory: what is masked must still be a number)."""
+    """Make a cache of zeros (never uninitialised memory: what is masked must still be a number)."""
     dtype = jnp.dtype(dtype)
     leading = (num_layers, num_blocks) if layout.layers_apart else (num_blocks, num_layers)
     specs = layout.arrays(num_blocks, block_size, num_kv_heads, head_dim, dtype)

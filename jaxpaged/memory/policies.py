@@ -35,7 +35,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a pool, the tables over it and swapping ask."""
+    """An eviction policy: the functions and flags that a pool, its block tables and swapping use."""
 
     name: str
     new_queue: Callable[[int], Any]  # of all `num_blocks` blocks but the null block
@@ -61,12 +61,12 @@ def highest_first(num_blocks: int) -> FreeQueue:
 
 
 def to_head(queue: FreeQueue, block_ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> FreeQueue:
-    """What was freed last is taken first."""
+    """Put blocks at the queue's head: what was freed last is taken first."""
     return free_queue.push_front(queue, block_ids, mask)
 
 
 def to_tail(queue: FreeQueue, block_ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> FreeQueue:
-    """What was freed first is taken first: the least recently used."""
+    """Put blocks at the queue's tail: what was freed first is taken first, the least recently used."""
     return free_queue.push_back(queue, block_ids, mask)
 
 
@@ -88,6 +88,6 @@ POLICIES = {policy.name: policy for policy in (LIFO, NAIVE, LRU, LRU_SPLIT)}
 
 
 def named(name: str) -> Policy:
-    """The policy of this name. Raises `InputError` for an unknown one."""
+    """Return the policy of this name. Raises `InputError` for an unknown one."""
     check("policy", name, f"one of {', '.join(POLICIES)}", name in POLICIES)
     return POLICIES[name]

@@ -43,7 +43,7 @@ from jaxpaged.memory.entries import PIECE, first_equal, unbroken
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chain:
-    """How far sequences are cached: the node of the last cached block, to which the next one is attached."""
+    """The ends of sequences' cached prefixes: for each the node of its last cached block."""
 
     fields: Int[Array, "*rows 6"]  # in the order of `of`; one array, for each costs time in every call
 
@@ -82,7 +82,7 @@ class Chain:
 
     @property
     def hash(self) -> UInt32[Array, "*rows 2"]:
-        """Of all tokens so far."""
+        """Return the hash of all tokens so far."""
         return self.fields[..., 4:].astype(jnp.uint32)
 
 
@@ -96,7 +96,7 @@ class Hit:
 
 
 def create(num_blocks: int, block_size: int, hash_fn: HashFn = hash_block) -> PrefixCache:
-    """An empty cache for the blocks of one pool. `hash_fn` may be anything: it decides speed only."""
+    """Make an empty cache for the blocks of one pool. `hash_fn` may be anything: it decides speed only."""
     if block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1")
     num_slots = cdiv(2 * num_blocks, PrefixCache.BUCKET) * PrefixCache.BUCKET
@@ -117,7 +117,7 @@ def create(num_blocks: int, block_size: int, hash_fn: HashFn = hash_block) -> Pr
 
 
 def root(cache: PrefixCache | None, salt: Int[Array, "*rows"]) -> Chain:
-    """Sequences of which nothing is cached."""
+    """Return the chains of sequences of which nothing is cached."""
     salt = salt.astype(jnp.int32)
     if cache is None:
         hashed = jnp.zeros((*salt.shape, 2), jnp.uint32)
@@ -220,7 +220,7 @@ def _insert(
     block_ids: Int[Array, " n"],
     token_ids: Int[Array, "n block_size"],
 ) -> tuple[PrefixCache, Chain]:
-    """`insert`, all entries at once: match, hold, lead, agree, write."""
+    """Insert all entries at once: match, hold, lead, agree, write."""
     entries = _entries(cache, chain, counts, row, token_ids)
     index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
 
@@ -270,7 +270,7 @@ def _entries(
     row: Int[Array, " n"],
     token_ids: Int[Array, "n block_size"],
 ) -> Entries:
-    """The blocks that go behind the chains, `counts[r]` of them behind chain r."""
+    """Return the entries of the blocks that go behind the chains, `counts[r]` of them behind chain r."""
     index = jnp.arange(row.shape[0], dtype=jnp.int32)
     end = jnp.cumsum(counts, dtype=jnp.int32)
     mask = index < end[-1]
@@ -288,7 +288,7 @@ def _leaders(
     is_new: Bool[Array, " n"],
     may_lead: Bool[Array, " n"],
 ) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-    """Of each new entry the first that has its content; and whether it really is the same.
+    """Return for each new entry the first with its hash, and whether their contents are equal.
 
     Their hashes are equal, and so are the nodes behind which what is new in their rows begins; their tokens,
     and whom the entries before them follow, decide.
@@ -312,7 +312,7 @@ def _grown(
     slot: Int[Array, " n"],
     cached: Bool[Array, " n"],
 ) -> Chain:
-    """The chains up to their new last blocks, or broken where those are not cached."""
+    """Return the chains up to their new last blocks, or broken where those are not cached."""
     grows = (counts > 0)[:, None]
     last = jnp.maximum(jnp.cumsum(counts, dtype=jnp.int32) - 1, 0)
     whole = grows & cached[last][:, None]
@@ -347,7 +347,7 @@ def rewind(
     num_blocks: Int[Array, " rows"],
     last_block_ids: Int[Array, " rows"],
 ) -> Chain:
-    """The chains of rows shortened to `num_blocks` full blocks, the last of them `last_block_ids`."""
+    """Return the chains of rows shortened to `num_blocks` full blocks, the last of them `last_block_ids`."""
     slot = cache.slot[last_block_ids]
     inside = Chain.of(
         salt=chain.salt,

@@ -65,7 +65,7 @@ class RankedQueue(FreeQueue):
 
 @dataclass(frozen=True)
 class Ranking:
-    """What makes one policy of this queue: pure functions of it and of block ids."""
+    """A policy of this queue, as pure functions of the queue and of block ids."""
 
     # The rank of blocks with content that are given back: (queue, ids, is it the first time, now) -> rank.
     rank: Callable[
@@ -84,7 +84,7 @@ type Spared = tuple[Bool[Array, ""], Int[Array, "2"], Int[Array, ""], Int[Array,
 
 
 def _levels(num_blocks: int) -> list[int]:
-    """Nodes of each level, from above the leaves to the root."""
+    """Return the number of nodes of each level, from above the leaves to the root."""
     sizes = [cdiv(num_blocks, FAN_OUT)]
     while sizes[-1] > 1:
         sizes.append(cdiv(sizes[-1], FAN_OUT))
@@ -92,7 +92,7 @@ def _levels(num_blocks: int) -> list[int]:
 
 
 def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
-    """All blocks but the null block, the lowest id first."""
+    """Make a queue of all blocks but the null block, the lowest id first."""
     ids = jnp.arange(num_blocks, dtype=jnp.int32)
     num_ghosts = next_power_of_two(num_blocks) if ranking.remembers else 0
     queue = RankedQueue(
@@ -172,7 +172,7 @@ def take(
     *,
     place: int = FreeQueue.NOT_QUEUED,
 ) -> tuple[RankedQueue, Int[Array, " max_count"]]:
-    """As `free_queue.pop_front`: the first `count` ids in rank, but for those spared; those beyond are 0."""
+    """Take the first `count` ids in rank, without those spared; ids beyond are 0: see `free_queue`."""
     type Progress = tuple[RankedQueue, Int[Array, ""], Int[Array, " max_count"]]
 
     def one(progress: Progress) -> Progress:
@@ -217,7 +217,7 @@ def take(
 
 
 def note_hits(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
-    """The masked blocks were found; one named several times, so often."""
+    """Note that the masked blocks were found; a block named several times counts as often."""
     target = jnp.where(mask, ids, queue.num_blocks)
     return replace(queue, notes=queue.notes.at[target, RankedQueue.HITS].add(1, mode="drop"))
 
@@ -230,7 +230,7 @@ def note_content(
     fingerprint: Int[Array, " n"],
     mask: Bool[Array, " n"],
 ) -> RankedQueue:
-    """The masked blocks, which are held, have content by now; those that had before are passed over."""
+    """Note that the masked blocks, which are held, now have content; those that had before are left."""
     old = queue.notes[ids]
     target = jnp.where(mask & (old[:, RankedQueue.DEPTH] == 0), ids, queue.num_blocks)
     nothing = jnp.zeros_like(depth)
@@ -252,7 +252,7 @@ def _remember(queue: RankedQueue, fingerprint: Int[Array, ""], mask: Bool[Array,
 
 
 def has_content(queue: RankedQueue, block_id: Int[Array, "*n"]) -> Bool[Array, "*n"]:
-    """Of free blocks."""
+    """Return whether each free block still has content that can be found; for free blocks only."""
     return queue.rank[block_id, 0] - queue.floor > -WITHOUT_CONTENT // 2
 
 
@@ -278,7 +278,7 @@ def _play(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) ->
 
 
 def _lowest(queue: RankedQueue, rivals: Int[Array, "n rivals"]) -> Int[Array, " n"]:
-    """The first in rank of each line; 0 where none is free."""
+    """Return the first in rank of each line; 0 where none is free."""
     is_free = queue.place[rivals] >= 0
     major, minor = jnp.moveaxis(queue.rank[rivals] - queue.clock, -1, 0)
     major = jnp.where(is_free, major, INT32_MAX)

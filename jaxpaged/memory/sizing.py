@@ -1,4 +1,4 @@
-"""How many bytes a block takes, and how many blocks fit."""
+"""Sizes: the bytes of a block, and the number of blocks that fit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,16 +26,16 @@ class Budget:
         return self.total - sum(num_bytes for _, num_bytes in self.taken)
 
     def less(self, *taken: tuple[str, int]) -> "Budget":
-        """What is left when these are taken, too; nothing is said of what is none."""
+        """Return the budget after these are taken, too; amounts of 0 are left out."""
         return replace(self, taken=(*self.taken, *(each for each in taken if each[1])))
 
     def lines(self) -> list[str]:
-        """The sum as one writes it on paper."""
+        """Return the sum as lines, one number each, as one writes it on paper."""
         numbers = [("", self.total, self.what), *(("-", taken, by) for by, taken in self.taken)]
         return [f"{sign:>1} {n:>19,}  {what}" for sign, n, what in [*numbers, ("=", self.left, "left")]]
 
     def __str__(self) -> str:
-        """The sum in words."""
+        """Return the sum in words."""
         *more, last = [f"{num_bytes} {by}" for by, num_bytes in self.taken] or [""]
         parts = f"{', '.join(more)} and {last}" if more else last
         return f"{self.what} less {parts}" if parts else self.what
@@ -43,7 +43,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What the cache will hold, and why it has that size."""
+    """The size of a cache, and the reason for it."""
 
     num_blocks: int  # the null block included
     bytes_per_block: int
@@ -74,12 +74,12 @@ def bytes_per_block(
     dtype: jnp.dtype,
     layout: Layout = TOKEN_MAJOR,
 ) -> int:
-    """Bytes of one block over all layers; by default vLLM's `CacheEngine.get_cache_block_size`."""
+    """Return the bytes of one block over all layers; by default vLLM's `CacheEngine.get_cache_block_size`."""
     return num_layers * layout.block_bytes(block_size, num_kv_heads, head_dim, dtype)
 
 
 def most_blocks(num_layers: int, block_size: int) -> int:
-    """So many that a slot's number, all layers counted, is an int32."""
+    """Return the most blocks with which a slot's number, all layers counted, is an int32."""
     return INT32_MAX // (num_layers * block_size)
 
 
@@ -121,7 +121,7 @@ def no_room(bytes_per_block: int, budget: Budget) -> InputError:
 
 
 def fitted(guess: int, most: int, fit_beside: Callable[[int], int]) -> int:
-    """A number of blocks, at most `most`, that fits beside the program made for it; less than 2 if none does.
+    """Return a number of blocks, at most `most`, that fits beside its own program; less than 2 if none does.
 
     `fit_beside` makes the program for so many blocks and says how many fit beside it, which hardly depends on
     their number. One program is made where the guess fits and gives up at most one block in `SPARED`, else
@@ -139,6 +139,6 @@ def fitted(guess: int, most: int, fit_beside: Callable[[int], int]) -> int:
 
 
 def coarse(number: int) -> int:
-    """The number rounded down to eight binary digits: by less than one part in 128."""
+    """Return the number rounded down to eight binary digits: by less than one part in 128."""
     zeros = max(number.bit_length() - 8, 0)
     return number >> zeros << zeros

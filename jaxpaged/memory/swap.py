@@ -80,6 +80,6 @@ def swap_out(
 def swap_in(
     device: BlockTables, host: BlockTables, rows: Bool[Array, " max_seqs"], *, max_blocks: int | None = None
 ) -> tuple[BlockTables, BlockTables, SwapInfo]:
-    """`swap_out` the other way: the sources are the host's blocks; the device may run out of blocks."""
+    """Move rows back, as `swap_out` does: sources are the host's blocks; the device may run out of blocks."""
     host, device, info = swap_out(host, device, rows, max_blocks=max_blocks)
     return device, host, info

@@ -34,7 +34,7 @@ def locate(
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
 ) -> Hit:
-    """The longest beginning of a chain of `num_blocks` blocks that can be found, all of it if may be.
+    """Find the longest beginning of a chain of `num_blocks` blocks in the prefix cache; perhaps all of it.
 
     Whether a row holds the blocks, or nobody, makes no difference. Takes nothing.
     """
@@ -101,7 +101,7 @@ def adopt(
 
 
 def read(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n num_layers ..."]]:
-    """K and V of these blocks, block by block, by the names of the layout's arrays.
+    """Return K and V of these blocks, block by block, by the names of the layout's arrays.
 
     In a layout of one array, `all_layers`, a block is one contiguous piece. What belongs to no block
     (`Layout.shared`) is not among them.
@@ -136,7 +136,7 @@ def _cache_of(pool: BlockPool) -> PrefixCache:
 def placed(
     arrays: Mapping[str, Num[Array | np.ndarray, "n num_layers ..."]], kv_cache: KVCache
 ) -> dict[str, Num[Array, "n num_layers ..."]]:
-    """What `read` gave, on the devices of another cache: over a mesh, cut as its blocks are.
+    """Put what `read` gave onto the devices of another cache: over a mesh, sharded as its blocks are.
 
     Not bound to a device where neither they nor the cache are: else the cache that they are written to would
     be, and every program that takes it would be compiled anew.
@@ -150,7 +150,7 @@ def placed(
 
 
 def _sharding(kv_cache: KVCache, name: str) -> jax.sharding.Sharding:
-    """That of some blocks of this cache, counted along their first axis, each with all its layers."""
+    """Return the sharding of some blocks of this cache, with the blocks along the first axis."""
     its = kv_cache.blocks[name].sharding
     if not isinstance(its, jax.sharding.NamedSharding):
         return its

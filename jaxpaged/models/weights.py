@@ -26,7 +26,7 @@ from jaxpaged.models.names import (
     stored_shapes,
     without_prefix,
 )
-from jaxpaged.models.quantised.codes import Cut, Quantisation, Segment, zeros
+from jaxpaged.models.quantised.codes import Quantisation, SegmentSpec, ShardSlice, zeros
 from pallas_kernels import native
 
 
@@ -45,7 +45,7 @@ class Weights(ABC):
         self._shard, self.dtype, self.form = load_as.shard, jnp.dtype(load_as.dtype), load_as.form
         self.config = config if self._shard is None else self._shard.config  # of the decoder that is made
         self.shards = None if self._shard is None else self._shard.shards
-        self._of_experts: dict[str, tuple[Segment, ...] | None] = {}
+        self._of_experts: dict[str, tuple[SegmentSpec, ...] | None] = {}
 
     @property
     def _names(self) -> Names:
@@ -54,7 +54,7 @@ class Weights(ABC):
 
     @abstractmethod
     def _made(
-        self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
+        self, role: str, shape: Shape, segments: tuple[SegmentSpec, ...] | None, **numbers: int
     ) -> layers.Weight:
         """Make the weight of a role; `shape` is the whole decoder's, `numbers` name its layer and expert."""
 
@@ -100,7 +100,7 @@ class Weights(ABC):
 
         return layers.Each(len(numbers) * num_experts, make)
 
-    def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[Segment, ...] | None:
+    def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[SegmentSpec, ...] | None:
         """How all experts of all layers are kept, for which a program has one way; None if they differ."""
         if self._quantisation is None:
             return None
@@ -111,7 +111,7 @@ class Weights(ABC):
             self._of_experts[role] = ways.pop() if len(ways) == 1 else None
         return self._of_experts[role]
 
-    def _segments(self, role: str, shape: Shape, **numbers: int) -> tuple[Segment, ...] | None:
+    def _segments(self, role: str, shape: Shape, **numbers: int) -> tuple[SegmentSpec, ...] | None:
         """How a role's outputs are kept; None where they are not quantised."""
         if self._quantisation is None:
             return None
@@ -126,10 +126,10 @@ class Weights(ABC):
         """The role in the whole decoder."""
         return role if self._shard is None else self._shard.source(role)
 
-    def _cut(self, role: str, shape: Shape) -> Cut | None:
+    def _cut(self, role: str, shape: Shape) -> ShardSlice | None:
         """What the shard takes of a weight."""
         shard = self._shard
-        return None if shard is None else Cut(*shard.ranges(role, shape), shard.padding(role))
+        return None if shard is None else ShardSlice(*shard.ranges(role, shape), shard.padding(role))
 
 
 class StoredWeights(Weights):
@@ -171,7 +171,7 @@ class StoredWeights(Weights):
             yield self._joined(role, [piece[expert] for piece in pieces], segments)
 
     def _made(
-        self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
+        self, role: str, shape: Shape, segments: tuple[SegmentSpec, ...] | None, **numbers: int
     ) -> layers.Weight:
         source = self._source(role)
         stored = list(stored_pieces(self._whole, self._names, source, shape, **numbers))
@@ -183,7 +183,7 @@ class StoredWeights(Weights):
         return self._joined(role, [self._read(name, its) for name, its in stored], segments)
 
     def _joined(
-        self, role: str, pieces: Pieces, segments: tuple[Segment, ...] | None = None
+        self, role: str, pieces: Pieces, segments: tuple[SegmentSpec, ...] | None = None
     ) -> layers.Weight:
         pieces, shard = self._restored(role, pieces), self._shard
         shape = sum(map(len, pieces)), *pieces[0].shape[1:]
@@ -225,7 +225,7 @@ class AbstractWeights(Weights):
         super().__init__(config, names, load_as, quantisation)
 
     def _made(
-        self, role: str, shape: Shape, segments: tuple[Segment, ...] | None, **numbers: int
+        self, role: str, shape: Shape, segments: tuple[SegmentSpec, ...] | None, **numbers: int
     ) -> layers.Weight:
         if segments is not None:
             cut = self._cut(role, shape)

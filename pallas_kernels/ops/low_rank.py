@@ -65,7 +65,7 @@ def pack(matrix: np.ndarray) -> np.ndarray:
 def add(
     y: Float[Array, "num_rows out_features"],
     x: Float[Array, "num_rows in_features"],
-    parts: LowRank,
+    matrices: LowRank,
     layer: int | Int[Array, ""],
     choices: Int[Array, " num_tiles"],
 ) -> Float[Array, "num_rows out_features"]:
@@ -77,29 +77,31 @@ def add(
     """
     if native.serves(x.dtype, "low_rank"):
         choice = jnp.repeat(choices, x.shape[0] // choices.shape[0])
-        return native.add_low_rank(y, x, parts.a, parts.b, choice, layer, parts.widths)
-    return add_by_xla(y, x, parts, layer, choices)
+        return native.add_low_rank(y, x, matrices.a, matrices.b, choice, layer, matrices.widths)
+    return add_by_xla(y, x, matrices, layer, choices)
 
 
 def add_by_xla(
     y: Float[Array, "num_rows out_features"],
     x: Float[Array, "num_rows in_features"],
-    parts: LowRank,
+    matrices: LowRank,
     layer: int | Int[Array, ""],
     choices: Int[Array, " num_tiles"],
 ) -> Float[Array, "num_rows out_features"]:
     """Compute `add` by gathering the chosen matrices: a copy for each tile."""
-    num_tiles, num_pieces = choices.shape[0], len(parts.widths)
-    place = layer, jnp.maximum(choices - 1, 0)
-    a, b = parts.a[place], parts.b[place]
+    num_tiles, num_sections = choices.shape[0], len(matrices.widths)
+    chosen = layer, jnp.maximum(choices - 1, 0)
+    a, b = matrices.a[chosen], matrices.b[chosen]
     tiles = x.reshape(num_tiles, -1, x.shape[1])
     between = jnp.einsum("tli,tpic->tlpc", tiles, a, preferred_element_type=jnp.float32)
-    between = between.reshape(*tiles.shape[:2], num_pieces, parts.rank).astype(x.dtype)
-    pieces, first = [], 0
-    for i, (width, panels) in enumerate(zip(parts.widths, parts.b_panels, strict=True)):
-        its = b[:, first : first + panels]
-        piece = jnp.einsum("tlr,tprc->tlpc", between[:, :, i], its, preferred_element_type=jnp.float32)
-        pieces.append(piece.reshape(x.shape[0], -1)[:, :width])
+    between = between.reshape(*tiles.shape[:2], num_sections, matrices.rank).astype(x.dtype)
+    sections, first = [], 0
+    for i, (width, panels) in enumerate(zip(matrices.widths, matrices.b_panels, strict=True)):
+        of_section = b[:, first : first + panels]
+        section = jnp.einsum(
+            "tlr,tprc->tlpc", between[:, :, i], of_section, preferred_element_type=jnp.float32
+        )
+        sections.append(section.reshape(x.shape[0], -1)[:, :width])
         first += panels
     has_one = jnp.repeat(choices > 0, x.shape[0] // num_tiles)
-    return jnp.where(has_one[:, None], y + jnp.concatenate(pieces, axis=1), y)
+    return jnp.where(has_one[:, None], y + jnp.concatenate(sections, axis=1), y)

@@ -14,10 +14,10 @@ import pytest
 from jaxpaged.models import layers
 from jaxpaged.models.files.gguf import blocks as gguf_blocks
 from jaxpaged.models.quantised.codes import (
-    Kind,
+    CodedRows,
+    CodeFormat,
     QuantisedWeight,
-    Rows,
-    Segment,
+    SegmentSpec,
     implementations,
     packed,
     zeros,
@@ -59,7 +59,7 @@ def drawn(name: str, out_features: int, in_features: int) -> tuple[Halfwords, np
         rng, groups = np.random.default_rng(0), (out_features, in_features // size)
         codes = rng.integers(0, 16, (out_features, in_features)).astype(np.uint8)
         scales, minima = (rng.standard_normal(groups).astype(np.float32) for _ in range(2))
-        kind, rows = Kind(4, size, "float32", has_minima=True), Rows(codes, scales, minima)
+        kind, rows = CodeFormat(4, size, "float32", has_minima=True), CodedRows(codes, scales, minima)
         want = quantised_checkpoints.scaled(codes.astype(np.float32), scales) + np.repeat(
             minima, size, axis=1
         )
@@ -142,7 +142,7 @@ def test_a_models_product_has_a_kernel_for_each_of_its_segments(monkeypatch: pyt
     monkeypatch.setattr(choice, "default_implementation", lambda: "mosaic_gpu")
     rng, pieces, want = np.random.default_rng(2), [], []
     for name in ("Q4_0", "Q4_1", "Q6_K"):
-        kind, its = gguf_blocks.KINDS[name], blocks(name, 40, 256)
+        kind, its = gguf_blocks.FORMATS[name], blocks(name, 40, 256)
         rows, order = gguf_blocks.rows(its, name, "weight"), None
         if name == "Q4_1":
             kind, order = kind._replace(has_order=True), rng.permutation(256).astype(np.int32)
@@ -152,7 +152,7 @@ def test_a_models_product_has_a_kernel_for_each_of_its_segments(monkeypatch: pyt
     pieces.append((float8_kind(256), float8(want[0])))
     weight = packed(pieces, 256, BFLOAT16)
     assert implementations([weight]) == {"mosaic_gpu": 3, "xla": 1}
-    shapes = jax.tree.map(jnp.shape, zeros([Segment(kind, 40) for kind, _ in pieces], 256, BFLOAT16))
+    shapes = jax.tree.map(jnp.shape, zeros([SegmentSpec(kind, 40) for kind, _ in pieces], 256, BFLOAT16))
     assert shapes == jax.tree.map(jnp.shape, weight)
     stack = jax.tree.map(lambda x: np.stack([np.zeros_like(x), x]), packed(pieces[:2], 256, BFLOAT16))
     x = jnp.asarray(draw(1, "bfloat16", 2, 256))
@@ -179,7 +179,7 @@ def test_what_the_kernel_does_not_serve() -> None:
 
 
 def _no_halfwords() -> Quantised | Halfwords:
-    weight: QuantisedWeight = zeros([Segment(gguf_blocks.KINDS["Q4_0"], 8)], 256, BFLOAT16, "xla")
+    weight: QuantisedWeight = zeros([SegmentSpec(gguf_blocks.FORMATS["Q4_0"], 8)], 256, BFLOAT16, "xla")
     return weight.segments[0]
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxpaged.models.files.gguf import blocks as gguf_blocks
-from jaxpaged.models.files.gguf.blocks import KINDS
-from jaxpaged.models.quantised.codes import Kind, Rows, packed
+from jaxpaged.models.files.gguf.blocks import FORMATS
+from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, packed
 from pallas_kernels import native, quantised
 from reference import quantisation, quantised_checkpoints
 from tests.kernels import native_targets
@@ -17,7 +17,7 @@ from tests.kernels.test_native import DTYPES, bits, draw, each_dtype
 from tests.reference.test_quantisation import blocks
 
 FLOATS = "fp8, a scale for 128 inputs"
-each_kind = pytest.mark.parametrize("kind", [*KINDS, FLOATS])
+each_kind = pytest.mark.parametrize("kind", [*FORMATS, FLOATS])
 
 
 @pytest.fixture(params=["xla", *native_targets.EACH])
@@ -25,18 +25,22 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return native_targets.kernels(request.param)
 
 
-def drawn(kind: str, out_features: int, in_features: int) -> tuple[Kind, Rows, np.ndarray]:
+def drawn(kind: str, out_features: int, in_features: int) -> tuple[CodeFormat, CodedRows, np.ndarray]:
     """Return a kind's codes and scales, and the weight they stand for by the oracle."""
-    if kind in KINDS:
+    if kind in FORMATS:
         its = blocks(kind, out_features, in_features)
-        return KINDS[kind], gguf_blocks.rows(its, kind, "weight"), quantisation.dequantise(its, kind)
+        return FORMATS[kind], gguf_blocks.rows(its, kind, "weight"), quantisation.dequantise(its, kind)
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 256, (out_features, in_features)).astype(np.uint8)
     codes[codes & 127 == 127] = 0
     codes[0, :256] = np.where(np.arange(256) & 127 == 127, 0, np.arange(256))  # every number
     scales = (0.02 * rng.standard_normal((out_features, in_features // 128))).astype(np.float32)
     want = quantised_checkpoints.scaled(quantised_checkpoints.e4m3(codes), scales)
-    return Kind(8, 128, "float32", has_minima=False, is_float=True), Rows(codes, scales, None), want
+    return (
+        CodeFormat(8, 128, "float32", has_minima=False, is_float=True),
+        CodedRows(codes, scales, None),
+        want,
+    )
 
 
 def weight_of(kind: str, out_features: int, in_features: int) -> tuple[quantised.Quantised, np.ndarray]:

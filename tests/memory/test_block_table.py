@@ -353,7 +353,7 @@ def test_wrong_sizes_are_refused_at_once(build: Callable[[], Any], message: str)
 
 
 def step(tables: BlockTables, num: jax.Array) -> tuple[BlockTables, jax.Array]:
-    """A little life: rows grow, a full one is freed."""
+    """Let rows grow, and free a full one."""
     tables, info = block_table.append(tables, num, max_new_blocks=MAX_SEQS)
     tables, freed = block_table.free_rows(tables, tables.seq_lens >= 12)
     return tables, info.status | freed.status

@@ -23,7 +23,7 @@ def padded(ids: list[int]) -> tuple[jax.Array, jax.Array]:
 
 @pytest.mark.parametrize("slack", [0, 64])
 def test_equals_a_list(slack: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without slack, a taking that meets holes has to look several times."""
+    """A queue without slack has to look several times where taking meets holes."""
     monkeypatch.setattr(FreeQueue, "HOLE_SLACK", slack)
     pop_front = jax.jit(lambda queue, count: free_queue.pop_front(queue, count, MAX_COUNT))
     push_front = jax.jit(lambda *args: free_queue.push_front(*args))

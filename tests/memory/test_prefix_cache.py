@@ -1,4 +1,4 @@
-"""What the lock-step histories cannot say: planted collisions, stale parents, sizes."""
+"""Tests beside the lock-step histories: planted collisions, stale parents, sizes."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def create(hash_fn: prefix_cache.HashFn = prefix_cache.hash_block, policy: Polic
 
 
 def prompt(*blocks: int) -> list[int]:
-    """Each block is named by a letter, so to speak."""
+    """Make a prompt in which each letter stands for a block."""
     return [10 * block + i for block in blocks for i in range(BLOCK_SIZE)]
 
 
@@ -155,7 +155,7 @@ def test_children_of_an_evicted_parent_are_not_found(parent: int) -> None:
 
 
 def test_a_stale_parent_in_the_same_slot_is_told_by_its_generation() -> None:
-    """With one hash for all, the new parent takes the slot of the evicted one."""
+    """The new parent takes the slot of the evicted one, since all have one hash."""
     tables = add(create(constant_hash), {0: prompt(1)})
     tokens, lens = lines({0: prompt(1, 2)})
     tables, _ = append(tables, jnp.array([BLOCK_SIZE, 0, 0]), max_new_blocks=MAX_SEQS * MAX_BLOCKS)

@@ -40,7 +40,7 @@ set_salts = quick.jit(lambda tables, salts: prefix_cache.root(tables.pool.prefix
 
 
 def tokens_of(kinds: tuple[int, ...]) -> np.ndarray:
-    """[num_blocks, BLOCK_SIZE]; one kind is the other in another order: sums would not tell them."""
+    """Return token ids [num_blocks, BLOCK_SIZE]; both kinds have equal ids, in another order."""
     return np.array([[kind, 3 - kind] for kind in kinds], np.int32).reshape(len(kinds), BLOCK_SIZE)
 
 
@@ -50,13 +50,13 @@ def contents(kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 @functools.cache
 def kv_of(salt: int, kinds: tuple[int, ...]) -> int:
-    """The K of the last block's tokens: another for any other beginning."""
+    """Return K of the last block's tokens, which differs for every other beginning."""
     return 1 + CHAINS.index((salt, kinds + (1,) * (MAX_BLOCKS - len(kinds)))) * MAX_BLOCKS + len(kinds)
 
 
 @jax.jit
 def fill(cache: KVCache, block_ids: jax.Array, values: jax.Array) -> KVCache:
-    """K and V of all tokens of these blocks, layer by layer; of the null block whatever it is."""
+    """Write K and V of all tokens of these blocks, layer by layer; the null block's may be anything."""
     slots = (block_ids[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)).reshape(-1)
     for layer in range(NUM_LAYERS):
         x = jnp.repeat(values, BLOCK_SIZE)[:, None, None] * jnp.ones((1, 1, 2)) + layer / 4
@@ -66,7 +66,7 @@ def fill(cache: KVCache, block_ids: jax.Array, values: jax.Array) -> KVCache:
 
 @jax.jit
 def filled(cache: KVCache) -> jax.Array:
-    """[num_blocks, NUM_LAYERS, 2, BLOCK_SIZE, 1, 2], read by the layout."""
+    """Return K and V [num_blocks, NUM_LAYERS, 2, BLOCK_SIZE, 1, 2], read by the layout."""
     ids = jnp.arange(cache.num_blocks)
     pools = [cache.pool(layer).read(ids, cache.dtype) for layer in range(NUM_LAYERS)]
     return jnp.stack([jnp.stack(pool, axis=1) for pool in pools], axis=1)
@@ -120,7 +120,7 @@ class Side:
         self.tables = dataclasses.replace(self.tables, pool=pool)
 
     def export(self, salt: int, kinds: tuple[int, ...]) -> tuple[int, Any]:
-        """How many blocks, and their arrays."""
+        """Return the number of blocks, and their arrays."""
         hit = locate(self.tables.pool, *_chain(kinds), jnp.int32(salt))
         return int(hit.chain.num_blocks), jax.device_get(read(self.kv, hit.block_ids))
 
@@ -162,7 +162,7 @@ def _chain(kinds: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 def hash_of_place(token_ids: jax.Array, index: jax.Array) -> jax.Array:
-    """All blocks of one place in their sequences collide; its words differ, so there is room for all."""
+    """Let all blocks at one index of their sequences collide; words differ, so that all fit."""
     word = (index + 1).astype(jnp.uint32)
     return jnp.stack([word, word + (index == -1)], axis=-1)
 

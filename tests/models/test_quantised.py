@@ -24,7 +24,7 @@ FLOAT32 = jnp.dtype("float32")
 TOKENS = list(range(5, 31))
 # Queries and keys of one kind beside values of another, which is not the same in both layers; what is left
 # out is float32, for its rows are no whole blocks.
-KINDS = {
+FORMATS = {
     "token_embd": "Q8_0",
     "attn_q": "Q4_0",
     "attn_k": "Q4_0",
@@ -38,7 +38,7 @@ each_form = pytest.mark.parametrize("use_native", ["1", "0"])
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return loading.open_checkpoint(write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=KINDS))
+    return loading.open_checkpoint(write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=FORMATS))
 
 
 @each_form
@@ -60,7 +60,7 @@ def test_layers_of_several_kinds_are_found_in_their_groups(use_native, monkeypat
     rng = np.random.default_rng(0)
     weights = [
         packed(
-            [(gguf_blocks.KINDS[kind], gguf_blocks.quantised(rng.random((40, 64)), kind, "a"))], 64, FLOAT32
+            [(gguf_blocks.FORMATS[kind], gguf_blocks.quantised(rng.random((40, 64)), kind, "a"))], 64, FLOAT32
         )
         for kind in ("Q8_0", "Q4_0", "Q4_0", "Q8_0")
     ]
@@ -138,4 +138,6 @@ def test_what_cannot_be_kept_or_quantised(checkpoint):
     blocks = np.array([0, 0x7C, *[0] * 32], np.uint8)[None]  # an infinite scale
     with pytest.raises(InputError, match=r"weight 'a' has NaN or infinity in it"):
         gguf_blocks.rows(blocks, "Q8_0", "a")
-    assert {*gguf_blocks.KINDS} == {*quantisation.BLOCKS} <= {kind.name for kind in gguf.GGMLQuantizationType}
+    assert (
+        {*gguf_blocks.FORMATS} == {*quantisation.BLOCKS} <= {kind.name for kind in gguf.GGMLQuantizationType}
+    )

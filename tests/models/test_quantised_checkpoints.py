@@ -17,7 +17,7 @@ from jaxpaged.models.files import safetensors_files
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised import mxfp4
 from jaxpaged.models.quantised.checkpoints import Module, Tensors, read
-from jaxpaged.models.quantised.codes import Part, packed, wide
+from jaxpaged.models.quantised.codes import TensorSlice, packed, wide
 from jaxpaged.models.weights import by_role
 from pallas_kernels.quantised import Quantised
 from reference import model as reference_model
@@ -222,7 +222,7 @@ def test_a_weight_is_the_oracle_s(case):
     want = dequantised(tensors, said)
     module = Module("a", {f"a.{ending}": tensor for ending, tensor in tensors.items()})
     kind, rows = read(said).found(module, (40, 96), said)
-    whole = rows(Part.whole((40, 96)))
+    whole = rows(TensorSlice.whole((40, 96)))
     weight = packed([(kind, whole)], 96, FLOAT32)
     [segment], [order] = weight.segments, weight.orders
     got = np.asarray(segment.widened())[:, :96]
@@ -230,11 +230,11 @@ def test_a_weight_is_the_oracle_s(case):
     assert np.unique(want).size > 200
     size = kind.group_size if kind.group_size < 96 else 8
     for outputs in (np.arange(9, 20), np.array([33, 5, 6])):
-        found = wide(kind, rows(Part(outputs, slice(0, 96))), 96)
+        found = wide(kind, rows(TensorSlice(outputs, slice(0, 96))), 96)
         np.testing.assert_array_equal(found, want[outputs])
         if not kind.has_order:
             for inputs in (slice(0, size), slice(size, 96)):
-                found = wide(kind, rows(Part(outputs, inputs)), inputs.stop - inputs.start)
+                found = wide(kind, rows(TensorSlice(outputs, inputs)), inputs.stop - inputs.start)
                 np.testing.assert_array_equal(found, want[outputs][:, inputs])
 
 
@@ -313,7 +313,7 @@ def test_parts_of_mxfp4_and_what_is_none():
     tensors = {"a_blocks": blocks.astype(np.uint8), "a_scales": exponents.astype(np.uint8)}
     quantisation, want = mxfp4.Tensors(tensors).quantisation(), oracle.mxfp4(blocks[1], exponents[1])
     for outputs, inputs in ((np.array([3, 9, 4]), slice(0, 128)), (np.arange(12), slice(32, 96))):
-        rows = quantisation._rows_of("a.1", (12, 128), Part(outputs, inputs))
+        rows = quantisation._rows_of("a.1", (12, 128), TensorSlice(outputs, inputs))
         found = wide(mxfp4.MXFP4, rows, inputs.stop - inputs.start)
         np.testing.assert_array_equal(found, want[outputs][:, inputs])
     wrong = {
@@ -428,7 +428,7 @@ def test_a_weight_that_is_not_the_config_s(name):
         if its is not None:
             tensors[f"a.{ending}"] = its
     with pytest.raises(InputError, match=message):
-        read(GPTQ).found(Module("a", tensors), (40, 96), GPTQ)[1](Part.whole((40, 96)))
+        read(GPTQ).found(Module("a", tensors), (40, 96), GPTQ)[1](TensorSlice.whole((40, 96)))
 
 
 def test_what_else_is_refused():
@@ -452,4 +452,6 @@ def test_what_else_is_refused():
     tensors = {f"a.{ending}": np.zeros(shape, np.int32) for ending, shape in GOOD.items()}
     tensors["a.scales"] = np.ones(GOOD["scales"], np.float16)
     with pytest.raises(InputError, match="weight 'a.qzeros' must mean 8 throughout, where sym is true"):
-        read(symmetric_said).found(Module("a", tensors), (40, 96), symmetric_said)[1](Part.whole((40, 96)))
+        read(symmetric_said).found(Module("a", tensors), (40, 96), symmetric_said)[1](
+            TensorSlice.whole((40, 96))
+        )

@@ -12,7 +12,7 @@ from jaxpaged.checks import InputError, check
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.names import Names, Shape, stored_shapes, without_prefix
 from jaxpaged.models.quantised import mxfp4
-from jaxpaged.models.quantised.codes import Kind, Part, wide
+from jaxpaged.models.quantised.codes import CodeFormat, TensorSlice, wide
 from jaxpaged.models.quantised.methods import METHODS, Found, Method, Module, Said
 from jaxpaged.models.quantised.on_load import FromFile
 
@@ -52,7 +52,7 @@ class Tensors(Mapping[str, np.ndarray]):
     def quantisation(self) -> FromFile:
         """What keeps the weights as they are in the file."""
 
-        def kind_of(name: str, shape: Shape) -> Kind | None:
+        def kind_of(name: str, shape: Shape) -> CodeFormat | None:
             return self._found(name, shape)[0] if name in self._modules else None
 
         return FromFile(kind_of, lambda name, shape, part: self._found(name, shape)[1](part))
@@ -64,7 +64,7 @@ class Tensors(Mapping[str, np.ndarray]):
         if shape is None:
             raise InputError(f"weight {name!r} is none that the model config asks for: it is another model")
         kind, rows = self._found(name, shape)
-        return wide(kind, rows(Part.whole(shape)), shape[1])
+        return wide(kind, rows(TensorSlice.whole(shape)), shape[1])
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

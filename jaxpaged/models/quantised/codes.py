@@ -34,7 +34,7 @@ from pallas_kernels.quantised import (
 FLOAT8, FLOAT4 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 
 
-class Kind(NamedTuple):
+class CodeFormat(NamedTuple):
     """How a product has a weight: see `pallas_kernels.quantised`."""
 
     bits: int
@@ -51,14 +51,14 @@ class Kind(NamedTuple):
         return 6 if self.is_short else self.bits
 
 
-class Segment(NamedTuple):
+class SegmentSpec(NamedTuple):
     """Neighbouring outputs of one kind."""
 
-    kind: Kind
+    kind: CodeFormat
     num_outputs: int
 
 
-class Rows(NamedTuple):
+class CodedRows(NamedTuple):
     """A tensor's outputs, a byte a code."""
 
     codes: np.ndarray  # [outputs, inputs in whole groups] uint8, int8, or a float's
@@ -110,14 +110,14 @@ class QuantisedWeight:
         return segment.rows(outputs)[:, : self.in_features].astype(self.dtype)
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """Some outputs of a tensor, by their numbers, and neighbouring inputs from a group's first on."""
 
     outputs: np.ndarray
     inputs: slice
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Part":
+    def whole(cls, shape: tuple[int, ...]) -> "TensorSlice":
         return cls(np.arange(shape[0]), slice(0, shape[1]))
 
     def span(self, unit: int = 1) -> slice:
@@ -136,38 +136,40 @@ class Part(NamedTuple):
         return found[its] if np.array_equal(places, np.arange(first, its.stop)) else found[places]
 
 
-class Piece(NamedTuple):
+class LazyRows(NamedTuple):
     """Neighbouring outputs of one kind which are still to be read: some of them by their places, and of the
     inputs those from where to where, which begin with a group.
     """
 
-    kind: Kind
+    kind: CodeFormat
     num_outputs: int
-    read: Callable[[np.ndarray, tuple[int, int]], Rows]
+    read: Callable[[np.ndarray, tuple[int, int]], CodedRows]
 
     @classmethod
-    def of(cls, kind: Kind, rows: Rows) -> "Piece":
+    def of(cls, kind: CodeFormat, rows: CodedRows) -> "LazyRows":
         """What has been read."""
 
-        def read(outputs: np.ndarray, inputs: tuple[int, int]) -> Rows:
-            part = Part(outputs, slice(*inputs))
+        def read(outputs: np.ndarray, inputs: tuple[int, int]) -> CodedRows:
+            part = TensorSlice(outputs, slice(*inputs))
             groups = part.groups(kind.group_size)
             its = slice(part.inputs.start, groups.stop * kind.group_size)  # whole groups
             codes, minima = rows.codes[part.span(), its], rows.minima
             some = None if minima is None else part.of(minima[part.span(), groups])
-            return Rows(part.of(codes), part.of(rows.scales[part.span(), groups]), some, rows.order)
+            return CodedRows(part.of(codes), part.of(rows.scales[part.span(), groups]), some, rows.order)
 
         return cls(kind, len(rows.codes), read)
 
 
-class Cut(NamedTuple):
+class ShardSlice(NamedTuple):
     """What one of several devices takes of a weight, in the decoder's order of outputs."""
 
     outputs: Sequence[tuple[int, int]] | None  # from where to where; None: all
     inputs: tuple[int, int] | None
     padding: int = 0  # outputs of zeros behind them
 
-    def segments(self, pieces: Iterable[tuple[Kind, int]], in_features: int) -> list[tuple[Kind, int]]:
+    def segments(
+        self, pieces: Iterable[tuple[CodeFormat, int]], in_features: int
+    ) -> list[tuple[CodeFormat, int]]:
         """Kinds and numbers of outputs of what is taken of such pieces."""
         found = [
             (self.kind(kind, in_features), len(range(count)[its])) for (kind, count), its in self._of(pieces)
@@ -176,7 +178,7 @@ class Cut(NamedTuple):
             found[-1] = found[-1][0], found[-1][1] + self.padding
         return found
 
-    def rows(self, pieces: Iterable[Piece], in_features: int) -> list[tuple[Kind, Rows]]:
+    def rows(self, pieces: Iterable[LazyRows], in_features: int) -> list[tuple[CodeFormat, CodedRows]]:
         """What is taken of such pieces. Of others nothing is read but the rest of a group or a word."""
         found = [
             (self.kind(piece.kind, in_features), self._rows(piece, its, in_features))
@@ -186,13 +188,16 @@ class Cut(NamedTuple):
             kind, last = found[-1]
             below = ((0, self.padding), (0, 0))
             minima = None if last.minima is None else np.pad(last.minima, below)
-            found[-1] = kind, Rows(np.pad(last.codes, below), np.pad(last.scales, below), minima, last.order)
+            found[-1] = (
+                kind,
+                CodedRows(np.pad(last.codes, below), np.pad(last.scales, below), minima, last.order),
+            )
         return found
 
     def width(self, in_features: int) -> int:
         return in_features if self.inputs is None else self.inputs[1] - self.inputs[0]
 
-    def kind(self, kind: Kind, in_features: int) -> Kind:
+    def kind(self, kind: CodeFormat, in_features: int) -> CodeFormat:
         """Where inputs are cut, of groups as large as that leaves whole. Raises `InputError` if none is."""
         if self.inputs is None:
             return kind
@@ -224,7 +229,7 @@ class Cut(NamedTuple):
                     yield piece, its
                 first += piece[1]
 
-    def _rows(self, piece: Piece, outputs: slice, in_features: int) -> Rows:
+    def _rows(self, piece: LazyRows, outputs: slice, in_features: int) -> CodedRows:
         count = max(outputs.stop - outputs.start, 0)
         places = np.arange(outputs.start, outputs.start + count) if count else np.zeros(1, np.int64)
         if self.inputs is None:
@@ -240,13 +245,15 @@ class Cut(NamedTuple):
             codes = np.pad(codes, ((0, 0), (0, missing)))
         each = np.arange(start, stop, group) // old - first // old  # the group before of each group
         minima = None if read.minima is None else read.minima[:, each]
-        found = Rows(codes, read.scales[:, each], minima, read.order)
+        found = CodedRows(codes, read.scales[:, each], minima, read.order)
         return found if count else _none_of(found)
 
 
-def _none_of(rows: Rows) -> Rows:
+def _none_of(rows: CodedRows) -> CodedRows:
     """With as many inputs."""
-    return Rows(rows.codes[:0], rows.scales[:0], None if rows.minima is None else rows.minima[:0], rows.order)
+    return CodedRows(
+        rows.codes[:0], rows.scales[:0], None if rows.minima is None else rows.minima[:0], rows.order
+    )
 
 
 type Stored = tuple[str, tuple[int, ...]]  # a tensor's name and shape in the file
@@ -257,8 +264,8 @@ class Quantisation(ABC):
 
     @abstractmethod
     def segments(
-        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: Cut | None = None
-    ) -> tuple[Segment, ...] | None:
+        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: ShardSlice | None = None
+    ) -> tuple[SegmentSpec, ...] | None:
         """How a role's outputs are kept, of a part that is cut out; None where they are not quantised. No
         tensor is read.
         """
@@ -268,7 +275,7 @@ class Quantisation(ABC):
         stored: Sequence[Stored],
         restored: Callable[[list[np.ndarray]], list[np.ndarray]],
         dtype: jnp.dtype,
-        cut: Cut | None = None,
+        cut: ShardSlice | None = None,
     ) -> QuantisedWeight | None:
         """Of a role's pieces as they lie in the file, their outputs brought into the decoder's order by
         `restored`; None if it is to be made of numbers.
@@ -276,7 +283,7 @@ class Quantisation(ABC):
         return None
 
     def of_numbers(
-        self, role: str, whole: np.ndarray, dtype: jnp.dtype, cut: Cut | None = None
+        self, role: str, whole: np.ndarray, dtype: jnp.dtype, cut: ShardSlice | None = None
     ) -> QuantisedWeight | None:
         """Of a role's numbers; None where they are not quantised."""
         return None
@@ -287,10 +294,10 @@ def in_words(in_features: int, bits: int) -> int:
     return cdiv(in_features, 32 // bits) * (32 // bits)
 
 
-def joined[T](pieces: Iterable[tuple[Kind, T]]) -> Iterator[tuple[Kind, list[T]]]:
+def joined[T](pieces: Iterable[tuple[CodeFormat, T]]) -> Iterator[tuple[CodeFormat, list[T]]]:
     """Neighbours of one kind together; those with an order of inputs, which is their own, stay alone."""
 
-    def alike(numbered: tuple[int, tuple[Kind, T]]) -> tuple[Kind, int | None]:
+    def alike(numbered: tuple[int, tuple[CodeFormat, T]]) -> tuple[CodeFormat, int | None]:
         number, (kind, _) = numbered
         return kind, number if kind.has_order else None
 
@@ -299,7 +306,7 @@ def joined[T](pieces: Iterable[tuple[Kind, T]]) -> Iterator[tuple[Kind, list[T]]
 
 
 def packed(
-    pieces: Iterable[tuple[Kind, Rows]],
+    pieces: Iterable[tuple[CodeFormat, CodedRows]],
     in_features: int,
     dtype: jnp.dtype,
     implementation: ProductImplementation | None = None,
@@ -323,7 +330,7 @@ def packed(
     return QuantisedWeight(tuple(segments), tuple(orders), in_features, dtype)
 
 
-def implementation_for(kind: Kind, dtype: jnp.dtype) -> ProductImplementation:
+def implementation_for(kind: CodeFormat, dtype: jnp.dtype) -> ProductImplementation:
     """Of products with few rows of that dtype on this machine: their weight is packed for it."""
     if native.serves(dtype, native.quantised_function(kind.bits, is_float=kind.is_float)):
         return "native"
@@ -350,7 +357,7 @@ def _panel_width(implementation: ProductImplementation) -> int:
     return PANEL_WIDTH if implementation == "native" else 1
 
 
-def wide(kind: Kind, rows: Rows, in_features: int) -> np.ndarray:
+def wide(kind: CodeFormat, rows: CodedRows, in_features: int) -> np.ndarray:
     """The numbers themselves, float32 [outputs, inputs]."""
     codes, scales = rows.codes, rows.scales.astype(np.float32)
     if kind.is_float:
@@ -366,14 +373,14 @@ def wide(kind: Kind, rows: Rows, in_features: int) -> np.ndarray:
 
 
 def zeros(
-    segments: Iterable[Segment],
+    segments: Iterable[SegmentSpec],
     in_features: int,
     dtype: jnp.dtype,
     implementation: ProductImplementation | None = None,
 ) -> QuantisedWeight:
     """A weight of these segments without its numbers; `implementation` as `packed` has it."""
 
-    def of(kind: Kind, num_outputs: int) -> Quantised | Halfwords:
+    def of(kind: CodeFormat, num_outputs: int) -> Quantised | Halfwords:
         chosen = implementation or implementation_for(kind, dtype)
         num_groups = cdiv(in_features, kind.group_size)
         if chosen == "mosaic_gpu":
@@ -391,7 +398,7 @@ def zeros(
     return QuantisedWeight(tuple(of(*segment) for segment in segments), orders, in_features, dtype)
 
 
-def _no_halfwords(kind: Kind, num_outputs: int, in_features: int) -> Halfwords:
+def _no_halfwords(kind: CodeFormat, num_outputs: int, in_features: int) -> Halfwords:
     inputs, outputs = (
         cdiv(n, unit) * unit for n, unit in ((in_features, NUM_INPUTS), (num_outputs, NUM_OUTPUTS))
     )

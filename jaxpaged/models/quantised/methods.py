@@ -13,10 +13,10 @@ import numpy as np
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.models.names import Shape
-from jaxpaged.models.quantised.codes import Kind, Part, Rows, in_words
+from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice, in_words
 
 type Said = Mapping[str, Any]  # quantization_config
-type Found = tuple[Kind, Callable[[Part], Rows]]
+type Found = tuple[CodeFormat, Callable[[TensorSlice], CodedRows]]
 
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = (4, 8)
@@ -158,7 +158,7 @@ def _awq(module: Module, shape: Shape, said: Said) -> Found:
     zeros = module.get("qzeros", ("int32",), (num_groups, words))
     group = _group_size(module, num_inputs, num_groups, said)
 
-    def rows(part: Part) -> Rows:
+    def rows(part: TensorSlice) -> CodedRows:
         def unpacked(x: np.ndarray) -> np.ndarray:
             codes = _unpacked(x, 4).reshape(len(x), -1, 8)[..., AWQ_PLACES]
             return part.of(codes.reshape(len(x), -1).T, 8)
@@ -168,7 +168,7 @@ def _awq(module: Module, shape: Shape, said: Said) -> Found:
         scales = part.of(module.finite("scales", groups, part.span()).T)
         return _counted_from(codes, points, scales, 4, group)
 
-    return Kind(4, group, "float32", has_minima=True), rows
+    return CodeFormat(4, group, "float32", has_minima=True), rows
 
 
 def _gptq(module: Module, shape: Shape, said: Said) -> Found:
@@ -183,7 +183,7 @@ def _gptq(module: Module, shape: Shape, said: Said) -> Found:
     first = 0 if said.get("checkpoint_format") == "gptq_v2" else 1  # what is to be added to zero points
     scale_dtype = _scale_dtype(module.scales("scales")) if is_symmetric else "float32"
 
-    def rows(part: Part) -> Rows:
+    def rows(part: TensorSlice) -> CodedRows:
         groups, in_word = part.groups(group), 32 // bits
         codes = part.of(_unpacked(weight[part.groups(in_word), part.span()].T, bits))
         order = _order(module, "g_idx", num_inputs, group, has_order=has_order)
@@ -200,7 +200,7 @@ def _gptq(module: Module, shape: Shape, said: Said) -> Found:
             )
         return _whole_groups(_signed(codes, bits), scales.astype(scale_dtype), None, group, order)
 
-    return Kind(bits, group, scale_dtype, not is_symmetric, has_order=has_order), rows
+    return CodeFormat(bits, group, scale_dtype, not is_symmetric, has_order=has_order), rows
 
 
 def _auto_round(module: Module, shape: Shape, said: Said) -> Found:
@@ -225,7 +225,7 @@ def _compressed(module: Module, shape: Shape, said: Said) -> Found:
         zeros = module.get("weight_zero_point", ("int32",), (rows_of_words, scale.num_groups))
     scale_dtype = "float32" if has_minima else scale.dtype
 
-    def rows(part: Part) -> Rows:
+    def rows(part: TensorSlice) -> CodedRows:
         in_word = 32 // bits
         codes = _unpacked(weight[part.span(), part.groups(in_word)], bits)
         codes = part.of(codes[:, : part.inputs.stop - part.inputs.start])
@@ -239,7 +239,7 @@ def _compressed(module: Module, shape: Shape, said: Said) -> Found:
             return _counted_from(codes, points, scales, bits, scale.group, order)
         return _whole_groups(_signed(codes, bits), scales.astype(scale_dtype), None, scale.group, order)
 
-    return Kind(bits, scale.group, scale_dtype, has_minima, has_order=has_order), rows
+    return CodeFormat(bits, scale.group, scale_dtype, has_minima, has_order=has_order), rows
 
 
 def _fp8(module: Module, shape: Shape, said: Said) -> Found:
@@ -258,7 +258,7 @@ def _scaled(module: Module, shape: Shape, scale_name: str, block: list[int] | No
         zeros = module.get("weight_zero_point", ("int8",), *sides)
     scale_dtype = "float32" if has_minima else scale.dtype
 
-    def rows(part: Part) -> Rows:
+    def rows(part: TensorSlice) -> CodedRows:
         found, scales = part.of(np.asarray(weight[part.span(), part.inputs])), scale.rows(part)
         codes = found.view(np.uint8 if is_float else np.int8)
         if is_float and np.any(codes & 0x7F == 0x7F):
@@ -271,7 +271,7 @@ def _scaled(module: Module, shape: Shape, scale_name: str, block: list[int] | No
             minima = -scales * (points if zeros.size == 1 else part.of(points))
         return _whole_groups(codes, scales.astype(scale_dtype), minima, scale.group)
 
-    return Kind(8, scale.group, scale_dtype, has_minima, is_float=is_float), rows
+    return CodeFormat(8, scale.group, scale_dtype, has_minima, is_float=is_float), rows
 
 
 class _Scale(NamedTuple):
@@ -307,7 +307,7 @@ class _Scale(NamedTuple):
             f"{32 // bits}), or for each block{'' if block is None else f' of {block}'}"
         )
 
-    def rows(self, part: Part) -> np.ndarray:
+    def rows(self, part: TensorSlice) -> np.ndarray:
         """float32 [outputs, groups]."""
         shape = self.module.scales(self.name).shape
         if math.prod(shape) == 1:
@@ -387,7 +387,7 @@ def _counted_from(
     bits: int,
     group: int,
     order: np.ndarray | None = None,
-) -> Rows:
+) -> CodedRows:
     """(code - zero point) * scale, as a code, a scale and a minimum: of scales of 16 bits the same number."""
     shift = 128 if bits == 8 else 0
     minima = scales * (np.float32(shift) - zero_points.astype(np.float32))
@@ -400,12 +400,12 @@ def _whole_groups(
     minima: np.ndarray | None,
     group: int,
     order: np.ndarray | None = None,
-) -> Rows:
+) -> CodedRows:
     """Rows whose inputs that are missing to whole groups have a code of zeros."""
     missing = scales.shape[1] * group - codes.shape[1]
     if missing:
         codes = np.pad(codes, ((0, 0), (0, missing)))
-    return Rows(codes, scales, minima, order)
+    return CodedRows(codes, scales, minima, order)
 
 
 _OF_GPTQ = ("qweight", "qzeros", "scales", "g_idx")

@@ -12,7 +12,7 @@ import numpy as np
 from jaxpaged.checks import InputError
 from jaxpaged.models.files.gguf.blocks import MXFP4, powers
 from jaxpaged.models.names import Shape
-from jaxpaged.models.quantised.codes import Kind, Part, Rows, wide
+from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice, wide
 from jaxpaged.models.quantised.on_load import FromFile
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -40,7 +40,7 @@ class Tensors(Mapping[str, Any]):
     def quantisation(self) -> FromFile:
         """Return what keeps the weights as they are in the file."""
 
-        def kind_of(name: str, shape: Shape) -> Kind | None:
+        def kind_of(name: str, shape: Shape) -> CodeFormat | None:
             return MXFP4 if name in self._experts else None
 
         return FromFile(kind_of, self._rows)
@@ -51,7 +51,7 @@ class Tensors(Mapping[str, Any]):
         stem, _ = self._experts[name]
         num_outputs, num_groups = self._tensors[stem + BLOCKS].shape[1:3]
         shape = num_outputs, num_groups * MXFP4.group_size
-        return wide(MXFP4, self._rows(name, shape, Part.whole(shape)), shape[1])
+        return wide(MXFP4, self._rows(name, shape, TensorSlice.whole(shape)), shape[1])
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -62,7 +62,7 @@ class Tensors(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def _rows(self, name: str, shape: Shape, part: Part) -> Rows:
+    def _rows(self, name: str, shape: Shape, part: TensorSlice) -> CodedRows:
         stem, expert = self._experts[name]
         count, (num_outputs, num_inputs) = len(self._tensors[stem + BLOCKS]), shape
         sizes = count, num_outputs, num_inputs // MXFP4.group_size
@@ -73,7 +73,7 @@ class Tensors(Mapping[str, Any]):
             raise InputError(f"weight {stem + SCALES!r} has NaN in it, must be finite")
         its = part.of(np.asarray(blocks))
         codes = np.stack([its & 15, its >> 4], axis=-1).reshape(len(its), -1)
-        return Rows(codes, powers(exponents), None)
+        return CodedRows(codes, powers(exponents), None)
 
     def _bytes(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in self._tensors:

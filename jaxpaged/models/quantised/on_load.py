@@ -12,18 +12,18 @@ import numpy as np
 
 from jaxpaged.checks import InputError
 from jaxpaged.models.files.gguf import blocks as gguf_blocks
-from jaxpaged.models.files.gguf.blocks import KINDS
+from jaxpaged.models.files.gguf.blocks import FORMATS
 from jaxpaged.models.quantised.codes import (
     FLOAT8,
-    Cut,
-    Kind,
-    Part,
-    Piece,
+    CodedRows,
+    CodeFormat,
+    LazyRows,
     Quantisation,
     QuantisedWeight,
-    Rows,
-    Segment,
+    SegmentSpec,
+    ShardSlice,
     Stored,
+    TensorSlice,
     in_words,
     joined,
     packed,
@@ -47,41 +47,41 @@ class OnLoad(Quantisation):
         self._kind = {"int8": "Q8_0", "int4": "Q4_0", "fp8": None}[name]
 
     def segments(
-        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: Cut | None = None
-    ) -> tuple[Segment, ...] | None:
+        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: ShardSlice | None = None
+    ) -> tuple[SegmentSpec, ...] | None:
         if role not in ROLES:
             return None
         pieces = [(self._kind_of(role, shape[1]), shape[0])]
         if cut is not None:
             pieces = cut.segments(pieces, shape[1])
-        return tuple(Segment(kind, sum(counts)) for kind, counts in joined(pieces))
+        return tuple(SegmentSpec(kind, sum(counts)) for kind, counts in joined(pieces))
 
     def of_numbers(
-        self, role: str, whole: np.ndarray, dtype: jnp.dtype, cut: Cut | None = None
+        self, role: str, whole: np.ndarray, dtype: jnp.dtype, cut: ShardSlice | None = None
     ) -> QuantisedWeight | None:
         if role not in ROLES:
             return None
         name = self._block(role)
         rows = float8(whole) if name is None else gguf_blocks.quantised(whole, name, role)
         in_features = whole.shape[1]
-        cut = cut or Cut(None, None)
-        pieces = cut.rows([Piece.of(self._kind_of(role, in_features), rows)], in_features)
+        cut = cut or ShardSlice(None, None)
+        pieces = cut.rows([LazyRows.of(self._kind_of(role, in_features), rows)], in_features)
         return packed(pieces, cut.width(in_features), dtype)
 
-    def _kind_of(self, role: str, in_features: int) -> Kind:
+    def _kind_of(self, role: str, in_features: int) -> CodeFormat:
         name = self._block(role)
-        return float8_kind(in_features) if name is None else KINDS[name]
+        return float8_kind(in_features) if name is None else FORMATS[name]
 
     def _block(self, role: str) -> str | None:
         is_table = role.removesuffix(".weight") in TABLES
         return "Q8_0" if is_table and self._kind is not None else self._kind
 
 
-def float8_kind(in_features: int) -> Kind:
-    return Kind(8, in_words(in_features, 8), "float32", has_minima=False, is_float=True)
+def float8_kind(in_features: int) -> CodeFormat:
+    return CodeFormat(8, in_words(in_features, 8), "float32", has_minima=False, is_float=True)
 
 
-def float8(weight: np.ndarray) -> Rows:
+def float8(weight: np.ndarray) -> CodedRows:
     """The nearest e4m3 to each number of a weight [outputs, inputs], a row's largest being 448 of its
     scale.
     """
@@ -94,7 +94,7 @@ def float8(weight: np.ndarray) -> Rows:
         scales[first : first + _ROWS] = scale
         some /= np.where(scale == 0, np.float32(1), scale)
         codes[first : first + _ROWS, : weight.shape[1]] = some.astype(FLOAT8)
-    return Rows(codes.view(np.uint8), scales, None)
+    return CodedRows(codes.view(np.uint8), scales, None)
 
 
 class FromFile(Quantisation):
@@ -105,15 +105,15 @@ class FromFile(Quantisation):
 
     def __init__(
         self,
-        kind_of: Callable[[str, tuple[int, ...]], Kind | None],
-        rows_of: Callable[[str, tuple[int, ...], Part], Rows],
+        kind_of: Callable[[str, tuple[int, ...]], CodeFormat | None],
+        rows_of: Callable[[str, tuple[int, ...], TensorSlice], CodedRows],
         roles: Iterable[str] = ROLES,
     ) -> None:
         self._kind_of, self._rows_of, self._roles = kind_of, rows_of, set(roles)
 
     def segments(
-        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: Cut | None = None
-    ) -> tuple[Segment, ...] | None:
+        self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: ShardSlice | None = None
+    ) -> tuple[SegmentSpec, ...] | None:
         if role not in self._roles:
             return None
         found = []
@@ -124,14 +124,14 @@ class FromFile(Quantisation):
             found.append((kind, its[0]))
         if cut is not None:
             found = cut.segments(found, shape[1])
-        return tuple(Segment(kind, sum(counts)) for kind, counts in joined(found))
+        return tuple(SegmentSpec(kind, sum(counts)) for kind, counts in joined(found))
 
     def of_blocks(
         self,
         stored: Sequence[Stored],
         restored: Callable[[list[np.ndarray]], list[np.ndarray]],
         dtype: jnp.dtype,
-        cut: Cut | None = None,
+        cut: ShardSlice | None = None,
     ) -> QuantisedWeight:
         counts = [shape[0] for _, shape in stored]
         firsts = np.cumsum([0, *counts])
@@ -142,15 +142,15 @@ class FromFile(Quantisation):
             raise InputError(f"weight {name!r} must lie as [outputs, inputs], where it is quantised")
         orders = [its - first for its, first in zip(np.split(order, firsts[1:-1]), firsts, strict=False)]
         pieces = [self._piece(*its, order[:, 0]) for its, order in zip(stored, orders, strict=True)]
-        cut, in_features = cut or Cut(None, None), stored[0][1][1]
+        cut, in_features = cut or ShardSlice(None, None), stored[0][1][1]
         return packed(cut.rows(pieces, in_features), cut.width(in_features), dtype)
 
-    def _piece(self, name: str, shape: tuple[int, ...], order: np.ndarray) -> Piece:
+    def _piece(self, name: str, shape: tuple[int, ...], order: np.ndarray) -> LazyRows:
         """A tensor with its outputs in the decoder's order."""
         kind = self._kind_of(name, shape)
         assert kind is not None
 
-        def read(outputs: np.ndarray, inputs: tuple[int, int]) -> Rows:
-            return self._rows_of(name, shape, Part(order[outputs], slice(*inputs)))
+        def read(outputs: np.ndarray, inputs: tuple[int, int]) -> CodedRows:
+            return self._rows_of(name, shape, TensorSlice(order[outputs], slice(*inputs)))
 
-        return Piece(kind, shape[0], read)
+        return LazyRows(kind, shape[0], read)

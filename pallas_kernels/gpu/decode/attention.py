@@ -149,10 +149,10 @@ def shared_plan(
             f"{partitioning.bound(sizes.capacity)}: use longer ones, or implementation='xla'."
         )
     positions = seq_lens - 1 if query_starts is None else query_starts
-    its = plan(
+    made = plan(
         seq_lens, positions, sizes.query_len, sizes.sliding_window, partitioning, sizes.capacity, table_rows
     )
-    return SharedPlan(its, sizes)
+    return SharedPlan(made, sizes)
 
 
 def partial_bytes(num_rows: int, capacity: int, num_kv_heads: int, group_size: int, head_dim: int) -> int:
@@ -325,12 +325,12 @@ def paged_attention(
     config = config or tuning.config_for(arrays, options, query_len)
     p = program.make_problem(arrays, options, config, query_len, is_interpreted=bool(interpret))
     capacity = arrays.block_tables.shape[1] * p.block_size
-    its = PlanSizes(
+    plan_sizes = PlanSizes(
         *(num_rows, query_len, p.num_kv_heads, p.group_size, capacity, p.sliding_window, p.has_table_rows)
     )
-    shared = shared or shared_plan(its, arrays.seq_lens, query_starts, arrays.table_rows, partitioning)
-    if shared.sizes != its:
-        raise ValueError(f"plan must be made for {its}, not for {shared.sizes}")
+    shared = shared or shared_plan(plan_sizes, arrays.seq_lens, query_starts, arrays.table_rows, partitioning)
+    if shared.sizes != plan_sizes:
+        raise ValueError(f"plan must be made for {plan_sizes}, not for {shared.sizes}")
     work = shared.plan
     max_items = work.items.shape[0]
     if interpret:

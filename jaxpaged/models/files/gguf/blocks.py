@@ -10,25 +10,25 @@ import numpy as np
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError
-from jaxpaged.models.quantised.codes import Kind, Part, Rows
+from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice
 
-MXFP4 = Kind(4, 32, "float32", False, is_float=True)
+MXFP4 = CodeFormat(4, 32, "float32", False, is_float=True)
 # Types of tensors that are kept as they are: of others a product has no kind.
-KINDS = {
-    "Q8_0": Kind(8, 32, "float16", False),
-    "Q4_0": Kind(4, 32, "float16", False),
-    "Q4_1": Kind(4, 32, "float16", True),
-    "Q5_0": Kind(8, 32, "float16", False),
-    "Q5_1": Kind(8, 32, "float16", True),
-    "Q4_K": Kind(4, 32, "float32", True),
-    "Q5_K": Kind(8, 32, "float32", True),
-    "Q6_K": Kind(8, 16, "float32", False, is_short=True),
+FORMATS = {
+    "Q8_0": CodeFormat(8, 32, "float16", False),
+    "Q4_0": CodeFormat(4, 32, "float16", False),
+    "Q4_1": CodeFormat(4, 32, "float16", True),
+    "Q5_0": CodeFormat(8, 32, "float16", False),
+    "Q5_1": CodeFormat(8, 32, "float16", True),
+    "Q4_K": CodeFormat(4, 32, "float32", True),
+    "Q5_K": CodeFormat(8, 32, "float32", True),
+    "Q6_K": CodeFormat(8, 16, "float32", False, is_short=True),
     "MXFP4": MXFP4,
 }
 
 
-def rows(raw: np.ndarray, kind: str, name: str) -> Rows:
-    """Rows of blocks, uint8 [outputs, bytes], of one of KINDS.
+def rows(raw: np.ndarray, kind: str, name: str) -> CodedRows:
+    """Rows of blocks, uint8 [outputs, bytes], of one of FORMATS.
 
     Raises: InputError with the tensor's name if a scale is NaN or infinite.
     """
@@ -37,7 +37,7 @@ def rows(raw: np.ndarray, kind: str, name: str) -> Rows:
     for numbers in found[1:]:
         if numbers is not None and not np.isfinite(numbers).all():
             raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")
-    return Rows(found.codes.reshape(raw.shape[0], -1), *found[1:])
+    return CodedRows(found.codes.reshape(raw.shape[0], -1), *found[1:])
 
 
 def shape_of(raw: np.ndarray, kind: str) -> tuple[int, int]:
@@ -46,75 +46,77 @@ def shape_of(raw: np.ndarray, kind: str) -> tuple[int, int]:
     return raw.shape[0], math.prod(raw.shape[1:]) // num_bytes * length
 
 
-def part_of(raw: np.ndarray, kind: str, name: str, part: Part) -> Rows:
+def part_of(raw: np.ndarray, kind: str, name: str, part: TensorSlice) -> CodedRows:
     """A part of such rows; no more of them is read than whole blocks."""
     length, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = part.groups(length)
     lines = raw.reshape(raw.shape[0], -1)[part.span(), blocks.start * num_bytes : blocks.stop * num_bytes]
     found = rows(part.of(lines), kind, name)
-    first, size = blocks.start * length, KINDS[kind].group_size
+    first, size = blocks.start * length, FORMATS[kind].group_size
     groups = slice((part.inputs.start - first) // size, cdiv(part.inputs.stop - first, size))
     codes = found.codes[:, part.inputs.start - first : part.inputs.stop - first]
-    return Rows(codes, found.scales[:, groups], None if found.minima is None else found.minima[:, groups])
+    return CodedRows(
+        codes, found.scales[:, groups], None if found.minima is None else found.minima[:, groups]
+    )
 
 
-def quantised(weight: np.ndarray, kind: str, name: str) -> Rows:
+def quantised(weight: np.ndarray, kind: str, name: str) -> CodedRows:
     """The nearest that Q8_0 or Q4_0 have to a weight [outputs, inputs]; inputs missing to a group are zeros.
 
     Raises: InputError with the weight's name if a scale is beyond float16.
     """
     wide = np.asarray(weight, np.float32)
-    missing = -wide.shape[1] % KINDS[kind].group_size
+    missing = -wide.shape[1] % FORMATS[kind].group_size
     wide = np.pad(wide, ((0, 0), (0, missing))) if missing else wide
     with np.errstate(over="ignore"):
         return rows(gguf.quantize(wide, gguf.GGMLQuantizationType[kind]), kind, name)
 
 
-def _q8_0(blocks: np.ndarray) -> Rows:
-    return Rows(blocks[..., 2:].view(np.int8), _half(blocks, 0), None)
+def _q8_0(blocks: np.ndarray) -> CodedRows:
+    return CodedRows(blocks[..., 2:].view(np.int8), _half(blocks, 0), None)
 
 
-def _q4_0(blocks: np.ndarray) -> Rows:
-    return Rows(_nibbles(blocks[..., 2:], 16), _half(blocks, 0), None)
+def _q4_0(blocks: np.ndarray) -> CodedRows:
+    return CodedRows(_nibbles(blocks[..., 2:], 16), _half(blocks, 0), None)
 
 
-def _q4_1(blocks: np.ndarray) -> Rows:
-    return Rows(_nibbles(blocks[..., 4:], 16), _half(blocks, 0), _half(blocks, 2))
+def _q4_1(blocks: np.ndarray) -> CodedRows:
+    return CodedRows(_nibbles(blocks[..., 4:], 16), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q5_0(blocks: np.ndarray) -> Rows:
+def _q5_0(blocks: np.ndarray) -> CodedRows:
     codes = _nibbles(blocks[..., 6:], 16) | _bits(blocks[..., 2:6]) << 4
-    return Rows(codes.view(np.int8) - np.int8(16), _half(blocks, 0), None)
+    return CodedRows(codes.view(np.int8) - np.int8(16), _half(blocks, 0), None)
 
 
-def _q5_1(blocks: np.ndarray) -> Rows:
+def _q5_1(blocks: np.ndarray) -> CodedRows:
     codes = _nibbles(blocks[..., 8:], 16) | _bits(blocks[..., 4:8]) << 4
-    return Rows(codes.view(np.int8), _half(blocks, 0), _half(blocks, 2))
+    return CodedRows(codes.view(np.int8), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q4_k(blocks: np.ndarray) -> Rows:
-    return Rows(_nibbles(blocks[..., 16:], 32), *_k_scales(blocks))
+def _q4_k(blocks: np.ndarray) -> CodedRows:
+    return CodedRows(_nibbles(blocks[..., 16:], 32), *_k_scales(blocks))
 
 
-def _q5_k(blocks: np.ndarray) -> Rows:
+def _q5_k(blocks: np.ndarray) -> CodedRows:
     groups = np.arange(8, dtype=np.uint8)[:, None]
     fifth = blocks[..., None, 16:48] >> groups & 1
     codes = _nibbles(blocks[..., 48:], 32) | fifth.reshape(*blocks.shape[:-1], -1) << 4
-    return Rows(codes.view(np.int8), *_k_scales(blocks))
+    return CodedRows(codes.view(np.int8), *_k_scales(blocks))
 
 
-def _q6_k(blocks: np.ndarray) -> Rows:
+def _q6_k(blocks: np.ndarray) -> CodedRows:
     halves = (*blocks.shape[:-1], 2)
     four = _nibbles(blocks[..., :128], 64).reshape(*halves, 4, 32)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     two = blocks[..., 128:192].reshape(*halves, 1, 32) >> shifts & 3
     codes = (four | two << 4).view(np.int8) - np.int8(32)
     scales = _half(blocks, 208).astype(np.float32)[..., None] * blocks[..., 192:208].view(np.int8)
-    return Rows(codes.reshape(*blocks.shape[:-1], -1), _by_row(scales), None)
+    return CodedRows(codes.reshape(*blocks.shape[:-1], -1), _by_row(scales), None)
 
 
-def _mxfp4(blocks: np.ndarray) -> Rows:
-    return Rows(_nibbles(blocks[..., 1:], 16), powers(blocks[..., 0]), None)
+def _mxfp4(blocks: np.ndarray) -> CodedRows:
+    return CodedRows(_nibbles(blocks[..., 1:], 16), powers(blocks[..., 0]), None)
 
 
 def powers(exponents: np.ndarray) -> np.ndarray:

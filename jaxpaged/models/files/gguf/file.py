@@ -26,7 +26,7 @@ from jaxpaged.models.files.gguf import reader as gguf_reader
 from jaxpaged.models.files.gguf.ends import end_tokens
 from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field
 from jaxpaged.models.names import Names
-from jaxpaged.models.quantised.codes import Kind, Part, Rows
+from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice
 from jaxpaged.models.quantised.on_load import EXPERTS, FromFile
 
 BLOCK = "blk.{layer}"
@@ -231,10 +231,10 @@ def quantisation(reader: GgufFile) -> FromFile:
     """Return what keeps the file's quantised weights as they are."""
     tensors = _stored(reader)
 
-    def kind_of(name: str, shape: tuple[int, ...]) -> Kind | None:
-        return gguf_blocks.KINDS.get(tensors[name].tensor_type.name) if name in tensors else None
+    def kind_of(name: str, shape: tuple[int, ...]) -> CodeFormat | None:
+        return gguf_blocks.FORMATS.get(tensors[name].tensor_type.name) if name in tensors else None
 
-    def rows_of(name: str, shape: tuple[int, ...], part: Part) -> Rows:
+    def rows_of(name: str, shape: tuple[int, ...], part: TensorSlice) -> CodedRows:
         tensor = tensors[name]
         its = gguf_blocks.shape_of(tensor.data, tensor.tensor_type.name)
         if its != shape:
