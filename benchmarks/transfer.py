@@ -70,7 +70,7 @@ def measure() -> dict[str, Any]:
             start = time.perf_counter()
             run()
             for llm in (here, there):  # waits for what was dispatched
-                jax.block_until_ready(llm.engine._driver._state.kv_cache)
+                jax.block_until_ready(llm.engine._driver.state.kv_cache)
             if turn:
                 seconds[name].append(time.perf_counter() - start)
     answer = there.generate([prompt], one_token, use_tqdm=False)[0]

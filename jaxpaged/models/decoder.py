@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
         cache: KVCache,
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-        """Return the wanted tokens' hidden states after the last norm, and the cache with all tokens in it."""
+        """Return the wanted tokens' hidden states after the last norm, and the cache with all tokens."""
         # Zeros stay zeros in every layer without biases, and products on a CPU skip rows of zeros.
         x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
         max_len = batch.block_tables.shape[1] * cache.block_size

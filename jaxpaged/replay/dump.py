@@ -12,6 +12,7 @@ import numpy as np
 
 import jaxpaged
 from jaxpaged.checks import InputError, check, checked_int, is_int, shown
+from jaxpaged.engine.door import filled
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
 from jaxpaged.memory import kv_cache, policies, prefix_cache
@@ -55,10 +56,9 @@ def report(engine: Engine | Driver, path: str | os.PathLike[str]) -> None:
     shot = engine.snapshot()
     events = []
     for queued in shot.queue:
-        line = empty_rows(1, len(queued.token_ids), shot.vocab_size)
-        engine.door.write(line, 0, queued.request, len(queued.token_ids))
-        np.asarray(line.token_ids)[0] = queued.token_ids
-        events.append(Event(0, line))
+        token_ids = queued.token_ids
+        values = engine.door.row_values(queued.request, len(token_ids)) | {"token_ids": token_ids}
+        events.append(Event(0, filled(empty_rows(1, len(token_ids), shot.vocab_size), [values])))
     dump(shot.state, path, step_config=shot.step_config, vocab_size=shot.vocab_size, events=events)
 
 

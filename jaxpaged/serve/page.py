@@ -14,8 +14,8 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from jaxpaged.engine.driver import Stats
 from jaxpaged.engine.occupancy import Occupancy
+from jaxpaged.engine.stats import Stats
 from jaxpaged.serve.replies import ApiError, EventStream, event
 from jaxpaged.serve.service import Service, service_of
 from jaxpaged.step.state import Phase

@@ -251,7 +251,7 @@ def test_info_says_how_long_a_request_may_be_in_a_small_cache_and_whether_an_eng
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(model, arguments, message, capsys, monkeypatch):
-    tiny.replace(monkeypatch, Driver, "_compile", lambda self: None)  # nothing is to run
+    tiny.replace(monkeypatch, Driver, "compile", lambda self: None)  # nothing is to run
     if "--model" not in arguments:
         arguments = ["--model", model, *FAST, *arguments]
     try:
@@ -293,7 +293,7 @@ def test_a_bad_prompts_file_is_refused_with_the_line(model, content, message, tm
 
 def test_errors_at_the_door_say_file_and_line(model, tmp_path, capsys, monkeypatch):
     """As those of a line's text do; and nothing runs."""
-    tiny.replace(monkeypatch, Driver, "_compile", lambda self: None)
+    tiny.replace(monkeypatch, Driver, "compile", lambda self: None)
     file = tmp_path / "prompts"
     file.write_text(f"ab\n{'a b ' * 60}\n")
     assert cli.main(["generate", "--model", model, *FAST, "--prompts-file", str(file)]) == 2

@@ -382,16 +382,16 @@ def filled_driver(**options) -> Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     return filled_driver()
 
 
 def test_a_report_has_the_engine_and_its_queue(driver, tmp_path):
-    before = jax.device_get(without_kv(driver._state))
+    before = jax.device_get(without_kv(driver.state))
     replay.report(driver, tmp_path / "report")
     dump = replay.load(tmp_path / "report")
     assert_equal(dump.state, before)
-    assert_equal(jax.device_get(without_kv(driver._state)), before)
+    assert_equal(jax.device_get(without_kv(driver.state)), before)
     assert (dump.step_config, dump.vocab_size) == (driver.step_config, tiny.CONFIG.vocab_size)
     assert dump.step_config == STEP_CONFIG, "the program is that of other tests"
     [event] = dump.events
@@ -401,7 +401,7 @@ def test_a_report_has_the_engine_and_its_queue(driver, tmp_path):
 
 
 def test_the_real_model_answers_where_nothing_was_computed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     small = {"max_num_batched_tokens": 3 + 32, "enable_prefix_caching": False}  # quick to compile
     replay.report(filled_driver(**small, preemption_mode="recompute", num_host_blocks=0), tmp_path / "report")
     model = str(write_gguf(tmp_path / "tiny.gguf"))
@@ -447,7 +447,7 @@ def test_another_model_is_refused(driver, tmp_path, capsys):
 
 
 def test_an_engine_is_reported_from_another_thread_and_after_its_death(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
 
     def fail(self, max_steps=None):
         raise RuntimeError("no")
@@ -474,7 +474,7 @@ def test_an_engine_is_reported_from_another_thread_and_after_its_death(tmp_path,
 
 
 def test_who_asks_for_a_report_as_the_engine_stops_is_answered(monkeypatch):
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     asked = threading.Event()
 
     def turn(self, max_steps=None):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from jaxpaged import InputError, SamplingParams
-from jaxpaged.api import llm as engine_llm
+from jaxpaged.api import tokens
 from jaxpaged.checks import shown
 from jaxpaged.serve import bounds
 from jaxpaged.serve.bounds import Limits, Size, check_entries, measure, parsed
@@ -152,7 +152,7 @@ def test_long_texts_are_cut_as_short_ones(llm, monkeypatch):
     for special in (True, False):
         want = [llm.tokenizer.encode(text, add_special_tokens=special) for text in texts]
         with monkeypatch.context() as patch:
-            patch.setattr(engine_llm, "LONG_TEXT", 0)
+            patch.setattr(tokens, "LONG_TEXT", 0)
             llm.tokenizer.backend_tokenizer.enable_truncation(2)
             llm.tokenizer.backend_tokenizer.enable_padding(length=7)
             patch.setattr(llm.tokenizer, "encode", None)

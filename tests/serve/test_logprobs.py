@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxpaged.api.async_engine import Told
 from jaxpaged.api.outputs import Logprob, RequestMetrics
+from jaxpaged.api.streams import Answers
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -29,10 +29,10 @@ def outputs(tokenizer, prompt, deltas):
     """The outputs of an answer that comes in these pieces, its log-probabilities those of its own tokens."""
     params = SamplingParams(logprobs=1, output_kind=RequestOutputKind.DELTA)
     request = Request(np.array(prompt, np.int32), params, 0, 0, (), (), (), 99, request_id=1)
-    told = Told([request], SimpleNamespace(tokenizer=tokenizer))
-    told.handles = [SimpleNamespace(metrics=RequestMetrics(0.0, None, None))]
+    answers = Answers([request], SimpleNamespace(tokenizer=tokenizer))
+    answers.handles = [SimpleNamespace(metrics=RequestMetrics(0.0, None, None))]
     for ids in deltas:
-        yield told.output(Delta(1, ids, [Score(-1.0, 1, ((token, -1.0),)) for token in ids], 0))
+        yield answers.output(Delta(1, ids, [Score(-1.0, 1, ((token, -1.0),)) for token in ids], 0))
 
 
 def written(tokenizer, prompt, answer, echo=None, *, cut=()):

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpaged import InputError
-from jaxpaged.engine.request import Salts
+from jaxpaged.engine.door import Salts
 from jaxpaged.serve.hosts import Hosts, host_of
 from jaxpaged.serve.options import ServerOptions
 from tests.serve.test_guards import through
