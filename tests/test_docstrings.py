@@ -11,7 +11,6 @@ PACKAGES = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "examples",
 NOT_YET = {
     "jaxpaged",
     "jaxpaged/handover",
-    "jaxpaged/models",
     "tests/api",
     "tests/engine",
     "tests/goldens",

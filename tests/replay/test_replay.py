@@ -161,6 +161,7 @@ def test_a_report_has_the_engine_and_its_queue(driver, tmp_path):
     assert event.request.token_ids.tolist() == [PROMPTS[6]]
 
 
+@pytest.mark.slow
 def test_the_real_model_answers_where_nothing_was_computed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Driver, "compile", lambda self: None)
     small = {"max_num_batched_tokens": 3 + 32, "enable_prefix_caching": False}  # quick to compile
