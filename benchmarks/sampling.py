@@ -24,7 +24,7 @@ from jax import lax
 from benchmarks import record
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity
-from jaxpaged.engine.request import Door
+from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.setup import Setup
 from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.sampling import Context, edited, sample, score
@@ -152,14 +152,13 @@ def _rows(mix: str, num_rows: int, vocab_size: int) -> Rows:
     step_config = StepConfig(max_num_seqs=num_rows, num_tiles=1, tiles_per_pass=1, attention="xla")
     door = Door(config, model, 2 * LENGTH, capacity.cache_size(Setup(config, model)), step_config)
     rng = np.random.default_rng(1)
-    rows = empty_rows(num_rows, 2 * LENGTH, vocab_size)
+    lines = []
     for line in range(num_rows):
         params = SamplingParams(max_tokens=None, seed=line, **MIXES[mix][line % len(MIXES[mix])])
         token_ids = rng.integers(0, 2000, LENGTH)
         [request] = door.admit(token_ids[: LENGTH // 2], params)
-        door.write(rows, line, request, LENGTH)
-        np.asarray(rows.token_ids)[line, :LENGTH] = token_ids
-    return jax.tree.map(jnp.asarray, rows)
+        lines.append(door.row_values(request, LENGTH) | {"token_ids": token_ids})
+    return jax.tree.map(jnp.asarray, filled(empty_rows(num_rows, 2 * LENGTH, vocab_size), lines))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def measure() -> dict[str, Any]:
 
     def wait() -> None:
         for llm in (here, there):
-            jax.block_until_ready(llm.engine._driver._state.kv_cache)
+            jax.block_until_ready(llm.engine._driver.state.kv_cache)
 
     seconds = record.in_turns(ways, _ROUNDS.value, wait)
     answer = there.generate([prompt], one_token, use_tqdm=False)[0]

@@ -1,4 +1,4 @@
-"""What a user gets back, at vLLM's import path; `api.outputs` and `pooling.outputs` define it."""
+"""Outputs for users, at vLLM's import path; `api.outputs` and `pooling.outputs` define them."""
 
 from jaxpaged.api.outputs import (
     BeamSearchOutput,

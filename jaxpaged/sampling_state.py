@@ -154,7 +154,7 @@ class LogitRules:
 def neutral_rows[Options: SamplingState | LogitRules](
     options: type[Options], num_rows: int, vocab_size: int
 ) -> Options:
-    """Return NumPy arrays of neutral values, which `write_row` fills in."""
+    """Return NumPy arrays of neutral values, to fill in."""
 
     def values(field: "dataclasses.Field[Any]") -> Any:
         m = field.metadata
@@ -163,14 +163,9 @@ def neutral_rows[Options: SamplingState | LogitRules](
     return options(**{field.name: values(field) for field in dataclasses.fields(options)})
 
 
-def write_row(options: SamplingState | LogitRules, line: int, row: RowOptions) -> None:
-    """Write a request's options into one line of NumPy arrays."""
-    for field in dataclasses.fields(options):
-        array, value = np.asarray(getattr(options, field.name)), field.metadata["encode"](row)
-        if array.ndim == 1:
-            array[line] = value
-        else:
-            array[line, : len(value)] = value
+def row_values(options: type[SamplingState | LogitRules], row: RowOptions) -> dict[str, Any]:
+    """Encode a request's options: return the values of its row by field."""
+    return {field.name: field.metadata["encode"](row) for field in dataclasses.fields(options)}
 
 
 def count_or_none(count: int | None) -> int:

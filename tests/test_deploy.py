@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxpaged import cli
 from jaxpaged.commands.serve import KEY_VARIABLE, server_options
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.driver import Stats
+from jaxpaged.engine.stats import Stats
 from jaxpaged.serve.guard import OPEN_PATHS
 from jaxpaged.serve.metrics import Metrics
 from jaxpaged.serve.options import ServerOptions

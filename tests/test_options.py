@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.door import filled
 from jaxpaged.options import flags_of
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.sampling_state import LogitRules, RowOptions, SamplingState, neutral_rows, write_row
+from jaxpaged.sampling_state import LogitRules, RowOptions, SamplingState, neutral_rows, row_values
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 40
@@ -35,8 +36,8 @@ def test_a_request_without_options_is_written_as_neutral_values():
     params = SamplingParams(temperature=0, max_tokens=3)
     row = RowOptions(params=params, prompt_len=5, vocab_size=VOCAB_SIZE, seed=0, stop_token_ids=(), edits=())
     for table in (SamplingState, LogitRules):
-        written, untouched = (neutral_rows(table, 2, VOCAB_SIZE) for _ in range(2))
-        write_row(written, 1, row)
+        untouched = neutral_rows(table, 2, VOCAB_SIZE)
+        written = filled(untouched, [row_values(table, row)])
         for field in dataclasses.fields(table):
             np.testing.assert_array_equal(getattr(written, field.name), getattr(untouched, field.name))
 

@@ -12,7 +12,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from jaxpaged import InputError, sampling
-from jaxpaged.engine.request import Door, Request
+from jaxpaged.engine.door import Door, filled
+from jaxpaged.engine.request import Request
 from jaxpaged.sampling import Context, first_ranked, likeliest, sample
 from jaxpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxpaged.sampling_state import SamplingState, token_bits, tokens_of
@@ -171,16 +172,13 @@ def letters(tokens: list[int]) -> str:
 
 
 def rows_of(requests: list[Request], answers: list[list[int]]) -> Rows:
-    rows = empty_rows(len(requests), LENGTH, ROOM)
-    for line, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-        write(rows, line, request, answer)
-    return rows
+    lines = list(map(line_of, requests, answers))
+    return filled(empty_rows(len(requests), LENGTH, ROOM), lines)
 
 
-def write(rows: Rows, line: int, request: Request, answer: list[int]) -> None:
+def line_of(request: Request, answer: list[int]) -> dict:
     token_ids = [*request.prompt_token_ids, *answer]
-    DOOR.write(rows, line, request, len(token_ids))
-    np.asarray(rows.token_ids)[line, : len(token_ids)] = token_ids
+    return DOOR.row_values(request, len(token_ids)) | {"token_ids": token_ids}
 
 
 def rules_of(params: SamplingParams) -> dict:
@@ -258,8 +256,9 @@ def test_a_row_keeps_its_bits_in_any_company():
     requests = [request for i, text in enumerate(texts) for request in DOOR.admit(text, asked[i % 3])]
     together = jax.device_get(distribution(logits, rows_of(requests, texts)))
     for i in range(3):
-        rows = empty_rows(NUM_ROWS, LENGTH, ROOM)
-        write(rows, i, requests[i], texts[i])
+        others = empty_rows(NUM_ROWS, LENGTH, ROOM)
+        mine = filled(empty_rows(1, LENGTH, ROOM), [line_of(requests[i], texts[i])])
+        rows = jax.tree.map(lambda x, y: np.concatenate([x[:i], y, x[i + 1 :]]), others, mine)  # noqa: B023
         alone = jax.device_get(distribution(logits, rows))
         for mine, its in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
             if i == 2 and mine.ndim == 2 and mine.shape[1] == MAX_LOGPROBS:

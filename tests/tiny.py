@@ -191,7 +191,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, function: Ca
 
 
 def assert_nothing_is_held(driver: Driver) -> None:
-    state = driver._state
+    state = driver.state
     check_invariants(state.tables)
     assert int(state.status) == Status.OK
     assert not np.any(state.tables.seq_lens)

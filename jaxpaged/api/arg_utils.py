@@ -109,6 +109,8 @@ class EngineArgs(_Fields):
 if TYPE_CHECKING:
 
     class AsyncEngineArgs(EngineArgs):
+        """Options of `AsyncLLM`: those of `EngineArgs`, and vLLM's two about logs, which change nothing."""
+
         pass
 
 else:
@@ -120,7 +122,7 @@ else:
             bases=(EngineArgs,),
         )
     ):
-        """The same for `AsyncLLM`, with vLLM's two options about logs, which change nothing."""
+        """Options of `AsyncLLM`: those of `EngineArgs`, and vLLM's two about logs, which change nothing."""
 
 
 def _how(hint: Any, default: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxpaged.api import streams
 from jaxpaged.api.arg_utils import EngineArgs
-from jaxpaged.api.async_engine import CHECKED_HERE, AsyncEngine
 from jaxpaged.api.llm import LLM, Prompt
 from jaxpaged.api.outputs import RequestOutput
 from jaxpaged.api.prompts import with_cut
@@ -41,9 +41,9 @@ class Admitted:
 
 
 class AsyncLLM:
-    """Loads a model once, and answers any number of coroutines of one event loop.
+    """A model that answers any number of coroutines of one event loop.
 
-    `options` are those of `LLM`. Raises `InputError` for a user's mistake.
+    Options are those of `LLM`. Raises `InputError` for a user's mistake.
     """
 
     max_read_s = 30.0  # to cut a long prompt into tokens, with the wait for others' before it
@@ -67,14 +67,13 @@ class AsyncLLM:
 
     @classmethod
     def of(cls, llm: LLM) -> Self:
-        """Return the same of a model that is there already, and that others may go on to use."""
+        """Return an `AsyncLLM` over a model that is loaded already, and that others may go on to use."""
         made = cls.__new__(cls)
         made._take(llm)
         return made
 
     def _take(self, llm: LLM) -> None:
         self.llm, self.engine = llm, llm.engine
-        self._async_engine = AsyncEngine(llm.engine)
         self._handles: dict[str, list[Handle]] = {}
         self._readers = ThreadPoolExecutor(NUM_READERS, "jaxpaged-reader")
 
@@ -89,12 +88,17 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """The answer's outputs as they come, by `sampling_params.output_kind`; the last is `finished`.
+        """Yield the outputs of a prompt as they come, by `sampling_params.output_kind`; the last is
+        `finished`.
 
-        `prompt`: as `LLM.generate` takes one; `sampling_params`: None for the model's own. `request_id` is
-        the caller's, and must not be that of a request under way; `trace_headers` change nothing. Leaving the
-        iteration, or cancelling the task, aborts the request. Raises `InputError` for what could never run,
-        `EngineDeadError` if the engine stops, `TextError` if the tokenizer fails on the answer's tokens.
+        prompt: as `LLM.generate` takes one.
+        sampling_params: None for the model's own.
+        request_id: the caller's; it must not be that of a request under way.
+        trace_headers: they change nothing.
+
+        Leaving the iteration, or cancelling the task, aborts the request. Raises `InputError` for a request
+        that could never run, `EngineDeadError` if the engine stops, `TextError` if the tokenizer fails on the
+        answer's tokens.
         """
         admitted = await self.admit(
             prompt,
@@ -139,19 +143,19 @@ class AsyncLLM:
         read = functools.partial(
             self.llm.read_prompt, tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None)
         )
-        is_long = _is_long(prompt) or _work_of(params) > CHECKED_HERE
+        is_long = _is_long(prompt) or _work_of(params) > streams.CHECKED_HERE
         return Admitted(*await self._read(is_long, read, prompt, admit))
 
     async def stream(
         self, prompts: Sequence[Admitted], request_id: str
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """As `generate`, for prompts that were admitted, all under one id: each output with its prompt's
-        place.
+        """Yield the outputs of admitted prompts, all under one id, each with the index of its prompt; see
+        `generate`.
         """
         rule = "a string that no request under way has"
         check("request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._handles)
         handles = self._handles[request_id] = []
-        outputs = self._async_engine.outputs_of([each.requests for each in prompts], handles.extend)
+        outputs = streams.outputs(self.engine, [each.requests for each in prompts], handles.extend)
         try:
             async with aclosing(outputs):
                 async for i, output in outputs:
@@ -192,19 +196,19 @@ class AsyncLLM:
         return self.llm.tokenizer
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLM.add_lora`."""
+        """Read an adapter now: see `LLM.add_lora`."""
         return await asyncio.to_thread(self.llm.add_lora, lora_request)
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """As `LLM.remove_lora`."""
+        """Forget an adapter: see `LLM.remove_lora`."""
         return self.llm.remove_lora(lora_int_id)
 
     async def list_loras(self) -> set[int]:
-        """As `LLM.list_loras`."""
+        """Return the ids of adapters in the host's memory."""
         return self.llm.list_loras()
 
     async def reset_prefix_cache(self) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+        """Forget cached prefixes: see `LLM.reset_prefix_cache`."""
         return await asyncio.to_thread(self.engine.reset_prefix_cache)
 
     @property
@@ -221,7 +225,7 @@ class AsyncLLM:
         return self.engine.stopped
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine answers nothing more."""
+        """Raise `EngineDeadError` if the engine answers nothing more."""
         if self.engine.stopped is not None:
             raise self.engine.stopped
 
@@ -234,7 +238,7 @@ def _is_long(prompt: Any) -> bool:
     """Return whether to read a prompt takes so long that the event loop must not wait for it."""
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
     ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-    has_many = hasattr(ids, "__len__") and not isinstance(ids, str) and len(ids) > CHECKED_HERE
+    has_many = hasattr(ids, "__len__") and not isinstance(ids, str) and len(ids) > streams.CHECKED_HERE
     return has_many or (isinstance(text, str) and len(text) > TOKENIZED_HERE)
 
 

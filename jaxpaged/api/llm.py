@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from tqdm import tqdm
 
+from jaxpaged.api import tokens
 from jaxpaged.api.arg_utils import EngineArgs
 from jaxpaged.api.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
 from jaxpaged.api.progress import Progress
@@ -20,12 +21,13 @@ from jaxpaged.api.prompts import (
     naming_prompt,
     of_prompt,
     one_each,
+    split_prompt,
     template_text,
     tokenization,
     with_cut,
 )
 from jaxpaged.api.prompts import Prompt as Prompt
-from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, shown
+from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
@@ -36,7 +38,6 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.engine.texts import texts
 from jaxpaged.handover.blocks import Blocks
-from jaxpaged.inputs import check_prompt_keys
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
 from jaxpaged.parallel.processes import join
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from jaxpaged.api.llm_engine import LLMEngine
 
 Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
-
-LONG_TEXT = 50_000  # characters, from which on it matters how a text is cut into tokens
 
 
 class LLM(PoolingMethods):
@@ -132,7 +131,7 @@ class LLM(PoolingMethods):
 
     @functools.cached_property
     def llm_engine(self) -> "LLMEngine":
-        """This model as an engine to step: see `LLMEngine`."""
+        """`LLMEngine` over this model, to step by hand."""
         from jaxpaged.api.llm_engine import LLMEngine
 
         return LLMEngine.of(self)
@@ -309,7 +308,7 @@ class LLM(PoolingMethods):
         return self._adapters.remove(lora_int_id)
 
     def list_loras(self) -> set[int]:
-        """The ids of those in the host's memory."""
+        """Return the ids of the adapters in the host's memory."""
         return self._adapters.ids()
 
     @property
@@ -324,9 +323,9 @@ class LLM(PoolingMethods):
         return self.engine.reset_prefix_cache()
 
     def export_blocks(self, prompt: Prompt) -> Blocks:
-        """The K and V that the cache has of a prompt, from its beginning on: see `Engine.export_blocks`.
+        """Return K and V that are cached of a prompt, from its beginning on: see `Engine.export_blocks`.
 
-        Answer it with `max_tokens=1` before, to have all of it.
+        Answer the prompt with `max_tokens=1` before, to have all of it.
         """
         return self.read_prompt(prompt, self.engine.export_blocks)[1]
 
@@ -378,7 +377,7 @@ class LLM(PoolingMethods):
         use_tqdm: bool | Callable[..., Any],
         output: Callable[[Sequence[Handle], str | None, Sequence[Delta]], Any],
     ) -> Iterator[Any]:
-        """First None, then what `output` makes of each group's answers; with a bar that shows both speeds."""
+        """Yield None first, then what `output` makes of each prompt's answers; show both speeds in a bar."""
         handles = [handle for _, group in groups for handle in group]
         deltas: dict[int, list[Delta]] = {handle.request_id: [] for handle in handles}
         progress = Progress(
@@ -430,17 +429,7 @@ class LLM(PoolingMethods):
         """Return a prompt's text, where it was given as text, and what `admit` makes of its token ids and its
         salt. `cuts`: as `tokenize` takes it. Raises `InputError`.
         """
-        text, token_ids, salt = prompt, None, None
-        if isinstance(prompt, Mapping):
-            check_prompt_keys(prompt)
-            text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
-        elif is_list(prompt):
-            text, token_ids = None, prompt
-        if not isinstance(text, str) and not (text is None and token_ids is not None):
-            raise InputError(
-                f"prompt={shown(prompt)} must be a string, a list of token ids, or a mapping with 'prompt' "
-                "or 'prompt_token_ids'"
-            )
+        text, token_ids, salt = split_prompt(prompt)
         if token_ids is None:
             token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
         return text, admit(token_ids, cache_salt=salt)
@@ -451,49 +440,10 @@ class LLM(PoolingMethods):
         A text too long for any model's context is refused without being read whole. With `cuts`, "left" or
         "right", so much is cut off at that end that the rest surely has as many tokens as the context.
         """
-        if not text:
-            raise InputError("prompt='' must not be empty")
-        if self.tokenizer is None:
-            raise InputError("prompt must be token ids: the model has no tokenizer")
-        max_model_len = self.engine.door.max_model_len
-        if len(text) > max_model_len and len(text) > (most := max_model_len * self._longest_token):
-            if cuts is None:
-                rule = f"more than max_model_len={max_model_len} tokens hold"
-                raise InputError(f"the prompt has {len(text)} characters, {rule}")
-            text = text[: 2 * most] if cuts == "right" else text[-2 * most :]
-        try:
-            text.encode()
-            backend = getattr(self.tokenizer, "backend_tokenizer", None)
-            if backend is not None and len(text) > LONG_TEXT:
-                return _encoded(backend, text, add_special_tokens)
-            token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"prompt={shown(text)} must be Unicode text, without half a surrogate pair"
-            ) from error
-        return token_ids
-
-    @functools.cached_property
-    def _longest_token(self) -> int:
-        """Characters that a token can stand for at most."""
-        return max(map(len, self.tokenizer.get_vocab() if self.tokenizer else [""]))
-
-
-def _encoded(backend: Any, text: str, add_special_tokens: bool) -> list[int]:
-    """Return what a transformers tokenizer's `encode` does, made by its backend.
-
-    Other threads run meanwhile. The tokenizer would make several lists of all tokens, and keep others from
-    running for most of a second where there are millions.
-    """
-    if backend.truncation is not None:
-        backend.no_truncation()
-    if backend.padding is not None:
-        backend.no_padding()
-    [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    token_ids: list[int] = encoding.ids
-    return token_ids
+        most = self.engine.door.max_model_len
+        return tokens.encode(self.tokenizer, text, most, add_special_tokens=add_special_tokens, cuts=cuts)
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """The config of `LLM`'s options. Raises `InputError`."""
+    """Return the config of `LLM`'s options. Raises `InputError`."""
     return EngineConfig(**vllm_options.translated(options, tuple(EngineConfig.__dataclass_fields__)))

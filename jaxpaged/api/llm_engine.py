@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from jaxpaged.api.arg_utils import EngineArgs
-from jaxpaged.api.async_engine import Told
 from jaxpaged.api.llm import LLM, Prompt
 from jaxpaged.api.outputs import RequestOutput
 from jaxpaged.api.prompts import with_cut
+from jaxpaged.api.streams import Answers
 from jaxpaged.checks import check
 from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect, or_raise
 from jaxpaged.engine.request import Delta, Request
@@ -22,7 +22,7 @@ from jaxpaged.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What scripts ask of an engine's model."""
+    """The part of a model's description that scripts ask an engine for."""
 
     max_model_len: int  # tokens of a prompt with its answer
     vocab_size: int
@@ -40,7 +40,7 @@ class LLMEngine:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._asked: dict[str, _Asked] = {}
+        self._underway: dict[str, _Underway] = {}
         self._items: queue.SimpleQueue[tuple[str, Item]] = queue.SimpleQueue()
         self._ready: list[RequestOutput] = []  # of a step that raised an error of one request
 
@@ -77,7 +77,9 @@ class LLMEngine:
         Raises `InputError`, and nothing is queued, for what could never run.
         """
         rule = "a string that no request under way has"
-        check("request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._asked)
+        check(
+            "request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._underway
+        )
         params = with_cut(params, tokenization_kwargs)
         admit = functools.partial(
             self.llm.engine.door.admit, params=params, priority=priority, lora_request=lora_request
@@ -87,7 +89,7 @@ class LLMEngine:
         )
         put = self._items.put
         handles = self.llm.engine.submit_all(requests, lambda item: put((request_id, item)))
-        self._asked[request_id] = _Asked(self.llm, text, requests, handles)
+        self._underway[request_id] = _Underway(self.llm, text, requests, handles)
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -97,7 +99,7 @@ class LLMEngine:
         `EngineDeadError` if the engine has stopped; an error of one request alone ends that request, and the
         next step has what others have.
         """
-        if self._ready or not self._asked:
+        if self._ready or not self._underway:
             outputs, self._ready = self._ready, []
             return outputs
         stopped = self.llm.engine.stopped
@@ -106,12 +108,12 @@ class LLMEngine:
         new: dict[int, tuple[str, list[Delta]]] = {}
         errors: list[Exception] = []
         for request_id, item in self._waiting_items():
-            asked = self._asked.get(request_id)
+            underway = self._underway.get(request_id)
             try:
                 delta = or_raise(item)
-                if asked is None or delta.request_id not in asked.texts:
+                if underway is None or delta.request_id not in underway.texts:
                     continue  # of a request that was aborted
-                delta = asked.texts[delta.request_id](delta)
+                delta = underway.texts[delta.request_id](delta)
             except EngineDeadError:
                 raise
             except Exception as error:
@@ -122,7 +124,7 @@ class LLMEngine:
         outputs = [
             output
             for request_id, deltas in new.values()
-            if request_id in self._asked and (output := self._output(request_id, deltas)) is not None
+            if request_id in self._underway and (output := self._output(request_id, deltas)) is not None
         ]
         if errors:
             self._ready = outputs
@@ -132,15 +134,15 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Give requests up: no step has anything of them from then on. Others' ids change nothing."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
-            asked = self._asked.pop(each, None)
-            if asked is not None:
-                self.llm.engine.abort(asked.told.handles)
+            underway = self._underway.pop(each, None)
+            if underway is not None:
+                self.llm.engine.abort(underway.answers.handles)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._asked or self._ready)
+        return bool(self._underway or self._ready)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._asked)
+        return len(self._underway)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -180,25 +182,25 @@ class LLMEngine:
         return items
 
     def _output(self, request_id: str, deltas: Sequence[Delta]) -> RequestOutput | None:
-        """Return what is to be told of an answer's new tokens, if anything is."""
-        asked = self._asked[request_id]
-        output = asked.told.output(collect(deltas))
+        """Return the output after an answer's new tokens, if its kind has one."""
+        underway = self._underway[request_id]
+        output = underway.answers.output(collect(deltas))
         if output is None:
             return None
         if output.finished:
-            del self._asked[request_id]
-        return dataclasses.replace(output, request_id=request_id, prompt=asked.prompt)
+            del self._underway[request_id]
+        return dataclasses.replace(output, request_id=request_id, prompt=underway.prompt)
 
 
-class _Asked:
+class _Underway:
     """A request under way: its prompt, where that came as text, and its answers so far."""
 
     def __init__(
         self, llm: LLM, prompt: str | None, requests: Sequence[Request], handles: list[Handle]
     ) -> None:
         self.prompt = prompt
-        self.told = Told(requests, llm.engine)
-        self.told.handles = handles
+        self.answers = Answers(requests, llm.engine)
+        self.answers.handles = handles
         self.texts: dict[int, Callable[[Delta], Delta]] = {
             handle.request_id: texts(llm.tokenizer, handle.request) for handle in handles
         }

@@ -1,4 +1,4 @@
-"""What a user gets back. Names are vLLM's."""
+"""Outputs: what a user gets back. Names are vLLM's."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"] | None] = 
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
-    """What the model gave a token: the natural logarithm of its chance, before temperature and filters."""
+    """The model's log-probability of a token, before temperature and filters (natural logarithm)."""
 
     logprob: float
     rank: int | None = None  # its place among all tokens, 1 the likeliest
@@ -119,7 +119,7 @@ def request_output(
 
 
 def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any) -> BeamSearchOutput:
-    """The best of what a search's rows hold in the end; what has ended goes first where scores are equal."""
+    """Return the best answers of a search's rows; of equal scores, one that has ended goes first."""
     assert request.beams is not None
     vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
     penalty = request.beams.length_penalty
@@ -169,7 +169,7 @@ def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
 
 
 def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
-    """When the prompt came, its first token, and its last."""
+    """Merge the times of a prompt's answers: when it came, its first token, and its last."""
     first = [each.first_token_time for each in metrics if each.first_token_time is not None]
     begun = [each.first_scheduled_time for each in metrics if each.first_scheduled_time is not None]
     ends = [each.finished_time for each in metrics]

@@ -1,4 +1,4 @@
-"""How a call of `LLM` goes, for its bar."""
+"""Progress of a call of `LLM`, for its bar."""
 
 import dataclasses
 import time

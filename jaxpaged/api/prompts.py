@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_bool, is_int, shown
+from jaxpaged.inputs import check_prompt_keys
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import SamplingParams
 
@@ -62,6 +63,25 @@ def with_cut(params: Any, kwargs: Mapping[str, Any] | None) -> Any:
     tokenization(kwargs)
     cut = {name: value for name, value in (kwargs or {}).items() if name in CUTS}
     return dataclasses.replace(params, **cut) if cut and isinstance(params, SamplingParams) else params
+
+
+def split_prompt(prompt: Any) -> tuple[str | None, Any, Any]:
+    """Return the text, the token ids and the cache salt of a prompt; what it lacks is None.
+
+    Raises `InputError` for what is no prompt.
+    """
+    text, token_ids, salt = prompt, None, None
+    if isinstance(prompt, Mapping):
+        check_prompt_keys(prompt)
+        text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
+    elif is_list(prompt):
+        text, token_ids = None, prompt
+    if not isinstance(text, str) and not (text is None and token_ids is not None):
+        raise InputError(
+            f"prompt={shown(prompt)} must be a string, a list of token ids, or a mapping with 'prompt' "
+            "or 'prompt_token_ids'"
+        )
+    return text, token_ids, salt
 
 
 def is_list(value: Any) -> bool:

@@ -1,7 +1,8 @@
-"""Adapters in the host's memory, and which of them have room on the device.
+"""Adapters in the host's memory, and the adapter slots of the device.
 
-An adapter is read once, by the thread that asks for it first. On the device there is room for a fixed number;
-a request gets a row when its adapter is there, and while any request with that adapter has a row it stays.
+An adapter is read once, by the thread that asks for it first. The device has a fixed number of adapter slots.
+A request gets a row when its adapter has a slot, which it keeps while any request with that adapter has a
+row.
 """
 
 import collections
@@ -26,7 +27,7 @@ from jaxpaged.parallel.mesh import repeated
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapter:
-    """One that was read: an object of its own each time."""
+    """An adapter that was read: a new object each time."""
 
     request: LoRARequest
     number: int  # rises from one to the next, from 1 on: what was computed with one is no other's
@@ -34,9 +35,10 @@ class Adapter:
 
 
 class Adapters:
-    """Those in the host's memory by their ids, at most so many; None: no limit. For any thread.
+    """The adapters in the host's memory by their ids, for any thread.
 
-    `nothing` are the arrays of one that changes nothing.
+    most: how many are kept, the last ones used; None: all.
+    nothing: arrays of an adapter that changes nothing.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class Adapters:
         self._lock = threading.Lock()
 
     def get(self, request: LoRARequest) -> Adapter:
-        """The adapter, read if it has to be. Raises `InputError` if it is not for the model, or its id is
-        another's.
+        """Return an adapter, read if it has to be.
+
+        Raises `InputError` if it is not for the model, or if its id belongs to another adapter.
         """
         check("lora_request", request, "None or a LoRARequest", isinstance(request, LoRARequest))
         if (known := self._known(request)) is not None:
@@ -78,7 +81,7 @@ class Adapters:
         return known
 
     def has(self, request: LoRARequest) -> bool:
-        """Whether it is here, and nothing has to be read."""
+        """Check whether an adapter is here, so that nothing has to be read."""
         return request.lora_int_id in self._loaded
 
     def remove(self, lora_int_id: int) -> bool:
@@ -92,10 +95,11 @@ class Adapters:
 
 
 def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None:
-    """Make room for adapters beside a model's weights, and know how they are read; None where there are none.
+    """Make room for adapters beside a model's weights, and return what reads them; None without
+    `enable_lora`.
 
-    `names`: what adapters call the weights. Under tensor parallelism, shards' arrays are joined along the
-    first axis.
+    `names` are the names of the weights in an adapter's files. Under tensor parallelism arrays have those of
+    all shards along their first axis.
     """
     config, mesh, shards = setup.config, setup.mesh, setup.shards
     if not config.enable_lora:
@@ -119,7 +123,7 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
 
 
 def _joined(each: Sequence[Arrays]) -> Arrays:
-    """Those of all shards, one after the other."""
+    """Concatenate the arrays of all shards."""
     return {
         role: (np.concatenate([its[role][0] for its in each]), np.concatenate([its[role][1] for its in each]))
         for role in each[0]
@@ -127,7 +131,7 @@ def _joined(each: Sequence[Arrays]) -> Arrays:
 
 
 class OnDevice:
-    """Which adapter has which room, of so many; for one thread."""
+    """The adapter slots of the device, and which adapter has which. For one thread."""
 
     def __init__(self, num_rooms: int) -> None:
         self._rooms: list[Adapter | None] = [None] * num_rooms
@@ -135,17 +139,17 @@ class OnDevice:
         self._clock = itertools.count(1)
 
     def number_of(self, adapter: Adapter | None) -> int:
-        """Its number there, from 1 on; 0 of None. It must be there."""
+        """Return the number of an adapter's slot, from 1 on; 0 for None. The adapter must have a slot."""
         return 0 if adapter is None else 1 + self._rooms.index(adapter)
 
     def has_room(self, adapter: Adapter, in_use: Collection[Adapter | None]) -> bool:
-        """Whether `find` would give it a number."""
+        """Check whether `find` would give the adapter a slot."""
         return adapter in self._rooms or any(its not in in_use for its in self._rooms)
 
     def find(self, adapter: Adapter, in_use: Collection[Adapter | None]) -> tuple[int | None, bool]:
-        """Give an adapter room, if it has none: the longest unused, of those that are not in use.
+        """Give an adapter a slot if it has none: the longest unused one that is not in use.
 
-        Its number, None if there is no room; and whether it has to be written there.
+        Returns: the slot's number, None if there is none; and whether the adapter has to be written there.
         """
         if adapter in self._rooms:
             place, is_new = self._rooms.index(adapter), False

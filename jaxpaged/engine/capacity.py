@@ -1,4 +1,4 @@
-"""Capacity: how many blocks the cache gets, and how long a request may be, reckoned from shapes."""
+"""Capacity: how many blocks the cache gets, and how long a request may be, by shapes alone."""
 
 import functools
 import os
@@ -24,9 +24,9 @@ CPU_MEMORY_SHARE = 0.05
 
 
 def cache_size(setup: Setup) -> CacheSize:
-    """Reckon from shapes alone how many blocks the cache gets on this machine.
+    """Return how many blocks the cache gets on this machine, by shapes alone.
 
-    On a GPU this is a guess, which `start.fitted` corrects: there the cache gets all that is left.
+    On a GPU this is an estimate, which `start.fitted` corrects: there the cache gets all that is left.
     """
     config = setup.config
     return sizing.cache_size(
@@ -83,11 +83,11 @@ def served_len(setup: Setup, size: CacheSize) -> int:
 
 
 def budget(setup: Setup, bytes_to_load: int) -> Budget:
-    """Reckon the bytes that the cache may take.
+    """Estimate the bytes that the cache may take.
 
     On a CPU these are a fraction of the physical memory. On a GPU they are what `gpu_memory_utilization`
     gives, less the weights that are still to be loaded. The engine's state and the activations of the widest
-    step are subtracted, both reckoned from shapes.
+    step are subtracted, both by their shapes.
     """
     beside = ("of state", state_bytes(setup)[0]), ("of activations", activation_bytes(setup))
     stats = machine.memory_stats()
@@ -140,7 +140,7 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
 
 
 def activation_bytes(setup: Setup) -> int:
-    """Estimate from above the bytes that one step needs beside weights and cache.
+    """Return an upper bound of the bytes that one step needs beside weights and cache.
 
     In float32 there are four copies of the widest intermediate of a layer, three of the logits (in a step
     with filters; penalties take a little more), and the partial results of a GPU's kernels for long rows.

@@ -8,23 +8,24 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 from absl import logging
 
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.driver import Driver, Snapshot, Stats
+from jaxpaged.engine.door import RequestOptions
+from jaxpaged.engine.driver import Driver, Snapshot
 from jaxpaged.engine.handle import EngineDeadError, Handle, Sink, or_raise
 from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.start import Shapes
+from jaxpaged.engine.stats import Stats
 from jaxpaged.engine.texts import TextError
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.handover.exchange import Piece
-from jaxpaged.lora import LoRARequest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.load_as import LoadAs
@@ -34,14 +35,15 @@ from jaxpaged.sampling_params import SamplingParams
 
 
 class Engine:
-    """Serves a model. `with` closes it; so does forgetting it, and the end of the program.
+    """An engine that serves a model. `with` closes it; so does forgetting it, and the end of the program.
 
-    `load_model` gives the model in the form it is asked for, once the options are known to be good;
-    `tokenizer`, one of transformers', gives the deltas their text; `record_trace` is as in `LLM`;
-    `shapes` gives the model with shapes for arrays, where weights are quantised.
-    `adapter_names`, what adapters call the model's weights, is needed for `enable_lora`; `processes`, those
-    that `parallel.processes.join` has met, for `num_processes`. In all of them but process 0 this raises
-    `SystemExit` when that ends.
+    load_model: returns the model in the form asked for; called when the options are known to be good.
+    tokenizer: one of transformers', for the text of deltas.
+    record_trace: as in `LLM`.
+    shapes: returns the model with shapes for arrays, where weights are quantised.
+    adapter_names: names of the model's weights in adapters, for `enable_lora`.
+    processes: the processes that `parallel.processes.join` has met, for `num_processes`. In all but process 0
+        the constructor raises `SystemExit` when process 0 ends.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Engine:
 
     @property
     def stopped(self) -> EngineDeadError | None:
-        """Why the engine answers nothing more; None while it lives."""
+        """Error by which the engine has stopped; None while it lives."""
         return self._worker.stopped
 
     def submit(
@@ -81,28 +83,24 @@ class Engine:
         prompt_token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_request: LoRARequest | None = None,
         sink: Sink | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Handle:
-        """Queue a request and return at once; `InputError`, and no change, if it could never run.
+        """Queue a request for one answer (`params.n` is 1) and return at once.
 
-        For one answer: `params.n` must be 1. Requests share cached blocks only if their salts are equal.
-        `sink` gets what the handle gets, without text, in the engine's thread, and must not block; if it
-        raises, that is logged, and the request is given up.
+        Requests share cached blocks only if their salts are equal. `sink` gets what the handle gets, without
+        text, in the engine's thread, and must not block. If it raises, that is logged, and the request is
+        given up. Raises `InputError`, and changes nothing, for a request that could never run.
         """
-        requests = self.door.admit(
-            prompt_token_ids, params, priority=priority, cache_salt=cache_salt, lora_request=lora_request
-        )
+        requests = self.door.admit(prompt_token_ids, params, **options)
         check("n", params.n, "1: for several, give `submit_all` what `door.admit` makes", len(requests) == 1)
         [handle] = self.submit_all(requests, sink)
         return handle
 
     def submit_all(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Handle]:
-        """Queue what `door.admit` has made, at once: no step is made between the first and the last.
+        """Queue requests of `door.admit` together: no step is made between the first and the last.
 
-        All answers of a prompt come together, in their order.
+        All answers to a prompt come together, in their order.
         """
 
         def queue(sink: Sink | None) -> list[Handle]:
@@ -115,28 +113,30 @@ class Engine:
         self._worker.abort([handle.request_id for handle in handles])
 
     def snapshot(self) -> Snapshot:
-        """How the engine stands after the run under way, or has stopped: see `jaxpaged.replay.report`."""
+        """Return the state after the run under way, or when the engine stopped: see
+        `jaxpaged.replay.report`.
+        """
         self.refuse_here("ask for a snapshot")
         return self._worker.ask(Driver.snapshot)
 
     def occupancy(self) -> Occupancy:
-        """Who holds which blocks, and how far each request is, after the run under way."""
+        """Return which request holds which blocks, and how far each is, after the run under way."""
         self.refuse_here("ask for the occupancy")
         return self._worker.ask(Driver.occupancy)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what can be found of former requests; False, and nothing changes, if any is unfinished."""
+        """Forget all cached prefixes. If any request is unfinished, change nothing and return False."""
         self.refuse_here("reset the prefix cache")
         return self._worker.ask(Driver.reset_prefix_cache)
 
     def export_blocks(
         self, prompt_token_ids: Sequence[int] | np.ndarray, cache_salt: str | None = None
     ) -> Blocks:
-        """The full blocks that can be found of a prompt, from its beginning on, in the host's memory.
+        """Return the full blocks that are cached of a prompt, from its beginning on, in the host's memory.
 
-        Of requests that run and of former ones, as far as nobody has taken their blocks since: for another
-        engine, or for this one later. What was computed with an adapter is not among them: another engine
-        could not know that its adapter is the same. Between two runs, which it holds up. `InputError` where
+        They come from requests that run and from former ones, for another engine or for this one later.
+        Blocks that were computed with an adapter are left out: another engine could not know that its adapter
+        is the same. The export takes place between two runs and delays the second. Raises `InputError` where
         there is no prefix cache, or its scales are measured.
         """
         self.refuse_here("export blocks")
@@ -144,11 +144,12 @@ class Engine:
         return self._worker.ask(lambda driver: driver.export_blocks(prompt, cache_salt))
 
     def adopt_blocks(self, blocks: Blocks) -> int:
-        """Let prompts find what another engine has computed, as if a request here had, and had finished.
+        """Cache blocks that another engine has computed, as if a request here had computed them and had
+        finished.
 
-        It goes to free blocks; those in use stay as they are. Returns: how many blocks can be found, with
-        those that were there before: all, or 0 if there is no room. `InputError`, and no change, for blocks
-        of another model, layout, dtype or size.
+        They go to free blocks; those in use stay as they are. Returns how many of the blocks can be found
+        then, with those that were there before: all, or 0 if they do not fit. Raises `InputError`, and
+        changes nothing, for blocks of another model, layout, dtype or size.
         """
         self.refuse_here("adopt blocks")
         check("blocks", blocks, "a Blocks", isinstance(blocks, Blocks))
@@ -160,9 +161,9 @@ class Engine:
         prompt_token_ids: Sequence[int] | np.ndarray,
         cache_salt: str | None = None,
     ) -> int:
-        """`export_blocks` and `to.adopt_blocks` at once, from device to device: the host's memory sees none.
+        """Export blocks to another engine, from device to device, without a copy in the host's memory.
 
-        While they are on their way, they take as much of both devices' memory once more.
+        Meanwhile both devices need memory for the blocks once more. Returns what `to.adopt_blocks` would.
         """
         for engine in (self, to):
             engine.refuse_here("hand over blocks")
@@ -199,7 +200,7 @@ class Engine:
 
 
 class _Worker:
-    """The engine's thread, and what other threads may touch: under `lock`."""
+    """The engine's thread, and what it shares with other threads, under a lock."""
 
     def __init__(self, driver: Driver) -> None:
         self._lock = threading.RLock()
@@ -246,7 +247,9 @@ class _Worker:
             self._changed.notify()
 
     def ask[T](self, question: Callable[[Driver], T]) -> T:
-        """Put a question to the driver between two runs, in its thread; in the caller's if that has ended."""
+        """Put a question to the driver between two runs, in its thread; if that has ended, in the
+        caller's.
+        """
         self._check_process()
         answer: Future[T] = Future()
 
@@ -267,7 +270,7 @@ class _Worker:
         return answer.result()
 
     def stop(self, error: EngineDeadError | None = None) -> None:
-        """Let the thread end after its turn, and tell everyone who waits."""
+        """Let the thread end after its turn, and send the error to everyone who waits."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -280,7 +283,7 @@ class _Worker:
             self._thread.join()
 
     def _check_process(self) -> None:
-        """A forked child has a copy of everything but the thread, and would wait for ever."""
+        """Raise `RuntimeError` in a forked child: it has a copy of everything but the thread."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "the engine belongs to the process that made it: a forked child must make its own"
@@ -329,7 +332,7 @@ class _Worker:
             put()
 
     def _note_scheduled(self, run_began: float) -> None:
-        """Those that ran for the first time, by the report just read."""
+        """Note the time for requests that ran for the first time, by the report just read."""
         with self._lock:
             began = [self._in_flight.get(request_id) for request_id in self._driver.first_run]
         for handle in began:

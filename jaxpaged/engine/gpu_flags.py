@@ -1,4 +1,4 @@
-"""What the serving loop wants of XLA on a GPU, set before JAX starts unless the user has set it."""
+"""XLA's options for the serving loop on a GPU, set before JAX starts unless the user has set them."""
 
 import importlib.metadata
 import os
@@ -22,11 +22,10 @@ DEFAULT_MEMORY_SHARE = 0.75
 
 
 def set_defaults(config: EngineConfig | None = None) -> None:
-    """Add to XLA_FLAGS those of `FLAGS` that it does not name, and let JAX have the config's share of the
-    GPU's memory. Call it before JAX's first computation.
+    """Add the flags of `FLAGS` that XLA_FLAGS lacks, and give JAX the config's fraction of the GPU's memory.
 
-    Does nothing where JAX will not use a GPU of NVIDIA's, and where it is too late: then it logs. That it is
-    too late for the memory is said where the cache is sized.
+    Call it before JAX's first computation. It does nothing where JAX will not use an NVIDIA GPU. Where it is
+    too late for the flags, it logs that; too late for the memory is logged where the cache is sized.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [f"--{name}={value}" for name, value in FLAGS.items() if name not in _names(flags)]
@@ -47,21 +46,21 @@ def set_defaults(config: EngineConfig | None = None) -> None:
 
 
 def memory_share() -> float:
-    """The share of a GPU's memory that JAX may have, as the environment says: what XLA's own code reads."""
+    """Return the fraction of a GPU's memory that JAX may have, from the variables that XLA reads."""
     given = [os.environ[name] for name in MEMORY_SHARE_NAMES if os.environ.get(name)]
     return float(given[0]) if given else DEFAULT_MEMORY_SHARE
 
 
 def preallocates() -> bool:
-    """Whether JAX takes its memory when it starts, and what it has is what there is."""
+    """Check whether JAX takes all its memory when it starts."""
     return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
 
 
 def jax_has_started() -> bool:
-    """Whether a backend of JAX's has started, asked without starting one.
+    """Check whether a backend of JAX has started, without starting one.
 
-    No public name says so, but JAX has options that it refuses to change from then on. This one matters to
-    CPUs of several processes alone, so it does no harm that it has another value for a moment.
+    No public function tells, but JAX has options that cannot be changed from then on. The option used here
+    only matters to CPUs of several processes, so another value for a moment does no harm.
     """
     option = "jax_cpu_get_local_topology_timeout_minutes"
     minutes = getattr(jax.config, option)
@@ -78,7 +77,7 @@ def _names(flags: str) -> set[str]:
 
 
 def _may_use_cuda() -> bool:
-    """Whether JAX's plugin for CUDA is installed, and not ruled out by JAX_PLATFORMS."""
+    """Check whether JAX's plugin for CUDA is installed, and not ruled out by JAX_PLATFORMS."""
     platforms = jax.config.jax_platforms
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return False

@@ -1,4 +1,4 @@
-"""A submitted request, as those who wait for its answer hold it."""
+"""Handles: submitted requests, as those who wait for the answers hold them."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from jaxpaged.engine.texts import TextError, Texts, texts
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened, in seconds since the epoch; None for what has not."""
+    """Times of a request in seconds since the epoch; None for what has not happened."""
 
     arrival_time: float
     first_token_time: float | None
@@ -33,7 +33,7 @@ Sink = Callable[[Item], None]
 
 
 class _Engine(Protocol):
-    """What a handle asks of its engine."""
+    """The part of an engine that a handle uses."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -91,13 +91,13 @@ class Handle:
         return collect(list(self))
 
     def abort(self) -> None:
-        """Give the request up. Its last delta says so, unless it had finished before."""
+        """Give the request up. Its last delta reports that, unless it had finished before."""
         self._engine.abort([self])
 
     def told(self, delta: Delta) -> Delta | TextError:
-        """Return a delta as it is to be told: with its text where a stop string may end it.
+        """Add the text to a delta where a stop string may end the answer. For the engine's thread.
 
-        For the engine's thread. An error in the text takes the delta's place.
+        An error in the text is returned in the delta's place.
         """
         try:
             return delta if self.stops is None else self.stops(delta)
@@ -106,7 +106,9 @@ class Handle:
             return error
 
     def put(self, item: Item) -> None:
-        """What the engine's thread calls. A sink that raises must not stop the others' answers."""
+        """Accept a delta or an error, in the engine's thread. A sink that raises must not stop other
+        answers.
+        """
         if isinstance(item, Delta):
             self._note_time(item)
         with self._more:
@@ -121,7 +123,7 @@ class Handle:
                 self.abort()
 
     def note_scheduled(self, run_began: float) -> None:
-        """What the engine's thread calls when the request is first seen to run."""
+        """Note the time when the request is first seen to run, in the engine's thread."""
         if self.metrics.first_scheduled_time is None:
             began = max(run_began, self.metrics.arrival_time)
             self.metrics = dataclasses.replace(self.metrics, first_scheduled_time=began)
@@ -138,7 +140,7 @@ class Handle:
 
 
 def or_raise(item: Item) -> Delta:
-    """Return the delta, or raise the error anew, with its cause, for each who waits."""
+    """Return the delta, or raise the error anew, with its cause, for each thread that waits."""
     if isinstance(item, EngineDeadError):
         raise EngineDeadError(str(item)) from item.__cause__
     if isinstance(item, TextError):
@@ -148,7 +150,7 @@ def or_raise(item: Item) -> Delta:
 
 
 def collect(deltas: Sequence[Delta]) -> Delta:
-    """A request's deltas, all of them, as one."""
+    """Join all deltas of a request into one."""
     last = deltas[-1]
     return dataclasses.replace(
         last,

@@ -22,19 +22,23 @@ _kept_bytes = 32 * 2**20
 
 
 def memory_stats() -> Mapping[str, int] | None:
-    """What JAX says of its GPU's memory, in bytes; None on a CPU, where other programs live beside us."""
+    """Return the memory statistics of JAX's GPU, in bytes; None on a CPU, whose memory is shared with
+    others.
+    """
     device = jax.local_devices()[0]
     return None if device.platform == "cpu" else device.memory_stats() or {}
 
 
 def may_fail_to_launch(error: Exception) -> bool:
-    """Whether a device that raised this may still run a step, if not the loop: a GPU, and it has memory."""
+    """Check whether a device that raised this may still run single steps: a GPU that is not out of memory."""
     return jax.default_backend() == "gpu" and "RESOURCE_EXHAUSTED" not in str(error)
 
 
 def gpu_budget(config: EngineConfig, stats: Mapping[str, int]) -> Budget:
-    """The memory that `gpu_memory_utilization` gives to JAX on its GPU, as far as there is so much, less what
-    it has in use.
+    """Return the memory that `gpu_memory_utilization` gives to JAX on its GPU, less what is in use.
+
+    JAX's own limit bounds it, and where JAX preallocates, what was free when it started. Raises `InputError`
+    where JAX does not report the memory of its device.
     """
     if "bytes_limit" not in stats:
         raise InputError(
@@ -56,9 +60,9 @@ def gpu_budget(config: EngineConfig, stats: Mapping[str, int]) -> Budget:
 
 
 def keep_on_disk(keep: bool = True) -> None:
-    """Keep on disk what is compiled, the loop whole and the rest by JAX, and models as programs read them.
+    """Keep compiled programs on disk, the loop whole and the rest by JAX, and models as programs read them.
 
-    Nothing is kept, or found, where there is no folder for it, or without `keep`: for the process as a whole.
+    Without a folder, or without `keep`, nothing is kept or found. It is a setting of the process as a whole.
     """
     folder = compilation_cache_dir() if keep else None
     disk_cache.keep_in(folder)
@@ -67,12 +71,12 @@ def keep_on_disk(keep: bool = True) -> None:
 
 
 def keep_freed(num_bytes: int) -> None:
-    """Let the C library keep pieces of memory of up to so many bytes when they are freed, for the next use.
+    """Let the C library keep freed memory of up to `num_bytes` for the next use.
 
-    They are what the loop takes on a CPU while it runs. glibc gives pieces of more than 32 MiB back to the
-    system at once, which has to zero their pages in each run of the loop anew. It does so with pieces of more
-    than 64 MiB in any case, for its threads cannot keep them. Who has set MALLOC_MMAP_THRESHOLD_ or
-    GLIBC_TUNABLES has chosen already.
+    On a CPU the loop allocates such memory in each run. glibc returns chunks of more than 32 MiB to the
+    system at once, which then has to zero their pages anew. Chunks of more than 64 MiB are always returned,
+    since glibc's threads cannot keep them. Nothing changes where MALLOC_MMAP_THRESHOLD_ or GLIBC_TUNABLES is
+    set.
     """
     global _kept_bytes
     is_told = not {"MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}.isdisjoint(os.environ)

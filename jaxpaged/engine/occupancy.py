@@ -1,4 +1,4 @@
-"""Who holds which blocks, and how far each request is: for people to look at."""
+"""Occupancy: which request holds which blocks, and how far each is, for people to look at."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -37,9 +37,10 @@ class Occupancy:
 
 
 def occupancy(state: EngineState, requests: Mapping[int, Request], num_queued: int) -> Occupancy:
-    """That of a state whose rows have these requests. Reads a few numbers a block and a row.
+    """Return the occupancy of a state whose rows have these requests; it reads a few numbers a block and a
+    row.
 
-    Of several groups, which have an axis of their own, rows and blocks are counted through.
+    Rows and blocks of several replicas, which have an axis of their own, are numbered through.
     """
     tables, rows = state.tables, state.rows
     cache = tables.pool.prefix_cache

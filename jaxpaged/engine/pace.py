@@ -1,4 +1,4 @@
-"""How much a run of the loop does before the host looks again, from how long the last ones took."""
+"""Pace: how much a run of the loop does before the host looks again, by how long the last ones took."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ class Pace:
 
 
 def _times(seconds: float | None, most: int) -> int:
-    """How often something that takes so long is done in a run."""
+    """Return how often something that takes so long is done in a run."""
     if seconds is None:
         return 1
     return int(min(max(SECONDS_PER_RUN / seconds, 1), most)) if seconds > 0 else most

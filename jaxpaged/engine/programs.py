@@ -53,11 +53,14 @@ def kept(
     result: Any,
     options: dict[str, str] | None = None,
 ) -> Program | None:
-    """The program that `lower` lowers, as a function of arrays of the sizes of `arrays`; None where none is
-    kept. `options` are XLA's.
+    """Return the program that `lower` lowers, read from disk or kept there from now on; None where none is
+    kept.
 
-    `made_from`, with a `repr` of its own, is all that the program depends on beside them and the sources;
-    `arrays` may be shapes with shardings, and `result` is anything of the result's structure.
+    made_from: all that the program depends on beside `options`, `arrays` and the sources; found by its
+        `repr`.
+    arrays: the arguments, or shapes with shardings.
+    result: anything with the structure of the result.
+    options: XLA's.
     """
     leaves, structure = jax.tree.flatten(arrays)
     sizes = [(x.shape, str(x.dtype), str(getattr(x, "sharding", None))) for x in leaves]
@@ -78,7 +81,7 @@ def kept(
 
 
 def compiled(lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None = None) -> Program:
-    """The program that `lower` lowers, compiled and kept nowhere."""
+    """Compile the program that `lower` lowers, and keep it nowhere."""
     program = lower().compile(options)
     memory = program.memory_analysis()
     assert memory is not None  # XLA has one for CPUs and GPUs
@@ -108,7 +111,7 @@ def _read(path: Path, key: bytes, arrays: tuple[Any, ...], result: Any) -> Progr
 
 
 def _devices_of(arrays: tuple[Any, ...]) -> list[jax.Device] | None:
-    """Those of the mesh, in its order, or the one device. JAX would take all there are."""
+    """Return the devices of the mesh, in its order, or the one device. JAX would take all there are."""
     shardings = [x.sharding for x in jax.tree.leaves(arrays) if getattr(x, "sharding", None) is not None]
     meshes = (list(s.mesh.devices.flat) for s in shardings if isinstance(s, NamedSharding))
     return next(meshes, list(shardings[0].device_set) if shardings else None)
@@ -131,8 +134,9 @@ def _compile(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Without JAX's cache on disk: what came out of that cannot be written down again (on a CPU it lacks its
-    code).
+    """Turn off JAX's cache on disk for a while.
+
+    A program that came from that cache cannot be serialised again: on a CPU it lacks its code.
     """
     before = jax.config.jax_enable_compilation_cache
     try:

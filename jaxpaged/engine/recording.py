@@ -1,8 +1,8 @@
-"""What an engine was asked, as a trace that `jaxpaged lab` reads: when, how long, and what prompts share.
+"""Recorder: writes what an engine is asked as a trace for `jaxpaged lab`: times, lengths and shared prefixes.
 
-A JSON line a request, in Mooncake's format with the engine's `block_size`: `timestamp` in ms since the
+Each request is a JSON line in Mooncake's format with the engine's `block_size`: `timestamp` in ms since the
 recording began, `input_length`, `output_length`, and `hash_ids`, one for each block of the prompt. The ids
-are hashes, under a key that is forgotten, of the prompt up to the block's end and of its salt: equal ids mean
+are hashes, under a key that is forgotten, of the prompt up to the block's end and of its salt. Equal ids mean
 equal tokens, and nothing of them can be read from an id.
 """
 
@@ -41,7 +41,7 @@ class Recorder:
     """Writes the requests of one engine down, in the order in which they came, each when it has ended."""
 
     def __init__(self, path: str | os.PathLike[str], block_size: int) -> None:
-        """Raises `InputError` if the file cannot be written; what was in it is gone."""
+        """Open the file; what was in it is gone. Raises `InputError` if it cannot be written."""
         self._path: Path | None = Path(path)  # None once it cannot be written any more
         try:
             self._path.write_text("", encoding="utf-8")
@@ -91,7 +91,7 @@ class Recorder:
             asked.has_ended |= isinstance(item, TextError) or bool(item.finish_reason)
 
     def _write(self) -> None:
-        """Those that have ended, up to the first that has not."""
+        """Write the requests that have ended, up to the first that has not."""
         ended = [*itertools.takewhile(lambda item: item[1].has_ended, self._asked.items())]
         text = ""
         for request_id, asked in ended:

@@ -1,37 +1,22 @@
-"""A request: checked at the door by the thread that asks, then a line of `Rows`; and what comes back."""
+"""Requests that came through the door, and what comes back for them: deltas with tokens and scores."""
 
-import collections
 import dataclasses
-import functools
-import hashlib
-import math
-import threading
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
-from jaxpaged.config import EngineConfig
-from jaxpaged.engine.adapters import Adapter, Adapters
-from jaxpaged.engine.dead_ends import dead_end
-from jaxpaged.lora import LoRARequest
-from jaxpaged.memory.sizing import CacheSize
-from jaxpaged.models.config import ModelConfig
-from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, seed_bits
-from jaxpaged.sampling_state import MAX_EDITS, Edit, RowOptions, count_or_none, write_row
-from jaxpaged.step.config import StepConfig
-from jaxpaged.step.state import FinishReason, Phase, Rows
-from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
-
-INT32_RULE = "an int in [-2**31, 2**31)"
+from jaxpaged.engine.adapters import Adapter
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.sampling_state import Edit
+from jaxpaged.step.state import FinishReason
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """One answer to a prompt, asked for: it came through the door, and nothing that is done with it can fail.
+    """A request for one answer to a prompt. It came through the door, so nothing that is done with it can
+    fail.
 
-    Build it with `Door.admit`.
+    `Door.admit` makes it.
     """
 
     prompt_token_ids: np.ndarray  # int32
@@ -49,22 +34,24 @@ class Request:
 
     @property
     def leader_id(self) -> int:
-        """The request whose prompt it shares; 0 for none. A prompt's answers are numbered in their order."""
+        """Number of the request whose prompt it shares; 0 for none. Answers to a prompt are numbered in their
+        order.
+        """
         return self.request_id - self.index if self.index and self.beams is None else 0
 
     @property
     def group_size(self) -> int:
-        """How many requests, this one included, have to come into rows with the first one."""
+        """Number of requests, this one included, that must come into rows with the first one."""
         return 2 * self.beams.beam_width if self.beams is not None and not self.index else 1
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who is served first."""
+        """Order of service: lower comes first."""
         return self.priority, self.request_id
 
 
 class Score(NamedTuple):
-    """What the model itself gave a token, and to others in its place: natural logarithms of chances."""
+    """The model's log-probability of a token, its rank, and the likeliest tokens in its place."""
 
     logprob: float
     rank: int  # 1 is the likeliest
@@ -72,7 +59,7 @@ class Score(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """How an answer stands among those of its beam search."""
+    """The standing of an answer in its beam search."""
 
     cum_logprob: float  # -inf: it is none
     rank: int  # among those that have ended, or among those that have not
@@ -80,7 +67,7 @@ class Beam(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """The next tokens of a request's answer, or all of them; the last delta has a reason."""
+    """The next tokens of a request's answer, or all of them. The last delta has a finish reason."""
 
     request_id: int
     token_ids: list[int]
@@ -102,318 +89,15 @@ class Delta:
         return None if self.scores is None else [score.logprob for score in self.scores]
 
 
-class Salts:
-    """Numbers for the salts of the prefix cache: the same for the same salt, and no two for different ones.
-
-    Of very many salts only the last ones used are remembered, each by its SHA-256 digest. One that comes back
-    gets another number: what was cached under it is not found any more.
-    """
-
-    MOST = 2**16
-
-    def __init__(self) -> None:
-        self._numbers: collections.OrderedDict[bytes, int] = collections.OrderedDict()
-        self._last = 0  # of 2**32 - 1; by then what was cached under the first ones is long forgotten
-        self._lock = threading.Lock()
-
-    def number(self, salt: str | None, adapter: int = 0) -> int:
-        """An int32; 0 for no salt. What is computed with an adapter, told by its number, is like salted."""
-        if salt is None and not adapter:
-            return 0
-        told = f"{adapter}:" if salt is None else f"{adapter}={salt}"
-        key = hashlib.sha256(told.encode("utf-8", "surrogatepass")).digest()
-        with self._lock:
-            number = self._numbers.pop(key, None)
-            if number is None:
-                self._last = self._last % (2**32 - 1) + 1
-                number = (self._last + 2**31) % 2**32 - 2**31
-            self._numbers[key] = number
-            if len(self._numbers) > self.MOST:
-                self._numbers.popitem(last=False)
-        return number
-
-
-@dataclasses.dataclass(frozen=True)
-class Door:
-    """Who may come in: knows the engine's fixed sizes, and refuses what could never run. For any thread."""
-
-    config: EngineConfig
-    model_config: ModelConfig
-    max_model_len: int
-    cache_size: CacheSize
-    step_config: StepConfig
-    tokenizer: Any = None  # for `bad_words`
-    salts: Salts = dataclasses.field(default_factory=Salts)
-    adapters: Adapters | None = None  # None: requests have none
-
-    def admit(
-        self,
-        prompt_token_ids: Sequence[int] | np.ndarray,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> list[Request]:
-        """Return a request for each of the prompt's `params.n` answers, to be queued together.
-
-        The requests have a copy of `params`, which may be changed afterwards. Raises `InputError`.
-        """
-        check("sampling_params", params, "a SamplingParams", isinstance(params, SamplingParams))
-        params, most = params.clone(), self.config.max_logprobs
-        for name in ("logprobs", "prompt_logprobs"):
-            told = getattr(params, name)
-            check(name, told, f"at most max_logprobs={most}", told is None or told <= most)
-        first = self._first(prompt_token_ids, params, priority, cache_salt, lora_request)
-        self._check_blocks(first)
-        others = range(1, params.n)
-        return [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
-
-    def admit_search(
-        self,
-        prompt_token_ids: Sequence[int] | np.ndarray,
-        params: BeamSearchParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> list[Request]:
-        """Return the requests of a beam search, a row each, to be queued together. Raises `InputError`."""
-        check("params", params, "a BeamSearchParams", isinstance(params, BeamSearchParams))
-        width, most = params.beam_width, self.config.max_num_seqs
-        check("beam_width", width, f"at most max_num_seqs={most}", width <= most)
-        as_sampled = SamplingParams(
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            temperature=0,
-            logprobs=2 * width,
-            detokenize=False,
-        )
-        first = self._first(prompt_token_ids, as_sampled, priority, cache_salt, lora_request)
-        first = dataclasses.replace(first, beams=params)
-        self._check_blocks(first)
-        return [dataclasses.replace(first, index=i) for i in range(first.group_size)]
-
-    def _first(
-        self,
-        prompt_token_ids: Any,
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str | None,
-        lora_request: LoRARequest | None,
-    ) -> Request:
-        prompt = self._prompt(self._cut(prompt_token_ids, params))
-        max_num_tokens = self.max_model_len
-        if params.max_tokens is not None:
-            max_num_tokens = min(len(prompt) + params.max_tokens, max_num_tokens)
-        self._check_tokens(params)
-        check_texts("stop", params.stop or (), MAX_STOPS, MAX_STOP_CHARS)
-        check_texts("bad_words", params.bad_words or (), MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
-        for name in ("stop", "bad_words"):
-            has_text = self.tokenizer is not None or not getattr(params, name)
-            check(name, getattr(params, name), "None for a model without a tokenizer", has_text)
-        priority = checked_int("priority", priority, INT32_RULE, -(2**31))
-        if self.config.scheduling_policy == "fcfs":
-            check("priority", priority, "0 unless scheduling_policy is 'priority'", priority == 0)
-        check_salt("cache_salt", cache_salt)
-        adapter = self._adapter(lora_request)
-        eos = () if params.ignore_eos else self.model_config.eos_token_ids
-        edits = self._edits(params)
-        stops = {*eos, *(params.stop_token_ids or ())}
-        self._check_choice(params, edits, stops)
-        return Request(
-            prompt_token_ids=prompt,
-            params=params.of_answer(0),
-            priority=priority,
-            salt=self.salts.number(cache_salt, adapter.number if adapter else 0),
-            stop_token_ids=tuple(sorted(stops)),
-            eos_token_ids=eos,
-            edits=edits,
-            max_num_tokens=max_num_tokens,
-            adapter=adapter,
-        )
-
-    def must_read(self, lora_request: LoRARequest | None) -> TypeGuard[LoRARequest]:
-        """Whether to admit a request with this adapter takes reading from disk."""
-        return (
-            isinstance(lora_request, LoRARequest)
-            and self.adapters is not None
-            and not self.adapters.has(lora_request)
-        )
-
-    def _adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
-        if lora_request is None:
-            return None
-        check("lora_request", lora_request, "None without enable_lora", self.adapters is not None)
-        assert self.adapters is not None
-        return self.adapters.get(lora_request)
-
-    def checked_prompt(self, prompt_token_ids: Any, cache_salt: str | None) -> np.ndarray:
-        """The prompt as int32, if it and the salt could be a request's. Raises `InputError`."""
-        check_salt("cache_salt", cache_salt)
-        return self._prompt(prompt_token_ids)
-
-    def write(self, rows: Rows, line: int, request: Request, num_tokens: int) -> None:
-        """Fill one line of NumPy rows, but for the tokens. Their number may be more than the prompt's, if a
-        part of the answer is known already.
-        """
-        params, prompt_len = request.params, len(request.prompt_token_ids)
-        beams, width = rows.beams, request.beams.beam_width if request.beams else 0
-        for array, value in (
-            (rows.phase, Phase.HELD if request.index >= width > 0 else Phase.WAITING),
-            (rows.arrival, arrival_of(request.request_id)),
-            (rows.priority, request.priority),
-            (rows.salt, request.salt),
-            (rows.leader, arrival_of(request.leader_id) if request.leader_id else 0),
-            (rows.prompt_lens, prompt_len),
-            (rows.num_tokens, num_tokens),
-            (rows.max_num_tokens, request.max_num_tokens),
-            (rows.num_prompt_logprobs, count_or_none(params.prompt_logprobs)),
-            (beams.width, width),
-            (beams.length_penalty, request.beams.length_penalty if request.beams else 0),
-            (beams.temperature, (request.beams.temperature if request.beams else 0) or 1),
-            (beams.cum_logprob, 0 if request.index == 0 else -np.inf),
-            (beams.rank, request.index % width if width else 0),
-        ):
-            np.asarray(array)[line] = value
-        options = RowOptions(
-            params=params,
-            prompt_len=prompt_len,
-            vocab_size=self.model_config.vocab_size,
-            seed=self._seed(request),
-            stop_token_ids=request.stop_token_ids,
-            edits=request.edits,
-        )
-        write_row(rows.sampling, line, options)
-        write_row(rows.rules, line, options)
-
-    def _prompt(self, token_ids: Any) -> np.ndarray:
-        """The prompt as int32. One pass over its types and one over its values: it may be long."""
-        if isinstance(token_ids, np.ndarray):
-            ok = token_ids.ndim == 1 and np.issubdtype(token_ids.dtype, np.integer)
-            check("prompt_token_ids", token_ids, "a list of token ids", bool(ok))
-        else:
-            ok = isinstance(token_ids, Sequence) and not isinstance(
-                token_ids, str | bytes | bytearray | memoryview
-            )
-            check("prompt_token_ids", token_ids, "a list of token ids", ok)
-        if len(token_ids) == 0:
-            raise InputError("the prompt must have at least one token")
-        if len(token_ids) >= self.max_model_len:
-            raise InputError(
-                f"the prompt has {len(token_ids)} tokens, must have less than "
-                f"max_model_len={self.max_model_len}"
-            )
-        rule = f"a token id, an int in [0, {self.model_config.vocab_size})"
-        if not isinstance(token_ids, np.ndarray) and not all(map(is_int_type, set(map(type, token_ids)))):
-            wrong = next(token for token in token_ids if not is_int(token))
-            raise InputError(f"prompt token={shown(wrong)} must be {rule}")
-        for token in (min(token_ids), max(token_ids)):
-            checked_int("prompt token", token, rule, 0, self.model_config.vocab_size - 1)
-        return np.array(token_ids, np.int32)
-
-    def _cut(self, token_ids: Any, params: SamplingParams) -> Any:
-        """Return what `truncate_prompt_tokens` leaves of a prompt; what is no list of ids as it is."""
-        most = params.truncate_prompt_tokens
-        if most is None or not hasattr(token_ids, "__len__"):
-            return token_ids
-        longest = self.max_model_len - 1
-        rule = f"-1, or less than max_model_len={self.max_model_len}"
-        check("truncate_prompt_tokens", most, rule, most <= longest)
-        most = longest if most == -1 else most
-        if len(token_ids) <= most:
-            return token_ids
-        return token_ids[:most] if params.cuts == "right" else token_ids[len(token_ids) - most :]
-
-    def _check_choice(self, params: SamplingParams, edits: Sequence[Edit], stops: Collection[int]) -> None:
-        """Raise `InputError` if an answer might come to where no token may follow."""
-        words = [
-            [each.token_id for each in edits[i - edit.prefix : i + 1]]
-            for i, edit in enumerate(edits)
-            if edit.value == -math.inf
-        ]
-        allowed = params.allowed_token_ids or range(self.model_config.vocab_size)
-        found = dead_end(allowed, words, stops, params.min_tokens, params.max_tokens)
-        if found is not None:
-            where = f"behind the answer's tokens {shown([*found])}" if found else "as an answer's first"
-            bars = ["bad_words bar some"] if words else []
-            if len(found) < params.min_tokens:
-                bars.append(f"min_tokens={params.min_tokens} bars those that end an answer")
-            name = "the vocabulary"
-            if params.allowed_token_ids is not None:
-                name = f"allowed_token_ids={shown([*params.allowed_token_ids])}"
-            raise InputError(f"{name} must have a token to choose {where}: {' and '.join(bars)}")
-
-    def _check_blocks(self, request: Request) -> None:
-        # An answer's last token is never written to the cache.
-        block_size, prompt_len = self.config.block_size, len(request.prompt_token_ids)
-        need = self.step_config.blocks_of(request.max_num_tokens - 1, block_size)
-        what = f"max_tokens={request.params.max_tokens}"
-        if request.beams is not None:  # which share the blocks that the prompt fills, if they keep them
-            shared = prompt_len // block_size if self.step_config.sliding_window is None else 0
-            need += (request.beams.beam_width - 1) * (need - shared)
-            what += f" and beam_width={request.beams.beam_width}"
-        if need > self.cache_size.num_blocks - 1:
-            raise InputError(
-                f"the prompt of {prompt_len} tokens with {what} needs {need} blocks "
-                f"of {block_size} tokens, but num_blocks={self.cache_size.num_blocks} leaves "
-                f"{self.cache_size.num_blocks - 1} for use"
-            )
-
-    def _check_tokens(self, params: SamplingParams) -> None:
-        last = self.model_config.vocab_size - 1
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            tokens = getattr(params, name) or (0,)
-            for token in (min(tokens), max(tokens)):
-                checked_int(f"{name}: token", token, f"a token id, an int in [0, {last + 1})", 0, last)
-
-    def _edits(self, params: SamplingParams) -> tuple[Edit, ...]:
-        """What `logit_bias` and `bad_words` do: of a word, its last token is barred behind the others."""
-        bias, words = params.logit_bias or {}, params.bad_words or ()
-        tokens_of = _bad_words(self.tokenizer, tuple(words)) if words else ()
-        count, rule = len(bias) + sum(map(len, tokens_of)), f"at most {MAX_EDITS}"
-        check("number of tokens in logit_bias and bad_words", count, rule, count <= MAX_EDITS)
-        edits = [Edit(token, value) for token, value in bias.items()]
-        for word in tokens_of:
-            edits += [Edit(token, 0.0) for token in word[:-1]]
-            edits.append(Edit(word[-1], -math.inf, len(word) - 1))
-        return tuple(edits)
-
-    def _seed(self, request: Request) -> int:
-        """The request's own: the same whenever the same requests come in the same order."""
-        if request.params.seed is not None:
-            return seed_bits(request.params.seed)
-        seeds = self.config.seed % 2**64, request.request_id
-        return int(np.random.SeedSequence(seeds).generate_state(1)[0])
-
-
-@functools.lru_cache(maxsize=16)  # of a request with many prompts, once for all
-def _bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word as it begins a text; and as it stands behind a space, if that is one
-    token for another, and not a token for the space. Raises `InputError`.
-    """
-    found: list[tuple[int, ...]] = []
-    for word in words:
-        bare, spaced = (
-            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
-        )
-        if not bare:
-            raise InputError(f"bad_words: word={shown(word)} must have at least one token")
-        found.append(bare)
-        if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
-            found.append(spaced)
-    return tuple(found)
-
-
 def arrival_of(request_id: int) -> int:
-    """What the device calls a request: an int32, never 0, in which ids of any size go round.
+    """Return the number of a request on the device: an int32, never 0, in which ids of any size wrap around.
 
-    Of two requests on the device at the same time it tells them apart, and by the sign of their difference,
-    taken as an int32, who came first: for they are less than 2**31 requests apart.
+    Two requests on the device are less than 2**31 requests apart. So their numbers differ, and the sign of
+    the difference, as an int32, tells which came first.
     """
     return ((request_id - 1) % (2**32 - 1) + 1 + 2**31) % 2**32 - 2**31
 
 
 def since(arrival: int, other: int) -> int:
-    """How many requests after `other` one came, by what the device calls them; negative if it was before."""
+    """Return how many requests after `other` one came, by their numbers on the device; negative if before."""
     return (int(arrival) - int(other) + 2**31) % 2**32 - 2**31

@@ -13,7 +13,9 @@ from jaxpaged.text.detokenizer import Detokenizer, Step
 
 
 class TextError(RuntimeError):
-    """A request whose tokens could not be made text: it ends, and no other is touched. Its cause says why."""
+    """An error in making text from a request's tokens: that request ends, no other. Its cause is the
+    tokenizer's error.
+    """
 
     def __init__(self, request_id: int, cause: BaseException) -> None:
         super().__init__(
@@ -25,11 +27,11 @@ class TextError(RuntimeError):
 
 
 class Texts:
-    """Called with one request's deltas, one after the other, it gives them back with their text.
+    """A function of one request's deltas, one after the other, that returns them with their text.
 
-    A stop string ends the answer: that delta is the last, with the tokens until the string was complete, and
-    the text up to it, or behind it if it is to be included. What may become a stop string is held back until
-    it is sure.
+    A stop string ends the answer. That delta is the last: it has the tokens until the string was complete,
+    and the text up to it, or with it if it is to be included. Text that may become a stop string is held back
+    until that is certain.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Texts:
         )
 
     def _give(self, end: int) -> str:
-        """The text up to there, so far as it has not been given; what nobody needs any more is forgotten."""
+        """Return the settled text up to there that was not given yet, and forget what is no longer needed."""
         text = self._text[self._num_given : end]
         self._num_given = max(self._num_given, end)
         done = max(min(self._num_given, len(self._text) - self._overlap), 0)

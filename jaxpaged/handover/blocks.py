@@ -18,7 +18,7 @@ OF_CACHE = "kv."  # begins the names of the cache's arrays
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What two engines must have in common for the blocks of one to mean the same to the other."""
+    """The format of blocks: what two engines must have in common to use each other's."""
 
     block_size: int  # tokens
     layout: str  # with its options
@@ -60,11 +60,11 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """Of K and V."""
+        """Bytes of K and V."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def to_bytes(self) -> bytes:
-        """A safetensors file: the token ids, and each array's bytes, block by block."""
+        """Serialise to a safetensors file: the token ids, and each array's bytes, block by block."""
         said = {
             "kind": dataclasses.asdict(self.kind),
             "cache_salt": self.cache_salt,
@@ -110,7 +110,7 @@ class Blocks:
 
 
 def _flat(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Blocks, and bytes of each."""
+    """Return how many blocks an array has, and the bytes of each."""
     return shape[0], math.prod(shape[1:]) * dtype.itemsize
 
 

@@ -47,7 +47,9 @@ class Chain:
 
 
 def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_cache: KVCache) -> Kind:
-    """Of an engine's blocks. Reads all weights once. Raises `InputError` if its blocks cannot travel."""
+    """Describe the format of an engine's blocks. Reads all weights once. Raises `InputError` if they cannot
+    travel.
+    """
     check(
         "enable_prefix_caching",
         config.enable_prefix_caching,
@@ -81,7 +83,7 @@ def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_
 
 
 def locate(state: EngineState, prompt: np.ndarray, salt: int, mesh: Mesh | None = None) -> Chain:
-    """The longest beginning of a prompt that can be found, in full blocks. Waits for the run under way."""
+    """Find the longest cached beginning of a prompt, in full blocks. Waits for the run under way."""
     size = state.tables.block_size
     token_ids = prompt[: len(prompt) // size * size].reshape(-1, size)
     found = programs.locate_blocks(state.tables.pool, *_padded(state, token_ids), np.int32(salt), mesh=mesh)
@@ -90,14 +92,17 @@ def locate(state: EngineState, prompt: np.ndarray, salt: int, mesh: Mesh | None 
 
 
 def pieces(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> Iterator[dict[str, jax.Array]]:
-    """K and V of a chain, on the devices; beyond it, anything."""
+    """Read K and V of a chain chunk by chunk, on the devices. Beyond the chain's end the values are
+    undefined.
+    """
     for ids in _in_pieces(state.kv_cache, chain.block_ids):
         yield programs.read_blocks(state.kv_cache, ids, mesh=mesh)
 
 
 def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[str, np.ndarray]:
-    """K and V of a chain in the host's memory: [num_blocks, num_layers, ...], of several devices
-    [num_blocks, devices, num_layers, ...].
+    """Copy K and V of a chain to the host's memory.
+
+    Returns arrays [num_blocks, num_layers, ...], of several devices [num_blocks, devices, num_layers, ...].
     """
     num_blocks, size = len(chain.block_ids), piece_size(state.kv_cache)
     shapes = _shapes(state.kv_cache, num_blocks, mesh)
@@ -112,7 +117,9 @@ def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[
 def cut(
     arrays: Mapping[str, np.ndarray], num_blocks: int, kv_cache: KVCache, mesh: Mesh | None = None
 ) -> Iterator[Piece]:
-    """A chain's K and V in pieces, the last one filled up with zeros. `InputError` for others' arrays."""
+    """Cut a chain's K and V into chunks, the last one padded with zeros. Raises `InputError` for other
+    arrays.
+    """
     size, shapes = piece_size(kv_cache), _shapes(kv_cache, num_blocks, mesh)
     found, wanted = ({n: (x.shape, x.dtype.name) for n, x in its.items()} for its in (arrays, shapes))
     check("blocks: arrays", found, repr(wanted), found == wanted)
@@ -127,7 +134,7 @@ def cut(
 
 
 def _shapes(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of a chain's K and V in the host's memory."""
+    """Return the shapes of a chain's K and V in the host's memory."""
     read = functools.partial(programs.read_blocks, mesh=mesh)
     shapes = jax.eval_shape(read, kv_cache, np.zeros(num_blocks, np.int32))
     if mesh is None:
@@ -140,7 +147,7 @@ def _shapes(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, 
 
 
 def _by_block(piece: np.ndarray, mesh: Mesh | None) -> np.ndarray:
-    """A block's parts, which lie with each device's others, side by side."""
+    """Return a chunk by blocks: each block's parts side by side, which were grouped by device."""
     if mesh is None:
         return piece
     size = mesh.shape[MODEL]
@@ -149,7 +156,7 @@ def _by_block(piece: np.ndarray, mesh: Mesh | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Room:
-    """A pool that has adopted a chain, once K and V are written to `destinations`; and the one until then."""
+    """A pool that has adopted a chain, and the pool to use until K and V are written to `destinations`."""
 
     adopted: BlockPool
     until_then: BlockPool
@@ -157,7 +164,9 @@ class Room:
 
 
 def make_room(state: EngineState, token_ids: np.ndarray, salt: int, mesh: Mesh | None = None) -> Room | None:
-    """Room for a chain [num_blocks, block_size], all of it; None if there is none. Changes nothing yet."""
+    """Find blocks for a whole chain [num_blocks, block_size]; None if they do not fit. The state is
+    unchanged.
+    """
     most = state.tables.max_blocks_per_seq
     if len(token_ids) > most:
         logging.info("blocks are not adopted: %d are more than a sequence may have, %d", len(token_ids), most)
@@ -176,10 +185,10 @@ def make_room(state: EngineState, token_ids: np.ndarray, salt: int, mesh: Mesh |
 def fill(
     state: EngineState, room: Room, its_pieces: Iterator[Piece], mesh: Mesh | None = None
 ) -> Iterator[EngineState]:
-    """The states on the way to the one that has adopted a chain, which is the last.
+    """Write a chain into the cache: yield the states on the way to the one that has adopted it, the last.
 
-    Each is whole: what fails in between leaves a state in which nothing wrong is found. Each donates the
-    former one's K and V.
+    Each state is consistent: an error in between leaves one in which nothing wrong is found. Each donates K
+    and V of the one before.
     """
 
     def with_pool(state: EngineState, pool: BlockPool) -> EngineState:
@@ -204,7 +213,7 @@ def fill(
 
 
 def piece_size(kv_cache: KVCache) -> int:
-    """Blocks of a piece."""
+    """Return how many blocks a chunk has."""
     block_bytes = sum(x.nbytes for x in kv_cache.blocks.values()) // kv_cache.num_blocks
     return max(PIECE_BYTES // block_bytes, 1)
 
@@ -217,7 +226,7 @@ def _in_pieces(kv_cache: KVCache, block_ids: np.ndarray) -> Sequence[np.ndarray]
 
 
 def _padded(state: EngineState, token_ids: np.ndarray) -> tuple[np.ndarray, np.int32]:
-    """The blocks of a row that has these, and how many they are."""
+    """Return the token ids padded to the longest chain of a row, and the number of blocks."""
     line = np.zeros((state.tables.max_blocks_per_seq, state.tables.block_size), np.int32)
     line[: len(token_ids)] = token_ids
     return line, np.int32(len(token_ids))

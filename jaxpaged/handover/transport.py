@@ -1,4 +1,4 @@
-"""How blocks get from one process to another."""
+"""Transports: the ways of blocks from one process to another."""
 
 import socket
 from typing import Protocol

@@ -109,7 +109,7 @@ class PoolingEngine:
             yield from map(self._finish, wave, found)
 
     def _waves(self, texts: Sequence[Text]) -> Iterator[list[Text]]:
-        """As many texts at a time as there are rows, and blocks, for."""
+        """Yield as many texts at a time as there are rows and blocks for."""
         wave: list[Text] = []
         num_free = self._num_blocks - 1
         for text in texts:

@@ -29,7 +29,7 @@ NEUTRAL_OF_POOLING = {"word_embedding_dimension", "embedding_dimension", "includ
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
-    """What is made of a prompt's hidden states."""
+    """The head of a pooling model: what it makes of a prompt's hidden states."""
 
     method: Method = "LAST"
     normalise: bool = True  # a vector to length 1
@@ -40,7 +40,7 @@ class Head:
 
 
 def is_for_pooling(path: Path) -> bool:
-    """Whether a directory's files say that the model is made for vectors or classes."""
+    """Check whether a directory's files describe a model for vectors or classes."""
     if not path.is_dir():
         return False
     if (path / "modules.json").is_file():

@@ -1,4 +1,4 @@
-"""What `LLM` does with a pooling model: vectors, classes and scores of texts."""
+"""Methods of `LLM` for a pooling model: vectors, classes and scores of texts."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -166,7 +166,7 @@ def as_many(prompts: Any) -> Sequence[Any]:
 
 
 class PoolingMethods:
-    """What `LLM` has of a pooling model. Progress bars, which vLLM has here, are not shown."""
+    """The methods of `LLM` for pooling models. Progress bars, which vLLM has here, are not shown."""
 
     pooling: Pooling | None = None  # None: the model answers
 

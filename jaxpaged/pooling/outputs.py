@@ -1,4 +1,4 @@
-"""What a user asks of a pooling model and gets back. Names are vLLM's."""
+"""Parameters and outputs of pooling models. Names are vLLM's."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jaxpaged.checks import check, checked_bool, checked_int
 
 @dataclasses.dataclass(kw_only=True)
 class PoolingParams:
-    """What a user may choose of a text's vector or score. Raises `InputError` for a wrong value."""
+    """A user's choices for a text's vector or score. Raises `InputError` for a wrong value."""
 
     truncate_prompt_tokens: int | None = None  # keep the last so many tokens; -1: as many as the model takes
     dimensions: int | None = None  # of a vector: its first so many, for models that are trained for it
@@ -28,7 +28,7 @@ class PoolingParams:
 
 @dataclasses.dataclass(frozen=True)
 class PoolingOutput:
-    """What a model makes of a text: [hidden], or [num_tokens, hidden] for each token's own."""
+    """The output of a model for a text: [hidden], or [num_tokens, hidden] for each token's own."""
 
     data: np.ndarray  # float32
 
@@ -57,14 +57,14 @@ class ClassificationOutput:
 
 @dataclasses.dataclass(frozen=True)
 class ScoringOutput:
-    """How well two texts go together."""
+    """A score of how well two texts match."""
 
     score: float
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolingRequestOutput[Output]:
-    """What came of one text."""
+    """The output for one text."""
 
     request_id: str
     outputs: Output

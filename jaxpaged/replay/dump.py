@@ -12,6 +12,7 @@ import numpy as np
 
 import jaxpaged
 from jaxpaged.checks import InputError, check, checked_int, is_int, shown
+from jaxpaged.engine.door import filled
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
 from jaxpaged.memory import kv_cache, policies, prefix_cache
@@ -22,7 +23,7 @@ from jaxpaged.step.state import EngineState, HostPool, Rows, create_state, creat
 from jaxpaged.untrusted import dtype_named, read_json, read_npz
 from pallas_kernels import layouts
 
-VERSION = 5  # of the file's format
+VERSION = 5  # version of the file's format
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Dump:
     state: EngineState  # NumPy arrays; of K and V only shapes and types
     step_config: StepConfig
     vocab_size: int
-    events: tuple[Event, ...]  # those of one moment in the order in which they came
+    events: tuple[Event, ...]  # events of one moment are in the order of arrival
     answers: dict[int, list[int]]  # tokens known of requests' answers, from their first, by arrival
     made_with: dict[str, str]  # versions
 
@@ -55,10 +56,9 @@ def report(engine: Engine | Driver, path: str | os.PathLike[str]) -> None:
     shot = engine.snapshot()
     events = []
     for queued in shot.queue:
-        line = empty_rows(1, len(queued.token_ids), shot.vocab_size)
-        engine.door.write(line, 0, queued.request, len(queued.token_ids))
-        np.asarray(line.token_ids)[0] = queued.token_ids
-        events.append(Event(0, line))
+        token_ids = queued.token_ids
+        values = engine.door.row_values(queued.request, len(token_ids)) | {"token_ids": token_ids}
+        events.append(Event(0, filled(empty_rows(1, len(token_ids), shot.vocab_size), [values])))
     dump(shot.state, path, step_config=shot.step_config, vocab_size=shot.vocab_size, events=events)
 
 

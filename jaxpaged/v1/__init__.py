@@ -1,1 +1,1 @@
-"""Where vLLM's scripts import engines from."""
+"""Import paths of engines in vLLM's scripts."""

@@ -15,8 +15,9 @@ from jaxpaged import InputError, SamplingParams
 from jaxpaged.api.llm import engine_config
 from jaxpaged.checks import shown
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.door import Salts
 from jaxpaged.engine.handle import EngineDeadError
-from jaxpaged.engine.request import Salts, arrival_of, since
+from jaxpaged.engine.request import arrival_of, since
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 

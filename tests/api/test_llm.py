@@ -394,7 +394,7 @@ def test_without_parameters_the_models_own_defaults_are_taken(tmp_path):
 
 
 def test_another_tokenizer_or_none_may_be_asked_for(path, llm, tmp_path, monkeypatch):
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     llm.tokenizer.save_pretrained(tmp_path)
     other = jaxpaged.LLM(path, tokenizer=tmp_path, **OPTIONS)
     assert other.tokenizer.encode("ab 12") == llm.tokenizer.encode("ab 12")

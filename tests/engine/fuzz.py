@@ -175,11 +175,11 @@ class Fuzz:
         if rng.random() < 0.5:
             assert driver.reset_prefix_cache()
             self._adopt(rng)
-        pace, driver._pace = driver._pace, Dice(rng)  # type: ignore[assignment]
+        pace, driver.pace = driver.pace, Dice(rng)  # type: ignore[assignment]
         try:
             asked, deltas = self._work(rng, numbers)
         finally:
-            driver._pace = pace
+            driver.pace = pace
         counts = [0, 0]
         for number, requests, its in zip(numbers, asked, wanted, strict=True):
             for request, want in zip(requests, its, strict=True):
@@ -215,9 +215,9 @@ class Fuzz:
             if rng.random() < 0.08:
                 told(driver.abort([request.request_id for request in self._some_of(rng, asked)]))
             if rng.random() < 0.08:  # as for more urgent ones, who then could not have the rows
-                rows = [row for _, row in driver._places.waiting()]
-                rows += [row for row, place in driver._places.taken() if _may_be_recalled(place)]
-                driver._recall(rng.sample(sorted({*rows}), min(len({*rows}), rng.randint(1, 3))))
+                rows = [row for _, row in driver.rows.waiting()]
+                rows += [row for row, place in driver.rows.taken() if _may_be_recalled(place)]
+                driver.recall(rng.sample(sorted({*rows}), min(len({*rows}), rng.randint(1, 3))))
             if rng.random() < 0.03:
                 self._adopt(rng)
             told(driver.turn())
@@ -245,10 +245,10 @@ class Fuzz:
         if driver.config.data_parallel_size == 1:
             tiny.assert_nothing_is_held(driver)
             return
-        assert not any(driver._places.taken())
-        assert np.all(np.asarray(driver._state.status) == Status.OK)
+        assert not any(driver.rows.taken())
+        assert np.all(np.asarray(driver.state.status) == Status.OK)
         for group in range(driver.config.data_parallel_size):
-            tables = jax.tree.map(lambda x, group=group: np.asarray(x)[group], driver._state.tables)
+            tables = jax.tree.map(lambda x, group=group: np.asarray(x)[group], driver.state.tables)
             check_invariants(tables)
             assert not np.any(tables.seq_lens)
         assert driver.stats.num_free_blocks == driver.stats.num_blocks

@@ -44,7 +44,7 @@ def test_greedy_tokens_equal_the_reference(options):
     prompts = tiny.prompts(LENGTHS)
     max_tokens = [3 + i % 9 for i in range(len(prompts))]
     driver = tiny.driver(**options)
-    assert driver._state.tables.pool.policy.name == driver.config.eviction_policy
+    assert driver.state.tables.pool.policy.name == driver.config.eviction_policy
     for _ in range(2):  # the second time with what the first has left in the prefix cache
         answers = tiny.generate(driver, prompts, [tiny.greedy(n) for n in max_tokens])
         for prompt, n, answer in zip(prompts, max_tokens, answers, strict=True):
@@ -75,7 +75,7 @@ def test_a_long_prompt_is_computed_while_others_decode():
     driver.turn(max_steps=2)
     [second] = tiny.submit(driver, [long], tiny.greedy(3))
     driver.turn(max_steps=2)  # two of the long prompt's four tiles
-    computed = np.asarray(driver._state.tables.seq_lens)
+    computed = np.asarray(driver.state.tables.seq_lens)
     assert sorted(computed[computed > 0].tolist()) == [3 + 3, 64]
     answers = tiny.drain(driver)
     assert answers[second].token_ids == tiny.reference_answer(tuple(long), 3)
@@ -235,7 +235,7 @@ def test_log_probabilities_of_prompts_are_told_whole_whatever_is_cached():
 
 def test_the_loop_compiles_once_whatever_comes():
     driver = tiny.driver(**tiny.SMALL)
-    assert driver._kept_run is not None  # compiled for its sizes: others it refuses
+    assert driver.kept_run is not None  # compiled for its sizes: others it refuses
     programs = loop.submit, loop.write_tokens, loop.abort
     compiled = [program.num_compiled() for program in programs]
     for seed in range(3):
@@ -252,19 +252,19 @@ def test_the_loop_compiles_once_whatever_comes():
 @pytest.mark.slow
 def test_no_step_copies_the_cache(monkeypatch):
     """The compiled loop's temporary memory does not grow with the number of blocks."""
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
 
     def temp_bytes(num_blocks: int) -> tuple[int, int]:
         driver = tiny.driver(**tiny.SWAP | {"num_blocks": num_blocks})
         compiled = loop.run.lower(
-            driver._graphdef,
-            driver._params,
-            driver._state,
+            driver.graphdef,
+            driver.params,
+            driver.state,
             loop.limits(1),
             np.bool_(False),
             config=driver.step_config,
         ).compile()
-        cache_bytes = sum(a.nbytes for a in jax.tree.leaves(driver._state.kv_cache))
+        cache_bytes = sum(a.nbytes for a in jax.tree.leaves(driver.state.kv_cache))
         return compiled.memory_analysis().temp_size_in_bytes, cache_bytes
 
     small_temp, small_cache = temp_bytes(100)
@@ -278,7 +278,7 @@ def test_a_memory_error_in_a_step_stops_the_driver():
     driver = tiny.driver()
     tiny.submit(driver, [[1, 2, 3]], tiny.greedy(3))
     bits = jax.numpy.int32(Status.OUT_OF_BLOCKS | Status.DOUBLE_FREE)
-    driver._state = dataclasses.replace(driver._state, status=bits)
+    driver._state = dataclasses.replace(driver.state, status=bits)
     with pytest.raises(PagedMemoryError, match=r"out of blocks: raise num_blocks .*; double free"):
         tiny.drain(driver)
 
@@ -294,7 +294,7 @@ def test_a_memory_error_in_a_step_stops_the_driver():
     ],
 )
 def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_tokens, message, monkeypatch):
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     driver = tiny.driver(max_model_len=64)
     with pytest.raises(InputError, match=message):
         driver.door.admit(prompt, tiny.greedy(max_tokens))

@@ -375,7 +375,7 @@ def test_a_sink_may_close_the_engine(own, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("what", ["_kept_run", "turn", "_read", "abort"])
+@pytest.mark.parametrize("what", ["kept_run", "turn", "_read", "abort"])
 @limited
 def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
     own, brake, monkeypatch, caplog, what
@@ -546,7 +546,7 @@ def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypa
     driver = tiny.driver(**tiny.SMALL)
     events: list[tuple[str, int]] = []
     reports: list[Any] = []
-    run, device_get = driver._kept_run, jax.device_get
+    run, device_get = driver.kept_run, jax.device_get
     assert run is not None
 
     def recorded_run(*args: Any, **kwargs: Any) -> Any:
@@ -559,7 +559,7 @@ def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypa
         events.append(("read", [report.status is value.status for report in reports].index(True)))
         return device_get(value)
 
-    monkeypatch.setattr(driver, "_kept_run", recorded_run)
+    monkeypatch.setattr(driver, "kept_run", recorded_run)
     monkeypatch.setattr(jax, "device_get", recorded_get)
     [request_id] = tiny.submit(driver, [[1, 2, 3]], tiny.greedy(90))
     tokens: list[int] = []

@@ -27,7 +27,7 @@ def assert_every_block_is_free_or_used(driver: Driver) -> None:
     assert 0 <= stats.num_cached_blocks <= stats.num_free_blocks <= stats.num_blocks
     assert stats.num_running >= 0
     assert stats.num_waiting >= 0
-    state = driver._state
+    state = driver.state
     for tables in [state.tables] + ([state.host.tables] if state.host else []):
         pool = tables.pool
         block_tables, ref_count, num_free = jax.device_get(
@@ -40,15 +40,15 @@ def assert_every_block_is_free_or_used(driver: Driver) -> None:
 
 
 def computed(driver: Driver) -> np.ndarray:
-    return np.asarray(driver._state.tables.seq_lens)
+    return np.asarray(driver.state.tables.seq_lens)
 
 
 def someone(driver: Driver, where: Callable[[Rows, np.ndarray], np.ndarray]) -> int:
     """Step until some row is so; its request. `where` gets the rows and how many tokens each has computed."""
     for _ in range(300):
-        rows = jax.device_get(driver._state.rows)
+        rows = jax.device_get(driver.state.rows)
         wanted = where(rows, computed(driver))
-        wanted[driver._places.free_rows] = False
+        wanted[driver.rows.free_rows] = False
         if np.any(wanted):
             return int(rows.arrival[np.argmax(wanted)])
         driver.turn(max_steps=1)
@@ -129,7 +129,7 @@ def test_an_abort_of_what_has_finished_but_was_not_read_comes_too_late():
     driver = tiny.driver(**tiny.SMALL)
     [request_id] = tiny.submit(driver, [[1, 2]], tiny.greedy(5))
     assert driver.turn(max_steps=8) == []
-    assert int(driver._state.rows.phase[0]) == Phase.FINISHED
+    assert int(driver.state.rows.phase[0]) == Phase.FINISHED
     assert driver.abort([request_id]) == []
     answer = tiny.drain(driver)[request_id]
     assert answer.finish_reason is FinishReason.LENGTH
@@ -149,7 +149,7 @@ def test_who_finds_no_room_in_the_host_pool_is_computed_again():
     while driver.has_work:
         for delta in driver.turn(max_steps=1):
             deltas[delta.request_id].append(delta)
-        rows = jax.device_get(driver._state.rows)
+        rows = jax.device_get(driver.state.rows)
         seen |= {Phase(p) for p in rows.phase[gave_way(rows)].tolist()}
         assert_every_block_is_free_or_used(driver)
     assert seen == {Phase.WAITING, Phase.SWAPPED}
@@ -224,7 +224,7 @@ def test_thousands_of_submits_and_aborts_leak_nothing(options):
         note(driver.turn(max_steps=rng.choice([1, 2, 8, 32])))
         assert_every_block_is_free_or_used(driver)
         if beat % 50 == 0:
-            check_invariants(driver._state.tables)
+            check_invariants(driver.state.tables)
     while driver.has_work:
         note(driver.turn())
         assert_every_block_is_free_or_used(driver)
@@ -281,12 +281,12 @@ def test_who_was_preempted_makes_room_for_who_is_more_urgent(options):
     prompts = tiny.prompts([10, 20, 30, 12, 5, 6, 7, 8])
     usual = add(driver, prompts, 5, 60)
     deltas = driver.turn(max_steps=32) + driver.turn(max_steps=1)
-    rows = jax.device_get(driver._state.rows)
+    rows = jax.device_get(driver.state.rows)
     began = [arrival for arrival in rows.arrival[gave_way(rows)] if arrival in usual[:4]]
     assert began, "somebody who has told a part of its answer"
     urgent = add(driver, [[i] for i in range(8)], -1, 3)
     deltas += driver.turn(max_steps=1)
-    assert not np.isin(began, driver._state.rows.arrival).any()
+    assert not np.isin(began, driver.state.rows.arrival).any()
     while driver.has_work:
         deltas += driver.turn(max_steps=1)
         assert_every_block_is_free_or_used(driver)

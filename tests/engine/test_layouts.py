@@ -241,15 +241,15 @@ def test_measured_scales_are_those_of_the_first_prompt() -> None:
         "calculate_kv_scales": True,
     }
     driver = tiny.driver(**its)
-    kv = driver._state.kv_cache
+    kv = driver.state.kv_cache
     assert not np.any(kv.shared["k_scale"])
     first = tiny.generate(driver, PROMPTS[1:2], tiny.greedy(NUM_NEW))
-    scales = {name: np.asarray(x) for name, x in driver._state.kv_cache.shared.items()}
+    scales = {name: np.asarray(x) for name, x in driver.state.kv_cache.shared.items()}
     assert all(np.all(x > 0) and x.shape == (2, 2) for x in scales.values())
     assert tiny.generate(driver, PROMPTS[1:2], tiny.greedy(NUM_NEW)) == first
     tiny.generate(driver, PROMPTS, tiny.greedy(4))
     for name, x in scales.items():
-        np.testing.assert_array_equal(driver._state.kv_cache.shared[name], x)
+        np.testing.assert_array_equal(driver.state.kv_cache.shared[name], x)
 
 
 @pytest.mark.parametrize(

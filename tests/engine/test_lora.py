@@ -78,7 +78,7 @@ def test_more_adapters_than_there_is_room_for_take_turns_and_compile_nothing(fol
     seeds = [0, 1, 2, 3, 4, None, 3]
     ids = submit(driver, folder, zip(seeds, prompts, strict=True))
     driver.turn(max_steps=1)
-    on_device = {place.request.request_id for _, place in driver._places.taken()}
+    on_device = {place.request.request_id for _, place in driver.rows.taken()}
     assert on_device == {*ids[:3], ids[5]}  # only who has no adapter overtakes
     found = tiny.drain(driver)
     for request_id, seed, prompt in zip(ids, seeds, prompts, strict=True):

@@ -59,7 +59,7 @@ class Known(Pace):
 def test_a_run_ends_with_the_step_in_which_so_many_passes_are_made_over_prompts(seconds_per_pass, runs):
     """A prompt of three tiles, each a step's, comes while another request decodes, 20 steps a run."""
     driver = tiny.driver(**tiny.SWAP)
-    driver._pace = Known(SECOND / 20.5, seconds_per_pass)
+    driver.pace = Known(SECOND / 20.5, seconds_per_pass)
     asked = [(tiny.prompts([3])[0], 70), (tiny.prompts([70], seed=1)[0], 2)]
     ids, made = [], []
     while driver.has_work or not ids:
@@ -78,10 +78,10 @@ def test_the_first_run_after_an_idle_time_is_measured_without_it(monkeypatch):
     """Or the first answer after a quiet hour would come in runs of one step."""
     driver = tiny.driver(**tiny.SMALL)
     tiny.generate(driver, [[1, 2]], tiny.greedy(90))
-    assert driver._pace.seconds_per_step < 60
+    assert driver.pace.seconds_per_step < 60
     driver._last_read -= 3600
     noted = []
-    monkeypatch.setattr(driver._pace, "note", lambda *run: noted.append(run))
+    monkeypatch.setattr(driver.pace, "note", lambda *run: noted.append(run))
     tiny.submit(driver, [[3, 4]], tiny.greedy(9))
     tiny.drain(driver, max_steps=2)
     assert [run[:2] for run in noted] == [(2, 1), (2, 0), (2, 0), (2, 0), (1, 0)]

@@ -142,12 +142,12 @@ def test_nothing_is_left_of_what_could_not_be_finished(folder, ask, monkeypatch,
 
 def test_an_engine_may_keep_no_programs(monkeypatch):
     """Even where another of the process keeps them."""
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     asked = []
     monkeypatch.setattr(programs, "kept", lambda *args, **options: asked.append(args))
     for keep in (True, False):
         driver = tiny.driver(keep_programs=keep)
-        loaded = driver.setup, driver._graphdef, driver._params, driver._state
+        loaded = driver.setup, driver.graphdef, driver.params, driver.state
         assert start.run_of(*loaded, by_host=False) is None
         assert len(asked) == keep
         asked.clear()

@@ -115,8 +115,8 @@ def test_a_step_takes_the_narrowest_pass_that_holds_all_that_run():
         tiny.submit(driver, [prompt], tiny.greedy(20))
         driver.turn(max_steps=2)
         driver.turn(max_steps=1)
-        found.append(compiled(driver._state).astype(int).tolist())
-    assert np.count_nonzero(np.asarray(driver._state.rows.phase) == Phase.RUNNING) == 4
+        found.append(compiled(driver.state).astype(int).tolist())
+    assert np.count_nonzero(np.asarray(driver.state.rows.phase) == Phase.RUNNING) == 4
     assert found == [[1, 0, 0, 0], [3, 3, 0, 0], [3, 3, 3, 0], [4, 4, 4, 4]]
 
 

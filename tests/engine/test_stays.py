@@ -31,12 +31,10 @@ def test_who_is_taken_back_and_gets_its_row_again_answers_as_if_it_had_not(more)
     for turns in range(1, 9):
         ids = tiny.submit(driver, prompts, params)
         deltas = [delta for n in (*[1] * turns, 4) for delta in driver.turn(max_steps=n)]
-        rows = {place.request.request_id: row for row, place in driver._places.taken()}
-        driver._recall(list(rows.values()))
+        rows = {place.request.request_id: row for row, place in driver.rows.taken()}
+        driver.recall(list(rows.values()))
         deltas += driver.turn(max_steps=2)
-        assert {
-            place.request.request_id: row for row, place in driver._places.taken()
-        }.items() <= rows.items()
+        assert {place.request.request_id: row for row, place in driver.rows.taken()}.items() <= rows.items()
         while driver.has_work:
             deltas += driver.turn(max_steps=5)
         found = {i: tiny.collect([delta for delta in deltas if delta.request_id == i]) for i in ids}
@@ -61,7 +59,7 @@ def test_nobody_is_taken_back_for_who_waits_for_an_adapters_room(tmp_path):
     asked = [add(prompts[i], 60, 5, i) for i in range(3)]
     asked += [add(prompt, 6, 6) for prompt in prompts[3:8]]
     deltas = driver.turn(max_steps=1) + driver.turn(max_steps=1)
-    assert len(driver._places.free_rows) == 0
+    assert len(driver.rows.free_rows) == 0
     asked += [add(prompt, 3, 0, 3) for prompt in prompts[8:]]
     while driver.has_work:
         deltas += driver.turn(max_steps=2)

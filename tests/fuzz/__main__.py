@@ -13,7 +13,9 @@ from tests.fuzz.targets import TARGETS
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", nargs="*", help=f"some of {', '.join(TARGETS)} (default: all)")
-    parser.add_argument("--seconds", type=float, default=600, help="time for each target (default 600)")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="processor time for each target (default 600)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="determines the inputs (default 0)")
     parser.add_argument("--input", type=Path, help="parse this file alone")
     args = parser.parse_args()

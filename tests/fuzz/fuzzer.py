@@ -66,15 +66,15 @@ class Fuzzer:
         self._has_new = False
 
     def run(self, seconds: float) -> None:
-        """Try the seeds, then mutated inputs, for this time. Raises `FoundError`."""
-        end = time.monotonic() + seconds
+        """Try the seeds, then mutated inputs, for this much processor time. Raises `FoundError`."""
+        end = time.process_time() + seconds
         with self._watching():
             for data in self.target.seeds():
                 self._try(data)
                 self.corpus.append(data)
             if self.num_refused:
                 raise self._found(self.corpus[0], f"{self.num_refused} of its seeds are refused")
-            while time.monotonic() < end:
+            while time.process_time() < end:
                 data = mutated(self.corpus, self._rng)
                 if self._try(data) and len(data) <= MAX_BYTES:
                     self.corpus.append(data)

@@ -11,7 +11,7 @@ from jaxpaged.checks import InputError
 from tests.fuzz.fuzzer import FoundError, Fuzzer, Target
 from tests.fuzz.targets import TARGETS
 
-SECONDS = 30  # for each parser, in every run of the tests
+SECONDS = 30  # processor time for each parser, in every run of the tests
 # Tests that share a parser's seconds, each with its own seed: short ones fill the gaps at the end of a run.
 NUM_TESTS = 3
 

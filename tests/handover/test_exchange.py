@@ -130,17 +130,17 @@ def test_blocks_of_another_kind_are_refused(here, blocks):
     ):
         driver = here._driver
         config = dataclasses.replace(driver.config, **options)
-        cache = driver._state.kv_cache
+        cache = driver.state.kv_cache
         measured = dataclasses.replace(cache, shared={"k_scale": jnp.zeros((2, 2))})
         with pytest.raises(InputError, match=rule):
-            exchange.kind(config, driver.door.model_config, driver._params, measured)
+            exchange.kind(config, driver.door.model_config, driver.params, measured)
 
 
 def test_room_for_adapters_is_no_other_model(here, blocks):
     driver, model = here._driver, tiny.load(LoadAs(jnp.dtype("float32")))
     lora.make_room(model, NAMES, num_adapters=2, rank=4)
     config = dataclasses.replace(tiny.CONFIG, eos_token_ids=(3,), max_model_len=64)
-    its = config, nnx.state(model), driver._state.kv_cache
+    its = config, nnx.state(model), driver.state.kv_cache
     assert exchange.kind(driver.config, *its) == blocks.kind
 
 
@@ -193,22 +193,22 @@ def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks,
     driver.reset_prefix_cache()
 
     def broken():
-        yield from list(exchange.cut(blocks.arrays, 6, driver._state.kv_cache))[:1]
+        yield from list(exchange.cut(blocks.arrays, 6, driver.state.kv_cache))[:1]
         raise OSError("the line is cut")
 
     long = tiny.prompts([100] * 4, seed=1)
     tiny.submit(driver, long, tiny.greedy(16))
     for _ in range(4):
         driver.turn(2)
-    running = [place for _, place in driver._places.taken()]
+    running = [place for _, place in driver.rows.taken()]
     assert driver.stats.num_running == 4, "with 13 or 14 of 64 blocks each"
     with pytest.raises(OSError, match="the line is cut"):
         driver.adopt(blocks.token_ids, None, broken())
-    tiny.check_invariants(driver._state.tables)
+    tiny.check_invariants(driver.state.tables)
     prompt = np.array(PROMPT, np.int32)
     assert driver.locate(prompt, None).block_ids.size == 0
     assert driver.adopt_blocks(blocks) == 6
-    tiny.check_invariants(driver._state.tables)
+    tiny.check_invariants(driver.state.tables)
     assert driver.export_blocks(prompt, None).to_bytes() == blocks.to_bytes()
     longer = np.arange(15 * 8, dtype=np.int32).reshape(15, 8)
     arrays = {name: np.repeat(x[:1], 15, 0) for name, x in blocks.arrays.items()}
@@ -366,7 +366,7 @@ with tiny.engine() as engine:
     num_adopted = engine.adopt_blocks(blocks)
     (token_ids, scores), num_hit_tokens = answer(engine, PROMPT)
     transport.send(engine.export_blocks(PROMPT))
-    on_a_mesh(blocks, engine._driver._state.kv_cache)
+    on_a_mesh(blocks, engine._driver.state.kv_cache)
 transport.close()
 print(json.dumps([num_adopted, num_hit_tokens, token_ids, [score.logprob for score in scores]]))
 """

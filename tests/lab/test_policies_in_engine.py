@@ -20,4 +20,4 @@ def test_answers_are_the_same_under_any_policy_and_short_pools(policy):
     assert driver.stats.num_preemptions > 0
     assert driver.stats.num_hit_tokens > 0
     tiny.assert_nothing_is_held(driver)
-    check_invariants(driver._state.tables)
+    check_invariants(driver.state.tables)

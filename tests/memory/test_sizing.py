@@ -185,7 +185,7 @@ def test_quantised_weights_count_as_they_are_kept(monkeypatch):
 def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     """All that sizing asks of a GPU is its memory, so this CPU plays one. The program is the other tests'."""
     given = tiny.driver()
-    program = given._kept_run
+    program = given.kept_run
     of_loop = program.temporary_bytes + 2 * program.result_bytes
     assert min(program.temporary_bytes, program.result_bytes) > 10_000
     num_blocks = given.cache_size.num_blocks
@@ -203,12 +203,12 @@ def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     assert driver.cache_size.num_blocks == num_blocks
     assert driver.cache_size.budget.left == limit - taken
     assert ("of the compiled loop", of_loop) in driver.cache_size.budget.taken
-    assert driver._kept_run is program
+    assert driver.kept_run is program
     [prompt] = tiny.prompts([20])
     assert tiny.generate(driver, [prompt], tiny.greedy(5)) == [tiny.reference_answer(tuple(prompt), 5)]
 
     # Before it is loaded, its weights count beside; and the program is the same.
-    weights = sum(x.nbytes for x in jax.tree.leaves(driver._params))
+    weights = sum(x.nbytes for x in jax.tree.leaves(driver.params))
     stats = {"bytes_limit": limit + weights, "bytes_in_use": in_use}
     tiny.replace(monkeypatch, machine, "memory_stats", lambda: stats)
     size = start.cache_size(driver.setup)
@@ -276,7 +276,7 @@ def test_a_length_that_the_cache_cannot_hold_is_refused_or_made_to_fit(
 def test_a_cache_too_small_is_told_of_before_anything_is_loaded_and_the_door_knows_what_fits(monkeypatch):
     with pytest.raises(InputError, match="max_model_len=128, the model's own, needs 16 blocks"):
         tiny.driver(lambda _: pytest.fail("it is loaded"), num_blocks=16)
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     door = tiny.driver(num_blocks=9, max_model_len="auto").door
     assert door.max_model_len == 65
     [request] = door.admit([1] * 64, tiny.greedy(9))
@@ -300,10 +300,10 @@ def test_what_a_cpu_has_for_the_cache_is_reckoned_from_shapes():
 
 
 def test_what_is_reckoned_of_the_state_is_what_the_state_takes(monkeypatch):
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     driver = tiny.driver(num_blocks=128)
     fixed, per_block = capacity.state_bytes(driver.setup)
-    state = driver._state
+    state = driver.state
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - sum(
         x.nbytes for x in jax.tree.leaves(state.kv_cache)
     )

@@ -162,7 +162,7 @@ def test_the_loop_answers_as_one_device_does_with_the_same_bits_in_any_company(o
             want = jax.nn.log_softmax(told)[np.arange(24), answer.token_ids]
             np.testing.assert_allclose([score.logprob for score in answer.scores], want, atol=1e-4)
     tiny.assert_nothing_is_held(driver)
-    assert_same_on_each(driver._state)
+    assert_same_on_each(driver.state)
     differs(driver)
 
 
@@ -209,10 +209,10 @@ GIVEN = Fp8("fp8_e4m3", k_scale=(2.0**-11, 0.3), v_scale=(0.7, 2.0**-11))
     ("size", "groups", "heads"), [(2, 1, [[0], [1]]), (6, 1, [[0]] * 3 + [[1]] * 3), (2, 2, [[0], [1]] * 2)]
 )
 def test_scales_given_by_head_are_where_the_heads_are(size, groups, heads, monkeypatch):
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     driver = tiny.driver(kv_layout=GIVEN, tensor_parallel_size=size, data_parallel_size=groups)
     for name, scales in (("k_scale", GIVEN.k_scale), ("v_scale", GIVEN.v_scale)):
-        shards = driver._state.kv_cache.shared[name].addressable_shards
+        shards = driver.state.kv_cache.shared[name].addressable_shards
         for its_heads, shard in zip(heads, shards, strict=True):
             want = np.float32([[scales[head] for head in its_heads]] * 2)  # in both layers
             np.testing.assert_array_equal(np.squeeze(shard.data, 0) if groups > 1 else shard.data, want)
@@ -280,7 +280,7 @@ def assert_same_on_each(state):
 
 def differs(driver):
     """Check that a device with another state is found out in the next run."""
-    driver._state = differing(driver._state)
+    driver._state = differing(driver.state)
     tiny.submit(driver, tiny.prompts([5]), SamplingParams(max_tokens=2))
     with pytest.raises(PagedMemoryError, match="the devices of a model have come to different states"):
         tiny.drain(driver)

@@ -33,17 +33,17 @@ NUM_ROWS = 2 * tiny.DEFAULTS["max_num_seqs"]
 
 def groups_of(driver, ids):
     """Return the replicas of these requests."""
-    rows = {place.request.request_id: row for row, place in driver._places.taken()}
+    rows = {entry.request.request_id: row for row, entry in driver.rows.taken()}
     return [rows[i] // NUM_ROWS for i in ids]
 
 
 def assert_nothing_is_held(driver):
-    assert not any(driver._places.taken())
+    assert not any(driver.rows.taken())
     for group in range(driver.config.data_parallel_size):
-        state = jax.tree.map(lambda x, group=group: np.asarray(x)[group], driver._state.tables)
+        state = jax.tree.map(lambda x, group=group: np.asarray(x)[group], driver.state.tables)
         check_invariants(state)
         assert not np.any(state.seq_lens)
-    assert np.all(np.asarray(driver._state.status) == Status.OK)
+    assert np.all(np.asarray(driver.state.status) == Status.OK)
     assert driver.stats.num_free_blocks == driver.stats.num_blocks
 
 
@@ -90,7 +90,7 @@ def test_groups_answer_as_one_does_with_the_same_bits_in_any_company(options):
 
     together = asked(driver, range(8))
     assert driver.stats.num_preemptions > 0
-    assert np.all(driver._counters[:, Counter.NUM_NEW_TOKENS] > 24)  # each group has answered
+    assert np.all(driver.counters[:, Counter.NUM_NEW_TOKENS] > 24)  # each group has answered
     assert driver.stats.num_new_tokens == 8 * 24
     assert [asked(driver, [i])[0] for i in (6, 2)] == [together[6], together[2]]
     if driver.config.num_host_blocks:  # compiling one more takes long
@@ -108,10 +108,10 @@ def stops_by_the_last_group(driver):
     if driver.config.tensor_parallel_size > 1:
         differs(driver)
         return
-    status = np.array(driver._state.status)
+    status = np.array(driver.state.status)
     status[-1] = Status.OUT_OF_BLOCKS
-    placed = jax.device_put(status, driver._state.status.sharding)
-    driver._state = dataclasses.replace(driver._state, status=placed)
+    placed = jax.device_put(status, driver.state.status.sharding)
+    driver._state = dataclasses.replace(driver.state, status=placed)
     tiny.submit(driver, tiny.prompts([5]), tiny.greedy(2))
     with pytest.raises(PagedMemoryError, match="out of blocks"):
         tiny.drain(driver)
@@ -142,13 +142,13 @@ def test_a_prompt_goes_to_the_group_that_has_its_beginning_and_others_to_the_one
 
 def test_a_long_request_holds_up_no_other_group_for_longer_than_a_run(driver):
     prompts = tiny.prompts([20, 20, 21], seed=2)
-    before = driver._counters
+    before = driver.counters
     [long, short] = tiny.submit(driver, prompts[:2], [tiny.greedy(80), tiny.greedy(3)])
     driver.turn(max_steps=8)
     its_group, other = groups_of(driver, [long, short])
     assert its_group != other
     deltas = driver.turn(max_steps=8)
-    steps = (driver._counters - before)[:, Counter.NUM_STEPS]
+    steps = (driver.counters - before)[:, Counter.NUM_STEPS]
     assert (steps[its_group], steps[other]) == (8, 3)  # each group's run is over by itself
     assert {delta.request_id: bool(delta.finish_reason) for delta in deltas} == {long: False, short: True}
     [next_one] = tiny.submit(driver, prompts[2:], tiny.greedy(3))
@@ -176,7 +176,7 @@ def test_an_abort_in_a_group_leaves_others_as_they_are_and_blocks_are_counted_th
         assert np.all(seen.holders[progress.block_ids] == 1)
     assert seen.holders.sum() == sum(len(progress.block_ids) for progress in seen.requests)
     assert [progress.prompt_len for progress in seen.requests] == [20, 33]
-    places = driver._places
+    places = driver.rows
     lens = places._num_tokens[places._arrivals != 0] - 1  # in the cache when the last report was made
     assert driver.stats.num_free_blocks == driver.stats.num_blocks - sum(-(-lens // 8))
     assert len({*(-(-lens // 8))}) == 2
@@ -237,15 +237,15 @@ def test_what_is_of_one_group_alone_is_refused(driver):
 @pytest.mark.slow
 def test_one_group_runs_the_loop_as_it_is_written(monkeypatch):
     """Nothing of groups is in the program without them."""
-    monkeypatch.setattr(Driver, "_compile", lambda self: None)
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
     driver = tiny.driver(**tiny.SMALL)
     size = driver.cache_size.num_blocks
     state = start.create_state(driver.setup, tiny.load(LoadAs(jnp.dtype("float32"))), size)
-    source = start.Source(driver.setup, driver._graphdef, driver._params, state, by_host=False)
+    source = start.Source(driver.setup, driver.graphdef, driver.params, state, by_host=False)
     written = jax.jit(
         inspect.unwrap(loop.run), static_argnames=("graphdef", "config"), donate_argnames="state"
     )
-    plain = written.lower(driver._graphdef, *source.arrays, config=source.step_config)
+    plain = written.lower(driver.graphdef, *source.arrays, config=source.step_config)
     assert driver.setup.mesh is None
     assert source.lower().as_text() == plain.as_text()
 
@@ -256,7 +256,7 @@ def test_answers_in_random_company_are_those_of_the_request_alone(tmp_path):
     fuzz = Fuzz("groups", tmp_path)
     counts = [fuzz.run(seed) for seed in range(4)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
-    assert np.all(fuzz.driver._counters[:, Counter.NUM_NEW_TOKENS] > 0)
+    assert np.all(fuzz.driver.counters[:, Counter.NUM_NEW_TOKENS] > 0)
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def test_adapters_are_there_for_all_groups(tmp_path):
         driver.add(request)
         ids.append(request.request_id)
     answers = tiny.drain(driver)
-    assert np.all(driver._counters[:, Counter.NUM_NEW_TOKENS] > 0)
+    assert np.all(driver.counters[:, Counter.NUM_NEW_TOKENS] > 0)
     for request_id, prompt, seed in zip(ids, prompts, seeds, strict=True):
         assert answers[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8), seed
 

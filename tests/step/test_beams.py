@@ -273,7 +273,7 @@ def test_beams_hold_hardly_more_blocks_than_they_must():
     block_size = driver.config.block_size
     while driver.has_work:
         driver.turn(max_steps=1)
-        state = driver._state
+        state = driver.state
         lens, lines = np.asarray(state.tables.seq_lens), np.asarray(state.rows.token_ids)
         contents = {
             tuple(lines[row, : min(end + block_size, lens[row])].tolist())

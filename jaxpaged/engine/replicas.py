@@ -1,7 +1,7 @@
-"""Groups of devices, each with rows, a pool and a scheduler of its own: as one engine with all their rows.
+"""Replicas: data-parallel groups of devices, each with rows, a pool and a scheduler of its own.
 
-The driver counts rows through, a group's after another's; what it writes and reads has an axis for the groups
-if there are several.
+The driver sees one engine with the rows of all replicas, one replica's after another's. What it writes and
+reads has a first axis for replicas if there are several.
 """
 
 import dataclasses
@@ -18,46 +18,46 @@ from jaxpaged.step.report import Merge, Report
 from jaxpaged.step.step import PromptScores
 
 
-class Groups:
-    """The groups of an engine, and which of them a request goes to. For one thread.
+class Replicas:
+    """The replicas of an engine, and the choice of one for each request. For one thread.
 
-    `num_blocks` are a group's.
+    num_blocks: blocks of one replica's pool.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
         self._config = config
         self.size, self.num_rows = config.data_parallel_size, config.num_rows
         self._num_blocks = num_blocks
-        # Where the leader of answers last dealt went: its followers are the next ones.
+        # The last request with other answers to its prompt, and its replica: the others come next.
         self._leader: tuple[int, int] = (0, 0)
         self.forget()
 
     def forget(self) -> None:
-        """Nothing of former requests can be found any more."""
-        # So many requests for its cached blocks a group may be ahead of others.
+        """Forget which prefixes are cached where."""
+        # A replica with the longer cached prefix may have up to `lead` more requests than the others.
         lead = self._config.max_num_seqs / 2
         self._router: Router[int] = Router(max(self._num_blocks - 1, 1), max_lead=lead)
 
     def split(self, rows: np.ndarray) -> list[list[int]]:
-        """Rows by their groups."""
-        return [rows[rows // self.num_rows == group].tolist() for group in range(self.size)]
+        """Return the rows of each replica."""
+        return [rows[rows // self.num_rows == replica].tolist() for replica in range(self.size)]
 
     def choose(self, request: Request, token_ids: np.ndarray, free_rows: Sequence[Sequence[int]]) -> int:
-        """The group for a request, of those with free rows for it and all who must come with it.
+        """Choose a replica that has free rows for a request and for all that come with it.
 
-        Answers to one prompt go where its first one went, as long as they run together there. Others go by
-        `Router`: longest cached prefix, then load, unless a group is too far ahead.
+        Answers to one prompt go to the replica of its first answer, as long as they run together there. For
+        others `Router` decides: longest cached prefix, then load, unless a replica is too far ahead.
         """
         if self.size == 1:
             return 0
         loads = {
-            group: self.num_rows - len(rows)
-            for group, rows in enumerate(free_rows)
+            replica: self.num_rows - len(rows)
+            for replica, rows in enumerate(free_rows)
             if len(rows) >= request.group_size
         }
-        leader, its_group = self._leader
-        if leader == request.leader_id != 0 and loads.get(its_group, np.inf) < self._config.max_num_seqs:
-            return its_group
+        leader, its_replica = self._leader
+        if leader == request.leader_id != 0 and loads.get(its_replica, np.inf) < self._config.max_num_seqs:
+            return its_replica
         keys = []
         if self._config.enable_prefix_caching:
             keys = keys_of_tokens(token_ids, self._config.block_size, str(request.salt))
@@ -68,9 +68,9 @@ class Groups:
         return chosen
 
     def local(self, rows: np.ndarray) -> np.ndarray:
-        """Rows by each group's own numbers: one beyond all for another group's, and for none.
+        """Return rows by each replica's own numbers; `num_rows` stands for rows of others, and for none.
 
-        With several groups they have an axis more, the first.
+        With several replicas the result has one axis more, the first.
         """
         if self.size == 1:
             return rows
@@ -79,7 +79,7 @@ class Groups:
         return np.where((own >= 0) & (own < self.num_rows), own, self.num_rows).astype(np.int32)
 
     def with_rows(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens [3, n], the first line their rows, by each group's own numbers."""
+        """Return tokens [3, n], whose first line are rows, with each replica's own row numbers."""
         if self.size == 1:
             return tokens
         rows = self.local(tokens[0])
@@ -87,7 +87,7 @@ class Groups:
         return np.concatenate([rows[:, None], rest], axis=1)
 
     def merged(self, report: Report) -> Report:
-        """What all groups report, as NumPy arrays; `counters` stay each group's, [groups, counters]."""
+        """Merge the reports of all replicas, NumPy arrays; `counters` stay apart, [replicas, counters]."""
         if self.size == 1:
             return report
         each = {
@@ -110,14 +110,14 @@ class Groups:
             case Merge.KEEP:
                 return values
 
-    def merged_prompts(self, told: PromptScores) -> PromptScores:
-        """What all groups tell of prompts."""
+    def merged_prompts(self, scores: PromptScores) -> PromptScores:
+        """Merge what all replicas report of prompts."""
         if self.size == 1:
-            return told
-        row: Any = told.row
-        nobody = self.size * self.num_rows
-        row = np.where(row < self.num_rows, row + self._first_rows, nobody)
-        return _joined(dataclasses.replace(told, row=row))
+            return scores
+        row: Any = scores.row
+        none = self.size * self.num_rows
+        row = np.where(row < self.num_rows, row + self._first_rows, none)
+        return _joined(dataclasses.replace(scores, row=row))
 
     @property
     def _first_rows(self) -> np.ndarray:
@@ -125,5 +125,5 @@ class Groups:
 
 
 def _joined(tree: Any) -> Any:
-    """The first two axes as one."""
+    """Join the first two axes."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)

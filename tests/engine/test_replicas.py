@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.groups import Groups
+from jaxpaged.engine.replicas import Replicas
 from jaxpaged.engine.request import Request
 from jaxpaged.sampling_params import SamplingParams
 
@@ -28,7 +28,7 @@ def answer(index: int) -> Request:
 @pytest.mark.parametrize(("load", "group"), [(1, 0), (3, 0), (4, 1), (5, 1)])
 def test_answers_go_where_the_first_went_only_while_they_run_together_there(load, group):
     """Four run together in a group of eight rows: a fifth would wait there while the other group has room."""
-    groups = Groups(EngineConfig(max_num_seqs=4, data_parallel_size=2, num_blocks=9), num_blocks=9)
+    groups = Replicas(EngineConfig(max_num_seqs=4, data_parallel_size=2, num_blocks=9), num_blocks=9)
 
     def free_rows(*loads):
         return [list(range(8 * i, 8 * i + 8 - load)) for i, load in enumerate(loads)]

@@ -1,0 +1,375 @@
+"""The door of the engine: checks what is asked for, in the thread that asks, and makes it requests."""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import math
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypedDict, TypeGuard, Unpack
+
+import numpy as np
+
+from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.adapters import Adapter, Adapters
+from jaxpaged.engine.dead_ends import dead_end
+from jaxpaged.engine.request import Request, arrival_of
+from jaxpaged.lora import LoRARequest
+from jaxpaged.memory.sizing import CacheSize
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, seed_bits
+from jaxpaged.sampling_state import (
+    MAX_EDITS,
+    Edit,
+    LogitRules,
+    RowOptions,
+    SamplingState,
+    count_or_none,
+    row_values,
+)
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.state import Phase
+from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
+
+INT32_RULE = "an int in [-2**31, 2**31)"
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request beside its prompt and parameters."""
+
+    priority: int  # lower is served first, with scheduling_policy="priority"
+    cache_salt: str | None  # requests share cached blocks only if their salts are equal
+    lora_request: LoRARequest | None  # the adapter; None: the model alone
+
+
+class Salts:
+    """Numbers for the salts of the prefix cache: the same for the same salt, and no two for different ones.
+
+    Of very many salts only the last ones used are remembered, each by its SHA-256 digest. One that comes back
+    gets another number: what was cached under it is not found any more.
+    """
+
+    MOST = 2**16
+
+    def __init__(self) -> None:
+        self._numbers: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+        self._last = 0  # of 2**32 - 1; by then what was cached under the first ones is long forgotten
+        self._lock = threading.Lock()
+
+    def number(self, salt: str | None, adapter: int = 0) -> int:
+        """Return the number of a salt, an int32; 0 for none.
+
+        The number of an adapter counts like a salt: what is computed with it is found with it alone.
+        """
+        if salt is None and not adapter:
+            return 0
+        told = f"{adapter}:" if salt is None else f"{adapter}={salt}"
+        key = hashlib.sha256(told.encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            number = self._numbers.pop(key, None)
+            if number is None:
+                self._last = self._last % (2**32 - 1) + 1
+                number = (self._last + 2**31) % 2**32 - 2**31
+            self._numbers[key] = number
+            if len(self._numbers) > self.MOST:
+                self._numbers.popitem(last=False)
+        return number
+
+
+@dataclasses.dataclass(frozen=True)
+class Door:
+    """The check of all requests: knows the engine's fixed sizes, and refuses what could never run. For any
+    thread.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    max_model_len: int
+    cache_size: CacheSize
+    step_config: StepConfig
+    tokenizer: Any = None  # for `bad_words`
+    salts: Salts = dataclasses.field(default_factory=Salts)
+    adapters: Adapters | None = None  # None: requests have none
+
+    def admit(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> list[Request]:
+        """Return a request for each of the prompt's `params.n` answers, to be queued together.
+
+        The requests have a copy of `params`, which may be changed afterwards. Raises `InputError`.
+        """
+        check("sampling_params", params, "a SamplingParams", isinstance(params, SamplingParams))
+        params, most = params.clone(), self.config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            told = getattr(params, name)
+            check(name, told, f"at most max_logprobs={most}", told is None or told <= most)
+        first = self._first(prompt_token_ids, params, **options)
+        self._check_blocks(first)
+        others = range(1, params.n)
+        return [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
+
+    def admit_search(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        params: BeamSearchParams,
+        **options: Unpack[RequestOptions],
+    ) -> list[Request]:
+        """Return the requests of a beam search, a row each, to be queued together. Raises `InputError`."""
+        check("params", params, "a BeamSearchParams", isinstance(params, BeamSearchParams))
+        width, most = params.beam_width, self.config.max_num_seqs
+        check("beam_width", width, f"at most max_num_seqs={most}", width <= most)
+        as_sampled = SamplingParams(
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            temperature=0,
+            logprobs=2 * width,
+            detokenize=False,
+        )
+        first = self._first(prompt_token_ids, as_sampled, **options)
+        first = dataclasses.replace(first, beams=params)
+        self._check_blocks(first)
+        return [dataclasses.replace(first, index=i) for i in range(first.group_size)]
+
+    def _first(
+        self,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Request:
+        """Check a prompt and what is asked for with it. Return the request for its first answer."""
+        prompt = self._prompt(self._cut(prompt_token_ids, params))
+        max_num_tokens = self.max_model_len
+        if params.max_tokens is not None:
+            max_num_tokens = min(len(prompt) + params.max_tokens, max_num_tokens)
+        self._check_tokens(params)
+        check_texts("stop", params.stop or (), MAX_STOPS, MAX_STOP_CHARS)
+        check_texts("bad_words", params.bad_words or (), MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        for name in ("stop", "bad_words"):
+            has_text = self.tokenizer is not None or not getattr(params, name)
+            check(name, getattr(params, name), "None for a model without a tokenizer", has_text)
+        priority = checked_int("priority", priority, INT32_RULE, -(2**31))
+        if self.config.scheduling_policy == "fcfs":
+            check("priority", priority, "0 unless scheduling_policy is 'priority'", priority == 0)
+        check_salt("cache_salt", cache_salt)
+        adapter = self._adapter(lora_request)
+        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        edits = self._edits(params)
+        stops = {*eos, *(params.stop_token_ids or ())}
+        self._check_choice(params, edits, stops)
+        return Request(
+            prompt_token_ids=prompt,
+            params=params.of_answer(0),
+            priority=priority,
+            salt=self.salts.number(cache_salt, adapter.number if adapter else 0),
+            stop_token_ids=tuple(sorted(stops)),
+            eos_token_ids=eos,
+            edits=edits,
+            max_num_tokens=max_num_tokens,
+            adapter=adapter,
+        )
+
+    def must_read(self, lora_request: LoRARequest | None) -> TypeGuard[LoRARequest]:
+        """Check whether a request's adapter would have to be read from disk."""
+        return (
+            isinstance(lora_request, LoRARequest)
+            and self.adapters is not None
+            and not self.adapters.has(lora_request)
+        )
+
+    def _adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
+        if lora_request is None:
+            return None
+        check("lora_request", lora_request, "None without enable_lora", self.adapters is not None)
+        assert self.adapters is not None
+        return self.adapters.get(lora_request)
+
+    def checked_prompt(self, prompt_token_ids: Any, cache_salt: str | None) -> np.ndarray:
+        """Return the prompt as int32 if it and the salt could be a request's. Raises `InputError`."""
+        check_salt("cache_salt", cache_salt)
+        return self._prompt(prompt_token_ids)
+
+    def row_values(self, request: Request, num_tokens: int) -> dict[str, Any]:
+        """Return what `Rows` holds of a request, by its fields, but for the tokens, the head and the adapter.
+
+        `num_tokens` is more than the prompt's where a part of the answer is known already.
+        """
+        params, prompt_len = request.params, len(request.prompt_token_ids)
+        options = RowOptions(
+            params=params,
+            prompt_len=prompt_len,
+            vocab_size=self.model_config.vocab_size,
+            seed=self._seed(request),
+            stop_token_ids=request.stop_token_ids,
+            edits=request.edits,
+        )
+        width = request.beams.beam_width if request.beams else 0
+        return {
+            "phase": Phase.HELD if request.index >= width > 0 else Phase.WAITING,
+            "arrival": arrival_of(request.request_id),
+            "priority": request.priority,
+            "salt": request.salt,
+            "leader": arrival_of(request.leader_id) if request.leader_id else 0,
+            "prompt_lens": prompt_len,
+            "num_tokens": num_tokens,
+            "max_num_tokens": request.max_num_tokens,
+            "num_prompt_logprobs": count_or_none(params.prompt_logprobs),
+            "sampling": row_values(SamplingState, options),
+            "rules": row_values(LogitRules, options),
+            "beams": {
+                "width": width,
+                "length_penalty": request.beams.length_penalty if request.beams else 0,
+                "temperature": (request.beams.temperature if request.beams else 0) or 1,
+                "cum_logprob": 0 if request.index == 0 else -np.inf,
+                "rank": request.index % width if width else 0,
+            },
+        }
+
+    def _prompt(self, token_ids: Any) -> np.ndarray:
+        """Return the prompt as int32. A long one is passed over twice: once for its types, once for its
+        values.
+        """
+        if isinstance(token_ids, np.ndarray):
+            ok = token_ids.ndim == 1 and np.issubdtype(token_ids.dtype, np.integer)
+            check("prompt_token_ids", token_ids, "a list of token ids", bool(ok))
+        else:
+            ok = isinstance(token_ids, Sequence) and not isinstance(
+                token_ids, str | bytes | bytearray | memoryview
+            )
+            check("prompt_token_ids", token_ids, "a list of token ids", ok)
+        if len(token_ids) == 0:
+            raise InputError("the prompt must have at least one token")
+        if len(token_ids) >= self.max_model_len:
+            raise InputError(
+                f"the prompt has {len(token_ids)} tokens, must have less than "
+                f"max_model_len={self.max_model_len}"
+            )
+        rule = f"a token id, an int in [0, {self.model_config.vocab_size})"
+        if not isinstance(token_ids, np.ndarray) and not all(map(is_int_type, set(map(type, token_ids)))):
+            wrong = next(token for token in token_ids if not is_int(token))
+            raise InputError(f"prompt token={shown(wrong)} must be {rule}")
+        for token in (min(token_ids), max(token_ids)):
+            checked_int("prompt token", token, rule, 0, self.model_config.vocab_size - 1)
+        return np.array(token_ids, np.int32)
+
+    def _cut(self, token_ids: Any, params: SamplingParams) -> Any:
+        """Cut a prompt by `truncate_prompt_tokens`. What is no list of ids is returned as it is."""
+        most = params.truncate_prompt_tokens
+        if most is None or not hasattr(token_ids, "__len__"):
+            return token_ids
+        longest = self.max_model_len - 1
+        rule = f"-1, or less than max_model_len={self.max_model_len}"
+        check("truncate_prompt_tokens", most, rule, most <= longest)
+        most = longest if most == -1 else most
+        if len(token_ids) <= most:
+            return token_ids
+        return token_ids[:most] if params.cuts == "right" else token_ids[len(token_ids) - most :]
+
+    def _check_choice(self, params: SamplingParams, edits: Sequence[Edit], stops: Collection[int]) -> None:
+        """Raise `InputError` if an answer might come to where no token may follow."""
+        words = [
+            [each.token_id for each in edits[i - edit.prefix : i + 1]]
+            for i, edit in enumerate(edits)
+            if edit.value == -math.inf
+        ]
+        allowed = params.allowed_token_ids or range(self.model_config.vocab_size)
+        found = dead_end(allowed, words, stops, params.min_tokens, params.max_tokens)
+        if found is not None:
+            where = f"behind the answer's tokens {shown([*found])}" if found else "as an answer's first"
+            bars = ["bad_words bar some"] if words else []
+            if len(found) < params.min_tokens:
+                bars.append(f"min_tokens={params.min_tokens} bars those that end an answer")
+            name = "the vocabulary"
+            if params.allowed_token_ids is not None:
+                name = f"allowed_token_ids={shown([*params.allowed_token_ids])}"
+            raise InputError(f"{name} must have a token to choose {where}: {' and '.join(bars)}")
+
+    def _check_blocks(self, request: Request) -> None:
+        # An answer's last token is never written to the cache.
+        block_size, prompt_len = self.config.block_size, len(request.prompt_token_ids)
+        need = self.step_config.blocks_of(request.max_num_tokens - 1, block_size)
+        what = f"max_tokens={request.params.max_tokens}"
+        if request.beams is not None:  # which share the blocks that the prompt fills, if they keep them
+            shared = prompt_len // block_size if self.step_config.sliding_window is None else 0
+            need += (request.beams.beam_width - 1) * (need - shared)
+            what += f" and beam_width={request.beams.beam_width}"
+        if need > self.cache_size.num_blocks - 1:
+            raise InputError(
+                f"the prompt of {prompt_len} tokens with {what} needs {need} blocks "
+                f"of {block_size} tokens, but num_blocks={self.cache_size.num_blocks} leaves "
+                f"{self.cache_size.num_blocks - 1} for use"
+            )
+
+    def _check_tokens(self, params: SamplingParams) -> None:
+        last = self.model_config.vocab_size - 1
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            tokens = getattr(params, name) or (0,)
+            for token in (min(tokens), max(tokens)):
+                checked_int(f"{name}: token", token, f"a token id, an int in [0, {last + 1})", 0, last)
+
+    def _edits(self, params: SamplingParams) -> tuple[Edit, ...]:
+        """Return the edits of `logit_bias` and `bad_words`: the last token of a word is barred after the
+        others.
+        """
+        bias, words = params.logit_bias or {}, params.bad_words or ()
+        tokens_of = _bad_words(self.tokenizer, tuple(words)) if words else ()
+        count, rule = len(bias) + sum(map(len, tokens_of)), f"at most {MAX_EDITS}"
+        check("number of tokens in logit_bias and bad_words", count, rule, count <= MAX_EDITS)
+        edits = [Edit(token, value) for token, value in bias.items()]
+        for word in tokens_of:
+            edits += [Edit(token, 0.0) for token in word[:-1]]
+            edits.append(Edit(word[-1], -math.inf, len(word) - 1))
+        return tuple(edits)
+
+    def _seed(self, request: Request) -> int:
+        """Return a request's seed. Without one of its own it depends on the order of requests alone."""
+        if request.params.seed is not None:
+            return seed_bits(request.params.seed)
+        seeds = self.config.seed % 2**64, request.request_id
+        return int(np.random.SeedSequence(seeds).generate_state(1)[0])
+
+
+@functools.lru_cache(maxsize=16)  # of a request with many prompts, once for all
+def _bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word as it begins a text; and as it stands behind a space, if that is one
+    token for another, and not a token for the space. Raises `InputError`.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        if not bare:
+            raise InputError(f"bad_words: word={shown(word)} must have at least one token")
+        found.append(bare)
+        if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return tuple(found)
+
+
+def filled[T](template: T, lines: Sequence[Mapping[str, Any]]) -> T:
+    """Return a record of NumPy arrays with the values of some lines in place of the first of a template.
+
+    template: a dataclass of arrays [num_lines, ...], or of such dataclasses; `empty_rows` gives one.
+    lines: values by field, a mapping of them where the field is a dataclass. Values shorter than an array's
+        line leave the rest of it as it is.
+    """
+    changed: dict[str, Any] = {}
+    for name in lines[0] if lines else ():
+        values = [line[name] for line in lines]
+        if isinstance(values[0], dict):
+            changed[name] = filled(getattr(template, name), values)
+            continue
+        changed[name] = array = getattr(template, name).copy()
+        if array.ndim == 1:
+            array[: len(values)] = values
+            continue
+        for line, value in enumerate(values):
+            array[line, : len(value)] = value
+    return dataclasses.replace(template, **changed)  # type: ignore[type-var]  # a dataclass

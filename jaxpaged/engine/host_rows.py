@@ -1,0 +1,246 @@
+"""Rows as the host knows them: which request has which, and what the runs report. For one thread only."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.engine.request import Beam, Delta, Request, Score, arrival_of
+from jaxpaged.sampling import Scores
+from jaxpaged.step.report import Report
+from jaxpaged.step.state import MAX_STEPS, FinishReason, Phase
+from jaxpaged.step.step import PromptScores
+
+# Phases of requests in rows that are not held for others, and do not run.
+WAITS = (Phase.WAITING, Phase.SWAPPED, Phase.FOLLOWING)
+
+
+@dataclasses.dataclass
+class HostRow:
+    """A row that has a request, as the host knows it."""
+
+    request: Request
+    answer: list[int]  # tokens read so far
+    is_aborted: bool = False
+    # By the first position of a tile.
+    prompt_scores: dict[int, list[Score]] = dataclasses.field(default_factory=dict)
+    scores: list[Score] = dataclasses.field(default_factory=list)  # of the answer, in a beam search
+
+    @property
+    def arrival(self) -> int:
+        """Number of the request on the device."""
+        return arrival_of(self.request.request_id)
+
+    def scores_of_prompt(self) -> list[Score | None] | None:
+        """Return the scores of the prompt's tokens, where they are wanted and the answer has not begun."""
+        if self.answer or self.request.params.prompt_logprobs is None:
+            return None
+        return [None, *(score for _, tile in sorted(self.prompt_scores.items()) for score in tile)]
+
+
+# The same of all rows, for NumPy; zeros for a free row.
+COLUMNS = np.dtype(
+    [
+        ("arrival", np.int32),
+        ("num_tokens", np.int32),  # known
+        ("phase", np.int32),  # when last reported
+        ("wants_scores", np.bool_),  # log-probabilities of its answer
+        ("wants_prompt_scores", np.bool_),  # and of its prompt
+        ("is_beam", np.bool_),  # or holds what has ended of a beam search
+        ("has_run", np.bool_),
+        # Number of the stay in the row. A request that leaves its row and comes back has the same arrival,
+        # but it is another stay.
+        ("stay", np.int64),
+    ]
+)
+
+
+class HostRows:
+    """All rows as the host knows them, those of each replica one after the other."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._rows: list[HostRow | None] = [None] * num_rows
+        self._columns = np.zeros(num_rows, COLUMNS)
+        self._num_stays = 0
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> HostRow | None:
+        return self._rows[row]
+
+    def taken(self) -> Iterator[tuple[int, HostRow]]:
+        """Iterate over the rows that have requests, each with its number."""
+        return ((row, entry) for row, entry in enumerate(self._rows) if entry is not None)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any row is taken."""
+        return bool(self._columns["arrival"].any())
+
+    @property
+    def stays(self) -> np.ndarray:
+        """Copy of the stay in each row now, int64 [num_rows]: `read` needs it with the report of a run that
+        is dispatched now.
+        """
+        return self._columns["stay"].copy()
+
+    @property
+    def free_rows(self) -> np.ndarray:
+        """Numbers of the rows without a request, rising."""
+        return np.flatnonzero(self._columns["arrival"] == 0)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of rows whose requests do not run."""
+        return int(np.isin(self._columns["phase"][self._columns["arrival"] != 0], WAITS).sum())
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether any request wants log-probabilities of its answer."""
+        return bool(self._columns["wants_scores"].any())
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """Whether any request wants log-probabilities of its prompt."""
+        return bool(self._columns["wants_prompt_scores"].any())
+
+    def waiting(self) -> list[tuple[tuple[int, int], int]]:
+        """Return order and row of each request that can be recalled without loss: new or preempted, alone."""
+        columns = self._columns
+        waits = (columns["arrival"] != 0) & np.isin(columns["phase"], (Phase.WAITING, Phase.SWAPPED))
+        return [
+            (entry.request.order, row)
+            for row in np.flatnonzero(waits).tolist()
+            if (entry := self._rows[row]) and not entry.is_aborted and entry.request.beams is None
+        ]
+
+    def take(self, row: int, request: Request, answer: list[int]) -> None:
+        """Give a free row to a request, of whose answer so much is known."""
+        entry = self._rows[row] = HostRow(request, answer)
+        self._num_stays += 1
+        num_tokens = len(request.prompt_token_ids) + len(answer)
+        wants = request.params.logprobs is not None, request.params.prompt_logprobs is not None
+        is_beam, has_run = request.beams is not None, False
+        self._columns[row] = (
+            *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run),
+            self._num_stays,
+        )
+
+    def leave(self, row: int) -> None:
+        """Free a row."""
+        self._rows[row] = None
+        self._columns[row] = 0
+
+    def read(
+        self, report: Report, prompts: PromptScores | None, stays: np.ndarray
+    ) -> tuple[list[Delta], list[int]]:
+        """Take what is new in a report of NumPy arrays, and free the rows of requests that have ended.
+
+        prompts: what the run reports of prompts, where that is wanted.
+        stays: `stays` as it was when the run was dispatched. A report says nothing of a row that was taken
+            since, even if by the same request again.
+
+        Returns: the deltas, and the numbers of the requests that this report is the first to see run.
+        """
+        columns = self._columns
+        reported = (columns["stay"] != 0) & (columns["stay"] == stays)
+        if prompts is not None:
+            self._note_prompts(prompts, reported)
+        num_new = report.num_tokens - columns["num_tokens"][report.origin]
+        changed = reported & ((num_new != 0) | (report.finish_reason != 0))
+        columns["phase"][reported] = report.phase[reported]
+        columns["num_tokens"][reported] = report.num_tokens[reported]
+        begins = reported & ~columns["has_run"] & ((report.phase == Phase.RUNNING) | (num_new != 0))
+        columns["has_run"] |= begins
+        first_run = [entry.request.request_id for row in np.flatnonzero(begins) if (entry := self._rows[row])]
+        deltas = self._deltas(report, np.flatnonzero(changed & ~columns["is_beam"]), num_new)
+        if columns["is_beam"].any():
+            deltas += self._follow_beams(report, np.flatnonzero(changed & columns["is_beam"]), num_new)
+        for row in np.flatnonzero(reported & (report.finish_reason != 0)).tolist():
+            self.leave(row)
+        return deltas, first_run
+
+    def _deltas(self, report: Any, rows: np.ndarray, num_new: Any) -> list[Delta]:
+        """Return the newest `num_new` tokens of these rows, as deltas.
+
+        The report has the last MAX_STEPS tokens of each row, oldest first.
+        """
+        ends = np.minimum(report.num_tokens, MAX_STEPS)
+        arrays = ends, num_new, report.new_token_ids, report.num_hit_tokens, report.finish_reason
+        columns = [array[rows].tolist() for array in arrays]
+        deltas = []
+        for row, end, n, token_ids, num_hits, reason in zip(rows.tolist(), *columns, strict=True):
+            entry = self._rows[row]
+            assert entry is not None  # it has an arrival
+            request, new = entry.request, slice(end - n, end)
+            num_top, its_tokens = request.params.logprobs, token_ids[new]
+            its_own = reason == FinishReason.STOP and its_tokens[-1] not in request.eos_token_ids
+            deltas.append(
+                Delta(
+                    request_id=request.request_id,
+                    token_ids=its_tokens,
+                    scores=None if num_top is None else scores_of(report.new_scores, (row, new), num_top),
+                    num_hit_tokens=num_hits,
+                    finish_reason=FinishReason(reason),
+                    stop_reason=its_tokens[-1] if its_own else None,
+                    prompt_scores=entry.scores_of_prompt() if its_tokens else None,
+                    index=request.index,
+                )
+            )
+            entry.answer += its_tokens
+        return deltas
+
+    def _follow_beams(self, report: Any, rows: np.ndarray, num_new: Any) -> list[Delta]:
+        """Extend what rows of beam searches hold, each from the row that held it when the run began.
+
+        Return the deltas of those that have ended: a beam's answer is reported only then.
+        """
+        before = {row: (entry.answer, entry.scores) for row, entry in self.taken()}
+        deltas = []
+        for row in rows.tolist():
+            entry, end = self._rows[row], min(int(report.num_tokens[row]), MAX_STEPS)
+            assert entry is not None  # it has an arrival
+            request, new = entry.request, slice(end - int(num_new[row]), end)
+            answer, scores = before[int(report.origin[row])]
+            num_top = request.params.logprobs or 0
+            entry.answer = answer + report.new_token_ids[row][new].tolist()
+            entry.scores = scores + scores_of(report.new_scores, (row, new), num_top)
+            if reason := FinishReason(int(report.finish_reason[row])):
+                deltas.append(
+                    Delta(
+                        request_id=request.request_id,
+                        token_ids=entry.answer,
+                        scores=entry.scores,
+                        num_hit_tokens=int(report.num_hit_tokens[row]),
+                        finish_reason=reason,
+                        index=request.index,
+                        beam=Beam(float(report.cum_logprob[row]), int(report.beam_rank[row])),
+                    )
+                )
+        return deltas
+
+    def _note_prompts(self, prompts: PromptScores, reported: np.ndarray) -> None:
+        """Keep the scores of prompts in masked rows until the first token of their answers."""
+        for tile, row in enumerate(prompts.row.tolist()):
+            entry = self._rows[row] if row < len(self._rows) and reported[row] else None
+            if entry is None:
+                continue
+            request, start = entry.request, int(prompts.start[tile])
+            at = tile, slice(len(request.prompt_token_ids) - 1 - start)
+            num_top = request.params.prompt_logprobs or 0
+            entry.prompt_scores[start] = scores_of(prompts.scores, at, num_top)
+
+
+def scores_of(scores: Scores | None, at: Any, num_top: int) -> list[Score]:
+    """Return the scores of some tokens from NumPy arrays, each with its `num_top` likeliest."""
+    assert scores is not None
+    each = (scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
+    logprob, rank, ids, logprobs = (np.asarray(values)[at].tolist() for values in each)
+    top = (
+        tuple((token, value) for token, value in zip(*its, strict=True) if token >= 0)[:num_top]
+        for its in zip(ids, logprobs, strict=True)
+    )
+    return [Score(*its) for its in zip(logprob, rank, top, strict=True)]

@@ -1,0 +1,40 @@
+"""Statistics of an engine: what it has done since it was made, and how it stands."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxpaged.step.report import Report
+from jaxpaged.step.state import Counter, Phase
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts of an engine since it was made, and how it stands."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # computed in prompt tiles
+    num_decode_tokens: int = 0  # computed one a row and step
+    num_new_tokens: int = 0  # of answers
+    num_preemptions: int = 0
+    num_lookup_tokens: int = 0  # looked up in the prefix cache
+    num_hit_tokens: int = 0  # found there
+    num_prompt_passes: int = 0  # of the model over prompt tiles
+    num_running: int = 0
+    num_waiting: int = 0  # on the device or on the host, preempted ones included
+    num_blocks: int = 0  # of the pool, the null block left out
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0  # free ones whose content can still be found
+
+    def after(self, report: Report, done: Mapping[Counter, int], num_waiting: int) -> "Stats":
+        """Return the statistics after a run: its report, its own counts, and the requests that wait."""
+        counts = {counter.name.lower(): more for counter, more in done.items()}
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name) + more for name, more in counts.items()},
+            num_running=int(np.count_nonzero(report.phase == Phase.RUNNING)),
+            num_waiting=num_waiting,
+            num_free_blocks=int(report.num_free_blocks),
+            num_cached_blocks=int(report.num_cached_blocks),
+        )
