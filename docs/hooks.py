@@ -4,13 +4,15 @@ A page holds a marker comment, and the hook puts text in its place:
 
 - `<!-- include: FILE -->`: a Markdown file of the repository's root.
 - `<!-- map -->`: every module with the first line of its docstring.
-- `<!-- engine options -->`: the fields of `EngineConfig` with their defaults and comments.
+- `<!-- engine options -->`: the fields of `EngineConfig` with their defaults and meanings.
 
 `python docs/hooks.py` prints the map.
 """
 
 import ast
+import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference", "benchmarks")
 CONFIG = ROOT / "jaxpaged" / "config.py"
+CONTINUES = ("Of ", "auto:", "None:")  # beginnings of comments that do not stand alone
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -72,33 +75,43 @@ def first_sentence(file: Path) -> str:
 
 
 def engine_options() -> str:
-    """Return a Markdown table of the fields of `EngineConfig`: name, type, default and comment."""
+    """Return a Markdown table of the fields of `EngineConfig`: name, type, default and meaning.
+
+    The meaning is the comment above the field, or the help of the option's flag, or both where the comment
+    continues the help.
+    """
+    sys.path.insert(0, str(ROOT))
+    from jaxpaged.config import EngineConfig  # it does not import JAX
+
+    options = {field.name: field for field in dataclasses.fields(EngineConfig)}
     source = CONFIG.read_text()
     lines = source.splitlines()
-    [config] = [
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == "EngineConfig"
-    ]
     rows = ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for field in config.body:
-        if isinstance(field, ast.AnnAssign) and field.value is not None:
-            name, kind = ast.unparse(field.target), ast.unparse(field.annotation).replace("|", "\\|")
-            meaning = comment_of(lines, field.lineno, field.end_lineno or field.lineno)
-            rows.append(f"| `{name}` | `{kind}` | `{ast.unparse(field.value)}` | {meaning} |")
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.ClassDef) and node.name == "EngineConfig"):
+            continue
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign) and (name := ast.unparse(field.target)) in options:
+                option = options[name]
+                help_ = (option.metadata.get("flag") or {}).get("help", "")
+                help_ = re.sub(r" \(default:? [^()]*\)", "", help_)
+                comment = comment_above(lines, field.lineno)
+                texts = [help_, comment] if comment.startswith(CONTINUES) else [comment or help_]
+                meaning = " ".join(f"{each[0].upper()}{each[1:].rstrip('.')}." for each in texts if each)
+                kind = ast.unparse(field.annotation)
+                cells = (f"`{name}`", f"`{kind}`", f"`{option.default!r}`", meaning)
+                rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows)
 
 
-def comment_of(lines: list[str], first: int, last: int) -> str:
-    """Return the comment on a field's lines, after the comment lines right above it. Lines count from 1."""
-    above = []
-    for line in reversed(lines[: first - 1]):
+def comment_above(lines: list[str], number: int) -> str:
+    """Return the comment in the lines right above a line. Lines count from 1."""
+    above: list[str] = []
+    for line in reversed(lines[: number - 1]):
         if not line.strip().startswith("#"):
             break
-        above.insert(0, line.strip())
-    beside = [line.partition("  #")[2] for line in lines[first - 1 : last]]
-    words = " ".join(text.strip().removeprefix("#").strip() for text in (*above, *beside) if text.strip())
-    return words.replace("|", "\\|")
+        above.insert(0, line.strip().removeprefix("#").strip())
+    return " ".join(above)
 
 
 if __name__ == "__main__":

@@ -346,6 +346,7 @@ def test_the_map_and_the_options_are_complete():
                 assert f"`{file.name}`" in code_map, file
     options = made.engine_options()
     assert re.findall(r"^\| `(\w+)` ", options, re.M) == list(EngineConfig.__dataclass_fields__)
+    assert not re.findall(r"^.*\|\s*\|$", options, re.M), "an option without a meaning"
 
 
 def test_every_page_is_in_the_navigation():

@@ -45,8 +45,8 @@ class PassBatch:
         return self.slot_mapping == 0
 
     def in_layer(self, is_last: bool | Bool[Array, ""]) -> "PassBatch":
-        """The batch for one layer. In the last one K and V of all tokens matter, and else what is wanted:
-        tiles without any of that see nothing. In the others all is `wanted`.
+        """Return the batch for one layer. In the last one only wanted tokens are computed behind K and V:
+        tiles without any see nothing. In the other layers all tokens are `wanted`.
         """
         if self.wanted is None:
             return self
@@ -58,7 +58,7 @@ class PassBatch:
 def planned(
     batch: PassBatch, cache: KVCache, num_q_heads: int, sliding_windows: Sequence[int | None]
 ) -> PassBatch:
-    """The batch with what each layer would find out again, for layers with these windows."""
+    """Return the batch with its attention plans: what each layer would otherwise find out again."""
     pool = cache.pool(0)  # of any layer: their sizes are the same
     plans = tuple(
         ops.plan_of_tiles(

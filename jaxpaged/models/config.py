@@ -58,7 +58,7 @@ type RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongScaling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How positions turn the first `dim` coordinates of queries and keys, in pairs."""
+    """Rotary positions: how they turn the first `dim` coordinates of queries and keys, in pairs."""
 
     theta: float
     dim: int
@@ -67,7 +67,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """In what one layer may differ from the next."""
+    """The properties in which one layer may differ from the next."""
 
     rope: Rope | None = None  # None: positions do not turn anything
     sliding_window: int | None = None  # tokens that a token sees, itself among them; None: all before it
@@ -157,7 +157,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for what no model can be: numbers come from files, and may be anything."""
+        """Check all fields, which come from files. Raises `InputError` for what no model can be."""
         for name in _SIZES:
             self._set(name, checked_int(f"model config: {name}", getattr(self, name), "an int >= 1", 1))
         for name in _POSITIVE:
@@ -241,7 +241,7 @@ class ModelConfig:
 
     @property
     def sliding_windows(self) -> list[int | None]:
-        """Of each layer."""
+        """Sliding window of each layer."""
         return [kind.sliding_window for kind in self.layers]
 
     @property
@@ -257,7 +257,7 @@ class ModelConfig:
 
     @property
     def attention_extras(self) -> tuple[str, ...]:
-        """What its attention has beside windows: `ops.tiled_paged_attention`'s names."""
+        """Names of attention's features beside windows, as `ops.tiled_paged_attention` has them."""
         extras = {
             "soft_cap": self.attention_soft_cap is not None,
             "alibi_slopes": self.alibi_slopes is not None,
@@ -302,7 +302,7 @@ _FLAGS = (
 
 
 def alibi_slopes(num_heads: int, max_bias: float = 8.0, factor: float = 1.0) -> tuple[float, ...]:
-    """`factor * 2 ** (-max_bias * i / n)` for heads i = 1 to n, if their number n is a power of two.
+    """Return `factor * 2 ** (-max_bias * i / n)` for heads i = 1 to n, if n is a power of two.
 
     Of another number, those of the next lower power, then every second one of the next higher.
     """
@@ -315,5 +315,5 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0, factor: float = 1.0) -> 
 def uniform(
     num_layers: int, *, rope: Rope | None, sliding_window: int | None = None
 ) -> tuple[LayerKind, ...]:
-    """Layers that are all of one kind."""
+    """Return layers that are all of one kind."""
     return (LayerKind(rope=rope, sliding_window=sliding_window),) * num_layers

@@ -43,7 +43,7 @@ class Decoder(nnx.Module):
         self.lm_head = self._lm_head(weights)
 
     def _lm_head(self, weights: Weights) -> layers.Linear | None:
-        """None where a tied table serves as it lies: not if products want it packed, and it is not."""
+        """Make the head's product; None where a tied table serves as it is stored."""
         if not self.config.tie_word_embeddings:
             table = weights.get("lm_head.weight")
         elif isinstance(self.embedding.get_value(), QuantisedWeight):
@@ -64,7 +64,7 @@ class Decoder(nnx.Module):
         return self.config.hidden_size
 
     def create_cache(self, num_blocks: int, block_size: int, layout: Layout = TOKEN_MAJOR) -> KVCache:
-        """Zeroed K and V of its layers, heads and dtype."""
+        """Make a cache of zeros for the model's layers, heads and dtype."""
         c = self.config
         return kv_cache.create(
             c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, layout
@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
         cache: KVCache,
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-        """The wanted tokens' hidden states after the last norm, and the cache with all tokens written."""
+        """Return the wanted tokens' hidden states after the last norm, and the cache with all tokens."""
         # Zeros stay zeros in every layer without biases, and products on a CPU skip rows of zeros.
         x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
         max_len = batch.block_tables.shape[1] * cache.block_size
@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
     def embed(
         self, token_ids: Int[Array, " num_tokens"], positions: Int[Array, " num_tokens"]
     ) -> Float[Array, "num_tokens hidden"]:
-        """The tokens' rows of the table, and those of their positions where there is one."""
+        """Return the tokens' embeddings, with those of positions where the model has a table of them."""
         c, x = self.config, layers.look_up(self.embedding.get_value(), token_ids)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
@@ -138,7 +138,7 @@ class Decoder(nnx.Module):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def logits(self, hidden: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens vocab"]:
-        """Scores of the next token, in float32."""
+        """Return the scores of the next token, in float32."""
         c = self.config
         if self.lm_head is None:
             logits = layers.unembed(hidden, self.embedding.get_value())
@@ -216,7 +216,7 @@ class DecoderLayers(nnx.Module):
         out_norm: Norm | None,
         layer: layers.Layer,
     ) -> Float[Array, "num_tokens hidden"]:
-        """The residual with one part's float32 output more."""
+        """Add the float32 output of attention or feed-forward to the residual."""
         out = out.astype(x.dtype)
         if out_norm is not None:
             out = out_norm(out, layer)
@@ -269,7 +269,7 @@ class Attention(nnx.Module):
         angles: Angles | None,
         adapters: Int[Array, " num_tiles"] | None,
     ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-        """Queries, keys and values of all heads, [num_tokens, heads, head_dim], in float32."""
+        """Return queries, keys and values of all heads, [num_tokens, heads, head_dim], in float32."""
         c = self.config
         qkv = self.qkv(x, layer, adapters)
         if c.qkv_clip is not None:
@@ -306,13 +306,13 @@ class Attention(nnx.Module):
 
 
 def norm(weights: Weights, role: str) -> Norm | None:
-    """Every layer's norm of this role; None where layers have none."""
+    """Return every layer's norm of this role; None where layers have none."""
     scales = stack(weights, f"{role}.weight")
     return None if scales is None else made_norm(weights.config, scales, stack(weights, f"{role}.bias"))
 
 
 def last_norm(weights: Weights, role: str) -> Norm:
-    """A norm that the decoder has once."""
+    """Return a norm that the decoder has once."""
     weight, bias = weights.get(f"{role}.weight"), weights.get(f"{role}.bias")
     assert weight is not None
     biases = None if bias is None else layers.Stack([bias], 1, together=False)
@@ -326,12 +326,12 @@ def made_norm(config: ModelConfig, weights: layers.Stack, biases: layers.Stack |
 
 
 def ropes(config: ModelConfig) -> list[Rope | None]:
-    """The different ones of its layers."""
+    """Return the different RoPEs of the model's layers."""
     return list(dict.fromkeys(kind.rope for kind in config.layers))
 
 
 def rope_tables(config: ModelConfig, positions: Int[Array, " num_tokens"], max_len: int) -> Angles | None:
-    """Cosines and sines of all tokens; of several RoPEs one after the other. None where there are none."""
+    """Return cosines and sines of all tokens, several RoPEs one after the other; None without RoPE."""
     kinds = ropes(config)
     if kinds == [None]:
         return None
@@ -351,7 +351,7 @@ def rope_tables(config: ModelConfig, positions: Int[Array, " num_tokens"], max_l
 
 
 def of_layer(config: ModelConfig, angles: Angles, layer: layers.Layer) -> Angles:
-    """A layer's own cosines and sines."""
+    """Return one layer's cosines and sines."""
     kinds = ropes(config)
     if len(kinds) == 1:
         return angles

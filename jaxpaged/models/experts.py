@@ -95,7 +95,7 @@ class ExpertsMLP(nnx.Module):
     def choose(
         self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer
     ) -> Float[Array, "num_tokens num_experts"]:
-        """Each token's weight for each expert, 0 for those it has not chosen."""
+        """Return each token's weight for each expert; 0 for experts that it has not chosen."""
         c = self.config
         logits = self.router(x, layer)
         if c.scoring == "sparse_mixer":

@@ -86,7 +86,7 @@ class Fields:
         return self._said.get(name, default)
 
     def is_null(self, name: str) -> bool:
-        """Whether the file says null, where leaving it out would mean something else."""
+        """Return whether the file says null where leaving the field out would mean something else."""
         return name in self._nulls
 
     def required(self, name: str) -> Any:
@@ -169,7 +169,7 @@ class Fields:
         *,
         is_partial: bool = False,
     ) -> Rope:
-        """RoPE of one JSON object."""
+        """Read the RoPE of one JSON object."""
         if not isinstance(said, Mapping):
             raise InputError(f"model config: {name}={shown(said)} must be a JSON object or null")
         given = Fields(said, spread)
@@ -258,7 +258,7 @@ class Fields:
         )
 
     def layer_kinds(self, types: list[str], *, sliding: LayerKind, full: LayerKind) -> tuple[LayerKind, ...]:
-        """A kind for each layer, by `layer_types` or the types that stand for it."""
+        """Return a kind for each layer, by the file's `layer_types` or by the types given for it."""
         types = self.get("layer_types", types)
         kinds = {"sliding_attention": sliding, "full_attention": full}
         rule = f"a list of {' and '.join(map(repr, kinds))}, one for each layer"

@@ -1,4 +1,4 @@
-"""How a decoder's layers are computed: who multiplies by their weights, and whether in a loop."""
+"""The form of a decoder's layers: which implementation multiplies, and whether layers are in a loop."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from pallas_kernels.ops import ProductImplementation, choice
 
 @dataclasses.dataclass(frozen=True)
 class LayerForm:
-    """It is chosen once, for all of a model's weights that are not quantised.
+    """The form of layers, chosen once for all of a model's weights that are not quantised.
 
     In a loop over layers, and over experts, a product must be told which of a stack of weights it is to read.
     XLA's cannot be: it copies the weights out of the stack in every turn; or, on a GPU, reads their place on
@@ -24,7 +24,7 @@ class LayerForm:
 
 
 def form_of(dtype: jnp.dtype, loop_over_layers: bool | None = None) -> LayerForm:
-    """That of this machine for weights of a dtype; `loop_over_layers` as `EngineConfig` has it."""
+    """Choose the form for this machine and this weight dtype; `loop_over_layers` as in `EngineConfig`."""
     if native.serves(dtype):
         return LayerForm("native", "native", loop_over_layers is not False)
     by_kernel = choice.default_implementation() == "mosaic_gpu" and dtype.name in dense_product.DTYPES

@@ -26,7 +26,7 @@ Layer = int | Int[Array, ""]  # a layer's number, counted from 0; an array in a 
 
 
 def kind_of[T](kinds: Sequence[T], each: Sequence[T], layer: Layer) -> Layer:
-    """Which of the kinds a layer is of, if `each` has every layer's."""
+    """Return the number of a layer's kind in `kinds`; `each` has the kind of every layer."""
     numbers = np.array([kinds.index(kind) for kind in each], np.int32)
     return int(numbers[layer]) if isinstance(layer, int) else jnp.asarray(numbers)[layer]
 
@@ -53,7 +53,7 @@ class Each:
 
 
 def stacked(weights: Iterable[Any], count: int) -> Any:
-    """Arrays, or weights of several, side by side in a new one, where each is put before the next is made."""
+    """Stack arrays, or records of arrays, in new ones; each is copied before the next is made."""
     together: Any = None
     rest = iter(weights)
     for i, weight in enumerate(rest):
@@ -66,7 +66,7 @@ def stacked(weights: Iterable[Any], count: int) -> Any:
 
 
 def on_device(weight: Num[Values, "..."] | QuantisedWeight) -> Any:
-    """An array, or a weight of several, as JAX's."""
+    """Put an array, or the arrays of a quantised weight, on the device."""
     return jax.tree.map(_placed, weight) if isinstance(weight, QuantisedWeight) else jnp.asarray(weight)
 
 
@@ -79,7 +79,7 @@ def _placed(array: Num[Values, "..."]) -> Num[Array, "..."]:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array that begins where JAX's on a CPU may: there it becomes one of them without a copy."""
+    """Return an empty array aligned as JAX needs on a CPU, so that JAX takes it over without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
@@ -90,7 +90,7 @@ _ALIGNMENT = 64
 
 
 def _put(target: np.ndarray, values: np.ndarray) -> None:
-    """Two numbers of two bytes at a time, where they stay neighbours: twice as fast."""
+    """Copy values into `target`, two numbers of two bytes at a time where possible: twice as fast."""
     if values.itemsize == 2 and values.ndim and values.shape[-1] % 2 == 0 and values.strides[-1] == 2:
         target, values = target.view(np.uint32), values.view(np.uint32)
     target[...] = values
@@ -112,7 +112,7 @@ class Stack(nnx.Module):
         return lax.dynamic_index_in_dim(self.all[...], layer, keepdims=False)
 
     def holding(self, layer: Layer) -> tuple[Any, Layer | None]:
-        """What holds a layer's weight, and which one it is there; None: all of it."""
+        """Return the array that holds a layer's weight, and its index there; None: it is the whole array."""
         if isinstance(self.all, nnx.List):
             assert isinstance(layer, int)
             return self.all[layer].get_value(), None
@@ -121,12 +121,12 @@ class Stack(nnx.Module):
     def multiply(
         self, x: Float[Array, "num_tokens in_features"], layer: Layer
     ) -> Float[Array, "num_tokens out_features"]:
-        """`x @ weight.T` of a layer's quantised weight."""
+        """Return `x @ weight.T` for a layer's quantised weight."""
         return quantised_product(x, *self.holding(layer))
 
 
 class AdapterParam(nnx.Param):
-    """What adapters add to a product, a `LowRank`: see `models/lora.py`."""
+    """The adapters of a product, a `LowRank`: see `models/lora.py`."""
 
 
 class Linear(nnx.Module):
@@ -144,7 +144,9 @@ class Linear(nnx.Module):
         form: LayerForm | None = None,
         together: bool | None = None,
     ) -> None:
-        """`form`: None is that of this machine. `together`: in a stack; None: if layers are in a loop."""
+        """Make the product. `form` None: this machine's. `together`: in a stack; None: if layers are in a
+        loop.
+        """
         rest = iter(weights)
         first = next(rest)
         self.out_features = first.shape[0]
@@ -209,7 +211,7 @@ _PACKED: dict[ProductImplementation, Callable[[Any], Any]] = {
 
 
 def _places(count: int, groups: Sequence[Sequence[int]]) -> Int[Array, "2 num_layers"]:
-    """In which of the groups each layer is, and which of its layers it is there."""
+    """Return for each layer the number of its group, and its index in that group."""
     places = np.zeros((2, count), np.int32)
     for i, numbers in enumerate(groups):
         places[:, list(numbers)] = [[i] * len(numbers), range(len(numbers))]
@@ -219,14 +221,14 @@ def _places(count: int, groups: Sequence[Sequence[int]]) -> Int[Array, "2 num_la
 def look_up(
     table: Float[Array, "vocab hidden"] | QuantisedWeight, token_ids: Int[Array, " num_tokens"]
 ) -> Float[Array, "num_tokens hidden"]:
-    """The tokens' rows of an embedding."""
+    """Return the tokens' rows of an embedding."""
     return table.rows(token_ids) if isinstance(table, QuantisedWeight) else table[token_ids]
 
 
 def unembed(
     hidden: Float[Array, "num_tokens hidden"], table: Float[Array, "vocab hidden"] | QuantisedWeight
 ) -> Float[Array, "num_tokens vocab"]:
-    """`hidden @ table.T` in float32: the table has an embedding's layout, so a tied one serves as it is."""
+    """Return `hidden @ table.T` in float32; a tied embedding's table serves as it is stored."""
     if isinstance(table, QuantisedWeight):
         return quantised_product(hidden, table)
     return xla.product(hidden, table, contract=1)
@@ -235,8 +237,8 @@ def unembed(
 def quantised_product(
     x: Float[Array, "num_tokens in_features"], weight: QuantisedWeight, layer: Layer | None = None
 ) -> Float[Array, "num_tokens out_features"]:
-    """`x @ weight.T` in float32, of a stack that of a layer. Where XLA multiplies it widens the weight first,
-    in the program: in memory it stays as it is.
+    """Return `x @ weight.T` in float32; `layer` chooses from a stack. Where XLA multiplies, the program
+    widens the weight first; in memory it stays quantised.
     """
     pairs = zip(weight.ordered(x, layer), weight.segments, strict=True)
     found = [ops.quantised_product(its, segment, layer) for its, segment in pairs]
@@ -309,7 +311,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def rope_frequencies(rope: Rope, max_len: int) -> tuple[Float[Array, " half_dim"], float]:
-    """Radians a position for each pair of coordinates, and a factor of cosines and sines.
+    """Return radians a position for each pair of coordinates, and a factor of cosines and sines.
 
     `theta ** (-2 i / dim)`, scaled if asked; `max_len` is how long a sequence may get.
     """
@@ -330,8 +332,8 @@ def rope_frequencies(rope: Rope, max_len: int) -> tuple[Float[Array, " half_dim"
 
 
 def _llama3(frequencies: Float[Array, " half_dim"], scaling: Llama3Scaling) -> Float[Array, " half_dim"]:
-    """Llama 3 leaves fast frequencies alone (more than `high_freq_factor` turns in the original length),
-    divides slow ones by `factor` (fewer than `low_freq_factor` turns), and blends between.
+    """Scale frequencies as Llama 3 does. Fast ones stay (more than `high_freq_factor` turns in the original
+    length), slow ones are divided by `factor` (fewer than `low_freq_factor` turns), others are blended.
     """
     turns = scaling.original_max_len * frequencies / (2 * jnp.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -342,7 +344,7 @@ def _llama3(frequencies: Float[Array, " half_dim"], scaling: Llama3Scaling) -> F
 def _yarn(
     frequencies: Float[Array, " half_dim"], rope: Rope, scaling: YarnScaling
 ) -> Float[Array, " half_dim"]:
-    """YaRN does so with a ramp over the pairs' numbers, from that of `beta_fast` turns to `beta_slow`."""
+    """Scale frequencies as YaRN does: a ramp over the pairs, from `beta_fast` turns to `beta_slow`."""
 
     def pair_of(turns: float) -> float:
         wave = scaling.original_max_len / (turns * 2 * math.pi)
@@ -360,7 +362,7 @@ def _yarn(
 def rope_angles(
     positions: Int[Array, " num_tokens"], frequencies: Float[Array, " half_dim"], factor: float = 1.0
 ) -> tuple[Float[Array, "num_tokens 1 half_dim"], Float[Array, "num_tokens 1 half_dim"]]:
-    """Cosines and sines of each token's turns, ready to be shared by all layers and heads."""
+    """Return cosines and sines of each token's angles, for all layers and heads."""
     angle = positions[:, None, None].astype(jnp.float32) * frequencies
     if factor != 1.0:
         return jnp.cos(angle) * factor, jnp.sin(angle) * factor

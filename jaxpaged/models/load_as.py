@@ -10,7 +10,7 @@ from jaxpaged.models.shards import Shard
 
 @dataclasses.dataclass(frozen=True)
 class LoadAs:
-    """What is asked of a model's weights, beside the files that they come from."""
+    """The form in which weights are loaded: dtype, quantisation, shard, and a loop over layers."""
 
     dtype: jnp.dtype  # of weights and activations
     quantization: str | None = None  # as `EngineConfig.quantization`

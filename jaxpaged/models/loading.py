@@ -1,4 +1,4 @@
-"""From what the user names a model by, to its config, weights and tokenizer."""
+"""Loading: from the name of a model to its config, weights and tokenizer."""
 
 import contextlib
 import dataclasses
@@ -66,9 +66,7 @@ class Checkpoint:
         return abstract(self.config, load_as, self.names, quantisation)
 
     def quantisation(self, quantization: str | None) -> Quantisation | None:
-        """What `EngineConfig.quantization` means for this model. Raises `InputError` where it means
-        nothing.
-        """
+        """Return what `EngineConfig.quantization` means for this model. Raises `InputError` if nothing."""
         if self.quant_method is not None:
             rule = (
                 f"None for a model whose weights are quantised: {str(self.path)!r} is in {self.quant_method}"
@@ -120,7 +118,7 @@ def _with_ends(config: ModelConfig, tokenizer: Any) -> ModelConfig:
 
 
 def resolve(model: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The directory or .gguf file that `model` means."""
+    """Return the directory or .gguf file that `model` means."""
     check("model", model, "a string or a path", isinstance(model, str | os.PathLike))
     check("revision", revision, "None or a string", revision is None or isinstance(revision, str))
     name = str(os.fspath(model))
@@ -243,7 +241,7 @@ def _is_of_mlx(said: object) -> bool:
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of generation_config.json that vLLM takes, too."""
+    """Return the sampling options of generation_config.json that vLLM takes, too."""
     names = {name: name for name in FROM_MODEL} | {"max_new_tokens": "max_tokens"}
     return {ours: generation[name] for name, ours in names.items() if generation.get(name) is not None}
 

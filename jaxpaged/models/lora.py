@@ -107,7 +107,7 @@ def _products(model: Decoder) -> dict[str, Linear]:
 
 
 def nothing(config: ModelConfig, names: Names, rank: int, dtype: jnp.dtype) -> dict[str, tuple[Any, Any]]:
-    """The arrays of an adapter that changes nothing."""
+    """Return the arrays of an adapter that changes nothing."""
 
     def of(room: Room) -> tuple[np.ndarray, np.ndarray]:
         sizes = config.num_layers, 1, room.in_features, room.widths, rank
@@ -126,7 +126,7 @@ def read(
     dtype: jnp.dtype,
     shard: Shard | None = None,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """An adapter's arrays, with `shard` of that part of the model.
+    """Read an adapter's arrays; with `shard` those of that shard.
 
     Raises `InputError`, one sentence, if it is not for this model, or none.
     """
@@ -183,7 +183,7 @@ def _restored(
 def _of_shard(
     shard: Shard, place: "_Place", widths: tuple[int, ...], a: np.ndarray, b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs and outputs of a module that are the shard's."""
+    """Return a shard's inputs and outputs of a module."""
     outputs, inputs = shard.ranges(f"{place.role}.weight", (sum(widths), place.in_features))
     first = sum(widths[: place.piece])
     if inputs is not None:
@@ -195,7 +195,7 @@ def _of_shard(
 
 
 class _Place(NamedTuple):
-    """Where in the arrays a module's part goes."""
+    """The location of a module's matrices in the arrays."""
 
     role: str
     layer: int
@@ -206,7 +206,7 @@ class _Place(NamedTuple):
 
 
 def _places(config: ModelConfig, names: Names) -> Iterator[tuple[str, _Place]]:
-    """By the modules' names."""
+    """Yield each module's name and its location in the arrays."""
     for role, room in rooms(config, names).items():
         first = 0
         for piece, (module, width) in enumerate(zip(room.modules, room.widths, strict=True)):
@@ -219,7 +219,7 @@ def _places(config: ModelConfig, names: Names) -> Iterator[tuple[str, _Place]]:
 def _found(
     path: Path, config: ModelConfig, names: Names
 ) -> Iterator[tuple[_Place, tuple[str, dict[str, np.ndarray]]]]:
-    """Each module's two matrices, and where they go."""
+    """Yield each module's location in the arrays, its name and its two matrices."""
     tensors, places = safetensors_files.load(path), dict(_places(config, names))
     modules: dict[str, dict[str, np.ndarray]] = {}
     for name in tensors:
@@ -242,7 +242,7 @@ def _found(
 
 
 def _checked(name: str, matrix: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """The matrix in float32."""
+    """Return the matrix in float32. Raises `InputError` for another shape or type."""
     if matrix.shape != shape:
         raise InputError(f"{name} has shape {matrix.shape}, must be {shape}")
     if matrix.dtype.name not in ("float32", "bfloat16", "float16", "float64"):
@@ -254,7 +254,7 @@ def _checked(name: str, matrix: np.ndarray, shape: tuple[int, int]) -> np.ndarra
 
 
 class _Said:
-    """What adapter_config.json says."""
+    """The contents of adapter_config.json, checked."""
 
     def __init__(self, said: Mapping[str, Any]) -> None:
         check(f"{CONFIG}: peft_type", said.get("peft_type"), "'LORA'", said.get("peft_type") == "LORA")
@@ -272,7 +272,7 @@ class _Said:
         }
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
-        """Those of one module: patterns say where they are others than for the rest."""
+        """Return the rank and the scale of one module, by the patterns if one matches."""
         rank = checked_int(f"{CONFIG}: r", self._of(module, "rank_pattern", "r", 8), "a positive int", 1)
         alpha = self._of(module, "alpha_pattern", "lora_alpha", 8)
         alpha = checked_number(f"{CONFIG}: lora_alpha", alpha, "a number", -math.inf)

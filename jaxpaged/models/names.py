@@ -1,4 +1,4 @@
-"""What weights a decoder has, by their roles in it, and what the files of a family call them.
+"""Names of a decoder's weights: the roles that it has, and what the files of a family call them.
 
 A role has one shape in every model; `Names` says what its pieces are called, and in which form they lie
 there.
@@ -20,7 +20,7 @@ type Pieces = list[np.ndarray]  # what a role is made of in a file: q, k and v, 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a role's weight lies in a file.
+    """The layout of a role's weight in a file.
 
     `restored` gives the decoder's outputs in its order, in as many pieces as it takes for all to be views
     where they can: a share then reads its own alone.
@@ -32,7 +32,7 @@ class Form:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """What the files of a family call things.
+    """The names of weights in the files of a family.
 
     `table`: by role, the names of its pieces, without ".weight" and ".bias"; or by role and ending, in full.
     "{layer}" and "{expert}" stand for numbers; experts without one lie side by side in one tensor. A file may
@@ -56,7 +56,7 @@ class Names:
         return name
 
     def pieces(self, role: str) -> tuple[str, ...]:
-        """The names' templates of one role, with its ending."""
+        """Return the templates of the names of one role's tensors, with its ending."""
         names = self.table.get(role)
         if names is not None:
             return (names,) if isinstance(names, str) else names
@@ -66,7 +66,7 @@ class Names:
 
 
 def once(config: ModelConfig) -> dict[str, Shape]:
-    """The shapes of what a decoder has once, by role."""
+    """Return the shapes of the weights that a decoder has once, by role."""
     hidden, c = (config.hidden_size,), config
     shapes: dict[str, Shape] = {"embedding.weight": (c.vocab_size, *hidden)}
     if c.num_positions is not None:
@@ -136,7 +136,7 @@ def _mlp(prefix: str, width: int, config: ModelConfig) -> dict[str, Shape]:
 
 
 def in_expert(config: ModelConfig) -> dict[str, Shape]:
-    """The shapes of what each expert of a layer has, by role."""
+    """Return the shapes of the weights that each expert of a layer has, by role."""
     e, hidden, mlp = config.experts, config.hidden_size, config.intermediate_size
     if e is None:
         return {}
@@ -195,7 +195,7 @@ def stored_pieces(
 
 
 def piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> list[Shape]:
-    """The shapes of a role's pieces: of queries, keys and values, or of gate and up."""
+    """Return the shapes of a role's tensors: of queries, keys and values, or of gate and up."""
     if count == 1:
         return [shape]
     kv = config.num_kv_heads * config.head_dim
@@ -237,12 +237,12 @@ def _same(config: ModelConfig, shape: Shape) -> Shape:
 
 
 def reordered(order: Callable[[ModelConfig, np.ndarray], Pieces]) -> Form:
-    """One tensor of the same shape, its rows in another order."""
+    """Return the form of one tensor of the same shape whose rows are in another order."""
     return Form(_same, lambda config, pieces: order(config, pieces[0]))
 
 
 def _grouped(config: ModelConfig, weight: np.ndarray) -> Pieces:
-    """From each kv head's queries, key and value together, to all queries, all keys, all values."""
+    """Reorder each kv head's queries, key and value to all queries, all keys, all values."""
     c = config
     groups = weight.reshape(
         c.num_kv_heads, c.num_q_heads // c.num_kv_heads + 2, c.head_dim, *weight.shape[1:]

@@ -63,7 +63,7 @@ class Weights(ABC):
         """Make the weights of all experts of a layer, one after the other."""
 
     def get(self, role: str) -> layers.Weight | None:
-        """What the decoder has once; None where it has no such weight."""
+        """Return a weight that the decoder has once; None where it has none of this role."""
         shape = once(self._whole).get(self._source(role))
         return None if shape is None else self._made(role, shape, self._segments(role, shape))
 
@@ -88,7 +88,7 @@ class Weights(ABC):
         return of(range(len(segments)), [(its, of(its)) for its in numbers] if len(ways) > 1 else ())
 
     def of_experts(self, role: str, numbers: Sequence[int]) -> layers.Each | None:
-        """Every expert's of these layers, a layer's side by side."""
+        """Return all experts' weights of these layers, a layer's experts side by side."""
         shape = in_expert(self._whole).get(role)
         if shape is None or self.config.experts is None:
             return None
@@ -101,7 +101,7 @@ class Weights(ABC):
         return layers.Each(len(numbers) * num_experts, make)
 
     def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[SegmentSpec, ...] | None:
-        """How all experts of all layers are kept, for which a program has one way; None if they differ."""
+        """Return the segments of all experts' weights, the same in all layers; None if they differ."""
         if self._quantisation is None:
             return None
         if role not in self._of_experts:
@@ -112,7 +112,7 @@ class Weights(ABC):
         return self._of_experts[role]
 
     def _segments(self, role: str, shape: Shape, **numbers: int) -> tuple[SegmentSpec, ...] | None:
-        """How a role's outputs are kept; None where they are not quantised."""
+        """Return the segments of a role's weight; None where it is not quantised."""
         if self._quantisation is None:
             return None
         source = self._source(role)
@@ -123,11 +123,11 @@ class Weights(ABC):
         return segments
 
     def _source(self, role: str) -> str:
-        """The role in the whole decoder."""
+        """Return the role in the whole decoder."""
         return role if self._shard is None else self._shard.source(role)
 
     def _cut(self, role: str, shape: Shape) -> ShardSlice | None:
-        """What the shard takes of a weight."""
+        """Return the shard's slice of a weight; None for the whole model."""
         shard = self._shard
         return None if shard is None else ShardSlice(*shard.ranges(role, shape), shard.padding(role))
 
@@ -245,7 +245,7 @@ def _concatenated(pieces: Pieces) -> np.ndarray:
 
 
 def _padded(taken: list[Any], padding: int, like: Any) -> list[Any]:
-    """What a shard takes of a role, and rows of zeros."""
+    """Append rows of zeros to a shard's slices of a role."""
     return [*taken, np.zeros((padding, *like.shape[1:]), like.dtype)] if padding else taken
 
 
@@ -295,7 +295,7 @@ def _check_numbers(name: str, weight: np.ndarray) -> None:
 
 
 def _is_finite(weight: np.ndarray) -> bool:
-    """Without a copy of the weight's size: it may be a large one."""
+    """Return whether all numbers are finite, without a copy of the weight's size."""
     flat = weight.reshape(-1)
     if (
         weight.dtype.name == "bfloat16"
@@ -309,7 +309,7 @@ _CHUNK = 1 << 18  # numbers looked at together: what fits a processor's cache
 
 
 def random_weights(config: ModelConfig, names: Names, seed: int) -> dict[str, np.ndarray]:
-    """Float32 weights that keep activations near 1 in size: for tests and for benchmarks of shapes."""
+    """Draw float32 weights that keep activations near 1 in size: for tests and for benchmarks of shapes."""
     rng = np.random.default_rng(seed)
 
     def draw(name: str, shape: Shape) -> np.ndarray:
@@ -322,8 +322,8 @@ def random_weights(config: ModelConfig, names: Names, seed: int) -> dict[str, np
 
 
 def by_role(config: ModelConfig, names: Names, tensors: Tensors) -> dict[str, np.ndarray]:
-    """All weights in memory, as NumPy's of float32: "norm.weight", "layers.0.qkv.weight",
-    "layers.0.experts.1.down.bias". For oracles, which know no file.
+    """Return all weights as NumPy's float32, by names such as "layers.0.experts.1.down.bias". Oracles use
+    them, which know no file.
     """
     weights = StoredWeights(config, names, tensors, LoadAs(jnp.dtype("float32")))
     found: dict[str, Any] = {role: weights.get(role) for role in once(config)}

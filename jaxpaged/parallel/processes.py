@@ -7,7 +7,7 @@ by one that waits for its devices.
 
 What they send each other is data (`messages`), over connections on which both ends have proved that they have
 one key (`channel`): made from the secret that all processes were given, or, on loopback without one,
-drawn by process 0 and told by way of JAX. JAX's own connections between processes have no key at all.
+drawn by process 0 and sent by way of JAX. JAX's own connections between processes have no key at all.
 """
 
 import atexit
@@ -38,8 +38,8 @@ from jaxpaged.parallel.channel import LEAST_KEY_BYTES, Channel
 START_SECONDS = 120  # for all processes to come
 LEAVE_SECONDS = 5  # for JAX to take leave of the others
 KEY_BYTES = 32
-HELLO_SECONDS = 10  # for whoever connects to prove that it has the key, and to say who it is
-MOST_STRANGERS = 32  # who may be proving that at a time
+HELLO_SECONDS = 10  # for a connection to prove that it has the key, and to send its number
+MOST_STRANGERS = 32  # connections that may be proving that at a time
 MOST_BYTES = 2**34  # of a message
 SECRET, SECRET_FILE = "JAXPAGED_SECRET", "JAXPAGED_SECRET_FILE"
 # A machine that has gone without a word is noticed after 3 + 3 * 2 seconds.
@@ -87,7 +87,9 @@ class Leader:
 
     def __init__(self, lines: dict[int, Line]) -> None:
         self._lines, self._num_processes = lines, len(lines) + 1
-        self._said: dict[int, queue.SimpleQueue[Mapping[str, str]]] = {i: queue.SimpleQueue() for i in lines}
+        self._received: dict[int, queue.SimpleQueue[Mapping[str, str]]] = {
+            i: queue.SimpleQueue() for i in lines
+        }
         self._is_ending = False
         for process_id in lines:
             threading.Thread(target=self._watch, args=(process_id,), daemon=True).start()
@@ -97,8 +99,8 @@ class Leader:
         """Wait for all to come here, and let them go on. Raises `InputError` if one's engine has another
         value for one of these names.
         """
-        for process_id, said in sorted(self._said.items()):
-            its = said.get()
+        for process_id, received in sorted(self._received.items()):
+            its = received.get()
             for name, value in mine.items():
                 if its.get(name) != value:
                     raise InputError(
@@ -117,7 +119,7 @@ class Leader:
     def _watch(self, process_id: int) -> None:
         with contextlib.suppress(EOFError, OSError, InputError):
             while True:
-                self._said[process_id].put(self._lines[process_id].receive())
+                self._received[process_id].put(self._lines[process_id].receive())
         if not self._is_ending:
             _fail(process_id, self._num_processes)
 
@@ -153,14 +155,14 @@ class Follower:
         self._waits = True
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's: process 0 decides
-        while (told := self._calls.get()) is not None:
-            call(*told)
+        while (sent := self._calls.get()) is not None:
+            call(*sent)
         raise SystemExit(0)
 
     def _listen(self) -> None:
         try:
-            while (told := self._line.receive()) is not None:
-                name, arrays = told
+            while (message := self._line.receive()) is not None:
+                name, arrays = message
                 self._calls.put((name, arrays))
         except (EOFError, OSError, ValueError, TypeError):
             _fail(0, self._num_processes)
@@ -289,9 +291,9 @@ def welcome(
 
 
 def _follow(host: str, process_id: int, secret: bytes | None, classes: Sequence[type]) -> Line:
-    told = _shared(bytes(KEY_BYTES + 2))
+    shared = _shared(bytes(KEY_BYTES + 2))
     return reach(
-        host, int.from_bytes(told[KEY_BYTES:]), process_id, _key(secret) or told[:KEY_BYTES], classes
+        host, int.from_bytes(shared[KEY_BYTES:]), process_id, _key(secret) or shared[:KEY_BYTES], classes
     )
 
 

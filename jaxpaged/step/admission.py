@@ -76,9 +76,9 @@ def admit(
             goes_on=ok & may_admit(state, last_ids, plan(state, config), config),
         )
 
-    nobody = jnp.zeros(state.tables.max_seqs, bool)
+    no_rows = jnp.zeros(state.tables.max_seqs, bool)
     goes_on = may_start & may_admit(state, last_ids, plan(state, config), config)
-    start = _Admission(state, nobody, jnp.zeros_like(state.rows.phase), own_row, goes_on)
+    start = _Admission(state, no_rows, jnp.zeros_like(state.rows.phase), own_row, goes_on)
     return lax.while_loop(lambda so_far: so_far.goes_on, try_next, start)[:-1]
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpaged.memory import block_table
 from jaxpaged.sampling import Scores, is_in
 from jaxpaged.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS
-from jaxpaged.step.plan import Slots
+from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.state import MAX_STEPS, EngineState, FinishReason, Phase, Rows
 
 # Tokens of an answer that are copied at a time from row to row.
@@ -37,7 +37,7 @@ class Choice:
 
 
 def advance(
-    state: EngineState, new: Scores, slots: Slots, due: Bool[Array, " rows"]
+    state: EngineState, new: Scores, slots: DecodeSlots, due: Bool[Array, " rows"]
 ) -> tuple[EngineState, Int[Array, " rows"], Int[Array, " rows"]]:
     """Let the groups that are due go on by a token; `new` has, for each slot, the candidates for it.
 
@@ -68,14 +68,14 @@ def advance(
     return replace(small, kv_cache=state.kv_cache, host=state.host), *rows
 
 
-def choose(rows: Rows, new: Scores, slots: Slots, due: Bool[Array, " rows"]) -> Choice:
+def choose(rows: Rows, new: Scores, slots: DecodeSlots, due: Bool[Array, " rows"]) -> Choice:
     """Choose the next beams of every search that is due, and the sequences that end now. Searches are
     handled one at a time.
     """
     beams = rows.beams
     index = jnp.arange(due.shape[0], dtype=jnp.int32)
-    nobody = jnp.zeros_like(due)
-    nothing = Choice(nobody, index, jnp.zeros_like(index), beams.cum_logprob, beams.rank, nobody)
+    no_rows = jnp.zeros_like(due)
+    nothing = Choice(no_rows, index, jnp.zeros_like(index), beams.cum_logprob, beams.rank, no_rows)
     type Carry = tuple[Bool[Array, " rows"], Choice]
 
     def choose_next(carry: Carry) -> Carry:
@@ -87,7 +87,9 @@ def choose(rows: Rows, new: Scores, slots: Slots, due: Bool[Array, " rows"]) -> 
     return lax.while_loop(lambda carry: jnp.any(carry[0]), choose_next, (heads, nothing))[1]
 
 
-def _choose_in_group(rows: Rows, new: Scores, slots: Slots, head: Int[Array, ""], choice: Choice) -> Choice:
+def _choose_in_group(
+    rows: Rows, new: Scores, slots: DecodeSlots, head: Int[Array, ""], choice: Choice
+) -> Choice:
     """Choose the next beams of the search whose first row is `head`, and the sequences that end in it."""
     beams, num_rows = rows.beams, rows.phase.shape[0]
     width, penalty, num_tokens = beams.width[head], beams.length_penalty[head], rows.num_tokens[head]
@@ -101,7 +103,7 @@ def _choose_in_group(rows: Rows, new: Scores, slots: Slots, head: Int[Array, ""]
 
     live, ended = members(rows.running), members(rows.held)
 
-    # The candidates: of each beam two for each of the group, the likeliest.
+    # The candidates: of each beam the likeliest 2 * width tokens.
     slot = slots.of_row.at[live].get(mode="fill", fill_value=new.rank.shape[0])
     token_ids = new.top_ids.at[slot].get(mode="fill", fill_value=-1)
     column = jnp.broadcast_to(jnp.arange(MAX_LOGPROBS, dtype=jnp.int32), token_ids.shape)
@@ -112,7 +114,8 @@ def _choose_in_group(rows: Rows, new: Scores, slots: Slots, head: Int[Array, ""]
     tie = (beams.rank.at[live].get(mode="fill", fill_value=0)[:, None] * MAX_LOGPROBS + column).reshape(-1)
     ends = is_in(token_ids.reshape(-1), rows.rules.stop_tokens[head])
 
-    # The best to go on with; and of those that have ended, earlier or now, of equal ones the earlier first.
+    # The best candidates to go on with; and the best of those that have ended, earlier or now. Of equal ones
+    # the earlier comes first.
     length = jnp.maximum(rows.num_tokens.at[ended].get(mode="clip") - 1, 1)  # without the end
     former = beams.cum_logprob.at[ended].get(mode="fill", fill_value=-jnp.inf)
     former *= length.astype(jnp.float32) ** -penalty
@@ -131,14 +134,15 @@ def _choose_in_group(rows: Rows, new: Scores, slots: Slots, head: Int[Array, ""]
     is_new = found >= MAX_BEAM_WIDTH
     candidate = jnp.maximum(found - MAX_BEAM_WIDTH, 0)
     parent, its_column = candidate // MAX_LOGPROBS, candidate % MAX_LOGPROBS
-    # Who goes on stays where its parent was, and who had ended where it is.
+    # A beam that goes on stays in its parent's row, and a sequence that had ended in its own.
     wanted = jnp.stack([parent[0], jnp.where(is_new[1], MAX_BEAM_WIDTH, found[1])])
     homes = jnp.stack([live, ended])
     home = jnp.take_along_axis(homes, jax.vmap(_places)(wanted, is_one, homes < num_rows), axis=1)
     home = jnp.where(is_one, home, num_rows)
     target = jnp.where(is_new, home, num_rows)
 
-    # All that may come is worse, or there is no room for more. Sums of logarithms do not rise.
+    # The search ends if no later sequence can be better, for sums of log-probabilities do not rise; or if the
+    # answer may have no more tokens.
     longest = jnp.where(penalty > 0, rows.max_num_tokens[head], num_tokens + 1).astype(jnp.float32)
     is_decided = best[1, width - 1] >= best[0, 0] * longest**-penalty
     finishes = is_decided | (num_tokens + 1 >= rows.max_num_tokens[head])
@@ -186,7 +190,7 @@ def _places(
     return jnp.where(is_first, wanted, in_order[jnp.maximum(nth, 0)])
 
 
-def _continued(rows: Rows, new: Scores, slots: Slots, choice: Choice) -> Rows:
+def _continued(rows: Rows, new: Scores, slots: DecodeSlots, choice: Choice) -> Rows:
     """Return the rows with their next tokens appended to the tokens of the rows that they continue."""
     index = jnp.arange(choice.source.shape[0], dtype=jnp.int32)
     changes, source = choice.changes, choice.source
@@ -232,7 +236,7 @@ def _with_answers_of(
     return lax.while_loop(lambda carry: jnp.any(carry[1]), copy_piece, start)[0]
 
 
-def _noted(state: EngineState, new: Scores, slots: Slots, choice: Choice) -> Scores:
+def _noted(state: EngineState, new: Scores, slots: DecodeSlots, choice: Choice) -> Scores:
     """Return the scores of the rows' tokens, with those of their next tokens."""
     source, num_rows = choice.source, choice.source.shape[0]
     slot = jnp.minimum(slots.of_row[source], new.rank.shape[0] - 1)

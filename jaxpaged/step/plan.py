@@ -38,7 +38,7 @@ class Tiles:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Slots:
+class DecodeSlots:
     """Assignment of running rows to the `max_num_seqs` slots of a decode pass."""
 
     row: Int[Array, " max_num_seqs"]  # beyond all rows where there is none
@@ -79,7 +79,7 @@ def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:
     )
 
 
-def decode_tiles(state: EngineState, plan: Plan, slots: Slots) -> Tiles:
+def decode_tiles(state: EngineState, plan: Plan, slots: DecodeSlots) -> Tiles:
     """Return tiles of one position for the rows that decode, each in the row's decode slot. The state's
     tables must have a slot for the token already.
     """
@@ -91,10 +91,10 @@ def decode_tiles(state: EngineState, plan: Plan, slots: Slots) -> Tiles:
     return Tiles(row=row, start=start, first=start, end=jnp.where(decodes, end, 0), tile_len=1)
 
 
-def slots_of(running: Bool[Array, " rows"], max_num_seqs: int) -> Slots:
+def slots_of(running: Bool[Array, " rows"], max_num_seqs: int) -> DecodeSlots:
     """Assign the running rows to decode slots, in the order of the rows."""
     rank = jnp.cumsum(running, dtype=jnp.int32) - 1
     of_row = jnp.where(running, rank, max_num_seqs)
     index = jnp.arange(running.shape[0], dtype=jnp.int32)
     row = jnp.full(max_num_seqs, running.shape[0], jnp.int32).at[of_row].set(index, mode="drop")
-    return Slots(row, of_row)
+    return DecodeSlots(row, of_row)

@@ -7,7 +7,7 @@ Where an array lies stands beside the argument, as its annotation:
     `PerReplica[T]`  each replica has its own; inside a replica, `specs_of` says which shard has what
     no annotation    the same on every device
 
-Where results lie is said by the return annotation (`PerShard` or `PerReplica`) in the same way.
+The return annotation (`PerShard` or `PerReplica`) says in the same way where results lie.
 """
 
 import enum

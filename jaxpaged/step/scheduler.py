@@ -47,9 +47,9 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
 
     The blocks that the plan needs are free afterwards, but not taken yet.
     """
-    nobody, no_hits = jnp.zeros(state.tables.max_seqs, bool), jnp.zeros_like(state.rows.phase)
+    no_rows, no_hits = jnp.zeros(state.tables.max_seqs, bool), jnp.zeros_like(state.rows.phase)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
-    quiet = Decision(plan(state, config), nobody, no_hits, nobody, nobody, own_row)
+    quiet = Decision(plan(state, config), no_rows, no_hits, no_rows, no_rows, own_row)
 
     # Here, where nothing is written yet, and of no row that goes on to run does it change.
     last_ids = block_table.last_blocks(state.tables)
@@ -109,7 +109,7 @@ def _preempt(
     """Preempt running rows, the last in order first, until the others' plan fits. Returns the state, the
     preempted rows, and those of them that were swapped out.
     """
-    nobody = jnp.zeros(state.tables.max_seqs, bool)
+    no_rows = jnp.zeros(state.tables.max_seqs, bool)
     type Carry = tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]
 
     def short(carry: Carry) -> Bool[Array, ""]:
@@ -129,7 +129,7 @@ def _preempt(
         state = state.on_tables(block_table.free_rows, last)
         return state.count({Counter.NUM_PREEMPTIONS: 1}), preempted | last, swapped
 
-    return lax.while_loop(short, preempt_last, (state, nobody, nobody))
+    return lax.while_loop(short, preempt_last, (state, no_rows, no_rows))
 
 
 def _swap_out(

@@ -63,7 +63,7 @@ class Beams:
 class Rows:
     """One request a row. There are more rows than run together: the others wait where the loop can reach."""
 
-    order: Int[Array, " rows"]  # the rows by priority, then arrival: who is served first
+    order: Int[Array, " rows"]  # the rows by priority, then arrival: the order in which they are served
     phase: Int[Array, " rows"]
     arrival: Int[
         Array, " rows"

@@ -21,7 +21,7 @@ from jaxpaged.sampling import Context, Scores, edited, is_among, no_scores, samp
 from jaxpaged.status import Status
 from jaxpaged.step import admission, beams, scheduler
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.plan import Plan, Slots, Tiles, decode_tiles, prompt_tiles, slots_of
+from jaxpaged.step.plan import DecodeSlots, Plan, Tiles, decode_tiles, prompt_tiles, slots_of
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import MAX_STEPS, Counter, EngineState, FinishReason, Phase, Rows
 from pallas_kernels.ops import TiledImplementation
@@ -64,8 +64,8 @@ class PromptScores:
 def no_prompt_scores(config: StepConfig, num_rows: int) -> PromptScores:
     """Return empty scores, of the shape that a step fills in."""
     num_tiles = cdiv(config.num_tiles, config.tiles_per_pass) * config.tiles_per_pass
-    nobody = jnp.full(num_tiles, num_rows, jnp.int32)
-    return PromptScores(nobody, jnp.zeros_like(nobody), no_scores(num_tiles, PREFILL_TILE))
+    beyond_all = jnp.full(num_tiles, num_rows, jnp.int32)
+    return PromptScores(beyond_all, jnp.zeros_like(beyond_all), no_scores(num_tiles, PREFILL_TILE))
 
 
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
@@ -127,7 +127,7 @@ def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
 
 
 def start_forks(
-    state: EngineState, hidden: Hidden, slots: Slots, leader_row: Int[Array, " rows"]
+    state: EngineState, hidden: Hidden, slots: DecodeSlots, leader_row: Int[Array, " rows"]
 ) -> tuple[EngineState, Hidden]:
     """Let the forking rows run, each with the hidden state of its leader's last prompt token."""
     rows = state.rows
@@ -145,7 +145,7 @@ def forward(
     model: Model,
     state: EngineState,
     plan: Plan,
-    slots: Slots,
+    slots: DecodeSlots,
     config: StepConfig,
     prompt_scores: PromptScores,
 ) -> tuple[EngineState, Hidden, PromptScores]:
@@ -185,12 +185,12 @@ def forward(
         return carry
 
     nothing = jnp.zeros((config.max_num_seqs, model.hidden_size), model.dtype)
-    nobody = jnp.full_like(prompt_scores.row, rows.phase.shape[0])
-    carry = state.kv_cache, nothing, replace(prompt_scores, row=nobody)
+    beyond_all = jnp.full_like(prompt_scores.row, rows.phase.shape[0])
+    carry = state.kv_cache, nothing, replace(prompt_scores, row=beyond_all)
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
     if config.decode_widths:
-        # Slots are dealt from the first on, so a pass of so many rows has all of them.
+        # Decode slots are dealt from the first on, so a pass of so many rows has all of them.
         num_slots = jnp.max(jnp.where(decodes, slots.of_row + 1, 0))
         widths = (0, *config.decode_widths, config.max_num_seqs)
         passes: list[Callable[[Carry], Carry]] = [skip]
@@ -242,7 +242,7 @@ def compute(
     kv_cache: KVCache,
     hidden: Hidden,
     tiles: Tiles,
-    slots: Slots,
+    slots: DecodeSlots,
     attention: TiledImplementation,
 ) -> tuple[KVCache, Hidden, Float[Array, "num_tiles tile_len hidden"]]:
     """Run the model over tiles whose tokens have slots already.
@@ -253,7 +253,7 @@ def compute(
     positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
     row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
     valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
-    # A prompt that is computed again may end for a follower, who has no answer yet.
+    # A prompt that is computed again may end for a follower, which has no answer yet.
     is_prompts_last = tiles.end == rows.prompt_lens[tiles.row]
     is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))
     is_last = is_newest[:, None] & (positions == tiles.end[:, None] - 1)
@@ -277,7 +277,7 @@ def compute(
 
 
 def answer(
-    model: Model, state: EngineState, hidden: Hidden, slots: Slots, due: Bool[Array, " rows"]
+    model: Model, state: EngineState, hidden: Hidden, slots: DecodeSlots, due: Bool[Array, " rows"]
 ) -> tuple[EngineState, Scores]:
     """Sample a token for each row that is due, append it, and finish the rows that end with it.
 

@@ -134,7 +134,7 @@ def _found(said: Mapping[str, Any]) -> tuple[Wrapper | None, Family, Mapping[str
 
 
 def of_architecture(architecture: str, tensors: Collection[str]) -> tuple[Family, Gguf] | None:
-    """The family of a GGUF file with these tensors; None of an unknown architecture."""
+    """Return the family of a GGUF file with these tensors; None for an unknown architecture."""
     pairs = [(family, gguf) for family in FAMILIES for gguf in family.gguf]
     known = [(family, gguf) for family, gguf in pairs if gguf.architecture == architecture]
     marked = [pair for pair in known if pair[1].marker in tensors]

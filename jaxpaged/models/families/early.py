@@ -1,6 +1,4 @@
-"""What decoders of the years before Llama have in common: layer norms, no gate, one product for queries, keys
-and values.
-"""
+"""Common properties of decoders older than Llama: layer norms, no gate, one product for q, k and v."""
 
 from typing import Any
 
@@ -12,7 +10,7 @@ ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "o_bias": True, "mlp_bias": True
 
 
 def common(f: Fields, *, heads: str, hidden: str) -> dict[str, Any]:
-    """Their sizes, by a config's names of two of them."""
+    """Read the model's sizes; `heads` and `hidden` are the config's names of two of them."""
     num_heads, width = f.size(heads), f.size(hidden)
     return {
         "vocab_size": f.size("vocab_size"),

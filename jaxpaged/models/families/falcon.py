@@ -11,7 +11,7 @@ from jaxpaged.models.names import Names
 
 
 def read_falcon(f: Fields) -> ModelConfig:
-    """Falcon 7B has one norm for attention and feed-forward side by side, 40B and 180B one for each."""
+    """Read Falcon. 7B has one norm for attention and feed-forward side by side, 40B and 180B have two."""
     hidden = "n_embed" if f.get("n_embed") else "hidden_size"
     heads = "n_head" if f.get("n_head") else "num_attention_heads"
     same = common(f, heads=heads, hidden=hidden)

@@ -1,4 +1,4 @@
-"""What a family of models says of itself."""
+"""Family: the description of a family of models."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ FUSED: dict[str, str | tuple[str, ...]] = {"qkv": "blk.{layer}.attn_qkv"}  # que
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gguf:
-    """How GGUF files have a family: llama.cpp's names are the same in most, its forms are not.
+    """A family's form in GGUF files. Names are llama.cpp's in most families; forms differ.
 
     `read`: where a file is not read as the family's configs are. `metadata`: by the config's field, the name
     of what says it, where that is not so in all families. `fields` makes the rest of a Hugging Face config.
@@ -32,7 +32,7 @@ class Gguf:
 
 
 def rotated_part(read: Metadata) -> dict[str, Any]:
-    """Of a family whose RoPE may turn a part of each head."""
+    """Read the part of each head that RoPE turns, for families in which it may be less than all."""
     head_dim = read("attention.key_length") or read("embedding_length") / read("attention.head_count")
     dim = read("rope.dimension_count") or head_dim
     # The next larger number: times the head's width it is not rounded to one less.

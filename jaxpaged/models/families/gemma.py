@@ -43,7 +43,7 @@ def read_gemma(f: Fields) -> ModelConfig:
 
 
 def _capped(f: Fields) -> dict[str, Any]:
-    """What Gemma 2 and 3 have both."""
+    """Read the fields that Gemma 2 and 3 have in common."""
     f.only("use_bidirectional_attention", False)
     return _common(f) | {
         "norm_place": "both",
@@ -81,7 +81,7 @@ def read_gemma3(f: Fields) -> ModelConfig:
 
 
 def _ropes(f: Fields, head_dim: int) -> Any:
-    """RoPE of layers with a window, and of those that see all: only these are scaled."""
+    """Return the RoPE of layers with a window, and that of the others, which alone is scaled."""
     given = f.get("rope_parameters") or {"full_attention": f.get("rope_scaling")}
     if not isinstance(given, Mapping):
         raise InputError(f"model config: rope_parameters={shown(given)} must be a JSON object or null")
@@ -94,13 +94,13 @@ def _ropes(f: Fields, head_dim: int) -> Any:
 
 
 def _every(f: Fields, pattern: int) -> list[str]:
-    """The last of each `pattern` layers sees all."""
+    """Return the types of layers of which the last of each `pattern` sees all tokens."""
     num_layers = f.size("num_hidden_layers")
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
 
 
 def _gguf_fields(read: Metadata) -> dict[str, Any]:
-    """What llama.cpp knows of its own about them, and what it stores."""
+    """Return the fields that llama.cpp knows by itself, and those that the file stores."""
     scalar = read("attention.key_length")
     if read("block_count") in LARGEST:
         scalar = read("embedding_length") / read("attention.head_count")

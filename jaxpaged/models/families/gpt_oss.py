@@ -28,14 +28,14 @@ def _same(config: ModelConfig, shape: Shape) -> Shape:
 
 
 def _parted(config: ModelConfig, pieces: Pieces) -> Pieces:
-    """From gate and up in turns, a pair an output, to all gates, all ups."""
+    """Reorder outputs from alternating gate and up to all gates, then all ups."""
     [gate_up] = pieces
     rows = gate_up.T  # of a bias it is the same
     return [rows[::2], rows[1::2]]
 
 
 def _alternating(config: ModelConfig, pieces: Pieces) -> Pieces:
-    """From rows of gate and up in turns, to all gates, all ups."""
+    """Reorder rows from alternating gate and up to all gates, then all ups."""
     [gate_up] = pieces
     return [gate_up[::2], gate_up[1::2]]
 

@@ -33,7 +33,7 @@ def names(config: ModelConfig) -> Names:
 
 
 def common(f: Fields) -> dict[str, Any]:
-    """What most configs call the same, as `ModelConfig` has it; without the layers."""
+    """Read the fields that most configs name alike, as arguments of `ModelConfig`, without layers."""
     num_q_heads, hidden_size = f.size("num_attention_heads"), f.size("hidden_size")
     return {
         "vocab_size": f.size("vocab_size"),
@@ -51,7 +51,7 @@ def common(f: Fields) -> dict[str, Any]:
 
 
 def biases(f: Fields) -> dict[str, Any]:
-    """Llama's two flags."""
+    """Read Llama's two flags of biases."""
     in_attention = f.flag("attention_bias")
     return {"qkv_bias": in_attention, "o_bias": in_attention, "mlp_bias": f.flag("mlp_bias")}
 
@@ -82,7 +82,7 @@ def _refuse_window(f: Fields) -> None:
 
 
 def _window(f: Fields) -> Any:
-    """A Mistral's window, the same in every layer."""
+    """Read Mistral's window, the same in every layer."""
     window = None if f.is_null("sliding_window") else f.get("sliding_window")
     is_used = f.get("use_sliding_window", True)
     checked_bool("model config: use_sliding_window", is_used)
@@ -96,7 +96,7 @@ def _window(f: Fields) -> Any:
 
 
 def _refuse_layer_types(f: Fields, window: object) -> None:
-    """Layers of several kinds, in a family that has none."""
+    """Refuse layers of several kinds in a family that has none. Raises `InputError`."""
     kind = "full_attention" if window is None else "sliding_attention"
     kinds = f.get("layer_types") or []
     if not isinstance(kinds, list) or any(each != kind for each in kinds):
@@ -107,7 +107,7 @@ def _refuse_layer_types(f: Fields, window: object) -> None:
 
 
 def read_granite(f: Fields) -> ModelConfig:
-    """Llama with four factors."""
+    """Read Granite: Llama with four factors."""
     config = _llama(f, None)
     return dataclasses.replace(
         config,
@@ -119,7 +119,7 @@ def read_granite(f: Fields) -> ModelConfig:
 
 
 def read_smollm3(f: Fields) -> ModelConfig:
-    """Llama in which every fourth layer knows no positions."""
+    """Read SmolLM3: Llama in which every fourth layer has no positions."""
     config = _llama(f, None)
     every = f.size("no_rope_layer_interval", 4)
     default = [int((i + 1) % every != 0) for i in range(config.num_layers)]

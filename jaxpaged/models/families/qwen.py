@@ -41,13 +41,13 @@ VL_MOE_NAMES = Names(
 
 
 def read_qwen2(f: Fields) -> ModelConfig:
-    """Llama with biases of queries, keys and values."""
+    """Read Qwen2: Llama with biases of queries, keys and values."""
     same = llama.common(f)
     return ModelConfig(**same, qkv_bias=True, layers=_layers(f, same["head_dim"]))
 
 
 def read_qwen3(f: Fields) -> ModelConfig:
-    """Llama with norms of each head's queries and keys."""
+    """Read Qwen3: Llama with norms of each head's queries and keys."""
     return ModelConfig(**_qwen3(f))
 
 
@@ -96,7 +96,7 @@ def read_qwen2_moe(f: Fields) -> ModelConfig:
 
 
 def _layers(f: Fields, head_dim: int) -> tuple[LayerKind, ...]:
-    """The first `max_window_layers` see all, the others a window, if one is to be used."""
+    """Read the layers: the first `max_window_layers` see all, the others a window, if one is used."""
     rope, num_layers = f.rope(head_dim), f.size("num_hidden_layers")
     window = f.get("sliding_window") if f.flag("use_sliding_window") else None
     first = f.get("max_window_layers", 0) if window is not None else num_layers

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory holds beside its weights: JSON files and a tokenizer."""
+"""Files of a Hugging Face directory beside its weights: JSON and a tokenizer."""
 
 import importlib
 import json
@@ -83,7 +83,7 @@ def tokenizer(path: Path) -> Any:
 
 
 def import_transformers() -> Any:
-    """Transformers, without the announcement that PyTorch is missing: here that is as it should be."""
+    """Import transformers without its announcement that PyTorch is missing, which is not needed here."""
     variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(variable)
     os.environ[variable] = "1"

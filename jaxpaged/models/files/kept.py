@@ -26,7 +26,7 @@ ABOUT = "about.json"  # the key, and each array's type: NumPy's files do not kno
 def model[Model: nnx.Module](
     build: Callable[[], Model], abstract: Callable[[], Model], made_from: object
 ) -> Model:
-    """What `build` builds, its arrays mapped from disk where they are kept. They are to be read only.
+    """Build a model, or map its arrays from disk where they are kept. They must only be read.
 
     `made_from`, with a `repr` of its own, is all that they depend on beside the sources; `abstract` gives the
     model with shapes for arrays.
@@ -45,7 +45,7 @@ def model[Model: nnx.Module](
 
 
 def wait() -> None:
-    """Until what is being written is written; the program's end waits for it, too."""
+    """Wait until all models are written; the program's end waits for that, too."""
     _writer.submit(int).result()
 
 

@@ -87,7 +87,7 @@ class Tensors(Mapping[str, np.ndarray]):
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies; `safe_open` has seen to it that it is in the file."""
+    """The location of a tensor; `safe_open` has checked that it is in the file."""
 
     file: str
     dtype: str
@@ -96,7 +96,7 @@ class _Place(NamedTuple):
 
 
 def load(path: Path) -> Mapping[str, np.ndarray]:
-    """The model's tensors, by name."""
+    """Return the model's tensors, by name."""
     return Tensors(path)
 
 

@@ -50,7 +50,7 @@ class Tensors(Mapping[str, np.ndarray]):
         self._names = {*(name for name in plain if not self._is_empty_bias(name)), *self._modules}
 
     def quantisation(self) -> FromFile:
-        """What keeps the weights as they are in the file."""
+        """Return the quantisation that keeps the weights as they are in the file."""
 
         def kind_of(name: str, shape: Shape) -> CodeFormat | None:
             return self._found(name, shape)[0] if name in self._modules else None
@@ -79,7 +79,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return self._method.found(self._modules[name], shape, self._said)
 
     def _is_empty_bias(self, name: str) -> bool:
-        """Whether it is one of zeros that the model has no place for: tools that make GPTQ files add them."""
+        """Return whether a tensor is a bias of zeros that the model lacks: tools for GPTQ files add them."""
         stem, _, ending = name.rpartition(".")
         is_one = ending == "bias" and name not in self._shapes and f"{stem}.weight" in self._modules
         return is_one and not np.any(self._tensors[name])

@@ -35,7 +35,7 @@ FLOAT8, FLOAT4 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 
 
 class CodeFormat(NamedTuple):
-    """How a product has a weight: see `pallas_kernels.quantised`."""
+    """The format of a quantised weight's codes and scales: see `pallas_kernels.quantised`."""
 
     bits: int
     group_size: int  # neighbouring inputs with one scale
@@ -47,7 +47,7 @@ class CodeFormat(NamedTuple):
 
     @property
     def halfword_bits(self) -> int:
-        """Of a code where a GPU's kernel reads it."""
+        """Bits of a code in the form that a GPU's kernel reads."""
         return 6 if self.is_short else self.bits
 
 
@@ -86,7 +86,7 @@ class QuantisedWeight:
         return sum(segment.out_features for segment in self.segments), self.in_features
 
     def of_layer(self, layer: int | Int[Array, ""]) -> "QuantisedWeight":
-        """One of a stack."""
+        """Return one layer's weight of a stack."""
         segments = tuple(segment.of_layer(layer) for segment in self.segments)
         orders = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), self.orders)
         return QuantisedWeight(segments, orders, self.in_features, self.dtype)
@@ -94,7 +94,7 @@ class QuantisedWeight:
     def ordered(
         self, x: Float[Array, "num_rows in_features"], layer: int | Int[Array, ""] | None = None
     ) -> list[Float[Array, "num_rows in_features"]]:
-        """Rows as each segment takes them; of a stack that of a layer."""
+        """Return `x` with inputs in the order of each segment; `layer` chooses from a stack."""
 
         def of(order: Array | np.ndarray | None) -> Array:
             if order is None:
@@ -105,7 +105,7 @@ class QuantisedWeight:
         return [of(order) for order in self.orders]
 
     def rows(self, outputs: Int[Array, " n"]) -> Float[Array, "n in_features"]:
-        """The weights of some outputs, where all are of one kind, and their inputs in no other order."""
+        """Return the weights of some outputs, if all have one format and their inputs no other order."""
         [segment] = self.segments
         return segment.rows(outputs)[:, : self.in_features].astype(self.dtype)
 
@@ -121,15 +121,15 @@ class TensorSlice(NamedTuple):
         return cls(np.arange(shape[0]), slice(0, shape[1]))
 
     def span(self, unit: int = 1) -> slice:
-        """The units of so many outputs from the first that has one of them to the last."""
+        """Return the slice from the first to the last unit of `unit` outputs that has one of the outputs."""
         return slice(int(self.outputs.min()) // unit, int(self.outputs.max()) // unit + 1)
 
     def groups(self, size: int) -> slice:
-        """Those that the inputs are in."""
+        """Return the slice of groups that the inputs are in."""
         return slice(self.inputs.start // size, cdiv(self.inputs.stop, size))
 
     def of(self, found: np.ndarray, unit: int = 1) -> np.ndarray:
-        """The outputs, of what `span` has."""
+        """Take the outputs from what `span` has."""
         places = self.outputs - self.span(unit).start * unit
         first = int(places[0])
         its = slice(first, first + len(places))
@@ -147,7 +147,7 @@ class LazyRows(NamedTuple):
 
     @classmethod
     def of(cls, kind: CodeFormat, rows: CodedRows) -> "LazyRows":
-        """What has been read."""
+        """Wrap rows that have been read."""
 
         def read(outputs: np.ndarray, inputs: tuple[int, int]) -> CodedRows:
             part = TensorSlice(outputs, slice(*inputs))
@@ -161,7 +161,7 @@ class LazyRows(NamedTuple):
 
 
 class ShardSlice(NamedTuple):
-    """What one of several devices takes of a weight, in the decoder's order of outputs."""
+    """The slice of a weight that one shard has, in the decoder's order of outputs."""
 
     outputs: Sequence[tuple[int, int]] | None  # from where to where; None: all
     inputs: tuple[int, int] | None
@@ -170,7 +170,7 @@ class ShardSlice(NamedTuple):
     def segments(
         self, pieces: Iterable[tuple[CodeFormat, int]], in_features: int
     ) -> list[tuple[CodeFormat, int]]:
-        """Kinds and numbers of outputs of what is taken of such pieces."""
+        """Return formats and numbers of outputs of a shard's slice of such rows."""
         found = [
             (self.kind(kind, in_features), len(range(count)[its])) for (kind, count), its in self._of(pieces)
         ]
@@ -179,7 +179,7 @@ class ShardSlice(NamedTuple):
         return found
 
     def rows(self, pieces: Iterable[LazyRows], in_features: int) -> list[tuple[CodeFormat, CodedRows]]:
-        """What is taken of such pieces. Of others nothing is read but the rest of a group or a word."""
+        """Read a shard's slice of such rows; nothing else is read but the rest of a group or a word."""
         found = [
             (self.kind(piece.kind, in_features), self._rows(piece, its, in_features))
             for (piece, _), its in self._of((piece, piece.num_outputs) for piece in pieces)
@@ -198,7 +198,9 @@ class ShardSlice(NamedTuple):
         return in_features if self.inputs is None else self.inputs[1] - self.inputs[0]
 
     def kind(self, kind: CodeFormat, in_features: int) -> CodeFormat:
-        """Where inputs are cut, of groups as large as that leaves whole. Raises `InputError` if none is."""
+        """Return the format of a slice of inputs, with the largest groups that stay whole. Raises
+        `InputError`.
+        """
         if self.inputs is None:
             return kind
         width = self.width(in_features)
@@ -219,7 +221,7 @@ class ShardSlice(NamedTuple):
         return kind._replace(group_size=group)
 
     def _of[T](self, pieces: Iterable[tuple[T, int]]) -> Iterator[tuple[tuple[T, int], slice]]:
-        """The pieces that have something, and what of their outputs; for padding the last in any case."""
+        """Yield the rows in the slice, and which of their outputs; with padding the last in any case."""
         pieces = list(pieces)
         for start, stop in [(0, sum(count for _, count in pieces))] if self.outputs is None else self.outputs:
             first, last = 0, len(pieces) - 1
@@ -250,7 +252,7 @@ class ShardSlice(NamedTuple):
 
 
 def _none_of(rows: CodedRows) -> CodedRows:
-    """With as many inputs."""
+    """Return no outputs, with as many inputs."""
     return CodedRows(
         rows.codes[:0], rows.scales[:0], None if rows.minima is None else rows.minima[:0], rows.order
     )
@@ -260,13 +262,13 @@ type Stored = tuple[str, tuple[int, ...]]  # a tensor's name and shape in the fi
 
 
 class Quantisation(ABC):
-    """Which weights are quantised, and how they are made: of a file's blocks, or of numbers."""
+    """The choice of weights that are quantised, and how they are made: of a file's blocks, or of numbers."""
 
     @abstractmethod
     def segments(
         self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: ShardSlice | None = None
     ) -> tuple[SegmentSpec, ...] | None:
-        """How a role's outputs are kept, of a part that is cut out; None where they are not quantised. No
+        """Return the segments of a role's weight, or of a shard's slice; None if it is not quantised. No
         tensor is read.
         """
 
@@ -277,25 +279,25 @@ class Quantisation(ABC):
         dtype: jnp.dtype,
         cut: ShardSlice | None = None,
     ) -> QuantisedWeight | None:
-        """Of a role's pieces as they lie in the file, their outputs brought into the decoder's order by
-        `restored`; None if it is to be made of numbers.
+        """Make a weight of the file's blocks; `restored` brings outputs into the decoder's order. None if it
+        is to be made of numbers.
         """
         return None
 
     def of_numbers(
         self, role: str, whole: np.ndarray, dtype: jnp.dtype, cut: ShardSlice | None = None
     ) -> QuantisedWeight | None:
-        """Of a role's numbers; None where they are not quantised."""
+        """Make a weight of a role's numbers; None where they are not quantised."""
         return None
 
 
 def in_words(in_features: int, bits: int) -> int:
-    """As many inputs, or a few more, that are whole words of codes: a group of all has so many."""
+    """Return the number of inputs rounded up to whole words of codes."""
     return cdiv(in_features, 32 // bits) * (32 // bits)
 
 
 def joined[T](pieces: Iterable[tuple[CodeFormat, T]]) -> Iterator[tuple[CodeFormat, list[T]]]:
-    """Neighbours of one kind together; those with an order of inputs, which is their own, stay alone."""
+    """Join neighbours of one format; those with an order of inputs, which is their own, stay alone."""
 
     def alike(numbered: tuple[int, tuple[CodeFormat, T]]) -> tuple[CodeFormat, int | None]:
         number, (kind, _) = numbered
@@ -311,8 +313,8 @@ def packed(
     dtype: jnp.dtype,
     implementation: ProductImplementation | None = None,
 ) -> QuantisedWeight:
-    """A weight of pieces with outputs one after another, those of a kind joined, for that implementation of
-    products; None: this machine's.
+    """Pack rows into a weight for an implementation of products; None: this machine's. Neighbours of one
+    format are joined.
     """
     segments: list[Quantised | Halfwords] = []
     orders = []
@@ -331,7 +333,7 @@ def packed(
 
 
 def implementation_for(kind: CodeFormat, dtype: jnp.dtype) -> ProductImplementation:
-    """Of products with few rows of that dtype on this machine: their weight is packed for it."""
+    """Choose the implementation of products with few rows of that dtype on this machine."""
     if native.serves(dtype, native.quantised_function(kind.bits, is_float=kind.is_float)):
         return "native"
     if choice.default_implementation() == "xla":
@@ -341,9 +343,7 @@ def implementation_for(kind: CodeFormat, dtype: jnp.dtype) -> ProductImplementat
 
 
 def implementations(model: Any) -> dict[ProductImplementation, int]:
-    """For how many weights each implementation of products with few rows is there, of all in a model's
-    arrays.
-    """
+    """Count the quantised weights of a model by the implementation of products that they are packed for."""
     found: collections.Counter[ProductImplementation] = collections.Counter()
     for leaf in jax.tree.leaves(model, is_leaf=lambda its: isinstance(its, Halfwords | Quantised)):
         if isinstance(leaf, Halfwords):
@@ -358,7 +358,7 @@ def _panel_width(implementation: ProductImplementation) -> int:
 
 
 def wide(kind: CodeFormat, rows: CodedRows, in_features: int) -> np.ndarray:
-    """The numbers themselves, float32 [outputs, inputs]."""
+    """Return the numbers themselves, float32 [outputs, inputs]."""
     codes, scales = rows.codes, rows.scales.astype(np.float32)
     if kind.is_float:
         codes = codes.view(FLOAT8 if kind.bits == 8 else FLOAT4)
@@ -378,7 +378,7 @@ def zeros(
     dtype: jnp.dtype,
     implementation: ProductImplementation | None = None,
 ) -> QuantisedWeight:
-    """A weight of these segments without its numbers; `implementation` as `packed` has it."""
+    """Make a weight of these segments, all zeros; `implementation` as in `packed`."""
 
     def of(kind: CodeFormat, num_outputs: int) -> Quantised | Halfwords:
         chosen = implementation or implementation_for(kind, dtype)

@@ -1,4 +1,4 @@
-"""How methods keep weights of few bits in safetensors files: AWQ, GPTQ, AutoRound, compressed-tensors, fp8.
+"""Methods of quantised safetensors files: AWQ, GPTQ, AutoRound, compressed-tensors, fp8.
 
 Each makes codes, scales and minima of a part of a product's tensors. Of how many bits codes are, and how many
 inputs share a scale, the tensors' own shapes say. `reference/quantised_checkpoints.py` says what they mean.
@@ -44,7 +44,7 @@ class Module(NamedTuple):
         return f"{self.name}.{ending}" in self.tensors
 
     def get(self, ending: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> np.ndarray:
-        """A tensor, of one of these types and shapes, if some are given. Nothing of it is read yet."""
+        """Return a tensor, checked to be of one of these types and shapes. Nothing of it is read yet."""
         name = f"{self.name}.{ending}"
         if name not in self.tensors:
             raise InputError(f"the weights lack {name!r}, which quantization_config asks for")
@@ -63,7 +63,7 @@ class Module(NamedTuple):
         return found
 
     def finite(self, ending: str, *at: slice) -> np.ndarray:
-        """Scales, all or those at these places, in float32."""
+        """Return scales, all or those at these indices, in float32. Raises `InputError` unless finite."""
         found = np.asarray(self.scales(ending)[at], np.float32)
         if not np.isfinite(found).all():
             raise InputError(f"weight '{self.name}.{ending}' has NaN or infinity in it, must be finite")
@@ -71,7 +71,7 @@ class Module(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How a `quant_method` keeps weights."""
+    """The form in which a `quant_method` keeps weights."""
 
     check: Callable[[Said], None]
     marks: tuple[str, ...]  # a module that has one of these tensors is quantised
@@ -141,7 +141,7 @@ def _check_compressed(said: Said) -> None:
 
 
 def _block(name: str, value: Any) -> tuple[int, int] | None:
-    """Outputs and inputs of a block that shares a scale."""
+    """Return the numbers of outputs and inputs of a block with one scale."""
     if value is None:
         return None
     is_one = isinstance(value, list) and len(value) == 2 and all(type(x) is int and x > 0 for x in value)
@@ -248,7 +248,7 @@ def _fp8(module: Module, shape: Shape, said: Said) -> Found:
 
 
 def _scaled(module: Module, shape: Shape, scale_name: str, block: list[int] | None) -> Found:
-    """Codes of a byte, which lie as the weight would."""
+    """Read codes of a byte each, stored in the weight's own order."""
     weight = module.get("weight", ("float8_e4m3fn", "int8"), shape)
     scale = _Scale.of(module, scale_name, shape, 8, block)
     is_float = weight.dtype.name == "float8_e4m3fn"
@@ -308,7 +308,7 @@ class _Scale(NamedTuple):
         )
 
     def rows(self, part: TensorSlice) -> np.ndarray:
-        """float32 [outputs, groups]."""
+        """Return the scales, float32 [outputs, groups]."""
         shape = self.module.scales(self.name).shape
         if math.prod(shape) == 1:
             return np.full((len(part.outputs), 1), self.module.finite(self.name).reshape(-1)[0])
@@ -327,7 +327,7 @@ def _rows_of_scales(module: Module, num_outputs: int) -> int:
 
 
 def _group_size(module: Module, num_inputs: int, num_groups: int, said: Said) -> int:
-    """Inputs of a group; that which the config names need not be a module's own."""
+    """Return the number of inputs of a group; a module's may differ from the config's."""
     named = said.get("group_size", said.get("q_group_size"))
     if num_groups == 1:
         return in_words(num_inputs, 4)
@@ -346,7 +346,7 @@ def _group_size(module: Module, num_inputs: int, num_groups: int, said: Said) ->
 
 
 def _order(module: Module, ending: str, num_inputs: int, group: int, *, has_order: bool) -> np.ndarray | None:
-    """The inputs by their groups, where these are no neighbours."""
+    """Return the inputs sorted by group, where groups are not neighbours."""
     if ending not in module:
         return np.arange(num_inputs, dtype=np.int32) if has_order else None
     groups = module.get(ending, ("int32", "int64"), (num_inputs,))
@@ -363,12 +363,12 @@ def _order(module: Module, ending: str, num_inputs: int, group: int, *, has_orde
 
 
 def _scale_dtype(scales: np.ndarray) -> str:
-    """That in which they are kept to the last bit."""
+    """Return the dtype in which scales lose no bit."""
     return "float16" if scales.dtype == np.float16 else "float32"
 
 
 def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """The codes in words along the last axis, the first in the lowest bits; a byte each."""
+    """Unpack the codes in words along the last axis, the lowest bits first; a byte each."""
     found = np.ascontiguousarray(words, "<i4").view(np.uint8)
     if bits == 8:
         return found
@@ -376,7 +376,7 @@ def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _signed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes that count from 0 as products take them: those of 8 bits from -128."""
+    """Return codes counted from 0 as products take them: those of 8 bits from -128."""
     return codes if bits == 4 else (codes ^ 0x80).view(np.int8)
 
 
@@ -388,7 +388,7 @@ def _counted_from(
     group: int,
     order: np.ndarray | None = None,
 ) -> CodedRows:
-    """(code - zero point) * scale, as a code, a scale and a minimum: of scales of 16 bits the same number."""
+    """Return (code - zero point) * scale as codes, scales and minima; exact for scales of 16 bits."""
     shift = 128 if bits == 8 else 0
     minima = scales * (np.float32(shift) - zero_points.astype(np.float32))
     return _whole_groups(_signed(codes, bits), scales, minima, group, order)
@@ -401,7 +401,7 @@ def _whole_groups(
     group: int,
     order: np.ndarray | None = None,
 ) -> CodedRows:
-    """Rows whose inputs that are missing to whole groups have a code of zeros."""
+    """Pad rows with codes of zero to whole groups of inputs."""
     missing = scales.shape[1] * group - codes.shape[1]
     if missing:
         codes = np.pad(codes, ((0, 0), (0, missing)))

@@ -1,4 +1,4 @@
-"""Which of a model's weights are quantised, and of what they are made.
+"""Quantisations: which of a model's weights are quantised, and from what they are made.
 
 `FromFile` keeps those of a file as they are there; `OnLoad` quantises any model's. Both say of a role how its
 outputs are kept before a tensor is read, so that a program's arrays are known by their shapes.
@@ -82,9 +82,7 @@ def float8_kind(in_features: int) -> CodeFormat:
 
 
 def float8(weight: np.ndarray) -> CodedRows:
-    """The nearest e4m3 to each number of a weight [outputs, inputs], a row's largest being 448 of its
-    scale.
-    """
+    """Quantise a weight [outputs, inputs] to the nearest e4m3; a row's largest number is 448 scales."""
     codes = np.zeros((len(weight), in_words(weight.shape[1], 8)), FLOAT8)
     scales = np.zeros((len(weight), 1), np.float32)
     for first in range(0, len(weight), _ROWS):  # so that copies are small
@@ -98,7 +96,7 @@ def float8(weight: np.ndarray) -> CodedRows:
 
 
 class FromFile(Quantisation):
-    """Those that a file has in one of the kinds that products take.
+    """A quantisation that keeps weights as a file has them, if products take the format.
 
     `kind_of`: that of a tensor of this name and shape, or None; `rows_of`: what a part of it holds.
     """
@@ -146,7 +144,7 @@ class FromFile(Quantisation):
         return packed(cut.rows(pieces, in_features), cut.width(in_features), dtype)
 
     def _piece(self, name: str, shape: tuple[int, ...], order: np.ndarray) -> LazyRows:
-        """A tensor with its outputs in the decoder's order."""
+        """Return a tensor's rows, still to be read, with outputs in the decoder's order."""
         kind = self._kind_of(name, shape)
         assert kind is not None
 

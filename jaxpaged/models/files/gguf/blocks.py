@@ -28,7 +28,7 @@ FORMATS = {
 
 
 def rows(raw: np.ndarray, kind: str, name: str) -> CodedRows:
-    """Rows of blocks, uint8 [outputs, bytes], of one of FORMATS.
+    """Decode rows of blocks, uint8 [outputs, bytes], of one of FORMATS.
 
     Raises: InputError with the tensor's name if a scale is NaN or infinite.
     """
@@ -41,13 +41,13 @@ def rows(raw: np.ndarray, kind: str, name: str) -> CodedRows:
 
 
 def shape_of(raw: np.ndarray, kind: str) -> tuple[int, int]:
-    """Outputs and inputs of such rows."""
+    """Return the numbers of outputs and inputs of rows of blocks."""
     length, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     return raw.shape[0], math.prod(raw.shape[1:]) // num_bytes * length
 
 
 def part_of(raw: np.ndarray, kind: str, name: str, part: TensorSlice) -> CodedRows:
-    """A part of such rows; no more of them is read than whole blocks."""
+    """Decode a slice of rows of blocks; no more is read than whole blocks."""
     length, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = part.groups(length)
     lines = raw.reshape(raw.shape[0], -1)[part.span(), blocks.start * num_bytes : blocks.stop * num_bytes]
@@ -61,7 +61,7 @@ def part_of(raw: np.ndarray, kind: str, name: str, part: TensorSlice) -> CodedRo
 
 
 def quantised(weight: np.ndarray, kind: str, name: str) -> CodedRows:
-    """The nearest that Q8_0 or Q4_0 have to a weight [outputs, inputs]; inputs missing to a group are zeros.
+    """Quantise a weight [outputs, inputs] to Q8_0 or Q4_0; inputs missing to a group are zeros.
 
     Raises: InputError with the weight's name if a scale is beyond float16.
     """
@@ -126,7 +126,7 @@ def powers(exponents: np.ndarray) -> np.ndarray:
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each group of 32 its scale and its minimum, multiplied out."""
+    """Return the scale and the minimum of each group of 32, multiplied out."""
     low, middle, high = np.split(blocks[..., 4:16], 3, axis=-1)
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     minima = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=-1)
@@ -135,12 +135,12 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """The float16 number at a place of each block: [outputs, blocks]."""
+    """Return the float16 number at byte `start` of each block: [outputs, blocks]."""
     return np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2")[..., 0].astype(np.float16)
 
 
 def _nibbles(packed: np.ndarray, run: int) -> np.ndarray:
-    """Codes of four bits: of each `run` bytes all lower halves, then all upper ones."""
+    """Return codes of four bits: the lower halves of each `run` bytes, then the upper ones."""
     runs = packed.reshape(*packed.shape[:-1], -1, 1, run)
     return (runs >> np.array([[0], [4]], np.uint8) & 15).reshape(*packed.shape[:-1], -1)
 

@@ -93,7 +93,7 @@ def open_file(path: Path) -> GgufFile:
 
 
 def family(reader: GgufFile, path: Path) -> tuple[Family, Gguf]:
-    """The family of the file's architecture. Raises `InputError` if it is unknown."""
+    """Return the family of the file's architecture. Raises `InputError` if it is unknown."""
     architecture = field(reader, path, "general.architecture")
     known = of_architecture(architecture, {tensor.name for tensor in reader.tensors})
     if known is None:
@@ -137,9 +137,7 @@ def model_config(reader: GgufFile, path: Path) -> ModelConfig:
 
 
 def _with_factors(reader: GgufFile, path: Path, config: ModelConfig, read: Metadata) -> ModelConfig:
-    """With what each of RoPE's frequencies is to be divided by, where the file says it: for Llama 3.1, and
-    for Phi-3 with its long contexts.
-    """
+    """Return the config with the file's divisors of RoPE's frequencies: for Llama 3.1 and Phi-3."""
     found = load_weights(reader, path)
 
     def factors(name: str) -> tuple[float, ...]:
@@ -211,7 +209,7 @@ class _Stored(NamedTuple):
 
 
 def _stored(reader: GgufFile) -> dict[str, _Stored]:
-    """All tensors by name, each expert's on its own."""
+    """Return all tensors by name, with one entry for each expert."""
     found = {}
     for tensor in reader.tensors:
         if tensor.data.ndim == 3 and tensor.name.endswith(".weight"):
@@ -223,7 +221,7 @@ def _stored(reader: GgufFile) -> dict[str, _Stored]:
 
 
 def load_weights(reader: GgufFile, path: Path) -> Mapping[str, np.ndarray]:
-    """All tensors by name, each dequantised to float32 when it is asked for."""
+    """Return all tensors by name, each dequantised to float32 when it is asked for."""
     return _Tensors(reader, path)
 
 

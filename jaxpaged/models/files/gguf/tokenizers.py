@@ -62,7 +62,7 @@ def _words(reader: GgufFile, path: Path) -> gguf_words.Words:
 
 
 def _sentencepiece(reader: GgufFile, path: Path, tokens: list[str]) -> Tokenizer:
-    """Merges by the tokens' scores; a space is put before a text."""
+    """Make a tokenizer that merges by the tokens' scores and puts a space before a text."""
     scores: list[float] = field(reader, path, "tokenizer.ggml.scores")
     order = sorted(range(len(tokens)), key=lambda i: -scores[i])
     made = _with_bytes(tokens, order)
@@ -77,7 +77,7 @@ def _sentencepiece(reader: GgufFile, path: Path, tokens: list[str]) -> Tokenizer
 
 
 def _gemma(reader: GgufFile, path: Path, tokens: list[str]) -> Tokenizer:
-    """Merges in the vocabulary's order, whatever the scores; tokens of spaces are stored as such."""
+    """Make a tokenizer that merges in the vocabulary's order; tokens of spaces are stored as such."""
     tokens[:] = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     made = _with_bytes(tokens, range(len(tokens)))
     made.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
@@ -87,7 +87,7 @@ def _gemma(reader: GgufFile, path: Path, tokens: list[str]) -> Tokenizer:
 
 
 def _with_bytes(tokens: list[str], order: Sequence[int]) -> Tokenizer:
-    """Characters that no token has become the tokens of their bytes."""
+    """Make a tokenizer that splits characters without a token into the tokens of their bytes."""
     ids = _ids(tokens)
     merges = [pair for i in order for pair in _pairs(tokens[i], ids)]
     unknown = "<unk>" if "<unk>" in ids else None
@@ -97,7 +97,7 @@ def _with_bytes(tokens: list[str], order: Sequence[int]) -> Tokenizer:
 
 
 def _pairs(token: str, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """All pairs of tokens that make this one, the one with the longest first part first."""
+    """Return all pairs of tokens that make this one, the one with the longest first part first."""
     for cut in range(len(token) - 1, 0, -1):
         if token[:cut] in ids and token[cut:] in ids:
             yield token[:cut], token[cut:]

@@ -1,4 +1,4 @@
-"""How byte-pair tokenizers of GGUF files cut a text into words before any merge: `tokenizer.ggml.pre`.
+"""Pre-tokenizers of GGUF files (`tokenizer.ggml.pre`): how text is cut into words before any merge.
 
 llama.cpp has a name for each tokenizer that it has met; many names stand for one way to cut.
 """
