@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     trace = traces.read(_TRACE.value).first(_REQUESTS.value)
     size = _BLOCK_SIZE.value
     asked = [Combination(_POLICY.value, size, int(tokens)) for tokens in _CACHE_TOKENS.value]
-    cut = sweep.Cut(trace, traces.blocks(trace, size), asked, 1)
+    cut = sweep.BlockTrace(trace, traces.blocks(trace, size), asked, 1)
 
     def one(each: Combination) -> np.ndarray:
         return cut.send(each, trace.num_requests, lambda count: None).hit_tokens

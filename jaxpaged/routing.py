@@ -1,4 +1,4 @@
-"""Which of several replicas a request goes to: that with most of its beginning cached, then the least loaded.
+"""Router of requests to replicas: the one with most of its prompt cached, then the least loaded.
 
 What a replica has cached is not asked for but remembered: it has what was sent to it last, as much as it has
 room for. Knows neither clocks nor networks; imports nothing heavy.
@@ -17,15 +17,16 @@ TEXT_BLOCK = 64  # bytes: some 16 tokens
 
 
 def keys_of_tokens(token_ids: Sequence[int] | np.ndarray, block_size: int, salt: str = "") -> list[Key]:
-    """A key for each full block of so many tokens. Equal keys: equal tokens, equal ones before them, and
-    equal salts, but for chance.
+    """Return a key for each full block of `block_size` tokens.
+
+    Equal keys mean equal tokens, equal ones before them, and equal salts, but for chance.
     """
     checked_int("block_size", block_size, "an int >= 1", 1)
     return _keys(np.asarray(token_ids, np.int64).tobytes(), 8 * block_size, salt)
 
 
 def keys_of_text(text: str, salt: str = "") -> list[Key]:
-    """The same of a text, in blocks of `TEXT_BLOCK` bytes of UTF-8."""
+    """Return the keys of a text, in blocks of `TEXT_BLOCK` bytes of UTF-8."""
     return _keys(text.encode("utf-8", "surrogatepass"), TEXT_BLOCK, salt)
 
 
@@ -55,7 +56,7 @@ class Router[Name: Hashable]:
         self._num_sent = 0
 
     def rank(self, keys: Sequence[Key], loads: Mapping[Name, float]) -> list[Name]:
-        """The replicas of `loads`, best first.
+        """Return the replicas of `loads`, best first.
 
         First those not too far ahead of the least loaded: by their longest cached prefix, then the lower
         load. Then the others, by load, then prefix. Of equal ones that which was sent something longest ago.
@@ -72,7 +73,7 @@ class Router[Name: Hashable]:
         return sorted(loads, key=order)
 
     def num_cached(self, name: Name, keys: Iterable[Key]) -> int:
-        """How many of the first keys the replica has, as far as is known."""
+        """Return how many of the first keys the replica has cached, as far as is known."""
         cached, num = self._cached.get(name, ()), 0
         for key in keys:
             if key not in cached:
@@ -81,7 +82,7 @@ class Router[Name: Hashable]:
         return num
 
     def note(self, name: Name, keys: Sequence[Key]) -> None:
-        """Something with these keys was sent to the replica."""
+        """Record that a request with these keys was sent to the replica."""
         cached = self._cached.setdefault(name, OrderedDict())
         for key in reversed(keys):  # so that of a prompt its end is forgotten first
             cached[key] = None
@@ -97,5 +98,5 @@ class Router[Name: Hashable]:
             del self._cached[name], self._turn[name]
 
     def __iter__(self) -> Iterator[Name]:
-        """Those that were sent something."""
+        """Iterate over the replicas that a request was sent to."""
         return iter(self._cached)

@@ -18,13 +18,13 @@ from jaxpaged.vllm_names.judge import SAMPLING_NAMES, passes
 
 STANDARD_INPUT = "-"
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
-# What the chat template of a line's messages is told.
+# Variables of the chat template of a line's messages.
 TEMPLATE = {"reasoning_effort": (str, "a string"), "chat_template_kwargs": (dict, "an object")}
 OPTIONS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "output_kind")
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PromptLine:
     """One request as somebody wrote it down."""
 
     error = ""  # it has none
@@ -53,7 +53,7 @@ class Refused:
     title: str = ""
 
 
-def of_texts(texts: Sequence[str], sampling: Mapping[str, Any]) -> list[Asked]:
+def of_texts(texts: Sequence[str], sampling: Mapping[str, Any]) -> list[PromptLine]:
     """Return the prompts of the command line. `sampling`: the fields of their `SamplingParams`."""
     params = SamplingParams(**sampling)
     names = [f"--prompt number {i}" if len(texts) > 1 else "--prompt" for i in range(1, len(texts) + 1)]
@@ -64,12 +64,12 @@ def of_texts(texts: Sequence[str], sampling: Mapping[str, Any]) -> list[Asked]:
             text.encode()
         except UnicodeEncodeError as error:  # bytes that are no text in the terminal's encoding
             raise InputError(f"--prompt {text!r} must be text in the encoding of the terminal") from error
-    return [Asked({"prompt": text}, params, where=name) for text, name in zip(texts, names, strict=True)]
+    return [PromptLine({"prompt": text}, params, where=name) for text, name in zip(texts, names, strict=True)]
 
 
 def read(
     file: str | None, sampling: Mapping[str, Any], *, skip_errors: bool = False
-) -> list[Asked | Refused]:
+) -> list[PromptLine | Refused]:
     """Return the prompts of a file, "-" for standard input; options that a line does not have are those of
     `sampling`.
 
@@ -83,7 +83,7 @@ def read(
         raise InputError(f"{name} must have at least one prompt")
     is_json = next(line for line in lines if line.strip()).lstrip().startswith("{")
     params = SamplingParams(**sampling)
-    asked: list[Asked | Refused] = []
+    asked: list[PromptLine | Refused] = []
     for number, line in enumerate(lines, start=1):
         if is_json and not line.strip():
             continue
@@ -99,13 +99,13 @@ def read(
 
 
 def answered(
-    asked: Sequence[Asked | Refused],
+    asked: Sequence[PromptLine | Refused],
     generate_each: Callable[..., Iterator[Any]],
     render_chat: Callable[..., dict[str, Any]],
     *,
     chat: bool,
     skip_errors: bool,
-) -> Iterator[tuple[Asked | Refused, Any]]:
+) -> Iterator[tuple[PromptLine | Refused, Any]]:
     """Ask all, and give each with its answer, in their order; with None what is refused.
 
     `generate_each` and `render_chat`: those of `LLM`.
@@ -118,26 +118,26 @@ def answered(
 
     def refuse(place: int, error: InputError) -> None:
         its = found[place]
-        if isinstance(its, Asked):
+        if isinstance(its, PromptLine):
             found[place] = Refused(f"{its.where}: {error}", its.id, its.title)
             if not skip_errors:
                 raise InputError(f"{its.where}: {error}") from error
 
     for place, each in enumerate(asked):
-        if isinstance(each, Asked):
+        if isinstance(each, PromptLine):
             try:
                 prompts.append(for_llm(each, render_chat, chat))
                 places.append(place)
             except InputError as error:
                 refuse(place, error)
-    its = [each for each in found if isinstance(each, Asked)]
+    its = [each for each in found if isinstance(each, PromptLine)]
     outputs = generate_each(
         prompts,
         [each.params for each in its],
         priority=[each.priority for each in its],
         on_error=lambda i, error: refuse(places[i], error),
     )
-    return ((each, next(outputs) if isinstance(each, Asked) else None) for each in found)
+    return ((each, next(outputs) if isinstance(each, PromptLine) else None) for each in found)
 
 
 def _id(line: str) -> Any:
@@ -149,7 +149,7 @@ def _id(line: str) -> Any:
     return value.get("id") if isinstance(value, dict) else None
 
 
-def for_llm(asked: Asked, render_chat: Callable[..., dict[str, Any]], chat: bool) -> dict[str, Any]:
+def for_llm(asked: PromptLine, render_chat: Callable[..., dict[str, Any]], chat: bool) -> dict[str, Any]:
     """Return what `LLM.generate` takes for a request; messages always go through the chat template.
 
     `render_chat`: `LLM.render_chat`.
@@ -179,13 +179,13 @@ def _lines(file: str, name: str) -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def _text_line(line: str, params: SamplingParams) -> Asked:
+def _text_line(line: str, params: SamplingParams) -> PromptLine:
     if not line.strip():
         raise InputError("must not be empty")
-    return Asked({"prompt": line}, params)
+    return PromptLine({"prompt": line}, params)
 
 
-def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> Asked:
+def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> PromptLine:
     """Return what a line of JSON asks for, or what it says as a mapping. Raises `InputError`."""
     try:
         value = dict(row) if isinstance(row, dict) else json.loads(row)
@@ -203,24 +203,24 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> As
     elif kind == "prompt_token_ids" and (not isinstance(prompt, list) or not prompt):
         raise InputError(f"prompt_token_ids={shown(prompt)} must be a non-empty list of token ids")
     own = _sampling_options(value)
-    if isinstance(bias := own.get("logit_bias"), dict):  # of which JSON makes all keys texts
+    if isinstance(bias := own.get("logit_bias"), dict):  # JSON turns all its keys into strings
         own["logit_bias"] = {token_id(key): added for key, added in bias.items()}
     others = {name: value.pop(name) for name in ("id", "priority", "cache_salt") if name in value}
     others = {name: its for name, its in others.items() if its is not None}
     if kind == "messages":
-        told = {name: its for name in TEMPLATE if (its := value.pop(name, None)) is not None}
-        for name, its in told.items():
+        variables = {name: its for name in TEMPLATE if (its := value.pop(name, None)) is not None}
+        for name, its in variables.items():
             is_of, words = TEMPLATE[name]
             check(name, its, words, isinstance(its, is_of))
         others["template_kwargs"] = template_kwargs(
-            told.get("chat_template_kwargs"), told.get("reasoning_effort")
+            variables.get("chat_template_kwargs"), variables.get("reasoning_effort")
         )
     for name, asks in value.items():
         if asks is None or passes(name, asks, SAMPLING_NAMES, own):
             continue
         known = ", ".join([*PROMPTS, "id", "priority", "cache_salt", *TEMPLATE, *OPTIONS])
         raise InputError(f"option {name!r} must be one of {known}")
-    return Asked({kind: prompt}, SamplingParams(**{**sampling, **own}), **others)
+    return PromptLine({kind: prompt}, SamplingParams(**{**sampling, **own}), **others)
 
 
 def _sampling_options(row: dict[str, Any]) -> dict[str, Any]:

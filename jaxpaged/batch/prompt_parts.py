@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.batch import prompt_files
-from jaxpaged.batch.prompt_files import Asked
+from jaxpaged.batch.prompt_files import PromptLine
 from jaxpaged.checks import InputError, check, checked_int
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -37,7 +37,7 @@ class Part:
     number: int  # the file's, among those of the job
     first: int
     num_rows: int
-    start: int = 0  # of JSON lines: bytes before the first row's line
+    start: int = 0  # bytes before the first row's line, in JSON lines
     end: int = 0  # and up to the end of the last one's
 
     @property
@@ -152,7 +152,7 @@ def answer(llm: "LLM", part: Part, folder: Path, sampling: Mapping[str, Any], *,
         own = folder / f".{part.name}.{uuid.uuid4().hex}.part"
         with own.open("x", encoding="utf-8") as file:
             todo = {part.first + i: row for i, row in enumerate(rows(part)) if part.first + i not in lines}
-            for line in _answers(llm, todo, sampling, chat):
+            for line in answers_of(llm, todo, sampling, chat):
                 lines[line["row"]] = {"file": part.file} | line
                 file.write(json.dumps(lines[line["row"]]) + "\n")
                 file.flush()
@@ -188,7 +188,7 @@ def _found(folder: Path, pattern: str) -> dict[int, Line]:
     return lines
 
 
-def _answers(
+def answers_of(
     llm: "LLM", todo: Mapping[int, bytes | Line], sampling: Mapping[str, Any], chat: bool
 ) -> Iterator[Line]:
     """Yield a line for each row as soon as it is answered."""
@@ -217,7 +217,7 @@ async def _answer(
 ) -> Line:
     line: Line = {"row": row}
     try:
-        asked: Asked = prompt_files.of_row(content, sampling)
+        asked: PromptLine = prompt_files.of_row(content, sampling)
         if asked.id is not None:
             line["id"] = asked.id
         params: SamplingParams = dataclasses.replace(asked.params, output_kind=RequestOutputKind.FINAL_ONLY)

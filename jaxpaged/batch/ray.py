@@ -119,7 +119,7 @@ def answer_files(
     return num_answered
 
 
-# Of `LLM`'s own arguments, beside its engine's options.
+# Arguments of `LLM` itself, beside the engine's options.
 NOT_THE_ENGINES = ("tokenizer", "skip_tokenizer_init", "revision", "generation_config", "record_trace")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from jaxpaged.bench.workloads import Asked
+from jaxpaged.bench.workloads import BenchRequest
 from jaxpaged.checks import InputError
 
 Level = dict[str, float]
@@ -47,14 +47,20 @@ class Answered:
 
 
 def measure(
-    args: argparse.Namespace, levels: Sequence[Level], asked: Sequence[Asked], warmups: Sequence[Asked]
+    args: argparse.Namespace,
+    levels: Sequence[Level],
+    asked: Sequence[BenchRequest],
+    warmups: Sequence[BenchRequest],
 ) -> list[tuple[Level, list[Answered]]]:
     """Measure each level and return its answers. Raises `InputError` if the server is not there."""
     return asyncio.run(_measure(args, levels, asked, warmups))
 
 
 async def _measure(
-    args: argparse.Namespace, levels: Sequence[Level], asked: Sequence[Asked], warmups: Sequence[Asked]
+    args: argparse.Namespace,
+    levels: Sequence[Level],
+    asked: Sequence[BenchRequest],
+    warmups: Sequence[BenchRequest],
 ) -> list[tuple[Level, list[Answered]]]:
     key = args.api_key or os.environ.get("JAXPAGED_API_KEY")
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -87,10 +93,10 @@ async def _first_model(http: httpx.AsyncClient) -> str:
         raise InputError(f"--base-url {str(http.base_url)!r} does not list its models: {error}") from error
 
 
-type Ask = Callable[[Asked, float | None], Awaitable[Answered]]
+type Ask = Callable[[BenchRequest, float | None], Awaitable[Answered]]
 
 
-async def _closed_loop(ask: Ask, asked: Sequence[Asked], num_clients: int) -> list[Answered]:
+async def _closed_loop(ask: Ask, asked: Sequence[BenchRequest], num_clients: int) -> list[Answered]:
     """Send requests from `num_clients` clients, each of which sends its next when its last is answered."""
     left, answers = iter(asked), []
 
@@ -102,7 +108,7 @@ async def _closed_loop(ask: Ask, asked: Sequence[Asked], num_clients: int) -> li
     return answers
 
 
-async def _open_loop(ask: Ask, asked: Sequence[Asked], due: Iterator[float]) -> list[Answered]:
+async def _open_loop(ask: Ask, asked: Sequence[BenchRequest], due: Iterator[float]) -> list[Answered]:
     """Send each request at its time, whether or not earlier ones are answered."""
     tasks, began = [], time.perf_counter()
     for each, at in zip(asked, due, strict=False):
@@ -111,7 +117,7 @@ async def _open_loop(ask: Ask, asked: Sequence[Asked], due: Iterator[float]) -> 
     return await asyncio.gather(*tasks)
 
 
-def _due(asked: Sequence[Asked], rate: float, seed: int) -> Iterator[float]:
+def _due(asked: Sequence[BenchRequest], rate: float, seed: int) -> Iterator[float]:
     """Return the send times: the trace's clock, `rate` times as fast, or a Poisson process."""
     if asked and asked[0].at_s is not None:
         return ((each.at_s or 0.0) / rate for each in asked)
@@ -132,7 +138,7 @@ class _Client:
     def _now(self) -> float:
         return time.perf_counter() - self._began
 
-    async def ask(self, asked: Asked, due_s: float | None) -> Answered:
+    async def ask(self, asked: BenchRequest, due_s: float | None) -> Answered:
         """Send a request and return its answer. Never raises: an error is part of the answer."""
         now = self._now
         answered = Answered(now, now if due_s is None else due_s)

@@ -10,17 +10,17 @@ from jaxpaged.lab import traces
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class BenchRequest:
     """One request: it is answered with exactly `max_tokens`, for the model's end is ignored."""
 
     prompt: list[int]
     max_tokens: int
-    at_s: float | None = None  # of a trace: when it came, from its beginning
+    at_s: float | None = None  # arrival in seconds since the trace's start; None without a trace
 
 
 def make(
     args: argparse.Namespace, *, seed: int | None = None, num_requests: int | None = None
-) -> list[Asked]:
+) -> list[BenchRequest]:
     """Make the workload that the options describe; another seed gives another of the same kind."""
     rng = np.random.default_rng(args.seed if seed is None else seed)
     count = args.num_requests if num_requests is None else num_requests
@@ -30,7 +30,7 @@ def make(
     if args.workload == "shared-prefix":
         prefixes = [_tokens(rng, args, args.shared_tokens) for _ in range(args.num_prefixes)]
     return [
-        Asked(
+        BenchRequest(
             prefixes[int(rng.integers(len(prefixes)))]
             + _tokens(rng, args, _between(rng, args.prompt_tokens)),
             _between(rng, args.output_tokens),
@@ -39,7 +39,7 @@ def make(
     ]
 
 
-def _trace(args: argparse.Namespace, count: int) -> list[Asked]:
+def _trace(args: argparse.Namespace, count: int) -> list[BenchRequest]:
     """Return the first requests of a trace in any of `lab.traces`' formats: equal content becomes equal
     tokens.
     """
@@ -52,7 +52,7 @@ def _trace(args: argparse.Namespace, count: int) -> list[Asked]:
             tokens += _tokens(np.random.default_rng((args.seed, content)), args, block)
         tokens += _tokens(np.random.default_rng((args.seed, 1 + r, 1)), args, length)
         output = max(1, round(trace.output_lens[r] * args.length_scale))
-        asked.append(Asked(tokens[:length], output, float(trace.arrival_s[r])))
+        asked.append(BenchRequest(tokens[:length], output, float(trace.arrival_s[r])))
     return asked
 
 

@@ -19,36 +19,54 @@ def add_bench(commands: Commands) -> None:
     kinds = bench.add_subparsers(metavar="WHAT", parser_class=type(bench))
     add_latency(kinds)
     add_throughput(kinds)
-    serve = kinds.add_parser("serve", help="load an OpenAI-compatible server, and tell how it bears it")
+    serve = kinds.add_parser("serve", help="measure an OpenAI-compatible server under load")
     serve.set_defaults(command=run)
     server = serve.add_argument_group("server")
-    server.add_argument("--base-url", default="http://127.0.0.1:8000", help="default http://127.0.0.1:8000")
-    server.add_argument("--model", help="default: the first that the server lists")
-    server.add_argument("--api-key", help="default: $JAXPAGED_API_KEY, or none")
+    server.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        help="address of the server (default http://127.0.0.1:8000)",
+    )
+    server.add_argument(
+        "--model", help="model to name in requests (default: the first that the server lists)"
+    )
+    server.add_argument("--api-key", help="key of the server (default: $JAXPAGED_API_KEY, or none)")
     load = serve.add_argument_group("load")
     load.add_argument(
         "--concurrency",
         type=int,
         nargs="+",
         metavar="N",
-        help="closed loop: so many clients, each asking again when answered; several: one after the other",
+        help="closed loop: clients that send their next request when answered; several values run in order",
     )
     load.add_argument(
         "--rate",
         type=float,
         nargs="+",
         metavar="R",
-        help="open loop: requests a second, as a Poisson process; of a trace, the speed of its clock",
+        help="open loop: requests per second, as a Poisson process; with a trace, the speed of its clock",
     )
-    load.add_argument("--num-requests", type=int, default=128, help="default 128; of a trace, its first ones")
-    load.add_argument("--num-warmups", type=int, default=4, help="requests before, not counted (default 4)")
-    load.add_argument("--timeout", type=float, default=600.0, metavar="S", help="a request (default 600)")
+    load.add_argument(
+        "--num-requests",
+        type=int,
+        default=128,
+        help="requests to send (default 128); with a trace, its first ones",
+    )
+    load.add_argument("--num-warmups", type=int, default=4, help="warm-up requests, not counted (default 4)")
+    load.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (default 600)"
+    )
     load.add_argument("--seed", type=int, default=0)
     work = serve.add_argument_group("workload")
     work.add_argument("--workload", choices=WORKLOADS, default="ragged")
-    work.add_argument("--trace", metavar="FILE", help="of --workload trace: as `jaxpaged lab` takes it")
     work.add_argument(
-        "--length-scale", type=float, default=1.0, help="of a trace's lengths, for smaller models (default 1)"
+        "--trace", metavar="FILE", help="trace of --workload trace, in any format of `jaxpaged lab`"
+    )
+    work.add_argument(
+        "--length-scale",
+        type=float,
+        default=1.0,
+        help="factor for a trace's lengths, for smaller models (default 1)",
     )
     for name, default, what in (
         ("prompt-tokens", (16, 256), "a prompt's own tokens"),
@@ -63,20 +81,24 @@ def add_bench(commands: Commands) -> None:
             metavar=("LEAST", "MOST"),
             help=f"{what} (default {default[0]} to {default[1]})",
         )
-    work.add_argument("--shared-tokens", type=int, default=512, help="of a shared prefix (default 512)")
-    work.add_argument("--num-prefixes", type=int, default=4, help="shared prefixes (default 4)")
-    work.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
+    work.add_argument(
+        "--shared-tokens", type=int, default=512, help="tokens of a shared prefix (default 512)"
+    )
+    work.add_argument("--num-prefixes", type=int, default=4, help="number of shared prefixes (default 4)")
+    work.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature (default 0: greedy)"
+    )
     results = serve.add_argument_group("results")
     results.add_argument(
         "--goodput",
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="limits of ttft, tpot and e2e in ms: how many requests keep all of them",
+        help="limits of ttft, tpot and e2e in ms: reports how many requests keep all of them",
     )
-    results.add_argument("--output", metavar="FILE", help="add a JSON line a run to it")
-    results.add_argument("--requests", metavar="FILE", help="add a JSON line a request to it")
-    results.add_argument("--plot", metavar="FILE", help="draw it: .png, .svg or .pdf")
+    results.add_argument("--output", metavar="FILE", help="file to add a JSON line to for each run")
+    results.add_argument("--requests", metavar="FILE", help="file to add a JSON line to for each request")
+    results.add_argument("--plot", metavar="FILE", help="file to draw the results into: .png, .svg or .pdf")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ DEFAULT_PROFILE = "jaxpaged-profile"
 
 
 def add_latency(kinds: Commands) -> None:
-    latency = kinds.add_parser("latency", help="how long one batch of prompts takes, again and again")
+    latency = kinds.add_parser("latency", help="measure the latency of one batch of prompts")
     latency.set_defaults(command=run_latency)
     group = latency.add_argument_group("batch")
     for name, default, what in (
@@ -23,13 +23,13 @@ def add_latency(kinds: Commands) -> None:
         ("output-len", 128, "tokens of an answer"),
         ("batch-size", 8, "prompts"),
         ("n", 1, "answers to a prompt; with --use-beam-search, beams"),
-        ("num-iters-warmup", 10, "batches before, not measured"),
-        ("num-iters", 30, "batches that are measured"),
+        ("num-iters-warmup", 10, "warm-up batches, not measured"),
+        ("num-iters", 30, "measured batches"),
     ):
         group.add_argument(
             f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})"
         )
-    group.add_argument("--use-beam-search", action="store_true", help="search in place of sampling")
+    group.add_argument("--use-beam-search", action="store_true", help="use beam search in place of sampling")
     _add_common(group)
     add_engine_options(latency)
     # What an earlier batch has left in the cache would be found.
@@ -38,7 +38,7 @@ def add_latency(kinds: Commands) -> None:
 
 def add_throughput(kinds: Commands) -> None:
     throughput = kinds.add_parser(
-        "throughput", help="how many prompts and tokens a second, all asked at once"
+        "throughput", help="measure prompts and tokens per second, all queued at once"
     )
     throughput.set_defaults(command=run_throughput)
     group = throughput.add_argument_group("requests")
@@ -46,16 +46,26 @@ def add_throughput(kinds: Commands) -> None:
     group.add_argument(
         "--dataset-name", choices=DATASETS, help="default: random; with --dataset-path, sharegpt"
     )
-    group.add_argument("--dataset-path", metavar="FILE", help="of sharegpt (JSON) and custom (JSON lines)")
-    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="default 1000")
-    group.add_argument("--num-warmups", type=int, default=0, metavar="N", help="prompts before, not measured")
+    group.add_argument(
+        "--dataset-path", metavar="FILE", help="file of sharegpt (JSON) and custom (JSON lines)"
+    )
+    group.add_argument(
+        "--num-prompts", type=int, default=1000, metavar="N", help="number of prompts (default 1000)"
+    )
+    group.add_argument(
+        "--num-warmups", type=int, default=0, metavar="N", help="warm-up prompts, not measured"
+    )
     group.add_argument("--n", type=int, default=1, metavar="N", help="answers to a prompt (default 1)")
-    group.add_argument("--input-len", type=int, metavar="N", help="as --random-input-len")
-    group.add_argument("--output-len", type=int, metavar="N", help="of each answer, whatever the dataset has")
-    group.add_argument("--prefix-len", type=int, metavar="N", help="as --random-prefix-len")
+    group.add_argument("--input-len", type=int, metavar="N", help="same as --random-input-len")
+    group.add_argument(
+        "--output-len", type=int, metavar="N", help="tokens of each answer, whatever the dataset has"
+    )
+    group.add_argument("--prefix-len", type=int, metavar="N", help="same as --random-prefix-len")
     group.add_argument("--random-input-len", type=int, metavar="N", help="tokens of a prompt (default 1024)")
     group.add_argument("--random-output-len", type=int, metavar="N", help="tokens of an answer (default 128)")
-    group.add_argument("--random-prefix-len", type=int, metavar="N", help="tokens that all begin with")
+    group.add_argument(
+        "--random-prefix-len", type=int, metavar="N", help="tokens that all prompts begin with"
+    )
     group.add_argument(
         "--random-range-ratio",
         default="0.0",
@@ -65,18 +75,20 @@ def add_throughput(kinds: Commands) -> None:
     )
     for name, default, what in (
         ("prefix-len", 256, "tokens of a shared prefix"),
-        ("suffix-len", 256, "tokens behind it"),
-        ("num-prefixes", 10, "shared prefixes"),
+        ("suffix-len", 256, "tokens after the prefix"),
+        ("num-prefixes", 10, "number of shared prefixes"),
         ("output-len", 128, "tokens of an answer"),
     ):
-        help_ = f"of prefix_repetition: {what} (default {default})"
+        help_ = f"prefix_repetition: {what} (default {default})"
         group.add_argument(f"--prefix-repetition-{name}", type=int, default=default, metavar="N", help=help_)
-    group.add_argument("--custom-output-len", type=int, metavar="N", help="of custom: tokens of an answer")
-    group.add_argument("--skip-chat-template", action="store_true", help="of custom: prompts as they are")
+    group.add_argument("--custom-output-len", type=int, metavar="N", help="custom: tokens of an answer")
+    group.add_argument("--skip-chat-template", action="store_true", help="custom: use prompts as they are")
     group.add_argument("--no-oversample", action="store_true", help="use no request of a file twice")
-    group.add_argument("--async-engine", action="store_true", help="ask by AsyncLLM in place of LLM")
+    group.add_argument("--async-engine", action="store_true", help="use AsyncLLM in place of LLM")
     group.add_argument(
-        "--prequeue-requests", action="store_true", help="vLLM's: all are queued at once anyway"
+        "--prequeue-requests",
+        action="store_true",
+        help="accepted for vLLM: all requests are queued at once anyway",
     )
     group.add_argument("--lora-path", metavar="DIR", help="an adapter for the requests, with --enable-lora")
     group.add_argument("--lora-assignment", choices=("random", "round-robin"), default="random")
@@ -85,9 +97,13 @@ def add_throughput(kinds: Commands) -> None:
 
 
 def _add_common(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and answers (default 0)")
-    group.add_argument("--disable-detokenize", action="store_true", help="make no text of the answers")
-    group.add_argument("--output-json", metavar="FILE", help="write the results to it, under vLLM's names")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of prompts and answers (default 0)"
+    )
+    group.add_argument("--disable-detokenize", action="store_true", help="do not decode the answers")
+    group.add_argument(
+        "--output-json", metavar="FILE", help="file to write the results to, under vLLM's names"
+    )
     group.add_argument(
         "--profile",
         nargs="?",
@@ -111,7 +127,7 @@ def run_latency(args: argparse.Namespace) -> None:
 
 def run_throughput(args: argparse.Namespace) -> None:
     """Measure all requests at once. Raises `InputError`."""
-    _choose_dataset(args)
+    choose_dataset(args)
     for name in ("num_prompts", "n"):
         checked_int(name, getattr(args, name), "an int >= 1", 1)
     checked_int("num_warmups", args.num_warmups, "an int >= 0", 0)
@@ -128,7 +144,7 @@ def run_throughput(args: argparse.Namespace) -> None:
     for name in ("output_len", "custom_output_len"):
         if getattr(args, name) is not None:
             checked_int(name, getattr(args, name), "an int >= 1", 1)
-    args.random_range_ratio = _ratios(args.random_range_ratio)
+    args.random_range_ratio = range_ratios(args.random_range_ratio)
     given = args.lora_path is not None
     rule = "given with --enable-lora, and only then"
     check("--lora-path", args.lora_path, rule, given == bool(engine_options(args).get("enable_lora")))
@@ -139,7 +155,7 @@ def run_throughput(args: argparse.Namespace) -> None:
     offline.throughput(args, engine)
 
 
-def _choose_dataset(args: argparse.Namespace) -> None:
+def choose_dataset(args: argparse.Namespace) -> None:
     """Resolve flags that say the same; as in vLLM, those that begin with "random" go first."""
     if args.dataset_name is None:
         args.dataset_name = "random" if args.dataset_path is None else "sharegpt"
@@ -156,7 +172,7 @@ def _choose_dataset(args: argparse.Namespace) -> None:
             setattr(args, own, default if value is None else value)
 
 
-def _ratios(text: str) -> tuple[float, float]:
+def range_ratios(text: str) -> tuple[float, float]:
     """Return the range ratios of prompts and of answers. Raises `InputError`."""
     rule = 'in [0, 1), or \'{"input": R, "output": R}\' with such numbers'
     try:

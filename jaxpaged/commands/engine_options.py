@@ -7,26 +7,32 @@ from jaxpaged.commands.parser import Parser
 from jaxpaged.config import EngineConfig
 from jaxpaged.options import flags_of
 
-MODEL_OPTIONS = ("tokenizer", "revision", "generation_config")  # of `LLM`, beside its engine's
+MODEL_OPTIONS = (
+    "tokenizer",
+    "revision",
+    "generation_config",
+)  # arguments of `LLM` itself, beside the engine's options
 
 
 def add_engine_options(parser: Parser) -> None:
     parser.takes_vllms = True
-    group = parser.add_argument_group("engine", "flags of vLLM's that change nothing are accepted, too")
+    group = parser.add_argument_group("engine", "vLLM's flags that change nothing are accepted, too")
     group.add_argument(
         "--model",
         default="smollm2",
-        help="smollm2 (default), a directory with config and safetensors, a .gguf file, or a hub id",
+        help="model: smollm2 (default), a directory with config and safetensors, a .gguf file, or a hub id",
     )
-    group.add_argument("--tokenizer", metavar="DIR", help="another than the model's: a directory or hub id")
-    group.add_argument("--revision", help="of a hub id")
+    group.add_argument(
+        "--tokenizer", metavar="DIR", help="tokenizer in place of the model's: a directory or hub id"
+    )
+    group.add_argument("--revision", help="revision of a hub id")
     group.add_argument(
         "--generation-config", help="sampling defaults: the model's own (auto, default), or none (vllm)"
     )
     for names, flag in flags_of(EngineConfig).values():
         group.add_argument(*names, **flag)
     group.add_argument(
-        "--verbose", action="store_true", help="say on standard error what the engine chose, and why"
+        "--verbose", action="store_true", help="log on standard error what the engine chose, and why"
     )
 
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.batch import prompt_files
-from jaxpaged.batch.prompt_files import Asked, Refused
+from jaxpaged.batch.prompt_files import PromptLine, Refused
 from jaxpaged.checks import InputError
 from jaxpaged.commands.engine_options import add_engine_options, engine_options
 from jaxpaged.commands.output import (
@@ -34,25 +34,27 @@ def add_generate(commands: Commands) -> None:
     generate.set_defaults(command=run)
     prompts = generate.add_argument_group("prompts")
     prompts.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="may be given repeatedly"
+        "--prompt", action="append", default=[], metavar="TEXT", help="prompt; may be repeated"
     )
     prompts.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="a prompt a line; or JSON lines, each with 'prompt', 'prompt_token_ids' or 'messages', and with "
-        "an 'id' to be repeated and sampling options of its own; - for standard input",
+        help="file with a prompt on each line, or with JSON lines; each has 'prompt', 'prompt_token_ids' or "
+        "'messages', and may have an 'id' and sampling options of its own; - for standard input",
     )
     prompts.add_argument(
         "--skip-errors",
         action="store_true",
-        help="answer the others where a prompt is refused, with an error in place of its answer",
+        help="go on after a prompt that is refused, with an error in place of its answer",
     )
     prompts.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     sampling = generate.add_argument_group("sampling")
     for names, flag in flags_of(SamplingParams).values():
         sampling.add_argument(*names, **flag)
-    generate.add_argument("--lora", metavar="DIR", help="answer with this adapter, one of PEFT's")
-    generate.add_argument("--json", action="store_true", help="JSON lines on standard output, nothing else")
+    generate.add_argument("--lora", metavar="DIR", help="directory of a PEFT adapter to answer with")
+    generate.add_argument(
+        "--json", action="store_true", help="print JSON lines on standard output, and nothing else"
+    )
     add_engine_options(generate)
 
 
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     if args.lora is not None:
         options["enable_lora"] = True
         adapter = LoRARequest("adapter", 1, args.lora)
-    config_of(options)  # mistakes are told before anything heavy is loaded
+    config_of(options)  # mistakes are reported before anything heavy is loaded
     sampling = {name: getattr(args, name) for name in flags_of(SamplingParams)}
     SamplingParams(**sampling)
     asked = [
@@ -116,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def _json_lines(index: int, asked: Asked | Refused, output: "RequestOutput | None") -> str:
+def _json_lines(index: int, asked: PromptLine | Refused, output: "RequestOutput | None") -> str:
     """Return a line an answer, with its number if a prompt has several; of a refused prompt its error."""
     encoding = getattr(sys.stdout, "encoding", None) or ""
     is_ascii = encoding.lower().replace("-", "") != "utf8"
@@ -139,7 +141,7 @@ def _json_lines(index: int, asked: Asked | Refused, output: "RequestOutput | Non
     return "\n".join(lines)
 
 
-def _text_block(asked: Asked | Refused, output: "RequestOutput | None") -> str:
+def _text_block(asked: PromptLine | Refused, output: "RequestOutput | None") -> str:
     if output is None:
         return f"\n>>> {asked.title}\n[{asked.error}]"
     answers = [f"{answer.text.strip()}  [{answer.finish_reason}]" for answer in output.outputs]

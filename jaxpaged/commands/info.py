@@ -11,9 +11,11 @@ from jaxpaged.config import config_of
 
 def add_info(commands: Commands) -> None:
     """Add the command to the command line."""
-    info = commands.add_parser("info", help="versions, devices, implementation, and the cache for a model")
+    info = commands.add_parser(
+        "info", help="print versions, devices, implementations, and the cache for a model"
+    )
     info.set_defaults(command=run)
-    info.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
+    info.add_argument("--seed", type=int, help="seed of requests without one (default 0)")
     add_engine_options(info)
 
 

@@ -18,51 +18,60 @@ if TYPE_CHECKING:
 MOST_WARMUP = 1 - 1e-9
 SERVED = 1000  # requests, with --out
 DECODER = "Llama 3.1 8B"
-PROMPT_TOKENS = 2048  # of prompts in one step
+PROMPT_TOKENS = 2048  # prompt tokens computed in one step
 
 
 def add_lab(commands: Commands) -> None:
-    lab = commands.add_parser("lab", help="hit rates of a request trace by policy, block and cache size")
+    lab = commands.add_parser(
+        "lab", help="simulate a request trace: hit rates by policy, block size and cache size"
+    )
     lab.set_defaults(command=run)
     lab.add_argument(
         "trace",
         metavar="TRACE",
         help="JSON lines in Mooncake's format, Azure's CSV, or what LLM(..., record_trace=FILE) has written",
     )
-    lab.add_argument("--policies", type=_names, default=["lru"], metavar="NAME,...", help="default lru")
     lab.add_argument(
-        "--block-size", type=_names, metavar="TOKENS,...", help="default: that of the trace's own ids"
+        "--policies", type=_names, default=["lru"], metavar="NAME,...", help="eviction policies (default lru)"
+    )
+    lab.add_argument(
+        "--block-size",
+        type=_names,
+        metavar="TOKENS,...",
+        help="block sizes (default: the block size of the trace's own ids)",
     )
     lab.add_argument(
         "--cache-tokens",
         type=_names,
         metavar="TOKENS,...",
-        help=f"sizes of the cache, or {UNBOUNDED} (default: from 16384 on by fours, and {UNBOUNDED})",
+        help=f"cache sizes, or {UNBOUNDED} (default: 16384, each next four times as large, and {UNBOUNDED})",
     )
     lab.add_argument(
         "--warmup",
         type=float,
         default=0.5,
         metavar="SHARE",
-        help="of the requests, which fill the cache and are not counted (default 0.5)",
+        help="share of requests that fill the cache first and are not counted (default 0.5)",
     )
     lab.add_argument(
         "--partial-blocks",
         action="store_true",
-        help="a prompt's last, partly filled block can be found, too, as in simulators that know ids only",
+        help="let a prompt's last, partly filled block hit, too, as in simulators that know ids only",
     )
     lab.add_argument(
         "--resident",
         type=int,
         default=1,
         metavar="N",
-        help="the last so many requests hold their blocks at the same time (default 1)",
+        help="number of requests that hold their blocks at the same time (default 1)",
     )
-    lab.add_argument("--requests", type=int, metavar="N", help="the trace's first so many (default: all)")
-    lab.add_argument("--out", metavar="DIR", help="write a report with plots, report.html, and report.json")
     lab.add_argument(
-        "--json", action="store_true", help="a JSON line for each combination on standard output"
+        "--requests", type=int, metavar="N", help="use the first N requests of the trace (default: all)"
     )
+    lab.add_argument(
+        "--out", metavar="DIR", help="folder to write report.html, with plots, and report.json to"
+    )
+    lab.add_argument("--json", action="store_true", help="print a JSON line for each combination")
     serving = lab.add_argument_group(
         "serving", "the engine's scheduler with each cache, in the time of a GPU at its peaks: a model"
     )
@@ -70,20 +79,26 @@ def add_lab(commands: Commands) -> None:
         "--serve",
         type=int,
         metavar="N",
-        help=f"the first so many requests (default: {SERVED} with --out, else 0)",
+        help=f"simulate serving the first N requests (default: {SERVED} with --out, else 0)",
     )
-    serving.add_argument("--gpu", default="h100", help="a100, h100 (default), h200, b200 or 8xh200")
-    serving.add_argument("--decoder", default=DECODER, help=f'"{DECODER}" (default) or "Llama 3.1 70B"')
-    serving.add_argument("--max-num-seqs", type=int, default=64, help="that run together (default 64)")
+    serving.add_argument(
+        "--gpu", default="h100", help="GPU of the model: a100, h100 (default), h200, b200 or 8xh200"
+    )
+    serving.add_argument(
+        "--decoder", default=DECODER, help=f'language model: "{DECODER}" (default) or "Llama 3.1 70B"'
+    )
+    serving.add_argument(
+        "--max-num-seqs", type=int, default=64, help="sequences that run together (default 64)"
+    )
     serving.add_argument(
         "--max-num-batched-tokens",
         type=int,
-        help=f"computed in one step (default: max-num-seqs + {PROMPT_TOKENS})",
+        help=f"tokens computed in one step (default: max-num-seqs + {PROMPT_TOKENS})",
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Replay, and tell. Raises `InputError`."""
+    """Replay the trace and print the results. Raises `InputError`."""
     checked_number("warmup", args.warmup, "in [0, 1)", 0, MOST_WARMUP)
     checked_int("resident", args.resident, "an int from 1 to 1024", 1, 1024)
     if args.requests is not None:
@@ -146,7 +161,7 @@ def run(args: argparse.Namespace) -> None:
             if is_served:
                 caches.append(next(serving))
             with tqdm.external_write_mode():
-                print(_told(result, caches[-1] if is_served else None, args.json), flush=True)
+                print(_line(result, caches[-1] if is_served else None, args.json), flush=True)
     if args.out is not None:
         from jaxpaged.lab import report
 
@@ -195,7 +210,7 @@ def _headline(trace: "Trace", is_served: bool) -> str:
     )
 
 
-def _told(result: "Result", served: "Served | None", as_json: bool) -> str:
+def _line(result: "Result", served: "Served | None", as_json: bool) -> str:
     """Return a line of output for a combination."""
     if as_json:
         return json.dumps(result.line() | ({} if served is None else {"served": served.line()}))

@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with one clear line, without the usage in front of it."""
-        with contextlib.suppress(ValueError):  # of a stream that is closed
+        with contextlib.suppress(ValueError):  # the stream is closed
             self._print_message(f"jaxpaged: {' '.join(message.split())}\n", sys.stderr)
         sys.exit(EXIT_USER_ERROR)
 

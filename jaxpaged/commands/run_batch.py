@@ -34,16 +34,16 @@ def add_run_batch(commands: Commands) -> None:
         "--output-file",
         required=True,
         metavar="FILE",
-        help="a line is added for each answer as it comes; what is in the file already is not asked again",
+        help="file to add a line to for each answer as it comes; requests answered there are skipped",
     )
     group.add_argument(
         "--max-inflight",
         type=int,
         metavar="N",
-        help="requests under way at a time (default: four times the sequences that run together)",
+        help="requests in flight at a time (default: four times the sequences that run together)",
     )
-    group.add_argument("--max-body-bytes", type=int, help="of a request (default 4 MiB)")
-    group.add_argument("--max-nesting", type=int, help="levels of a request's JSON (default 64)")
+    group.add_argument("--max-body-bytes", type=int, help="largest request body (default 4 MiB)")
+    group.add_argument("--max-nesting", type=int, help="deepest nesting of a request's JSON (default 64)")
     add_model_options(group)
     add_engine_options(batch)
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
                         output,
                         max_inflight=most,
                         max_body_bytes=options.max_body_bytes,
-                        told=bar.update,
+                        progress=bar.update,
                     )
                 )
         except KeyboardInterrupt:

@@ -20,111 +20,126 @@ KEY_VARIABLE = "JAXPAGED_API_KEY"
 
 def add_serve(commands: Commands) -> None:
     """Add the command to the command line."""
-    serve = commands.add_parser("serve", help="an OpenAI-compatible server, with metrics and a live page")
+    serve = commands.add_parser("serve", help="run an OpenAI-compatible server, with metrics and a live page")
     serve.set_defaults(command=run)
     serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
-    serve.add_argument("--seed", type=int, help="for requests without a seed (default 0)")
+    serve.add_argument("--seed", type=int, help="seed of requests without one (default 0)")
     group = serve.add_argument_group("server")
-    group.add_argument("--host", help="address to listen at (default 127.0.0.1: this machine alone)")
-    group.add_argument("--port", type=int, help="default 8000; 0 for any that is free")
+    group.add_argument("--host", help="address to listen on (default 127.0.0.1: this machine only)")
+    group.add_argument("--port", type=int, help="port to listen on (default 8000); 0: any free port")
     group.add_argument(
         "--api-key",
         action="append",
         dest="api_keys",
         metavar="KEY",
-        help="asked for under /v1; may be given repeatedly: those with different keys share no cached prefix "
+        help="key required under /v1; may be repeated. Clients with different keys share no cached prefix "
         f"(default: ${KEY_VARIABLE}, or none)",
     )
     add_model_options(group)
     group.add_argument(
-        "--max-queue", type=int, help="answers that may wait; more are refused with 429 (default 1000)"
+        "--max-queue", type=int, help="answers that may wait; further requests get 429 (default 1000)"
     )
-    group.add_argument("--max-body-bytes", type=int, help="of a request (default 4 MiB)")
-    group.add_argument("--max-nesting", type=int, help="levels of a request's JSON (default 64)")
-    group.add_argument("--max-head-bytes", type=int, help="of a request's headers (default 64 KiB)")
-    group.add_argument("--max-connections", type=int, help="at a time (default 4096)")
+    group.add_argument("--max-body-bytes", type=int, help="largest request body (default 4 MiB)")
+    group.add_argument("--max-nesting", type=int, help="deepest nesting of a request's JSON (default 64)")
+    group.add_argument("--max-head-bytes", type=int, help="largest request headers (default 64 KiB)")
+    group.add_argument("--max-connections", type=int, help="open connections at a time (default 4096)")
     group.add_argument(
         "--head-timeout",
         type=float,
         dest="head_timeout_s",
         metavar="S",
-        help="to receive a request's headers (default 10)",
+        help="seconds to receive a request's headers (default 10)",
     )
     group.add_argument(
-        "--body-timeout", type=float, dest="body_timeout_s", metavar="S", help="to receive one (default 30)"
+        "--body-timeout",
+        type=float,
+        dest="body_timeout_s",
+        metavar="S",
+        help="seconds to receive a request body (default 30)",
     )
     group.add_argument(
-        "--request-timeout", type=float, dest="request_timeout_s", metavar="S", help="to answer (default 600)"
+        "--request-timeout",
+        type=float,
+        dest="request_timeout_s",
+        metavar="S",
+        help="seconds to answer a request (default 600)",
     )
     group.add_argument(
-        "--max-unread-bytes", type=int, help="of a stream, before its reader is too slow (default 1 MiB)"
+        "--max-unread-bytes",
+        type=int,
+        help="unread bytes of a stream at which its reader counts as too slow (default 1 MiB)",
     )
     group.add_argument(
-        "--drain-seconds", type=float, metavar="S", help="for what runs, after SIGTERM (default 30)"
+        "--drain-seconds",
+        type=float,
+        metavar="S",
+        help="seconds that running requests get after SIGTERM (default 30)",
     )
     group.add_argument(
         "--allowed-hosts",
         nargs="*",
         metavar="NAME",
-        help="names by which it may be asked, * for any (default: on loopback this machine's own, else any)",
+        help="host names that are served, * for any (default: this machine's own on loopback, else any)",
     )
     for name, help_ in (
-        ("origins", "other sites whose pages may read the answers, * for all (default: none)"),
-        ("methods", "methods that those pages may use (default: all)"),
+        ("origins", "sites whose pages may read answers, * for all (default: none)"),
+        ("methods", "HTTP methods that those pages may use (default: all)"),
         ("headers", "headers that those pages may use (default: all)"),
     ):
         group.add_argument(f"--allowed-{name}", nargs="*", metavar=name[:-1].upper(), help=help_)
     group.add_argument(
-        "--allow-credentials", action="store_true", default=None, help="let browsers send them, too"
+        "--allow-credentials", action="store_true", default=None, help="let those pages send credentials"
     )
     group.add_argument(
         "--enable-lora-updates",
         action="store_true",
         default=None,
-        help="let clients have adapters loaded and unloaded: from any directory that the server can read",
+        help="let clients load and unload adapters, from any directory that the server can read",
     )
     group.add_argument(
         "--runner",
-        help="generate, pooling (vectors, classes and scores in place of answers), or auto (default): what "
-        "the model's files are made for",
+        help="generate, pooling (embeddings, classes and scores in place of answers), or auto (default): as "
+        "the model's files say",
     )
     for name in ("pooler-config", "hf-overrides"):
-        group.add_argument(f"--{name}", metavar="JSON", help="of a pooling model, if its files do not say it")
-    group.add_argument("--log-level", help="debug, info (default: a line a request), warning or error")
+        group.add_argument(
+            f"--{name}", metavar="JSON", help="settings of a pooling model that its files lack"
+        )
+    group.add_argument("--log-level", help="debug, info (default: a line for each request), warning or error")
     add_engine_options(serve)
 
 
 def add_model_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of a server that say how the model is called, and what its answers mean."""
+    """Add the options for the model's names and for reading its answers."""
     group.add_argument(
         "--served-model-name",
         nargs="+",
         dest="served_model_names",
         metavar="NAME",
-        help="what the model is called, the first one in answers (default: as --model)",
+        help="names of the model; answers have the first one (default: the value of --model)",
     )
-    group.add_argument("--chat-template", metavar="FILE", help="in place of the model's own")
+    group.add_argument("--chat-template", metavar="FILE", help="chat template in place of the model's own")
     group.add_argument(
         "--chat-template-content-format",
-        help="how templates get a message's content: auto (default), string, or openai: a list of parts",
+        help="form of a message's content in templates: auto (default), string, or openai (a list)",
     )
     group.add_argument(
         "--tool-call-parser",
         metavar="NAME",
-        help="how the model writes calls of tools (default auto, by the template): "
+        help="form in which the model writes tool calls (default auto, by the template): "
         f"{', '.join(TOOL_PARSER_NAMES)}",
     )
     group.add_argument(
         "--reasoning-parser",
         metavar="NAME",
-        help="how the model writes reasoning, which is then told beside the content (default auto, which is "
-        f"openai_gptoss for its template and none for others): {', '.join(REASONING_PARSER_NAMES)}",
+        help="form in which the model writes reasoning, reported apart from the content (default "
+        f"auto: openai_gptoss for its template, none for others): {', '.join(REASONING_PARSER_NAMES)}",
     )
     group.add_argument(
         "--lora-modules",
         nargs="+",
         metavar="NAME=DIR",
-        help="adapters of PEFT's, each asked for by its name in place of the model's; with --enable-lora",
+        help="PEFT adapters, which requests name as their model; with --enable-lora",
     )
 
 

@@ -21,7 +21,7 @@ OPERATIONS = (
 
 
 def add_verify(commands: Commands) -> None:
-    verify = commands.add_parser("verify", help="hold somebody's kernel or allocator against our oracles")
+    verify = commands.add_parser("verify", help="compare your kernel or allocator with our oracles")
     verify.set_defaults(command=lambda args: verify.print_help())
     kinds = verify.add_subparsers(metavar="WHAT", parser_class=type(verify))
     _add_kernel(kinds)
@@ -29,35 +29,46 @@ def add_verify(commands: Commands) -> None:
 
 
 def _add_kernel(kinds: Commands) -> None:
-    kernel = kinds.add_parser("kernel", help="a function, over the case list of one of our operations")
+    kernel = kinds.add_parser("kernel", help="check a function over the cases of one of our operations")
     kernel.set_defaults(command=verify_kernel)
-    kernel.add_argument("function", metavar="MODULE:FUNCTION", help="takes what pallas_kernels.ops says")
-    kernel.add_argument("--op", choices=OPERATIONS, required=True, help="what it is to do")
-    kernel.add_argument("--arrays", default="numpy", help="whose it takes: numpy (default), jax or torch")
-    kernel.add_argument("--weights", help="the type of its softmax's weights (default: q's)")
     kernel.add_argument(
-        "--stale", default="nan", help="what unseen slots hold: nan (default), or zero to spare it"
+        "function", metavar="MODULE:FUNCTION", help="function with the arguments of pallas_kernels.ops"
     )
+    kernel.add_argument("--op", choices=OPERATIONS, required=True, help="operation that the function must do")
+    kernel.add_argument(
+        "--arrays", default="numpy", help="arrays that it takes: numpy (default), jax or torch"
+    )
+    kernel.add_argument("--weights", help="data type of its softmax weights (default: q's)")
+    kernel.add_argument("--stale", default="nan", help="content of unseen slots: nan (default), or zero")
     kernel.add_argument(
         "--padding",
         default="invalid",
-        help="table entries past a row's tokens: invalid (default), or null: block 0",
+        help="block table entries past a row's tokens: invalid (default), or null (block 0)",
     )
     kernel.add_argument(
         "--only",
         nargs="+",
         default=[],
         metavar="NAME=VALUE,...",
-        help="what it serves of a case's fields, such as head_dim=64,128 dtype=float16",
+        help="values of case fields that it supports, such as head_dim=64,128 dtype=float16",
     )
     kernel.add_argument(
-        "--without", default="", metavar="FEATURE,...", help="what it does not serve, such as alibi,sinks"
+        "--without",
+        default="",
+        metavar="FEATURE,...",
+        help="features that it does not support, such as alibi,sinks",
     )
     kernel.add_argument(
-        "--shrink-seconds", type=float, default=60.0, metavar="S", help="at most so long (default 60); 0: no"
+        "--shrink-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time limit for shrinking a failure (default 60); 0: no shrinking",
     )
-    kernel.add_argument("--save", default=".", metavar="DIR", help="for a failing case's arrays (default .)")
-    kernel.add_argument("--quiet", action="store_true", help="say nothing on the way")
+    kernel.add_argument(
+        "--save", default=".", metavar="DIR", help="folder for a failing case's arrays (default .)"
+    )
+    kernel.add_argument("--quiet", action="store_true", help="print the final report only")
 
 
 def verify_kernel(args: argparse.Namespace) -> int:
@@ -69,13 +80,13 @@ def verify_kernel(args: argparse.Namespace) -> int:
     if not callable(function):
         raise InputError(f"{args.function!r} must be a function, not {type(function).__name__}")
 
-    def told(outcome: "Outcome") -> None:
+    def report_failure(outcome: "Outcome") -> None:
         if outcome.wrong and not args.quiet:
             print(f"{outcome.case} fails", file=sys.stderr, flush=True)
 
     found = report.verify_kernel(
         function, args.op, terms, name=args.function, shrink_seconds=args.shrink_seconds, save=args.save,
-        told=told,
+        progress=report_failure,
     )  # fmt: skip
     print(found)
     if found.wrong and not shrinking.is_possible():
@@ -84,32 +95,45 @@ def verify_kernel(args: argparse.Namespace) -> int:
 
 
 def _add_allocator(kinds: Commands) -> None:
-    allocator = kinds.add_parser("allocator", help="a class, or pure functions, through random histories")
+    allocator = kinds.add_parser("allocator", help="check a class, or pure functions, over random histories")
     allocator.set_defaults(command=verify_allocator)
     allocator.add_argument(
         "allocator",
         metavar="MODULE:NAME",
         nargs="?",
-        help="or MODULE alone, of pure functions; with --replay left out for a history of our own",
+        help="class or object, or MODULE alone for pure functions; left out with --replay of our own history",
     )
     allocator.add_argument(
-        "--as", dest="kind", choices=KINDS, help="whose it is to equal; policy: of pure functions"
+        "--as",
+        dest="kind",
+        choices=KINDS,
+        help="generation of vLLM that it must equal; policy: for pure functions",
     )
     allocator.add_argument(
         "--policy",
-        help="of --as policy: lifo, naive, lru or lru_split (default: a Policy's own name)",
+        help="policy of --as policy: lifo, naive, lru or lru_split (default: a Policy's own name)",
     )
-    allocator.add_argument("--histories", type=int, default=300, metavar="N", help="default 300")
-    allocator.add_argument("--steps", type=int, default=40, metavar="N", help="of each (default 40)")
     allocator.add_argument(
-        "--block-size", type=int, nargs="+", default=[1, 4], metavar="N", help="default 1, 4"
+        "--histories", type=int, default=300, metavar="N", help="number of histories (default 300)"
     )
-    allocator.add_argument("--seed", type=int, default=0, help="other histories (default 0)")
     allocator.add_argument(
-        "--shrink-seconds", type=float, default=60.0, metavar="S", help="at most so long (default 60); 0: no"
+        "--steps", type=int, default=40, metavar="N", help="steps of each history (default 40)"
     )
-    allocator.add_argument("--save", default=".", metavar="DIR", help="for a failing history (default .)")
-    allocator.add_argument("--replay", metavar="TRACE", help="go through a saved history, step by step")
+    allocator.add_argument(
+        "--block-size", type=int, nargs="+", default=[1, 4], metavar="N", help="block sizes (default 1, 4)"
+    )
+    allocator.add_argument("--seed", type=int, default=0, help="seed of the histories (default 0)")
+    allocator.add_argument(
+        "--shrink-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time limit for shrinking a failure (default 60); 0: no shrinking",
+    )
+    allocator.add_argument(
+        "--save", default=".", metavar="DIR", help="folder for a failing history (default .)"
+    )
+    allocator.add_argument("--replay", metavar="TRACE", help="replay a saved history step by step")
 
 
 def verify_allocator(args: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ def reuse(trace: Trace) -> Reuse | None:
     before = np.full(len(order), -1)
     before[order[is_again]] = order[np.flatnonzero(is_again) - 1]
     again = np.flatnonzero(before >= 0)
-    # Of the blocks asked for in between, those that were asked for in between already are no new ones.
+    # A block that was requested twice in between counts once.
     since = again - before[again] - num_larger_before(before)[again]
     return Reuse(since * trace.block_size, arrival[again] - arrival[before[again]], len(order))
 

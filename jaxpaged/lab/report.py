@@ -26,7 +26,7 @@ from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
 from jaxpaged.lab.traces import Trace
 from jaxpaged.step.state import Counter
 
-MOMENTS = 200  # of memory over time
+MOMENTS = 200  # points of the plot of memory over time
 MIDDLE_AND_WORST = (50, 99)  # percentiles
 MEMORY_COLORS = ("#4477aa", "#ccbb44", "#eeeeee")
 STYLE = """

@@ -19,7 +19,7 @@ from jaxpaged.lab.traces import Blocks, Trace, blocks
 from jaxpaged.status import Status, raise_if_error
 
 LIFETIME_EDGES_S = 2.0 ** np.arange(loop.LIFETIMES) / 1000
-REQUESTS_A_CALL = 256  # of one compiled call: between two of them progress is told
+REQUESTS_A_CALL = 256  # requests in one compiled call; progress is reported between calls
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def sweep(
     """Send the trace through each cache, several at a time, and give the results in order.
 
     `warmup` is the share of the requests, the first ones, that fill the cache and are not counted; `partial`
-    as in `traces.blocks`; the last `resident` requests hold their blocks at the same time; `progress` is told
+    as in `traces.blocks`; the last `resident` requests hold their blocks at the same time; `progress` gets
     how many requests have gone through, from several threads.
     Raises `InputError`.
     """
@@ -80,13 +80,13 @@ def sweep(
     if num_counted == 0:
         raise InputError(f"warmup={warmup} must leave some of the {trace.num_requests} requests to count")
     for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
-        cut = Cut(trace, blocks(trace, block_size, partial=partial), [*group], resident)
+        cut = BlockTrace(trace, blocks(trace, block_size, partial=partial), [*group], resident)
         send = functools.partial(cut.send, num_counted=num_counted, progress=progress)
         yield from side_by_side(send, cut.group)
 
 
-class Cut:
-    """A trace cut into blocks of one size, on the device; all caches of these have one program a policy."""
+class BlockTrace:
+    """Trace divided into blocks of one size, on the device: its caches have one program for each policy."""
 
     def __init__(self, trace: Trace, blocks: Blocks, group: Sequence[Combination], resident: int) -> None:
         self.trace, self.blocks, self.group, self.resident = trace, blocks, group, resident
@@ -138,7 +138,7 @@ class Cut:
 
     def calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
         """Yield the requests of each call; the last call is filled up with requests that hold nothing."""
-        held = np.minimum(self.blocks.num_held, usable)  # of a larger prompt its beginning
+        held = np.minimum(self.blocks.num_held, usable)  # a larger prompt holds its beginning only
         findable, lookup = (
             np.minimum(each, held) for each in (self.blocks.num_findable, self.blocks.num_lookup)
         )

@@ -24,7 +24,7 @@ from jaxpaged.checks import INT32_MAX, InputError, is_int, shown
 LATEST_MS = 2**53  # beyond it, milliseconds are not told apart
 MOONCAKE_BLOCK = 512  # tokens that a hash id stands for
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-DEFAULT_BLOCK = 16  # of a trace that knows no content
+DEFAULT_BLOCK = 16  # block size of a trace without content
 
 
 @dataclass(frozen=True)

@@ -105,13 +105,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m jaxpaged.replay",
         description="Step an engine's state from a file, and say what happens.",
     )
-    parser.add_argument("file", help="what jaxpaged.replay.report or dump has written")
-    parser.add_argument("--steps", type=int, metavar="N", help="at most so many (default: until all is done)")
+    parser.add_argument("file", help="file written by jaxpaged.replay.report or dump")
     parser.add_argument(
-        "--model", help="let it answer instead of a stand-in; for a state without computed tokens only"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="largest number of steps (default: until all requests are done)",
     )
     parser.add_argument(
-        "--layout", metavar="MODULE:NAME", help="a layout that is not ours: imported only if it is named here"
+        "--model", help="model that answers instead of a stand-in; only for a state without computed tokens"
+    )
+    parser.add_argument(
+        "--layout", metavar="MODULE:NAME", help="layout of yours, imported only if it is named here"
     )
     args = parser.parse_args(argv)
     try:

@@ -23,7 +23,7 @@ from jaxpaged.step.state import EngineState, HostPool, Rows, create_state, creat
 from jaxpaged.untrusted import dtype_named, read_json, read_npz
 from pallas_kernels import layouts
 
-VERSION = 5  # of the file's format
+VERSION = 5  # version of the file's format
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Dump:
     state: EngineState  # NumPy arrays; of K and V only shapes and types
     step_config: StepConfig
     vocab_size: int
-    events: tuple[Event, ...]  # those of one moment in the order in which they came
+    events: tuple[Event, ...]  # events of one moment are in the order of arrival
     answers: dict[int, list[int]]  # tokens known of requests' answers, from their first, by arrival
     made_with: dict[str, str]  # versions
 

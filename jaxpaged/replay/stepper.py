@@ -111,7 +111,7 @@ class StandIn(nnx.Module):
         return jnp.zeros((token_ids.shape[0], 1)), cache
 
     def logits(self, hidden: Float[Array, "num_tokens 1"]) -> Float[Array, "num_tokens vocab"]:
-        # Of the tokens behind a prompt's tile nobody asks.
+        # Tokens behind a prompt's tile are never used.
         next_tokens = jnp.resize(self.next_tokens[...], (hidden.shape[0],))
         is_next = next_tokens[:, None] == jnp.arange(self.vocab_size)
         return jnp.where(is_next, 0.0, -jnp.inf)

@@ -1,4 +1,4 @@
-"""The application: routes behind their guards, and every mistake told in OpenAI's form."""
+"""The application: routes behind their guards, and every mistake reported in OpenAI's form."""
 
 import asyncio
 import contextlib

@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.serve.app import create_app
-from jaxpaged.serve.batch_files import INVALID_LINE, Asked, Line, LineError, Output, digest_of, parse
+from jaxpaged.serve.batch_files import INVALID_LINE, BatchRequest, Line, LineError, Output, digest_of, parse
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError
 
@@ -43,7 +43,7 @@ class Counts:
     """Counts of a batch's lines by their outcome."""
 
     answered: int = 0
-    failed: int = 0  # of these, with an error
+    failed: int = 0  # answers with an error
     skipped: int = 0  # lines that the output had already
 
 
@@ -66,9 +66,9 @@ async def run(
     *,
     max_inflight: int,
     max_body_bytes: int,
-    told: Callable[[], Any] = lambda: None,
+    progress: Callable[[], Any] = lambda: None,
 ) -> Counts:
-    """Answer the lines that the output does not have, so many at a time; `told` is called after each line.
+    """Answer the lines that the output lacks, so many at a time; `progress` is called after each line.
 
     Each answer is written when it is there. Raises `EngineDeadError` if the engine stops, and `InputError`
     if the output cannot be written: what was written stays, and another run goes on from there.
@@ -84,14 +84,14 @@ async def run(
             if line is None:
                 return
             answer = await one(line)
-            await llm.check_health()  # of an engine that has died no answer is one
+            await llm.check_health()  # an answer of an engine that has died does not count
             if answer is None:
                 counts.skipped += 1
             else:
                 output.write(answer)
                 counts.answered += 1
                 counts.failed += answer["error"] is not None
-            told()
+            progress()
 
     async def one(line: Line) -> dict[str, Any] | None:
         custom_id = None
@@ -125,15 +125,15 @@ def _invalid(line: Line, custom_id: str | None, message: str) -> dict[str, Any]:
     }
 
 
-async def _answer(app: FastAPI, asked: Asked) -> dict[str, Any]:
+async def _answer(app: FastAPI, asked: BatchRequest) -> dict[str, Any]:
     """Return the line that answers a request."""
     name = digest_of(asked.custom_id).hex()
     status, body = await call(app, asked.url, json.dumps(asked.body).encode(), f"batch-{name}")
     error = None
     if status != 200:
-        told = body.get("error") if isinstance(body, dict) else None
-        told = told if isinstance(told, dict) else {}
-        error = {"code": str(told.get("code", status)), "message": str(told.get("message", body))}
+        details = body.get("error") if isinstance(body, dict) else None
+        details = details if isinstance(details, dict) else {}
+        error = {"code": str(details.get("code", status)), "message": str(details.get("message", body))}
     return {
         "id": f"batch_req_{name}",
         "custom_id": asked.custom_id,

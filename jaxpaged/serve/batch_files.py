@@ -41,7 +41,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class BatchRequest:
     """A request of a batch."""
 
     custom_id: str
@@ -62,7 +62,7 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def parse(line: Line, urls: Collection[str], max_body_bytes: int) -> Asked:
+def parse(line: Line, urls: Collection[str], max_body_bytes: int) -> BatchRequest:
     """Return what a line asks. Raises `LineError`."""
     if line.content is None:
         raise LineError(f"must have a body of at most {max_body_bytes} bytes")
@@ -87,7 +87,7 @@ def parse(line: Line, urls: Collection[str], max_body_bytes: int) -> Asked:
         check("body.stream", body.get("stream"), "false or left out in a batch", not body.get("stream"))
     except InputError as error:
         raise LineError(str(error)) from error
-    return Asked(str(custom_id), value["url"], body)
+    return BatchRequest(str(custom_id), value["url"], body)
 
 
 def read(file: str, max_body_bytes: int) -> Iterator[Line]:
@@ -146,7 +146,9 @@ class Output:
 
     def __init__(self, file: str) -> None:
         self.file = file
-        self.answered: set[bytes] = set()  # requests, by `Asked.id`; and lines that are none, by `Line.id`
+        self.answered: set[bytes] = (
+            set()
+        )  # requests, by `BatchRequest.id`; and lines that are none, by `Line.id`
         self.num_written = 0
         try:
             self._out = Path(file).open("a+b", buffering=0)  # noqa: SIM115, closed by `__exit__`

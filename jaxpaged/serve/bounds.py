@@ -20,15 +20,15 @@ PIECE = 2**16  # bytes that are looked at together
 QUOTE, BACKSLASH, COMMA, COLON = (ord(char) for char in '"\\,:')
 OPENING, CLOSING = ord("{"), ord("}")  # and "[", "]" with the bit that they lack
 
-MOST_FIELDS = 256  # of the body itself
-MOST_ENTRIES = 4096  # of any other object or list
+MOST_FIELDS = 256  # fields of the body itself
+MOST_ENTRIES = 4096  # entries of any other object or list
 
 
 class Most(NamedTuple):
     """Bounds of one field, whether it is a text, a list or an object."""
 
     entries: int = MOST_ENTRIES
-    chars: int | None = None  # of its texts together; None for as many as the body may have
+    chars: int | None = None  # of all its texts; None for as many as the body may have
 
 
 FIELDS = {

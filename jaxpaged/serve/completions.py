@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from jaxpaged.api.async_llm import Admitted
 from jaxpaged.api.llm import Prompt
+from jaxpaged.serve.chunks import ChunkWriter
 from jaxpaged.serve.json_route import JsonRoute
-from jaxpaged.serve.logprobs import CompletionLogprobs, Places, TokenNames, prompt_logprobs
-from jaxpaged.serve.replies import DONE, ApiError, event, reply
+from jaxpaged.serve.logprobs import CompletionLogprobs, TextOffsets, prompt_logprobs
 from jaxpaged.serve.schemas import CompletionRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 
@@ -22,7 +22,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
-    writer = Writer(body, service)
+    writer = CompletionWriter(body, service)
     service.check_num_answers(len(body.prompts) * (body.n or 1))
     prompts: list[Prompt] = [
         await service.llm.tokenize(each, add_special_tokens=False, cuts=body.cuts)
@@ -41,19 +41,16 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         prompt_logprobs=prompt_top,
     )
     run = await service.start(request, body, "cmpl", prompts, params)
-    if body.stream:
-        return service.stream(run, writer.events(run))
-    choices = await service.whole(request, run)
-    return reply(writer.whole(run, choices))
+    return await writer.respond(request, run)
 
 
-class Writer:
-    """Writes one request's answers down."""
+class CompletionWriter(ChunkWriter[CompletionRequest]):
+    """Writer of one request's completions."""
+
+    object_name = "text_completion"
 
     def __init__(self, body: CompletionRequest, service: Service) -> None:
-        self._body, self._service = body, service
-        self._model = service.check_model(body.model)
-        self._names = TokenNames(service.llm.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        super().__init__(body, service)
         self.is_echo_alone = bool(body.echo) and body.most_tokens == 0
 
     def whole(self, run: Run, choices: list[Choice]) -> dict[str, Any]:
@@ -63,41 +60,29 @@ class Writer:
         written = [
             self._choice(run, choice, self._logprobs(run, choice.index), is_first=True) for choice in choices
         ]
-        return self._chunk(run, written) | {"usage": run.usage()}
+        return self.chunk(run, written) | {"usage": run.usage()}
 
-    async def events(self, run: Run) -> AsyncGenerator[bytes]:
+    async def chunks(self, run: Run) -> AsyncGenerator[dict[str, Any]]:
         logprobs = [self._logprobs(run, index) for index in range(run.times.num_answers)]
         begun: set[int] = set()
-        try:
-            async with aclosing(run.outputs()) as outputs:
-                async for i, output, answer in outputs:
-                    choice = Choice(i * run.params.n + answer.index)
-                    choice.add(output, answer)
-                    if self.is_echo_alone:
-                        choice, run.num_completion_tokens = self._cut(choice), 0
-                    is_first = choice.index not in begun
-                    begun.add(choice.index)
-                    if choice.is_empty and not is_first and not self._body.return_token_ids:
-                        continue
-                    chunk = self._chunk(
+        async with aclosing(run.choices()) as news:
+            async for choice in news:
+                if self.is_echo_alone:
+                    choice, run.num_completion_tokens = self._cut(choice), 0
+                is_first = choice.index not in begun
+                begun.add(choice.index)
+                if not choice.is_empty or is_first or self._body.return_token_ids:
+                    yield self.chunk(
                         run, [self._choice(run, choice, logprobs[choice.index], is_first=is_first)]
                     )
-                    if self._body.continuous_usage:
-                        chunk["usage"] = run.usage()
-                    yield event(chunk)
-            if self._body.includes_usage:
-                yield event(self._chunk(run, []) | {"usage": run.usage()})
-        except ApiError as error:
-            yield event(error.body)
-        yield DONE
 
     def _logprobs(self, run: Run, index: int) -> CompletionLogprobs | None:
         """Return what writes the log-probabilities of a choice down; None where none are wanted."""
         if self._body.logprobs is None:
             return None
         prompt = run.prompts[index // run.params.n]
-        told = self._echo(prompt) if self._body.echo else ""
-        places = Places(self._service.llm.tokenizer, run.params, prompt.prompt_token_ids, told)
+        echo = self._echo(prompt) if self._body.echo else ""
+        places = TextOffsets(self._service.llm.tokenizer, run.params, prompt.prompt_token_ids, echo)
         return CompletionLogprobs(self._names, self._body.logprobs, places)
 
     def _echo(self, prompt: Admitted) -> str:
@@ -119,15 +104,15 @@ class Writer:
         body, prompt = self._body, run.prompts[choice.index // run.params.n]
         text, ids, each = choice.text, choice.token_ids, choice.logprobs
         prompt_ids: list[int] = prompt.prompt_token_ids.tolist() if is_first else []
-        num_told = 0  # of the prompt's tokens
+        num_echoed = 0  # prompt tokens in the echo
         if body.echo and is_first:
-            text, ids, num_told = self._echo(prompt) + text, prompt_ids + ids, len(prompt_ids)
+            text, ids, num_echoed = self._echo(prompt) + text, prompt_ids + ids, len(prompt_ids)
             own = choice.prompt_logprobs
-            each = [*(own if own is not None else [None] * num_told), *each]
+            each = [*(own if own is not None else [None] * num_echoed), *each]
         written: dict[str, Any] = {
             "index": choice.index,
             "text": text,
-            "logprobs": None if logprobs is None else logprobs.of(ids, each, num_told),
+            "logprobs": None if logprobs is None else logprobs.of(ids, each, num_echoed),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -137,12 +122,3 @@ class Writer:
             written["token_ids"] = choice.token_ids
             written["prompt_token_ids"] = prompt_ids if is_first else None
         return written
-
-    def _chunk(self, run: Run, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": run.id,
-            "object": "text_completion",
-            "created": run.created,
-            "model": self._model,
-            "choices": choices,
-        }

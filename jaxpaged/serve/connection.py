@@ -16,7 +16,7 @@ MOST_PIPELINED = 16  # requests that wait for the answer to the one before, on o
 FRAME_BYTES = 16  # what may frame each piece of a body, beside the bytes of a head
 
 
-class Room:
+class ConnectionLimits:
     """All connections of a server: how many there may be, and which have sent no complete head so far."""
 
     def __init__(self, options: ServerOptions, max_connections: int | None = None) -> None:
@@ -44,15 +44,15 @@ class Room:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. What it refuses is told in OpenAI's form, before the application knows of it."""
+    """One connection. Refusals are in OpenAI's form, before the application knows of it."""
 
-    def __init__(self, *args: Any, room: Room, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, room: ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._room = room
         self._error: ApiError | None = None
         self._timer: asyncio.TimerHandle | None = None  # until the head that has begun must be complete
-        self._num_head_bytes = 0  # of the request under way, as far as they are parsed
-        self._num_unparsed_bytes = 0  # of the request under way, but for its body and a little for its frames
+        self._num_head_bytes = 0  # parsed bytes of the current request's head
+        self._num_unparsed_bytes = 0  # of the current request, without its body and its frames
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

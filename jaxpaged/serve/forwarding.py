@@ -21,7 +21,7 @@ TRAVELS = (
     "query_string",
     "root_path",
 )
-TOKEN_BLOCK = 16  # of prompts as token ids
+TOKEN_BLOCK = 16  # tokens in a routing key of prompts given as token ids
 
 
 def portable(scope: Scope, request_id: str) -> dict[str, Any]:

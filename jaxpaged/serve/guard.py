@@ -23,7 +23,7 @@ from jaxpaged.serve.replies import ApiError, reply
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json"})
 SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 SMALL = 64 * 2**10  # bytes: a larger body is parsed in another thread, and counts among the large ones
-MOST_LARGE_BODIES = 16  # of the greatest size, or more smaller ones, received and parsed at a time
+MOST_LARGE_BODIES = 16  # bodies of the greatest size, or more smaller ones, handled at a time
 NUM_PARSERS = 2  # threads
 
 
@@ -39,7 +39,7 @@ class Guard:
         self._keys = [_digest(key) for key in options.api_keys]
         self._limits = Limits.of(options.max_body_bytes, options.max_nesting)
         self._parsers = ThreadPoolExecutor(NUM_PARSERS, "jaxpaged-bodies")
-        self._num_large_bytes = 0  # of large bodies that are not parsed yet
+        self._num_large_bytes = 0  # bytes of large bodies that are not parsed yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,8 +74,8 @@ class Guard:
         """Check that the server is asked by a name of its own. What has no name comes from no browser."""
         names = headers.getlist("host")
         if len(names) > 1 or not all(map(self._hosts.serve, names)):
-            told = shown(", ".join(names))
-            raise ApiError(403, f"host={told} must be a name of this server: see --allowed-hosts")
+            host = shown(", ".join(names))
+            raise ApiError(403, f"host={host} must be a name of this server: see --allowed-hosts")
 
     def _key(self, headers: Headers) -> int | None:
         """Return which key was given, in a time that does not tell how much of it is right; None for none."""
@@ -148,7 +148,7 @@ def _digest(key: str) -> bytes:
 
 
 class Load:
-    """ASGI middleware that counts who waits for a computed answer: what `/load` tells."""
+    """ASGI middleware that counts requests with a computed answer, for `/load`."""
 
     COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 

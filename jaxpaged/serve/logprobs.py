@@ -34,7 +34,7 @@ class TokenNames:
         return None if self._vocabulary is None else list(self._vocabulary.raw(token))
 
 
-class Places:
+class TextOffsets:
     """Offsets, in characters, of one choice's tokens in its text.
 
     A token's offset is that of the character that its first byte belongs to. Tokens of a stop string that was
@@ -97,7 +97,7 @@ class CompletionLogprobs:
     Offsets continue from one call to the next.
     """
 
-    def __init__(self, names: TokenNames, num_top: int, places: Places) -> None:
+    def __init__(self, names: TokenNames, num_top: int, places: TextOffsets) -> None:
         self._names, self._num_top, self._places = names, num_top, places
 
     def of(

@@ -29,13 +29,13 @@ class ServerOptions:
     max_queue: int = 1000  # answers that may wait beside those that run: more are refused with 429
     max_body_bytes: int = 4 * 2**20
     max_nesting: int = 64  # objects and lists in one another, in a body
-    max_head_bytes: int = 64 * 2**10  # of a request's line and headers, and of what frames its body
+    max_head_bytes: int = 64 * 2**10  # a request's line, headers and body framing
     max_connections: int = 4096  # an eighth of them without a complete head
     head_timeout_s: float = 10.0  # to receive a request's line and headers
     body_timeout_s: float = 30.0  # to receive a body
     request_timeout_s: float = 600.0  # from a request to the end of its answer
     drain_seconds: float = 30.0  # after SIGTERM, for what runs
-    max_unread_bytes: int = 2**20  # of a stream that its client does not read
+    max_unread_bytes: int = 2**20  # bytes of a stream that its client has not read
     allowed_hosts: tuple[str, ...] = ()  # names to be asked by, beside this machine's own; "*": any
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may read the answers; "*": all
     allowed_methods: tuple[str, ...] = ("*",)

@@ -24,7 +24,7 @@ router = APIRouter()
 
 TICK_S = 0.5
 MOST_WATCHERS = 32
-MOST_CELLS = 2048  # of the map: with more blocks a cell stands for several
+MOST_CELLS = 2048  # cells of the map; with more blocks, each cell stands for several
 # What a cell of the map says; from HELD on it is the colour of the sequence that holds the block.
 FREE, CACHED, SHARED, HELD = 0, 1, 2, 3
 NUM_COLOURS = 12
@@ -82,7 +82,7 @@ async def events(request: Request) -> Response:
 
 
 class Watch:
-    """Looks at the engine once a tick for all who watch."""
+    """Observer of the engine: one look per tick for all readers."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -139,10 +139,10 @@ class Watch:
             "lookup_tokens": stats.num_lookup_tokens,
             "block_size": engine.config.block_size,
             "latency": service.metrics.recent(),
-        } | ({} if occupancy is None else told(occupancy))
+        } | ({} if occupancy is None else occupancy_fields(occupancy))
 
 
-def told(occupancy: Occupancy) -> dict[str, Any]:
+def occupancy_fields(occupancy: Occupancy) -> dict[str, Any]:
     """Return the map of blocks and the requests in the form that the page reads."""
     holders, content = occupancy.holders[1:], occupancy.has_content[1:]  # all but the null block
     cells = np.where(holders > 1, SHARED, np.where(content & (holders == 0), CACHED, FREE))

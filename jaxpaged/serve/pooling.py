@@ -14,7 +14,7 @@ from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.pooling_schemas import (
     ClassificationRequest,
     EmbeddingRequest,
-    Pooled,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
 )
@@ -125,7 +125,7 @@ def _num_tokens(found: Sequence[PoolingRequestOutput[Any]]) -> int:
 def _listed(
     service: PoolingService,
     request: Request,
-    body: Pooled,
+    body: PoolingRequest,
     prefix: str,
     data: list[dict[str, Any]],
     found: Sequence[PoolingRequestOutput[Any]],

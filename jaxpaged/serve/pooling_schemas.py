@@ -6,13 +6,13 @@ from pydantic import Field
 
 from jaxpaged.checks import InputError
 from jaxpaged.pooling.outputs import PoolingParams
-from jaxpaged.serve.schemas import Asked
+from jaxpaged.serve.schemas import ModelRequest
 
 Input = str | list[str] | list[int] | list[list[int]]
 Texts = str | list[str]
 
 
-class Pooled(Asked):
+class PoolingRequest(ModelRequest):
     """Fields that all requests to a pooling model have."""
 
     truncate_prompt_tokens: int | None = None
@@ -32,22 +32,22 @@ class Pooled(Asked):
         )
 
 
-class EmbeddingRequest(Pooled):
+class EmbeddingRequest(PoolingRequest):
     """/v1/embeddings and /pooling."""
 
     input: Input
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None
-    task: str | None = None  # of /pooling: "embed", "classify" or "token_embed"
+    task: str | None = None  # for /pooling: "embed", "classify" or "token_embed"
 
 
-class ClassificationRequest(Pooled):
+class ClassificationRequest(PoolingRequest):
     """/classify."""
 
     input: Input
 
 
-class ScoreRequest(Pooled):
+class ScoreRequest(PoolingRequest):
     """/score: under vLLM's names, of which the first pair is the older one."""
 
     text_1: Texts | None = None
@@ -76,7 +76,7 @@ class ScoreRequest(Pooled):
         return given[0]
 
 
-class RerankRequest(Pooled):
+class RerankRequest(PoolingRequest):
     """/rerank, as Jina's and Cohere's clients ask."""
 
     query: str

@@ -31,7 +31,7 @@ class PoolingService:
         self.is_stopping = asyncio.Event()
         self.metrics = PoolingMetrics(self.model_names[0])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pooling")
-        self._open: set[asyncio.Future[Any]] = set()
+        self.open_requests: set[asyncio.Future[Any]] = set()
 
     @property
     def llm(self) -> "PoolingService":
@@ -54,12 +54,12 @@ class PoolingService:
         """
         if self.is_stopping.is_set():
             raise ApiError(503, "the server stops")
-        if len(self._open) > self.options.max_queue:
+        if len(self.open_requests) > self.options.max_queue:
             raise ApiError(429, "the queue is full", headers={"retry-after": "1"})
         loop = asyncio.get_running_loop()
         asked = asyncio.ensure_future(loop.run_in_executor(self._thread, ask))
-        self._open.add(asked)
-        self.metrics.running.set(len(self._open))
+        self.open_requests.add(asked)
+        self.metrics.running.set(len(self.open_requests))
         try:
             async with asyncio.timeout(self.options.request_timeout_s):
                 found = await asked
@@ -70,14 +70,14 @@ class PoolingService:
                 raise ApiError(503, "the server stops: the answer was not complete in time") from None
             raise
         finally:
-            self._open.discard(asked)
-            self.metrics.running.set(len(self._open))
+            self.open_requests.discard(asked)
+            self.metrics.running.set(len(self.open_requests))
         self.metrics.note(found)
         return found
 
     def give_up(self, error: ApiError) -> None:
         """End what still waits: the server stops."""
-        for asked in self._open:
+        for asked in self.open_requests:
             asked.cancel()
 
     def shutdown(self) -> None:

@@ -162,9 +162,9 @@ class Items:
             yield from self._begin(kind(len(self.output) + (self._open is not None)))
         assert self._open is not None
         if isinstance(self._open, OpenMessage):
-            told, self._logprobs = self._logprobs, []
-            self._open.logprobs += told
-            yield self._open.add(piece.text, {"logprobs": told})
+            logprobs, self._logprobs = self._logprobs, []
+            self._open.logprobs += logprobs
+            yield self._open.add(piece.text, {"logprobs": logprobs})
         else:
             yield self._open.add(piece.text)
 

@@ -57,7 +57,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         skip_special_tokens=body.skip_special_tokens and form.is_plain,
     )
     run = await service.start(request, body, "resp", [prompt], params)
-    writer = Writer(body, model, run, service, dataclasses.replace(form, prompt=prompt["prompt"]))
+    writer = ResponseWriter(body, model, run, service, dataclasses.replace(form, prompt=prompt["prompt"]))
     if body.stream:
         return service.stream(run, writer.events())
     [choice] = await service.whole(request, run)
@@ -107,8 +107,8 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     return [*first, *read_items(body.input)]
 
 
-class Writer:
-    """Writes one response down, whole or as events."""
+class ResponseWriter:
+    """Writer of one response, whole or as events."""
 
     def __init__(self, body: ResponsesRequest, model: str, run: Run, service: Service, form: Form) -> None:
         self._body, self._model, self._run = body, model, run
@@ -130,19 +130,17 @@ class Writer:
         yield self._event("in_progress", {"response": begun})
         last = Choice(0)
         try:
-            async with aclosing(self._run.outputs()) as outputs:
-                async for _, output, answer in outputs:
-                    last = Choice(0)
-                    last.add(output, answer)
-                    for told in self._add(last):
-                        yield self._event(*told)
+            async with aclosing(self._run.choices()) as news:
+                async for last in news:
+                    for change in self._add(last):
+                        yield self._event(*change)
         except ApiError as error:
             failed = {"code": "server_error", "message": error.message}
             response = self._response("failed", []) | {"error": failed}
             yield self._event("failed", {"response": response})
             return
-        for told in self._items.end(_status(last)):
-            yield self._event(*told)
+        for change in self._items.end(_status(last)):
+            yield self._event(*change)
         ended = self._ended(last)
         yield self._event(ended["status"], {"response": ended})
 

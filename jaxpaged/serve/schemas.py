@@ -38,7 +38,7 @@ class Body(BaseModel):
         return self
 
 
-class Asked(Body):
+class ModelRequest(Body):
     """A request to a model."""
 
     model: str | None = None
@@ -48,7 +48,7 @@ class Asked(Body):
         return first_error_only(handler(source))
 
 
-class Queued(Asked):
+class QueuedRequest(ModelRequest):
     """A request that gets answers: from which model, and before and beside whom."""
 
     priority: int = 0
@@ -71,10 +71,10 @@ OPTIONS: dict[str, Any] = {
     for name, option in SamplingParams.__dataclass_fields__.items()
     if (kind := option.metadata.get("field")) is not None
 }
-_OptionFields: Any = create_model("_OptionFields", __base__=Queued, **OPTIONS)
+_OptionFields: Any = create_model("_OptionFields", __base__=QueuedRequest, **OPTIONS)
 
 
-class Drawn(_OptionFields):
+class SamplingRequest(_OptionFields):
     """Sampling options that all kinds of requests share; None for the model's or the engine's own default."""
 
     stream: bool | None = False
@@ -96,7 +96,7 @@ class Drawn(_OptionFields):
         return None if self.truncate_prompt_tokens is None else self.truncation_side or "left"
 
 
-class Sampled(Drawn):
+class TextRequest(SamplingRequest):
     """A request for completions, of a prompt or a conversation."""
 
     max_tokens: Count = None
@@ -111,7 +111,7 @@ class Sampled(Drawn):
     def params(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **more: Any
     ) -> SamplingParams:
-        """Return the engine's, as `Drawn.params` does."""
+        """Return the engine's, as `SamplingRequest.params` does."""
         if self.stream_options is not None and self.stream_options.asks and not self.stream:
             raise InputError("stream_options must be left out unless stream is true")
         own = {"n": self.n, "prompt_logprobs": self.prompt_logprobs}
@@ -142,7 +142,7 @@ Prompts = (
 )
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(TextRequest):
     prompt: Prompts
     max_tokens: Count = 16
     echo: bool | None = False
@@ -157,7 +157,7 @@ class CompletionRequest(Sampled):
         return [*self.prompt]
 
 
-class ChatRequest(Sampled):
+class ChatRequest(TextRequest):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     logprobs: bool | None = False
     top_logprobs: int | None = None
@@ -180,7 +180,7 @@ class ChatRequest(Sampled):
         return template_kwargs(self.chat_template_kwargs, self.reasoning_effort, self.documents)
 
 
-class ResponsesRequest(Drawn):
+class ResponsesRequest(SamplingRequest):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count = None
@@ -214,16 +214,16 @@ class LoadAdapterRequest(UnloadAdapterRequest):
     lora_path: Annotated[str, Field(min_length=1)]
 
 
-class TokenizeRequest(Asked):
+class TokenizeRequest(ModelRequest):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None  # of a prompt: yes, of messages: no
+    add_special_tokens: bool | None = None  # None: yes for a prompt, no for messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(Asked):
+class DetokenizeRequest(ModelRequest):
     tokens: list[int]

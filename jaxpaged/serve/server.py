@@ -1,4 +1,4 @@
-"""Runs the application: a socket, a signal that ends it in order, and an address told when it is ready."""
+"""Running of the application: a socket, signals that end it in order, and a callback when it is ready."""
 
 import asyncio
 import functools
@@ -18,14 +18,14 @@ from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.checks import InputError
 from jaxpaged.pooling.llm import Pooling
 from jaxpaged.serve.app import create_app
-from jaxpaged.serve.connection import Connection, Room
+from jaxpaged.serve.connection import Connection, ConnectionLimits
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.pooling_service import PoolingService, create_pooling_app
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.service import Service
 
 log = logging.getLogger("jaxpaged.serve")
-OTHER_FILES = 256  # of the process, beside its connections
+OTHER_FILES = 256  # open files of the process beside its connections
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
     """Tells when it is ready, and gives up what still runs when the time to drain is over."""
 
     def __init__(self, app: FastAPI, options: ServerOptions, ready: Callable[[], None]) -> None:
-        self.room = Room(options, file_room(options))
+        self.room = ConnectionLimits(options, file_room(options))
         super().__init__(
             uvicorn.Config(
                 app,
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self._service: Service | PoolingService = app.state.service
+        self.service: Service | PoolingService = app.state.service
         self._drain_seconds, self._ready = options.drain_seconds, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -99,8 +99,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = ApiError(503, "the server stops: the answer was not complete in time")
-        self._service.is_stopping.set()
-        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._service.give_up, stopping)
+        self.service.is_stopping.set()
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self.service.give_up, stopping)
         await super().shutdown(sockets)
         timer.cancel()
 
@@ -156,5 +156,5 @@ def log_to_stderr(level: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level.upper())
-    if level == "info":  # of uvicorn's own information all is said already
+    if level == "info":  # uvicorn's own information repeats ours
         logging.getLogger("uvicorn").setLevel(logging.WARNING)

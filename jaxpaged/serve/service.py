@@ -25,7 +25,7 @@ from jaxpaged.serve.chat_prompts import ChatPrompts
 from jaxpaged.serve.metrics import Metrics, Times
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, EventStream, event, unless_gone
-from jaxpaged.serve.schemas import Queued
+from jaxpaged.serve.schemas import QueuedRequest
 
 log = logging.getLogger("jaxpaged.serve")
 ADAPTER_IDS = itertools.count(1)
@@ -95,7 +95,7 @@ class Service:
     async def start(
         self,
         request: Request,
-        body: Queued,
+        body: QueuedRequest,
         prefix: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
@@ -116,7 +116,7 @@ class Service:
         for each in prompts:
             prompt, order = _mapping(each) | salt, body.priority
             admitted.append(await self.llm.admit(prompt, params, priority=order, lora_request=adapter))
-            await asyncio.sleep(0)  # of many prompts, others need not wait for all
+            await asyncio.sleep(0)  # others need not wait until all of many prompts are read
         self._check_room(num_answers)  # others may have come while this one was read
         response_id = f"{prefix}-{request.state.request_id}"
         run = Run(self, response_id, f"{response_id}-{next(self._numbers)}", admitted, params)
@@ -209,7 +209,7 @@ class Run:
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Count the run as open until `outputs` ends."""
+        """Count the run as open until `choices` ends."""
         service, limit_s = self._service, self._service.options.request_timeout_s
         service.open_runs.add(self)
         service.num_open += len(self.prompts) * self.params.n
@@ -222,8 +222,11 @@ class Run:
             self._error, self._why = error, why
             self._service.llm.abort_now(self._engine_id)
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput, CompletionOutput]]:
-        """Yield new output with the index of its prompt. Raises `ApiError`."""
+    async def choices(self) -> AsyncGenerator["Choice"]:
+        """Yield what is new of a choice. Raises `ApiError`.
+
+        Answer j of prompt i is choice i * n + j.
+        """
         metrics = self._service.metrics
         try:
             stream = self._service.llm.stream(self.prompts, self._engine_id)
@@ -237,7 +240,7 @@ class Run:
                         metrics.note_end(self.times, i, output, answer, self.params)
                     if self._error is not None:
                         raise self._error
-                    yield i, output, answer
+                    yield Choice.of(i * self.params.n + answer.index, output, answer)
         except EngineDeadError as error:
             self._why = "engine_dead"
             raise dead(error) from error
@@ -323,7 +326,7 @@ def service_of(request: Request) -> Service:
 
 @dataclasses.dataclass
 class Choice:
-    """One answer, put together of what came."""
+    """Answer of a request, or what is new of one."""
 
     index: int
     texts: list[str] = dataclasses.field(default_factory=list)
@@ -342,18 +345,32 @@ class Choice:
         """Whether there is nothing to tell: its tokens are part of a character that is not whole yet."""
         return not (self.text or self.logprobs or self.finish_reason)
 
-    def add(self, output: RequestOutput, answer: CompletionOutput) -> None:
-        self.texts.append(answer.text)
-        self.token_ids += answer.token_ids
-        self.logprobs += answer.logprobs or []
-        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-        self.finish_reason, self.stop_reason = answer.finish_reason, answer.stop_reason
+    @classmethod
+    def of(cls, index: int, output: RequestOutput, answer: CompletionOutput) -> "Choice":
+        """Return the choice that one output of the engine brings."""
+        return cls(
+            index,
+            [answer.text],
+            [*answer.token_ids],
+            answer.logprobs or [],
+            output.prompt_logprobs,
+            answer.finish_reason,
+            answer.stop_reason,
+        )
+
+    def add(self, new: "Choice") -> None:
+        """Append what is new of this choice."""
+        self.texts += new.texts
+        self.token_ids += new.token_ids
+        self.logprobs += new.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
+        self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
 
 
 async def _choices(run: Run) -> list[Choice]:
-    """Return all choices of a run. Answer j of prompt i is choice i * n + j."""
+    """Return all choices of a run in their order."""
     choices = [Choice(i) for i in range(run.times.num_answers)]
-    async with aclosing(run.outputs()) as outputs:
-        async for i, output, answer in outputs:
-            choices[i * run.params.n + answer.index].add(output, answer)
+    async with aclosing(run.choices()) as news:
+        async for new in news:
+            choices[new.index].add(new)
     return choices

@@ -12,7 +12,7 @@ from jaxpaged.serve.schemas import DetokenizeRequest, TokenizeRequest
 from jaxpaged.serve.service import service_of
 
 router = APIRouter(route_class=JsonRoute)
-TOLD_HERE = 4_000  # tokens: more are decoded, and written down, in another thread
+MAX_INLINE = 4_000  # tokens: more are converted in another thread
 
 
 @router.post("/tokenize")
@@ -38,7 +38,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         ids = []
     tokenizer = service.llm.tokenizer
 
-    def told() -> Response:
+    def answer() -> Response:
         return reply(
             {
                 "count": len(ids),
@@ -48,7 +48,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             }
         )
 
-    return await asyncio.to_thread(told) if len(ids) > TOLD_HERE else told()
+    return await asyncio.to_thread(answer) if len(ids) > MAX_INLINE else answer()
 
 
 @router.post("/detokenize")
@@ -61,7 +61,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     last = service.llm.engine.door.model_config.vocab_size - 1
     for token in {min(body.tokens), max(body.tokens)} if body.tokens else ():
         checked_int("token", token, f"a token id, an int in [0, {last + 1})", 0, last)
-    if len(body.tokens) > TOLD_HERE:
+    if len(body.tokens) > MAX_INLINE:
         text = await asyncio.to_thread(tokenizer.decode, body.tokens)
     else:
         text = tokenizer.decode(body.tokens)

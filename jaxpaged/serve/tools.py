@@ -67,11 +67,11 @@ class AnswerPieces:
             return
         pieces = self._parser.feed(text)
         for piece in [*pieces, *self._parser.finish()] if is_last else pieces:
-            yield from self._told(piece)
+            yield from self._reported(piece)
         if is_last and not self._num_calls and self._space:
             yield Text("".join(self._space))
 
-    def _told(self, piece: Piece) -> Iterator[Piece]:
+    def _reported(self, piece: Piece) -> Iterator[Piece]:
         if isinstance(piece, Text):
             kept = piece.text.rstrip(SPACE)
             if kept:

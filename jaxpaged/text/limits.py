@@ -8,9 +8,9 @@ from collections.abc import Collection
 from jaxpaged.checks import InputError, shown
 
 MAX_STOPS = 64  # each is searched for behind every token
-MAX_STOP_CHARS = 16_384  # of all stop strings of a request together
+MAX_STOP_CHARS = 16_384  # characters of all stop strings of a request
 MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_CHARS = 65_536  # of all of them together
+MAX_BAD_WORD_CHARS = 65_536  # characters of all bad words of a request
 MAX_STOP_TOKENS = 1024
 
 

@@ -116,7 +116,7 @@ _template = functools.lru_cache(maxsize=16)(Template)
 def template_kwargs(
     given: Mapping[str, Any] | None, effort: str | None, documents: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Return what a chat template is told, as vLLM tells it: an effort also says whether to think."""
+    """Return the variables of a chat template under vLLM's names; an effort also sets whether to think."""
     kwargs = dict(given or {})
     if effort is not None:
         kwargs = {"enable_thinking": effort != "none"} | kwargs | {"reasoning_effort": effort}

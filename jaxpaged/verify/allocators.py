@@ -42,7 +42,7 @@ from jaxpaged.verify.history import VERBS, History
 KINDS = (*class_lockstep.GENERATIONS, "policy")
 DISAGREEMENT = "disagreement: "
 BY_CHANCE = "a history failed, and not when it was repeated: it depends on more than what was asked"
-Make = Callable[[int], History]  # of a block size
+Make = Callable[[int], History]  # takes a block size
 
 
 @dataclass(frozen=True)

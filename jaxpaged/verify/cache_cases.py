@@ -133,7 +133,7 @@ class MergeCase(Named):
     num_partitions: int = 4
     num_heads: int = 3
     head_dim: int = 8
-    spread: float = 3.0  # of the partitions' maxima
+    spread: float = 3.0  # range of the partitions' maxima
     sinks: bool = False
 
     SIMPLER: ClassVar = {

@@ -27,7 +27,7 @@ QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 # What stands in stale slots and in blocks of nobody, and in table entries past a row's tokens.
 STALE = ("nan", "zero")
 PADDING = ("invalid", "null")
-# Of each field, values that are simpler than others, simplest first: what `shrinking` tries.
+# Simple values of each field, the simplest first: `shrinking` tries them.
 SIMPLER: dict[str, tuple[Any, ...]] = {
     "num_q_heads": (1, 2),
     "num_kv_heads": (1, 2),
@@ -215,8 +215,8 @@ def make_inputs(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Make the arrays (q, k_cache, v_cache, block_tables, seq_lens) and keyword arguments, all NumPy.
 
-    stale: "zero" spares who multiplies what it does not see by zero; padding: "null" who looks up more of a
-    table than a row's tokens.
+    stale: "zero" is for functions that multiply what they do not see by zero. padding: "null" is for
+    functions that look up more of a table than a row's tokens.
     """
     rng = np.random.default_rng(seed)
     num_seqs, block_size = len(case.seq_lens), case.block_size

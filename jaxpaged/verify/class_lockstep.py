@@ -116,7 +116,7 @@ class ClassLockstep(History):
     def can_allocate(self, num_tokens: int) -> bool:
         return self._on_both("can_allocate", lambda face: face.can_allocate(num_tokens))
 
-    # With a prefix cache.
+    # Verbs of the prefix cache.
 
     def admit(self, row: int, tokens: list[int], salt: int) -> bool:
         if row in self.oracle.tokens:
@@ -182,7 +182,7 @@ class ClassLockstep(History):
     def _theirs(self, verb: str, do: Callable[[], Any]) -> Any:
         try:
             return do()
-        except Exception as error:  # of somebody's class
+        except Exception as error:  # whatever a user's class raises
             reason = error.status.name if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
             raise Disagreement(f"{verb} fails, where the oracle does not: {reason}") from error
 
@@ -200,7 +200,7 @@ class ClassLockstep(History):
         if self.keeps_content:
             for on_host in (False, True):
                 where = "on the host " if on_host else ""
-                # Those of the null block mean nothing: vLLM lets them drift.
+                # The null block's counts mean nothing: vLLM lets them drift.
                 seen[f"{where}reference counts are"] = face.ref_counts(on_host)[1:]
             seen["what is found is"] = face.found()
         return seen

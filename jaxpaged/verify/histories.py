@@ -241,7 +241,7 @@ def failure(make: Callable[[], History], lines: list[Line]) -> AssertionError | 
                 history.run(verb, *args)
     except AssertionError as error:
         return error
-    except Exception:  # of ours: what was left out has made the rest meaningless
+    except Exception:  # ours: the steps that were left out make the rest meaningless
         return None
     return None
 

@@ -11,7 +11,7 @@ import tempfile
 from typing import Any
 
 MAX_SEQS = 4
-MAX_BLOCKS = 5  # of a row
+MAX_BLOCKS = 5  # blocks of a row
 NUM_BLOCKS = 11  # too few for four full rows
 MAX_EVICTED = 4  # ids named in one call
 
@@ -30,7 +30,7 @@ class Disagreement(AssertionError):
 class History:
     """One under way. A subclass says in `step` what a verb is, on both sides."""
 
-    oracle: Any  # of `generations`
+    oracle: Any  # an oracle of `generations`
     block_size: int
     collide = False
 

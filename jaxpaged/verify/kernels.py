@@ -16,9 +16,9 @@ import numpy as np
 from jaxpaged.checks import checked_choice
 from jaxpaged.verify import cache_cases, cases, frameworks, ragged, tiles
 
-IGNORED = {"partition_size"}  # who has no parameter for it does without
+IGNORED = {"partition_size"}  # a function may lack this parameter
 NEUTRAL: dict[str, Any] = {"kv_layout": "token_major", "sliding_window": None, "soft_cap": None}
-Case = Any  # of one of the modules of cases
+Case = Any  # a case of one of the modules of cases
 
 
 class WrongResult(AssertionError):
@@ -87,7 +87,7 @@ FIELDS = {"group_size"} | {
 class Operation:
     """An operation: its cases, what a function is given of each, and how far from right an answer is.
 
-    `results` are the places of those arguments that an answer has the form of, for who writes in place.
+    `results` are the indices of the arguments that a function may write in place of returning an answer.
     """
 
     cases: list[Case]

@@ -259,7 +259,7 @@ class Lockstep(History):
         self.oracle.reset()
         return True
 
-    # With a prefix cache.
+    # Verbs of the prefix cache.
 
     def admit(self, row: int, tokens: list[int], salt: int) -> bool:
         """Admit a prompt as an engine does: look it up, pin the blocks that are found, and allocate the

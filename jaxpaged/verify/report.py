@@ -33,9 +33,9 @@ class Report:
     op: str
     terms: Terms
     outcomes: tuple[Outcome, ...]
-    smallest: Case | None = None  # that still fails
+    smallest: Case | None = None  # the smallest case that still fails
     sentence: str | None = None  # what is wrong there
-    snippet: str | None = None  # of Python, that runs it
+    snippet: str | None = None  # Python code that runs it
     saved: Path | None = None  # its arrays
     seconds_to_shrink: float = 0.0
 
@@ -101,7 +101,7 @@ def verify_kernel(
     name: str | None = None,
     shrink_seconds: float = 60.0,
     save: Path | str | None = None,
-    told: Callable[[Outcome], None] = lambda outcome: None,
+    progress: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
     """Run a function over an operation's cases, and make the first that fails as small as may be.
 
@@ -112,13 +112,13 @@ def verify_kernel(
         name: MODULE:NAME of the function, for the snippet.
         shrink_seconds: at most so long; 0: not at all, and neither without hypothesis, the extra `verify`.
         save: a folder for the failing case's arrays, FUNCTION-OP.npz; None: they are not saved.
-        told: called with each outcome as it is there.
+        progress: called with each outcome as soon as it is known.
     """
     terms = terms or Terms()
     outcomes = []
     for case in cases_of(op) if cases is None else cases:
         outcomes.append(_outcome(function, op, case, terms))
-        told(outcomes[-1])
+        progress(outcomes[-1])
     report = Report(op, terms, tuple(outcomes))
     if not report.wrong:
         return report

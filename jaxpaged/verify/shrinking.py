@@ -182,7 +182,7 @@ def save(folder: Path, path: str, function: Callable[..., Any], op: str, case: C
 
 def _answers(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> dict[str, np.ndarray]:
     """Return the expected arrays and the function's, unless they cannot be compared."""
-    with contextlib.suppress(Exception):  # of the function; the report has it
+    with contextlib.suppress(Exception):  # the function's error is in the report
         found = kernels.compare(function, op, case, terms)
         return {
             f"{what}_{i}": getattr(each, what) for i, each in enumerate(found) for what in ("got", "want")

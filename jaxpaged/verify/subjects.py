@@ -176,7 +176,7 @@ class Theirs:
         def run(*args: Any) -> Any:
             try:
                 return verb(*args)
-            except Exception as error:  # of somebody's functions
+            except Exception as error:  # whatever a user's functions raise
                 raise Disagreement(f"{name} raises {type(error).__name__}: {error}") from error
 
         return run

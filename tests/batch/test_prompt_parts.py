@@ -80,7 +80,7 @@ def test_who_takes_a_part_over_goes_on_where_others_were_killed(tmp_path, llm, m
     path = write(tmp_path / "a.jsonl", 9)
     [part] = parts = prompt_parts.cut([path], 100)
     folder = prompt_parts.open_folder(tmp_path / "out", parts, SAMPLING)
-    answers = prompt_parts._answers
+    answers = prompt_parts.answers_of
 
     def killed_after(num_rows):
         def some(*args):
@@ -89,7 +89,7 @@ def test_who_takes_a_part_over_goes_on_where_others_were_killed(tmp_path, llm, m
                     raise KeyboardInterrupt
                 yield line
 
-        monkeypatch.setattr(prompt_parts, "_answers", some)
+        monkeypatch.setattr(prompt_parts, "answers_of", some)
         with pytest.raises(KeyboardInterrupt):
             prompt_parts.answer(llm, part, folder, SAMPLING)
 

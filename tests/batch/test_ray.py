@@ -47,7 +47,7 @@ def cluster():
 
 
 def our_processes(title):
-    """Ids of the cluster's processes that call themselves so."""
+    """Return the ids of the cluster's processes with this title."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -67,7 +67,7 @@ def test_a_batch_whose_worker_is_killed_has_each_row_once(cluster, model, tmp_pa
     killed = []
 
     def kill_one():
-        """As soon as it has answered a few rows of a part."""
+        """Kill a worker as soon as it has answered a few rows of a part."""
         end = time.monotonic() + 60
         while not killed and time.monotonic() < end:
             if any(part.stat().st_size for part in folder.glob(".*.part")):
@@ -112,7 +112,7 @@ def ask(client, prompt, **fields):
 
 
 def total(client, pattern):
-    """A metric of both replicas: asked without a prompt they take turns."""
+    """Return a metric of both replicas, which take turns when they are asked without a prompt."""
     texts = [client.get("/metrics").text for _ in range(2)]
     return [float(re.search(f"^vllm:{pattern} (\\S+)$", text, re.MULTILINE)[1]) for text in texts]
 

@@ -42,8 +42,8 @@ def samples(llm):
 
     def make(*flags):
         args = cli.parser().parse_args(["bench", "throughput", *flags])
-        bench_offline._choose_dataset(args)
-        args.random_range_ratio = bench_offline._ratios(args.random_range_ratio)
+        bench_offline.choose_dataset(args)
+        args.random_range_ratio = bench_offline.range_ratios(args.random_range_ratio)
         return datasets.make(args, llm, args.num_prompts, args.seed)
 
     return make

@@ -27,12 +27,12 @@ from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
 from jaxpaged.serve.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.schemas import (
-    Asked,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ModelRequest,
     ResponsesRequest,
-    Sampled,
+    TextRequest,
     TokenizeRequest,
 )
 from jaxpaged.serve.tools import Form, ToolDeltas
@@ -256,7 +256,7 @@ def parse_answer(data: bytes, _: Path) -> None:
     assert read(chunks) == read([text]), f"{form}: in chunks of {step} it is another answer"
 
 
-BODIES: list[tuple[type[Asked], dict[str, Any]]] = [
+BODIES: list[tuple[type[ModelRequest], dict[str, Any]]] = [
     (CompletionRequest, {"prompt": ["a", "b"], "max_tokens": 3, "stop": ["x"], "logit_bias": {"3": 1}}),
     (CompletionRequest, {"prompt": [[1, 2]], "stream": True, "stream_options": {"include_usage": True}}),
     (
@@ -291,7 +291,7 @@ def parse_body(data: bytes, _: Path) -> None:
     schema = BODIES[(data[0] if data else 0) % len(BODIES)][0]
     try:
         body: Any = schema.model_validate(bounds.parsed(bytearray(data[1:]), LIMITS))
-        if isinstance(body, Sampled | ResponsesRequest):
+        if isinstance(body, TextRequest | ResponsesRequest):
             body.params(SamplingParams(), max_tokens=3, logprobs=None)
         if getattr(body, "messages", None):
             read_messages(body.messages)

@@ -25,14 +25,16 @@ def trace(tmp_path_factory):
 
 @functools.cache
 def words(symbol):
-    """The first word of the hash of a block of this symbol, at each place of a prompt; of the root before."""
+    """Return the first word of the hash of a block of this symbol, at each index of a prompt, after the
+    root's.
+    """
     place = jnp.arange(-1, 64, dtype=jnp.int32)
     tokens = jnp.where(place < 0, loop.NO_SALT, symbol)[:, None]
     return np.asarray(prefix_cache.hash_block(tokens, place))[:, 0]
 
 
 def name_of(symbols):
-    """What a policy remembers of a prompt's beginning."""
+    """Return the number by which a policy remembers a prompt's beginning."""
     total = int(words(0)[0]) + sum(int(words(symbol)[1 + i]) for i, symbol in enumerate(symbols))
     return int(np.uint32(total % 2**32).astype(np.int32))
 
@@ -58,7 +60,7 @@ class Aged:
 
 
 def by_hand(trace, combination, partial=False, resident=1, lives=None, held=None):
-    """Hit tokens of each request, by the oracle; into `held` what `watched` sees."""
+    """Return the hit tokens of each request by the oracle; append to `held` what `watched` sees."""
     cut = traces.blocks(trace, combination.block_size, partial=partial)
     usable = combination.cache_tokens and combination.cache_tokens // combination.block_size
     usable = usable or cut.num_distinct + resident * int(cut.num_held.max())
@@ -88,7 +90,7 @@ def by_hand(trace, combination, partial=False, resident=1, lives=None, held=None
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_hits_are_those_of_plain_python(trace, partial):
-    """At sizes where prompts do not fit, where few do, and where nothing is ever evicted."""
+    """The sizes are such that prompts do not fit, that few do, and that nothing is ever evicted."""
     asked = [Combination("lru", 64, tokens) for tokens in (320, 1600, 6400, None)]
     results = [*sweep.sweep(trace, asked, warmup=0.25, partial=partial)]
     assert [each.combination for each in results] == asked
@@ -105,11 +107,11 @@ def test_hits_are_those_of_plain_python(trace, partial):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Of each cache, after each request: which blocks each resident prompt holds, the oldest prompt first,
-    and which have content. Blocks are numbered as if the cache had no others.
+    """Record, for each cache after each request, the blocks that each resident prompt holds, the oldest
+    prompt first, and those with content. Blocks are numbered as if the cache had no others.
     """
     seen: dict[Combination, list[tuple[list[list[int]], list[int]]]] = {}
-    current, send, replay = threading.local(), sweep.Cut.send, loop.replay
+    current, send, replay = threading.local(), sweep.BlockTrace.send, loop.replay
 
     def noting_send(self, combination, **rest):
         current.seen, current.first = (
@@ -127,7 +129,7 @@ def watched(monkeypatch):
         current.seen.append(([each.tolist() for each in ids], with_content.tolist()))
         return cache, hits
 
-    monkeypatch.setattr(sweep.Cut, "send", noting_send)
+    monkeypatch.setattr(sweep.BlockTrace, "send", noting_send)
     monkeypatch.setattr(loop, "replay", noting_replay)
     monkeypatch.setattr(sweep, "REQUESTS_A_CALL", 1)
     return seen

@@ -1,4 +1,4 @@
-"""What an engine was asked, written down and read again."""
+"""Tests of recorded traces: written by an engine and read again."""
 
 import json
 

@@ -30,7 +30,7 @@ def test_waste_is_what_a_requests_last_block_lacks(trace):
 
 
 def test_reuse_distances_are_the_sizes_of_lru_caches_that_hit(trace):
-    """By a list of blocks in the order of their last use."""
+    """The wanted distances come from a list of blocks in the order of their last use."""
     cut = traces.blocks(trace, BLOCK)
     found = questions.reuse(trace)
     arrival = np.repeat(trace.arrival_s, cut.num_findable)

@@ -42,7 +42,9 @@ class Scheduler(Engine):
 
 
 def seconds_by_hand(lengths, peak, model):
-    """Of a step in which these tokens are computed: pairs of the first one's place, and the last one's."""
+    """Return the seconds of a step that computes these tokens, given as pairs of the first and last
+    position.
+    """
     pairs = sum(place + 1 for start, end in lengths for place in range(start, end))
     flops = 2 * model.num_params * sum(end - start for start, end in lengths)
     flops += 4 * model.num_layers * model.num_q_heads * model.head_dim * pairs
@@ -52,7 +54,9 @@ def seconds_by_hand(lengths, peak, model):
 
 
 def by_hand(trace, usable):
-    """Moments, hit tokens, preemptions; and by the end of each step how many blocks are held, and cached."""
+    """Return moments, hit tokens and preemptions, and the numbers of held and of cached blocks after each
+    step.
+    """
     total_lens = (trace.input_lens + trace.output_lens).tolist()
     its_config = EngineConfig(
         max_num_seqs=CONFIG.max_num_seqs,
@@ -106,7 +110,7 @@ def by_hand(trace, usable):
 
 @pytest.mark.slow  # the step of an engine is compiled
 def test_requests_wait_give_way_and_end_when_the_oracle_says(file):
-    """With caches that refuse some, in which some give way, and in which nobody does."""
+    """Some caches refuse requests, in some requests are preempted, and in some neither happens."""
     trace = traces.read(file)
     asked = [Combination("lru", BLOCK_SIZE, tokens) for tokens in (320, 1952, None)]
     results = [*replay.serve(trace, asked, SLOW_GPU, CONFIG, SMALL_MODEL, warmup=0.25)]

@@ -10,7 +10,7 @@ BLOCK = 64  # tokens of a hash id
 
 
 def conversations(num_requests: int = 200, seed: int = 0) -> list[dict[str, Any]]:
-    """Turns of conversations, each of which repeats what was said before and goes on.
+    """Make turns of conversations, each of which repeats the turns before and adds to them.
 
     Some of them share how they begin, some lengths are whole blocks, some prompts are asked twice.
     """

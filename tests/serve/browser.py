@@ -25,20 +25,20 @@ class Browser:
         return value(self._http.post(f"/session/{self._session}/{path}", json=body))
 
     def open(self, url: str, width: int, height: int) -> None:
-        """A page in a window of that many CSS pixels inside."""
+        """Open a page in a window with so many CSS pixels inside."""
         screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.ask("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=screen)
         self.ask("url", url=url)
 
     def run(self, script: str) -> Any:
-        """What a piece of JavaScript returns."""
+        """Run a piece of JavaScript and return its result."""
         return self.ask("execute/sync", script=script, args=[])
 
     def text(self, id_: str) -> str:
         return str(self.run(f"return document.getElementById('{id_}').textContent"))
 
     def console_errors(self) -> list[str]:
-        """What the page, or the browser about it, complained of since last asked."""
+        """Return the errors that the page, or the browser about it, has logged since the last call."""
         return [
             entry["message"] for entry in self.ask("se/log", type="browser") if entry["level"] == "SEVERE"
         ]

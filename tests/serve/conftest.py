@@ -56,7 +56,7 @@ class Served:
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
 
     def close(self) -> None:
-        """The clients; the server goes on."""
+        """Close the clients; the server runs on."""
         self.http.close()
         self.openai.close()
 
@@ -66,7 +66,7 @@ class Served:
         assert not self.thread.is_alive()
 
     def wait_for_silence(self) -> None:
-        """Until nothing is open, runs, or holds a block."""
+        """Wait until no request is open or runs, and no block is held."""
         engine = self.llm.engine
         soon(lambda: not self.service.open_runs and not engine._worker._in_flight)
         soon(lambda: not engine._driver.has_work)
@@ -86,7 +86,7 @@ def serving(llm: AsyncLLM, **options):
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         assert ready.wait(30)
-        served = Served(url(chosen, bound), llm, server._service, server, thread, loops[0])
+        served = Served(url(chosen, bound), llm, server.service, server, thread, loops[0])
         try:
             yield served
         finally:

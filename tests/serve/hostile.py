@@ -19,7 +19,7 @@ class Hostile(NamedTuple):
 
 
 def filled(before: str, item: str, after: str, *, last: str | None = None) -> Callable[[], bytes]:
-    """A body of nearly `SIZE` bytes, full of one item; the last may be another."""
+    """Return a maker of a body of nearly `SIZE` bytes, full of one item; the last item may be another."""
 
     def make() -> bytes:
         room = SIZE - len(before.encode()) - len(after.encode()) - len((last or "").encode()) - 2
@@ -30,7 +30,7 @@ def filled(before: str, item: str, after: str, *, last: str | None = None) -> Ca
 
 
 def numbered(before: str, item: str, after: str) -> Callable[[], bytes]:
-    """A body of nearly `SIZE` bytes of items that differ: each with its own number."""
+    """Return a maker of a body of nearly `SIZE` bytes of items that differ: each has its own number."""
 
     def make() -> bytes:
         num = (SIZE - len(before) - len(after) - 2) // (len(item % 999_999) + 1)
@@ -40,7 +40,7 @@ def numbered(before: str, item: str, after: str) -> Callable[[], bytes]:
 
 
 def text(before: str, part: str, after: str) -> Callable[[], bytes]:
-    """A body of nearly `SIZE` bytes with one long text."""
+    """Return a maker of a body of nearly `SIZE` bytes with one long text."""
 
     def make() -> bytes:
         room = SIZE - len(before.encode()) - len(after.encode()) - 2

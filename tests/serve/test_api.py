@@ -20,13 +20,13 @@ PROMPT = "ab c12"
 
 
 def answers(llm, prompts, **params):
-    """Those of `LLM.generate`: the texts, tokens and scores that the server must give."""
+    """Return the answers of `LLM.generate`: the texts, tokens and scores that the server must give."""
     results = llm.llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
     return [answer for result in results for answer in result.outputs]
 
 
 def events(response):
-    """A stream's events, each parsed; the last must say that it is the last."""
+    """Return a stream's events, parsed; check that the last one ends the stream."""
     lines = [line for line in response.iter_lines() if line]
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]

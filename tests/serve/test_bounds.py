@@ -1,4 +1,4 @@
-"""What a body may hold is counted before it is made, and what it says wrong first ends it."""
+"""Tests of a body's bounds: it is counted before it is parsed, and the first mistake ends validation."""
 
 import json
 
@@ -25,7 +25,7 @@ VALUES = st.recursive(
 
 
 def counted(value, depth=0):
-    """What `measure` must say, from the value itself."""
+    """Return what `measure` must return, worked out from the value itself."""
     if isinstance(value, str):
         return Size(depth, 1, 0, 1)
     if not isinstance(value, list | dict):
@@ -43,7 +43,7 @@ def counted(value, depth=0):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(VALUES, st.booleans(), st.integers(1, 9))
 def test_json_is_counted_as_a_parser_would(value, ascii_only, piece):
-    """In pieces of any length: a text, or a run of backslashes, may go on in the next one."""
+    """Chunks have any length: a text, or a run of backslashes, may go on in the next one."""
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds, "PIECE", piece)
@@ -83,7 +83,7 @@ def test_what_a_body_has_too_much_of_is_said(body, told):
 
 
 def test_the_size_is_known_long_before_the_end():
-    """Of a hostile body no more is looked at than shows it."""
+    """A hostile body is read no further than its size is known."""
     seen = []
     size = measure(b"[" + b"{}," * 10**6, lambda size: seen.append(size) or size.containers < 1000)
     assert (len(seen), size.containers) == (1, 1 + (bounds.PIECE + 1) // 3)
@@ -118,7 +118,7 @@ def test_lists_of_token_ids_may_be_long():
 
 
 def test_validation_stops_at_the_first_mistake():
-    """Of a list of a thousand, each form that a prompt has tells one."""
+    """For a list of a thousand entries, each form of a prompt reports one mistake."""
     adapter = TypeAdapter(CompletionRequest)
     for field in ({"prompt": [{}] * 1000}, {"prompt": "x", "stop_token_ids": [""] * 1000}):
         with pytest.raises(ValidationError) as told:
@@ -147,7 +147,9 @@ def test_the_python_door_bounds_texts_before_it_cuts_them(llm, monkeypatch):
 
 
 def test_long_texts_are_cut_as_short_ones(llm, monkeypatch):
-    """By another way, which does not hold up other threads; a file's own truncation changes nothing."""
+    """Long texts take another way, which does not block other threads; a file's own truncation changes
+    nothing.
+    """
     texts = ["ab c12", "  zz\n", "a" * 200, "<eos> b", "é"]
     for special in (True, False):
         want = [llm.tokenizer.encode(text, add_special_tokens=special) for text in texts]

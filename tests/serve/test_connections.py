@@ -1,4 +1,6 @@
-"""What comes before there is a request: it has bounds, in bytes and in time, and others come in beside it."""
+"""Tests of connections before there is a request: they have bounds in bytes and time, and others are
+served.
+"""
 
 import contextlib
 import json
@@ -21,7 +23,7 @@ CHUNKED = POST + "transfer-encoding: chunked\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def strict(llm):
-    """A server with small bounds."""
+    """Start a server with small bounds."""
     with serving(
         llm, max_head_bytes=MOST, head_timeout_s=0.3, max_connections=MOST_CONNECTIONS, body_timeout_s=20
     ) as made:
@@ -46,7 +48,7 @@ def poured(client, before, again, most=2**22):
 
 
 def said(client):
-    """All that the server says until it closes; a reset takes what was not read yet."""
+    """Return all that the server sends until it closes; a reset takes what was not read yet."""
     told = b""
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(2**16):
@@ -101,7 +103,7 @@ HALF = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
     ("begin", "is_second"), [(b"", False), (HALF[:15], False), (b"\r\n", True), (HALF, True)]
 )
 def test_a_head_has_a_time_limit(strict, begin, is_second):
-    """Also that of the second request on a connection."""
+    """The limit also holds for the second request on a connection."""
     with connected(strict) as client:
         if is_second:
             client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")

@@ -1,4 +1,4 @@
-"""What one process receives and another answers."""
+"""Tests of requests that one process receives and another answers."""
 
 import asyncio
 import json

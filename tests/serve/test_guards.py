@@ -1,4 +1,4 @@
-"""What keeps the server up: keys, limits, full queues, clients that go or do not read, and the end."""
+"""Tests of the server's guards: keys, limits, full queues, clients that go or do not read, and the end."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ LONG = {"prompt": "ab", "max_tokens": 100, "ignore_eos": True}
 
 
 def through(llm, requests, **options):
-    """The replies of an application of its own, asked one after the other without a network."""
+    """Return the replies of an application of its own, asked in order without a network."""
 
     async def ask():
         transport = httpx.ASGITransport(create_app(llm, "tiny", ServerOptions(**options)))

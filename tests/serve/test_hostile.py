@@ -54,7 +54,7 @@ class Turns:
 
 @contextlib.contextmanager
 def peak_memory():
-    """A list, which gets the most memory that the process had beyond what it began with, in bytes."""
+    """Yield a list that gets the process's peak memory beyond what it began with, in bytes."""
     told = []
     if not Path("/proc/self/clear_refs").exists():  # no Linux: nothing is measured
         yield told
@@ -73,7 +73,7 @@ def _status(name):
 
 @pytest.fixture
 def victim(served):
-    """Streams one after the other, all the time, each with the answer it would have alone."""
+    """Run streams in a row all the time, and check that each has the answer it would have alone."""
     want = served.http.post("/v1/completions", json=VICTIM).json()["choices"][0]["text"]
     is_over, answers = threading.Event(), []
 
@@ -116,7 +116,7 @@ def test_no_other_hostile_body_stops_anybody(served, victim, name):
 
 
 def test_a_text_that_is_slow_to_cut_holds_up_nobody(served, monkeypatch):
-    """Not the event loop, and those of its kind for a time only, however many they are."""
+    """Tokenizing it does not block the event loop, and delays others of its kind for a limited time only."""
     encode, go_on = served.llm.tokenizer.encode, threading.Event()
 
     def slow(text, **options):

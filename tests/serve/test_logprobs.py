@@ -1,4 +1,4 @@
-"""What tokens are called, their own bytes, and where they begin in the text."""
+"""Tests of tokens' names, their bytes, and their offsets in the text."""
 
 import random
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from jaxpaged.api.streams import Answers
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
-from jaxpaged.serve.logprobs import CompletionLogprobs, Places, TokenNames, chat_logprobs
+from jaxpaged.serve.logprobs import CompletionLogprobs, TextOffsets, TokenNames, chat_logprobs
 from tests.text.test_detokenizer import DECODERS, LETTERS, made
 
 BOS = 1
@@ -26,7 +26,9 @@ def tokenizer(request):
 
 
 def outputs(tokenizer, prompt, deltas):
-    """The outputs of an answer that comes in these pieces, its log-probabilities those of its own tokens."""
+    """Return the outputs of an answer that comes in these deltas, with log-probabilities of its own
+    tokens.
+    """
     params = SamplingParams(logprobs=1, output_kind=RequestOutputKind.DELTA)
     request = Request(np.array(prompt, np.int32), params, 0, 0, (), (), (), 99, request_id=1)
     answers = Answers([request], SimpleNamespace(tokenizer=tokenizer))
@@ -36,9 +38,9 @@ def outputs(tokenizer, prompt, deltas):
 
 
 def written(tokenizer, prompt, answer, echo=None, *, cut=()):
-    """The lists of /v1/completions of a prompt's and an answer's tokens, the last ones in pieces."""
+    """Return the lists of /v1/completions for a prompt's and an answer's tokens, the last ones in deltas."""
     names = TokenNames(tokenizer, as_ids=False)
-    places = Places(tokenizer, SamplingParams(), np.array(prompt, np.int32), echo or "")
+    places = TextOffsets(tokenizer, SamplingParams(), np.array(prompt, np.int32), echo or "")
     writer, told = CompletionLogprobs(names, 1, places), {}
     ends = [*cut, len(answer)]
     deltas = [answer[begin:end] for begin, end in zip([0, *cut], ends, strict=True)]
@@ -55,7 +57,7 @@ def cut(tokenizer, text):
 
 
 def starts(tokenizer, ids, text):
-    """By the bytes alone: how many characters of the text are whole before each token."""
+    """Count, by bytes alone, how many characters of the text are whole before each token."""
     names, at, told = TokenNames(tokenizer, as_ids=False), 0, text.encode()
     for token in ids:
         its = bytes(names.bytes_of(token))
@@ -142,7 +144,7 @@ def test_tokens_of_the_same_name_are_all_told():
         (other, {f"token_id:{half}": -1.0, "a": -2.0, "": -3.0}),
         (half, {"": -1.0, "a": -2.0, f"token_id:{other}": -3.0}),
     ):
-        places = Places(tokenizer, SamplingParams(), np.array([1], np.int32))
+        places = TextOffsets(tokenizer, SamplingParams(), np.array([1], np.int32))
         told = CompletionLogprobs(names, 3, places).of([token], [entries])
         assert told["top_logprobs"] == [want]
         assert told["top_logprobs"][0][told["tokens"][0]] == told["token_logprobs"][0]

@@ -34,7 +34,7 @@ def served(llm, folder):
 
 
 def text(llm, seed):
-    """The oracle's answer to what is asked."""
+    """Return the oracle's answer to the request."""
     ids = llm.tokenizer.encode(ASKED["prompt"])
     return llm.tokenizer.decode(tiny_lora.reference_answer(seed, ids, 6), skip_special_tokens=True)
 
@@ -44,7 +44,7 @@ def complete(served, model):
 
 
 def test_llm_takes_one_for_all_or_one_each(llm, folder):
-    """Of a GGUF file, too, whose names and order of heads are others."""
+    """A GGUF file is tried, too: its names and the order of its heads are others."""
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     adapters = [dataclasses.replace(tiny_lora.request(folder, i), lora_int_id=50 + i) for i in (0, 1)]
     prompt = ASKED["prompt"]

@@ -11,7 +11,7 @@ from tests.serve.conftest import soon
 
 
 def samples(served):
-    """Each sample's value by its name; of those with more labels than all have, by them too."""
+    """Return each sample's value by its name; with more labels than all samples have, by those, too."""
     made = {}
     for family in text_string_to_metric_families(served.http.get("/metrics").text):
         for sample in family.samples:

@@ -24,21 +24,21 @@ def test_the_map_says_who_holds_what():
         Progress(5, Phase.RUNNING, 20, 24, 25, 40, np.array([2, 1, 5])),
         Progress(7, Phase.WAITING, 8, 8, 8, 9, np.array([2, 6])),
     ]
-    told = page.told(Occupancy(holders, content, tuple(progress), 3))
+    fields = page.occupancy_fields(Occupancy(holders, content, tuple(progress), 3))
     five, seven = (chr(page.FIRST_CHAR + page.HELD + i) for i in (5, 7))
-    assert told["map"] == f"{five}210{five}{seven}0"
-    assert told["blocks"] == {"free": 2, "cached": 1, "held": 3, "shared": 1}
-    assert [each["blocks"] for each in told["requests"]] == [3, 2]
-    assert told["queued"] == 3
+    assert fields["map"] == f"{five}210{five}{seven}0"
+    assert fields["blocks"] == {"free": 2, "cached": 1, "held": 3, "shared": 1}
+    assert [each["blocks"] for each in fields["requests"]] == [3, 2]
+    assert fields["queued"] == 3
 
 
 def test_of_a_large_pool_a_cell_is_several_blocks():
     holders = np.zeros(1 + 5000, np.int32)
     holders[-1] = 1
     last = Progress(1, Phase.RUNNING, 1, 1, 1, 2, np.array([5000]))
-    told = page.told(Occupancy(holders, holders > 1, (last,), 0))
-    assert told["blocks_per_cell"] == 3
-    assert told["map"] == "0" * 1666 + chr(page.FIRST_CHAR + page.HELD + 1)
+    fields = page.occupancy_fields(Occupancy(holders, holders > 1, (last,), 0))
+    assert fields["blocks_per_cell"] == 3
+    assert fields["map"] == "0" * 1666 + chr(page.FIRST_CHAR + page.HELD + 1)
 
 
 def test_nothing_is_read_while_nobody_looks(served, monkeypatch):
@@ -51,9 +51,11 @@ def test_nothing_is_read_while_nobody_looks(served, monkeypatch):
     ):
         for reply in (first, more):
             lines = reply.iter_lines()
-            told = [json.loads(next(line for line in lines if line).removeprefix("data: ")) for _ in range(2)]
-        assert told[1]["time"] > told[0]["time"]
-        assert len(told[0]["map"]) == 64
+            fields = [
+                json.loads(next(line for line in lines if line).removeprefix("data: ")) for _ in range(2)
+            ]
+        assert fields[1]["time"] > fields[0]["time"]
+        assert len(fields[0]["map"]) == 64
     seen = len(asked)
     assert seen <= 4, "once a tick for all"
     time.sleep(1.2)

@@ -15,7 +15,7 @@ from jaxpaged.serve.tools import Form, ToolDeltas
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a model writes, and what it means."""
+    """Text that a model writes, and its meaning."""
 
     form: str | None
     text: str
@@ -236,7 +236,7 @@ CASES = [
 
 
 def told(case, pieces):
-    """What comes of an answer in pieces: content, calls and reasoning; told twice, which must agree."""
+    """Return an answer's content, calls and reasoning, parsed from pieces in two ways that must agree."""
     form = Form(calls=case.form, reasoning=case.reads, tools=TOOLS, prompt=case.prompt, begun=case.begun)
     deltas, content, reasoning, streamed = ToolDeltas(form), "", "", {}
     for i, piece in enumerate(pieces):
@@ -306,7 +306,7 @@ def test_ids_are_the_models_own_where_it_has_some_and_fit_its_template():
     "form", ["hermes", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "kimi_k2", "openai"]
 )
 def test_long_arguments_arrive_whole_and_the_cost_is_linear(form, monkeypatch):
-    """Of 100,000 characters, whole and in pieces: no character waits to be looked at again and again."""
+    """Arguments of 100,000 characters come whole and in pieces: no character is looked at again and again."""
     add, waiting = Source.add, []
 
     def adds(source, text):
@@ -333,7 +333,7 @@ def test_long_arguments_arrive_whole_and_the_cost_is_linear(form, monkeypatch):
 
 
 def test_a_template_tells_how_its_model_writes():
-    """Of several forms whose signs a template has, the one with the most is meant."""
+    """If a template has signs of several forms, the one with the most is meant."""
     for name, text in (
         ("hermes", "within <tool_call></tool_call> tags"),
         ("qwen3_coder", "<tool_call>\n<function=name>"),

@@ -70,7 +70,7 @@ TEXTS = ["the quick brown fox", "a"]
 
 
 def test_the_openai_client_gets_the_models_vectors(embedder):
-    """It asks for base64 by itself."""
+    """The client asks for base64 by itself."""
     client = openai.OpenAI(base_url=f"{embedder.http.base_url}/v1", api_key="none", max_retries=0)
     want = [out.outputs.embedding for out in embedder.pooling.embed(TEXTS)]
     found = client.embeddings.create(model="tiny", input=TEXTS)
@@ -160,7 +160,7 @@ def test_no_more_wait_than_may(embedder):
 
     async def asked():
         several = asyncio.create_task(ask())
-        while len(service._open) < 2:
+        while len(service.open_requests) < 2:
             await asyncio.sleep(0.001)
         service.metrics.note, before = (lambda found: None), service.metrics.note
         gate.set()

@@ -1,4 +1,6 @@
-"""Who may ask, by which name, from which site's page, and what one key's holder learns of another's."""
+"""Tests of strangers: which clients, host names and sites are served, and that keys learn nothing of each
+other.
+"""
 
 import pytest
 
@@ -83,13 +85,13 @@ def test_no_other_site_reads_unless_it_may(llm):
 
 
 def test_the_page_s_events_are_behind_the_key(llm):
-    """They tell how long each request is; the page itself asks for the key."""
+    """Events show how long each request is; the page itself asks for the key."""
     asked = [("GET", "/page/events", {}), ("GET", "/", {})]
     assert statuses(through(llm, asked, api_keys=("one",))) == [401, 200]
 
 
 def test_keys_share_no_cached_prefix(llm):
-    """Nor by a salt that the client chooses; one key's holder finds its own."""
+    """A salt that the client chooses does not change that; the holder of a key finds its own prefix."""
     prompt = [*range(20, 84)]
 
     def ask(key, **more):

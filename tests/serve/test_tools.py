@@ -14,7 +14,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 @pytest.fixture
 def says(served, monkeypatch):
-    """Makes the model say a text: the engine's own outputs, with their texts exchanged."""
+    """Make the model write a text: the engine's own outputs, with their texts exchanged."""
     stream = served.llm.stream
 
     def speak(text):
@@ -77,7 +77,7 @@ def test_tools_reach_the_template_unless_they_are_not_to_be_used(served):
 
 @pytest.fixture
 def reasons(served, monkeypatch):
-    """Makes the server read reasoning as Qwen3 writes it."""
+    """Make the server read reasoning as Qwen3 writes it."""
     monkeypatch.setattr(served.service.chat_prompts, "reasoning_parser", "qwen3")
 
 
@@ -165,7 +165,7 @@ def test_a_response_has_reasoning_text_and_calls_as_items_whole_and_streamed(ser
 
 
 def test_a_response_goes_on_from_its_own_items_and_their_outputs(served, says, reasons):
-    """As the client's documentation has it: all items of the output, then the calls' outputs."""
+    """The client's documentation does it so: all items of the output, then the calls' outputs."""
     says(SAID)
     asked = {"model": "tiny", "max_output_tokens": 60, "tools": [FUNCTION]}
     history = [{"role": "user", "content": "ab"}]
@@ -205,7 +205,7 @@ def test_a_response_goes_on_from_its_own_items_and_their_outputs(served, says, r
 
 
 def test_our_own_answer_that_was_cut_may_be_sent_back(served, says):
-    """Its arguments are no JSON."""
+    """The call's arguments are no JSON."""
     says('<tool_call>{"name": "f", "arguments": {"k": "hel')
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}], "tools": [TOOL]}
     asked |= {"max_tokens": 20}

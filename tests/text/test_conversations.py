@@ -51,7 +51,7 @@ WRITTEN = {
 
 
 def asked(*arguments):
-    """A conversation with a call for each arguments."""
+    """Return a conversation with a call for each of these arguments."""
     calls = [{"id": "abcdefghi", "function": {"name": "f", "arguments": each}} for each in arguments]
     return [
         {"role": "user", "content": "a"},
@@ -161,7 +161,7 @@ def test_calls_in_one_message_are_several_messages_for_a_template_that_takes_one
 
 
 def test_a_template_that_looks_for_a_mark_in_a_content_gets_a_text():
-    """As DeepSeek R1's does, to leave reasoning out: it does not loop."""
+    """DeepSeek R1's template does so, to leave reasoning out: it does not loop."""
     template = "{% set m = messages[0] %}{% if '</think>' in m.content %}!{% endif %}{{ 'a' + m['content'] }}"
     assert render(Tokenizer(template), [{"role": "user", "content": ["x"]}]) == "ax"
 

@@ -44,7 +44,7 @@ PIECES = ["▁", "▁a", "b", "▁the", "é", "漢", "▁▁", "🙂", "\ufffd",
 
 
 def made(decoder):
-    """A small tokenizer with byte tokens; ids beyond its own have no name, as in a padded vocabulary."""
+    """Make a small tokenizer with byte tokens; ids beyond its own have no name, as in a padded vocabulary."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
     bpe = Tokenizer(
         models.BPE(
@@ -61,12 +61,16 @@ def made(decoder):
 
 @pytest.fixture(scope="module")
 def byte_fallback():
-    """As SentencePiece's are: a space before the first word, and a byte at a time for what has no token."""
+    """Make a tokenizer like SentencePiece's: a space before the first word, and bytes for text without a
+    token.
+    """
     return made(DECODERS["byte_fallback"])
 
 
 def some_ids(rng, tokenizer, length):
-    """Half of them bytes, a few special ones, or without a name; the bytes of characters among them."""
+    """Draw token ids: half of them bytes, some of these within characters, a few special ones, some without a
+    name.
+    """
     ids = []
     while len(ids) < length:
         kind = rng.random()
@@ -83,7 +87,7 @@ def some_ids(rng, tokenizer, length):
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_any_tokens_one_by_one_have_the_text_of_the_tokenizers_own_decode(kind):
-    """Also behind a prompt: then it is what they add to its text."""
+    """Behind a prompt, the text is what the tokens add to the prompt's text."""
     tokenizer, rng = made(DECODERS[kind]), random.Random(0)
     for n in range(300):
         skips = bool(n % 3)
@@ -135,7 +139,7 @@ def test_what_waits_is_not_decoded_again(byte_level, byte_fallback, monkeypatch)
 
 
 def test_stop_strings_are_found_in_bytes_and_where_bytes_turn_out_to_be_none(byte_fallback):
-    """In what is known when a token has come: of bytes that may go on, the characters that are whole."""
+    """Stop strings are looked for in what is known after each token: the whole characters among its bytes."""
     rng, num_stopped = random.Random(0), 0
     for _ in range(300):
         ids = some_ids(rng, byte_fallback, 30)

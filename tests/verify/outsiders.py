@@ -9,7 +9,7 @@ def pallas_attention(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any,
     *, soft_cap: float | None = None, k_scale: Any = None, v_scale: Any = None,
 ) -> Any:  # fmt: skip
-    """JAX's, in Pallas' interpreter."""
+    """Compute attention by JAX's own kernel, in Pallas' interpreter."""
     import jax.numpy as jnp
 
     k, v = (x.transpose(2, 0, 1, 3) for x in (k_cache, v_cache))  # heads come first
@@ -36,7 +36,9 @@ def _pallas() -> Any:
 def torch_attention(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any, *, scale: float | None = None
 ) -> Any:
-    """Plain PyTorch: each row's blocks gathered, and `scaled_dot_product_attention` over them."""
+    """Compute attention in plain PyTorch: gather each row's blocks and call
+    `scaled_dot_product_attention`.
+    """
     import torch
 
     out = torch.zeros_like(q)

@@ -21,7 +21,7 @@ from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import EngineState, Phase, Rows, create_state, place_requests
 from jaxpaged.step.step import step
 
-MOST_STEPS = 32  # of one call: between two of them the host looks at the blocks
+MOST_STEPS = 32  # steps in one call; the host looks at the blocks between calls
 STARTED, FIRST_TOKEN, FINISHED = range(3)
 NEVER = jnp.inf
 
@@ -31,12 +31,12 @@ NEVER = jnp.inf
 class Report:
     """Report of the steps of one call."""
 
-    seconds: Float[Array, ""]  # that passed in the model
+    seconds: Float[Array, ""]  # seconds that passed in the model
     moments: Float[Array, "3 rows"]  # of STARTED and so on, since the call began; or NEVER
     phase: Int[Array, " rows"]
     num_hit_tokens: Int[Array, " rows"]
     num_free: Int[Array, ""]  # blocks
-    num_cached: Int[Array, ""]  # of these, those whose content can be found
+    num_cached: Int[Array, ""]  # held blocks whose content can be found
     counters: Int[Array, " counters"]  # by `engine.state.Counter`
     status: Int[Array, ""]
 
@@ -58,7 +58,7 @@ def create(
     """
     pool, status = limited_pool(num_usable, policy, num_blocks, block_size)
     tables = block_table.create(pool, num_rows, cdiv(max_model_len, block_size), block_size)
-    nothing = kv_cache.create(0, num_blocks, block_size, 1, 1, ConstantModel.dtype)  # of no layer
+    nothing = kv_cache.create(0, num_blocks, block_size, 1, 1, ConstantModel.dtype)  # no layers
     return replace(create_state(tables, nothing, max_model_len, VOCAB_SIZE), status=status)
 
 

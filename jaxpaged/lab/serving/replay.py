@@ -51,7 +51,7 @@ class Served:
     output_lens: np.ndarray  # [requests] tokens that were answered
     moments_s: np.ndarray  # [3, requests] when each STARTED and so on; NaN for those refused
     hit_tokens: np.ndarray  # [requests] found in the prefix cache when it started
-    counters: dict[Counter, int]  # of the whole run
+    counters: dict[Counter, int]  # counts over the whole run
     memory: Sequence[Memory]
 
     @property
@@ -116,8 +116,8 @@ def percentiles(values: np.ndarray) -> dict[str, float]:
 class Serving:
     """A trace served with several caches."""
 
-    gpu: str  # of `roofline.GPUS`
-    decoder: str  # of `roofline.DECODERS`
+    gpu: str  # a name in `roofline.GPUS`
+    decoder: str  # a name in `roofline.DECODERS`
     config: EngineConfig  # how many requests run together, how many tokens are computed in one step
     num_requests: int
     caches: Sequence[Served]

@@ -93,7 +93,7 @@ def seconds_of_step(
     nothing.
     """
     new, end = num_new.astype(jnp.float32), seq_lens.astype(jnp.float32)
-    num_pairs = jnp.sum(new * (2 * end - new + 1) / 2)  # of a new token and one that it sees
+    num_pairs = jnp.sum(new * (2 * end - new + 1) / 2)  # pairs of a new token and a token that it sees
     attention = 4 * decoder.num_layers * decoder.num_q_heads * decoder.head_dim * num_pairs
     flops = 2 * decoder.num_params * jnp.sum(new) + attention
     num_read = jnp.sum(jnp.where(num_new > 0, end, 0))

@@ -265,7 +265,7 @@ class Chain:
 
 
 class NoCalls:
-    """A parser whose calls are told as text: for requests without tools."""
+    """Parser that leaves calls as text, for requests without tools."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser

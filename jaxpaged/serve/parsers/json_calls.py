@@ -7,7 +7,7 @@ from typing import Any
 from jaxpaged.serve.parsers.base import SPACE, Arguments, Begin, Give, Reads, Source
 
 ARGUMENTS = ("arguments", "parameters")
-KEYS = ("name", "type", "id", *ARGUMENTS)  # of a call: plain JSON with others is an answer
+KEYS = ("name", "type", "id", *ARGUMENTS)  # keys of a call; JSON with other keys is an answer
 _IN_STRING = re.compile(r'["\\]')
 _BESIDE_STRINGS = re.compile(r"[^-+.0-9A-Za-z_\s,:]")  # the first character that has a meaning, or none
 _SCALAR = re.compile(r"[-+.0-9A-Za-z_]*")

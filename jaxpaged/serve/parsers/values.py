@@ -8,7 +8,7 @@ from jaxpaged.serve.parsers.base import Arguments
 from jaxpaged.text.conversations import strict_json
 
 _LITERALS = {"True": True, "False": False, "None": None}  # as Python writes them, and models, too
-_MAX_DEPTH = 16  # of schemas within a schema
+_MAX_DEPTH = 16  # nesting of schemas
 
 
 class ParameterTypes:

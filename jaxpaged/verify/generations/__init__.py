@@ -14,7 +14,7 @@ from jaxpaged.verify.generations.base import Oracle, Refused
 from jaxpaged.verify.generations.managers import V0Oracle, V063Oracle
 from jaxpaged.verify.generations.v1 import V1Oracle
 
-FREE_PROFILES = {"lru": "classic", "lru_split": "split"}  # of V1, by policy
+FREE_PROFILES = {"lru": "classic", "lru_split": "split"}  # V1's profiles by policy
 
 # By policy: block size, blocks of both pools, blocks of a row.
 ORACLES: dict[str, Callable[[int, int, int, int], Oracle]] = {"lifo": V0Oracle, "naive": V063Oracle} | {

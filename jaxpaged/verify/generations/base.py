@@ -31,14 +31,14 @@ class Oracle:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
-        self.tokens: dict[int, list[int]] = {}  # of every row
+        self.tokens: dict[int, list[int]] = {}  # tokens of every row
         self.on_host: set[int] = set()
 
     def trial(self) -> "Oracle":
         """Return a copy to try a verb on: managers stop half way when they raise, and the oracle must not."""
         try:
             return pickle.loads(pickle.dumps(self, pickle.HIGHEST_PROTOCOL))  # five times as fast
-        except Exception:  # of somebody's class, which may hold anything
+        except Exception:  # a user's class may hold anything
             return copy.deepcopy(self)
 
     def num_held(self, row: int) -> int:

@@ -315,7 +315,7 @@ class V1Oracle(Oracle):
     def found(self) -> list[tuple[str, list[int]]]:
         """Return, for each content that has a name, the block that is found for it.
 
-        A content is told by the number of its parent, or "salt", and its tokens.
+        A content is named by the number of its parent, or "salt", and its tokens.
         """
         found = []
         for (parent, tokens), name in self.identities.names.items():

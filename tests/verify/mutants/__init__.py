@@ -34,7 +34,7 @@ class Mutant:
 
 @contextmanager
 def planted(mutant: Mutant, where: Path) -> Iterator[Any]:
-    """What the mutant's path names, with the bug in it."""
+    """Import what the mutant's path names, with the bug in it."""
     package = f"mutant_{mutant.name.replace(' ', '_')}"
     shutil.copytree(ROOT / mutant.folder, where / package)
     file = where / package / mutant.file

@@ -6,12 +6,12 @@ f32 = np.float32
 
 
 def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, **options):
-    """Each row's tokens in one softmax."""
+    """Compute attention with one softmax over each row's tokens."""
     return attend(q, k_cache, v_cache, block_tables, seq_lens, None, **options)
 
 
 def paged_attention_in_parts(q, k_cache, v_cache, block_tables, seq_lens, partition_size=512, **options):
-    """Each row's tokens in several, which are merged."""
+    """Compute attention with a softmax for each partition of a row's tokens, and merge them."""
     return attend(q, k_cache, v_cache, block_tables, seq_lens, partition_size, **options)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 def reshape_and_cache(
     k, v, k_cache, v_cache, slot_mapping, k_scale=None, v_scale=None, kv_layout="token_major"
 ):
-    """Writes to the caches it is given."""
+    """Write K and V into the caches that are given."""
     heads_first = kv_layout == "head_major"
     num_blocks, block_size = k_cache.shape[0], k_cache.shape[2 if heads_first else 1]
     written = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
@@ -28,7 +28,7 @@ def reshape_and_cache(
 
 
 def copy_blocks(caches, pairs):
-    """All at once, from where the content of each block comes in the end."""
+    """Copy all blocks at once, each from where its content comes in the end."""
     origin = np.arange(len(caches[0]))
     for source, target in pairs:
         if 0 <= source < len(origin) and 0 <= target < len(origin):
@@ -37,14 +37,14 @@ def copy_blocks(caches, pairs):
 
 
 def swap_blocks(source, target, pairs):
-    """Writes to the target."""
+    """Copy blocks into the target."""
     inside = np.all((pairs >= 0) & (pairs < [len(source), len(target)]), axis=1)
     for source_block, target_block in pairs[inside]:
         target[target_block] = source[source_block]
 
 
 def merge(out, maxima, sums, sinks=None):
-    """Partial results brought to one maximum."""
+    """Merge partial results, brought to one maximum."""
     largest = maxima.max(axis=2)
     if sinks is not None:
         largest = np.maximum(largest, sinks)
