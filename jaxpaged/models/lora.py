@@ -87,14 +87,14 @@ def make_room(model: Decoder, names: Names, num_adapters: int, rank: int) -> Non
         products[role].adapters = AdapterParam(low_rank.zeros(*sizes, model.dtype))
 
 
-def put(model: Decoder, arrays: Mapping[str, tuple[Any, Any]], place: int | Int[Array, ""]) -> None:
-    """Write an adapter into the room of that number, counted from 0."""
+def put(model: Decoder, arrays: Mapping[str, tuple[Any, Any]], slot: int | Int[Array, ""]) -> None:
+    """Write an adapter into an adapter slot, counted from 0."""
     for role, product in _products(model).items():
         if role in arrays:
             parts: LowRank = product.adapters.get_value()
             a, b = arrays[role]
             product.adapters.set_value(
-                LowRank(parts.a.at[:, place].set(a), parts.b.at[:, place].set(b), parts.widths)
+                LowRank(parts.a.at[:, slot].set(a), parts.b.at[:, slot].set(b), parts.widths)
             )
 
 
@@ -144,28 +144,28 @@ def _read(
     for file in (CONFIG, WEIGHTS):
         if not (path / file).is_file():
             raise InputError(f"there must be a directory with {file}")
-    said = _Said(hf.read_object(path / CONFIG))
+    adapter_config = _AdapterConfig(hf.read_object(path / CONFIG))
     narrow = config if shard is None else shard.config
-    arrays, narrow_places = nothing(narrow, names, max_rank, dtype), dict(_places(narrow, names))
+    arrays, narrow_locations = nothing(narrow, names, max_rank, dtype), dict(_locations(narrow, names))
     widths = {role: room.widths for role, room in rooms(config, names).items()}
-    for place, (module, sides) in _found(path, config, names):
-        rank, scale = said.rank_and_scale(module)
+    for location, (module, sides) in _found(path, config, names):
+        rank, scale = adapter_config.rank_and_scale(module)
         check(f"the rank of {module!r}", rank, f"at most max_lora_rank={max_rank}", rank <= max_rank)
-        a = _checked(f"{module}.lora_A", sides["A"], (rank, place.in_features))
-        b = _checked(f"{module}.lora_B", sides["B"], (place.width, rank)) * np.float32(scale)
-        form = names.forms.get(f"{place.role}.weight")
+        a = _checked(f"{module}.lora_A", sides["A"], (rank, location.in_features))
+        b = _checked(f"{module}.lora_B", sides["B"], (location.width, rank)) * np.float32(scale)
+        form = names.forms.get(f"{location.role}.weight")
         if form is not None and form is not TRANSPOSED:  # that is no matter of b's order
-            b = _restored(form, config, widths[place.role], place.piece, b)
+            b = _restored(form, config, widths[location.role], location.piece, b)
         if shard is not None:
-            a, b = _of_shard(shard, place, widths[place.role], a, b)
-            place = narrow_places[module]
-        all_a, all_b = (its[place.layer] for its in arrays[place.role])
+            a, b = _of_shard(shard, location, widths[location.role], a, b)
+            location = narrow_locations[module]
+        all_a, all_b = (its[location.layer] for its in arrays[location.role])
         packed = low_rank.pack(a.T).astype(dtype)
-        all_a[place.piece * low_rank.num_panels(max_rank) :][: len(packed)] = packed
+        all_a[location.piece * low_rank.num_panels(max_rank) :][: len(packed)] = packed
         packed = low_rank.pack(b.T).astype(dtype)
         if not np.isfinite(packed.astype(np.float32)).all():
             raise InputError(f"{module}.lora_B, scaled by {scale:g}, must be finite in {dtype.name}")
-        all_b[place.first_panel :][: len(packed), :rank] = packed
+        all_b[location.first_panel :][: len(packed), :rank] = packed
     return arrays
 
 
@@ -181,11 +181,11 @@ def _restored(
 
 
 def _of_shard(
-    shard: Shard, place: "_Place", widths: tuple[int, ...], a: np.ndarray, b: np.ndarray
+    shard: Shard, location: "_Location", widths: tuple[int, ...], a: np.ndarray, b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a shard's inputs and outputs of a module."""
-    outputs, inputs = shard.ranges(f"{place.role}.weight", (sum(widths), place.in_features))
-    first = sum(widths[: place.piece])
+    outputs, inputs = shard.ranges(f"{location.role}.weight", (sum(widths), location.in_features))
+    first = sum(widths[: location.piece])
     if inputs is not None:
         a = a[:, slice(*inputs)]
     if outputs is not None:
@@ -194,7 +194,7 @@ def _of_shard(
     return a, b
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """The location of a module's matrices in the arrays."""
 
     role: str
@@ -205,30 +205,30 @@ class _Place(NamedTuple):
     first_panel: int  # of b
 
 
-def _places(config: ModelConfig, names: Names) -> Iterator[tuple[str, _Place]]:
+def _locations(config: ModelConfig, names: Names) -> Iterator[tuple[str, _Location]]:
     """Yield each module's name and its location in the arrays."""
     for role, room in rooms(config, names).items():
         first = 0
         for piece, (module, width) in enumerate(zip(room.modules, room.widths, strict=True)):
             for layer in range(config.num_layers):
-                place = _Place(role, layer, piece, room.in_features, width, first)
-                yield module.format(layer=layer), place
+                location = _Location(role, layer, piece, room.in_features, width, first)
+                yield module.format(layer=layer), location
             first += low_rank.num_panels(width)
 
 
 def _found(
     path: Path, config: ModelConfig, names: Names
-) -> Iterator[tuple[_Place, tuple[str, dict[str, np.ndarray]]]]:
+) -> Iterator[tuple[_Location, tuple[str, dict[str, np.ndarray]]]]:
     """Yield each module's location in the arrays, its name and its two matrices."""
-    tensors, places = safetensors_files.load(path), dict(_places(config, names))
+    tensors, locations = safetensors_files.load(path), dict(_locations(config, names))
     modules: dict[str, dict[str, np.ndarray]] = {}
     for name in tensors:
         match = TENSOR.fullmatch(name)
         module = match["module"] if match else name
         possible = (module, names.prefix + module, names.name_of(module))
-        whole = next((each for each in possible if each in places), None)
+        whole = next((each for each in possible if each in locations), None)
         if match is None or whole is None:
-            its = sorted({each.rpartition(".")[2] for each in places})
+            its = sorted({each.rpartition(".")[2] for each in locations})
             raise InputError(
                 f"{shown(name)} must be lora_A or lora_B of {', '.join(its)} in a layer of the model"
             )
@@ -238,7 +238,7 @@ def _found(
     for module, sides in modules.items():
         if missing := {"A", "B"} - sides.keys():
             raise InputError(f"{module!r} lacks its lora_{min(missing)}")
-        yield places[module], (module, sides)
+        yield locations[module], (module, sides)
 
 
 def _checked(name: str, matrix: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
@@ -253,21 +253,21 @@ def _checked(name: str, matrix: np.ndarray, shape: tuple[int, int]) -> np.ndarra
     return wide
 
 
-class _Said:
+class _AdapterConfig:
     """The contents of adapter_config.json, checked."""
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        check(f"{CONFIG}: peft_type", said.get("peft_type"), "'LORA'", said.get("peft_type") == "LORA")
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        check(f"{CONFIG}: peft_type", fields.get("peft_type"), "'LORA'", fields.get("peft_type") == "LORA")
         for name, neutral in NEUTRAL.items():
-            value = said.get(name)
+            value = fields.get(name)
             rule = f"{neutral[0]!r}: more is not supported"
             check(f"{CONFIG}: {name}", value, rule, value is None or value in neutral)
-        began = said.get("init_lora_weights")
+        began = fields.get("init_lora_weights")
         changes = isinstance(began, str) and began.lower().startswith(CHANGING_WEIGHTS)
         check(f"{CONFIG}: init_lora_weights", began, "one that leaves the model's weights alone", not changes)
-        self._said = said
+        self._fields = fields
         self._patterns = {
-            name: Patterns(f"{CONFIG}: {name}", said.get(name) or {})
+            name: Patterns(f"{CONFIG}: {name}", fields.get(name) or {})
             for name in ("rank_pattern", "alpha_pattern")
         }
 
@@ -276,7 +276,7 @@ class _Said:
         rank = checked_int(f"{CONFIG}: r", self._of(module, "rank_pattern", "r", 8), "a positive int", 1)
         alpha = self._of(module, "alpha_pattern", "lora_alpha", 8)
         alpha = checked_number(f"{CONFIG}: lora_alpha", alpha, "a number", -math.inf)
-        return rank, alpha / (math.sqrt(rank) if self._said.get("use_rslora") else rank)
+        return rank, alpha / (math.sqrt(rank) if self._fields.get("use_rslora") else rank)
 
     def _of(self, module: str, patterns: str, name: str, default: int) -> Any:
-        return self._patterns[patterns].value(module, self._said.get(name, default))
+        return self._patterns[patterns].value(module, self._fields.get(name, default))

@@ -3,76 +3,25 @@
 Every test runs under a time limit: what hangs, fails.
 """
 
-import asyncio
-import functools
 import gc
 import random
-import sys
 import threading
-import time
-import traceback
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import pytest
 
-from jaxpaged.api.async_engine import AsyncEngine
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect
-from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.request import Request
 from jaxpaged.engine.texts import TextError
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step.state import FinishReason
 from tests import tiny
-
-LIMIT_S = 120.0  # far more than any of them takes, for a machine with much else to do
-LONG = 100  # tokens
-
-
-def limited[**P](test: Callable[P, None]) -> Callable[P, None]:
-    """Run a test in a thread; fail, with a view of all threads, if it does not end in time."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        ended = tiny.start(test, *args, **kwargs)
-        if not wait([ended], LIMIT_S).done:
-            stacks = ["".join(traceback.format_stack(f)) for f in sys._current_frames().values()]
-            pytest.fail(f"still running after {LIMIT_S} s:\n" + "\n\n".join(stacks))
-        ended.result()
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    with tiny.engine(**tiny.SMALL) as engine:
-        yield engine
-    tiny.assert_nothing_is_held(engine._driver)
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """The engine that most tests share; each leaves it without work and with all blocks free."""
-    yield shared
-    deadline = time.monotonic() + LIMIT_S
-    worker = shared._worker
-    while worker._in_flight or worker._submitted or worker._aborted or shared._driver.has_work:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    stats = shared.stats
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_blocks == stats.num_blocks
-
-
-@pytest.fixture
-def own() -> Iterator[Engine]:
-    """An engine to break: the loop is the shared one's, so that nothing compiles."""
-    with tiny.engine(**tiny.SMALL) as engine:
-        yield engine
+from tests.engine.limits import LONG, limited
 
 
 def asked(engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int) -> list[Request]:
@@ -422,119 +371,6 @@ def test_an_engine_lives_while_a_handle_of_it_does():
     del handle
     gc.collect()
     tiny.until(lambda: not thread.is_alive())
-
-
-# asyncio
-
-
-def in_event_loop(test: Callable[..., Any]) -> Callable[..., None]:
-    """A coroutine as a test under the time limit."""
-
-    @limited
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
-
-
-async def gather(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> list[int]:
-    tokens = []
-    async for delta in engine.generate(prompt, tiny.greedy(max_tokens)):
-        tokens += delta.token_ids
-    assert delta.finish_reason is FinishReason.LENGTH
-    return tokens
-
-
-@in_event_loop
-async def test_coroutines_stream_side_by_side(engine):
-    prompts = tiny.prompts([1, 30, 9, 50, 4, 77, 20])
-    answers = await asyncio.gather(*(gather(AsyncEngine(engine), p, 40) for p in prompts))
-    assert answers == [tiny.reference_answer(tuple(p), 40) for p in prompts]
-
-
-@in_event_loop
-async def test_a_cancelled_task_aborts_its_request(engine, brake):
-    hold = brake(engine)
-    hold.allow(2)
-    before = engine.stats.num_new_tokens
-    started = asyncio.Event()
-
-    async def read() -> None:
-        async for _ in AsyncEngine(engine).generate([1, 2], tiny.greedy(LONG)):
-            started.set()
-
-    task = asyncio.create_task(read())
-    await started.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    hold.off()
-    assert await gather(AsyncEngine(engine), [3], 2) == tiny.reference_answer((3,), 2)
-    tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
-    assert engine.stats.num_new_tokens - before <= 3 + 2
-
-
-@pytest.mark.parametrize("by", ["aclose", "break"])
-@in_event_loop
-async def test_leaving_the_iteration_aborts_the_request(engine, brake, monkeypatch, by):
-    aborted = []
-    abort = engine._worker.abort
-    monkeypatch.setattr(engine._worker, "abort", lambda ids: (abort(ids), aborted.extend(ids)))
-    hold = brake(engine)
-    hold.allow(2)
-    before = engine.stats.num_new_tokens
-    stream = AsyncEngine(engine).generate([1, 2], tiny.greedy(LONG))
-    async for delta in stream:
-        assert delta.token_ids
-        break
-    if by == "aclose":
-        await stream.aclose()
-    del stream
-    gc.collect()
-    while not aborted:  # the event loop closes what is forgotten, in a task of its own
-        await asyncio.sleep(0.001)
-    hold.off()
-    tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
-    assert engine.stats.num_new_tokens - before <= 3
-
-
-@in_event_loop
-async def test_a_bad_request_is_refused_at_once(engine):
-    with pytest.raises(InputError, match="the prompt must have at least one token"):
-        await anext(AsyncEngine(engine).generate([], tiny.greedy(1)))
-
-
-@limited
-def test_an_event_loop_that_is_gone_disturbs_nobody(engine, brake, caplog):
-    hold = brake(engine)
-    hold.allow(2)
-
-    async def leave() -> AsyncIterator[Delta]:
-        stream = AsyncEngine(engine).generate([1, 2], tiny.greedy(LONG))
-        await anext(stream)
-        return stream
-
-    event_loop = asyncio.new_event_loop()
-    stream = event_loop.run_until_complete(leave())
-    event_loop.close()
-    hold.off()
-    assert len(engine.submit([1], tiny.greedy(50)).result().token_ids) == 50
-    assert not caplog.records
-    del stream
-
-
-@in_event_loop
-async def test_a_dead_engine_ends_every_stream(own, brake):
-    brake(own).allow(2)
-    started = AsyncEngine(own).generate([1, 2], tiny.greedy(LONG))
-    await anext(started)
-    own.close()
-    with pytest.raises(EngineDeadError):
-        async for _ in started:
-            pass
-    with pytest.raises(EngineDeadError):
-        await anext(AsyncEngine(own).generate([1], tiny.greedy(1)))
 
 
 # What the driver does between

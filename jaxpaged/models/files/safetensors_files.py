@@ -44,31 +44,31 @@ class Tensors(Mapping[str, np.ndarray]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._places: dict[str, _Place] = {}
+        self._stored: dict[str, _StoredTensor] = {}
         for file, names in _files(path).items():
-            held = self._places_in(file)
+            held = self._tensors_in(file)
             if names is not None and (missing := sorted(names - held.keys())):
                 raise InputError(f"model={str(path)!r}: {file} lacks {missing[0]!r}, which the index names")
-            self._places |= {name: held[name] for name in sorted(names or held)}
+            self._stored |= {name: held[name] for name in sorted(names or held)}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        place = self._places[name]
-        if place.dtype not in DTYPES:
+        stored = self._stored[name]
+        if stored.dtype not in DTYPES:
             raise InputError(
-                f"model={str(self._path)!r}: {place.file} cannot be read: {name!r} has type {place.dtype}"
+                f"model={str(self._path)!r}: {stored.file} cannot be read: {name!r} has type {stored.dtype}"
             )
-        dtype = np.dtype(DTYPES[place.dtype])
-        if 0 in place.shape:
-            return np.empty(place.shape, dtype)
-        return np.memmap(self._path / place.file, dtype, "r", place.offset, place.shape)
+        dtype = np.dtype(DTYPES[stored.dtype])
+        if 0 in stored.shape:
+            return np.empty(stored.shape, dtype)
+        return np.memmap(self._path / stored.file, dtype, "r", stored.offset, stored.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._stored)
 
-    def _places_in(self, file: str) -> "dict[str, _Place]":
+    def _tensors_in(self, file: str) -> "dict[str, _StoredTensor]":
         hf.refuse_pointer(self._path / file)
         try:
             with safe_open(self._path / file, framework="numpy") as checked:
@@ -80,13 +80,13 @@ class Tensors(Mapping[str, np.ndarray]):
             reason = " ".join(str(error).split())
             raise InputError(f"model={str(self._path)!r}: {file} cannot be read: {reason}") from error
         return {
-            name: _Place(file, said["dtype"], tuple(said["shape"]), 8 + size + said["data_offsets"][0])
+            name: _StoredTensor(file, said["dtype"], tuple(said["shape"]), 8 + size + said["data_offsets"][0])
             for name, said in header.items()
             if name in names
         }
 
 
-class _Place(NamedTuple):
+class _StoredTensor(NamedTuple):
     """The location of a tensor; `safe_open` has checked that it is in the file."""
 
     file: str

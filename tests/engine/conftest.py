@@ -1,0 +1,38 @@
+"""Engines for tests with threads."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jaxpaged.engine.engine import Engine
+from tests import tiny
+from tests.engine.limits import LIMIT_S
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    with tiny.engine(**tiny.SMALL) as engine:
+        yield engine
+    tiny.assert_nothing_is_held(engine._driver)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """The engine that most tests share; each leaves it without work and with all blocks free."""
+    yield shared
+    deadline = time.monotonic() + LIMIT_S
+    worker = shared._worker
+    while worker._in_flight or worker._submitted or worker._aborted or shared._driver.has_work:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    stats = shared.stats
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.fixture
+def own() -> Iterator[Engine]:
+    """An engine to break: the loop is the shared one's, so that nothing compiles."""
+    with tiny.engine(**tiny.SMALL) as engine:
+        yield engine
