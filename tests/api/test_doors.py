@@ -80,7 +80,7 @@ params = st.dictionaries(
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What a call is refused with; nothing if it is not. What is no refusal is raised."""
+    """Return the message with which a call is refused; empty if it is not. Other errors are raised."""
     try:
         call()
     except InputError as error:

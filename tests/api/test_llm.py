@@ -81,7 +81,7 @@ def test_chat_applies_the_template_to_one_conversation_or_several(llm):
 
 
 def test_a_conversation_that_is_too_long_is_cut_where_that_is_asked_for(llm):
-    """At the end that is said, also where no context could hold it; what is short stays whole."""
+    """The end that is named is cut, also where no context could hold the text; a short text stays whole."""
     messages = [{"role": "user", "content": "ab" * 3000 + "12"}]
     params = SamplingParams(truncate_prompt_tokens=3, max_tokens=1)
     [left] = llm.chat(messages, params, use_tqdm=False)

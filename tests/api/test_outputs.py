@@ -83,7 +83,7 @@ def test_streams_have_text_and_a_stop_token_none(llm):
 
 
 def test_stop_strings_end_the_text_and_the_row(llm):
-    """In all doors the same, across tokens, long before the tokens that were asked for."""
+    """Every door finds the stop string across tokens, long before the tokens that were asked for."""
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, logprobs=1)
     [whole] = llm.generate([[7, 9]], params, use_tqdm=False)
     tokens, text = whole.outputs[0].token_ids, whole.outputs[0].text

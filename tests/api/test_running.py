@@ -149,7 +149,7 @@ print("the end")
 
 
 def process(path, **environment):
-    """One that loads a model, asks it, and ends with an engine at work."""
+    """Start a process that loads a model, asks it, and ends while its engine works."""
     command = [sys.executable, "-c", PROGRAM.replace("OPTIONS", repr(OPTIONS)), path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
     assert done.stdout.endswith("the end\n")

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    """Sizes as in test_llm.py, whose program it shares."""
+    """Make an engine with the sizes of test_llm.py, whose program it shares."""
     return jaxpaged.LLM.from_engine_args(EngineArgs(str(folder / "tiny.gguf"), **tiny.DEFAULTS))
 
 
@@ -229,7 +229,7 @@ def test_an_aborted_request_is_told_of_no_more_and_its_id_is_free(llm, brake):
 
 
 def test_an_error_in_one_requests_text_ends_it_alone(llm, monkeypatch):
-    """Also where it comes in the same step as other answers."""
+    """The error may come in the same step as other answers."""
     engine, texts = llm.llm_engine, llm_engine.texts
 
     def broken(tokenizer, request):

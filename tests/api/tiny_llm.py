@@ -10,6 +10,6 @@ OPTIONS = tiny.DEFAULTS | {"max_logprobs": 4}
 
 
 def reference_answer(token_ids: list[int]) -> list[int]:
-    """The oracle's greedy answer, cut after the model's end-of-sequence token 0."""
+    """Return the oracle's greedy answer, cut after the model's end-of-sequence token 0."""
     answer = tiny.reference_answer(tuple(token_ids), 6)
     return answer[: answer.index(0) + 1] if 0 in answer else answer

@@ -19,7 +19,7 @@ def shared() -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(shared: Engine) -> Iterator[Engine]:
-    """The engine that most tests share; each leaves it without work and with all blocks free."""
+    """Make the engine that most tests share; each test leaves it without work and with all blocks free."""
     yield shared
     deadline = time.monotonic() + LIMIT_S
     worker = shared._worker
@@ -33,6 +33,6 @@ def engine(shared: Engine) -> Iterator[Engine]:
 
 @pytest.fixture
 def own() -> Iterator[Engine]:
-    """An engine to break: the loop is the shared one's, so that nothing compiles."""
+    """Make an engine to break. Its loop is that of the shared engine, so nothing compiles."""
     with tiny.engine(**tiny.SMALL) as engine:
         yield engine

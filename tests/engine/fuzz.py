@@ -77,7 +77,7 @@ class Ask:
 
 
 def random_ask(rng: random.Random, seeds: Sequence[int]) -> Ask:
-    """A request whose prompt may begin as others' do."""
+    """Draw a request whose prompt may begin as others' do."""
     [shared] = tiny.prompts([rng.choice([0, 8, 24, 40])], seed=rng.randrange(2))
     own = [rng.randrange(tiny.CONFIG.vocab_size) for _ in range(rng.choice([1, 2, 7, 8, 20, 33]))]
     seed = rng.choice([None, *seeds]) if seeds else None
@@ -118,7 +118,7 @@ def random_ask(rng: random.Random, seeds: Sequence[int]) -> Ask:
 
 
 class Dice:
-    """How much a run does, by lot: takes the place of `engine.pace.Pace`."""
+    """Random limits of a run, in place of `engine.pace.Pace`."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -157,7 +157,7 @@ class Fuzz:
             self._asks.append(ask)
 
     def alone(self, number: int) -> list[Delta]:
-        """What the ask with this number is answered when nothing else runs."""
+        """Return the answer to the request of this number when nothing else runs."""
         found = self._alone[number]
         if found is None:
             requests = self._asks[number].requests(self.driver, self._folder)
@@ -233,7 +233,7 @@ class Fuzz:
         self._exported = self.driver.export_blocks(np.array(ask.prompt, np.int32), ask.salt)
 
     def _some_of(self, rng: random.Random, asked: Sequence[list[Request]]) -> list[Request]:
-        """One request, or all of a prompt: a beam search ends whole."""
+        """Choose one request, or all of a prompt: a beam search ends whole."""
         if not asked:
             return []
         requests = rng.choice(asked)
@@ -259,7 +259,7 @@ def _may_be_recalled(place: Any) -> bool:
 
 
 def _bare(answer: Delta) -> Delta:
-    """What must be the same in any company."""
+    """Return the part of an answer that must be the same in any company."""
     return dataclasses.replace(answer, request_id=0, num_hit_tokens=0)
 
 

@@ -20,7 +20,7 @@ from tests.engine.limits import LONG, limited
 
 
 def in_event_loop(test: Callable[..., Any]) -> Callable[..., None]:
-    """A coroutine as a test under the time limit."""
+    """Run a coroutine as a test under the time limit."""
 
     @limited
     @functools.wraps(test)

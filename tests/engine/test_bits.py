@@ -1,4 +1,4 @@
-"""The same answer in any company, bit for bit: in programs compiled as users have them."""
+"""Tests that an answer has the same bits in any company, in programs compiled as users have them."""
 
 import dataclasses
 import random

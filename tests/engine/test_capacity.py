@@ -1,4 +1,4 @@
-"""What rows and lengths cost: read from the compiled loop, at sizes that no test could run."""
+"""Memory that rows and lengths cost, read from the compiled loop at sizes that no test could run."""
 
 import math
 import re
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def compiled() -> jax.stages.Compiled:
-    """`loop.run` for many long rows, compiled from shapes alone."""
+    """Compile `loop.run` for many long rows, from shapes alone."""
 
     def state() -> EngineState:
         width = MAX_MODEL_LEN // BLOCK_SIZE

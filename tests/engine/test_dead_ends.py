@@ -11,7 +11,7 @@ TOKENS = st.integers(0, 2)
 
 
 def first_stuck(allowed, words, stops, min_tokens, max_tokens):
-    """The length of the shortest answer, token by token from the empty one, that cannot go on."""
+    """Return the length of the shortest answer that cannot go on, found token by token from the empty one."""
     answers = [()]
     for length in range(max_tokens):
         nexts = []

@@ -203,7 +203,7 @@ def test_the_likeliest_tokens_are_told_in_order_with_ranks():
 
 
 def test_log_probabilities_of_prompts_are_told_whole_whatever_is_cached():
-    """In a pool too small for all, of prompts whose beginnings are cached, beside some that want none."""
+    """The pool is too small for all prompts; their beginnings are cached, and some ask for no scores."""
     shared = tiny.prompts([24], seed=5)[0]
     lengths = zip([0, 24, 24, 16, 8], tiny.prompts([1, 4, 9, 20, 3]), strict=True)
     prompts = [shared[:n] + prompt for n, prompt in lengths]

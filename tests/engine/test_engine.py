@@ -131,7 +131,7 @@ def test_a_sink_gets_what_the_handle_would_and_one_that_raises_hurts_nobody(engi
 
 
 class PanicError(BaseException):
-    """As a panic in Rust code reaches Python: no `Exception`."""
+    """Error that is no `Exception`, as a panic in Rust code reaches Python."""
 
 
 class Brittle:
@@ -154,7 +154,7 @@ class Brittle:
 @pytest.mark.parametrize("error", [ValueError("no text"), PanicError("no text")], ids=["error", "panic"])
 @limited
 def test_a_failure_in_one_answers_text_ends_that_answer_alone(error, caplog):
-    """With a stop string its text is made in the engine's thread, which is everybody's."""
+    """A request with a stop string has its text made in the engine's thread, which all requests share."""
     config = EngineConfig(**tiny.DEFAULTS | tiny.SMALL)
     with Engine(config, tiny.CONFIG, tiny.load, tokenizer=Brittle(error)) as engine:
         others = [engine.submit([i], tiny.greedy(20)) for i in (5, 6)]
@@ -195,7 +195,7 @@ def test_an_aborted_request_ends_at_once_with_what_it_had(engine, brake):
 
 @limited
 def test_who_waits_behind_others_can_be_aborted_before_it_ran(engine, brake):
-    """Of 30 in four running rows, four waiting ones and the host's queue."""
+    """Thirty requests fill four running rows, four waiting ones and the host's queue."""
     hold = brake(engine)
     handles = engine.submit_all(asked(engine, ([i] for i in range(30)), 50))
     hold.allow(2)
@@ -315,7 +315,7 @@ def test_many_threads_may_close_while_others_submit(own):
 
 @limited
 def test_a_sink_may_close_the_engine(own, caplog):
-    """It runs in the engine's thread, which cannot wait for itself."""
+    """A sink runs in the engine's thread, which cannot wait for itself."""
     handle = own.submit([1], tiny.greedy(LONG), sink=lambda item: own.close())
     own._worker._thread.join()
     with pytest.raises(EngineDeadError):
@@ -378,7 +378,7 @@ def test_an_engine_lives_while_a_handle_of_it_does():
 
 @limited
 def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypatch):
-    """So the device never waits for Python."""
+    """The device never waits for Python."""
     driver = tiny.driver(**tiny.SMALL)
     events: list[tuple[str, int]] = []
     reports: list[Any] = []

@@ -1,4 +1,4 @@
-"""What goes wrong on the way: pools that run out, aborts at every stage, thousands of both; nothing leaks."""
+"""Faults on the way: pools that run out, and aborts at every stage, thousands of both. Nothing leaks."""
 
 import collections
 import random
@@ -22,7 +22,7 @@ URGENT = tiny.SMALL | {"scheduling_policy": "priority"}
 
 
 def assert_every_block_is_free_or_used(driver: Driver) -> None:
-    """Counted from the tables, and as the statistics say it of the run before."""
+    """Check the counts of the tables, and those of the last run's statistics."""
     stats = driver.stats
     assert 0 <= stats.num_cached_blocks <= stats.num_free_blocks <= stats.num_blocks
     assert stats.num_running >= 0
@@ -246,7 +246,7 @@ def add(driver: Driver, prompts: list[list[int]], priority: int, max_tokens: int
 
 
 def test_an_urgent_request_overtakes_those_who_wait_in_rows_too():
-    """Of 12, four run and four wait in the device's rows when three urgent ones come; one is aborted."""
+    """Four of twelve requests run and four wait in rows when three urgent ones come; one is aborted."""
     driver = tiny.driver(**tiny.SMALL, scheduling_policy="priority")
     prompts = [[i] for i in range(12)]
     usual = add(driver, prompts, 5, 9)
@@ -274,9 +274,7 @@ def test_an_urgent_request_overtakes_those_who_wait_in_rows_too():
 
 @pytest.mark.parametrize("options", [tiny.SMALL, tiny.SWAP], ids=["recompute", "swap"])
 def test_who_was_preempted_makes_room_for_who_is_more_urgent(options):
-    """It begins again later, from what had been told of its answer: nothing is told twice, and nothing is
-    lost.
-    """
+    """A preempted request begins again behind the tokens that were reported: none is repeated or lost."""
     driver = tiny.driver(**options, scheduling_policy="priority")
     prompts = tiny.prompts([10, 20, 30, 12, 5, 6, 7, 8])
     usual = add(driver, prompts, 5, 60)

@@ -1,4 +1,4 @@
-"""Which XLA flags are set when, and that XLA knows them: one that it does not know ends the process."""
+"""XLA flags: when each is set, and that XLA knows it. An unknown flag ends the process."""
 
 import importlib.metadata
 import logging
@@ -17,7 +17,7 @@ WANTED = "--xla_gpu_enable_command_buffer=+WHILE"
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """One with the CUDA plugin, no flags, and JAX not started; to be changed."""
+    """Imitate a machine with the CUDA plugin, no flags, and JAX not started."""
     for name in ("XLA_FLAGS", *gpu_flags.MEMORY_SHARE_NAMES):
         monkeypatch.setenv(name, "")  # for it to be gone again after the test
         monkeypatch.delenv(name)
@@ -114,7 +114,7 @@ def test_a_file_of_flags_is_left_alone(machine: pytest.MonkeyPatch, caplog: pyte
 
 
 def test_asking_whether_jax_has_started_does_not_start_it() -> None:
-    """Nor does importing the package. JAX's own word, which is private, is the second opinion."""
+    """Importing the package does not start it either. JAX's own private function is the second opinion."""
     program = """
 import jaxpaged.cli, jaxpaged.engine.gpu_flags as flags
 from jaxpaged import LLM

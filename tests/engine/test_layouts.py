@@ -51,7 +51,7 @@ def some(names: list[str]) -> pytest.MarkDecorator:
 
 
 def kind(layout: Layout) -> Any:
-    """What an engine does otherwise for a layout than for others: only these are told apart."""
+    """Return the properties of a layout for which an engine has code of its own."""
     block_size = block_size_of(layout)
     arrays = layout.arrays(2, block_size, 2, 8, F32).values()
     has_one_type = len({jnp.dtype(spec.dtype) for spec in arrays}) == 1
@@ -59,7 +59,7 @@ def kind(layout: Layout) -> Any:
 
 
 def in_engines() -> list[str]:
-    """The first of each kind but `token_major`'s, which all other modules have; and all that are not ours."""
+    """Return the first layout of each kind, and all from outside. Other modules test `token_major`."""
     kinds = {kind(LAYOUTS["token_major"])}
     found = []
     for name, layout in LAYOUTS.items():
@@ -74,7 +74,7 @@ def block_size_of(layout: Layout) -> int:
 
 
 def options(layout: Any, chosen: Layout, num_tokens: int = 96) -> dict[str, Any]:
-    """A pool of so many tokens in all."""
+    """Return the options of a pool of `num_tokens` tokens in all."""
     block_size = block_size_of(chosen)
     num_blocks = 1 + num_tokens // block_size
     host = {"preemption_mode": "swap", "num_host_blocks": 1 + 128 // block_size}
@@ -84,9 +84,7 @@ def options(layout: Any, chosen: Layout, num_tokens: int = 96) -> dict[str, Any]
 
 @functools.cache
 def answers(name: str, layout: Layout, window: int | None = None) -> list[list[int]]:
-    """The oracle's; of a layout from outside, whose numbers must be those of the computation, the plain
-    model's.
-    """
+    """Return the oracle's answers; for a layout from outside, which rounds nothing, the plain model's."""
     config = tiny.with_window(window)
     block_size = block_size_of(layout)
     sizes = Sizes(1 + 128 // block_size, block_size, config.num_kv_heads, config.head_dim)
@@ -106,13 +104,13 @@ def answers(name: str, layout: Layout, window: int | None = None) -> list[list[i
 def run(
     model: Decoder, cache: KVCache, token_ids: jax.Array, positions: jax.Array, batch: PassBatch
 ) -> tuple[jax.Array, KVCache]:
-    """The likeliest token after each, and the cache."""
+    """Return the likeliest token after each token, and the cache."""
     hidden, cache = model(token_ids, positions, cache, batch)
     return jnp.argmax(model.logits(hidden), axis=-1), cache
 
 
 class Passes:
-    """What `by_passes` does with a model and its caches, on one device."""
+    """Model with its caches on one device, as `by_passes` uses them."""
 
     copy_blocks, copy_within = (
         staticmethod(jax.jit(f)) for f in (kv_cache.copy_blocks, kv_cache.copy_within)
@@ -125,8 +123,9 @@ class Passes:
 
 
 def by_passes(layout: Layout, window: int | None = None, passes: Any = Passes) -> list[list[int]]:
-    """The answers without an engine: a pass a prompt, then all rows at once. One row goes to the host
-    and comes back into other blocks, and another goes on in copies of its own.
+    """Compute the answers without an engine: one pass a prompt, then all rows at once.
+
+    One row goes to the host and comes back into other blocks; another goes on in copies of its own.
     """
     block_size, num_rows = block_size_of(layout), len(PROMPTS)
     width = 128 // block_size
@@ -137,7 +136,7 @@ def by_passes(layout: Layout, window: int | None = None, passes: Any = Passes) -
     implementation = "xla" if native.why_not_cache(layout, F32) else "native"
 
     def tokens_after(token_ids: Any, rows: Any, positions: Any, is_token: Any, starts: Any, lens: Any) -> Any:
-        """rows: of each tile; starts and lens of each likewise."""
+        """Compute the next tokens. `rows`, `starts` and `lens` have a value for each tile."""
         nonlocal cache
         at = np.array(tables)[rows]
         if window is not None:
@@ -224,7 +223,7 @@ def test_an_engine_has_one_of_each_kind() -> None:
 
 
 def sampled(driver: Driver, prompt: list[int], params: SamplingParams) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities of each answer."""
+    """Return the tokens and log-probabilities of each answer."""
     requests = driver.door.admit(prompt, params)
     ids = [next(tiny._request_ids) for _ in requests]
     for request_id, request in zip(ids, requests, strict=True):

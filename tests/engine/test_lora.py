@@ -49,7 +49,7 @@ def answers(driver, folder, asked, params=SCORED) -> list[Delta]:
 
 
 def test_each_is_answered_with_its_own_adapter_in_one_batch(driver, folder):
-    """And those without one as by an engine that has no room for adapters, to the last bit."""
+    """Requests without an adapter have the bits of an engine that has no adapter slots."""
     asked = list(zip([0, None, 1, 2, None, 0], tiny.prompts([9, 40, 33, 5, 17, 64]), strict=True))
     found = answers(driver, folder, asked)
     for (seed, prompt), answer in zip(asked, found, strict=True):
@@ -88,7 +88,7 @@ def test_more_adapters_than_there_is_room_for_take_turns_and_compile_nothing(fol
 
 
 def test_adapters_share_no_cached_blocks(driver, folder):
-    """Not with each other, nor with the model, nor with what was read before under the same id."""
+    """An adapter shares none with another, with the model, or with what had its id before."""
     [prompt] = tiny.prompts([50], seed=7)
 
     def hits(seed):

@@ -1,4 +1,4 @@
-"""How much a run does before the host looks again: in steps, not in seconds."""
+"""Length of a run before the host looks again, in steps and not in seconds."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_a_run_ends_with_the_step_in_which_so_many_passes_are_made_over_prompts(
 
 
 def test_the_first_run_after_an_idle_time_is_measured_without_it(monkeypatch):
-    """Or the first answer after a quiet hour would come in runs of one step."""
+    """The first answer after a quiet hour would otherwise come in runs of one step."""
     driver = tiny.driver(**tiny.SMALL)
     tiny.generate(driver, [[1, 2]], tiny.greedy(90))
     assert driver.pace.seconds_per_step < 60

@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def ask(monkeypatch):
-    """Asks, as a new process would, for the program that adds a number; says whether it was lowered."""
+    """Ask for the program that adds a number, as a new process would. Return whether it was lowered."""
 
     def asked(added=1.0, x=X):
         monkeypatch.setattr(programs, "_loaded", {})
@@ -109,7 +109,7 @@ def test_a_program_under_the_name_of_another_is_not_taken_for_it(folder, ask, ca
 
 
 def test_a_replaced_function_of_ours_is_not_answered_by_a_kept_program(folder, ask, monkeypatch, caplog):
-    """As a researcher would do it; a program that was kept before must not run in its place."""
+    """A researcher replaces a function; a program that was kept before must not run in its place."""
     assert ask()
     disk_cache._say.cache_clear()
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""Which group of devices a request goes to; `tests/parallel` has whole engines of groups."""
+"""Choice of a replica for a request; `tests/parallel` has whole engines with several replicas."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from jaxpaged.sampling_params import SamplingParams
 
 
 def answer(index: int) -> Request:
-    """One of several answers to a prompt of a token, of which no block can be cached."""
+    """Make one of several answers to a prompt of one token, of which no block can be cached."""
     return Request(
         prompt_token_ids=np.array([1], np.int32),
         params=SamplingParams(),

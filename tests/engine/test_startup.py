@@ -1,4 +1,4 @@
-"""Who turns the serving loop, and how wide its decode passes are: the answers are the same."""
+"""Loops turned by the device and by the host, and widths of decode passes: the answers are the same."""
 
 import dataclasses
 import logging
@@ -39,7 +39,7 @@ PARAMS = [
 
 
 def submit(driver: Driver) -> None:
-    """Requests of all kinds, under the same numbers in each driver."""
+    """Submit requests of all kinds, under the same numbers in each driver."""
     prompts = tiny.prompts([40, 3, 33, 12, 60, 20, 7])
     requests = [
         each for prompt, its in zip(prompts, PARAMS, strict=False) for each in driver.door.admit(prompt, its)
@@ -50,7 +50,7 @@ def submit(driver: Driver) -> None:
 
 
 def assert_same(of_device: Any, of_host: Any) -> None:
-    """Arrays, and what holds them: numbers that were computed in passes of other widths but for rounding."""
+    """Compare trees of arrays. Numbers computed in passes of other widths may differ by rounding."""
 
     def compare(a: Any, b: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
@@ -59,7 +59,7 @@ def assert_same(of_device: Any, of_host: Any) -> None:
 
 
 def told(deltas: list[Delta]) -> list[Any]:
-    """All of them, as a tree."""
+    """Return all deltas as a tree."""
     return [
         (d.request_id, d.token_ids, d.finish_reason, d.num_hit_tokens, d.scores, d.prompt_scores, d.beam)
         for d in deltas
@@ -102,7 +102,7 @@ def test_a_step_takes_the_narrowest_pass_that_holds_all_that_run():
     config = dataclasses.replace(driver.step_config, decode_widths=(1, 3))
 
     def widths_of(state: EngineState) -> jax.Array:
-        """Of each slot, the rows of the pass that has computed it."""
+        """Return, for each slot, the rows of the pass that computed it."""
         its_plan = plan(state, config)
         state = step.append(state, its_plan, config.max_blocks_touched(state.tables.block_size))
         slots = slots_of(state.rows.running, config.max_num_seqs)
@@ -158,7 +158,7 @@ def test_a_gpu_without_memory_is_not_one_that_fails_to_launch(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("loops", "use_native"), [(True, "0"), (False, "1")])
 def test_layers_in_a_loop_and_one_by_one_answer_alike(loops, use_native, monkeypatch):
-    """In a loop where XLA multiplies, too; and one by one where our kernels do."""
+    """Layers are in a loop where XLA multiplies, too, and one by one where our kernels do."""
     monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
     driver = tiny.driver(loop_over_layers=loops, **tiny.SMALL)
     prompts = tiny.prompts([40, 3, 33])
@@ -167,7 +167,7 @@ def test_layers_in_a_loop_and_one_by_one_answer_alike(loops, use_native, monkeyp
 
 
 def test_a_loop_over_layers_that_a_gpu_cannot_have_is_refused(monkeypatch):
-    """At once: nothing is loaded."""
+    """The refusal comes before anything is loaded."""
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     asked = {"loop_over_layers": True, "dtype": "bfloat16", "attention": "mosaic_gpu", "block_size": 16}
 

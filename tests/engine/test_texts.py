@@ -32,7 +32,7 @@ class Pieces:
 
 
 def streamed(tokenizer, params, num_tokens, ends, reason=FinishReason.LENGTH):
-    """The deltas until the last, of tokens 0, 1, ... parted at `ends`."""
+    """Yield the deltas of tokens 0, 1, ..., divided at `ends`, the last with `reason`."""
     texts, deltas, begin = Texts(tokenizer, params), [], 0
     for end in sorted({*(end for end in ends if end < num_tokens), num_tokens}):
         new = list(range(begin, end))

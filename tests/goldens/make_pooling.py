@@ -39,7 +39,7 @@ TEXTS = ["a", "the quick brown fox", "jumps over the lazy dog. " * 3]
 
 
 def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """A token for each letter, and one for the end behind every text, as Qwen3-Embedding's has."""
+    """Write a tokenizer with a token for each letter, and an end token as Qwen3-Embedding's."""
     fast = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<pad>"))
     fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast.post_processor = processors.TemplateProcessing(
@@ -51,7 +51,7 @@ def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def rounded(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with numbers that float16 holds."""
+    """Round a model's numbers to float16."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

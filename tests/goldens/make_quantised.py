@@ -47,7 +47,7 @@ def bare(package: str) -> None:
 
 
 def ranges(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the most of each output and group of inputs, [outputs, groups]; zero is between them."""
+    """Return the least and largest value of each output and group, [outputs, groups]; zero is included."""
     parts = weight.split(group, dim=1)
     least = torch.stack([part.amin(dim=1) for part in parts], dim=1)
     most = torch.stack([part.amax(dim=1) for part in parts], dim=1)
@@ -70,7 +70,7 @@ def awq(name: str, weight: torch.Tensor) -> Made:
 
 
 def gptq(name: str, weight: torch.Tensor) -> Made:
-    """Groups of inputs that are no neighbours; a bias that the model has no place for."""
+    """Pack with groups of inputs that are not neighbours, and with a bias that the model does not have."""
     order = torch.randperm(weight.shape[1])
     g_idx = torch.empty_like(order)
     g_idx[order] = torch.arange(weight.shape[1]) // GROUP
@@ -84,7 +84,7 @@ def gptq(name: str, weight: torch.Tensor) -> Made:
 
 
 def gptq_8bit(name: str, weight: torch.Tensor) -> Made:
-    """Without zero points, and with a last group that is not whole."""
+    """Pack without zero points, and with a last group that is not whole."""
     least, most = ranges(weight, 2 * GROUP)
     scales = (torch.maximum(most, -least) / 127).half().float()
     g_idx = torch.arange(weight.shape[1]) // (2 * GROUP)
@@ -148,7 +148,7 @@ def fp8_block(name: str, weight: torch.Tensor) -> Made:
 def within_codes(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, g_idx: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """No further from zero than codes reach: those who pack do not look."""
+    """Clip a weight to what the codes can represent: packers do not check it."""
     least, most = (0 - zeros) * scales, (2**bits - 1 - zeros) * scales
     return weight.clamp(least[:, g_idx], most[:, g_idx])
 

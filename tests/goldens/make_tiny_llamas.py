@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def greedy(model: torch.nn.Module, token_ids: torch.Tensor) -> tuple[list[int], float]:
-    """The likeliest next token again and again, everything computed anew each time."""
+    """Append the likeliest next token again and again, computing everything anew each time."""
     gaps = []
     for _ in range(NUM_NEW_TOKENS):
         best = torch.topk(model(token_ids, use_cache=False).logits[0, -1], 2)

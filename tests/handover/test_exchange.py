@@ -49,7 +49,7 @@ def num_compiled(programs=PROGRAMS):
 
 
 def answer(engine, prompt, **options):
-    """Tokens and scores, to the bit; and how many tokens were found."""
+    """Return an answer's tokens and scores, and the number of prompt tokens found in the cache."""
     found = engine.submit(prompt, SCORED, **options).result()
     return (found.token_ids, found.scores), found.num_hit_tokens
 
@@ -97,7 +97,7 @@ def test_prompts_computed_here_are_answered_there(here, blocks):
 
 
 def test_what_an_answer_made_is_not_exported(here):
-    """Its tokens are not a prompt's."""
+    """An answer's tokens belong to no prompt."""
     prompt = PROMPT[:20]
     found = here.submit(prompt, tiny.greedy(30)).result().token_ids
     assert here.export_blocks(prompt + found).num_blocks == 2
@@ -312,7 +312,7 @@ def both_ends(ours, theirs, our_key=KEY, their_key=KEY):
 
 @contextlib.contextmanager
 def keyed_pair(our_key=KEY, their_key=KEY):
-    """Both ends of a connection as transports, each made with a key; and their sockets."""
+    """Make both ends of a connection as transports, each with a key, and their sockets."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         made = tiny.start(lambda: SocketTransport(theirs, key=their_key))  # each waits for the other
@@ -373,7 +373,7 @@ print(json.dumps([num_adopted, num_hit_tokens, token_ids, [score.logprob for sco
 
 
 def on_a_mesh(blocks, cache):
-    """The same blocks in a cache whose heads lie on two devices."""
+    """Put the same blocks into a cache whose heads lie on two devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("model",))
     cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, None, "model"))
     [size] = {x.shape[3] for x in cache.blocks.values()}

@@ -1,6 +1,6 @@
-"""Which of the stored models show, together, every value that descriptions of decoders have.
+"""Choice of the stored models that together show every value of decoders' descriptions.
 
-What families add is mostly names and how configs are read, which the NumPy model shows. Programs differ by
+Families add mostly names and how configs are read, which the NumPy model shows. Programs differ by
 the description alone, and each takes a second to compile: only these models are compiled in each run.
 """
 

@@ -28,14 +28,14 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
 
 
 def text(name: str, content: str | bytes) -> Damage:
-    """A file that says this."""
+    """Write a file with this content."""
     return lambda folder: (folder / name).write_bytes(
         content if isinstance(content, bytes) else content.encode()
     )
 
 
 def config(**changes: object) -> Damage:
-    """A config in which some fields say something else."""
+    """Write a config with some fields replaced."""
     return text("config.json", json.dumps(json.loads((GOOD / "config.json").read_text()) | changes))
 
 
@@ -44,7 +44,7 @@ def generation(**fields: object) -> Damage:
 
 
 def weights(**changes: np.ndarray | None) -> Damage:
-    """Weights of which some are others, or missing."""
+    """Write weights of which some are replaced or missing."""
 
     def damage(folder: Path) -> None:
         changed = load_file(folder / WEIGHTS) | changes

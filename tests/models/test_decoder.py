@@ -50,7 +50,7 @@ def assert_equal(logits, stored):
 
 
 def batch_of(table, positions, tile_len, block_size) -> PassBatch:
-    """Tiles of neighbouring tokens of one sequence, its blocks as the table says."""
+    """Make the batch of one sequence: tiles of neighbouring tokens, and its block table."""
     starts = positions[::tile_len]
     return PassBatch(
         slot_mapping=jnp.asarray(table[positions // block_size] * block_size + positions % block_size),
@@ -62,7 +62,7 @@ def batch_of(table, positions, tile_len, block_size) -> PassBatch:
 
 
 def paged_logits(model, token_ids, block_size, tile_len, adapter=None) -> np.ndarray:
-    """All tokens in one pass of tiles, over blocks in shuffled order."""
+    """Compute the logits of all tokens in one pass of tiles, over blocks in shuffled order."""
 
     @jax.jit
     def run(model):
@@ -72,7 +72,7 @@ def paged_logits(model, token_ids, block_size, tile_len, adapter=None) -> np.nda
 
 
 def logits_of(model, token_ids, block_size, tile_len, adapter=None) -> jax.Array:
-    """The same, to be compiled."""
+    """Compute `paged_logits` in a function that can be compiled."""
     hidden, _ = passed(model, token_ids, block_size, tile_len, adapter)
     return model.logits(hidden)[: len(token_ids)]
 
@@ -136,7 +136,7 @@ def test_of_the_last_layer_only_what_is_wanted_is_computed(name):
 
 @pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "gpt_oss"])
 def test_layers_in_a_loop_equal_transformers_where_xla_multiplies(name, monkeypatch):
-    """With windows and RoPEs of some layers, and with sinks, biases and experts."""
+    """Some layers have windows and RoPEs of their own; others sinks, biases and experts."""
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
     stored_, checkpoint = stored(f"families/{name}"), loading.open_checkpoint(GOLDENS / "families" / name)
     model = checkpoint.model(LoadAs(jnp.dtype("float32"), loop_over_layers=True))
@@ -147,7 +147,7 @@ def test_layers_in_a_loop_equal_transformers_where_xla_multiplies(name, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 def test_the_engine_answers_as_transformers_does(name):
-    """With windows of some layers; with sinks and experts. What is of the model alone, passes show."""
+    """The models have windows in some layers, or sinks and experts. Passes show the rest."""
     golden = stored(f"families/{name}")
     llm = LLM(GOLDENS / "families" / name, max_num_seqs=2, block_size=8, num_blocks=40, max_model_len=96)
     params = SamplingParams(max_tokens=len(golden["answer"]), temperature=0, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What families read of configs, and the table of them; experts that nobody chose; what depth costs."""
+"""Families: how they read configs, their table, experts that no token chose, and the cost of depth."""
 
 import collections
 import dataclasses
@@ -206,7 +206,7 @@ def moe():
 
 
 def test_an_expert_that_no_token_chose_is_not_computed(moe, monkeypatch):
-    """Not for those who pad the batch either."""
+    """Tokens that pad the batch choose no expert either."""
     computed = collections.Counter()
     call = experts.ExpertLinear.__call__
 
@@ -239,7 +239,7 @@ def test_a_tokens_experts_add_up_alike_in_any_company(moe):
 
 
 def program(config):
-    """Of one pass, in words."""
+    """Return the lowered text of one pass."""
     model = decoder.abstract(config, LoadAs(jnp.dtype("float32"), loop_over_layers=True))
     graphdef, params = nnx.split(model)
     cache = jax.eval_shape(lambda: model.create_cache(5, 8))
@@ -254,7 +254,7 @@ def program(config):
 
 @pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "gpt_oss", "glm4_moe"])
 def test_a_program_does_not_grow_with_the_number_of_layers(name):
-    """With layers of several kinds in a period, too."""
+    """One model has layers of several kinds in a period."""
     config = from_hf(hf(name))
     deeper = dataclasses.replace(config, layers=config.layers * 3)
     assert program(config).count(" = ") == program(deeper).count(" = ")

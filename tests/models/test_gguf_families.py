@@ -78,7 +78,7 @@ WINDOWLESS = ("qwen2", "starcoder2", "dots1")
 
 
 def tensors_of(checkpoint):
-    """By llama.cpp's names, and in its forms."""
+    """Return a checkpoint's tensors under llama.cpp's names and in its forms."""
     name, c, weights = checkpoint.path.name, checkpoint.config, dict(checkpoint.load_weights())
     theirs = gguf.get_tensor_name_map(architecture(name), c.num_layers)
     for stored, each in weights.items():
@@ -112,7 +112,7 @@ def tensors_of(checkpoint):
 
 
 def experts_of(name, weights, layer, num_experts):
-    """Gates, ups and downs of all experts of a layer, each in one tensor."""
+    """Return the gate, up and down weights of a layer's experts, each role in one tensor."""
     if name.startswith("granitemoe"):
         for module, ending in (("block_sparse_moe", "exps"), ("shared_mlp", "shexp")):
             prefix = f"model.layers.{layer}.{module}"
@@ -233,7 +233,7 @@ def add_rope(writer, config):
 
 
 def as_file_says(name, config):
-    """The description that a file of the model has: its numbers have 32 bits."""
+    """Return the description that a file of the model has: its numbers have 32 bits."""
     said = dataclasses.asdict(config)
     if config.experts is not None:
         said["experts"] |= UNSAID.get(name, {})
@@ -288,7 +288,7 @@ def test_gemma3s_sixth_layers_see_all_with_a_rope_of_their_own(tmp_path):
 
 
 def test_experts_in_mxfp4(tmp_path):
-    """As gpt-oss has them: dequantised, or kept as they are, and what has other types is not."""
+    """Experts as in gpt-oss are dequantised or kept; tensors of other types are dequantised."""
     directory, path = loading.open_checkpoint(GOLDENS / "mxfp4"), tmp_path / "a.gguf"
     wide = by_role(directory.config, directory.names, directory.load_weights())
     weights = dict(directory.load_weights())

@@ -40,7 +40,7 @@ TEXTS = [
 
 
 def written(path, architecture, model, tokens, types, **more):
-    """A GGUF file of a tokenizer alone."""
+    """Write a GGUF file of a tokenizer alone."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -55,7 +55,7 @@ def written(path, architecture, model, tokens, types, **more):
 
 
 def learned(normalizer, pre_tokenizer, special, alphabet):
-    """A byte-pair tokenizer of the texts: its tokens in order, and its merges."""
+    """Learn a byte-pair tokenizer of the texts. Return its tokens in order, and its merges."""
     made = Tokenizer(models.BPE())
     made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizer
     trainer = trainers.BpeTrainer(
@@ -83,7 +83,7 @@ TYPES = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[gguf.TokenType
 
 
 def sentencepiece(tmp_path, architecture, **more):
-    """One of Llama's kind: the file has scores in the place of merges."""
+    """Write a tokenizer of Llama's kind: the file has scores in the place of merges."""
     spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokens = learned(spaces, pre_tokenizers.Split("▁", "merged_with_next"), SPECIAL, [])
     types = [*TYPES, *[gguf.TokenType.NORMAL] * (len(tokens) - len(TYPES))]
@@ -113,7 +113,7 @@ def test_sentencepiece_with_scores_reads_as_its_merges(tmp_path):
 
 
 def test_scores_decide_which_merge_is_first(tmp_path):
-    """Of a text that two merges could begin, the one with the higher score does."""
+    """Two merges could begin; the one with the higher score does."""
     tokens = [*SPECIAL, "a", "b", "c", "ab", "bc"]
     types = [*TYPES, *[gguf.TokenType.NORMAL] * 5]
     for scores, want in (((-1, -2), ["ab", "c"]), ((-2, -1), ["a", "bc"])):

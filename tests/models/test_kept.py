@@ -37,7 +37,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def load(path, monkeypatch):
-    """Opens the model as a new process would, and says whether its weights were read."""
+    """Open the model as a new process would. Return whether its weights were read."""
     read = safetensors_files.load
 
     def loaded(dtype="float32", quantization=None, **options):

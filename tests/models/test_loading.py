@@ -138,7 +138,7 @@ def test_a_tied_head_may_be_there_alone_or_differ(tmp_path, caplog):
 
 
 def test_an_opt_s_table_may_be_called_the_head(tmp_path):
-    """As in opt-125m's file, with and without the family's prefix."""
+    """The file of opt-125m does so, with and without the family's prefix."""
     folder = GOLDENS / "families" / "opt"
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / WEIGHTS)
@@ -160,7 +160,7 @@ def test_ends_that_are_no_tokens_end_nothing(caplog):
 
 
 def test_the_tokenizer_s_own_end_ends_an_answer(tmp_path):
-    """Beside what the config says, as in vLLM; it may be another model's, too large for this vocabulary."""
+    """The config's token does, too, as in vLLM. It may be too large for this vocabulary."""
     shutil.copytree(GOLDENS / "gqa_tied", tmp_path, dirs_exist_ok=True)
     for tokens, want in ((["a", "</s>"], (1, 2)), ([*map(str, range(999)), "</s>"], (2,))):
         made = PreTrainedTokenizerFast(
@@ -369,7 +369,7 @@ def test_a_gguf_file_with_missing_or_strange_tensors_is_refused(tmp_path):
 
 
 def test_a_gguf_file_may_have_a_factor_for_each_frequency(tmp_path):
-    """As those of Llama 3.1 have."""
+    """Files of Llama 3.1 have them."""
     checkpoint = loading.open_checkpoint(write_gguf(tmp_path / "a.gguf", extra="rope_freqs.weight"))
     rope = checkpoint.config.layers[1].rope
     plain = rope_frequencies(dataclasses.replace(rope, scaling=None), 64)[0]
@@ -386,7 +386,7 @@ def test_a_gguf_field_that_is_not_there_is_named(tmp_path):
 
 
 def peak_bytes_beside(call):
-    """How much more memory than before was resident at some time during the call."""
+    """Measure how much more memory than before was resident at some time during the call, in bytes."""
 
     def resident(name):
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -404,7 +404,7 @@ def peak_bytes_beside(call):
     [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "fp8")],
 )
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path, dtype, quantization):
-    """Of two shards, read tensor by tensor; one tensor is a third as large as all others together."""
+    """Two files are read tensor by tensor; one tensor is a third as large as all others together."""
     said = json.loads((GOLDENS / "gqa_tied" / "config.json").read_text())
     said |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
     said |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 20000, "tie_word_embeddings": False}

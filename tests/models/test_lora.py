@@ -26,7 +26,7 @@ Q_A, Q_B = (f"{LAYER}.self_attn.q_proj.lora_{side}.weight" for side in "AB")
 @pytest.mark.parametrize("uses_native", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ADAPTED)
 def test_a_model_with_an_adapter_is_the_one_that_peft_merges_it_into(name, uses_native, monkeypatch):
-    """In the second of two rooms; without one it is the model itself, to the last bit."""
+    """The adapter is in the second of two slots; without one the bits are the model's own."""
     monkeypatch.setenv("JAXPAGED_NATIVE", str(int(uses_native)))
     checkpoint = loading.open_checkpoint(GOLDENS / "families" / name)
     stored = json.loads((GOLDENS / "lora" / name / "golden.json").read_text())

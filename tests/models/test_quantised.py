@@ -89,7 +89,7 @@ def test_a_models_shapes_are_known_before_it_is_read(checkpoint, how, use_native
 
 
 def quantised_weights(checkpoint, how):
-    """What the oracle has, with those of products as if they had been quantised and dequantised."""
+    """Return the oracle's weights, those of products quantised and dequantised."""
     found = by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
     if how == "fp8":
         roles = ("qkv", "o", "gate_up", "down", "embedding", "lm_head")

@@ -40,7 +40,7 @@ def compressed(**weights):
 
 
 def dequantised(tensors, said):
-    """A module's weight, by the oracle."""
+    """Dequantise a module's weight by the oracle."""
     match said["quant_method"]:
         case "auto-round":
             if "awq" in said.get("packing_format", ""):
@@ -62,7 +62,7 @@ def dequantised(tensors, said):
 
 
 def modules(tensors):
-    """The tensors of each product, by the module's name."""
+    """Return the tensors of each product by the module's name."""
     found = {}
     for name in tensors:
         stem, _, ending = name.rpartition(".")
@@ -72,7 +72,7 @@ def modules(tensors):
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_file_s_weights_mean_what_its_makers_say(name, monkeypatch):
-    """By the oracle in NumPy, and by the decoder, which keeps them quantised."""
+    """The oracle in NumPy agrees, and so does the decoder, which keeps them quantised."""
     folder = QUANTISED / name
     checkpoint = loading.open_checkpoint(folder)
     golden = json.loads((folder / "golden.json").read_text())
@@ -113,7 +113,7 @@ def e4m3_codes(rng, *shape):
 
 
 def symmetric(rng, num_groups, num_outputs, bits):
-    """Words of zero points, stored less one."""
+    """Return words of zero points, stored less one."""
     return np.full((num_groups, num_outputs * bits // 32), 0x77777777 if bits == 4 else 0x7F7F7F7F, np.int32)
 
 
@@ -330,7 +330,7 @@ def test_parts_of_mxfp4_and_what_is_none():
 
 
 def test_modelopt_s_own_file_says_that_weights_are_in_fp8(tmp_path):
-    """Beside a config that says nothing of it, as NVIDIA's older models do; scales of caches are left."""
+    """The config does not mention it, as in NVIDIA's older models; scales of caches are not read."""
     shutil.copytree(GOLDENS / "gqa_tied", tmp_path, dirs_exist_ok=True)
     said = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))

@@ -47,7 +47,7 @@ def reranker():
 
 
 def with_head(model, **changes):
-    """The same compiled model with another head."""
+    """Return the same compiled model with another head."""
     engine = model.engine
     before = engine.head
     engine.head = dataclasses.replace(before, **changes)
@@ -248,7 +248,7 @@ def test_a_mistake_is_one_sentence(ask, why, embedder):
 
 
 def test_llm_pools_what_is_made_for_it(embedder, tmp_path):
-    """And answers with all else; each says so when it is asked for the other."""
+    """A generating model generates; each names the other's runner when it is asked for the other task."""
     shutil.copytree(CLASSIFIER, tmp_path / "classifier")
     llm = LLM(tmp_path / "classifier", dtype="float32", max_num_seqs=4, block_size=8, keep_programs=False)
     [found] = llm.classify([GOLDEN["token_ids"][1]])
