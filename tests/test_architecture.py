@@ -242,3 +242,9 @@ def test_jit_and_donation_are_only_in_the_loop():
         } & {"jit", "pmap"}
         allowed = file.name in ("loop.py", "program.py") or file.is_relative_to(ROOT / "jaxpaged/verify")
         assert not uses or allowed, f"{file.relative_to(ROOT)} uses {uses}"
+
+
+def test_no_file_is_too_long_to_be_read_at_once():
+    for package in OURS:
+        for file in (ROOT / package).rglob("*.py"):
+            assert len(file.read_text().splitlines()) <= 450, file.relative_to(ROOT)

@@ -28,6 +28,7 @@ from jaxpaged.engine.replicas import Replicas
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued, RequestQueue
 from jaxpaged.engine.setup import Setup
+from jaxpaged.engine.snapshot import Snapshot
 from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.stats import Stats
 from jaxpaged.handover import exchange
@@ -45,23 +46,12 @@ from jaxpaged.parallel.processes import Leader, Processes
 from jaxpaged.sampling_state import LogitRules, SamplingState
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import loop
-from jaxpaged.step.config import StepConfig
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import Beams, Counter, EngineState, FinishReason, Rows, empty_rows, without_kv
 
 # Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8
 SUBMIT_TOKENS = 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """An engine between two runs, as values of the host: what `jaxpaged.replay` writes to a file."""
-
-    state: EngineState  # NumPy arrays; of K and V only shapes and types
-    step_config: StepConfig
-    vocab_size: int
-    queue: tuple[Queued, ...]  # requests without a row, in the order of service
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,12 @@ from absl import logging
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.door import RequestOptions
-from jaxpaged.engine.driver import Driver, Snapshot
+from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import EngineDeadError, Handle, Sink, or_raise
 from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.snapshot import Snapshot
 from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.stats import Stats
 from jaxpaged.engine.texts import TextError
