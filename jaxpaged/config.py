@@ -81,14 +81,14 @@ def _dtype_name(dtype: Any) -> Any:
 class EngineConfig:
     """The engine's fixed sizes: everything compiled depends on them, nothing on the requests."""
 
-    # Of weights, activations and cache; auto: float32 on a CPU, bfloat16 on a GPU.
+    # Number format of weights, activations and the cache. auto: float32 on a CPU, bfloat16 on a GPU.
     dtype: DType = option(
         "auto",
         lambda name, value: checked_choice(name, _dtype_name(value), get_args(DType)),
-        flag=text("auto (default), float32, bfloat16 or float16"),
+        flag=text("number format: auto (default), float32, bfloat16 or float16"),
     )
-    # Weights that stay quantised in memory: as a GGUF file has them, or quantised on load. None: those that a
-    # directory has so.
+    # Weights that stay quantised in memory: as in the GGUF file, or quantised while loading. None: as in the
+    # directory.
     quantization: Quantization | None = option(
         None,
         _quantization,
@@ -97,17 +97,19 @@ class EngineConfig:
         ),
         short="-q",
     )
-    # auto: a kernel where the device has one, else xla.
+    # Implementation of attention. auto: a kernel where the device has one, else xla.
     attention: Attention = option(
-        "auto", choice(*get_args(Attention)), flag=text("auto (default), mosaic_gpu, native or xla")
+        "auto",
+        choice(*get_args(Attention)),
+        flag=text("implementation of attention: auto (default), mosaic_gpu, native or xla"),
     )
     block_size: int = option(
         16, whole("a positive int, at most 1024", 1, 1024), flag=count("tokens a block (default 16)")
     )
-    # Of the cache, the null block included; None: what memory allows.
+    # Blocks of the cache, the null block included. None: as many as memory allows.
     num_blocks: int | None = option(
         None,
-        flag=count("blocks of the cache (default: what memory allows)"),
+        flag=count("blocks of the cache (default: as many as memory allows)"),
         short="--num-gpu-blocks-override",
     )
     gpu_memory_utilization: float = option(
@@ -118,64 +120,64 @@ class EngineConfig:
     # A layout's name, "package.module:Name", or a `Layout`. `pallas_kernels.layouts` checks it, and the next.
     kv_layout: Any = option(
         "token_major",
-        flag=text("how K and V lie in a block: token_major (default), another name, or module:Name"),
+        flag=text("layout of K and V in a block: token_major (default), another name, or module:Name"),
     )
-    # auto: the layout's own numbers.
+    # Number format of K and V. auto: the layout's own.
     kv_cache_dtype: str = option(
-        "auto", flag=text("in what numbers: auto (default), fp8, fp8_e4m3, fp8_e5m2, int8 or int4")
+        "auto", flag=text("number format of K and V: auto (default), fp8, fp8_e4m3, fp8_e5m2, int8 or int4")
     )
     calculate_kv_scales: bool = option(
         False,
         checked_bool,
-        flag=yes_or_no("scales of an fp8 cache from the first prompt (default: no, they are 1)"),
+        flag=yes_or_no("measure the scales of an fp8 cache on the first prompt (default: no, they are 1)"),
     )
     max_num_seqs: int = option(
         16,
         whole("a positive int, at most 4096", 1, 4096),
         flag=count("sequences decoded together (default 16)"),
     )
-    # Tokens of a prompt with its answer, which the cache must hold. None: the model's own limit; "auto", or
-    # -1: what fits of it.
+    # Most tokens of a prompt with its answer; the cache must hold them. None: the model's limit. "auto" or
+    # -1: the largest part of that limit that fits.
     max_model_len: int | Literal["auto"] | None = option(
         None,
         _length,
         flag={
             "type": lambda text: text if text == AUTO else int(text),
-            "help": "tokens of a prompt with its answer (default: the model's), or auto (-1): what the cache "
-            "holds",
+            "help": "most tokens of a prompt with its answer (default: the model's limit), or auto (-1): as "
+            "many as the cache holds",
         },
     )
-    # None: max_num_seqs + 512.
+    # Most tokens computed in one step. None: max_num_seqs + 512.
     max_num_batched_tokens: int | None = option(
-        None, flag=count("computed in one step (default: max-num-seqs + 512)")
+        None, flag=count("most tokens computed in one step (default: max-num-seqs + 512)")
     )
     enable_prefix_caching: bool = option(
-        True, checked_bool, flag=yes_or_no("requests that begin alike share blocks (default: yes)")
+        True, checked_bool, flag=yes_or_no("let requests that begin alike share blocks (default: yes)")
     )
-    # Also share blocks that were computed as an answer, whose last bits may differ.
+    # Whether prompts share blocks with earlier answers, too. The last bits of such blocks may differ.
     reuse_answers: bool = option(
         False,
         checked_bool,
         flag=yes_or_no(
-            "prompts share blocks with earlier answers too, whose last bits may differ (default: no)"
+            "let prompts share blocks with earlier answers, whose last bits may differ (default: no)"
         ),
     )
-    # Which free blocks are taken first, and lose what they hold.
+    # Order in which free blocks are taken and lose their content.
     eviction_policy: EvictionPolicy = option(
         "lru",
         choice(*get_args(EvictionPolicy)),
         flag=text(
-            "which free blocks are taken first: the longest unused (lru, default); those without content, "
-            "then the longest unused (lru_split), or by fifo, lfu, depth, sieve or s3fifo"
+            "order in which free blocks are taken: the longest unused first (lru, default), those without "
+            "content and then the longest unused (lru_split), or fifo, lfu, depth, sieve or s3fifo"
         ),
     )
-    # What becomes of a request that gives way when blocks run out.
+    # Treatment of a request that is preempted when blocks run out.
     preemption_mode: PreemptionMode = option(
         "recompute",
         choice(*get_args(PreemptionMode)),
-        flag=text("of who gives way: recompute (default) or swap"),
+        flag=text("treatment of a preempted request: recompute (default) or swap"),
     )
-    # Of the pool in host memory that preempted requests are swapped to.
+    # Blocks of the pool in host memory that preempted requests are swapped to.
     num_host_blocks: int = option(0, flag=count("blocks in host memory to swap to"))
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")
@@ -183,7 +185,7 @@ class EngineConfig:
     enable_lora: bool = option(
         False,
         checked_bool,
-        flag={"action": "store_true", "default": None, "help": "requests may have low-rank adapters"},
+        flag={"action": "store_true", "default": None, "help": "let requests have low-rank adapters"},
     )
     max_loras: int = option(
         1,
@@ -191,71 +193,75 @@ class EngineConfig:
         flag=count("different adapters that run together (default 1)"),
     )
     max_lora_rank: int = option(
-        16, whole("a positive int, at most 512", 1, 512), flag=count("of an adapter (default 16)")
+        16,
+        whole("a positive int, at most 512", 1, 512),
+        flag=count("largest rank of an adapter (default 16)"),
     )
-    # None: all adapters that were asked for.
-    max_cpu_loras: int | None = option(None, flag=count("kept in the host's memory (default: all)"))
-    # Rows of narrower decode passes, rising, each below max_num_seqs: a step takes the narrowest that holds
-    # all that run. A token's last bits may then depend on how many run beside it, and each is compiled.
+    # Adapters kept in host memory. None: all that were used.
+    max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))
+    # Rows of narrower decode passes, rising, each below max_num_seqs. A step takes the narrowest pass that
+    # holds all running rows. A token's last bits may then depend on their number. Each pass is compiled.
     decode_widths: tuple[int, ...] = option(
         (),
         flag={
             "type": int,
             "nargs": "+",
             "metavar": "ROWS",
-            "help": "rows of narrower decode passes: a step takes the narrowest that holds all that run. A "
-            "token's last bits may then depend on how many run together (default: none)",
+            "help": "rows of narrower decode passes. A step takes the narrowest pass that holds all running "
+            "rows. A token's last bits may then depend on their number (default: none)",
         },
     )
-    # Where the processes of a model meet: process 0's "HOST:PORT". Each has as many of the model's devices.
+    # Address of process 0, "HOST:PORT", where a model's processes meet. Each has equally many of its devices.
     distributed_init: str | None = option(
-        None, flag={"metavar": "HOST:PORT", "help": "where the processes of a model meet: of process 0"}
+        None,
+        flag={"metavar": "HOST:PORT", "help": "address of process 0, where the processes of a model meet"},
     )
     num_processes: int = option(
         1,
         whole("a positive int, at most 256", 1, 256),
-        flag=count("that have the model's devices (default 1)"),
+        flag=count("processes that share the model's devices (default 1)"),
     )
-    process_id: int = option(0, flag=count("which of them this one is, from 0 (default)"))
-    # Devices that share the model: heads, feed-forward columns, vocabulary.
+    process_id: int = option(0, flag=count("number of this process, from 0 (default)"))
+    # Devices that share a model's heads, feed-forward columns and vocabulary.
     tensor_parallel_size: int = option(
         1,
         whole("a positive int, at most 256", 1, 256),
         flag=count("devices that share the model (default 1)"),
         short="-tp",
     )
-    # Replicas of the model, each on so many devices, with rows and a cache of its own.
+    # Replicas of the model, each on tensor_parallel_size devices, with rows and a cache of its own.
     data_parallel_size: int = option(
         1,
         whole("a positive int, at most 256", 1, 256),
-        flag=count("groups of so many devices, each with the model (default 1)"),
+        flag=count("replicas of the model, each on tensor-parallel-size devices (default 1)"),
         short="-dp",
     )
-    # How the devices of a model add up: "fast", or "ordered", in their order whatever the library, for more
+    # Sums over the devices of a model: "fast", or "ordered": in the devices' order with any library, for more
     # bytes moved.
     tensor_parallel_sums: Sums = option(
         "fast",
         choice(*get_args(Sums)),
-        flag=text("what they add up: fast (default), or ordered, in their order, for more bytes moved"),
+        flag=text("sums over the devices: fast (default), or ordered: in their order, for more bytes moved"),
     )
-    # What turns the serving loop. auto: the device, or the host where a GPU fails to run it as one program.
+    # Whether the device or the host runs the serving loop. auto: the device; the host where a GPU fails to
+    # run it as one program.
     loop: Loop = option(
         "auto",
         choice(*get_args(Loop)),
         flag=text(
-            "who turns the serving loop: device, host, or auto (default): the device, and the host where a "
-            "GPU fails to run the loop as one program"
+            "where the serving loop runs: device, host, or auto (default): on the device, and on the host "
+            "where a GPU fails to run it as one program"
         ),
     )
-    # Whether layers are computed in a loop, so that compiling does not take longer for more of them. None:
-    # where our CPU kernels multiply. On a GPU True needs Hopper, 16 bits and its attention kernel: products
-    # are then by our kernel, which was never measured, in place of cuBLAS.
+    # Whether layers are computed in a loop: then compiling takes as long for many as for few. None: where our
+    # CPU kernels multiply. On a GPU True needs Hopper, 16 bits and the attention kernel. Our own kernel,
+    # which was never measured, then multiplies in place of cuBLAS.
     loop_over_layers: bool | None = option(
         None,
         optional(checked_bool),
         flag=yes_or_no(
-            "layers in a loop, so that compiling takes as long for many as for few (default: where our CPU "
-            "kernels multiply; on a Hopper GPU with --loop-over-layers, by a kernel that was never measured)"
+            "compute layers in a loop, so that compiling takes as long for many as for few (default: where "
+            "our CPU kernels multiply; on a Hopper GPU a kernel that was never measured then multiplies)"
         ),
     )
     max_logprobs: int = option(
@@ -263,13 +269,13 @@ class EngineConfig:
         whole(f"an int in [0, {MAX_LOGPROBS}], as many as a step tells of", 0, MAX_LOGPROBS),
         flag=count("likeliest tokens that a request may ask for (default and most: 20)"),
     )
-    # Whether compiled programs and weights as programs read them are kept on disk for the next start.
+    # Whether compiled programs and packed weights are kept on disk for the next start.
     keep_programs: bool = option(
         True,
         checked_bool,
         flag=yes_or_no("keep compiled programs and packed weights on disk for the next start (default: yes)"),
     )
-    # For requests without a seed: any number of 64 bits. (On the command line --seed is the request's.)
+    # Seed for requests without one, of up to 64 bits. (On the command line --seed is the request's.)
     seed: int = option(0, checked_seed)
 
     def __post_init__(self) -> None:
@@ -314,13 +320,13 @@ class EngineConfig:
 
     @property
     def num_prefill_tiles(self) -> int:
-        """Prompt tiles computed in one step: what the rows that decode leave of the budget."""
+        """Prompt tiles computed in one step: the tokens of a step less one for each decoding row."""
         tokens = self.max_num_batched_tokens or self.max_num_seqs + DEFAULT_PREFILL_TOKENS
         return (tokens - self.max_num_seqs) // PREFILL_TILE
 
     @property
     def num_rows(self) -> int:
-        """Places for requests on the device: while all that can run do, as many again wait there."""
+        """Rows on the device: one for each running sequence, and as many for waiting ones."""
         return 2 * self.max_num_seqs
 
     def _check_processes(self) -> None:

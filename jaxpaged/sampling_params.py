@@ -77,7 +77,7 @@ class RequestOutputKind(enum.Enum):
 
 
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:
-    """Return each once, in their order. Whether the model has them is checked with the request."""
+    """Return each id once, in the given order. The request checks that the model has them."""
     if ids is None:
         return ()
     # There may be as many as the model has tokens: no loop of Python's own goes over them.
@@ -153,7 +153,7 @@ def _logit_bias(name: str, bias: object) -> dict[int, float] | None:
 
 
 def _penalty_flag(default: float) -> Mapping[str, Any]:
-    help_ = f"less of what is there already (default {default:g}: none)"
+    help_ = f"penalty on tokens that are in the text already (default {default:g}: none)"
     return {"type": float, "default": default, "help": help_}
 
 
@@ -174,21 +174,21 @@ class SamplingParams:
     they ask for nothing.
     """
 
-    # New tokens at most; None: up to the model's length.
+    # Most new tokens. None: up to the model's length.
     max_tokens: int | None = option(
         16,
         optional(whole(f"None or a positive int, {MOST_TOKENS}", 1)),
-        flag={"type": int, "default": 64, "help": "new tokens a prompt (default 64)"},
+        flag={"type": int, "default": 64, "help": "most new tokens of an answer (default 64)"},
     )
-    # 0 is greedy.
+    # Divisor of the logits before sampling. 0: the likeliest token is taken (greedy).
     temperature: float = option(
         1.0,
         number("a number >= 0, at most 3.4e38", 0),
         field=float,
         from_model=True,
-        flag={"type": float, "default": 0.0, "help": "0 is greedy (default 0)"},
+        flag={"type": float, "default": 0.0, "help": "sampling temperature (default 0: greedy)"},
     )
-    # Answers, each drawn for itself: of a `seed`, answer i is that of seed + i.
+    # Number of answers, each drawn by itself. With a `seed`, answer i is that of seed + i.
     n: int = option(
         1,
         whole(f"an int in [1, {MAX_ANSWERS}]", 1, MAX_ANSWERS),
@@ -208,28 +208,36 @@ class SamplingParams:
         number("in (0, 1]", 0, 1, above=True),
         field=float,
         from_model=True,
-        flag={"type": float, "default": 1.0, "help": "keep this much probability (default 1)"},
+        flag={
+            "type": float,
+            "default": 1.0,
+            "help": "keep the likeliest tokens of this total probability (default 1: all)",
+        },
     )
-    # Keep tokens at least so likely, relative to the likeliest.
+    # Keep tokens whose probability is at least this share of the likeliest token's.
     min_p: float = option(
         0.0,
         number("in [0, 1]", 0, 1),
         field=float,
         from_model=True,
-        flag={"type": float, "default": 0.0, "help": "relative to the likeliest (default 0)"},
+        flag={
+            "type": float,
+            "default": 0.0,
+            "help": "keep tokens of at least this share of the likeliest one's probability (default 0)",
+        },
     )
-    # Any number of 64 bits; None, or -1: a seed of the request's own, from the engine's seed.
+    # Seed of up to 64 bits. None or -1: a seed of the request's own, made from the engine's seed.
     seed: int | None = option(
         None,
         _seed,
         field=int,
-        flag={"type": int, "help": "the same tokens again (default: by the request's number)"},
+        flag={"type": int, "help": "seed of the answer (default: made from the request's number)"},
     )
-    # Taken from the logit of each token that the answer has.
+    # Subtracted from the logit of each token that the answer has.
     presence_penalty: float = option(0.0, number("in [-2, 2]", -2, 2), field=float, flag=_penalty_flag(0.0))
-    # Taken from it each time that the answer has the token.
+    # Subtracted once for each time that the answer has the token.
     frequency_penalty: float = option(0.0, number("in [-2, 2]", -2, 2), field=float, flag=_penalty_flag(0.0))
-    # Divides the logits above 0 of tokens that prompt or answer has, and multiplies those below.
+    # Divides positive logits, and multiplies negative ones, of tokens that the prompt or the answer has.
     repetition_penalty: float = option(
         1.0,
         number("a number > 0, at most 3.4e38", 0, above=True),
@@ -239,12 +247,11 @@ class SamplingParams:
     )
     # Added to the logits of these tokens.
     logit_bias: Mapping[int, float] | None = option(None, _logit_bias, field=dict[str, float])
-    # All other tokens are barred; None: none is.
+    # Tokens that may be chosen. None: all.
     allowed_token_ids: tuple[int, ...] | None = option(None, _allowed, field=list[int])
-    # Texts whose tokens, as at a text's beginning or behind a space, the answer must not have one after the
-    # other.
+    # Texts that the answer must not contain, as sequences of tokens at a text's start or behind a space.
     bad_words: tuple[str, ...] | None = option((), _texts, field=list[str])
-    # Texts that end the answer, and are not part of it.
+    # Texts that end the answer and are not part of it.
     stop: str | tuple[str, ...] | None = option(
         (),
         lambda name, v: _texts(name, (v,) if isinstance(v, str) else v),
@@ -253,44 +260,47 @@ class SamplingParams:
             "action": "append",
             "default": [],
             "metavar": "TEXT",
-            "help": "ends an answer; may be given repeatedly",
+            "help": "text that ends an answer; may be repeated",
         },
     )
     # Tokens that end the answer, like the model's end-of-sequence tokens.
     stop_token_ids: tuple[int, ...] | None = option((), _token_ids, field=list[int])
-    # Before there are so many tokens, no stop token is chosen and no stop string looked for.
+    # Fewest new tokens: until then no stop token is chosen and no stop string is looked for.
     min_tokens: int = option(
         0,
         whole(f"an int >= 0, {MOST_TOKENS}", 0),
         field=int,
-        flag={"type": int, "default": 0, "help": "new tokens before it may end (default 0)"},
+        flag={"type": int, "default": 0, "help": "fewest new tokens of an answer (default 0)"},
     )
-    # Take the model's end-of-sequence tokens for tokens like others.
+    # Whether the model's end-of-sequence tokens are treated as any others.
     ignore_eos: bool = option(
-        False, checked_bool, field=bool, flag={"action": "store_true", "help": "go on to --max-tokens"}
+        False,
+        checked_bool,
+        field=bool,
+        flag={"action": "store_true", "help": "do not end at the model's end-of-sequence tokens"},
     )
-    # Let stop strings and stop tokens be part of the text.
+    # Whether stop strings and stop tokens are part of the text.
     include_stop_str_in_output: bool = option(False, checked_bool, field=bool)
-    # The log-probability of each of the answer's tokens, and of so many likeliest.
+    # Number of likeliest tokens to report with each answer token's log-probability. None: no report.
     logprobs: int | None = option(None, optional(whole(COUNT_RULE, 0, MAX_LOGPROBS)))
-    # Likewise of the prompt's tokens.
+    # Number of likeliest tokens to report with each prompt token's log-probability. None: no report.
     prompt_logprobs: int | None = option(None, optional(whole(COUNT_RULE, 0, MAX_LOGPROBS)))
-    # Take so many tokens of a longer prompt; -1: as many as leave room for one of the answer; None: refuse
-    # what is too long.
+    # Tokens to keep of a longer prompt. -1: as many as leave room for one answer token. None: refuse a prompt
+    # that is too long.
     truncate_prompt_tokens: int | None = option(None, optional(_num_kept), field=int)
-    # The end of the prompt that is cut off; None: left.
+    # End of the prompt that is cut off. None: left.
     truncation_side: Literal["left", "right"] | None = option(
         None,
         optional(choice("left", "right")),
         field=Literal["left", "right"],
     )
-    # Give the answer's text.
+    # Whether outputs have the answer's text.
     detokenize: bool = option(True, checked_bool)
-    # Leave special tokens out of the text.
+    # Whether special tokens are left out of the text.
     skip_special_tokens: bool = option(True, checked_bool, field=bool)
-    # Where they are not left out, and the tokenizer knows the difference.
+    # Whether special tokens that are kept have spaces between them, where the tokenizer supports it.
     spaces_between_special_tokens: bool = option(True, checked_bool, field=bool)
-    # What outputs of a stream have of the answer.
+    # Content of a stream's outputs: all so far, only what is new, or the end alone.
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
 
     def __post_init__(self) -> None:
@@ -310,13 +320,13 @@ class SamplingParams:
 
     @property
     def cuts(self) -> Literal["left", "right"] | None:
-        """The end at which a prompt that is too long is cut off; None: it is refused."""
+        """End at which a prompt that is too long is cut off; None: it is refused."""
         return None if self.truncate_prompt_tokens is None else self.truncation_side or "left"
 
     def of_answer(self, index: int) -> Self:
         """Return the parameters of one of the `n` answers, as a request for it alone would have them.
 
-        Only the first tells of the prompt.
+        Only the first reports log-probabilities of the prompt.
         """
         if self.n == 1:
             return self
