@@ -20,7 +20,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["gguf", "int8", "int4", "fp8"]
 Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
-# Those of `memory/eviction.py`.
+# Names of the policies in `memory/eviction.py`.
 EvictionPolicy = Literal["lru", "lru_split", "fifo", "lfu", "depth", "sieve", "s3fifo"]
 Loop = Literal["auto", "device", "host"]
 Sums = Literal["fast", "ordered"]  # see `models.shards.Shards`

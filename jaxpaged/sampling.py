@@ -14,7 +14,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.sampling_params import MAX_LOGPROBS
 from jaxpaged.sampling_state import LogitRules, SamplingState
 
-# Of a row's tokens, and of its edits, so many are looked at together: time follows what there is.
+# Tokens of a row, and edits, that one turn of a loop looks at: the time follows their number.
 TOKENS_AT_ONCE = 256
 EDITS_AT_ONCE = 32
 # A token is drawn in two steps: one of the vocabulary's groups of so many neighbours, then one in it.

@@ -29,7 +29,7 @@ MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 # Answers to one prompt at most, as in vLLM.
 MAX_ANSWERS = 16_384
-# Of a length to a higher power float32 is at its end.
+# Largest penalty: a length to a higher power may exceed float32.
 MOST_PENALTY = 5
 # What `from_optional` makes of a larger bias, as vLLM does.
 MOST_BIAS = 100.0
@@ -375,7 +375,7 @@ class BeamSearchParams:
     ignore_eos: bool = False  # take the model's end-of-sequence tokens for tokens like others
     temperature: float = 0.0  # log-probabilities are of logits divided by it; 0, as 1: the model's own
     length_penalty: float = 1.0  # above 0 prefers long answers, 0 is the sum itself
-    # Of vLLM's server. `LLM.beam_search` gives the token that ended a sequence, there and here.
+    # Option of vLLM's server. `LLM.beam_search` returns the token that ended a sequence in any case.
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:

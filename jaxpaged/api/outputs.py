@@ -27,8 +27,8 @@ class Logprob:
 
     logprob: float
     rank: int | None = None  # its place among all tokens, 1 the likeliest
-    # Its text, with the space before a word. One that ends within a character is called "", and the one that
-    # completes it by all of it. None where there is no tokenizer, or no text was wanted.
+    # Text of the token, with the space before a word. A token that ends within a character has "", and the
+    # token that completes the character has all of it. None without a tokenizer, or where no text was wanted.
     decoded_token: str | None = None
 
 

@@ -17,7 +17,7 @@ Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 # One for all prompts, or a list with one each.
 Loras = LoRARequest | None | Sequence[LoRARequest | None]
 Priority = int | Sequence[int] | None
-# Of vLLM's `tokenization_kwargs`: fields of `SamplingParams` here.
+# Fields of `SamplingParams` that vLLM has in `tokenization_kwargs`.
 CUTS = ("truncate_prompt_tokens", "truncation_side")
 
 

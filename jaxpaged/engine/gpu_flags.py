@@ -11,7 +11,7 @@ from jaxpaged.config import EngineConfig
 # By default XLA makes CUDA graphs of kernels and branches, but not of loops. With this the serving loop is
 # one graph, launched once a run: `tests/step/test_compile_h200.py` reads it from the compiled program.
 FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE"}
-# Of a program that the host turns: graphs of what lies between loops and branches, whatever XLA_FLAGS says.
+# Options of a step that the host launches: CUDA graphs between loops and branches, whatever XLA_FLAGS says.
 STEP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
 }

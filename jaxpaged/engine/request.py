@@ -76,10 +76,10 @@ class Delta:
     finish_reason: FinishReason = FinishReason.NONE
     # What ended it, if its reason is STOP: a string or a token of the request's own, None for the model's.
     stop_reason: int | str | None = None
-    # Of the prompt's tokens, None for the first, where they were asked for: with the answer's first token.
+    # Scores of the prompt's tokens, None for the first; with the answer's first token, where asked for.
     prompt_scores: list[Score | None] | None = None
-    # Of these tokens and those held back before: characters that are whole. None from an engine without a
-    # tokenizer or where it was not wanted, and in the sink of a request without stop strings.
+    # Whole characters of these tokens and of those held back before. None from an engine without a tokenizer,
+    # where no text was wanted, and in the sink of a request without stop strings.
     text: str | None = None
     index: int = 0  # which of the prompt's answers
     beam: "Beam | None" = None  # of what a beam search has found

@@ -105,7 +105,7 @@ def fitted(setup: Setup, model: Decoder) -> tuple[CacheSize, Run]:
         of_state = _num_bytes(dataclasses.replace(state, host=None)) - num_blocks * per_block
         if state.host is not None:
             of_state += _num_bytes(state.host.tables)
-        # Of results two are there at a time: that of a run, and that of the one before, which is being read.
+        # Two results exist at a time: that of the current run, and that of the last one, which is being read.
         of_loop = program.temporary_bytes + 2 * program.result_bytes
         left = memory.less(("of state", of_state), ("of the compiled loop", of_loop))
         made[num_blocks] = left, source.run(program)

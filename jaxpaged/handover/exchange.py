@@ -192,7 +192,7 @@ def fill(
     """
 
     def with_pool(state: EngineState, pool: BlockPool) -> EngineState:
-        # Who was looked up and did not fit may find more now.
+        # Requests that were looked up and did not fit may find more now.
         tables = replace(state.tables, pool=pool)
         nobody = none_turned_away()
         if mesh is not None:

@@ -74,7 +74,7 @@ class Ranking:
     ]
     # Whether the first in rank is spared: (queue, id) -> (spared, its new rank, kind and hits).
     spare: Callable[[RankedQueue, Int[Array, ""]], "Spared"] | None = None
-    # Of which kind the next block to be taken is.
+    # Choice of the kind from which the next block is taken.
     choose: Callable[[RankedQueue, Int[Array, " num_kinds"]], Int[Array, ""]] | None = None
     num_kinds: int = 1
     remembers: bool = False  # evicted content of kind 0; what comes back is of kind 1

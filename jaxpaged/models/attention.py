@@ -31,7 +31,7 @@ class PassBatch:
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
     implementation: TiledImplementation = field(metadata={"static": True})  # of the attention
-    # Which adapter each tile has, from 1 on, and 0 for none; None where the model has no room for any.
+    # Adapter slot of each tile, from 1; 0 for no adapter. None where the model has no adapter slots.
     adapters: Int[Array, " num_tiles"] | None = None
     table_rows: Int[Array, " num_tiles"] | None = None  # of each tile, of block_tables; None: in their order
     # What there is to do, for each kind of window, the same in all layers: by `planned`.

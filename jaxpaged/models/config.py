@@ -136,7 +136,7 @@ class ModelConfig:
     # Attention.
     qkv_bias: bool = False
     o_bias: bool = False
-    # Of each head with the same weights, of each with its own, or of all heads as one.
+    # Norm of queries and keys: of each head with shared or with its own weights, or of all heads as one.
     qk_norm: Literal["head", "each", "all"] | None = None
     norm_after_rope: bool = False  # whether queries and keys are turned before they are normed
     qkv_clip: float | None = None

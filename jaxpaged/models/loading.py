@@ -37,7 +37,7 @@ class Checkpoint:
     load_weights: Callable[[], Mapping[str, Any]]  # by their names in the files, each read when asked for
     # What its makers sample with, as `SamplingParams` names it: from generation_config.json.
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Of a GGUF file, and of a directory whose weights are quantised: what keeps them as they are.
+    # How a GGUF file's, or a directory's, quantised weights are kept as they are; None if none are quantised.
     keep_quantised: Callable[[], Quantisation] | None = None
     quant_method: str | None = None  # of such a directory: what its config calls it
 
@@ -183,7 +183,7 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
     generation: Mapping[str, Any] = {}
     if (path / "generation_config.json").is_file():
         generation = hf.read_object(path / "generation_config.json")
-        # Its end-of-sequence tokens are the ones to stop at: chat models list the end of a turn only there.
+        # Chat models list the token that ends a turn only in this file: its end-of-sequence tokens count.
         if generation.get("eos_token_id") is not None:
             config_json |= {"eos_token_id": generation["eos_token_id"]}
     try:

@@ -71,7 +71,7 @@ def add_pass(
     flat, cache = model(
         tiles.token_ids.reshape(-1), jnp.where(is_token, positions, 0).reshape(-1), cache, batch
     )
-    # Those that nobody wants may be anything.
+    # Hidden states of tokens that are not wanted may be anything, NaN too.
     hidden = jnp.where(wanted[:, :, None], flat.reshape(*positions.shape, -1).astype(jnp.float32), 0)
 
     def add(i: Int[Array, ""], sums: Float[Array, "num_rows hidden"]) -> Float[Array, "num_rows hidden"]:

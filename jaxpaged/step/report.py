@@ -45,7 +45,7 @@ class Report:
     new_scores: Scores | None = field(metadata=ROWS)  # of these tokens (`loop.recent_scores`), where wanted
     num_free_blocks: Int[Array, ""] = field(metadata=SUM)
     num_cached_blocks: Int[Array, ""] = field(metadata=SUM)  # free ones whose content can still be found
-    # Of the last step's prompt tiles; None where they were not fetched. Merged by themselves.
+    # Scores of the last step's prompt tiles; None where they were not fetched. Merged separately.
     prompt_scores: PromptScores | None = field(metadata=KEEP)
     counters: Int[Array, " counters"] = field(metadata=KEEP)  # by `Counter`
     status: Int[Array, ""] = field(metadata=BITS)

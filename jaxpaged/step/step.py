@@ -217,7 +217,8 @@ def score_prompts(
     """
     wants = (tiles.end > 0) & rows.tells_prompt[tiles.row]
 
-    # As many rounds as want it: of a fixed number XLA would make slices that no CUDA graph can hold.
+    # The loop makes one turn for each tile that is scored. With a fixed number of turns XLA would make slices
+    # that no CUDA graph can hold.
     (wanted_tiles,) = jnp.nonzero(wants, size=wants.shape[0], fill_value=0)
 
     def score_tile(i: Int[Array, ""], prompt_scores: PromptScores) -> PromptScores:

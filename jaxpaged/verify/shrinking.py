@@ -76,7 +76,7 @@ def simplifications(case: Case, timid: bool) -> Any:
     """
     from hypothesis import strategies as st
 
-    # Its own value more often than not, so that what needs several of them together is met soon.
+    # A field keeps its value in most draws, so that faults which need several values together are met soon.
     def values(own: Any, simpler: tuple[Any, ...]) -> Any:
         simpler = tuple(v for v in simpler[: _place(own, simpler)] if _is_less(v, own))
         return st.sampled_from([*simpler, *[own] * (1 + 2 * len(simpler))]) if simpler else st.just(own)

@@ -107,7 +107,7 @@ def run(
         state, decision = step(model, before, config)
         rows, former = state.rows, before.rows
         finishes = (rows.phase == Phase.FINISHED) & (former.phase != Phase.FINISHED)
-        # Who has finished holds nothing any more: all of its tokens but the last were computed.
+        # A finished row holds no blocks any more: all of its tokens but the last were computed.
         seq_lens = jnp.where(finishes, rows.num_tokens - 1, state.tables.seq_lens)
         end = clock + seconds_of_step(decision.plan.num_new_tokens, seq_lens, peak, decoder)
         begins = (former.num_tokens == rows.prompt_lens) & (rows.num_tokens > rows.prompt_lens)

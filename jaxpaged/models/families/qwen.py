@@ -136,7 +136,7 @@ QWEN3_MOE = Family(
     read=read_qwen3_moe,
     names=lambda config: MOE_NAMES,
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
-    # That weights add up to 1 the files do not say; it is so in all of these models.
+    # The experts' weights add up to 1 in all of these models, though the files do not say so.
     gguf=tuple(
         Gguf(architecture=name, fields=lambda read: {"norm_topk_prob": True})
         for name in ("qwen3moe", "qwen3vlmoe")
