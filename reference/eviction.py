@@ -117,7 +117,12 @@ class Depth(Ranked):
 
 
 class Sieve(Ranked):
-    """Rounds through the blocks in the order of `Fifo`; who was found is left for the next round, once."""
+    """SIEVE (Zhang et al., NSDI 2024): a hand goes through the blocks in the order of `Fifo`, in rounds.
+
+    It passes over a block that was found since it came by last, and takes the first other one. New blocks lie
+    behind all others. When the hand has passed the last one, it goes on with the first: new blocks are then
+    of the next round.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -138,35 +143,37 @@ class Sieve(Ranked):
             self.hits[block] = 0
             self.round[block] += 1
             self.ranks[block] = self.rank(block)
-        return super().take()
+        evicts = not self.empty
+        block = super().take()
+        if evicts and self.ranks:
+            self.floor = max(self.floor, min(self.ranks.values())[0])
+        return block
 
 
 class S3Fifo(Ranked):
-    """Two queues in the order in which blocks came: a small one for what is new, a main one for the rest.
+    """S3-FIFO (Yang et al., SOSP 2023): a small queue for new blocks, a main one for the rest.
 
     While more than a tenth of the free blocks with content are in the small one, its first goes, else the
-    main one's. Of the small one's, who was found twice goes to the main one's end instead; of the main one's,
-    who was found goes to its end again, with a hit less of at most three. What was evicted from the small
-    one is remembered, as many of the last such contents as there are free blocks with content, in a table of
-    `num_ghosts` places by the last bits of what names them, where a later one replaces an earlier one: what
-    comes back while it is remembered begins in the main one.
+    main one's. A block of the small queue that was found twice goes to the main one's end instead. A block of
+    the main queue that was found goes to its end again, with a hit less of at most three. Contents that were
+    evicted from the small queue are remembered: as many, the last ones, as there are free blocks with
+    content. A remembered content that comes back begins in the main queue.
     """
 
-    def __init__(self, num_blocks: int, num_ghosts: int | None = None) -> None:
+    def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self.is_main: dict[int, bool] = {}
         self.place: dict[int, int] = {}
         self.content: dict[int, int] = {}
-        self.ghosts: dict[int, tuple[int, int]] = {}
+        self.ghosts: dict[int, int] = {}  # the number of each content's last eviction from the small queue
         self.num_ghosts = 0
-        self.mask = (num_ghosts or 1 << (num_blocks - 1).bit_length()) - 1
 
     def publish(self, block: int, depth: int, content: int) -> None:
         super().publish(block, depth, content)
         self.place.pop(block, None)
         self.content[block] = content
-        ghost, when = self.ghosts.get(content & self.mask, (None, 0))
-        self.is_main[block] = ghost == content and when > self.num_ghosts - len(self.ranks)
+        oldest = self.num_ghosts - len(self.ranks)
+        self.is_main[block] = content in self.ghosts and self.ghosts[content] > oldest
 
     def rank(self, block: int) -> tuple[int, int]:
         return 0, self.place.setdefault(block, self.now)
@@ -188,7 +195,7 @@ class S3Fifo(Ranked):
                 continue
             if from_small:
                 self.num_ghosts += 1
-                self.ghosts[self.content[block] & self.mask] = (self.content[block], self.num_ghosts)
+                self.ghosts[self.content[block]] = self.num_ghosts
             del self.ranks[block]
             return block
         return self.empty.pop(0)

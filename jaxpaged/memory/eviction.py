@@ -7,7 +7,8 @@ Blocks without content always go first, in the order in which they were given ba
   which the last block was taken (LFU with dynamic ageing). Of equals the longest unused.
 - `depth`: the leaves of the prefix tree first, with the same ageing: to lie half as deep in a prompt is worth
   one more turn. Of equals the longest unused.
-- `sieve`: in rounds in the order of `fifo`; who was found since the last round is left for the next (SIEVE).
+- `sieve`: in rounds in the order of `fifo`; a block that was found since the last round is left for the next.
+  New blocks are last in the current round, or, where none of it is left, in the next (SIEVE).
 - `s3fifo`: two such orders, a small one for what is new and a main one; who was found twice in the small one,
   or comes back soon after it was evicted from there, moves to the main one (S3-FIFO).
 
@@ -115,7 +116,7 @@ RANKINGS = {
     "fifo": Ranking(_by_birth),
     "lfu": Ranking(_by_uses),
     "depth": Ranking(_by_depth),
-    "sieve": Ranking(_as_it_was, spare=_passed_over),
+    "sieve": Ranking(_as_it_was, spare=_passed_over, floor_follows_lowest=True),
     "s3fifo": Ranking(_as_it_was, spare=_moved, choose=_small_or_main, num_kinds=2, remembers=True),
 }
 EVICTION_POLICIES = {name: each for name, each in policies.POLICIES.items() if each.keeps_content} | {

@@ -21,6 +21,9 @@ from jaxpaged.checks import INT32_MAX
 from jaxpaged.memory.free_queue import FreeQueue
 
 FAN_OUT = 16  # children of a node
+# Remembered contents lie in sets of so many. There is a set for every two blocks: a set that should hold more
+# than all its ways, and so forgets a content too early, occurs once in some 10 billion.
+GHOST_WAYS = 16
 WITHOUT_CONTENT = 1 << 29  # so far below all others rank blocks that hold nothing
 
 
@@ -42,8 +45,9 @@ class RankedQueue(FreeQueue):
     clock: Int[Array, "2"]  # the floor, the first part of the last rank taken; and blocks given back so far
     num_queued: Int[Array, " num_kinds"]  # free blocks of each kind with content
     marks: Int[Array, " num_blocks"]  # all 0 between two calls
-    ghosts: Int[Array, "num_ghosts 2"]  # content that was evicted: its fingerprint, and when
-    num_ghosts: Int[Array, ""]  # so far
+    # Content that was evicted from kind 0: its fingerprint, and the number of its eviction; 0: none.
+    ghosts: Int[Array, "num_sets ways 2"]
+    num_ghosts: Int[Array, ""]  # such evictions so far
 
     HITS: ClassVar[int] = 0  # times it was found since it has this content
     BORN: ClassVar[int] = 1  # when it was first given back since then; 0: not yet
@@ -78,6 +82,8 @@ class Ranking:
     choose: Callable[[RankedQueue, Int[Array, " num_kinds"]], Int[Array, ""]] | None = None
     num_kinds: int = 1
     remembers: bool = False  # evicted content of kind 0; what comes back is of kind 1
+    # Whether the floor rises to the lowest rank that is left when a block is evicted.
+    floor_follows_lowest: bool = False
 
 
 type Spared = tuple[Bool[Array, ""], Int[Array, "2"], Int[Array, ""], Int[Array, ""]]
@@ -94,7 +100,7 @@ def _levels(num_blocks: int) -> list[int]:
 def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
     """Make a queue of all blocks but the null block, the lowest id first."""
     ids = jnp.arange(num_blocks, dtype=jnp.int32)
-    num_ghosts = next_power_of_two(num_blocks) if ranking.remembers else 0
+    num_sets = cdiv(next_power_of_two(num_blocks), 2) if ranking.remembers else 0
     queue = RankedQueue(
         ring=jnp.zeros(0, jnp.int32),
         place=jnp.where(ids == 0, FreeQueue.NOT_QUEUED, 0),
@@ -106,7 +112,7 @@ def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
         clock=jnp.array([0, num_blocks], jnp.int32),
         num_queued=jnp.zeros(ranking.num_kinds, jnp.int32),
         marks=jnp.zeros_like(ids),
-        ghosts=jnp.zeros((num_ghosts, 2), jnp.int32),
+        ghosts=jnp.zeros((num_sets, GHOST_WAYS, 2), jnp.int32),
         num_ghosts=jnp.int32(0),
     )
     return _play(queue, ids, jnp.ones(num_blocks, bool))
@@ -208,6 +214,11 @@ def take(
             num_queued=queue.num_queued + jnp.where(holds, moves, 0),
         )
         queue = _play(queue, block_id[None], jnp.ones(1, bool))
+        if ranking.floor_follows_lowest:
+            lowest = queue.winners[-1, 0]  # 0: no free block is left
+            rises = evicted & (lowest != 0) & has_content(queue, lowest)
+            rise = jnp.where(rises, jnp.maximum(queue.rank[lowest, 0] - queue.floor, 0), 0)
+            queue = replace(queue, clock=queue.clock.at[0].add(rise))
         at = jnp.where(spared, max_count, num_taken)
         return queue, num_taken + ~spared, taken_ids.at[at].set(block_id, mode="drop")
 
@@ -238,16 +249,22 @@ def note_content(
     queue = replace(queue, notes=queue.notes.at[target].set(notes, mode="drop"))
     if not ranking.remembers:
         return queue
-    ghost = queue.ghosts[fingerprint & (queue.ghosts.shape[0] - 1)]
+    ghost = queue.ghosts[fingerprint & (queue.ghosts.shape[0] - 1)]  # [n, ways, 2]
     oldest = jnp.maximum(queue.num_ghosts - jnp.sum(queue.num_queued), 0)
-    is_back = (ghost[:, 0] == fingerprint) & (ghost[:, 1] > oldest)
+    is_back = jnp.any((ghost[:, :, 0] == fingerprint[:, None]) & (ghost[:, :, 1] > oldest), axis=1)
     return replace(queue, kind=queue.kind.at[target].set(is_back.astype(jnp.int32), mode="drop"))
 
 
 def _remember(queue: RankedQueue, fingerprint: Int[Array, ""], mask: Bool[Array, ""]) -> RankedQueue:
+    """Remember an evicted content, if `mask`, in place of itself or of the oldest one of its set."""
+    num_sets = queue.ghosts.shape[0]
+    at = fingerprint & (num_sets - 1)
+    former = queue.ghosts[at]
+    is_same = (former[:, 0] == fingerprint) & (former[:, 1] > 0)
+    way = jnp.argmin(jnp.where(is_same, -1, former[:, 1]))
     num_ghosts = queue.num_ghosts + mask
-    at = jnp.where(mask, fingerprint & (queue.ghosts.shape[0] - 1), queue.ghosts.shape[0])
-    ghosts = queue.ghosts.at[at].set(jnp.stack([fingerprint, num_ghosts]), mode="drop")
+    ghost = jnp.stack([fingerprint, num_ghosts])
+    ghosts = queue.ghosts.at[jnp.where(mask, at, num_sets), way].set(ghost, mode="drop")
     return replace(queue, ghosts=ghosts, num_ghosts=num_ghosts)
 
 

@@ -64,12 +64,9 @@ def by_hand(trace, combination, partial=False, resident=1, lives=None, held=None
     cut = traces.blocks(trace, combination.block_size, partial=partial)
     usable = combination.cache_tokens and combination.cache_tokens // combination.block_size
     usable = usable or cut.num_distinct + resident * int(cut.num_held.max())
-    if combination.policy == "s3fifo":  # the compiled side's table is that of the largest cache
-        policy = eviction.S3Fifo(usable + 1, num_ghosts=64)
-        prompts = eviction.Prompts(policy, usable + 1, resident, name_of)
-    else:
-        policy = eviction.POLICIES[combination.policy](usable + 1)
-        prompts = eviction.Prompts(policy, usable + 1, resident)
+    policy = eviction.POLICIES[combination.policy](usable + 1)
+    names = name_of if combination.policy == "s3fifo" else lambda symbols: 0
+    prompts = eviction.Prompts(policy, usable + 1, resident, names)
     hits, uses = [], belady.next_use(cut)
     if lives is not None:
         prompts.policy = Aged(policy)
