@@ -16,7 +16,7 @@ SECONDS_TO_START = 600
 @contextlib.contextmanager
 def ours(*options: str, model: str = "smollm2") -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """Start our server on a free port; yield its URL and its process; ask it to end at the end."""
-    command = [sys.executable, "-m", "jaxpaged.cli", "serve", "--model", model, "--port", "0"]
+    command = [sys.executable, "-m", "jaxpaged", "serve", "--model", model, "--port", "0"]
     command += ["--log-level", "error", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:

@@ -96,7 +96,7 @@ def asked(url: str, clients: list[int]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "runs.jsonl")
         for num_clients in clients:
-            command = [sys.executable, "-m", "jaxpaged.cli", *_bench(url, num_clients), "--output", str(out)]
+            command = [sys.executable, "-m", "jaxpaged", *_bench(url, num_clients), "--output", str(out)]
             subprocess.run(command, check=True, stdout=sys.stderr)
         return [json.loads(line) for line in out.read_text().splitlines()]
 

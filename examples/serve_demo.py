@@ -16,7 +16,7 @@ QUESTION = [{"role": "user", "content": "Why is the sky blue? Answer in two sent
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "jaxpaged.cli", "serve", "--log-level", "warning", *sys.argv[1:]]
+    command = [sys.executable, "-m", "jaxpaged", "serve", "--log-level", "warning", *sys.argv[1:]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         ready = server.stdout.readline()

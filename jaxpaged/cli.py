@@ -3,7 +3,6 @@
 Imports at the top are light, so that `--help` answers at once: a command imports jax when it runs.
 """
 
-import sys
 from collections.abc import Sequence
 
 import jaxpaged
@@ -49,7 +48,3 @@ def parser() -> Parser:
     for add in (add_generate, add_info, add_serve, add_run_batch, add_bench, add_verify, add_lab):
         add(commands)
     return made
-
-
-if __name__ == "__main__":
-    sys.exit(main())

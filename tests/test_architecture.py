@@ -90,6 +90,7 @@ ALLOWED = {
         "jaxpaged/lab",
         *API,
     },
+    "jaxpaged/__main__.py": {"jaxpaged/cli.py"},
     "jaxpaged/cli.py": {"jaxpaged/__init__.py", "jaxpaged/commands", "jaxpaged/checks.py"},
     # Where vLLM's scripts import names from.
     "jaxpaged/engine/arg_utils.py": {"jaxpaged/api"},

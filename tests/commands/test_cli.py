@@ -357,7 +357,7 @@ def test_a_bad_line_of_json_is_refused_with_its_number(line, message, tmp_path):
 @pytest.mark.parametrize("argument", [b"\xff\xfe", "a\ud800b".encode("utf-8", "surrogatepass")])
 def test_arguments_that_are_no_text_are_refused(argument, monkeypatch):
     """Python reads its arguments in a process of its own; there is no home directory, too."""
-    command = [sys.executable, "-m", "jaxpaged.cli", "generate", "--prompt", argument]
+    command = [sys.executable, "-m", "jaxpaged", "generate", "--prompt", argument]
     done = subprocess.run(command, capture_output=True, env={"PATH": "/nowhere"}, check=False)
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.startswith(b"jaxpaged: --prompt '")

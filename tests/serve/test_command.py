@@ -97,7 +97,7 @@ def test_a_process_tells_its_address_serves_and_ends_in_order(model):
     arguments = ["serve", "--model", model, *FAST, "--port", "0", "--host", "0.0.0.0"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxpaged.cli", *arguments, "--served-model-name", "me"],
+        [sys.executable, "-m", "jaxpaged", *arguments, "--served-model-name", "me"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
