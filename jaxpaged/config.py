@@ -162,6 +162,13 @@ class EngineConfig:
             "let prompts share blocks with earlier answers, whose last bits may differ (default: no)"
         ),
     )
+    # Whether all layers share one block table, which keeps what the layer that reads most needs. Else each
+    # kind of layer has tables of its own, and gives back what has left its window.
+    disable_hybrid_kv_cache_manager: bool = option(
+        False,
+        checked_bool,
+        flag=yes_or_no("let all kinds of layers share one block table, and keep more (default: no)"),
+    )
     # Order in which free blocks are taken and lose their content.
     eviction_policy: EvictionPolicy = option(
         "lru",

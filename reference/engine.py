@@ -91,7 +91,12 @@ class Engine:
         if need > config.num_blocks - 1:
             raise ValueError(f"{request.max_num_tokens=} needs {need} blocks, more than the pool has")
         made = [
-            Row(row, replace(request, arrival=request.arrival + i), list(request.prompt))
+            Row(
+                row,
+                replace(request, arrival=request.arrival + i),
+                list(request.prompt),
+                lines=self.blocks.no_blocks,
+            )
             for i, row in enumerate(rows)
         ]
         for each in made:
@@ -216,8 +221,9 @@ class Engine:
 
     def _num_new_blocks(self, new: dict[Row, int]) -> int:
         grown = sum(
-            cdiv(row.computed + num_new, self.config.block_size) - len(row.blocks)
+            cdiv(row.computed + num_new, self.config.block_size) - len(line)
             for row, num_new in new.items()
+            for line in row.lines
         )
         return grown + self.blocks.num_copies([row for row, num_new in new.items() if num_new])
 
@@ -263,14 +269,19 @@ class Engine:
             return False
 
         names: list[BlockHash] = []
-        hits: list[KVCacheBlock] = []
+        hits = self.blocks.no_blocks
         if row.phase is Phase.WAITING and self.config.prefix_caching:
             names, hits = self.blocks.lookup(row)
-            if self._is_worth_waiting(row, len(hits)):
+            if self._is_worth_waiting(row, len(names)):
                 return False
 
-        # Room for all tokens that it and the running ones have. Of the hits, those in the window stay.
-        hits_held = hits[self.blocks.num_skipped(len(hits) * self.config.block_size) :]
+        # Room for all tokens that it and the running ones have. Of the hits, those within reach stay.
+        num_hit_tokens = len(names) * self.config.block_size
+        hits_held = [
+            block
+            for line, reach in zip(hits, self.config.reaches, strict=True)
+            for block in line[self.blocks.num_skipped(reach, num_hit_tokens) :]
+        ]
         need = self.blocks.most_held(row.num_tokens) - len(hits_held)
         need += (row.width - 1) * self._need_of_beam(row.prompt_len, row.num_tokens)
         need += sum(block.ref_cnt == 0 for block in hits_held)
@@ -281,15 +292,15 @@ class Engine:
         if row.phase is Phase.SWAPPED:
             step.copies_in += self.blocks.move(row, self.host_pool, self.pool)
         else:
-            self.pool.touch(hits)
-            row.names, row.blocks = names, hits
-            row.computed = len(hits) * self.config.block_size
+            for its in hits:
+                self.pool.touch(its)
+            row.names, row.lines, row.computed = names, hits, num_hit_tokens
             self.blocks.slide(row)
         if row.group is not None:
             for other in row.group.rows:
                 other.phase = Phase.FOLLOWING
         row.phase = Phase.RUNNING
-        step.admitted[row.index] = len(hits)
+        step.admitted[row.index] = len(names)
         return True
 
     def _leader_in_prompt(self, row: Row) -> Row | None:
@@ -302,8 +313,8 @@ class Engine:
         return None
 
     def _need_of_fork(self, row: Row) -> int:
-        """Return how many blocks are needed to copy a block that is partly filled with the prompt."""
-        return int(row.prompt_len % self.config.block_size != 0)
+        """Return how many blocks are needed to copy those that are partly filled with the prompt."""
+        return len(self.config.reaches) if row.prompt_len % self.config.block_size else 0
 
     def _reserved(self, running: list[Row]) -> int:
         """Free blocks that are not for the next request: for what the running ones have, and to grow into."""
@@ -322,8 +333,7 @@ class Engine:
 
         They are all but those that its prompt fills. With a window those may be gone when it forks.
         """
-        shared = prompt_len // self.config.block_size if self.config.sliding_window is None else 0
-        return self.blocks.most_held(num_tokens) - shared
+        return self.blocks.most_held(num_tokens) - self.blocks.sure_to_be_kept(prompt_len)
 
     def _is_worth_waiting(self, row: Row, num_hits: int) -> bool:
         """Return whether a running row's prompt will let this one find at least a tile more than its hits."""
@@ -376,7 +386,8 @@ class Engine:
         way in the next step and is computed again. With a window they must be published before they leave it.
         """
         is_tight = self.pool.get_num_free_blocks() < len(self._in_phase(Phase.RUNNING))
-        return not (self.config.reuse_answers or self.config.sliding_window or is_tight)
+        has_window = not all(reach.is_full for reach in self.config.reaches)
+        return not (self.config.reuse_answers or has_window or is_tight)
 
     # Rows.
 

@@ -2,7 +2,7 @@
 
 import collections
 
-from .engine_state import EngineConfig, Phase, Row, Step
+from .engine_state import EngineConfig, Phase, Reach, Row, Step
 from .v1.block_pool import BlockPool
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 from .v1.kv_cache_utils import Request as V1Request
@@ -10,6 +10,9 @@ from .v1.kv_cache_utils import Request as V1Request
 
 class Blocks:
     """A block pool of V1, beside it a pool on the host, which caches no content, and the cache of both.
+
+    Groups of layers have lines of blocks of their own, all from the one pool. A row takes, shares and gives
+    back line by line. The first group names content; what another group has of it is found by the same name.
 
     Content is named exactly: a full block's name stands for its parent's name (the salt, if it is the first)
     and its tokens, and dies with the last block that has it. A name is never used again, so that the children
@@ -36,19 +39,21 @@ class Blocks:
 
     def grow(self, row: Row, num_new: int, step: Step) -> None:
         """Take the blocks that the row's next tokens need; a shared one is copied before it is written to."""
-        if num_new and row.computed % self.config.block_size and row.blocks[-1].ref_cnt > 1:
-            shared, [own] = row.blocks[-1], self.pool.get_new_blocks(1)
-            self._copy(shared, own)
-            self.pool.free_blocks([shared])
-            row.blocks[-1] = own
-            step.copies.append((shared.block_id, own.block_id))
-        num_blocks = cdiv(row.computed + num_new, self.config.block_size) - len(row.blocks)
-        row.blocks += self.pool.get_new_blocks(num_blocks)
+        for line in row.lines:
+            if num_new and row.computed % self.config.block_size and line[-1].ref_cnt > 1:
+                shared, [own] = line[-1], self.pool.get_new_blocks(1)
+                self._copy(shared, own)
+                self.pool.free_blocks([shared])
+                line[-1] = own
+                step.copies.append((shared.block_id, own.block_id))
+            num_blocks = cdiv(row.computed + num_new, self.config.block_size) - len(line)
+            line += self.pool.get_new_blocks(num_blocks)
 
     def fork(self, row: Row, leader: Row) -> None:
         """Let a row hold another one's blocks too, but for those that its own next token does not see."""
         self.pool.touch(leader.held)
-        row.blocks, row.names, row.computed = [*leader.blocks], [*leader.names], leader.computed
+        row.lines = [[*line] for line in leader.lines]
+        row.names, row.computed = [*leader.names], leader.computed
         self.slide(row)
 
     def move(self, row: Row, source: BlockPool, target: BlockPool) -> list[tuple[int, int]]:
@@ -57,43 +62,53 @@ class Blocks:
         twins = dict(zip(held, target.get_new_blocks(len(held)), strict=True))
         for block, twin in twins.items():
             self._copy(block, twin)
-        source.free_blocks(reversed(row.blocks))
-        row.blocks = [twins.get(block, target.null_block) for block in row.blocks]
+        for line in row.lines:
+            source.free_blocks(reversed(line))
+        row.lines = [[twins.get(block, target.null_block) for block in line] for line in row.lines]
         return [(block.block_id, twin.block_id) for block, twin in twins.items()]
 
     def free(self, row: Row) -> None:
         """Free all blocks, the last first, so that the beginning, which others may share, is evicted last."""
         pool = self.host_pool if row.phase is Phase.SWAPPED else self.pool
-        pool.free_blocks(reversed(row.blocks))
-        row.blocks, row.names, row.computed = [], [], 0
+        for line in row.lines:
+            pool.free_blocks(reversed(line))
+        row.lines, row.names, row.computed = self.no_blocks, [], 0
 
     def slide(self, row: Row) -> None:
-        """Free the blocks that have left the window."""
-        num_skipped = self.num_skipped(row.computed)
-        self.pool.free_blocks(reversed(row.blocks[:num_skipped]))
-        row.blocks[:num_skipped] = [self.pool.null_block] * num_skipped
+        """Free the blocks that no coming token reads."""
+        for line, reach in zip(row.lines, self.config.reaches, strict=True):
+            num_skipped = min(self.num_skipped(reach, row.computed), len(line))
+            self.pool.free_blocks(reversed(line[:num_skipped]))
+            line[:num_skipped] = [self.pool.null_block] * num_skipped
 
     def num_copies(self, writers: list[Row]) -> int:
         """Return how many blocks are copied when rows write into shared ones; the last holder keeps it."""
         blocks = collections.Counter(
-            row.blocks[-1] for row in writers if row.computed % self.config.block_size
+            line[-1] for row in writers if row.computed % self.config.block_size for line in row.lines
         )
         return sum(min(num_writers, block.ref_cnt - 1) for block, num_writers in blocks.items())
 
     def most_held(self, num_tokens: int) -> int:
         """Return how many blocks a row may hold at once, until it has computed so many tokens."""
-        config = self.config
-        num_blocks = cdiv(num_tokens, config.block_size)
-        if config.sliding_window is None:
-            return num_blocks
-        widest = config.sliding_window - 1 + config.num_tiles * config.tile_len
-        return min(num_blocks, cdiv(widest, config.block_size) + 1)
+        config, total = self.config, 0
+        for reach in config.reaches:
+            most = reach.most_kept(config.num_tiles * config.tile_len)
+            num_blocks = cdiv(num_tokens, config.block_size)
+            total += num_blocks if most is None else min(num_blocks, cdiv(most, config.block_size) + 1)
+        return total
 
-    def num_skipped(self, computed: int) -> int:
+    def sure_to_be_kept(self, num_tokens: int) -> int:
+        """Return how many full blocks of so many tokens never go out of reach."""
+        return num_tokens // self.config.block_size * sum(reach.is_full for reach in self.config.reaches)
+
+    def num_skipped(self, reach: Reach, computed: int) -> int:
         """Return how many leading blocks the token after so many does not attend to."""
-        if self.config.sliding_window is None:
-            return 0
-        return max(computed + 1 - self.config.sliding_window, 0) // self.config.block_size
+        return reach.first_read(computed) // self.config.block_size
+
+    @property
+    def no_blocks(self) -> list[list[KVCacheBlock]]:
+        """Lines of a row without blocks."""
+        return [[] for _ in self.config.reaches]
 
     # The cache.
 
@@ -101,22 +116,24 @@ class Blocks:
         """Put the next tokens' K and V, so to speak, into the cache."""
         marked = row.marked_tokens
         for position in range(row.computed, row.computed + num_new):
-            self.cache[self._place(row, position)] = tuple(marked[: position + 1])
+            for line in row.lines:
+                self.cache[self._place(line, position)] = tuple(marked[: position + 1])
 
     def check(self, row: Row, num_new: int) -> None:
         """Check that the new tokens attend to what this row would have written, or raise AssertionError."""
-        window, marked = self.config.sliding_window, row.marked_tokens
-        first = 0 if window is None else max(row.computed + 1 - window, 0)
-        for position in range(first, row.computed + num_new) if num_new else ():
-            found = list(self.cache[self._place(row, position)])
-            wanted = marked[: position + 1]
-            if self.config.reuse_answers:  # their shape may differ
-                found, wanted = unmarked(found), unmarked(wanted)
-            assert found == wanted, f"{row} finds {found} at {position=}"
+        marked = row.marked_tokens
+        for line, reach in zip(row.lines, self.config.reaches, strict=True):
+            first = reach.first_read(row.computed)
+            for position in range(first, row.computed + num_new) if num_new else ():
+                found = list(self.cache[self._place(line, position)])
+                wanted = marked[: position + 1]
+                if self.config.reuse_answers:  # their shape may differ
+                    found, wanted = unmarked(found), unmarked(wanted)
+                assert found == wanted, f"{row} finds {found} at {position=}"
 
-    def _place(self, row: Row, position: int) -> tuple[KVCacheBlock, int]:
-        """Return the block and the offset in the cache of a position of a row."""
-        return row.blocks[position // self.config.block_size], position % self.config.block_size
+    def _place(self, line: list[KVCacheBlock], position: int) -> tuple[KVCacheBlock, int]:
+        """Return the block and the offset in the cache of a position."""
+        return line[position // self.config.block_size], position % self.config.block_size
 
     def _copy(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
         for offset in range(self.config.block_size):
@@ -138,8 +155,12 @@ class Blocks:
         blocks = None if name is None else self.pool.get_cached_block(name, [0])
         return (name, blocks[0]) if name is not None and blocks is not None else None
 
-    def lookup(self, row: Row) -> tuple[list[BlockHash], list[KVCacheBlock]]:
-        """Return the longest prefix of a row's tokens that can be found; one token is left to compute."""
+    def lookup(self, row: Row) -> tuple[list[BlockHash], list[list[KVCacheBlock]]]:
+        """Return the longest prefix of a row's tokens of which every group has what the next token reads.
+
+        One token is left to compute. Returns the content's names, and each group's blocks; in the lines of
+        further groups the null block stands for one that need not be there.
+        """
         names: list[BlockHash] = []
         blocks: list[KVCacheBlock] = []
         parent: BlockHash | int = row.request.salt
@@ -150,7 +171,23 @@ class Blocks:
             parent = found[0]
             names.append(found[0])
             blocks.append(found[1])
-        return names, blocks
+        while True:
+            lines = [self._line(group, names) for group in range(1, len(self.config.reaches))]
+            served = [line for line in lines if line is not None]
+            if len(served) == len(lines):
+                return names, [blocks[: len(names)], *served]
+            names = names[:-1]
+
+    def _line(self, group: int, names: list[BlockHash]) -> list[KVCacheBlock] | None:
+        """Return a group's blocks of a prefix with this content; None if one is missing that is read."""
+        first = self.num_skipped(self.config.reaches[group], len(names) * self.config.block_size)
+        line = [self.pool.null_block] * min(first, len(names))
+        for name in names[first:]:
+            found = self.pool.get_cached_block(name, [group])
+            if found is None:
+                return None
+            line += found
+        return line
 
     def publish(self, row: Row) -> None:
         """Make the full blocks of the computed tokens findable, behind others with the same content."""
@@ -164,11 +201,12 @@ class Blocks:
                 self.num_names += 1
                 self.names[parent, content] = BlockHash(self.num_names.to_bytes(32, "big"))
             row.names.append(self.names[parent, content])
-        while first < end and row.blocks[first].block_hash is not None:
-            first += 1  # beams of one search share it, and another one was first
         named = V1Request(str(row.request.arrival), row.tokens)
         named.block_hashes = row.names
-        self.pool.cache_full_blocks(named, row.blocks, first, end, self.config.block_size, 0)
+        while first < end and row.blocks[first].block_hash is not None:
+            first += 1  # beams of one search share it, and another one was first
+        for group, line in enumerate(row.lines):
+            self.pool.cache_full_blocks(named, line, first, end, self.config.block_size, group)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -12,6 +12,30 @@ NextToken = Callable[[list[int]], int]  # the token after these, prompt and answ
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Tokens that a group of layers reads: all before, a window of them, or those of a chunk."""
+
+    window: int | None = None  # positions a token attends to, its own included
+    chunk: int | None = None  # a token attends to those from a multiple of it on
+
+    @property
+    def is_full(self) -> bool:
+        return self.window is None and self.chunk is None
+
+    def first_read(self, position: int) -> int:
+        """Return the first position that the token at this one attends to."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(position + 1 - self.window, 0)
+
+    def most_kept(self, num_in_flight: int) -> int | None:
+        """Return the most neighbouring tokens that are needed while so many are computed; None: all."""
+        if self.chunk is not None:
+            return self.chunk - 1 + num_in_flight
+        return None if self.window is None else self.window - 1 + num_in_flight
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """The engine's fixed sizes; both pools count their null block."""
 
@@ -23,7 +47,7 @@ class EngineConfig:
     num_blocks: int
     max_blocks_per_seq: int  # blocks in a row's line
     num_host_blocks: int = 0  # 0: there is no host pool
-    sliding_window: int | None = None  # positions a token attends to, its own included
+    reaches: tuple[Reach, ...] = (Reach(),)  # of each group of layers
     watermark_blocks: int = 0  # left free when a request joins others
     prefix_caching: bool = True
     free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
@@ -87,8 +111,8 @@ class Row:
     """A request and how far it is.
 
     computed: tokens whose K and V are in the cache, the first ones.
-    blocks: those of the computed tokens, in order; the null block stands for one that left the window.
-        On the host while SWAPPED.
+    lines: for each group of layers the blocks of the computed tokens, in order; the null block stands for one
+        that is out of reach. On the host while SWAPPED.
     names: of the content of the leading blocks, as far as it has been published or found; see `Engine`.
     forks_from: the row whose blocks it takes over in this step.
     """
@@ -98,7 +122,7 @@ class Row:
     tokens: list[int]
     phase: Phase = Phase.WAITING
     computed: int = 0
-    blocks: list[KVCacheBlock] = field(default_factory=list)
+    lines: list[list[KVCacheBlock]] = field(default_factory=lambda: [[]])
     names: list[BlockHash] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
@@ -124,9 +148,14 @@ class Row:
         return self.num_tokens if self.group is None else self.prompt_len
 
     @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """The blocks of the first group."""
+        return self.lines[0]
+
+    @property
     def held(self) -> list[KVCacheBlock]:
-        """The blocks that have not left the window."""
-        return [block for block in self.blocks if not block.is_null]
+        """The blocks of all groups that are within reach."""
+        return [block for line in self.lines for block in line if not block.is_null]
 
     @property
     def marked_tokens(self) -> list[int]:

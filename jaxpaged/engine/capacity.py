@@ -34,7 +34,7 @@ def cache_size(setup: Setup) -> CacheSize:
         bytes_per_block=bytes_per_block(setup),
         state_bytes_per_block=state_bytes(setup)[1],
         block_size=config.block_size,
-        num_layers=setup.model_config.num_layers,
+        num_layers=setup.grouping.width,
         budget=budget(setup, weight_bytes(setup)) if config.num_blocks is None else None,
     )
 
@@ -46,7 +46,14 @@ def longest_that_fits(setup: Setup, size: CacheSize) -> int:
     """
     longest, usable = setup.max_model_len, size.num_blocks - 1
     fits = setup.step_config(size.num_blocks).blocks_of(longest - 1, size.block_size) <= usable
-    return longest if fits else usable * size.block_size + 1
+    if fits:
+        return longest
+    step_config, least, most = setup.step_config(size.num_blocks), 0, longest - 1
+    while least < most - 1:  # what fits is a beginning of all lengths
+        middle = (least + most) // 2
+        fits = step_config.blocks_of(middle, size.block_size) <= usable
+        least, most = (middle, most) if fits else (least, middle)
+    return least + 1
 
 
 def served_len(setup: Setup, size: CacheSize) -> int:
@@ -102,10 +109,10 @@ def budget(setup: Setup, bytes_to_load: int) -> Budget:
 
 
 def bytes_per_block(setup: Setup) -> int:
-    """Return the bytes of one block: K and V in all layers."""
+    """Return the bytes of one block: K and V in all layers of the widest group."""
     return sizing.bytes_per_block(
         block_size=setup.config.block_size,
-        num_layers=setup.model_config.num_layers,
+        num_layers=setup.grouping.width,
         num_kv_heads=setup.model_config.num_kv_heads,
         head_dim=setup.model_config.head_dim,
         dtype=setup.dtype,
@@ -128,7 +135,7 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
             caching = config.enable_prefix_caching
             width = cdiv(max_len, config.block_size)
             sizes = num_blocks, config.num_rows, width, config.block_size
-            tables = create_tables(*sizes, prefix_caching=caching)
+            tables = create_tables(*sizes, prefix_caching=caching, num_groups=setup.grouping.num_groups)
             nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
             return create_state(tables, nothing, max_len, setup.model_config.vocab_size)
 

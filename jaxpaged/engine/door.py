@@ -296,7 +296,7 @@ class Door:
         need = self.step_config.blocks_of(request.max_num_tokens - 1, block_size)
         what = f"max_tokens={request.params.max_tokens}"
         if request.beams is not None:  # which share the blocks that the prompt fills, if they keep them
-            shared = prompt_len // block_size if self.step_config.sliding_window is None else 0
+            shared = self.step_config.blocks_shared(prompt_len, block_size)
             need += (request.beams.beam_width - 1) * (need - shared)
             what += f" and beam_width={request.beams.beam_width}"
         if need > self.cache_size.num_blocks - 1:

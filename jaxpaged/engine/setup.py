@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxpaged.checks import InputError, check
 from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
+from jaxpaged.memory.grouping import Grouping, grouping_of, one_group, widest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
@@ -127,6 +128,14 @@ class Setup:
         tokens = min(max(16 * self.config.max_num_seqs, 64), widest)
         return min(tokens // PREFILL_TILE, self.config.num_prefill_tiles)
 
+    @functools.cached_property
+    def grouping(self) -> Grouping:
+        """Layers that share a block table."""
+        specs = self.whole.cache_specs
+        if self.config.disable_hybrid_kv_cache_manager:
+            return one_group(widest(specs), len(specs))
+        return grouping_of(specs)
+
     def step_config(self, num_blocks: int) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks."""
         config = self.config
@@ -136,7 +145,7 @@ class Setup:
             tiles_per_pass=self.tiles_per_pass,
             attention=self.attention,
             watermark_blocks=int(WATERMARK * num_blocks),
-            sliding_window=self.whole.sliding_window,
+            grouping=self.grouping,
             reuse_answers=config.reuse_answers,
             decode_widths=config.decode_widths,
         )
@@ -170,6 +179,7 @@ class Setup:
     def _why_not(self, implementation: TiledImplementation) -> str | None:
         """Return why an implementation of attention does not serve this setup; None if it does."""
         c = self.model_config
+        window = max((each for each in c.sliding_windows if each is not None), default=None)
         if implementation == "native":
             extras = ", ".join(c.attention_extras)
             why_not = native.why_not_cache(self.layout, self.dtype)
@@ -184,7 +194,7 @@ class Setup:
                 head_dim=c.head_dim,
                 block_size=self.config.block_size,
                 group_size=c.num_q_heads // c.num_kv_heads,
-                options=support.Options(scale=1.0, sliding_window=c.sliding_window, kv_layout=self.layout),
+                options=support.Options(scale=1.0, sliding_window=window, kv_layout=self.layout),
             )
         except NotImplementedError as error:
             return str(error)

@@ -112,7 +112,7 @@ def fitted(setup: Setup, model: Decoder) -> tuple[CacheSize, Run]:
         logging.info("beside the loop compiled for %d blocks: %s", num_blocks, left)
         return left.left // per_block
 
-    most = min(sizing.MOST_BLOCKS, sizing.most_blocks(setup.model_config.num_layers, config.block_size))
+    most = min(sizing.MOST_BLOCKS, sizing.most_blocks(setup.grouping.width, config.block_size))
     reckoned = capacity.budget(setup, bytes_to_load).left
     guess = max(reckoned // (per_block + capacity.state_bytes(setup)[1]), 2)
     num_blocks = sizing.fitted(guess, most, fit_beside)
@@ -277,12 +277,15 @@ def _created(
 ) -> EngineState:
     config = setup.config
     return loop.create(
-        jax.eval_shape(lambda: model.create_cache(num_blocks, config.block_size, setup.layout)),
+        jax.eval_shape(
+            lambda: model.create_cache(num_blocks, config.block_size, setup.layout, setup.grouping.width)
+        ),
         num_rows=config.num_rows,
         max_model_len=setup.max_model_len,
         vocab_size=setup.model_config.vocab_size,
         prefix_caching=prefix_caching,
         policy=eviction.named(config.eviction_policy),
+        num_groups=setup.grouping.num_groups,
         lora=config.enable_lora,
         mesh=mesh,
     )

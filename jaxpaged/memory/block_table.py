@@ -4,8 +4,8 @@ Every transition acts on all rows at once, with exactly the result of going row 
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,60 +14,34 @@ from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import check
-from jaxpaged.memory import block_pool, prefix_cache
+from jaxpaged.memory import block_pool, group_content, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
-from jaxpaged.memory.entries import first_equal, in_pieces, number_through
-from jaxpaged.memory.free_queue import FreeQueue
+from jaxpaged.memory.cache_specs import CacheSpec
+from jaxpaged.memory.copy_on_write import last_blocks, new_blocks, writes_into_last
+from jaxpaged.memory.entries import in_pieces, number_through
 from jaxpaged.memory.policies import Sweep
 from jaxpaged.memory.prefix_cache import Chain
+from jaxpaged.memory.tables import BlockTables
 from jaxpaged.status import Status
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class BlockTables:
-    """Row r holds `cdiv(seq_lens[r], block_size)` blocks, named first to last in `block_tables[r]`."""
-
-    pool: BlockPool
-    block_tables: Int[Array, "max_seqs max_blocks_per_seq"]  # NULL_BLOCK beyond a row's blocks
-    seq_lens: Int[Array, " max_seqs"]  # tokens each row has places for
-    num_skipped: Int[Array, " max_seqs"]  # leading blocks that left the window: NULL_BLOCK stands for them
-    chains: Chain  # how far each row is cached
-    block_size: int = field(metadata={"static": True})  # tokens a block
-
-    @property
-    def max_seqs(self) -> int:
-        return self.block_tables.shape[0]
-
-    @property
-    def max_blocks_per_seq(self) -> int:
-        return self.block_tables.shape[1]
-
-    @property
-    def num_blocks(self) -> Int[Array, " max_seqs"]:
-        """Blocks that each row's tokens take, those that left the window included."""
-        return cdiv(self.seq_lens, self.block_size)
-
-    @property
-    def num_held(self) -> Int[Array, " max_seqs"]:
-        """Blocks that each row holds."""
-        return self.num_blocks - self.num_skipped
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class AppendInfo:
-    """Before anything is written, block `copy_sources[r]` is to be copied to `copy_destinations[r]`."""
+    """Before anything is written, block `copy_sources[i]` is to be copied to `copy_destinations[i]`."""
 
     num_new_blocks: Int[Array, " max_seqs"]  # blocks each row took, copies included; 0 if refused
-    copy_sources: Int[Array, " max_seqs"]  # NULL_BLOCK where nothing is to be copied
-    copy_destinations: Int[Array, " max_seqs"]
+    copy_sources: Int[Array, " num_lines"]  # NULL_BLOCK where nothing is to be copied
+    copy_destinations: Int[Array, " num_lines"]
     status: Int[Array, ""]
 
 
-def create(pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: int) -> BlockTables:
-    """Empty tables over `pool`."""
+def create(
+    pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: int, num_groups: int = 1
+) -> BlockTables:
+    """Create empty tables over `pool`, with a line for each group of layers in every row."""
     sizes = {"max_seqs": max_seqs, "max_blocks_per_seq": max_blocks_per_seq, "block_size": block_size}
+    sizes["num_groups"] = num_groups
     for name, value in sizes.items():
         check(name, value, "at least 1", value >= 1)
     cache = pool.prefix_cache
@@ -75,11 +49,12 @@ def create(pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: 
         raise ValueError(f"{cache.block_size=} must equal {block_size=}")
     return BlockTables(
         pool=pool,
-        block_tables=jnp.full((max_seqs, max_blocks_per_seq), NULL_BLOCK, jnp.int32),
+        block_tables=jnp.full((max_seqs * num_groups, max_blocks_per_seq), NULL_BLOCK, jnp.int32),
         seq_lens=jnp.zeros(max_seqs, jnp.int32),
-        num_skipped=jnp.zeros(max_seqs, jnp.int32),
+        num_skipped=jnp.zeros(max_seqs * num_groups, jnp.int32),
         chains=prefix_cache.root(cache, jnp.zeros(max_seqs, jnp.int32)),
         block_size=block_size,
+        num_groups=num_groups,
     )
 
 
@@ -89,14 +64,14 @@ def append(
     """Make places for `num_new_tokens[r] >= 0` more tokens in each row r, that r alone may write to.
 
     A last block that is partly filled and that others hold too is replaced by a new one, and is to be copied
-    there. Blocks are taken row by row; in a row the copy's comes first (or last: `Policy.copies_last`).
-    `max_new_blocks` (static) bounds their number over all rows. Costs O(max_seqs + max_new_blocks), whatever
-    the pool and the tables are.
+    there. Blocks are taken row by row, in a row line by line; in a line the copy's comes first (or last:
+    `Policy.copies_last`). `max_new_blocks` (static) bounds their number over all rows. Costs O(num_lines +
+    max_new_blocks), whatever the pool and the tables are.
     Status: OUT_OF_BLOCKS, TABLE_FULL (a row would outgrow its line), TOO_MANY_BLOCKS.
     """
     pool = tables.pool
     seq_lens = tables.seq_lens + num_new_tokens
-    held = tables.num_blocks
+    held = tables.each_line(tables.num_blocks)
     table_full = jnp.any(cdiv(seq_lens, tables.block_size) > tables.max_blocks_per_seq)
 
     last_ids = last_blocks(tables)
@@ -111,7 +86,7 @@ def append(
     pool = block_pool.hold(pool, last_ids, copies, -1)
     # Content about to be written over, which is rare, cannot be found any more.
     if tables.block_size > 1:  # else no block is ever partly filled
-        writes = _writes_into_last(tables, num_new_tokens)
+        writes = tables.each_line(writes_into_last(tables, num_new_tokens))
         pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
 
     row, k, used = number_through(num_new, max_new_blocks)
@@ -120,66 +95,22 @@ def append(
     else:
         col = held[row] + k - copies[row]
     is_copy = used & (col < held[row])
-    nobody = jnp.zeros(tables.max_seqs, jnp.int32)
-    target = jnp.where(is_copy, row, tables.max_seqs)
+    nobody = jnp.zeros(tables.num_lines, jnp.int32)
+    target = jnp.where(is_copy, row, tables.num_lines)
     tables = replace(
         tables,
         pool=pool,
-        block_tables=tables.block_tables.at[jnp.where(used, row, tables.max_seqs), col].set(
+        block_tables=tables.block_tables.at[jnp.where(used, row, tables.num_lines), col].set(
             allocated.block_ids, mode="drop"
         ),
         seq_lens=jnp.where(ok, seq_lens, tables.seq_lens),
     )
     return tables, AppendInfo(
-        num_new_blocks=num_new,
+        num_new_blocks=tables.per_row(num_new),
         copy_sources=jnp.where(copies, last_ids, NULL_BLOCK),
         copy_destinations=nobody.at[target].set(allocated.block_ids, mode="drop"),
         status=status,
     )
-
-
-def last_blocks(tables: BlockTables) -> Int[Array, " max_seqs"]:
-    """Return each row's last block; NULL_BLOCK for a row that holds none."""
-    return tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(tables.num_blocks - 1, 0)]
-
-
-def new_blocks(
-    tables: BlockTables, last_ids: Int[Array, " max_seqs"], num_new_tokens: Int[Array, " max_seqs"]
-) -> tuple[Int[Array, " max_seqs"], Bool[Array, " max_seqs"]]:
-    """Return how many blocks each row takes for its new tokens, and whether one of them is for a copy.
-
-    The rows' last blocks are given, as `last_blocks` has them: so the tables need not be read.
-    """
-    copies = must_copy(tables, last_ids, num_new_tokens)
-    grown = cdiv(tables.seq_lens + num_new_tokens, tables.block_size) - tables.num_blocks
-    return grown + copies, copies
-
-
-def must_copy(
-    tables: BlockTables, last_ids: Int[Array, " max_seqs"], num_new_tokens: Int[Array, " max_seqs"]
-) -> Bool[Array, " max_seqs"]:
-    """Return which rows must copy their last blocks before they write, because others hold those too.
-
-    Row by row each lets go of its block; when nobody else is left, the last of them may keep it.
-    """
-    writes = _writes_into_last(tables, num_new_tokens) & (last_ids != NULL_BLOCK)
-    num_holders = FreeQueue.NOT_QUEUED - tables.pool.free_queue.place[last_ids]
-
-    def count_writers() -> Bool[Array, " max_seqs"]:
-        index = jnp.arange(last_ids.shape[0], dtype=jnp.int32)
-        first = first_equal(last_ids, mask=writes)
-        num_writers = jnp.zeros_like(index).at[first].add(1)
-        last_writer = jnp.zeros_like(index).at[first].max(index)
-        return writes & ((num_writers[first] < num_holders) | (last_writer[first] != index))
-
-    # Nearly always every row is alone.
-    return lax.cond(jnp.any(writes & (num_holders > 1)), count_writers, lambda: jnp.zeros_like(writes))
-
-
-def _writes_into_last(
-    tables: BlockTables, num_new_tokens: Int[Array, " max_seqs"]
-) -> Bool[Array, " max_seqs"]:
-    return (num_new_tokens > 0) & (tables.seq_lens % tables.block_size != 0)
 
 
 def fork(
@@ -198,14 +129,16 @@ def fork(
     in_use = _any_in_use(tables, destinations, mask)
     done = mask & ~(unknown | in_use)
     # Read once, before it is written to: else the whole table is copied to be read twice.
-    lines = lax.optimization_barrier(jnp.where(done[:, None], tables.block_tables[sources], NULL_BLOCK))
+    from_lines, is_line = tables.lines_of(sources), tables.each_line(done)
+    lines = lax.optimization_barrier(jnp.where(is_line[:, None], tables.block_tables[from_lines], NULL_BLOCK))
     target = jnp.where(done, destinations, tables.max_seqs)
+    target_lines = tables.lines_of(target)
     tables = replace(
         tables,
         pool=block_pool.hold(tables.pool, lines, lines != NULL_BLOCK, 1),
-        block_tables=tables.block_tables.at[target].set(lines, mode="drop"),
+        block_tables=tables.block_tables.at[target_lines].set(lines, mode="drop"),
         seq_lens=tables.seq_lens.at[target].set(tables.seq_lens[sources], mode="drop"),
-        num_skipped=tables.num_skipped.at[target].set(tables.num_skipped[sources], mode="drop"),
+        num_skipped=tables.num_skipped.at[target_lines].set(tables.num_skipped[from_lines], mode="drop"),
         chains=jax.tree.map(lambda x: x.at[target].set(x[sources], mode="drop"), tables.chains),
     )
     return tables, StatusInfo(flag(unknown, Status.UNKNOWN_ROW) | flag(in_use, Status.ROW_IN_USE))
@@ -214,13 +147,15 @@ def fork(
 def adopt(
     tables: BlockTables,
     rows: Int[Array, " num_rows"],
-    block_ids: Int[Array, "num_rows max_hits"],
+    block_ids: Int[Array, "num_hit_lines max_hits"],
     chains: Chain,
     mask: Bool[Array, " num_rows"],
 ) -> tuple[BlockTables, StatusInfo]:
     """Begin each masked row, empty so far, with the blocks that `prefix_cache.lookup` found for it.
 
-    The blocks are touched, so that nothing allocated later can evict them. The row's salt is the lookup's.
+    `block_ids` has a line for each group of each row, row by row. In the line of a group that does not need a
+    block the null block stands for it; `slide_windows` then leaves it out. The blocks are touched, so that
+    nothing allocated later can evict them. The row's salt is the lookup's.
     Costs what is hit. Status: UNKNOWN_ROW, ROW_IN_USE, TABLE_FULL (the hit is longer than a row),
     UNKNOWN_BLOCK.
     """
@@ -228,6 +163,7 @@ def adopt(
     in_use = _any_in_use(tables, rows, mask)
     table_full = jnp.any(mask & (chains.num_blocks > tables.max_blocks_per_seq))
     is_hit = mask[:, None] & (jnp.arange(block_ids.shape[1]) < chains.num_blocks[:, None])
+    is_hit = tables.each_line(is_hit)
     unknown_block = jnp.any(is_hit & ~((block_ids >= 0) & (block_ids < tables.pool.num_blocks)))
     status = (
         flag(unknown, Status.UNKNOWN_ROW)
@@ -237,16 +173,17 @@ def adopt(
     )
     done = mask & (status == Status.OK)
     target = jnp.where(done, rows, tables.max_seqs)
-    type Held = tuple[BlockPool, Int[Array, "max_seqs max_blocks_per_seq"]]
+    target_lines = tables.lines_of(target)
+    type Held = tuple[BlockPool, Int[Array, "num_lines max_blocks_per_seq"]]
 
     def hold(row: Array, k: Array, used: Array, held: Held) -> Held:
         pool, block_tables = held
         ids = block_ids[row, k]
         pool, _ = block_pool.touch(pool, ids, used)
-        line = jnp.where(used, target[row], tables.max_seqs)
+        line = jnp.where(used, target_lines[row], tables.num_lines)
         return pool, block_tables.at[line, k].set(ids, mode="drop")
 
-    counts = jnp.where(done, chains.num_blocks, 0)
+    counts = tables.each_line(jnp.where(done, chains.num_blocks, 0))
     pool, block_tables = in_pieces(counts, hold, (tables.pool, tables.block_tables))
     tables = replace(
         tables,
@@ -281,7 +218,7 @@ def cache_full_blocks(
     row, k, used = number_through(counts, max_blocks)
     col = tables.chains.num_blocks[row] + k
     positions = col[:, None] * tables.block_size + jnp.arange(tables.block_size)
-    block_ids = tables.block_tables[row, col]
+    block_ids = tables.block_tables[row if tables.num_groups == 1 else row * tables.num_groups, col]
     cache, chains = prefix_cache.insert(
         tables.pool.prefix_cache,
         tables.chains,
@@ -291,6 +228,10 @@ def cache_full_blocks(
         tokens_at(jnp.broadcast_to(row[:, None], positions.shape), positions),
     )
     pool = block_pool.note_content(replace(tables.pool, prefix_cache=cache), block_ids, col, used)
+    for group in range(1, tables.num_groups):
+        its_ids = tables.block_tables[row * tables.num_groups + group, col]
+        cache = group_content.insert(cache, block_ids, its_ids, group, used)
+        pool = block_pool.note_content(replace(pool, prefix_cache=cache), its_ids, col, used)
     tables = replace(tables, pool=pool, chains=chains)
     return tables, StatusInfo(flag(too_few, Status.TOO_FEW_TOKENS) | flag(too_many, Status.TOO_MANY_BLOCKS))
 
@@ -304,7 +245,8 @@ def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[Bloc
     rows = rows & ((tables.seq_lens > 0) | (tables.chains.salt != 0))  # cut to nothing, a row has its salt
 
     def free() -> tuple[BlockTables, FreeInfo]:
-        counts = jnp.where(rows, tables.num_held, 0)
+        held = tables.each_line(tables.num_blocks) - tables.num_skipped
+        counts = jnp.where(tables.each_line(rows), held, 0)
         freed, info = _release(tables, tables.num_skipped, counts)
         return _clear(freed, rows & (info.status == Status.OK)), info
 
@@ -323,9 +265,10 @@ def truncate(tables: BlockTables, num_tokens: Int[Array, " max_seqs"]) -> tuple[
     not so many, or the window has left what would be its end).
     """
     seq_lens = tables.seq_lens - num_tokens
-    too_few = jnp.any((seq_lens < tables.num_skipped * tables.block_size) & (seq_lens != 0))
-    left = jnp.where(seq_lens == 0, tables.num_skipped, cdiv(seq_lens, tables.block_size))
-    counts = jnp.where(too_few, 0, tables.num_blocks - left)
+    lens = tables.each_line(seq_lens)
+    too_few = jnp.any((lens < tables.num_skipped * tables.block_size) & (lens != 0))
+    left = jnp.where(lens == 0, tables.num_skipped, cdiv(lens, tables.block_size))
+    counts = jnp.where(too_few, 0, tables.each_line(tables.num_blocks) - left)
     before = tables
     tables, info = _release(tables, left, counts)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
@@ -333,7 +276,8 @@ def truncate(tables: BlockTables, num_tokens: Int[Array, " max_seqs"]) -> tuple[
     tables = replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
     if tables.pool.prefix_cache is not None:
         num_full = tables.seq_lens // tables.block_size
-        last_ids = tables.block_tables[jnp.arange(tables.max_seqs), jnp.maximum(num_full - 1, 0)]
+        first = tables.lines_of(jnp.arange(tables.max_seqs))
+        last_ids = tables.block_tables[tables.first_lines(first), jnp.maximum(num_full - 1, 0)]
         chains = prefix_cache.rewind(tables.pool.prefix_cache, tables.chains, num_full, last_ids)
         tables = replace(tables, chains=chains)
     emptied = ok & (seq_lens == 0) & (num_tokens > 0)
@@ -341,14 +285,14 @@ def truncate(tables: BlockTables, num_tokens: Int[Array, " max_seqs"]) -> tuple[
 
 
 def slide_window(
-    tables: BlockTables, num_skipped_tokens: Int[Array, " max_seqs"]
+    tables: BlockTables, num_skipped_tokens: Int[Array, " num_lines"]
 ) -> tuple[BlockTables, FreeInfo]:
-    """Free the blocks that hold nothing but the first `num_skipped_tokens[r]` tokens of row r.
+    """Free the blocks that hold nothing but the first `num_skipped_tokens[i]` tokens of line i.
 
     The null block stands in for them. Order and costs as in `truncate`.
     Status: TOO_FEW_TOKENS (a row has not so many).
     """
-    too_few = jnp.any(num_skipped_tokens > tables.seq_lens)
+    too_few = jnp.any(num_skipped_tokens > tables.each_line(tables.seq_lens))
     num_skipped = jnp.maximum(num_skipped_tokens // tables.block_size, tables.num_skipped)
     counts = jnp.where(too_few, 0, num_skipped - tables.num_skipped)
     tables, info = _release(tables, tables.num_skipped, counts)
@@ -358,20 +302,13 @@ def slide_window(
 
 
 def slide_windows(
-    tables: BlockTables, rows: Bool[Array, " max_seqs"], sliding_window: int | None
+    tables: BlockTables, rows: Bool[Array, " max_seqs"], specs: Sequence[CacheSpec]
 ) -> tuple[BlockTables, FreeInfo]:
-    """Free the leading blocks that no coming token of the masked rows can see; window None: none."""
-    if sliding_window is None:
+    """Free the blocks of the masked rows that no coming token can read; `specs` are those of the groups."""
+    if all(spec.most_kept(1) is None for spec in specs):
         return tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))
-    skipped = jnp.where(rows, num_unseen(tables.seq_lens, sliding_window), 0)
-    return slide_window(tables, skipped)
-
-
-def num_unseen(num_tokens: Int[Array, "*n"], sliding_window: int | None) -> Int[Array, "*n"]:
-    """Return how many leading tokens the token at position `num_tokens` does not see."""
-    if sliding_window is None:
-        return jnp.zeros_like(num_tokens)
-    return jnp.maximum(num_tokens + 1 - sliding_window, 0)
+    skipped = [jnp.where(rows, spec.first_read(tables.seq_lens), 0) for spec in specs]
+    return slide_window(tables, skipped[0] if len(skipped) == 1 else jnp.stack(skipped, axis=1).reshape(-1))
 
 
 def slot_mapping(
@@ -379,17 +316,22 @@ def slot_mapping(
     rows: Int[Array, "*tokens"],
     positions: Int[Array, "*tokens"],
     valid: Bool[Array, "*tokens"],
+    group: int = 0,
 ) -> Int[Array, "*tokens"]:
-    """Return the cache slot of each token, `block_id * block_size + offset`; the null block's if invalid."""
-    block_id = tables.block_tables[rows, positions // tables.block_size]
+    """Return the slot of each token in one group's blocks: `block_id * block_size + offset`.
+
+    Invalid tokens get the null block's.
+    """
+    line = rows if tables.num_groups == 1 else rows * tables.num_groups + group
+    block_id = tables.block_tables[line, positions // tables.block_size]
     slot = block_id * tables.block_size + positions % tables.block_size
     return jnp.where(valid, slot, NULL_BLOCK * tables.block_size)
 
 
 def _release(
-    tables: BlockTables, first: Int[Array, " max_seqs"], counts: Int[Array, " max_seqs"]
+    tables: BlockTables, first: Int[Array, " num_lines"], counts: Int[Array, " num_lines"]
 ) -> tuple[BlockTables, FreeInfo]:
-    """Free `counts[r]` blocks of each row r from place `first[r]` on; the null block takes their places.
+    """Free `counts[i]` blocks of each line i from place `first[i]` on; the null block takes their places.
 
     Refused is what tables that are broken already name too often; what goes before it is freed.
     """
@@ -402,7 +344,7 @@ def _release(
         pool, freed = block_pool.free(tables.pool, tables.block_tables[row, col], used, sweep)
         tables = replace(tables, pool=pool)
         if sweep is sweeps[-1]:  # what the others take they still find by name
-            cleared = jnp.where(used & (freed.status == Status.OK), row, tables.max_seqs)
+            cleared = jnp.where(used & (freed.status == Status.OK), row, tables.num_lines)
             block_tables = tables.block_tables.at[cleared, col].set(NULL_BLOCK, mode="drop")
             tables = replace(tables, block_tables=block_tables)
         return tables, FreeInfo(info.num_freed + freed.num_freed, info.status | freed.status)
@@ -420,7 +362,7 @@ def _clear(tables: BlockTables, rows: Bool[Array, " max_seqs"], *, keep_salt: bo
     return replace(
         tables,
         seq_lens=jnp.where(rows, 0, tables.seq_lens),
-        num_skipped=jnp.where(rows, 0, tables.num_skipped),
+        num_skipped=jnp.where(tables.each_line(rows), 0, tables.num_skipped),
         chains=chains,
     )
 

@@ -86,18 +86,19 @@ def _check_pool(pool: BlockPool) -> None:
 
 def _check_tables(tables: BlockTables) -> None:
     held: Counter[int] = Counter()
-    for row in range(tables.max_seqs):
-        line = tables.block_tables[row]
+    for number, line in enumerate(tables.block_tables):
+        row, group = divmod(number, tables.num_groups)
+        which = f"row {row}" if tables.num_groups == 1 else f"row {row}, group {group},"
         num_blocks = cdiv(int(tables.seq_lens[row]), tables.block_size)
-        num_skipped = int(tables.num_skipped[row])
+        num_skipped = int(tables.num_skipped[number])
         _require(
             0 <= num_skipped <= num_blocks <= tables.max_blocks_per_seq,
-            f"row {row} has {num_blocks} blocks, {num_skipped} of them out of its window",
+            f"{which} has {num_blocks} blocks, {num_skipped} of them out of its window",
         )
         for place, block_id in enumerate(line):
             _require(
                 (block_id != NULL_BLOCK) == (num_skipped <= place < num_blocks),
-                f"row {row} has {num_blocks} blocks, {num_skipped} of them out of its window, but names "
+                f"{which} has {num_blocks} blocks, {num_skipped} of them out of its window, but names "
                 f"block {block_id} at place {place}",
             )
         held.update(int(block_id) for block_id in line if block_id != NULL_BLOCK)

@@ -91,7 +91,7 @@ class Chain:
 class Hit:
     """The longest cached beginning of a prompt. `chain.num_blocks` is its length."""
 
-    block_ids: Int[Array, " max_blocks"]  # 0 beyond the hit
+    block_ids: Int[Array, "*groups max_blocks"]  # 0 beyond the hit; of all groups by `group_content.lookup`
     chain: Chain
 
 

@@ -41,7 +41,8 @@ def swap_out(
     size = source.block_tables.size if max_blocks is None else max_blocks
     rows = rows & (source.seq_lens > 0)
     in_use = jnp.any(rows & (target.seq_lens > 0))
-    counts = jnp.where(rows, source.num_held, 0)
+    of_lines = source.each_line(rows)
+    counts = jnp.where(of_lines, source.each_line(source.num_blocks) - source.num_skipped, 0)
     too_many = jnp.sum(counts) > size
     counts = jnp.where(in_use | too_many, 0, counts)
     row, k, used = number_through(counts, size)
@@ -58,11 +59,11 @@ def swap_out(
     target = replace(
         target,
         pool=block_pool.hold(pool, new_ids, done & used & ~moves, 1),
-        block_tables=target.block_tables.at[jnp.where(done & used, row, target.max_seqs), col].set(
+        block_tables=target.block_tables.at[jnp.where(done & used, row, target.num_lines), col].set(
             new_ids, mode="drop"
         ),
         seq_lens=jnp.where(done & rows, source.seq_lens, target.seq_lens),
-        num_skipped=jnp.where(done & rows, source.num_skipped, target.num_skipped),
+        num_skipped=jnp.where(done & of_lines, source.num_skipped, target.num_skipped),
         chains=prefix_cache.where(done & rows, source.chains, target.chains),
     )
     source, _ = block_table.free_rows(source, done & rows)

@@ -10,8 +10,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.memory import kv_cache
+from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models.layers import kind_of
+from jaxpaged.models import layers
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode.attention import SharedPlan
 from pallas_kernels.ops import TiledImplementation
@@ -26,15 +27,19 @@ class PassBatch:
     hidden states are wanted.
     """
 
-    slot_mapping: Int[Array, " num_tokens"]  # of each K and V, 0 for none; num_tokens = tiles x tile_len
+    # Of each K and V, 0 for none; num_tokens = tiles x tile_len. With groups of layers, those of each group.
+    slot_mapping: Int[Array, "*groups num_tokens"]
     block_tables: Int[Array, "num_tables max_blocks_per_seq"]
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
     implementation: TiledImplementation = field(metadata={"static": True})  # of the attention
     # Adapter slot of each tile, from 1; 0 for no adapter. None where the model has no adapter slots.
     adapters: Int[Array, " num_tiles"] | None = None
-    table_rows: Int[Array, " num_tiles"] | None = None  # of each tile, of block_tables; None: in their order
-    # What there is to do, for each kind of window, the same in all layers: by `planned`.
+    # Row of each tile in block_tables; None: in their order. With groups of layers, those of each group.
+    table_rows: Int[Array, "*groups num_tiles"] | None = None
+    # Groups of layers, each with rows of block_tables of its own; None: all layers share them.
+    grouping: Grouping | None = field(default=None, metadata={"static": True})
+    # What there is to do, for each kind of attention, the same in all its layers: by `planned`.
     plans: tuple[SharedPlan | None, ...] | None = None
     # The tokens whose hidden states are asked for; None: all. What others have may be anything.
     wanted: Bool[Array, " num_tokens"] | None = None
@@ -42,7 +47,22 @@ class PassBatch:
     @property
     def is_padding(self) -> Bool[Array, " num_tokens"]:
         """The tokens that are none: their K and V go to the null block."""
-        return self.slot_mapping == 0
+        return (self.slot_mapping if self.grouping is None else self.slot_mapping[0]) == 0
+
+    @property
+    def tile_len(self) -> int:
+        """Tokens in a tile."""
+        return self.slot_mapping.shape[-1] // self.query_starts.shape[0]
+
+    def rows_of(self, group: int) -> Int[Array, " num_tiles"] | None:
+        """Return the row of block_tables of each tile, for the layers of one group."""
+        if self.grouping is None or self.table_rows is None:
+            return self.table_rows
+        return self.table_rows[group]
+
+    def group_of(self, layer: int) -> int:
+        """Return the group of a layer."""
+        return 0 if self.grouping is None else self.grouping.group_of[layer]
 
     def in_layer(self, is_last: bool | Bool[Array, ""]) -> "PassBatch":
         """Return the batch for one layer. In the last one only wanted tokens are computed behind K and V:
@@ -66,15 +86,20 @@ def planned(
             batch.block_tables,
             batch.query_starts,
             batch.seq_lens,
-            tile_len=batch.slot_mapping.shape[0] // batch.query_starts.shape[0],
+            tile_len=batch.tile_len,
             num_q_heads=num_q_heads,
             sliding_window=window,
-            table_rows=batch.table_rows,
+            table_rows=batch.rows_of(group),
             implementation=batch.implementation,
         )
-        for window in dict.fromkeys(sliding_windows)
+        for window, group in dict.fromkeys(_kinds(batch, sliding_windows))
     )
     return replace(batch, plans=plans)
+
+
+def _kinds(batch: PassBatch, sliding_windows: Sequence[int | None]) -> list[tuple[int | None, int]]:
+    """Return each layer's kind of attention: its window, and the group whose tables it reads."""
+    return [(window, batch.group_of(layer)) for layer, window in enumerate(sliding_windows)]
 
 
 def attend(
@@ -97,15 +122,21 @@ def attend(
     itself among them; blocks that lie wholly before the window of a tile's first token may be gone, with
     anything in their places of the block table.
     """
-    cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
-    kinds = list(dict.fromkeys(sliding_windows))
+    each = _kinds(batch, sliding_windows)
+    place, slots = layer, batch.slot_mapping
+    if batch.grouping is not None:
+        place = layers.value_of(batch.grouping.place_of, layer)
+        slots = slots[layers.value_of(batch.grouping.group_of, layer)]
+    cache = kv_cache.write(cache, place, k, v, slots)
+    kinds = list(dict.fromkeys(each))
 
     def look(
-        window: int | None, q: Float[Array, "num_tokens num_q_heads head_dim"]
+        kind: tuple[int | None, int], q: Float[Array, "num_tokens num_q_heads head_dim"]
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
+        window, group = kind
         out = ops.tiled_paged_attention(
             q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
-            cache.pool(layer),
+            cache.pool(place),
             None,
             batch.block_tables,
             batch.query_starts,
@@ -115,8 +146,8 @@ def attend(
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
-            table_rows=batch.table_rows,
-            plan=None if batch.plans is None else batch.plans[kinds.index(window)],
+            table_rows=batch.rows_of(group),
+            plan=None if batch.plans is None else batch.plans[kinds.index(kind)],
             implementation=batch.implementation,
         )
         return out.reshape(q.shape)
@@ -124,6 +155,6 @@ def attend(
     if len(kinds) == 1:
         return look(kinds[0], q), cache
     if isinstance(layer, int):
-        return look(sliding_windows[layer], q), cache
-    branches = [functools.partial(look, window) for window in kinds]
-    return lax.switch(kind_of(kinds, sliding_windows, layer), branches, q), cache
+        return look(each[layer], q), cache
+    branches = [functools.partial(look, kind) for kind in kinds]
+    return lax.switch(layers.kind_of(kinds, each, layer), branches, q), cache

@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
+from jaxpaged.memory.cache_specs import CacheSpec, window_of
 
 ROTARY_MULTIPLE = 2  # RoPE turns pairs
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
@@ -246,9 +247,14 @@ class ModelConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """The widest window: blocks that have left it are of no use to any layer. None if one sees all."""
+        """The widest window: no layer reads anything before it. None if a layer reads all."""
         windows = self.sliding_windows
         return max((w for w in windows if w is not None), default=None) if None not in windows else None
+
+    @property
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """Tokens that each layer must keep in the cache."""
+        return tuple(window_of(window) for window in self.sliding_windows)
 
     @property
     def scale(self) -> float:

@@ -63,12 +63,16 @@ class Decoder(nnx.Module):
     def hidden_size(self) -> int:
         return self.config.hidden_size
 
-    def create_cache(self, num_blocks: int, block_size: int, layout: Layout = TOKEN_MAJOR) -> KVCache:
-        """Make a cache of zeros for the model's layers, heads and dtype."""
+    def create_cache(
+        self, num_blocks: int, block_size: int, layout: Layout = TOKEN_MAJOR, num_layers: int | None = None
+    ) -> KVCache:
+        """Make a cache of zeros for the model's heads and dtype.
+
+        num_layers: those that a block has room for; None: all, which then share one block table.
+        """
         c = self.config
-        return kv_cache.create(
-            c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, layout
-        )
+        depth = c.num_layers if num_layers is None else num_layers
+        return kv_cache.create(depth, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, layout)
 
     def __call__(
         self,

@@ -31,6 +31,11 @@ def kind_of[T](kinds: Sequence[T], each: Sequence[T], layer: Layer) -> Layer:
     return int(numbers[layer]) if isinstance(layer, int) else jnp.asarray(numbers)[layer]
 
 
+def value_of(each: Sequence[int], layer: Layer) -> Layer:
+    """Return a layer's value of those of all layers."""
+    return each[layer] if isinstance(layer, int) else jnp.asarray(each, jnp.int32)[layer]
+
+
 class Each:
     """Weights of which each is made when it is asked for, in turn.
 

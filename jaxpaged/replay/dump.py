@@ -17,13 +17,14 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
 from jaxpaged.memory import kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import EngineState, HostPool, Rows, create_state, create_tables, empty_rows
 from jaxpaged.untrusted import dtype_named, read_json, read_npz
 from pallas_kernels import layouts
 
-VERSION = 5  # version of the file's format
+VERSION = 6  # version of the file's format
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,14 @@ def dump(
     header = {
         "version": VERSION,
         "made_with": {"jaxpaged": jaxpaged.__version__, "jax": jax.__version__},
-        "step_config": asdict(step_config),
+        "step_config": asdict(step_config) | {"grouping": step_config.grouping.words()},
         "vocab_size": vocab_size,
         "sizes": {
             "num_rows": state.tables.max_seqs,
             "max_model_len": state.rows.token_ids.shape[1],
             "max_blocks_per_seq": state.tables.max_blocks_per_seq,
             "block_size": state.tables.block_size,
+            "num_groups": state.tables.num_groups,
             "device": _pool_sizes(state.tables),
             "host": state.host and _pool_sizes(state.host.tables),
         },
@@ -156,6 +158,9 @@ def _read(arrays: Mapping[str, np.ndarray], layout: str | None) -> Dump:
         return jax.tree_util.tree_map_with_path(array, tree)
 
     sizes, num_requests = header["sizes"], header["num_requests"]
+    grouping = Grouping.of_words(header["step_config"]["grouping"])
+    rule = "the number of groups of the step's layers"
+    check("num_groups", sizes["num_groups"], rule, sizes["num_groups"] == grouping.num_groups)
     sizes["vocab_size"] = vocab_size = header["vocab_size"]
     _check_sizes(sizes, num_requests, arrays)
     kv = header["kv"] | {"layout": _layout(header["kv"]["layout"], layout)}
@@ -168,7 +173,7 @@ def _read(arrays: Mapping[str, np.ndarray], layout: str | None) -> Dump:
         )
     return Dump(
         state=put_kv(state, with_kv.kv_cache, with_kv.host and with_kv.host.kv_cache),
-        step_config=StepConfig(**header["step_config"]),
+        step_config=StepConfig(**header["step_config"] | {"grouping": grouping}),
         vocab_size=vocab_size,
         events=tuple(
             Event(e["num_steps"], next(requests) if e["has_request"] else None, e["abort"])
@@ -220,6 +225,7 @@ def _new_state(
     vocab_size: int,
     max_blocks_per_seq: int,
     block_size: int,
+    num_groups: int,
     device: dict[str, Any],
     host: dict[str, Any] | None,
     kv: dict[str, Any],
@@ -234,6 +240,7 @@ def _new_state(
             block_size,
             prefix_caching=has_prefix_cache,
             policy=policies.named(policy),
+            num_groups=num_groups,
         )
 
     def arrays(num_blocks: int) -> KVCache:

@@ -16,6 +16,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request import since
 from jaxpaged.engine.setup import Setup
 from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.grouping import grouping_of, one_group, widest
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
 from jaxpaged.models.attention import PassBatch
@@ -141,12 +142,12 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     """
     _refuse_computed(dump.state)
     checkpoint = loading.open_checkpoint(name)
-    c, kv, window = checkpoint.config, dump.state.kv_cache, dump.step_config.sliding_window
-    shape = (kv.num_layers, kv.num_kv_heads, kv.head_dim)
-    rule = "the one that was served, of {} layers, KV heads and head_dim, vocabulary {} and window {}"
-    fits = (c.num_layers, c.num_kv_heads, c.head_dim) == shape
-    fits &= (c.vocab_size, c.sliding_window) == (dump.vocab_size, window)
-    check("model", name, rule.format(shape, dump.vocab_size, window), fits)
+    c, kv, grouping = checkpoint.config, dump.state.kv_cache, dump.step_config.grouping
+    shape = (grouping.num_layers, kv.num_kv_heads, kv.head_dim)
+    rule = "the one that was served, of {} layers, KV heads and head_dim, vocabulary {} and {}"
+    fits = (c.num_layers, c.num_kv_heads, c.head_dim, c.vocab_size) == (*shape, dump.vocab_size)
+    fits &= grouping in (grouping_of(c.cache_specs), one_group(widest(c.cache_specs), c.num_layers))
+    check("model", name, rule.format(shape, dump.vocab_size, grouping.specs), fits)
     dtype: Any = str(kv.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)
     step_config = replace(dump.step_config, attention=Setup(config, c).attention)

@@ -23,8 +23,9 @@ from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
+from jaxpaged.memory import block_table, copy_on_write, group_content, kv_cache, prefix_cache, swap
 from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.entries import PIECE, in_pieces
 from jaxpaged.memory.prefix_cache import Hit
 from jaxpaged.step.config import StepConfig
@@ -43,7 +44,7 @@ class _Admission(NamedTuple):
 
 
 def admit(
-    state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig, may_start: Bool[Array, ""]
+    state: EngineState, last_ids: Int[Array, " lines"], config: StepConfig, may_start: Bool[Array, ""]
 ) -> tuple[EngineState, Bool[Array, " rows"], Int[Array, " rows"], Int[Array, " rows"]]:
     """Let waiting requests run in their order while there is room; none where `may_start` is false.
 
@@ -83,7 +84,7 @@ def admit(
 
 
 def may_admit(
-    state: EngineState, last_ids: Int[Array, " rows"], plan: Plan, config: StepConfig
+    state: EngineState, last_ids: Int[Array, " lines"], plan: Plan, config: StepConfig
 ) -> Bool[Array, ""]:
     """Return whether the next waiting request might be admitted.
 
@@ -120,11 +121,12 @@ def _leader_in_prompt(state: EngineState, row: Int[Array, ""]) -> tuple[Int[Arra
     return jnp.argmax(leads).astype(jnp.int32), is_new & (rows.leader[row] != 0) & jnp.any(leads)
 
 
-def _reserved(state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig) -> Int[Array, ""]:
+def _reserved(state: EngineState, last_ids: Int[Array, " lines"], config: StepConfig) -> Int[Array, ""]:
     """Return how many free blocks the next request may not take: the running rows have or will have them."""
     rows, tables = state.rows, state.tables
     to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
-    to_come += block_table.must_copy(tables, last_ids, rows.running.astype(jnp.int32))
+    copies = copy_on_write.must_copy(tables, last_ids, rows.running.astype(jnp.int32))
+    to_come += copies if tables.num_groups == 1 else tables.per_row(copies.astype(jnp.int32))
     to_come = jnp.where(rows.following, _need_of_beam(state, config), jnp.where(rows.running, to_come, 0))
     to_come = jnp.where(rows.forking, _need_of_fork(state), to_come)
     num_active = jnp.sum(rows.admitted, dtype=jnp.int32)
@@ -132,18 +134,19 @@ def _reserved(state: EngineState, last_ids: Int[Array, " rows"], config: StepCon
 
 
 def _need_of_fork(state: EngineState) -> Int[Array, " rows"]:
-    """Return how many blocks a fork copies: one where the prompt's last block is only partly filled."""
-    return (state.rows.prompt_lens % state.tables.block_size != 0).astype(jnp.int32)
+    """Return how many blocks a fork copies: one a group where the prompt's last block is partly filled."""
+    is_partly = (state.rows.prompt_lens % state.tables.block_size != 0).astype(jnp.int32)
+    return is_partly if state.tables.num_groups == 1 else is_partly * state.tables.num_groups
 
 
 def _need_of_beam(state: EngineState, config: StepConfig) -> Int[Array, " rows"]:
     """Return the blocks of a beam's known tokens that it does not share with its head: all but those that
     the prompt fills.
 
-    With a sliding window none counts as shared, for those may be gone when the beam forks.
+    In groups with a window none counts as shared, for those may be gone when the beam forks.
     """
     rows, block_size = state.rows, state.tables.block_size
-    shared = rows.prompt_lens // block_size if config.sliding_window is None else 0
+    shared = config.blocks_shared(rows.prompt_lens, block_size)
     return config.blocks_of(rows.num_tokens, block_size) - shared
 
 
@@ -190,8 +193,8 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
     cache = tables.pool.prefix_cache
     salt, num_tokens = rows.salt[row], rows.num_findable[row]
     if cache is None:
-        nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
-        return nothing, jnp.bool_(False)
+        no_blocks = jnp.zeros((tables.num_groups, 0) if tables.num_groups > 1 else 0, jnp.int32)
+        return Hit(no_blocks, prefix_cache.root(None, salt)), jnp.bool_(False)
     is_new = (rows.phase[row] == Phase.WAITING) & ~rows.tells_prompt[row]
     hit = prefix_cache.lookup(
         cache,
@@ -200,6 +203,8 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
         salt,
         max_tokens=rows.token_ids.shape[1],
     )
+    if tables.num_groups > 1:
+        hit = group_content.lookup(cache, hit, config.grouping.specs)
     # Some running row will soon have made findable at least a tile more than is, if its prompt begins so.
     wanted = (hit.chain.num_blocks + cdiv(PREFILL_TILE, tables.block_size)) * tables.block_size
     computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
@@ -251,16 +256,27 @@ def cache_keys(
 
 def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Array, "2"]:
     """Return how many blocks of a hit are not free, and how many of these a row that begins with the hit
-    can see within its window.
+    can read.
     """
-    if hit.block_ids.shape[0] == 0:
+    if hit.block_ids.shape[-1] == 0:
         return jnp.zeros(2, jnp.int32)
-    length = hit.chain.num_blocks
-    unseen = block_table.num_unseen(length * tables.block_size, config.sliding_window) // tables.block_size
+    lines = hit.block_ids[None] if hit.block_ids.ndim == 1 else hit.block_ids
+    held = [
+        _held_in_group(tables, block_ids, hit.chain.num_blocks, spec)
+        for block_ids, spec in zip(lines, config.grouping.specs, strict=True)
+    ]
+    return sum(held[1:], start=held[0])
+
+
+def _held_in_group(
+    tables: BlockTables, block_ids: Int[Array, " max_blocks"], length: Int[Array, ""], spec: CacheSpec
+) -> Int[Array, "2"]:
+    """Return the same two numbers for the blocks of one group."""
+    unread = spec.first_read(length * tables.block_size) // tables.block_size
 
     def count(_: Array, k: Array, used: Array, held: Array) -> Array:
-        is_held = used & tables.pool.is_held(hit.block_ids[k])
-        return held + jnp.stack([jnp.sum(is_held), jnp.sum(is_held & (k >= unseen))])
+        is_held = used & tables.pool.is_held(block_ids[k])
+        return held + jnp.stack([jnp.sum(is_held), jnp.sum(is_held & (k >= unread))])
 
     return in_pieces(length[None], count, jnp.zeros(2, jnp.int32))
 
@@ -276,6 +292,8 @@ def raise_held_bound(state: EngineState, before: BlockTables) -> EngineState:
     tables, (row, held) = state.tables, state.turned_away
     taken = before.pool.num_free - tables.pool.num_free
     published = jnp.sum(tables.chains.num_blocks - before.chains.num_blocks)
+    if tables.num_groups > 1:  # one block of a group may make a longer beginning whole, whatever its length
+        published = jnp.where(published > 0, tables.pool.num_blocks, 0)
     return replace(state, turned_away=jnp.stack([row, held + taken + published]))
 
 
@@ -289,8 +307,9 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
         state = _swap_in(state, state.host, this & ~is_new)
     if state.tables.pool.prefix_cache is not None:
         chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
-        state = state.on_tables(block_table.adopt, row[None], hit.block_ids[None], chain, is_new[None])
-        state = state.on_tables(block_table.slide_windows, this & is_new, config.sliding_window)
+        block_ids = hit.block_ids[None] if state.tables.num_groups == 1 else hit.block_ids
+        state = state.on_tables(block_table.adopt, row[None], block_ids, chain, is_new[None])
+        state = state.on_tables(block_table.slide_windows, this & is_new, config.grouping.specs)
     num_hit_tokens = hit.chain.num_blocks * state.tables.block_size
     rows = replace(
         rows,
@@ -304,9 +323,8 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
 
 def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:
     """Bring the masked row's blocks back from the host."""
-    tables, host_tables, info = swap.swap_in(
-        state.tables, host.tables, rows, max_blocks=state.tables.max_blocks_per_seq
-    )
+    most = state.tables.max_blocks_per_seq * state.tables.num_groups
+    tables, host_tables, info = swap.swap_in(state.tables, host.tables, rows, max_blocks=most)
     return replace(
         state,
         tables=tables,

@@ -1,12 +1,14 @@
 """Configuration of a step: what is fixed when the loop is compiled, beside the sizes of the state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
+from jaxpaged.memory.cache_specs import CacheSpec
+from jaxpaged.memory.grouping import Grouping, one_group
 from pallas_kernels.ops import TiledImplementation
 
 
@@ -19,7 +21,7 @@ class StepConfig:
     tiles_per_pass: int  # of these in one forward pass; a step may make several passes
     attention: TiledImplementation
     watermark_blocks: int | Array = 0  # stay free when a request is admitted beside running ones
-    sliding_window: int | None = None  # tokens
+    grouping: Grouping = field(default_factory=one_group)  # layers that share a block table
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
     decode_widths: tuple[int, ...] = ()  # of narrower decode passes, rising; the widest has max_num_seqs rows
 
@@ -27,16 +29,36 @@ class StepConfig:
         """Accept a list of widths, as JSON makes it."""
         object.__setattr__(self, "decode_widths", tuple(self.decode_widths))
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no block ever leaves the reach of its layers."""
+        return all(spec.most_kept(1) is None for spec in self.grouping.specs)
+
     def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
-        """Return how many blocks a row of `num_tokens` tokens holds at most at any time."""
-        blocks = cdiv(num_tokens, block_size)
-        if self.sliding_window is None:
+        """Return how many blocks a row of `num_tokens` tokens holds at most at any time, in all groups."""
+        total, *others = [self._blocks_of(spec, num_tokens, block_size) for spec in self.grouping.specs]
+        for more in others:
+            total = total + more
+        return total
+
+    def _blocks_of[T: (int, Array)](self, spec: CacheSpec, num_tokens: T, block_size: int) -> T:
+        """Return the bound for one group; vLLM 0.33 caps the admission of a whole prompt in the same way."""
+        blocks, kept = cdiv(num_tokens, block_size), spec.most_kept(self.num_tiles * PREFILL_TILE)
+        if kept is None:
             return blocks
-        most = cdiv(self.sliding_window - 1 + self.num_tiles * PREFILL_TILE, block_size) + 1
+        most = cdiv(kept, block_size) + 1
         return min(blocks, most) if isinstance(blocks, int) else jnp.minimum(blocks, most)
 
+    def blocks_shared[T: (int, Array)](self, num_tokens: T, block_size: int) -> T | int:
+        """Return how many full blocks of a row's first `num_tokens` tokens are sure to be kept.
+
+        In a group with a window none is sure: blocks may have left it.
+        """
+        num_groups = sum(spec.most_kept(1) is None for spec in self.grouping.specs)
+        return 0 if num_groups == 0 else num_tokens // block_size * num_groups
+
     def max_blocks_touched(self, block_size: int) -> int:
-        """Return how many blocks a step can begin or fill over all rows: one for each that decodes, and
-        those of the prompt tiles.
+        """Return how many blocks a step can begin or fill over all rows in one group: one for each row that
+        decodes, and those of the prompt tiles.
         """
         return self.max_num_seqs + self.num_tiles * (cdiv(PREFILL_TILE, block_size) + 1)

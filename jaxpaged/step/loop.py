@@ -52,6 +52,7 @@ def create(
     vocab_size: Static[int],
     prefix_caching: Static[bool],
     policy: Static[Policy],
+    num_groups: Static[int] = 1,
     lora: Static[bool] = False,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
@@ -66,6 +67,7 @@ def create(
         block_size,
         prefix_caching=prefix_caching,
         policy=policy,
+        num_groups=num_groups,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
     return create_state(tables, zeros, max_model_len, vocab_size, lora=lora)

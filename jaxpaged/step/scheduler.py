@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.memory import block_table, kv_cache, swap
+from jaxpaged.memory import block_table, copy_on_write, kv_cache, swap
 from jaxpaged.step.admission import admit, may_admit
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import Plan, plan
@@ -52,7 +52,7 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
     quiet = Decision(plan(state, config), no_rows, no_hits, no_rows, no_rows, own_row)
 
     # Here, where nothing is written yet, and of no row that goes on to run does it change.
-    last_ids = block_table.last_blocks(state.tables)
+    last_ids = copy_on_write.last_blocks(state.tables)
 
     def replan() -> tuple[EngineState, Decision]:
         after, preempted, swapped = _preempt(state, last_ids, config)
@@ -97,14 +97,14 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     return replace(state, host=replace(state.host, tables=host_tables), status=state.status | freed.status)
 
 
-def _blocks_short(state: EngineState, last_ids: Int[Array, " rows"], plan: Plan) -> Int[Array, ""]:
+def _blocks_short(state: EngineState, last_ids: Int[Array, " lines"], plan: Plan) -> Int[Array, ""]:
     """Return how many blocks the plan needs beyond those that are free."""
-    needed, _ = block_table.new_blocks(state.tables, last_ids, plan.num_new_tokens)
+    needed, _ = copy_on_write.new_blocks(state.tables, last_ids, plan.num_new_tokens)
     return jnp.sum(needed) - state.tables.pool.num_free
 
 
 def _preempt(
-    state: EngineState, last_ids: Int[Array, " rows"], config: StepConfig
+    state: EngineState, last_ids: Int[Array, " lines"], config: StepConfig
 ) -> tuple[EngineState, Bool[Array, " rows"], Bool[Array, " rows"]]:
     """Preempt running rows, the last in order first, until the others' plan fits. Returns the state, the
     preempted rows, and those of them that were swapped out.
@@ -138,9 +138,8 @@ def _swap_out(
     """Move the masked row's blocks to the host if there is room, and return which row was moved."""
     # Not in a `cond`: on a GPU the cache would be copied on its way through one.
     fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
-    tables, host_tables, info = swap.swap_out(
-        state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq
-    )
+    most = state.tables.max_blocks_per_seq * state.tables.num_groups
+    tables, host_tables, info = swap.swap_out(state.tables, host.tables, rows & fits, max_blocks=most)
     host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
     state = replace(
         state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status
@@ -161,7 +160,7 @@ def fork_tables(state: EngineState, leader_row: Int[Array, " rows"], config: Ste
         state, follows = carry
         follower = jnp.argmax(follows).astype(jnp.int32)[None]
         state = state.on_tables(block_table.fork, leader_row[follower], follower, jnp.ones(1, bool))
-        state = state.on_tables(block_table.slide_windows, index == follower, config.sliding_window)
+        state = state.on_tables(block_table.slide_windows, index == follower, config.grouping.specs)
         return state, follows & (index != follower)
 
     return lax.while_loop(lambda carry: jnp.any(carry[1]), fork, (state, leader_row != index))[0]

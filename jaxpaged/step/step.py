@@ -24,7 +24,6 @@ from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import DecodeSlots, Plan, Tiles, decode_tiles, prompt_tiles, slots_of
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import MAX_STEPS, Counter, EngineState, FinishReason, Phase, Rows
-from pallas_kernels.ops import TiledImplementation
 
 Hidden = Float[Array, "max_num_seqs hidden"]
 
@@ -121,7 +120,8 @@ def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
     """Take slots for the plan's tokens. A block that other rows hold too is copied before it is written
     to.
     """
-    tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=max_blocks)
+    most = max_blocks * state.tables.num_groups
+    tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=most)
     cache = kv_cache.copy_within(state.kv_cache, info.copy_sources, info.copy_destinations)
     return replace(state, tables=tables, kv_cache=cache, status=state.status | info.status)
 
@@ -166,9 +166,7 @@ def forward(
         def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
             kv_cache, hidden, prompt_scores = carry
-            kv_cache, hidden, out = compute(
-                model, rows, tables, kv_cache, hidden, tiles, slots, config.attention
-            )
+            kv_cache, hidden, out = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config)
             return kv_cache, hidden, score_prompts(model, rows, tiles, out, prompt_scores, i * width)
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
@@ -178,7 +176,7 @@ def forward(
         if width < config.max_num_seqs:
             tiles = jax.tree.map(lambda x: x[:width], tiles)
         kv_cache, hidden, prompt_scores = carry
-        kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config.attention)
+        kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config)
         return kv_cache, hidden, prompt_scores
 
     def skip(carry: Carry) -> Carry:
@@ -244,7 +242,7 @@ def compute(
     hidden: Hidden,
     tiles: Tiles,
     slots: DecodeSlots,
-    attention: TiledImplementation,
+    config: StepConfig,
 ) -> tuple[KVCache, Hidden, Float[Array, "num_tiles tile_len hidden"]]:
     """Run the model over tiles whose tokens have slots already.
 
@@ -259,14 +257,20 @@ def compute(
     is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))
     is_last = is_newest[:, None] & (positions == tiles.end[:, None] - 1)
     wanted = is_last | rows.tells_prompt[tiles.row][:, None]
+    slots_by_group = [
+        block_table.slot_mapping(tables, row, positions, valid, group).reshape(-1)
+        for group in range(tables.num_groups)
+    ]
+    is_one = tables.num_groups == 1
     batch = PassBatch(
-        slot_mapping=block_table.slot_mapping(tables, row, positions, valid).reshape(-1),
+        slot_mapping=slots_by_group[0] if is_one else jnp.stack(slots_by_group),
         block_tables=tables.block_tables,
         query_starts=tiles.start,
         seq_lens=tiles.end,
-        implementation=attention,
+        implementation=config.attention,
         adapters=None if rows.lora is None else jnp.where(tiles.end > 0, rows.lora[tiles.row], 0),
-        table_rows=tiles.row,
+        table_rows=tiles.row if is_one else tables.lines_of(tiles.row).reshape(-1, tables.num_groups).T,
+        grouping=None if is_one else config.grouping,
         wanted=wanted.reshape(-1) if tiles.tile_len > 1 else None,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
@@ -340,7 +344,7 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
         return state
     rows, block_size = state.rows, state.tables.block_size
     is_tight = state.tables.pool.num_free < jnp.sum(rows.running)
-    is_eager = config.reuse_answers or config.sliding_window is not None  # blocks must not leave the window
+    is_eager = config.reuse_answers or not config.keeps_all  # blocks must not leave a window unpublished
     max_blocks = config.max_blocks_touched(block_size)
     type Carry = tuple[BlockTables, Int[Array, ""]]
 
@@ -367,4 +371,4 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
 def clean_up(state: EngineState, config: StepConfig) -> EngineState:
     """Free the blocks of finished rows, and those that have left running rows' windows."""
     state = state.on_tables(block_table.free_rows, state.rows.phase == Phase.FINISHED)
-    return state.on_tables(block_table.slide_windows, state.rows.running, config.sliding_window)
+    return state.on_tables(block_table.slide_windows, state.rows.running, config.grouping.specs)

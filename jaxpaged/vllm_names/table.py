@@ -50,7 +50,7 @@ ENGINE: dict[str, Verdict] = {
     ),
     **_all(
         "the order of work changes no answer",
-        "async_scheduling disable_async_output_proc disable_chunked_mm_input disable_hybrid_kv_cache_manager "
+        "async_scheduling disable_async_output_proc disable_chunked_mm_input "
         "enable_chunked_prefill kv_sharing_fast_prefill long_prefill_token_threshold "
         "long_prefill_token_threshold_adaptive max_long_partial_prefills max_num_active_seqs "
         "max_num_partial_prefills max_num_scheduled_tokens multi_step_stream_outputs num_lookahead_slots "

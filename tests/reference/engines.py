@@ -45,13 +45,14 @@ def check(engine: Engine) -> None:
     """Check that no block is lost, and that rows without blocks hold none."""
     rows = [row for row in engine.rows if row is not None]
     on_host = [row for row in rows if row.phase is Phase.SWAPPED]
-    check_block_pool(engine.pool, [row.blocks for row in rows if row not in on_host])
-    check_block_pool(engine.host_pool, [row.blocks for row in on_host])
+    check_block_pool(engine.pool, [line for row in rows if row not in on_host for line in row.lines])
+    check_block_pool(engine.host_pool, [line for row in on_host for line in row.lines])
     for row in rows:
         if row.phase in (Phase.WAITING, Phase.FINISHED):
-            assert (row.blocks, row.computed) == ([], 0)
+            assert (row.lines, row.computed) == (engine.blocks.no_blocks, 0)
         else:
-            assert len(row.blocks) == cdiv(row.computed, engine.config.block_size)
+            num_blocks = cdiv(row.computed, engine.config.block_size)
+            assert [*map(len, row.lines)] == [num_blocks] * len(engine.config.reaches)
 
 
 def run(engine: Engine, max_steps: int = 100) -> list[Step]:
@@ -67,4 +68,4 @@ def run(engine: Engine, max_steps: int = 100) -> list[Step]:
 def lookup(engine: Engine, prompt: list[int]) -> list[int]:
     """Return the blocks that a request would hit, without running it."""
     _, blocks = engine.blocks.lookup(Row(0, Request(0, prompt, 99), prompt))
-    return ids(blocks)
+    return ids(blocks[0])

@@ -7,7 +7,7 @@ import pytest
 
 from reference import model
 from reference.engine import greedy
-from reference.engine_state import Request
+from reference.engine_state import Reach, Request
 from tests.reference.engines import check, computed, lookup, make, phases, run, tokens
 
 
@@ -93,7 +93,7 @@ def test_an_aborted_row_cannot_finish_again() -> None:
 
 
 def test_blocks_that_leave_the_window_are_freed() -> None:
-    engine = make(sliding_window=3, num_tiles=1, num_blocks=6)
+    engine = make(reaches=(Reach(window=3),), num_tiles=1, num_blocks=6)
     engine.submit(Request(0, list(range(1, 10)), 12), row=0)
     steps = run(engine)
     assert [step.block_tables.get(0) for step in steps[:3]] == [
@@ -106,7 +106,7 @@ def test_blocks_that_leave_the_window_are_freed() -> None:
 
 
 def test_with_a_window_a_request_may_be_longer_than_the_pool() -> None:
-    sizes = {"sliding_window": 3, "num_tiles": 1, "max_num_seqs": 1}
+    sizes = {"reaches": (Reach(window=3),), "num_tiles": 1, "max_num_seqs": 1}
     request = Request(0, list(range(1, 20)), 24)
     engine = make(num_blocks=5, **sizes)  # 2 tokens and a tile: 3 blocks, and one as they may lie across
     engine.submit(request, row=0)
@@ -118,7 +118,7 @@ def test_with_a_window_a_request_may_be_longer_than_the_pool() -> None:
 
 def test_hits_beyond_the_window_are_let_go_at_once() -> None:
     """Were all four hits held, the row would find no fifth block, for ever."""
-    engine = make(num_blocks=5, sliding_window=3, num_tiles=1, max_num_seqs=1)
+    engine = make(num_blocks=5, reaches=(Reach(window=3),), num_tiles=1, max_num_seqs=1)
     engine.submit(Request(0, list(range(1, 9)), 9), row=0)
     run(engine)
     assert lookup(engine, list(range(1, 10))) == [1, 2, 3, 4]
@@ -133,7 +133,7 @@ def test_in_a_window_a_swapped_row_needs_room_for_its_next_tiles_too() -> None:
     engine = make(
         block_size=1,
         num_tiles=1,
-        sliding_window=8,  # so a row may hold 7 + 4 + 1 blocks
+        reaches=(Reach(window=8),),  # so a row may hold 7 + 4 + 1 blocks
         num_blocks=16,
         max_blocks_per_seq=40,
         num_host_blocks=9,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from reference.engine import Engine
 from reference.engine_blocks import cdiv
-from reference.engine_state import EngineConfig, Phase, Request, Row, Step
+from reference.engine_state import EngineConfig, Phase, Reach, Request, Row, Step
 from tests.reference.engines import check
 
 # Random workloads: nothing is foreseen but that they end, in time, with the right tokens.
@@ -33,6 +33,18 @@ def work(request: Request, tile_len: int) -> int:
     prompt_len = len(request.prompt)
     return cdiv(prompt_len, tile_len) + request.max_num_tokens - prompt_len - 1
 
+
+FULL = Reach()
+# Groups of layers, the one that sees most first.
+REACHES = [
+    (FULL,),
+    (FULL,),
+    *((Reach(window=window),) for window in (1, 2, 5, 8)),
+    *((FULL, Reach(window=window)) for window in (1, 3, 6)),
+    (FULL, Reach(chunk=4)),
+    (FULL, Reach(window=5), Reach(chunk=3)),
+    (Reach(window=8), Reach(window=2)),
+]
 
 COMMON = [0, 1, 2, 2, 0, 1, 0, 0, 2, 1, 1, 2]
 
@@ -82,7 +94,7 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, list[Event]]:
         num_blocks=2,
         max_blocks_per_seq=longest,
         num_host_blocks=draw(st.sampled_from([0, 4, 9, 30])),
-        sliding_window=draw(st.sampled_from([None, None, None, 1, 2, 5, 8])),
+        reaches=draw(st.sampled_from(REACHES)),
         watermark_blocks=draw(st.sampled_from([0, 0, 2])),
         prefix_caching=draw(st.sampled_from([True, True, False])),
         reuse_answers=draw(st.booleans()),

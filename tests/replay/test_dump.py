@@ -13,6 +13,7 @@ import pytest
 
 from jaxpaged import replay, untrusted
 from jaxpaged.checks import InputError
+from jaxpaged.memory.cache_specs import FULL, SlidingWindow
 from jaxpaged.memory.policies import LRU_SPLIT
 from jaxpaged.memory.prefix_cache import hash_block
 from jaxpaged.replay import __main__ as words
@@ -30,7 +31,7 @@ from tests.step.lockstep import Setting
             "window",
             num_blocks=20,
             block_size=3,
-            sliding_window=10,
+            specs=(FULL, SlidingWindow(10)),
             reuse_answers=True,
             watermark_blocks=2,
             policy=LRU_SPLIT,
@@ -162,7 +163,7 @@ def saved(value: object) -> bytes:
         ),
         (
             lambda file: rewritten(file, header=np.array('{"version": 1}')),
-            "version=1 must be 5, the one that this jaxpaged reads",
+            "version=1 must be 6, the one that this jaxpaged reads",
         ),
     ],
 )  # fmt: skip

@@ -7,18 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from hypothesis import strategies as st
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import kv_cache, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.cache_specs import FULL, CacheSpec
+from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
-from jaxpaged.models.attention import PassBatch, attend
-from jaxpaged.sampling import score
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
@@ -37,71 +36,14 @@ from jaxpaged.step.state import (
 from jaxpaged.step.step import step
 from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
-from reference import sampler
 from reference.engine import Engine
+from tests.step.sum_model import VOCAB, SumModel, logprobs_of, next_token
 
-VOCAB = 13
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
 STOP = 0
 MAX_MODEL_LEN = 112
 MAX_NUM_SEQS = 3
 NUM_ROWS = 6
-
-
-# Behind a sum of tokens, modulo VOCAB, each token's logit: that of the sum itself is the largest.
-LOGITS = np.array([[-((v - total) * 5 % VOCAB) / 4 for v in range(VOCAB)] for total in range(VOCAB)])
-
-
-class SumModel(nnx.Module):
-    """Model whose likeliest next token is the sum of all visible tokens, read from the cache, modulo
-    VOCAB.
-    """
-
-    hidden_size = VOCAB
-    dtype = jnp.dtype("float32")
-
-    def __init__(self, sliding_window: int | None) -> None:
-        self.sliding_window = sliding_window
-
-    def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, cache: KVCache, batch: PassBatch
-    ) -> tuple[jax.Array, KVCache]:
-        value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
-        zero = jnp.zeros_like(value)
-        mean, cache = attend(
-            cache, 0, zero, zero, value, batch, scale=1.0, sliding_windows=(self.sliding_window,)
-        )
-        num_seen = positions + 1
-        if self.sliding_window is not None:
-            num_seen = jnp.minimum(num_seen, self.sliding_window)
-        total = jnp.round(mean[:, 0, 0] * num_seen).astype(jnp.int32)
-        return jax.nn.one_hot(total % VOCAB, VOCAB), cache
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        return hidden @ jnp.asarray(LOGITS, jnp.float32)
-
-
-def next_token(
-    sliding_window: int | None, tokens: list[int], *, prompt_len: int = 0, rules: dict[str, Any] | None = None
-) -> int:
-    """Return the oracle's next token; `rules` are what `reference.sampler.edited` takes."""
-    total = sum(tokens[-sliding_window:] if sliding_window else tokens) % VOCAB
-    logits = sampler.edited(LOGITS[total], tokens[:prompt_len], tokens[prompt_len:], **rules or {})
-    return sampler.first_likeliest(logits)
-
-
-def logprobs_of(sliding_window: int | None, tokens: list[int]) -> np.ndarray:
-    """Return the log-probabilities behind these tokens as the compiled step makes them, to the bit."""
-    total = sum(tokens[-sliding_window:] if sliding_window else tokens) % VOCAB
-    return _logprobs()[total]
-
-
-@functools.cache
-def _logprobs() -> np.ndarray:
-    logits = jnp.asarray(LOGITS, jnp.float32)
-    every = jnp.broadcast_to(jnp.arange(VOCAB), (VOCAB, VOCAB))
-    rows = [jax.jit(score)(logits, token, jnp.full(VOCAB, -1)).logprob for token in every.T]
-    return np.stack([np.asarray(row) for row in rows], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +70,19 @@ class Setting:
     block_size: int = 4
     num_tiles: int = 3
     num_host_blocks: int = 0
-    sliding_window: int | None = None
+    specs: tuple[CacheSpec, ...] = (FULL,)  # of the groups of layers
     watermark_blocks: int = 0
     prefix_caching: bool = True
     policy: Policy = LRU
     reuse_answers: bool = False
+
+    @property
+    def reaches(self) -> tuple[reference.Reach, ...]:
+        """The groups as the oracle has them."""
+        return tuple(
+            reference.Reach(getattr(spec, "window", None), getattr(spec, "chunk", None))
+            for spec in self.specs
+        )
 
     @property
     def longest(self) -> int:
@@ -144,7 +94,7 @@ class Setting:
     def has_room_for(self, width: int, prompt_len: int, num_tokens: int) -> bool:
         """Return whether a beam search is admitted by the door."""
         need = self.config.blocks_of(num_tokens - 1, self.block_size)
-        shared = 0 if self.sliding_window else prompt_len // self.block_size
+        shared = self.config.blocks_shared(prompt_len, self.block_size)
         return need + (width - 1) * (need - shared) < self.num_blocks
 
     @property
@@ -155,7 +105,7 @@ class Setting:
             tiles_per_pass=2,
             attention="xla",
             watermark_blocks=self.watermark_blocks,
-            sliding_window=self.sliding_window,
+            grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))),
             reuse_answers=self.reuse_answers,
         )
 
@@ -170,14 +120,14 @@ class Setting:
                 num_blocks=self.num_blocks,
                 max_blocks_per_seq=cdiv(MAX_MODEL_LEN, self.block_size),
                 num_host_blocks=self.num_host_blocks,
-                sliding_window=self.sliding_window,
+                reaches=self.reaches,
                 watermark_blocks=self.watermark_blocks,
                 prefix_caching=self.prefix_caching,
                 free_profile=FREE_PROFILES[self.policy.name],
                 reuse_answers=self.reuse_answers,
                 preemption_mode="swap" if self.num_host_blocks else "recompute",
             ),
-            functools.partial(next_token, self.sliding_window),
+            functools.partial(next_token, self.reaches),
         )
 
     def state(self) -> EngineState:
@@ -190,6 +140,7 @@ class Setting:
                 self.block_size,
                 prefix_caching=cached,
                 policy=self.policy,
+                num_groups=len(self.specs),
             )
 
         def arrays(num_blocks: int) -> KVCache:
@@ -207,7 +158,7 @@ class Setting:
 @functools.cache
 def compiled_step(setting: Setting):
     """Return the compiled step of a setting."""
-    model = SumModel(setting.sliding_window)
+    model = SumModel(setting.specs)
     return jax.jit(lambda state: step(model, state, setting.config))
 
 
@@ -240,7 +191,7 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
             elif seen:  # go on with an earlier request's prompt, and its answer as far as there is room
                 prompt = list(draw(st.sampled_from(seen)))
                 while len(prompt) < prompt_len:
-                    prompt.append(next_token(setting.sliding_window, prompt))
+                    prompt.append(next_token(setting.reaches, prompt))
             prompt_len = len(prompt)
             seen.append(tuple(prompt))
             first = arrival
@@ -252,7 +203,7 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                 search = reference.Search(
                     width,
                     draw(st.sampled_from([1.0, 0.0, -1.0, 2.0])),
-                    functools.partial(logprobs_of, setting.sliding_window),
+                    functools.partial(logprobs_of, setting.reaches),
                 )
                 stop = draw(st.sampled_from([(), (STOP,), (STOP, 5)]))
                 requests.append(Request(arrival, tuple(prompt), most, stop, priority, salt, search=search))
@@ -263,7 +214,7 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                 rules = draw(st.sampled_from([{}, {}, *RULES]))
                 its_next = functools.partial(
                     next_token,
-                    setting.sliding_window,
+                    setting.reaches,
                     prompt_len=prompt_len,
                     rules=rules | {"stop_token_ids": stop},
                 )
@@ -433,8 +384,9 @@ class LockStep:
             for tables, mine in ((state.tables, not swapped), (state.host and state.host.tables, swapped)):
                 if tables is None:
                     continue
-                blocks = [block.block_id for block in row.blocks] if mine else []
-                line = tables.block_tables[index]
-                assert line[: len(blocks)].tolist() == blocks
-                assert not np.any(line[len(blocks) :])
-                assert tables.seq_lens[index] == (row.computed if mine and blocks else 0)
+                first = index * tables.num_groups
+                for line, its in zip(tables.block_tables[first:], row.lines, strict=False):
+                    blocks = [block.block_id for block in its] if mine else []
+                    assert line[: len(blocks)].tolist() == blocks
+                    assert not np.any(line[len(blocks) :])
+                assert tables.seq_lens[index] == (row.computed if mine and row.blocks else 0)

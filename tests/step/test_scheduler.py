@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.memory.cache_specs import FULL, SlidingWindow
 from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine_state import Phase, Request
 from tests.step.lockstep import VOCAB, Event, LockStep, Setting, workloads
@@ -15,7 +16,15 @@ pytestmark = pytest.mark.usefixtures("small_pieces")
 SETTINGS = [
     Setting("tight", num_blocks=1 + 17),
     Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT),
-    Setting("window", num_blocks=1 + 14, num_tiles=1, sliding_window=10, num_host_blocks=1 + 6),
+    Setting("window", num_blocks=1 + 14, num_tiles=1, specs=(SlidingWindow(10),), num_host_blocks=1 + 6),
+    Setting(
+        "full and windows",
+        num_blocks=1 + 26,
+        num_tiles=1,
+        specs=(FULL, SlidingWindow(10), SlidingWindow(5)),
+        num_host_blocks=1 + 12,
+    ),
+    Setting("two groups", num_blocks=1 + 40, specs=(FULL, SlidingWindow(21)), policy=LRU_SPLIT),
     Setting(
         "big blocks", num_blocks=1 + 5, block_size=24, num_tiles=1, watermark_blocks=1, reuse_answers=True
     ),

@@ -1,0 +1,106 @@
+"""Content of further groups of layers: found by the first group's content, exactly.
+
+The first group's blocks make the tree of contents (`prefix_cache`). A block of another group is one more
+child of the node with the same tokens, under tokens that no sequence has. Its K and V depend on all tokens
+before, and so does the node's name, which never means anything else. When the node dies its children are not
+found any more, as in the tree itself: without the first group's block the others are of no use.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt32
+
+from jaxpaged.memory import content_rings, content_table, prefix_cache
+from jaxpaged.memory.cache_specs import CacheSpec
+from jaxpaged.memory.content_table import Entries, PrefixCache, names
+from jaxpaged.memory.entries import in_pieces, number_through
+from jaxpaged.memory.prefix_cache import Chain, Hit
+
+# The token that stands for group g in the table of contents is this plus g. A model's ids, and those of
+# answers, are far from it.
+GROUP_TOKENS = -(2**31)
+
+
+def insert(
+    cache: PrefixCache,
+    block_ids: Int[Array, " n"],
+    group_ids: Int[Array, " n"],
+    group: int,
+    mask: Bool[Array, " n"],
+) -> PrefixCache:
+    """Make blocks of a group findable by the first group's blocks with the same tokens.
+
+    block_ids, group_ids: of the first group and of this one. Where the first has no content, or this is the
+    null block, nothing is done.
+    """
+    known = mask & (cache.slot[block_ids] != PrefixCache.NO_SLOT) & (group_ids != 0)
+    entry, _, _ = number_through(known.astype(jnp.int32), block_ids.shape[0])
+    parents = Chain.of(
+        salt=jnp.zeros_like(block_ids),
+        num_blocks=jnp.zeros_like(block_ids),
+        tip=names(cache, cache.slot[block_ids]),
+        hash=cache.hash[block_ids],
+    )
+    counts, tokens = known.astype(jnp.int32), _tokens(cache, block_ids, group)
+    return prefix_cache.insert(cache, parents, counts, entry, group_ids[entry], tokens)[0]
+
+
+def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec]) -> Hit:
+    """Cut a hit of the first group to what every group can serve.
+
+    Returns the longest beginning of which each group has the blocks that the next token reads. `block_ids`
+    are those of all groups, [num_groups, max_blocks], with the null block where a further group need not have
+    one.
+
+    vLLM 0.33 finds the same length by asking groups in turn until none shortens it
+    (`HybridKVCacheCoordinator.find_longest_cache_hit`); here all lengths are judged at once. Costs what is
+    hit, and O(max_blocks).
+    """
+    max_blocks = hit.block_ids.shape[0]
+    length = jnp.arange(1, max_blocks + 1, dtype=jnp.int32)  # judged in each place: up to and with its block
+    serves = length <= hit.chain.num_blocks
+    found, first_kept = [hit.block_ids], [jnp.zeros_like(length)]
+    for group, spec in enumerate(specs[1:], start=1):
+        found.append(_find(cache, hit, group))
+        first_kept.append(jnp.minimum(spec.first_read(length * cache.block_size) // cache.block_size, length))
+        last_gap = lax.cummax(jnp.where(found[-1] == 0, length, 0))
+        serves &= last_gap <= first_kept[-1]
+    best = jnp.max(jnp.where(serves, length, 0), initial=0)
+    if max_blocks == 0:
+        return Hit(jnp.zeros((len(specs), 0), jnp.int32), hit.chain)
+    end = jnp.maximum(best - 1, 0)
+    is_kept = (length > jnp.stack(first_kept)[:, end, None]) & (length <= best)
+    chain = Chain(hit.chain.fields[None])
+    chain = prefix_cache.rewind(cache, chain, best[None], hit.block_ids[end][None])
+    return Hit(jnp.where(is_kept, jnp.stack(found), 0), Chain(chain.fields[0]))
+
+
+def _find(cache: PrefixCache, hit: Hit, group: int) -> Int[Array, " max_blocks"]:
+    """Return the block of a group with the content of each block of the hit; the null block for none."""
+
+    def look(_: Array, k: Array, used: Array, found: Int[Array, " max_blocks"]) -> Int[Array, " max_blocks"]:
+        block_ids = hit.block_ids.at[k].get(mode="clip")
+        tokens = _tokens(cache, block_ids, group)
+        entries = Entries(
+            token_ids=tokens,
+            hashes=cache.hash[block_ids] + _hashes(cache, tokens),
+            tip=names(cache, cache.slot[block_ids]),
+            is_first=jnp.ones_like(used),
+            mask=used,
+        )
+        slot, is_hit = content_table.match(cache, entries)
+        target = jnp.where(is_hit, k, found.shape[0])
+        return found.at[target].set(content_rings.first_of(cache, slot), mode="drop")
+
+    return in_pieces(hit.chain.num_blocks[None], look, jnp.zeros_like(hit.block_ids))
+
+
+def _tokens(cache: PrefixCache, block_ids: Int[Array, " n"], group: int) -> Int[Array, "n block_size"]:
+    return jnp.full((block_ids.shape[0], cache.block_size), GROUP_TOKENS + group, jnp.int32)
+
+
+def _hashes(cache: PrefixCache, tokens: Int[Array, "n block_size"]) -> UInt32[Array, "n 2"]:
+    """Return what the group's tokens add to the hash of their parents."""
+    return cache.hash_fn(tokens, jnp.zeros(tokens.shape[0], jnp.int32))

@@ -1,0 +1,71 @@
+"""Block tables: each row's blocks in order, in one line for each group of layers."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.memory.block_pool import BlockPool
+from jaxpaged.memory.prefix_cache import Chain
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockTables:
+    """Tables of rows. A row has one line of blocks for each group of layers, all from one pool.
+
+    Line `r * num_groups + g` is that of row r and group g. It names `cdiv(seq_lens[r], block_size)` blocks,
+    first to last.
+    """
+
+    pool: BlockPool
+    block_tables: Int[Array, "num_lines max_blocks_per_seq"]  # NULL_BLOCK beyond a line's blocks
+    seq_lens: Int[Array, " max_seqs"]  # tokens each row has places for
+    num_skipped: Int[Array, " num_lines"]  # leading blocks out of reach: NULL_BLOCK stands for them
+    chains: Chain  # how far each row is cached
+    block_size: int = field(metadata={"static": True})  # tokens a block
+    num_groups: int = field(default=1, metadata={"static": True})  # of layers
+
+    @property
+    def max_seqs(self) -> int:
+        return self.num_lines // self.num_groups
+
+    @property
+    def num_lines(self) -> int:
+        return self.block_tables.shape[0]
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return self.block_tables.shape[1]
+
+    @property
+    def num_blocks(self) -> Int[Array, " max_seqs"]:
+        """Blocks that each row's tokens take in a line, those that left the window included."""
+        return cdiv(self.seq_lens, self.block_size)
+
+    @property
+    def num_held(self) -> Int[Array, " max_seqs"]:
+        """Blocks that each row holds, in all its lines."""
+        return self.per_row(self.each_line(self.num_blocks) - self.num_skipped)
+
+    def each_line(self, of_rows: Array) -> Array:
+        """Return the values of rows for each of their lines, along the first axis."""
+        return of_rows if self.num_groups == 1 else jnp.repeat(of_rows, self.num_groups, axis=0)
+
+    def per_row(self, of_lines: Int[Array, " num_lines"]) -> Int[Array, " max_seqs"]:
+        """Return the sum over each row's lines."""
+        if self.num_groups == 1:
+            return of_lines
+        return jnp.sum(of_lines.reshape(-1, self.num_groups), axis=1, dtype=of_lines.dtype)
+
+    def lines_of(self, rows: Int[Array, " n"]) -> Int[Array, " n_groups"]:
+        """Return the lines of rows, one row after the other."""
+        if self.num_groups == 1:
+            return rows
+        return (rows[:, None] * self.num_groups + jnp.arange(self.num_groups, dtype=rows.dtype)).reshape(-1)
+
+    def first_lines(self, of_lines: Array) -> Array:
+        """Return the values of each row's first line, which sees most of the sequence."""
+        return of_lines if self.num_groups == 1 else of_lines[:: self.num_groups]

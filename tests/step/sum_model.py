@@ -1,0 +1,81 @@
+"""A model whose next token is the sum of all it reads from the cache, and its oracle."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpaged.memory.cache_specs import CacheSpec, SlidingWindow
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.attention import PassBatch, attend
+from jaxpaged.sampling import score
+from reference import engine_state as reference
+from reference import sampler
+
+VOCAB = 13
+
+
+# Behind a sum of tokens, modulo VOCAB, each token's logit: that of the sum itself is the largest.
+LOGITS = np.array([[-((v - total) * 5 % VOCAB) / 4 for v in range(VOCAB)] for total in range(VOCAB)])
+
+
+class SumModel(nnx.Module):
+    """Model whose likeliest next token is the sum of all visible tokens, read from the cache, modulo
+    VOCAB. Of several groups of layers each is a layer, and their sums are added.
+    """
+
+    hidden_size = VOCAB
+    dtype = jnp.dtype("float32")
+
+    def __init__(self, specs: tuple[CacheSpec, ...]) -> None:
+        self.specs = specs
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, cache: KVCache, batch: PassBatch
+    ) -> tuple[jax.Array, KVCache]:
+        value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
+        zero = jnp.zeros_like(value)
+        windows = [spec.window if isinstance(spec, SlidingWindow) else None for spec in self.specs]
+        total = jnp.zeros_like(positions)
+        for layer, spec in enumerate(self.specs):
+            mean, cache = attend(cache, layer, zero, zero, value, batch, scale=1.0, sliding_windows=windows)
+            num_seen = positions + 1 - spec.first_read(positions)
+            total += jnp.round(mean[:, 0, 0] * num_seen).astype(jnp.int32)
+        return jax.nn.one_hot(total % VOCAB, VOCAB), cache
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return hidden @ jnp.asarray(LOGITS, jnp.float32)
+
+
+def total_of(reaches: tuple[reference.Reach, ...], tokens: list[int]) -> int:
+    """Return the sum of the visible tokens over all groups, modulo VOCAB."""
+    return sum(sum(tokens[reach.first_read(len(tokens) - 1) :]) for reach in reaches) % VOCAB
+
+
+def next_token(
+    reaches: tuple[reference.Reach, ...],
+    tokens: list[int],
+    *,
+    prompt_len: int = 0,
+    rules: dict[str, Any] | None = None,
+) -> int:
+    """Return the oracle's next token; `rules` are what `reference.sampler.edited` takes."""
+    total = total_of(reaches, tokens)
+    logits = sampler.edited(LOGITS[total], tokens[:prompt_len], tokens[prompt_len:], **rules or {})
+    return sampler.first_likeliest(logits)
+
+
+def logprobs_of(reaches: tuple[reference.Reach, ...], tokens: list[int]) -> np.ndarray:
+    """Return the log-probabilities behind these tokens as the compiled step makes them, to the bit."""
+    return _logprobs()[total_of(reaches, tokens)]
+
+
+@functools.cache
+def _logprobs() -> np.ndarray:
+    logits = jnp.asarray(LOGITS, jnp.float32)
+    every = jnp.broadcast_to(jnp.arange(VOCAB), (VOCAB, VOCAB))
+    rows = [jax.jit(score)(logits, token, jnp.full(VOCAB, -1)).logprob for token in every.T]
+    return np.stack([np.asarray(row) for row in rows], axis=1)
