@@ -16,7 +16,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import check
 from jaxpaged.memory import block_pool, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
-from jaxpaged.memory.entries import first_equal, in_pieces, number_through
+from jaxpaged.memory.entries import first_equal, in_chunks, number_through
 from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.policies import Sweep
 from jaxpaged.memory.prefix_cache import Chain
@@ -247,7 +247,7 @@ def adopt(
         return pool, block_tables.at[line, k].set(ids, mode="drop")
 
     counts = jnp.where(done, chains.num_blocks, 0)
-    pool, block_tables = in_pieces(counts, hold, (tables.pool, tables.block_tables))
+    pool, block_tables = in_chunks(counts, hold, (tables.pool, tables.block_tables))
     tables = replace(
         tables,
         pool=pool,
@@ -409,7 +409,7 @@ def _release(
 
     carry: Carry = tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))
     for sweep in sweeps:
-        carry = in_pieces(counts, functools.partial(free_some, sweep), carry)
+        carry = in_chunks(counts, functools.partial(free_some, sweep), carry)
     return carry
 
 

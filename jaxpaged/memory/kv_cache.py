@@ -19,7 +19,7 @@ from pallas_kernels.ops import caches
 class KVCache:
     """A layout's arrays, each with one more axis, for the layers. Block 0 is the null block.
 
-    A block's layers lie side by side, [num_blocks, num_layers, ...]: it moves in one piece an array, and a
+    A block's layers lie side by side, [num_blocks, num_layers, ...]: it moves in one copy an array, and a
     loop over layers carries arrays that are updated in place. A layout may ask for [num_layers, num_blocks,
     ...] instead. To a kernel it is a pool of `num_blocks * num_layers` blocks, of which a layer's are a part.
     """

@@ -37,7 +37,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import content_rings, content_table
 from jaxpaged.memory.content_table import Entries, HashFn, PrefixCache, hash_block, names, parents
-from jaxpaged.memory.entries import PIECE, first_equal, unbroken
+from jaxpaged.memory.entries import CHUNK, first_equal, unbroken
 
 
 @jax.tree_util.register_dataclass
@@ -142,13 +142,13 @@ def lookup(
 ) -> Hit:
     """Find the longest cached beginning of a prompt, leaving at least one token to compute.
 
-    `tokens_at` is asked for the prompt's tokens by position, piece by piece, as far as they are found: costs
+    `tokens_at` is asked for the prompt's tokens by position, chunk by chunk, as far as they are found: costs
     what is hit, whatever the pool and `max_tokens` (static, of any prompt) are. Takes nothing: touch the
     blocks before any other is allocated.
     """
     block_size = cache.block_size
     max_blocks = max((max_tokens - 1) // block_size, 0)
-    size = min(PIECE, max_blocks)
+    size = min(CHUNK, max_blocks)
     start = root(cache, salt)
     if size == 0:
         return Hit(jnp.zeros(0, jnp.int32), start)
@@ -164,21 +164,21 @@ def lookup(
         index = reached.num_blocks + place
         token_ids = tokens_at(index[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32))
         added = jnp.cumsum(cache.hash_fn(token_ids, index), axis=0, dtype=jnp.uint32)
-        piece = Entries(
+        chunk = Entries(
             token_ids=token_ids,
             hashes=reached.hash + added,
             tip=jnp.broadcast_to(reached.tip, (size, 2)),
             is_first=place == 0,
             mask=(index + 1) * block_size < num_tokens,
         )
-        slot, hit = content_table.match(cache, piece)
+        slot, hit = content_table.match(cache, chunk)
         num_hits = jnp.sum(hit, dtype=jnp.int32)
         end = jnp.maximum(num_hits - 1, 0)
         further = Chain.of(
             salt=reached.salt,
             num_blocks=reached.num_blocks + num_hits,
             tip=names(cache, slot[end]),
-            hash=piece.hashes[end],
+            hash=chunk.hashes[end],
         )
         target = jnp.where(hit, index, max_blocks)
         block_ids = block_ids.at[target].set(content_rings.first_of(cache, slot), mode="drop")

@@ -103,7 +103,7 @@ def adopt(
 def read(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n num_layers ..."]]:
     """Return K and V of these blocks, block by block, by the names of the layout's arrays.
 
-    In a layout of one array, `all_layers`, a block is one contiguous piece. What belongs to no block
+    In a layout of one array, `all_layers`, a block is one contiguous range. What belongs to no block
     (`Layout.shared`) is not among them.
     """
     axis = kv_cache.axis

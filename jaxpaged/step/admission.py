@@ -25,7 +25,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
 from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.entries import PIECE, in_pieces
+from jaxpaged.memory.entries import CHUNK, in_chunks
 from jaxpaged.memory.prefix_cache import Hit
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import Plan, plan
@@ -214,7 +214,7 @@ def _any_begins_alike(
 
     Rows are compared one after the other, a chunk of tokens at a time, up to the first difference.
     """
-    size = min(8 * PIECE, rows.token_ids.shape[1])
+    size = min(8 * CHUNK, rows.token_ids.shape[1])
     type Search = tuple[Bool[Array, " rows"], Int[Array, ""]]
 
     def chunk(row: Int[Array, ""], start: Int[Array, ""]) -> Int[Array, " size"]:
@@ -262,7 +262,7 @@ def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Ar
         is_held = used & tables.pool.is_held(hit.block_ids[k])
         return held + jnp.stack([jnp.sum(is_held), jnp.sum(is_held & (k >= unseen))])
 
-    return in_pieces(length[None], count, jnp.zeros(2, jnp.int32))
+    return in_chunks(length[None], count, jnp.zeros(2, jnp.int32))
 
 
 def raise_held_bound(state: EngineState, before: BlockTables) -> EngineState:

@@ -223,17 +223,17 @@ def _with_answers_of(
     size = min(COPIED_AT_ONCE, rows.token_ids.shape[1])
     type Carry = tuple[Int[Array, "rows max_model_len"], Bool[Array, " rows"], Int[Array, ""]]
 
-    def copy_piece(carry: Carry) -> Carry:
+    def copy_chunk(carry: Carry) -> Carry:
         token_ids, left, done = carry
         row = jnp.argmax(jnp.where(left, 1 + rows.held, 0))
         start = rows.prompt_lens[row] + done
-        piece = lax.dynamic_slice(token_ids, (source[row], start), (1, size))
-        token_ids = lax.dynamic_update_slice(token_ids, piece, (row, start))
+        chunk = lax.dynamic_slice(token_ids, (source[row], start), (1, size))
+        token_ids = lax.dynamic_update_slice(token_ids, chunk, (row, start))
         goes_on = start + size < rows.num_tokens[source[row]]
         return token_ids, left.at[row].set(goes_on), jnp.where(goes_on, done + size, 0)
 
     start = (rows.token_ids, moves, jnp.int32(0))
-    return lax.while_loop(lambda carry: jnp.any(carry[1]), copy_piece, start)[0]
+    return lax.while_loop(lambda carry: jnp.any(carry[1]), copy_chunk, start)[0]
 
 
 def _noted(state: EngineState, new: Scores, slots: DecodeSlots, choice: Choice) -> Scores:

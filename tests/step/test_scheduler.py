@@ -10,7 +10,7 @@ from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine_state import Phase, Request
 from tests.step.lockstep import VOCAB, Event, LockStep, Setting, workloads
 
-pytestmark = pytest.mark.usefixtures("small_pieces")
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 SETTINGS = [
     Setting("tight", num_blocks=1 + 17),

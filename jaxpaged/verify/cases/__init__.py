@@ -1,7 +1,7 @@
 """Cases of the kernels' operations: problems, their arrays, and which answers are right.
 
-`frame` has what all cases share. `decode`, `ragged` and `tiles` have the cases of attention. `caches` has those
-of writing, copying and merging. Import from these modules.
+`frame` has what all cases share. `decode`, `ragged` and `tiles` have the cases of attention. `caches` has the
+cases of writing, copying and merging. Import from these modules.
 """
 
 import warnings
