@@ -31,7 +31,7 @@ from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.shards import MODEL
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.status import Status, raise_if_error
-from jaxpaged.step.state import EngineState, none_turned_away
+from jaxpaged.step.state import EngineState, no_rejection
 
 PIECE_BYTES = 32 * 2**20
 
@@ -194,10 +194,10 @@ def fill(
     def with_pool(state: EngineState, pool: BlockPool) -> EngineState:
         # Requests that were looked up and did not fit may find more now.
         tables = replace(state.tables, pool=pool)
-        nobody = none_turned_away()
+        nothing = no_rejection()
         if mesh is not None:
-            nobody = jax.device_put(nobody, NamedSharding(mesh, ON_EACH))
-        return replace(state, tables=tables, turned_away=nobody)
+            nothing = jax.device_put(nothing, NamedSharding(mesh, ON_EACH))
+        return replace(state, tables=tables, last_rejected=nothing)
 
     state = with_pool(state, room.until_then)
     yield state

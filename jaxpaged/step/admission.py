@@ -6,7 +6,7 @@ waits while its leader's prompt is computed, and then takes over the leader's bl
 room then is a request like any other. The beams of a search are admitted all at once.
 
 Looking a prompt up in the prefix cache is the expensive part, and a request that does not fit would be looked
-up in every step. So the state remembers, in `turned_away`, the row that was looked up last without fitting
+up in every step. So the state remembers, in `last_rejected`, the row that was looked up last without fitting
 and an upper bound of how many of the blocks it found other rows hold: [row, bound]. Such blocks are shared,
 not taken, so the row fits only if the blocks it needs minus the bound are free. Until then it is not looked
 up again. `raise_held_bound` raises the bound after each step by what the step did; admitting a request or
@@ -29,7 +29,7 @@ from jaxpaged.memory.entries import CHUNK, in_chunks
 from jaxpaged.memory.prefix_cache import Hit
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import Plan, plan
-from jaxpaged.step.state import Counter, EngineState, HostPool, Phase, Rows, none_turned_away
+from jaxpaged.step.state import Counter, EngineState, HostPool, Phase, Rows, no_rejection
 
 
 class _Admission(NamedTuple):
@@ -65,8 +65,8 @@ def admit(
         its_beams = started.rows.waiting & started.rows.in_group_of(row)
         phase = jnp.where(its_beams & found.fits, Phase.FOLLOWING, phase)
         waits = found.is_looked_up & ~found.fits
-        turned_away = jnp.where(waits, jnp.stack([row, found.num_held]), started.turned_away)
-        state = replace(started, rows=replace(started.rows, phase=phase), turned_away=turned_away)
+        last_rejected = jnp.where(waits, jnp.stack([row, found.num_held]), started.last_rejected)
+        state = replace(started, rows=replace(started.rows, phase=phase), last_rejected=last_rejected)
         ok = forks | found.fits
         return _Admission(
             state,
@@ -169,8 +169,8 @@ def _look_for_room(
     # Blocks that have to be free, or held by others and shared.
     need = config.blocks_of(rows.num_tokens[row], tables.block_size)
     need += jnp.maximum(rows.beams.width[row] - 1, 0) * _need_of_beam(state, config)[row]
-    row_turned_away, most_held = state.turned_away
-    may_fit = may_start & ((row != row_turned_away) | (need - most_held <= free))
+    rejected_row, most_held = state.last_rejected
+    may_fit = may_start & ((row != rejected_row) | (need - most_held <= free))
 
     def look_up() -> _Lookup:
         hit, defers = _look_up(state, row, config)
@@ -266,17 +266,17 @@ def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Ar
 
 
 def raise_held_bound(state: EngineState, before: BlockTables) -> EngineState:
-    """Raise the bound of how many blocks other rows hold of the request that was turned away last (see the
+    """Raise the bound of how many blocks other rows hold of the request that was rejected last (see the
     module).
 
     A block that the step made findable may continue the hit. A block that it took may have been in the hit,
     while another block with its content is held. The bound rises by both counts. No request was admitted
     since, so there is no third way.
     """
-    tables, (row, held) = state.tables, state.turned_away
+    tables, (row, held) = state.tables, state.last_rejected
     taken = before.pool.num_free - tables.pool.num_free
     published = jnp.sum(tables.chains.num_blocks - before.chains.num_blocks)
-    return replace(state, turned_away=jnp.stack([row, held + taken + published]))
+    return replace(state, last_rejected=jnp.stack([row, held + taken + published]))
 
 
 def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig) -> EngineState:
@@ -297,7 +297,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
         phase=jnp.where(this, Phase.RUNNING, rows.phase),
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
-    state = replace(state, rows=rows, turned_away=none_turned_away())
+    state = replace(state, rows=rows, last_rejected=no_rejection())
     num_lookup_tokens = jnp.where(is_new & ~rows.tells_prompt[row], rows.num_findable[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 

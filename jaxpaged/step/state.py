@@ -175,7 +175,7 @@ class EngineState:
     host: HostPool | None
     # The row that was looked up last and did not fit, or NO_ROW; and at most how many of the blocks that it
     # found other rows hold by now. It is looked up again only when it might fit: see `step.admission`.
-    turned_away: Int[Array, "2"]
+    last_rejected: Int[Array, "2"]
     counters: Int[Array, " counters"]  # by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
 
@@ -261,14 +261,14 @@ def create_state(
         tables=tables,
         kv_cache=kv_cache,
         host=host,
-        turned_away=none_turned_away(),
+        last_rejected=no_rejection(),
         counters=jnp.zeros(len(Counter), jnp.int32),
         status=jnp.zeros((), jnp.int32),
     )
 
 
-def none_turned_away() -> Int[Array, "2"]:
-    """Return the value of `EngineState.turned_away` when no row was turned away."""
+def no_rejection() -> Int[Array, "2"]:
+    """Return the value of `EngineState.last_rejected` when no row was rejected."""
     return jnp.array([NO_ROW, 0], jnp.int32)
 
 
@@ -297,4 +297,4 @@ def place_requests(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -
     index = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     since = placed.arrival - requests.arrival[0]
     *_, order = lax.sort([placed.priority, since, index], num_keys=2)
-    return replace(state, rows=replace(placed, order=order), turned_away=none_turned_away())
+    return replace(state, rows=replace(placed, order=order), last_rejected=no_rejection())
