@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxpaged.arithmetic import cdiv
 
-# Entries that a loop over things of unknown number takes at a time.
+# Entries per iteration of a loop whose number of items is traced.
 CHUNK = 128
 
 

@@ -45,7 +45,7 @@ from jaxpaged.memory.entries import CHUNK, first_equal, unbroken
 class Chain:
     """The ends of sequences' cached prefixes: for each the node of its last cached block."""
 
-    fields: Int[Array, "*rows 6"]  # in the order of `of`; one array, for each costs time in every call
+    fields: Int[Array, "*rows 6"]  # in the order of `of`; one array costs less time per call
 
     @classmethod
     def of(
@@ -224,29 +224,29 @@ def _insert(
     entries = _entries(cache, chain, counts, row, token_ids)
     index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
 
-    # Match: what is there already is a beginning of each row, for a parent not cached has no cached children.
+    # Match: existing content is a prefix of each row, because an uncached parent has no cached children.
     slot, is_there = content_table.match(cache, entries)
     is_new = entries.mask & ~is_there
 
-    # Hold: a block can have one content only, and joins a ring once, where it is first named.
+    # Hold: a block has one content at most. It joins a ring once, at its first entry.
     old = cache.slot[block_ids]
     is_block = entries.mask & (block_ids != 0) & (entries.tip[:, 0] != PrefixCache.BROKEN)
     naming = first_equal(block_ids, mask=is_block)
     links = is_block & (naming == index) & (old == PrefixCache.NO_SLOT)
 
-    # Lead: the same content may be new in several rows; the first block to have it claims a slot for all.
+    # Lead: content may be new in several rows. Its first block claims a slot for all of them.
     leader, follows = _leaders(cache, entries, slot, is_new, links)
     claims = is_new & (leader == index)
     last, claimed = content_table.claim(cache, block_ids, entries.hashes, claims)
     slot = jnp.where(is_new, claimed[leader], slot)
 
-    # Agree: what does not breaks its row, and every row that would have joined it there.
+    # Agree: an entry that differs ends its row there, and every row that would have joined it.
     agrees = is_there | (is_new & follows & (slot != PrefixCache.NO_SLOT))
     agrees &= ((old == PrefixCache.NO_SLOT) | (old == slot)) & (slot[naming] == slot)
     whole = unbroken(agrees, entries.is_first)
     cached = entries.mask & unbroken(whole & (is_there | whole[leader]), entries.is_first)
 
-    # Write: what is cached joins the end of its node's ring; a slot claimed for what is not is given up.
+    # Write: cached blocks join the end of their node's ring. Slots claimed in vain are released.
     links &= cached
     unclaimed = claims & ~cached & (claimed != PrefixCache.NO_SLOT)
     target = jnp.where(links, block_ids, cache.num_blocks)
@@ -326,7 +326,7 @@ def _grown(
 
 def remove(cache: PrefixCache, block_ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> PrefixCache:
     """Forget the content of the masked blocks; a node whose last block goes is dead for good."""
-    slot = cache.slot[block_ids]  # read before the branch: in it, XLA would copy the array it writes to
+    slot = cache.slot[block_ids]  # a read inside the branch would make XLA copy the array that it writes to
     mask = mask & (slot != PrefixCache.NO_SLOT)
     return lax.cond(jnp.any(mask), lambda: content_rings.unlink(cache, block_ids, slot, mask), lambda: cache)
 

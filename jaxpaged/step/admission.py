@@ -59,7 +59,7 @@ def admit(
         leader, follows = _leader_in_prompt(state, row)
         forks = follows & (_need_of_fork(state)[row] <= free)
         found = _look_for_room(state, row, free, ~follows, config)
-        # All else without the state: each `cond` that the cache goes through may copy it on a GPU.
+        # The rest does not take the state: a `cond` that the cache passes through may copy it on a GPU.
         started = lax.cond(found.fits, lambda: _start(state, row, found.hit, config), lambda: state)
         phase = started.rows.phase.at[row].set(jnp.where(forks, Phase.FORKING, started.rows.phase[row]))
         its_beams = started.rows.waiting & started.rows.in_group_of(row)
@@ -149,7 +149,7 @@ def _need_of_beam(state: EngineState, config: StepConfig) -> Int[Array, " rows"]
 
 class _Lookup(NamedTuple):
     is_looked_up: Bool[Array, ""]
-    fits: Bool[Array, ""]  # and nothing is to be waited for
+    fits: Bool[Array, ""]  # whether the request fits, and need not wait for another's prefix
     hit: Hit
     num_held: Int[Array, ""]  # blocks of the hit that other rows hold
 
@@ -166,7 +166,7 @@ def _look_for_room(
     Where `may_start` is false, or the last lookup still tells that the row cannot fit, nothing is looked up.
     """
     rows, tables = state.rows, state.tables
-    # Blocks that have to be free, or held by others and shared.
+    # Blocks that must be free, or held by others and shared.
     need = config.blocks_of(rows.num_tokens[row], tables.block_size)
     need += jnp.maximum(rows.beams.width[row] - 1, 0) * _need_of_beam(state, config)[row]
     rejected_row, most_held = state.last_rejected
@@ -200,7 +200,7 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
         salt,
         max_tokens=rows.token_ids.shape[1],
     )
-    # Some running row will soon have made findable at least a tile more than is, if its prompt begins so.
+    # A running row with this prefix will soon make at least one more tile of it findable.
     wanted = (hit.chain.num_blocks + cdiv(PREFILL_TILE, tables.block_size)) * tables.block_size
     computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
     computing &= is_new & (wanted <= jnp.minimum(rows.prompt_lens, rows.prompt_lens[row]))
