@@ -261,7 +261,9 @@ def test_blocks_go_to_as_many_devices():
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
     assert_same_on_each(there._state)
-    one = dataclasses.replace(blocks, kind=dataclasses.replace(blocks.kind, tensor_parallel_size=1))
+    one = dataclasses.replace(
+        blocks, block_format=dataclasses.replace(blocks.block_format, tensor_parallel_size=1)
+    )
     with pytest.raises(InputError, match="tensor_parallel_size=1 must be 2, as this engine's"):
         there.adopt_blocks(one)
 
