@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpaged.checks import InputError
-from jaxpaged.models.files.gguf import blocks as gguf_blocks
+from jaxpaged.models.files.gguf import blocks
 from jaxpaged.models.files.gguf.blocks import FORMATS
 from jaxpaged.models.quantised.codes import (
     FLOAT8,
@@ -62,7 +62,7 @@ class OnLoad(Quantisation):
         if role not in ROLES:
             return None
         name = self._block(role)
-        rows = float8(whole) if name is None else gguf_blocks.quantised(whole, name, role)
+        rows = float8(whole) if name is None else blocks.quantised(whole, name, role)
         in_features = whole.shape[1]
         cut = cut or ShardSlice(None, None)
         pieces = cut.rows([LazyRows.of(self._kind_of(role, in_features), rows)], in_features)

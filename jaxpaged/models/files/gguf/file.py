@@ -21,10 +21,9 @@ from jaxpaged.models.config import LayerKind, LinearScaling, LongScaling, ModelC
 from jaxpaged.models.families import ARCHITECTURES, of_architecture
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.files.gguf import blocks as gguf_blocks
-from jaxpaged.models.files.gguf import reader as gguf_reader
+from jaxpaged.models.files.gguf import blocks
 from jaxpaged.models.files.gguf.ends import end_tokens
-from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field
+from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field, read_header
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice
 from jaxpaged.models.quantised.on_load import EXPERTS, FromFile
@@ -87,7 +86,7 @@ REQUIRED = (
 
 def open_file(path: Path) -> GgufFile:
     """Parse the file's header. Raises `InputError` if it is not a whole GGUF file of a known architecture."""
-    reader = gguf_reader.open_file(path)
+    reader = read_header(path)
     family(reader, path)
     return reader
 
@@ -230,14 +229,14 @@ def quantisation(reader: GgufFile) -> FromFile:
     tensors = _stored(reader)
 
     def kind_of(name: str, shape: tuple[int, ...]) -> CodeFormat | None:
-        return gguf_blocks.FORMATS.get(tensors[name].tensor_type.name) if name in tensors else None
+        return blocks.FORMATS.get(tensors[name].tensor_type.name) if name in tensors else None
 
     def rows_of(name: str, shape: tuple[int, ...], part: TensorSlice) -> CodedRows:
         tensor = tensors[name]
-        its = gguf_blocks.shape_of(tensor.data, tensor.tensor_type.name)
+        its = blocks.shape_of(tensor.data, tensor.tensor_type.name)
         if its != shape:
             raise InputError(f"weight {name!r} has shape {its}, must be {shape}")
-        return gguf_blocks.part_of(tensor.data, tensor.tensor_type.name, name, part)
+        return blocks.part_of(tensor.data, tensor.tensor_type.name, name, part)
 
     return FromFile(kind_of, rows_of)
 

@@ -47,7 +47,7 @@ class GgufFile:
         return self._tokens
 
 
-def open_file(path: Path) -> GgufFile:
+def read_header(path: Path) -> GgufFile:
     """Parse a file's header, and those of its other parts.
 
     Raises `InputError` if it is not a whole GGUF file, or not the first of its parts, or if one is missing.

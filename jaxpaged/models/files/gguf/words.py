@@ -145,6 +145,6 @@ _ALIASES: dict[str, Sequence[str]] = {
 NAMES = {name: name for name in WORDS} | {each: name for name, all_ in _ALIASES.items() for each in all_}
 
 
-def words(name: str) -> Words | None:
+def words_of(name: str) -> Words | None:
     """Return how a tokenizer of this `tokenizer.ggml.pre` cuts words; None for an unknown name."""
     return WORDS[NAMES[name]] if name in NAMES else None
