@@ -29,13 +29,13 @@ from jaxpaged.models.quantised.codes import (
     packed,
 )
 
-# What is quantised: a router and learned positions are small, and stay as they are.
+# Roles that are quantised. Routers and learned positions are small, and stay unquantised.
 PRODUCTS = ("qkv", "o", "gate_up", "up", "down", "shared.gate_up", "shared.down")
 EXPERTS = ("experts.gate_up", "experts.down")
 TABLES = ("embedding", "lm_head")
 ROLES = {f"{role}.weight" for role in (*PRODUCTS, *EXPERTS, *TABLES)}
 
-_ROWS = 1024  # quantised together
+_ROWS = 1024  # rows quantised at a time
 
 
 class OnLoad(Quantisation):
@@ -85,7 +85,7 @@ def float8(weight: np.ndarray) -> CodedRows:
     """Quantise a weight [outputs, inputs] to the nearest e4m3; a row's largest number is 448 scales."""
     codes = np.zeros((len(weight), in_words(weight.shape[1], 8)), FLOAT8)
     scales = np.zeros((len(weight), 1), np.float32)
-    for first in range(0, len(weight), _ROWS):  # so that copies are small
+    for first in range(0, len(weight), _ROWS):  # in chunks, to keep copies small
         some = weight[first : first + _ROWS].astype(np.float32)
         largest = np.abs(some).max(axis=1, keepdims=True)
         scale = largest / np.float32(ml_dtypes.finfo(FLOAT8).max)
