@@ -7,6 +7,7 @@ from typing import Any, Self
 from jaxpaged.api import tokens
 from jaxpaged.api.arg_utils import EngineArgs
 from jaxpaged.api.prompts import (
+    Prompt,
     split_prompt,
     template_text,
     tokenization,

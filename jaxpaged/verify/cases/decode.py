@@ -68,9 +68,9 @@ class DecodeCase(frame.AttentionCase):
         return [*make_inputs(self, stale, padding).values()], self.options
 
     def answer(self) -> tuple[np.ndarray, np.ndarray]:
-        arrays, options = make_inputs(self), self.options
+        given: dict[str, Any] = {**make_inputs(self), **self.options}
         return frame.with_magnitudes(
-            lambda v: attention.paged_attention(**arrays | {"v_cache": v}, **options), arrays["v_cache"]
+            lambda v: attention.paged_attention(**given | {"v_cache": v}), given["v_cache"]
         )
 
     def expected_rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +121,7 @@ def _cases() -> list[DecodeCase]:
         DecodeCase(
             f"{name}_{'per_head' if per_head else 'per_tensor'}", cache_dtype=name, scale_per_head=per_head
         )
-        for name in QUANTISED
+        for name in frame.QUANTISED
         for per_head in (False, True)
     ]
     cases += [
