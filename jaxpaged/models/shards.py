@@ -58,7 +58,7 @@ class Shards:
             return columns[:, :width]
         return lax.all_gather(columns, MODEL, axis=1, tiled=True)[:, :width]
 
-    def mine(self, whole: Num[Array, "n"]) -> Num[Array, "n_of_shard"]:
+    def mine(self, whole: Num[Array, " n"]) -> Num[Array, " n_of_shard"]:
         """Return this shard's slice of an array that all shards have alike: equal slices, in their order."""
         count = whole.shape[0] // self.size
         return lax.dynamic_slice_in_dim(whole, lax.axis_index(MODEL) * count, count)

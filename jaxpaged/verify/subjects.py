@@ -161,7 +161,7 @@ class Ours:
             np.asarray(tables.seq_lens),
             tables.pool.ref_count,
             free_block_ids(pool),
-            1 - int(pool.num_free) / (pool.num_blocks - 1),
+            1 - int(tables.pool.num_free) / (pool.num_blocks - 1),
             None if pool.prefix_cache is None else contents(pool.prefix_cache),
         )
 
