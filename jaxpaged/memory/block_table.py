@@ -18,7 +18,7 @@ from jaxpaged.memory import block_pool, group_content, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
 from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.copy_on_write import last_blocks, new_blocks, writes_into_last
-from jaxpaged.memory.entries import in_pieces, number_through
+from jaxpaged.memory.entries import in_chunks, number_through
 from jaxpaged.memory.policies import Sweep
 from jaxpaged.memory.prefix_cache import Chain
 from jaxpaged.memory.tables import BlockTables
@@ -30,7 +30,7 @@ from jaxpaged.status import Status
 class AppendInfo:
     """Before anything is written, block `copy_sources[i]` is to be copied to `copy_destinations[i]`."""
 
-    num_new_blocks: Int[Array, " max_seqs"]  # blocks each row took, copies included; 0 if refused
+    num_new_blocks: Int[Array, " max_seqs"]  # blocks that each row took, copies included; 0 if refused
     copy_sources: Int[Array, " num_lines"]  # NULL_BLOCK where nothing is to be copied
     copy_destinations: Int[Array, " num_lines"]
     status: Int[Array, ""]
@@ -84,8 +84,8 @@ def append(
     num_new = jnp.where(ok, num_new, 0)
     copies &= ok
     pool = block_pool.hold(pool, last_ids, copies, -1)
-    # Content about to be written over, which is rare, cannot be found any more.
-    if tables.block_size > 1:  # else no block is ever partly filled
+    # A block that is about to be overwritten, which is rare, loses its findable content.
+    if tables.block_size > 1:  # blocks of one token are never partly filled
         writes = tables.each_line(writes_into_last(tables, num_new_tokens))
         pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
 
@@ -128,7 +128,7 @@ def fork(
     unknown = jnp.any(mask & ~(exists & (tables.seq_lens[sources] > 0)))
     in_use = _any_in_use(tables, destinations, mask)
     done = mask & ~(unknown | in_use)
-    # Read once, before it is written to: else the whole table is copied to be read twice.
+    # The table is read once, before the write. A second read would make XLA copy the whole table.
     from_lines, is_line = tables.lines_of(sources), tables.each_line(done)
     lines = lax.optimization_barrier(jnp.where(is_line[:, None], tables.block_tables[from_lines], NULL_BLOCK))
     target = jnp.where(done, destinations, tables.max_seqs)
@@ -184,7 +184,7 @@ def adopt(
         return pool, block_tables.at[line, k].set(ids, mode="drop")
 
     counts = tables.each_line(jnp.where(done, chains.num_blocks, 0))
-    pool, block_tables = in_pieces(counts, hold, (tables.pool, tables.block_tables))
+    pool, block_tables = in_chunks(counts, hold, (tables.pool, tables.block_tables))
     tables = replace(
         tables,
         pool=pool,
@@ -242,7 +242,7 @@ def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[Bloc
     In a row the first block goes first, or the last: the policy's sweeps say so. Costs what the rows hold; if
     they are empty, nothing.
     """
-    rows = rows & ((tables.seq_lens > 0) | (tables.chains.salt != 0))  # cut to nothing, a row has its salt
+    rows = rows & ((tables.seq_lens > 0) | (tables.chains.salt != 0))  # an empty row still has its salt
 
     def free() -> tuple[BlockTables, FreeInfo]:
         held = tables.each_line(tables.num_blocks) - tables.num_skipped
@@ -343,7 +343,7 @@ def _release(
         col = first[row] + (counts[row] - 1 - k if sweep.last_block_first else k)
         pool, freed = block_pool.free(tables.pool, tables.block_tables[row, col], used, sweep)
         tables = replace(tables, pool=pool)
-        if sweep is sweeps[-1]:  # what the others take they still find by name
+        if sweep is sweeps[-1]:  # earlier sweeps still look their blocks up by name
             cleared = jnp.where(used & (freed.status == Status.OK), row, tables.num_lines)
             block_tables = tables.block_tables.at[cleared, col].set(NULL_BLOCK, mode="drop")
             tables = replace(tables, block_tables=block_tables)
@@ -351,7 +351,7 @@ def _release(
 
     carry: Carry = tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))
     for sweep in sweeps:
-        carry = in_pieces(counts, functools.partial(free_some, sweep), carry)
+        carry = in_chunks(counts, functools.partial(free_some, sweep), carry)
     return carry
 
 

@@ -46,7 +46,7 @@ def must_copy(
         last_writer = jnp.zeros_like(index).at[first].max(index)
         return writes & ((num_writers[first] < num_holders) | (last_writer[first] != index))
 
-    # Nearly always every row is alone.
+    # Rows rarely share blocks here.
     return lax.cond(jnp.any(writes & (num_holders > 1)), count_writers, lambda: jnp.zeros_like(writes))
 
 

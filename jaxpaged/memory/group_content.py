@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxpaged.memory import content_rings, content_table, prefix_cache
 from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.content_table import Entries, PrefixCache, names
-from jaxpaged.memory.entries import in_pieces, number_through
+from jaxpaged.memory.entries import in_chunks, number_through
 from jaxpaged.memory.prefix_cache import Chain, Hit
 
 # The token that stands for group g in the table of contents is this plus g. A model's ids, and those of
@@ -94,7 +94,7 @@ def _find(cache: PrefixCache, hit: Hit, group: int) -> Int[Array, " max_blocks"]
         target = jnp.where(is_hit, k, found.shape[0])
         return found.at[target].set(content_rings.first_of(cache, slot), mode="drop")
 
-    return in_pieces(hit.chain.num_blocks[None], look, jnp.zeros_like(hit.block_ids))
+    return in_chunks(hit.chain.num_blocks[None], look, jnp.zeros_like(hit.block_ids))
 
 
 def _tokens(cache: PrefixCache, block_ids: Int[Array, " n"], group: int) -> Int[Array, "n block_size"]:

@@ -23,10 +23,10 @@ class BlockTables:
     pool: BlockPool
     block_tables: Int[Array, "num_lines max_blocks_per_seq"]  # NULL_BLOCK beyond a line's blocks
     seq_lens: Int[Array, " max_seqs"]  # tokens each row has places for
-    num_skipped: Int[Array, " num_lines"]  # leading blocks out of reach: NULL_BLOCK stands for them
-    chains: Chain  # how far each row is cached
-    block_size: int = field(metadata={"static": True})  # tokens a block
-    num_groups: int = field(default=1, metadata={"static": True})  # of layers
+    num_skipped: Int[Array, " num_lines"]  # leading blocks out of reach, as NULL_BLOCK
+    chains: Chain  # each row's cached prefix
+    block_size: int = field(metadata={"static": True})  # tokens per block
+    num_groups: int = field(default=1, metadata={"static": True})  # groups of layers
 
     @property
     def max_seqs(self) -> int:

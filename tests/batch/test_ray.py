@@ -133,7 +133,7 @@ def test_prompts_go_where_their_beginnings_are(url):
         assert client.get("/").status_code == 404
 
 
-def test_a_stream_comes_in_pieces_and_is_given_up_with_its_client(url):
+def test_a_stream_comes_in_chunks_and_is_given_up_with_its_client(url):
     with httpx.Client(base_url=url, timeout=60) as client:
         body = {"prompt": [7, 8, 9], "max_tokens": 100, "temperature": 0, "stream": True, "ignore_eos": True}
         with client.stream("POST", "/v1/completions", json=body) as reply:

@@ -96,7 +96,7 @@ def test_bytes_are_the_tokens_own_and_a_character_is_the_name_of_the_token_that_
     assert [entries for each in pieces for entries in each] == logprobs
 
 
-def test_places_of_random_texts_whole_and_in_pieces(tokenizer):
+def test_places_of_random_texts_whole_and_in_chunks(tokenizer):
     rng = random.Random(0)
     for _ in range(100):
         # What the small tokenizer knows or has in bytes.
