@@ -25,6 +25,7 @@ from jaxpaged.handover import programs
 from jaxpaged.handover.blocks import BlockFormat
 from jaxpaged.memory import transfer
 from jaxpaged.memory.block_pool import BlockPool
+from jaxpaged.memory.grouping import grouping_of
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import AdapterParam
@@ -64,6 +65,14 @@ def describe_format(
     ):
         count = getattr(config, name)
         check(name, count, f"1 to export or adopt blocks: {instead}", count == 1)
+    has_groups = grouping_of(model_config.cache_specs).num_groups > 1
+    name, rule = "disable_hybrid_kv_cache_manager", "True to export or adopt blocks of this model"
+    check(
+        name,
+        config.disable_hybrid_kv_cache_manager,
+        rule,
+        config.disable_hybrid_kv_cache_manager or not has_groups,
+    )
     rule = "False to export or adopt blocks, for each engine measures its own"
     given = kv_cache.layout.given(kv_cache.num_kv_heads)  # which the layout's name tells
     check("calculate_kv_scales", config.calculate_kv_scales, rule, kv_cache.shared.keys() == given.keys())

@@ -13,8 +13,8 @@ from jaxpaged.memory.tables import BlockTables
 
 def last_blocks(tables: BlockTables) -> Int[Array, " num_lines"]:
     """Return each line's last block; NULL_BLOCK for a line that holds none."""
-    last = tables.each_line(jnp.maximum(tables.num_blocks - 1, 0))
-    return tables.block_tables[jnp.arange(tables.num_lines), last]
+    line = jnp.arange(tables.num_lines)
+    return tables.block_tables[line, tables.each_line(jnp.maximum(tables.num_blocks - 1, 0))]
 
 
 def new_blocks(

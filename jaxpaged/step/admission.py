@@ -260,7 +260,7 @@ def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Ar
     """
     if hit.block_ids.shape[-1] == 0:
         return jnp.zeros(2, jnp.int32)
-    lines = hit.block_ids[None] if hit.block_ids.ndim == 1 else hit.block_ids
+    lines = [hit.block_ids] if hit.block_ids.ndim == 1 else hit.block_ids
     held = [
         _held_in_group(tables, block_ids, hit.chain.num_blocks, spec)
         for block_ids, spec in zip(lines, config.grouping.specs, strict=True)
@@ -307,8 +307,9 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
         state = _swap_in(state, state.host, this & ~is_new)
     if state.tables.pool.prefix_cache is not None:
         chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
+        to_row = row[None]
         block_ids = hit.block_ids[None] if state.tables.num_groups == 1 else hit.block_ids
-        state = state.on_tables(block_table.adopt, row[None], block_ids, chain, is_new[None])
+        state = state.on_tables(block_table.adopt, to_row, block_ids, chain, is_new[None])
         state = state.on_tables(block_table.slide_windows, this & is_new, config.grouping.specs)
     num_hit_tokens = hit.chain.num_blocks * state.tables.block_size
     rows = replace(

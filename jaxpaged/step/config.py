@@ -55,7 +55,10 @@ class StepConfig:
         In a group with a window none is sure: blocks may have left it.
         """
         num_groups = sum(spec.most_kept(1) is None for spec in self.grouping.specs)
-        return 0 if num_groups == 0 else num_tokens // block_size * num_groups
+        if num_groups == 0:
+            return 0
+        of_one = num_tokens // block_size
+        return of_one if num_groups == 1 else of_one * num_groups
 
     def max_blocks_touched(self, block_size: int) -> int:
         """Return how many blocks a step can begin or fill over all rows in one group: one for each row that
