@@ -13,8 +13,8 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import cache_specs
 from jaxpaged.memory.cache_specs import FULL, CacheSpec
 
-# Buckets whose sizes differ by less than this factor make groups of the largest one's width, as in vLLM 0.33.
-PADDED_BELOW = 1.5
+# Each group costs a line of tables a row, and its share of every step.
+MOST_GROUPS = 8
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,27 @@ def one_group(spec: CacheSpec = FULL, num_layers: int = 0) -> Grouping:
 def grouping_of(specs: Sequence[CacheSpec]) -> Grouping:
     """Group layers by their specifications, given for each layer in the model's order.
 
-    The rule is that of vLLM 0.33 (`kv_cache_planning._get_kv_cache_groups_uniform_page_size`): layers of one
-    kind make a bucket. A group has as many layers as the smallest bucket, but as many as the largest if that
-    is less than 1.5 times the smallest. A bucket of n layers makes cdiv(n, size) groups; layer j of the
-    bucket goes to group j mod that number, so that groups of a bucket are equally wide up to one layer.
+    Layers of one kind make a bucket; the bucket that reads most leads. All groups are `size` layers wide or
+    narrower, and a narrower one wastes the rest of its blocks. `size` divides the leading bucket, whose
+    blocks are the most, and wastes as few layers of the others as at most `MOST_GROUPS` groups allow; of
+    equally good sizes the largest makes the fewest groups. Layer j of a bucket goes to group j modulo the
+    bucket's number of groups, so that these are equally wide up to one layer.
+
+    vLLM 0.33 (`kv_cache_planning._get_kv_cache_groups_uniform_page_size`) takes the smallest bucket for the
+    size, or the largest if it is less than 1.5 times the smallest, and then pads the leading bucket, too.
     """
     buckets: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         buckets.setdefault(spec, []).append(layer)
-    smallest, largest = min(map(len, buckets.values())), max(map(len, buckets.values()))
-    size = largest if largest < PADDED_BELOW * smallest else smallest
-    # The one that sees most leads: its content names that of the others.
     order = sorted(buckets, key=_reach, reverse=True)
+    counts = [len(buckets[spec]) for spec in order]
+    sizes = [size for size in range(1, counts[0] + 1) if counts[0] % size == 0]
+    few = [size for size in sizes if sum(cdiv(n, size) for n in counts) <= MOST_GROUPS]
+    size = min(few or sizes[-1:], key=lambda size: (sum(-n % size for n in counts), -size))
     made = [
-        (spec, tuple(buckets[spec][first :: cdiv(len(buckets[spec]), size)]))
-        for spec in order
-        for first in range(cdiv(len(buckets[spec]), size))
+        (spec, tuple(buckets[spec][first :: cdiv(n, size)]))
+        for spec, n in zip(order, counts, strict=True)
+        for first in range(cdiv(n, size))
     ]
     return Grouping(tuple(spec for spec, _ in made), tuple(layers for _, layers in made))
 
