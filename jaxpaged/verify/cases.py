@@ -39,6 +39,7 @@ SIMPLER: dict[str, tuple[Any, ...]] = {
     "scale": (None,),
     "alibi": (False,),
     "sliding_window": (None, 1, 2, 4, 8, 16),
+    "attention_chunk": (None, 1, 2, 4, 8, 16),
     "soft_cap": (None,),
     "sinks": (False,),
     "scale_per_head": (False,),
@@ -85,6 +86,7 @@ class Case(Named):
     scale: float | None = None
     alibi: bool = False
     sliding_window: int | None = None
+    attention_chunk: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
     scale_per_head: bool = False
@@ -124,7 +126,10 @@ def features_of(case: Any, lens: tuple[int, ...]) -> set[str]:
     """
     asked = {
         name: getattr(case, name, None)
-        for name in ("scale", "sliding_window", "soft_cap", "block_sparse", "alibi", "sinks", "shared_blocks")
+        for name in (
+            *("scale", "sliding_window", "attention_chunk", "soft_cap", "block_sparse"),
+            *("alibi", "sinks", "shared_blocks"),
+        )
     }
     found = {name for name, value in asked.items() if value}
     if case.cache_dtype in QUANTISED:
@@ -156,6 +161,8 @@ def _cases() -> list[Case]:
         Case("window_1", sliding_window=1),
         Case("window_in_a_tile", sliding_window=20, seq_lens=(37, 70, 12)),
         Case("window_over_tiles", sliding_window=100, seq_lens=(300, 37, 101)),
+        Case("chunk_in_a_tile", attention_chunk=20, seq_lens=(37, 41, 12, 40)),
+        Case("chunk_over_tiles", attention_chunk=100, seq_lens=(290, 37, 101), num_q_heads=10),
         Case("soft_cap", soft_cap=2.5),
         Case("sinks", sinks=True, seq_lens=(37, 0, 1)),
         Case(
@@ -268,7 +275,7 @@ def make_inputs(
     options: dict[str, Any] = {"kv_layout": case.kv_layout, **scales}
     options |= {
         name: getattr(case, name)
-        for name in ("scale", "sliding_window", "soft_cap", "block_sparse")
+        for name in ("scale", "sliding_window", "attention_chunk", "soft_cap", "block_sparse")
         if getattr(case, name) is not None
     }
     if case.alibi:

@@ -17,7 +17,12 @@ from jaxpaged.checks import checked_choice
 from jaxpaged.verify import cache_cases, cases, frameworks, ragged, tiles
 
 IGNORED = {"partition_size"}  # a function may lack this parameter
-NEUTRAL: dict[str, Any] = {"kv_layout": "token_major", "sliding_window": None, "soft_cap": None}
+NEUTRAL: dict[str, Any] = {
+    "kv_layout": "token_major",
+    "sliding_window": None,
+    "attention_chunk": None,
+    "soft_cap": None,
+}
 Case = Any  # a case of one of the modules of cases
 
 
@@ -73,8 +78,8 @@ class Terms:
 
 
 FEATURES = {
-    "alibi", "block_sparse", "empty_rows", "head_major", "quantised", "scale", "scale_per_head",
-    "shared_blocks", "sinks", "sliding_window", "soft_cap",
+    "alibi", "attention_chunk", "block_sparse", "empty_rows", "head_major", "quantised", "scale",
+    "scale_per_head", "shared_blocks", "sinks", "sliding_window", "soft_cap",
 }  # fmt: skip
 FIELDS = {"group_size"} | {
     field.name

@@ -25,6 +25,7 @@ class Case(shapes.Named):
     dtype: str = "float32"
     cache_dtype: str | None = None  # None: as dtype
     sliding_window: int | None = None
+    attention_chunk: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
@@ -51,6 +52,8 @@ class Case(shapes.Named):
         options: dict[str, Any] = {"scale": 0.3}
         if self.sliding_window is not None:
             options["sliding_window"] = self.sliding_window
+        if self.attention_chunk is not None:
+            options["attention_chunk"] = self.attention_chunk
         if self.soft_cap is not None:
             options["soft_cap"] = self.soft_cap
         if self.alibi:
@@ -64,6 +67,7 @@ ALL: dict[str, Any] = {"sliding_window": 30, "alibi": True, "soft_cap": 3.0, "si
 CASES = [
     Case("plain"),
     Case("window", sliding_window=20),
+    Case("chunks", attention_chunk=24),
     Case("all", **ALL),
     Case("only decode steps", (1, 1, 0, 1, 1, 1), num_padding=0),
     Case("a head each", (7, 1), (7, 64), num_q_heads=3, num_kv_heads=3, block_size=16),

@@ -36,6 +36,7 @@ class Case(shapes.Named):
     dtype: str = "bfloat16"
     cache_dtype: str | None = None  # None: as dtype
     sliding_window: int | None = None
+    attention_chunk: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
@@ -63,6 +64,8 @@ class Case(shapes.Named):
         """Options as `ops` takes them."""
         options: dict[str, Any] = {"scale": self.head_dim**-0.5, "sliding_window": self.sliding_window}
         options["soft_cap"] = self.soft_cap
+        if self.attention_chunk is not None:
+            options["attention_chunk"] = self.attention_chunk
         if self.alibi:
             options["alibi_slopes"] = (2.0 ** -np.arange(1, self.num_q_heads + 1)).astype(np.float32)
         if self.sinks:
@@ -83,6 +86,8 @@ CASES = [
     Case("full and edge tiles", (256, 300), (288, 301)),
     Case("window", (256, 300, 20), (288, 331, 40), sliding_window=180),
     Case("window within a tile", (130, 5), (150, 30), sliding_window=9, head_dim=80, block_size=8),
+    Case("chunks, and tiles over their ends", (340, 300, 20), (372, 331, 40), attention_chunk=180),
+    Case("chunks within a tile", (130, 5), (150, 30), attention_chunk=9, head_dim=80, block_size=8),
     Case("three heads, float16", (140,), (172,), num_q_heads=3, dtype="float16", head_dim=96),
     Case("chunks of a group", (10,), (40,), num_q_heads=10, num_kv_heads=2, block_size=64),
     Case("a head each", (120,), (152,), num_q_heads=2, num_kv_heads=2, block_size=256),
@@ -132,6 +137,8 @@ def inputs(c: Case, stale: str = "nan", padding: str = "invalid") -> tuple[Array
     live = np.zeros((num_blocks, c.block_size), bool)
     for tile, (start, seq_len) in enumerate(zip(c.starts, c.seq_lens, strict=True)):
         begin = 0 if c.sliding_window is None else max(start + 1 - c.sliding_window, 0)
+        if c.attention_chunk is not None:
+            begin = start // c.attention_chunk * c.attention_chunk
         for position in range(begin, seq_len):
             live[tables[tile, position // c.block_size], position % c.block_size] = True
         tables[tile, : begin // c.block_size] = 0 if padding == "null" else 2**30

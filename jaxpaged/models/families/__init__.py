@@ -19,6 +19,7 @@ from jaxpaged.models.families.gpt_neox import GPT_NEOX
 from jaxpaged.models.families.gpt_oss import GPT_OSS
 from jaxpaged.models.families.granite_moe import GRANITEMOE, GRANITEMOESHARED
 from jaxpaged.models.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
+from jaxpaged.models.families.llama4 import LLAMA4
 from jaxpaged.models.families.minimax import MINIMAX_M2
 from jaxpaged.models.families.mixtral import MIXTRAL
 from jaxpaged.models.families.mpt import MPT
@@ -37,6 +38,7 @@ from jaxpaged.models.names import Names
 
 FAMILIES = (
     LLAMA,
+    LLAMA4,
     MISTRAL,
     MINISTRAL,
     MIXTRAL,
