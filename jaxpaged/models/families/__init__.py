@@ -38,10 +38,10 @@ from jaxpaged.models.names import Names
 
 FAMILIES = (
     LLAMA,
-    LLAMA4,
     MISTRAL,
     MINISTRAL,
     MIXTRAL,
+    LLAMA4,
     QWEN2,
     QWEN2_MOE,
     QWEN3,
