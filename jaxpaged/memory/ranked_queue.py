@@ -9,7 +9,7 @@ another rank.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +48,14 @@ class RankedQueue(FreeQueue):
     # Content that was evicted from kind 0: its fingerprint, and the number of its eviction; 0: none.
     ghosts: Int[Array, "num_sets ways 2"]
     num_ghosts: Int[Array, ""]  # such evictions so far
+    memory: Any = None  # what else a policy keeps: a pytree
 
     HITS: ClassVar[int] = 0  # times it was found since it has this content
     BORN: ClassVar[int] = 1  # when it was first given back since then; 0: not yet
     DEPTH: ClassVar[int] = 2  # blocks of its prompt up to it; 0: since it was taken it had no content
     FINGERPRINT: ClassVar[int] = 3  # of its content
     NEXT_USE: ClassVar[int] = 4  # when its content is asked for next, where the future is known
+    OTHER: ClassVar[int] = 4  # for others' use: a policy that does not know the future
 
     @property
     def floor(self) -> Int[Array, ""]:
@@ -84,6 +86,10 @@ class Ranking:
     remembers: bool = False  # evicted content of kind 0; what comes back is of kind 1
     # Whether the floor rises to the lowest rank that is left when a block is evicted.
     floor_follows_lowest: bool = False
+    # The queue's `memory` at first: (number of blocks) -> pytree.
+    memory: Callable[[int], Any] | None = None
+    # The memory after a turn of taking: (queue before it, kind, was it spared, was its content evicted).
+    note_turn: Callable[[RankedQueue, Int[Array, ""], Bool[Array, ""], Bool[Array, ""]], Any] | None = None
 
 
 type Spared = tuple[Bool[Array, ""], Int[Array, "2"], Int[Array, ""], Int[Array, ""]]
@@ -114,8 +120,9 @@ def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
         marks=jnp.zeros_like(ids),
         ghosts=jnp.zeros((num_sets, GHOST_WAYS, 2), jnp.int32),
         num_ghosts=jnp.int32(0),
+        memory=None if ranking.memory is None else ranking.memory(num_blocks),
     )
-    return _play(queue, ids, jnp.ones(num_blocks, bool))
+    return play(queue, ids, jnp.ones(num_blocks, bool))
 
 
 def push(
@@ -149,7 +156,7 @@ def push(
         clock=queue.clock.at[1].add(count),
         counters=queue.counters.at[2].add(count),
     )
-    return _play(queue, ids, mask)
+    return play(queue, ids, mask)
 
 
 def remove(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
@@ -167,7 +174,7 @@ def remove(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -
         counters=queue.counters.at[2].add(-jnp.sum(leaves, dtype=jnp.int32)),
         num_queued=queue.num_queued.at[kind].add(-1, mode="drop"),
     )
-    return _play(queue, ids, mask)
+    return play(queue, ids, mask)
 
 
 def take(
@@ -200,6 +207,8 @@ def take(
         evicted = holds & ~spared
         if ranking.remembers:
             queue = _remember(queue, notes[RankedQueue.FINGERPRINT], evicted & (kind == 0))
+        if ranking.note_turn is not None:
+            queue = replace(queue, memory=ranking.note_turn(queue, kind, spared, evicted))
         moves = jnp.zeros_like(queue.num_queued).at[kind].add(-1)
         moves = moves.at[new_kind].add(spared)
         kept = notes.at[RankedQueue.HITS].set(hits)
@@ -213,7 +222,7 @@ def take(
             counters=queue.counters.at[2].add(jnp.where(spared, 0, -1)),
             num_queued=queue.num_queued + jnp.where(holds, moves, 0),
         )
-        queue = _play(queue, block_id[None], jnp.ones(1, bool))
+        queue = play(queue, block_id[None], jnp.ones(1, bool))
         if ranking.floor_follows_lowest:
             lowest = queue.winners[-1, 0]  # 0: no free block is left
             rises = evicted & (lowest != 0) & has_content(queue, lowest)
@@ -273,7 +282,7 @@ def has_content(queue: RankedQueue, block_id: Int[Array, "*n"]) -> Bool[Array, "
     return queue.rank[block_id, 0] - queue.floor > -WITHOUT_CONTENT // 2
 
 
-def _play(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
+def play(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
     """Find the winners again of all nodes above the masked blocks."""
     children, first, below = queue.winners, 0, None
     for level, size in enumerate(_levels(queue.num_blocks)):
