@@ -101,7 +101,7 @@ def block_sizes(
 
 def layouts(
     trace: Trace,
-    names: Sequence[str] = ("token_major", "int8_per_token", "int4_grouped"),
+    names: Sequence[str],
     *,
     cache_bytes: float,
     model: Mapping[str, Any] = LLAMA_8B,

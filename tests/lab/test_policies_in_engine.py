@@ -49,7 +49,7 @@ def waiting_finds(rows, cache, block_size):
 
 @pytest.mark.slow
 def test_queue_lru_knows_what_waiting_requests_will_find(monkeypatch):
-    """At each step: the numbers of all blocks are those of a walk by hand, and ranks are those numbers."""
+    """Compare the numbers of all blocks with a walk by hand, at each step, and ranks with the numbers."""
     seen = []
     ask = waiting.note_waiting
 

@@ -75,7 +75,7 @@ def test_gains_are_over_the_same_cache():
 
 
 def test_an_8_bit_cache_holds_twice_the_tokens_less_its_scales(trace):
-    """Of Llama 3.1 8B: 131,072 bytes a token in bfloat16; with 8 bits, 65,536 and a scale for each head."""
+    """Llama 3.1 8B has 131,072 bytes a token in bfloat16; with 8 bits, 65,536 and a scale for each head."""
     rows = lab.layouts(trace, ["token_major", "int8_per_token"], cache_bytes=100 * 64 * 131072, warmup=0.25)
     assert rows[0]["bytes_a_token"] == 131072
     assert 65536 < rows[1]["bytes_a_token"] < 1.1 * 65536
