@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.entries import PIECE, after_reading, in_pieces
+from jaxpaged.memory.entries import CHUNK, after_reading, in_chunks
 from jaxpaged.memory.policies import Policy, sized
 from jaxpaged.memory.ranked_queue import RankedQueue
 from jaxpaged.status import Status
@@ -141,8 +141,8 @@ def _send(
 
     def take(carry: Carry) -> Carry:
         tables, status = carry
-        count = jnp.minimum(request.num_held - tables.seq_lens[row], PIECE)
-        tables, info = block_table.append(tables, jnp.where(is_row, count, 0), max_new_blocks=PIECE)
+        count = jnp.minimum(request.num_held - tables.seq_lens[row], CHUNK)
+        tables, info = block_table.append(tables, jnp.where(is_row, count, 0), max_new_blocks=CHUNK)
         return tables, status | info.status
 
     def is_unfindable(carry: Carry) -> Bool[Array, ""]:
@@ -151,9 +151,9 @@ def _send(
 
     def publish(carry: Carry) -> Carry:
         tables, status = carry
-        num_tokens = jnp.minimum(tables.chains.num_blocks[row] + PIECE, request.num_findable)
+        num_tokens = jnp.minimum(tables.chains.num_blocks[row] + CHUNK, request.num_findable)
         num_tokens = jnp.where(is_row, num_tokens, 0)
-        tables, info = block_table.cache_full_blocks(tables, symbols_at, num_tokens, max_blocks=PIECE)
+        tables, info = block_table.cache_full_blocks(tables, symbols_at, num_tokens, max_blocks=CHUNK)
         return tables, status | info.status
 
     tables, status = lax.while_loop(wants_blocks, take, (tables, status))
@@ -182,7 +182,7 @@ def _age(
         return since.at[target].set(new, mode="drop"), lifetimes
 
     counts = (request.num_held - num_hits)[None]
-    return in_pieces(counts, note, (cache.since, cache.lifetimes))
+    return in_chunks(counts, note, (cache.since, cache.lifetimes))
 
 
 def _note_waiting(
@@ -207,7 +207,7 @@ def _note_waiting(
             block_ids = jnp.where(used, hit.block_ids[k], pool.num_blocks)
             return wanted.at[block_ids].max(num_waiting - place, mode="drop")
 
-        return in_pieces(hit.chain.num_blocks[None], note, wanted)
+        return in_chunks(hit.chain.num_blocks[None], note, wanted)
 
     wanted = lax.fori_loop(0, num_waiting, mark, jnp.zeros(pool.num_blocks, jnp.int32))
     queue = pool.policy.note_waiting(pool.free_queue, wanted)
@@ -226,5 +226,5 @@ def _foresee(
 
     queue = tables.pool.free_queue
     assert isinstance(queue, RankedQueue)
-    noted = replace(queue, notes=in_pieces(request.num_findable[None], note, queue.notes))
+    noted = replace(queue, notes=in_chunks(request.num_findable[None], note, queue.notes))
     return replace(tables, pool=replace(tables.pool, free_queue=noted))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import ranked_queue
-from jaxpaged.memory.entries import PIECE
+from jaxpaged.memory.entries import CHUNK
 from jaxpaged.memory.ranked_queue import RankedQueue, Ranking
 
 
@@ -32,12 +32,12 @@ def note_waiting(queue: RankedQueue, wanted: Int[Array, " num_blocks"]) -> Ranke
     """
     changes = queue.notes[:, RankedQueue.OTHER] != wanted
     (ids,) = jnp.nonzero(changes, size=queue.num_blocks, fill_value=0)
-    ids = jnp.pad(ids.astype(jnp.int32), (0, -queue.num_blocks % PIECE))
+    ids = jnp.pad(ids.astype(jnp.int32), (0, -queue.num_blocks % CHUNK))
     count = jnp.sum(changes, dtype=jnp.int32)
 
     def put(i: int | Int[Array, ""], queue: RankedQueue) -> RankedQueue:
-        some = lax.dynamic_slice(ids, (i * PIECE,), (PIECE,))
-        real = i * PIECE + jnp.arange(PIECE, dtype=jnp.int32) < count
+        some = lax.dynamic_slice(ids, (i * CHUNK,), (CHUNK,))
+        real = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < count
         ranked = real & (queue.place[some] >= 0) & ranked_queue.has_content(queue, some)
         target = jnp.where(real, some, queue.num_blocks)
         queue = replace(
@@ -47,4 +47,4 @@ def note_waiting(queue: RankedQueue, wanted: Int[Array, " num_blocks"]) -> Ranke
         )
         return ranked_queue.play(queue, some, ranked)
 
-    return lax.fori_loop(0, cdiv(count, PIECE), put, queue)
+    return lax.fori_loop(0, cdiv(count, CHUNK), put, queue)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxpaged.memory.entries import in_pieces
+from jaxpaged.memory.entries import in_chunks
 from jaxpaged.memory.prefix_cache import Hit
 from jaxpaged.step.admission import find_prompt
 from jaxpaged.step.config import StepConfig
@@ -45,4 +45,4 @@ def _marked(hit: Hit, number: Int[Array, ""], wanted: Int[Array, " num_blocks"])
         block_ids = jnp.where(used, hit.block_ids[k], wanted.shape[0])
         return wanted.at[block_ids].max(number, mode="drop")
 
-    return in_pieces(hit.chain.num_blocks[None], mark, wanted)
+    return in_chunks(hit.chain.num_blocks[None], mark, wanted)
