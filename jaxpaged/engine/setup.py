@@ -179,7 +179,7 @@ class Setup:
     def _why_not(self, implementation: TiledImplementation) -> str | None:
         """Return why an implementation of attention does not serve this setup; None if it does."""
         c = self.model_config
-        window = max((each for each in c.sliding_windows if each is not None), default=None)
+        window = max((kind.most_seen for kind in c.layers if kind.most_seen is not None), default=None)
         if implementation == "native":
             extras = ", ".join(c.attention_extras)
             why_not = native.why_not_cache(self.layout, self.dtype)

@@ -89,11 +89,6 @@ class ChunkedLocal:
 FULL = FullAttention()
 
 
-def window_of(sliding_window: int | None) -> CacheSpec:
-    """Return the specification of layers with this sliding window; None: full attention."""
-    return FULL if sliding_window is None else SlidingWindow(sliding_window)
-
-
 _NAMES: dict[str, type[CacheSpec]] = {
     "full": FullAttention,
     "sliding_window": SlidingWindow,

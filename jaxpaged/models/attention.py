@@ -13,6 +13,7 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
+from jaxpaged.models.config import LayerKind
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode.attention import SharedPlan
 from pallas_kernels.ops import TiledImplementation
@@ -75,10 +76,11 @@ class PassBatch:
         return replace(self, wanted=wanted, seq_lens=jnp.where(has_some, self.seq_lens, 0))
 
 
-def planned(
-    batch: PassBatch, cache: KVCache, num_q_heads: int, sliding_windows: Sequence[int | None]
-) -> PassBatch:
-    """Return the batch with its attention plans: what each layer would otherwise find out again."""
+def planned(batch: PassBatch, cache: KVCache, num_q_heads: int, kinds: Sequence[LayerKind]) -> PassBatch:
+    """Return the batch with its attention plans: what each layer would otherwise find out again.
+
+    kinds: of each layer, what bounds its attention (`ModelConfig.attention_kinds`).
+    """
     pool = cache.pool(0)  # all layers have the same sizes
     plans = tuple(
         ops.plan_of_tiles(
@@ -88,18 +90,19 @@ def planned(
             batch.seq_lens,
             tile_len=batch.tile_len,
             num_q_heads=num_q_heads,
-            sliding_window=window,
+            sliding_window=kind.sliding_window,
+            attention_chunk=kind.attention_chunk,
             table_rows=batch.rows_of(group),
             implementation=batch.implementation,
         )
-        for window, group in dict.fromkeys(_kinds(batch, sliding_windows))
+        for kind, group in dict.fromkeys(_with_groups(batch, kinds))
     )
     return replace(batch, plans=plans)
 
 
-def _kinds(batch: PassBatch, sliding_windows: Sequence[int | None]) -> list[tuple[int | None, int]]:
-    """Return each layer's kind of attention: its window, and the group whose tables it reads."""
-    return [(window, batch.group_of(layer)) for layer, window in enumerate(sliding_windows)]
+def _with_groups(batch: PassBatch, kinds: Sequence[LayerKind]) -> list[tuple[LayerKind, int]]:
+    """Return what bounds each layer's attention, and the group whose tables it reads."""
+    return [(kind, batch.group_of(layer)) for layer, kind in enumerate(kinds)]
 
 
 def attend(
@@ -111,29 +114,29 @@ def attend(
     batch: PassBatch,
     *,
     scale: float,
-    sliding_windows: Sequence[int | None] = (None,),
+    kinds: Sequence[LayerKind] = (LayerKind(),),
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " num_q_heads"] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
 ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
     """Write the tokens' K and V of one layer, then let each token look at its sequence up to itself.
 
-    `sliding_windows`: of each layer, or one for all. With one a token sees only the last so many tokens,
-    itself among them; blocks that lie wholly before the window of a tile's first token may be gone, with
-    anything in their places of the block table.
+    `kinds`: what bounds the attention of each layer, or one for all (`ModelConfig.attention_kinds`). Blocks
+    that lie wholly before what a tile's first token sees may be gone, with anything in their places of the
+    block table.
     """
-    each = _kinds(batch, sliding_windows)
+    each = _with_groups(batch, kinds)
     place, slots = layer, batch.slot_mapping
     if batch.grouping is not None:
         place = layers.value_of(batch.grouping.place_of, layer)
         slots = slots[layers.value_of(batch.grouping.group_of, layer)]
     cache = kv_cache.write(cache, place, k, v, slots)
-    kinds = list(dict.fromkeys(each))
+    different = list(dict.fromkeys(each))
 
     def look(
-        kind: tuple[int | None, int], q: Float[Array, "num_tokens num_q_heads head_dim"]
+        its: tuple[LayerKind, int], q: Float[Array, "num_tokens num_q_heads head_dim"]
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
-        window, group = kind
+        kind, group = its
         out = ops.tiled_paged_attention(
             q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
             cache.pool(place),
@@ -142,19 +145,20 @@ def attend(
             batch.query_starts,
             batch.seq_lens,
             scale=scale,
-            sliding_window=window,
+            sliding_window=kind.sliding_window,
+            attention_chunk=kind.attention_chunk,
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             table_rows=batch.rows_of(group),
-            plan=None if batch.plans is None else batch.plans[kinds.index(kind)],
+            plan=None if batch.plans is None else batch.plans[different.index(its)],
             implementation=batch.implementation,
         )
         return out.reshape(q.shape)
 
-    if len(kinds) == 1:
-        return look(kinds[0], q), cache
+    if len(different) == 1:
+        return look(different[0], q), cache
     if isinstance(layer, int):
         return look(each[layer], q), cache
-    branches = [functools.partial(look, kind) for kind in kinds]
-    return lax.switch(layers.kind_of(kinds, each, layer), branches, q), cache
+    branches = [functools.partial(look, its) for its in different]
+    return lax.switch(layers.kind_of(different, each, layer), branches, q), cache

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpaged.memory.cache_specs import CacheSpec, SlidingWindow
+from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch, attend
+from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling import score
 from reference import engine_state as reference
 from reference import sampler
@@ -38,10 +39,15 @@ class SumModel(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
         zero = jnp.zeros_like(value)
-        windows = [spec.window if isinstance(spec, SlidingWindow) else None for spec in self.specs]
+        kinds = [
+            LayerKind(
+                sliding_window=getattr(spec, "window", None), attention_chunk=getattr(spec, "chunk", None)
+            )
+            for spec in self.specs
+        ]
         total = jnp.zeros_like(positions)
         for layer, spec in enumerate(self.specs):
-            mean, cache = attend(cache, layer, zero, zero, value, batch, scale=1.0, sliding_windows=windows)
+            mean, cache = attend(cache, layer, zero, zero, value, batch, scale=1.0, kinds=kinds)
             num_seen = positions + 1 - spec.first_read(positions)
             total += jnp.round(mean[:, 0, 0] * num_seen).astype(jnp.int32)
         return jax.nn.one_hot(total % VOCAB, VOCAB), cache

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.memory.cache_specs import FULL, SlidingWindow
+from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
 from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine_state import Phase, Request
 from tests.step.lockstep import VOCAB, Event, LockStep, Setting, workloads
@@ -21,7 +21,7 @@ SETTINGS = [
         "full and windows",
         num_blocks=1 + 26,
         num_tiles=1,
-        specs=(FULL, SlidingWindow(10), SlidingWindow(5)),
+        specs=(FULL, ChunkedLocal(8), SlidingWindow(5)),
         num_host_blocks=1 + 12,
     ),
     Setting("two groups", num_blocks=1 + 40, specs=(FULL, SlidingWindow(21)), policy=LRU_SPLIT),
