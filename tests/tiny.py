@@ -18,7 +18,7 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.memory.invariants import check_invariants
-from jaxpaged.models.config import ModelConfig, Rope, uniform
+from jaxpaged.models.config import LayerKind, ModelConfig, Rope, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
@@ -166,6 +166,16 @@ def load(load_as: LoadAs, config: ModelConfig = CONFIG) -> Decoder:
 
 def with_window(sliding_window: int | None) -> ModelConfig:
     layers = [dataclasses.replace(layer, sliding_window=sliding_window) for layer in CONFIG.layers]
+    return dataclasses.replace(CONFIG, layers=tuple(layers))
+
+
+def mixed(*kinds: LayerKind) -> ModelConfig:
+    """Return the tiny model with these bounds of attention, layer by layer in turn."""
+    bounds = itertools.cycle((kind.sliding_window, kind.attention_chunk) for kind in kinds)
+    layers = [
+        dataclasses.replace(layer, sliding_window=window, attention_chunk=chunk)
+        for layer, (window, chunk) in zip(CONFIG.layers, bounds, strict=False)
+    ]
     return dataclasses.replace(CONFIG, layers=tuple(layers))
 
 

@@ -1,18 +1,33 @@
 """Tests that an answer has the same bits in any company, in programs compiled as users have them."""
 
 import dataclasses
+import functools
 import random
+from typing import Any
 
 import pytest
 
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.request import Delta
+from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny, tiny_lora
 
 pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
 
 SWAP = tiny.SWAP | {"max_model_len": 128}
+
+
+def mixed(*kinds: LayerKind) -> dict[str, Any]:
+    """Return the options of an engine with two kinds of layers, in a pool as tight as the others'."""
+    config = tiny.mixed(*kinds)
+    load = functools.partial(tiny.load, config=config)
+    return {
+        "model_config": config,
+        "load_model": load,
+        "num_blocks": 1 + 23,
+        "max_num_batched_tokens": 4 + 32,
+    }
 
 
 def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingParams]) -> list[Delta]:
@@ -33,6 +48,18 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
             SWAP | {"load_model": tiny.load_quantised},
             "1",
             id="float32, swap, weights of files",
+        ),
+        pytest.param(
+            "float32",
+            SWAP | mixed(LayerKind(), LayerKind(sliding_window=11)),
+            "1",
+            id="float32, swap, two kinds of layers",
+        ),
+        pytest.param(
+            "bfloat16",
+            tiny.SMALL | mixed(LayerKind(attention_chunk=16), LayerKind()),
+            "0",
+            id="all by XLA, bfloat16, recompute, two kinds of layers",
         ),
     ],
 )

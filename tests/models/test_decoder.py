@@ -149,7 +149,7 @@ def test_layers_in_a_loop_equal_transformers_where_xla_multiplies(name, monkeypa
 def test_the_engine_answers_as_transformers_does(name):
     """The models have windows in some layers, or sinks and experts. Passes show the rest."""
     golden = stored(f"families/{name}")
-    llm = LLM(GOLDENS / "families" / name, max_num_seqs=2, block_size=8, num_blocks=40, max_model_len=96)
+    llm = LLM(GOLDENS / "families" / name, max_num_seqs=2, block_size=8, num_blocks=80, max_model_len=96)
     params = SamplingParams(max_tokens=len(golden["answer"]), temperature=0, ignore_eos=True)
     prompt = golden["token_ids"]
     results = llm.generate([prompt, prompt[:33]], params, use_tqdm=False)
