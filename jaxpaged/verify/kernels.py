@@ -88,22 +88,38 @@ class Operation:
     """An operation: its cases, what a function is given of each, and how far from right an answer is.
 
     `results` are the indices of the arguments that a function may write in place of returning an answer.
+    `axes` are what the indices of an answer's element count, `arrays` the names of an answer's arrays.
     """
 
     cases: list[Case]
     arguments: Callable[[Case, Terms], tuple[list[Any], dict[str, Any]]]
     compared: Callable[[Case, tuple[np.ndarray, ...], Terms], Iterator["Compared"]]
+    axes: tuple[str, ...]
+    arrays: tuple[str, ...] = ()
     results: tuple[int, ...] = ()
+    has_stale: bool = False  # whether slots that may not be read are filled as `Terms.stale` says
+
+    def place(self, case: Case, number: int, at: tuple[int, ...]) -> str:
+        """Return words for an element of the answer's array `number`."""
+        axes = self.axes
+        if getattr(case, "kv_layout", "") == "head_major" and "slot" in axes:
+            axes = ("block", "head", "slot", "element")
+        words = [f"{axis} {index}" for axis, index in zip(axes, at, strict=False)]
+        return ", ".join([*self.arrays[number : number + 1], *words])
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """One array of an answer: what it is, must be, and may be off by, by element."""
+    """One array of an answer: what it is, must be, and may be off by, by element.
+
+    first: the index along the first axis that the arrays' first entries have in the answer.
+    """
 
     got: np.ndarray
     want: np.ndarray
     error: np.ndarray  # NaN counts as infinite
     allowed: np.ndarray  # positive
+    first: int = 0
 
     @property
     def worst(self) -> tuple[float, tuple[int, ...]]:
@@ -157,7 +173,7 @@ def _exact(case: Any, got: tuple[np.ndarray, ...], terms: Terms, skip: int = 0) 
     for array, right in zip(arrays if len(want) > 1 else (arrays,), want, strict=True):
         a, b = array[skip:], right[skip:].astype(np.float64)
         same = (a == b) | (np.isnan(a) & np.isnan(b))
-        yield Compared(a, b, np.where(same, 0.0, np.inf), np.ones(a.shape))
+        yield Compared(a, b, np.where(same, 0.0, np.inf), np.ones(a.shape), skip)
 
 
 def _merged(case: Any, got: tuple[np.ndarray, ...], terms: Terms) -> Iterator[Compared]:
@@ -172,27 +188,49 @@ def _own(case: Any, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
     return case.arguments()
 
 
+ROWS = ("row", "head", "element")
 OPERATIONS = {
     "paged_attention_v1": Operation(
         cases.CASES,
         functools.partial(_decode_arguments, with_partitions=False),
         functools.partial(_attention, cases),
+        ROWS,
+        has_stale=True,
     ),
     "paged_attention_v2": Operation(
         cases.CASES,
         functools.partial(_decode_arguments, with_partitions=True),
         functools.partial(_attention, cases),
+        ROWS,
+        has_stale=True,
     ),
-    "tiled_paged_attention": Operation(tiles.CASES, _tile_arguments, functools.partial(_attention, tiles)),
+    "tiled_paged_attention": Operation(
+        tiles.CASES,
+        _tile_arguments,
+        functools.partial(_attention, tiles),
+        ("tile", "token", "head", "element"),
+        has_stale=True,
+    ),
     "ragged_paged_attention": Operation(
-        ragged.CASES, _ragged_arguments, functools.partial(_attention, ragged)
+        ragged.CASES,
+        _ragged_arguments,
+        functools.partial(_attention, ragged),
+        ("token", "head", "element"),
+        has_stale=True,
     ),
     "reshape_and_cache": Operation(
-        cache_cases.WRITES, _own, functools.partial(_exact, skip=1), results=(2, 3)
-    ),  # block 0 is the null block: what it holds means nothing
-    "copy_blocks": Operation(cache_cases.COPIES, _own, _exact, results=(0,)),
-    "swap_blocks": Operation(cache_cases.SWAPS, _own, _exact, results=(1,)),
-    "merge": Operation(cache_cases.MERGES, _own, _merged),
+        cache_cases.WRITES,
+        _own,
+        functools.partial(_exact, skip=1),  # block 0 is the null block: what it holds means nothing
+        ("block", "slot", "head", "element"),
+        ("k_cache", "v_cache"),
+        (2, 3),
+    ),
+    "copy_blocks": Operation(
+        cache_cases.COPIES, _own, _exact, ("block", "element"), ("cache 0", "cache 1"), (0,)
+    ),
+    "swap_blocks": Operation(cache_cases.SWAPS, _own, _exact, ("block", "element"), ("the target",), (1,)),
+    "merge": Operation(cache_cases.MERGES, _own, _merged, ROWS),
 }
 
 
@@ -206,15 +244,35 @@ def check(function: Callable[..., Any], op: str, case: Case, terms: Terms | None
 
     Raises: WrongResult; NotServed; what the function raises.
     """
-    found = compare(function, op, case, terms or Terms())
+    terms = terms or Terms()
+    try:
+        return worst_error(function, op, case, terms)
+    except WrongResult as error:
+        raise WrongResult(f"{error}{_stale_hint(function, op, case, terms)}") from None
+
+
+def _stale_hint(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> str:
+    """Return a hint for a wrong case that is right if what may not be read is zero."""
+    if not OPERATIONS[op].has_stale or terms.stale == "zero":
+        return ""
+    try:
+        worst_error(function, op, case, dataclasses.replace(terms, stale="zero"))
+    except Exception:  # whatever is wrong there, too
+        return ""
+    filled = "slots that may not be read hold NaN (int8: 127) on purpose"
+    return f"; {filled}, and with stale='zero' (--stale zero) the case passes"
+
+
+def worst_error(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> float:
+    """Return the worst error of one case, as `check` does, whose errors are without hints."""
+    found = compare(function, op, case, terms)
     for number, each in enumerate(found):
         ratio, at = each.worst
         if not ratio <= 1:
-            which = f" of array {number}" if len(found) > 1 else ""
             within = f" within {each.allowed[at]:.2g}" if np.isfinite(ratio) else ""
+            place = OPERATIONS[op].place(case, number, (at[0] + each.first, *at[1:]))
             raise WrongResult(
-                f"{case}: element {list(at)}{which} is {each.got[at]:.6g} and must be "
-                f"{each.want[at]:.6g}{within}"
+                f"{case}: {place} is {each.got[at]:.6g} and must be {each.want[at]:.6g}{within}"
             )
     return max((each.worst[0] for each in found), default=0.0)
 
