@@ -119,6 +119,8 @@ class V1Oracle(Oracle):
         self.manager = KVCacheManager(config, max_blocks * block_size, free_profile=profile)
         pool = pool or functools.partial(V1BlockPool, free_profile=profile)
         self.pool = self.manager.coordinator.block_pool = pool(num_blocks, True, block_size)
+        if not hasattr(self.pool, "hash_block_size"):  # a user's pool may do without
+            self.pool.hash_block_size = block_size
         self.rows = WindowedFullAttention(spec, self.pool, enable_caching=True, kv_cache_group_id=0)
         self.manager.coordinator.single_type_managers = (self.rows,)
         self.host_pool = pool(num_host_blocks, False, block_size)
