@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.entries import PIECE, after_reading, in_pieces
+from jaxpaged.memory.entries import CHUNK, after_reading, in_chunks
 from jaxpaged.memory.policies import Policy
 from jaxpaged.memory.ranked_queue import RankedQueue
 from jaxpaged.status import Status
@@ -137,8 +137,8 @@ def _send(
 
     def take(carry: Carry) -> Carry:
         tables, status = carry
-        count = jnp.minimum(request.num_held - tables.seq_lens[row], PIECE)
-        tables, info = block_table.append(tables, jnp.where(is_row, count, 0), max_new_blocks=PIECE)
+        count = jnp.minimum(request.num_held - tables.seq_lens[row], CHUNK)
+        tables, info = block_table.append(tables, jnp.where(is_row, count, 0), max_new_blocks=CHUNK)
         return tables, status | info.status
 
     def is_unfindable(carry: Carry) -> Bool[Array, ""]:
@@ -147,9 +147,9 @@ def _send(
 
     def publish(carry: Carry) -> Carry:
         tables, status = carry
-        num_tokens = jnp.minimum(tables.chains.num_blocks[row] + PIECE, request.num_findable)
+        num_tokens = jnp.minimum(tables.chains.num_blocks[row] + CHUNK, request.num_findable)
         num_tokens = jnp.where(is_row, num_tokens, 0)
-        tables, info = block_table.cache_full_blocks(tables, symbols_at, num_tokens, max_blocks=PIECE)
+        tables, info = block_table.cache_full_blocks(tables, symbols_at, num_tokens, max_blocks=CHUNK)
         return tables, status | info.status
 
     tables, status = lax.while_loop(wants_blocks, take, (tables, status))
@@ -178,7 +178,7 @@ def _age(
         return since.at[target].set(new, mode="drop"), lifetimes
 
     counts = (request.num_held - num_hits)[None]
-    return in_pieces(counts, note, (cache.since, cache.lifetimes))
+    return in_chunks(counts, note, (cache.since, cache.lifetimes))
 
 
 def _foresee(
@@ -193,5 +193,5 @@ def _foresee(
 
     queue = tables.pool.free_queue
     assert isinstance(queue, RankedQueue)
-    noted = replace(queue, notes=in_pieces(request.num_findable[None], note, queue.notes))
+    noted = replace(queue, notes=in_chunks(request.num_findable[None], note, queue.notes))
     return replace(tables, pool=replace(tables.pool, free_queue=noted))

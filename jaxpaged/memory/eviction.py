@@ -25,9 +25,9 @@ from jaxpaged.memory import policies, ranked_queue
 from jaxpaged.memory.policies import Policy, Sweep
 from jaxpaged.memory.ranked_queue import RankedQueue, Ranking, Spared
 
-MOST_TURNS = 16  # that a block at depth 0 is worth, under `depth`
-SMALL_SHARE = 10  # the small order of `s3fifo` has one block in so many
-MOST_HITS = 3  # that count under `s3fifo`
+MOST_TURNS = 16  # turns that a block at depth 0 is worth under `depth`
+SMALL_SHARE = 10  # the small queue of `s3fifo` has 1 of so many blocks
+MOST_HITS = 3  # hits that count under `s3fifo`
 
 type Rank = tuple[Int[Array, " n"], Int[Array, " n"]]
 

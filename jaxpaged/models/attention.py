@@ -26,17 +26,17 @@ class PassBatch:
     hidden states are wanted.
     """
 
-    slot_mapping: Int[Array, " num_tokens"]  # of each K and V, 0 for none; num_tokens = tiles x tile_len
+    slot_mapping: Int[Array, " num_tokens"]  # one per token, 0: padding; num_tokens = tiles x tile_len
     block_tables: Int[Array, "num_tables max_blocks_per_seq"]
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
-    implementation: TiledImplementation = field(metadata={"static": True})  # of the attention
+    implementation: TiledImplementation = field(metadata={"static": True})  # implementation of attention
     # Adapter slot of each tile, from 1; 0 for no adapter. None where the model has no adapter slots.
     adapters: Int[Array, " num_tiles"] | None = None
-    table_rows: Int[Array, " num_tiles"] | None = None  # of each tile, of block_tables; None: in their order
-    # What there is to do, for each kind of window, the same in all layers: by `planned`.
+    table_rows: Int[Array, " num_tiles"] | None = None  # row of block_tables per tile; None: i
+    # Kernel plans from `planned`, one for each kind of window, shared by all layers.
     plans: tuple[SharedPlan | None, ...] | None = None
-    # The tokens whose hidden states are asked for; None: all. What others have may be anything.
+    # Tokens whose hidden states are wanted; None: all. The others' are undefined.
     wanted: Bool[Array, " num_tokens"] | None = None
 
     @property
@@ -59,7 +59,7 @@ def planned(
     batch: PassBatch, cache: KVCache, num_q_heads: int, sliding_windows: Sequence[int | None]
 ) -> PassBatch:
     """Return the batch with its attention plans: what each layer would otherwise find out again."""
-    pool = cache.pool(0)  # of any layer: their sizes are the same
+    pool = cache.pool(0)  # all layers have the same sizes
     plans = tuple(
         ops.plan_of_tiles(
             pool,

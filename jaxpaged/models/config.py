@@ -6,7 +6,7 @@ from typing import Literal
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
 
-ROTARY_MULTIPLE = 2  # RoPE turns pairs
+ROTARY_MULTIPLE = 2  # RoPE rotates pairs
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
 
 
@@ -69,8 +69,8 @@ class Rope:
 class LayerKind:
     """The properties in which one layer may differ from the next."""
 
-    rope: Rope | None = None  # None: positions do not turn anything
-    sliding_window: int | None = None  # tokens that a token sees, itself among them; None: all before it
+    rope: Rope | None = None  # None: no rotary embedding
+    sliding_window: int | None = None  # tokens that a token sees, itself included; None: all before it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,20 +84,20 @@ class Experts:
 
     num_experts: int
     num_chosen: int
-    renormalise: bool  # whether the weights of those chosen add up to 1
+    renormalise: bool  # whether the chosen experts' weights are scaled to sum to 1
     router_bias: bool = False
     bias: bool = False
-    glu_limit: float | None = None  # gate and up clamped to it, and gate * sigmoid(1.702 gate) * (up + 1)
+    glu_limit: float | None = None  # clamp of gate and up, with gate * sigmoid(1.702 gate) * (up + 1)
     scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
     jitter: float = 0.0
-    correction: bool = False  # whether a number for each expert is added to scores, in choosing alone
-    num_groups: int = 1  # neighbouring experts; a group's score is the sum of its two highest
-    num_chosen_groups: int = 1  # groups with the highest scores, of which alone experts are chosen
-    scale: float = 1.0  # what weights are multiplied by at last
-    shared_size: int = 0  # width of an expert that all tokens have; 0: there is none
-    shared_gate: bool = False  # whether its output is multiplied by a sigmoid of a product of its own
-    dense_layers: int = 0  # first layers, which have an ordinary feed-forward part
-    dense_size: int = 0  # its width
+    correction: bool = False  # whether a bias per expert is added to scores for the choice only
+    num_groups: int = 1  # groups of neighbouring experts; a group's score sums its two highest
+    num_chosen_groups: int = 1  # number of best groups from which experts are chosen
+    scale: float = 1.0  # factor of the final weights
+    shared_size: int = 0  # width of the expert that all tokens share; 0: none
+    shared_gate: bool = False  # whether a sigmoid gate scales the shared expert's output
+    dense_layers: int = 0  # number of first layers with an ordinary feed-forward part
+    dense_size: int = 0  # width of that feed-forward part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class ModelConfig:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of an expert, where there are experts
+    intermediate_size: int  # width of the feed-forward part, or of one expert
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
@@ -121,14 +121,14 @@ class ModelConfig:
     num_positions: int | None = None  # rows of a table of learned positions
     position_offset: int = 0  # the row of position 0
 
-    # Norms: of the input of attention and feed-forward, of their output, or of both.
+    # Norms before attention and feed-forward, after them, or both.
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
-    norm_offset: float = 0.0  # what is added to the weights
+    norm_offset: float = 0.0  # constant that is added to the weights
     norm_bias: bool = False
     norm_place: Literal["before", "after", "both"] = "before"
 
-    # The residual: feed-forward after attention, or beside it, on the same norm's output or its own.
+    # Residual: feed-forward after attention, or parallel to it, with a shared or its own norm.
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
@@ -136,9 +136,9 @@ class ModelConfig:
     # Attention.
     qkv_bias: bool = False
     o_bias: bool = False
-    # Norm of queries and keys: of each head with shared or with its own weights, or of all heads as one.
+    # Norm of queries and keys: per head with shared or own weights, or over all heads together.
     qk_norm: Literal["head", "each", "all"] | None = None
-    norm_after_rope: bool = False  # whether queries and keys are turned before they are normed
+    norm_after_rope: bool = False  # whether RoPE comes before the norm of queries and keys
     qkv_clip: float | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None

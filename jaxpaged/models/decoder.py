@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
         else:
             return None
         assert table is not None
-        # What is packed becomes an array in a stack, of one, without a copy more.
+        # A packed weight becomes a stack of one array, without another copy.
         bias = weights.get("lm_head.bias")
         assert not isinstance(bias, QuantisedWeight)
         biases = None if bias is None else [bias]
@@ -78,17 +78,17 @@ class Decoder(nnx.Module):
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """Return the wanted tokens' hidden states after the last norm, and the cache with all tokens."""
-        # Zeros stay zeros in every layer without biases, and products on a CPU skip rows of zeros.
+        # Without biases zero rows stay zero in every layer, and CPU products skip rows of zeros.
         x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
         max_len = batch.block_tables.shape[1] * cache.block_size
         angles = rope_tables(self.config, positions, max_len)
         batch = planned(batch, cache, self.config.num_q_heads, self.config.sliding_windows)
-        if self.form.own != "native":  # where rows of zeros cost as much as others
+        if self.form.own != "native":  # here rows of zeros cost as much as others
             batch = dataclasses.replace(batch, wanted=None)
         if batch.adapters is None:
             x, cache = self._through_layers(x, cache, angles, batch)
-        else:  # nothing is paid for adapters while no token has one
-            # One branch after the other: of a choice between two that write to the cache XLA makes copies.
+        else:  # adapters cost nothing while no token has one
+            # Two conditions in turn: XLA copies the cache if both branches of one condition write to it.
             without = dataclasses.replace(batch, adapters=None)
             has_adapters = jnp.any(batch.adapters > 0)
             for runs, its in ((has_adapters, batch), (~has_adapters, without)):
@@ -338,7 +338,7 @@ def rope_tables(config: ModelConfig, positions: Int[Array, " num_tokens"], max_l
     half = next(rope.dim for rope in kinds if rope is not None) // 2
 
     def of(rope: Rope | None) -> Angles:
-        if rope is None:  # turns by nothing
+        if rope is None:  # no rotation
             return jnp.ones((len(positions), 1, half)), jnp.zeros((len(positions), 1, half))
         frequencies, factor = layers.rope_frequencies(rope, max_len)
         return layers.rope_angles(positions, frequencies, factor)

@@ -67,7 +67,7 @@ class ExpertsMLP(nnx.Module):
         x: Float[Array, "num_tokens hidden"],
         layer: layers.Layer,
         is_padding: Bool[Array, " num_tokens"],
-        adapters: Int[Array, " num_tiles"] | None = None,  # which change no expert
+        adapters: Int[Array, " num_tiles"] | None = None,  # unused: adapters change no expert
     ) -> Float[Array, "num_tokens hidden"]:
         weights = jnp.where(is_padding[:, None], 0, self.choose(x, layer))
         chosen = jnp.any(weights > 0, axis=0)

@@ -30,8 +30,7 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-# What a config may say only if it means nothing, or if its family reads it: with anything else the arithmetic
-# is another.
+# Fields that must be neutral unless the family reads them. Other values mean other arithmetic.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu"),
     "partial_rotary_factor": (None, 1),
@@ -75,7 +74,7 @@ class Fields:
 
     def __init__(self, said: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self._said, self._read = dict(defaults or {}), {"model_type"}
-        if said.get("rope_scaling") is not None:  # which is the older name of the same
+        if said.get("rope_scaling") is not None:  # the older name of the same field
             self._said.pop("rope_parameters", None)
         self._said |= {name: value for name, value in said.items() if value is not None}
         self._given = {name for name, value in said.items() if value is not None}
@@ -184,7 +183,7 @@ class Fields:
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "default":
             return None
-        if kind == "dynamic":  # which changes what is longer than the model's length: no sequence is
+        if kind == "dynamic":  # changes only sequences beyond the model's length, which are refused
             given.only("alpha")
             return None
         if kind == "linear":

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpaged.models.config import ModelConfig
 
 type Shape = tuple[int, ...]
-type Tensors = Mapping[str, Any]  # by the name in the file, read when asked for
+type Tensors = Mapping[str, Any]  # tensors by their names in the file, read on access
 type Pieces = list[np.ndarray]  # what a role is made of in a file: q, k and v, for example
 
 
@@ -26,7 +26,7 @@ class Form:
     where they can: a share then reads its own alone.
     """
 
-    stored: Callable[[ModelConfig, Shape], Shape]  # the shape there, from the one in the decoder
+    stored: Callable[[ModelConfig, Shape], Shape]  # shape in the file, from the shape in the decoder
     restored: Callable[[ModelConfig, Pieces], Pieces]
 
 
@@ -42,7 +42,7 @@ class Names:
     """
 
     table: Mapping[str, str | tuple[str, ...]]
-    forms: Mapping[str, Form] = dataclasses.field(default_factory=dict)  # by role and ending
+    forms: Mapping[str, Form] = dataclasses.field(default_factory=dict)  # forms by role and ending
     prefix: str = ""
     spare: tuple[str, ...] = ()
     inside: tuple[tuple[str, str], ...] = ()

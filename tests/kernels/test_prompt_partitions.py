@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.verify.tiles import Case, assert_close
+from jaxpaged.verify.cases.tiles import TileCase
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
 from pallas_kernels.gpu.prompt import partitions
 from pallas_kernels.gpu.prompt.program import Problem
 from pallas_kernels.layouts import TOKEN_MAJOR
+from tests.kernels.checks import assert_close
 from tests.kernels.interpreter import (
     fresh_interpreter,
     races_found,
@@ -26,10 +27,10 @@ from tests.kernels.test_mosaic_tiles import launch as launch_in_turn
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 # Two partitions of 256 tokens, the last of which begins within the tile. One consumer a program: with two,
 # programs that run at once may deadlock in the interpreter. `test_mosaic_tiles` runs them in turn.
-NARROW = Case("narrow", (240,), (272,), num_q_heads=2)
-TWO = Case("two", (240, 20), (272, 30), num_q_heads=2)  # two partitions of 256, and one
-WIDE = Case("heads of 256", (110,), (142,), num_q_heads=2, head_dim=256)
-WINDOW = Case(
+NARROW = TileCase("narrow", (240,), (272,), num_q_heads=2)
+TWO = TileCase("two", (240, 20), (272, 30), num_q_heads=2)  # two partitions of 256, and one
+WIDE = TileCase("heads of 256", (110,), (142,), num_q_heads=2, head_dim=256)
+WINDOW = TileCase(
     "window, all at once", (600,), (620,), num_q_heads=2, cache_dtype="float8_e4m3fn",
     sliding_window=300, soft_cap=3.0, alibi=True, sinks=True,
 )  # fmt: skip
@@ -40,7 +41,7 @@ def short_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitions, "partitioning_of", lambda *_, **__: Partitioning(128, 3))
 
 
-def launch(c: Case, tiles: slice = slice(None), **wrong: bool) -> np.ndarray:
+def launch(c: TileCase, tiles: slice = slice(None), **wrong: bool) -> np.ndarray:
     """Run all programs of a call at once."""
     with shadow_reads(), several_programs(**wrong):
         return launch_in_turn(c, tiles)
@@ -140,7 +141,7 @@ def test_bits_do_not_depend_on_what_else_is_in_the_pass(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("c", [NARROW, WIDE, WINDOW], ids=str)
 def test_the_last_of_programs_that_run_at_once_merges_the_partitions(
-    c: Case, capsys: pytest.CaptureFixture[str]
+    c: TileCase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     got = launch(c)
     assert_close(c, got)

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.verify import tiles
+from jaxpaged.verify.cases import tiles
 from pallas_kernels import native, ops
 from reference import attention as reference_attention
 from reference import cache_ops as reference_cache_ops
 from tests.kernels.checks import TILES as attend
+from tests.kernels.checks import assert_close
 
 # Queries and keys of unit variance in float32: sums of up to 300 terms, outputs below 4.
 TOLERANCE = 1e-5
@@ -147,7 +148,7 @@ def test_tiles_of_a_quantised_cache_equal_the_oracle(c):
     """XLA has weights in q's type."""
     (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
     out = attend(q, k, v, tables, starts, seq_lens, **c.options, implementation="xla")
-    tiles.assert_close(c, np.asarray(out, np.float64), weights_dtype=c.dtype)
+    assert_close(c, np.asarray(out, np.float64), c.dtype)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -102,7 +102,7 @@ def test_functions_are_driven_like_ours(tmp_path: Path) -> None:
         mutant = Mutant(name, POOL, "pool.py", right, wrong, "pool:create", "policy")
         with planted(mutant, tmp_path / name) as create:
             functions = __import__(create.__module__, fromlist=["create"])
-            report = verify_allocator(functions, "policy", policy="lifo", save=tmp_path)
+            report = verify_allocator(functions, "policy", policy="lifo", shrink_seconds=1, save=tmp_path)
         assert not report.ok, name
         assert len(report.history) <= 8, report
 
