@@ -66,7 +66,7 @@ class ClassLockstep(History):
         self.compare("the start")
 
     def _made(self, theirs: Callable[..., Any], needed: tuple[str, ...], *sizes: Any) -> Any:
-        """Construct a user's class, as vLLM constructs its own.
+        """Make an object of a user's class, as vLLM does of its own.
 
         Raises: Unusable if that fails, or if a method is missing.
         """

@@ -72,7 +72,7 @@ def test_a_bug_is_found_and_its_case_made_small(mutant: Mutant, tmp_path: Path) 
 
 @pytest.mark.parametrize("size", [128, 256, 512, 1024])
 def test_a_last_partition_that_is_not_rescaled_is_found(size: int, tmp_path: Path) -> None:
-    """In v1 for a function with partitions of its own, in v2 for one that is told their size."""
+    """A function has partitions of its own in v1, and is told their size in v2."""
     right = "rescale = np.exp(largest - finite)"
     wrong = f"{right} if s.shape[1] - first >= size else np.ones_like(largest)"
     mutant = Mutant("not rescaled", SOUND_FOLDER, "attention.py", right, wrong, "attention:attend", "")
