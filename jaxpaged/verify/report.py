@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.verify import frameworks, shrinking
-from jaxpaged.verify.kernels import Case, NotServed, Terms, WrongResult, cases_of, check
+from jaxpaged.verify.cases.frame import KernelCase
+from jaxpaged.verify.kernels import NotServed, Terms, WrongResult, cases_of, check, worst_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Outcome:
     wrong.
     """
 
-    case: Case
+    case: KernelCase
     worst: float | None = None
     not_served: str | None = None
     wrong: str | None = None
@@ -33,7 +34,7 @@ class Report:
     op: str
     terms: Terms
     outcomes: tuple[Outcome, ...]
-    smallest: Case | None = None  # the smallest case that still fails
+    smallest: KernelCase | None = None  # the smallest case that still fails
     sentence: str | None = None  # what is wrong there
     snippet: str | None = None  # Python code that runs it
     saved: Path | None = None  # its arrays
@@ -97,7 +98,7 @@ def verify_kernel(
     op: str,
     terms: Terms | None = None,
     *,
-    cases: Iterable[Case] | None = None,
+    cases: Iterable[KernelCase] | None = None,
     name: str | None = None,
     shrink_seconds: float = 60.0,
     save: Path | str | None = None,
@@ -125,7 +126,7 @@ def verify_kernel(
     start = time.monotonic()
     first = report.wrong[0].case
     smallest = shrinking.smallest_case(
-        first, lambda case: _outcome(function, op, case, terms).wrong is not None, shrink_seconds
+        first, lambda case: _outcome(function, op, case, terms, worst_error).wrong is not None, shrink_seconds
     )
     path, seconds = name or frameworks.path_of(function), time.monotonic() - start
     return dataclasses.replace(
@@ -138,9 +139,11 @@ def verify_kernel(
     )
 
 
-def _outcome(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> Outcome:
+def _outcome(
+    function: Callable[..., Any], op: str, case: KernelCase, terms: Terms, run: Callable[..., float] = check
+) -> Outcome:
     try:
-        return Outcome(case, worst=check(function, op, case, terms))
+        return Outcome(case, worst=run(function, op, case, terms))
     except NotServed as error:
         return Outcome(case, not_served=str(error))
     except WrongResult as error:

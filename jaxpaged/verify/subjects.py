@@ -1,6 +1,7 @@
 """Subjects of a lock-step: our own block tables, or a user's functional allocator."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.policies import Policy
 from jaxpaged.verify import quick
-from jaxpaged.verify.history import MAX_BLOCKS, MAX_SEQS, Disagreement
+from jaxpaged.verify.history import MAX_BLOCKS, MAX_SEQS, Disagreement, Unusable
 
 VERBS = (
     "append", "fork", "free", "truncate", "window", "swap_out", "free_blocks", "lookup", "adopt", "commit",
@@ -107,6 +108,21 @@ def values(state: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.device_get(jax.tree.leaves(leaves))]
 
 
+class AllocStatus(enum.IntEnum):
+    """Answers of `can_allocate`: now; not now, but when all blocks are free; not even then."""
+
+    OK = 0
+    LATER = 1
+    NEVER = 2
+
+
+def can_allocate(pool: block_pool.BlockPool, count: int, watermark_blocks: int = 0) -> AllocStatus:
+    """Return whether `count` blocks can be taken so that `watermark_blocks` stay free."""
+    if pool.num_blocks - 1 - count < watermark_blocks:
+        return AllocStatus.NEVER
+    return AllocStatus.LATER if pool.num_free - count < watermark_blocks else AllocStatus.OK
+
+
 class Seen(NamedTuple):
     """View of functional tables; None for what they do not show."""
 
@@ -145,7 +161,7 @@ class Ours:
             np.asarray(tables.seq_lens),
             tables.pool.ref_count,
             free_block_ids(pool),
-            float(tables.pool.usage),
+            1 - int(tables.pool.num_free) / (pool.num_blocks - 1),
             None if pool.prefix_cache is None else contents(pool.prefix_cache),
         )
 
@@ -153,7 +169,7 @@ class Ours:
         check_invariants(tables)
 
     def can_allocate(self, tables: BlockTables, count: Any, watermark_blocks: int) -> int:
-        return int(block_pool.can_allocate(tables.pool, jnp.int32(count), watermark_blocks))
+        return can_allocate(tables.pool, int(count), watermark_blocks)
 
 
 class Theirs:
@@ -167,6 +183,9 @@ class Theirs:
 
     def __init__(self, functions: Any, block_size: int) -> None:
         self.functions, self.block_size = functions, block_size
+        for name in ("create", "observe"):
+            if not callable(getattr(functions, name, None)):
+                raise Unusable(f"the allocator has no function {name}")
         found = {name: getattr(functions, name, None) for name in VERBS}
         self.verbs = {name: self._caught(name, verb) for name, verb in found.items() if callable(verb)}
         if hasattr(functions, "can_allocate"):
@@ -186,10 +205,15 @@ class Theirs:
         getattr(self.functions, "check", lambda state: None)(state)
 
     def create(self, num_blocks: int) -> Any:
-        return self.functions.create(num_blocks, MAX_SEQS, MAX_BLOCKS, self.block_size)
+        sizes = num_blocks, MAX_SEQS, MAX_BLOCKS, self.block_size
+        try:
+            return self.functions.create(*sizes)
+        except Exception as error:  # whatever a user's functions raise
+            reason = f"{type(error).__name__}: {error}"
+            raise Unusable(f"a state cannot be made: create{sizes} raises {reason}") from error
 
     def observe(self, state: Any) -> Seen:
-        seen = self.functions.observe(state)
+        seen = self._caught("observe", self.functions.observe)(state)
         given = seen if isinstance(seen, Mapping) else {n: getattr(seen, n, None) for n in Seen._fields}
         arrays = {name: np.asarray(given[name]) for name in ("block_tables", "seq_lens")}
         return Seen(**dict(given) | arrays)

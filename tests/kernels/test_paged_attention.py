@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from jaxpaged.verify.cases import CASES, Case, case
+from jaxpaged.verify.cases.decode import CASES, DecodeCase, case
 from tests.kernels.checks import OPERATIONS, PROGRAMS, STATIC, assert_close, inputs
 
 QUICK = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
@@ -19,11 +19,13 @@ LIKE_OTHERS = {
     *(f"group_{g}" for g in (1, 5, 6, 7, 8, 12)),
     *(f"head_dim_{d}" for d in (96, 112, 128, 192)),
     *(f"block_size_{b}" for b in (8, 32, 64)),
+    *(f"rising_{size}" for size in (128, 256, 1024)),  # rows of rising_512, each alone
 }
 # v2 takes v1's steps over a partition at a time, and joins them: what may go wrong there.
 IN_PARTITIONS = {
     "around_a_block", "partition_edges", "only_padding", "head_major", "window_over_tiles", "sinks",
     "all_at_once", "thousands", "block_size_1", "block_size_256", "int8_per_head", "sparse_slide_kv",
+    "rising_512",
 }  # fmt: skip
 # In every run the others of them: joins at edges, windows, all options at once, and rows of many partitions.
 V2_SLOW = IN_PARTITIONS - {"partition_edges", "window_over_tiles", "all_at_once", "thousands"}
@@ -43,7 +45,7 @@ assert len(SERVED["v2"]) == len(IN_PARTITIONS)
         for c in cases
     ],
 )
-def test_xla_equals_the_oracle(version: str, c: Case) -> None:
+def test_xla_equals_the_oracle(version: str, c: DecodeCase) -> None:
     arrays, options = inputs(c, version)
     got = QUICK[version](**arrays, **options, implementation="xla")
     assert_close(c, np.asarray(got, np.float64), "float32")
