@@ -59,7 +59,7 @@ def differ_in_the_end(follow):
     def following(driver, name, arrays):
         follow(driver, name, arrays)
         if name == "_forget_prefixes":
-            driver._state = differing(driver.state)
+            tiny.set_state(driver, differing(driver.state))
 
     return following
 

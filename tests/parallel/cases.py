@@ -260,7 +260,7 @@ def test_blocks_go_to_as_many_devices():
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
-    assert_same_on_each(there._state)
+    assert_same_on_each(there.state)
     one = dataclasses.replace(
         blocks, block_format=dataclasses.replace(blocks.block_format, tensor_parallel_size=1)
     )
@@ -282,7 +282,7 @@ def assert_same_on_each(state):
 
 def differs(driver):
     """Check that a device with another state is found out in the next run."""
-    driver._state = differing(driver.state)
+    tiny.set_state(driver, differing(driver.state))
     tiny.submit(driver, tiny.prompts([5]), SamplingParams(max_tokens=2))
     with pytest.raises(PagedMemoryError, match="the devices of a model have come to different states"):
         tiny.drain(driver)

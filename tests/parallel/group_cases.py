@@ -112,7 +112,7 @@ def stops_by_the_last_group(driver):
     status = np.array(driver.state.status)
     status[-1] = Status.OUT_OF_BLOCKS
     placed = jax.device_put(status, driver.state.status.sharding)
-    driver._state = dataclasses.replace(driver.state, status=placed)
+    tiny.set_state(driver, dataclasses.replace(driver.state, status=placed))
     tiny.submit(driver, tiny.prompts([5]), tiny.greedy(2))
     with pytest.raises(PagedMemoryError, match="out of blocks"):
         tiny.drain(driver)
