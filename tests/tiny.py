@@ -28,6 +28,7 @@ from jaxpaged.models.quantised.on_load import OnLoad
 from jaxpaged.models.weights import StoredWeights, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
+from jaxpaged.step.state import EngineState
 from reference import model as reference_model
 from reference import sampler as reference_sampler
 
