@@ -6,7 +6,7 @@ benchmarks then ask for its oracle.
 
 Blocks are taken from the head of the free queue. A policy that has to know more of each block has a queue of
 its own, a `FreeQueue` with more fields, and functions of its own to take from it and to note what happens:
-`eviction` has five.
+`eviction` has those.
 """
 
 from collections.abc import Callable
@@ -50,6 +50,15 @@ class Policy:
     # before each in its prompt, fingerprints of the contents, mask).
     note_hits: Callable[..., Any] | None = None
     note_content: Callable[..., Any] | None = None
+    # What waiting requests will find: (queue, for each block a number, larger for the sooner; 0: nobody).
+    note_waiting: Callable[..., Any] | None = None
+    # The policy for blocks of so many tokens, where that makes a difference.
+    for_block_size: Callable[[int], "Policy"] | None = None
+
+
+def sized(policy: Policy, block_size: int) -> Policy:
+    """Return the policy as it is for blocks of `block_size` tokens."""
+    return policy if policy.for_block_size is None else policy.for_block_size(block_size)
 
 
 def lowest_first(num_blocks: int) -> FreeQueue:

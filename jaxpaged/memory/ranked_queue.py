@@ -9,7 +9,7 @@ another rank.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,14 @@ class RankedQueue(FreeQueue):
     # Content that was evicted from kind 0: its fingerprint, and the number of its eviction; 0: none.
     ghosts: Int[Array, "num_sets ways 2"]
     num_ghosts: Int[Array, ""]  # such evictions so far
+    memory: Any = None  # what else a policy keeps: a pytree
 
     HITS: ClassVar[int] = 0  # times the block was found with its present content
     BORN: ClassVar[int] = 1  # when the block was first freed with this content; 0: not yet
     DEPTH: ClassVar[int] = 2  # blocks of its prompt up to this one; 0: no content since it was taken
     FINGERPRINT: ClassVar[int] = 3  # fingerprint of its content
     NEXT_USE: ClassVar[int] = 4  # next use of its content, where the future is known
+    OTHER: ClassVar[int] = 4  # for a policy's own use, where it is not
 
     @property
     def floor(self) -> Int[Array, ""]:
@@ -82,6 +84,10 @@ class Ranking:
     remembers: bool = False  # whether evicted content of kind 0 is remembered; if it returns it has kind 1
     # Whether the floor rises to the lowest rank that is left when a block is evicted.
     floor_follows_lowest: bool = False
+    # The queue's `memory` at first: (number of blocks) -> pytree.
+    memory: Callable[[int], Any] | None = None
+    # The memory after a turn of taking: (queue before it, kind, was it spared, was its content evicted).
+    note_turn: Callable[[RankedQueue, Int[Array, ""], Bool[Array, ""], Bool[Array, ""]], Any] | None = None
 
 
 type Spared = tuple[Bool[Array, ""], Int[Array, "2"], Int[Array, ""], Int[Array, ""]]
@@ -112,8 +118,9 @@ def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
         marks=jnp.zeros_like(ids),
         ghosts=jnp.zeros((num_sets, GHOST_WAYS, 2), jnp.int32),
         num_ghosts=jnp.int32(0),
+        memory=None if ranking.memory is None else ranking.memory(num_blocks),
     )
-    return _play(queue, ids, jnp.ones(num_blocks, bool))
+    return play(queue, ids, jnp.ones(num_blocks, bool))
 
 
 def push(
@@ -147,7 +154,7 @@ def push(
         clock=queue.clock.at[1].add(count),
         counters=queue.counters.at[2].add(count),
     )
-    return _play(queue, ids, mask)
+    return play(queue, ids, mask)
 
 
 def remove(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
@@ -165,7 +172,7 @@ def remove(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -
         counters=queue.counters.at[2].add(-jnp.sum(leaves, dtype=jnp.int32)),
         num_queued=queue.num_queued.at[kind].add(-1, mode="drop"),
     )
-    return _play(queue, ids, mask)
+    return play(queue, ids, mask)
 
 
 def take(
@@ -198,6 +205,8 @@ def take(
         evicted = holds & ~spared
         if ranking.remembers:
             queue = _remember(queue, notes[RankedQueue.FINGERPRINT], evicted & (kind == 0))
+        if ranking.note_turn is not None:
+            queue = replace(queue, memory=ranking.note_turn(queue, kind, spared, evicted))
         moves = jnp.zeros_like(queue.num_queued).at[kind].add(-1)
         moves = moves.at[new_kind].add(spared)
         kept = notes.at[RankedQueue.HITS].set(hits)
@@ -211,7 +220,7 @@ def take(
             counters=queue.counters.at[2].add(jnp.where(spared, 0, -1)),
             num_queued=queue.num_queued + jnp.where(holds, moves, 0),
         )
-        queue = _play(queue, block_id[None], jnp.ones(1, bool))
+        queue = play(queue, block_id[None], jnp.ones(1, bool))
         if ranking.floor_follows_lowest:
             lowest = queue.winners[-1, 0]  # 0: no free block is left
             rises = evicted & (lowest != 0) & has_content(queue, lowest)
@@ -271,7 +280,7 @@ def has_content(queue: RankedQueue, block_id: Int[Array, "*n"]) -> Bool[Array, "
     return queue.rank[block_id, 0] - queue.floor > -WITHOUT_CONTENT // 2
 
 
-def _play(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
+def play(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
     """Find the winners again of all nodes above the masked blocks."""
     children, first, below = queue.winners, 0, None
     for level, size in enumerate(_levels(queue.num_blocks)):

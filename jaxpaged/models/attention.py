@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.config import LayerKind
 from jaxpaged.models.layers import kind_of
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode.attention import SharedPlan
@@ -33,8 +34,8 @@ class PassBatch:
     implementation: TiledImplementation = field(metadata={"static": True})  # implementation of attention
     # Adapter slot of each tile, from 1; 0 for no adapter. None where the model has no adapter slots.
     adapters: Int[Array, " num_tiles"] | None = None
-    table_rows: Int[Array, " num_tiles"] | None = None  # row of block_tables per tile; None: i
-    # Kernel plans from `planned`, one for each kind of window, shared by all layers.
+    table_rows: Int[Array, " num_tiles"] | None = None  # row of block_tables per tile; None: in order
+    # Kernel plans from `planned`, one for each different bound of attention, shared by all layers.
     plans: tuple[SharedPlan | None, ...] | None = None
     # Tokens whose hidden states are wanted; None: all. The others' are undefined.
     wanted: Bool[Array, " num_tokens"] | None = None
@@ -55,10 +56,11 @@ class PassBatch:
         return replace(self, wanted=wanted, seq_lens=jnp.where(has_some, self.seq_lens, 0))
 
 
-def planned(
-    batch: PassBatch, cache: KVCache, num_q_heads: int, sliding_windows: Sequence[int | None]
-) -> PassBatch:
-    """Return the batch with its attention plans: what each layer would otherwise find out again."""
+def planned(batch: PassBatch, cache: KVCache, num_q_heads: int, kinds: Sequence[LayerKind]) -> PassBatch:
+    """Return the batch with its attention plans: what each layer would otherwise find out again.
+
+    kinds: of each layer, what bounds its attention (`ModelConfig.attention_kinds`).
+    """
     pool = cache.pool(0)  # all layers have the same sizes
     plans = tuple(
         ops.plan_of_tiles(
@@ -68,11 +70,12 @@ def planned(
             batch.seq_lens,
             tile_len=batch.slot_mapping.shape[0] // batch.query_starts.shape[0],
             num_q_heads=num_q_heads,
-            sliding_window=window,
+            sliding_window=kind.sliding_window,
+            attention_chunk=kind.attention_chunk,
             table_rows=batch.table_rows,
             implementation=batch.implementation,
         )
-        for window in dict.fromkeys(sliding_windows)
+        for kind in dict.fromkeys(kinds)
     )
     return replace(batch, plans=plans)
 
@@ -86,22 +89,22 @@ def attend(
     batch: PassBatch,
     *,
     scale: float,
-    sliding_windows: Sequence[int | None] = (None,),
+    kinds: Sequence[LayerKind] = (LayerKind(),),
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " num_q_heads"] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
 ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
     """Write the tokens' K and V of one layer, then let each token look at its sequence up to itself.
 
-    `sliding_windows`: of each layer, or one for all. With one a token sees only the last so many tokens,
-    itself among them; blocks that lie wholly before the window of a tile's first token may be gone, with
-    anything in their places of the block table.
+    `kinds`: what bounds the attention of each layer, or one for all (`ModelConfig.attention_kinds`). Blocks
+    that lie wholly before what a tile's first token sees may be gone, with anything in their places of the
+    block table.
     """
     cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
-    kinds = list(dict.fromkeys(sliding_windows))
+    different = list(dict.fromkeys(kinds))
 
     def look(
-        window: int | None, q: Float[Array, "num_tokens num_q_heads head_dim"]
+        kind: LayerKind, q: Float[Array, "num_tokens num_q_heads head_dim"]
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
         out = ops.tiled_paged_attention(
             q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
@@ -111,19 +114,20 @@ def attend(
             batch.query_starts,
             batch.seq_lens,
             scale=scale,
-            sliding_window=window,
+            sliding_window=kind.sliding_window,
+            attention_chunk=kind.attention_chunk,
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             table_rows=batch.table_rows,
-            plan=None if batch.plans is None else batch.plans[kinds.index(window)],
+            plan=None if batch.plans is None else batch.plans[different.index(kind)],
             implementation=batch.implementation,
         )
         return out.reshape(q.shape)
 
-    if len(kinds) == 1:
-        return look(kinds[0], q), cache
+    if len(different) == 1:
+        return look(different[0], q), cache
     if isinstance(layer, int):
-        return look(sliding_windows[layer], q), cache
-    branches = [functools.partial(look, window) for window in kinds]
-    return lax.switch(kind_of(kinds, sliding_windows, layer), branches, q), cache
+        return look(kinds[layer], q), cache
+    branches = [functools.partial(look, kind) for kind in different]
+    return lax.switch(kind_of(different, kinds, layer), branches, q), cache

@@ -36,6 +36,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "partial_rotary_factor": (None, 1),
     "rope_interleave": (None, False),
     "no_rope_layers": (None, []),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (None, False),
     "use_qk_norm": (None, False),
     "qk_norm": (None, False),
     "qk_layernorm": (None, False),
@@ -256,10 +258,18 @@ class Fields:
             attention_factor=given.positive("attention_factor", default),
         )
 
-    def layer_kinds(self, types: list[str], *, sliding: LayerKind, full: LayerKind) -> tuple[LayerKind, ...]:
+    def layer_kinds(
+        self,
+        types: list[str],
+        *,
+        full: LayerKind,
+        sliding: LayerKind | None = None,
+        chunked: LayerKind | None = None,
+    ) -> tuple[LayerKind, ...]:
         """Return a kind for each layer, by the file's `layer_types` or by the types given for it."""
         types = self.get("layer_types", types)
-        kinds = {"sliding_attention": sliding, "full_attention": full}
+        known = {"sliding_attention": sliding, "chunked_attention": chunked, "full_attention": full}
+        kinds = {name: kind for name, kind in known.items() if kind is not None}
         rule = f"a list of {' and '.join(map(repr, kinds))}, one for each layer"
         num_layers = self.size("num_hidden_layers")
         ok = isinstance(types, list) and len(types) == num_layers

@@ -15,7 +15,7 @@ from jaxpaged.checks import InputError, check, checked_int, is_int, shown
 from jaxpaged.engine.door import filled
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
-from jaxpaged.memory import kv_cache, policies, prefix_cache
+from jaxpaged.memory import eviction, kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.step.config import StepConfig
@@ -233,7 +233,7 @@ def _new_state(
             max_blocks_per_seq,
             block_size,
             prefix_caching=has_prefix_cache,
-            policy=policies.named(policy),
+            policy=eviction.EVICTION_POLICIES.get(policy) or policies.named(policy),
         )
 
     def arrays(num_blocks: int) -> KVCache:

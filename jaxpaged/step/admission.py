@@ -192,19 +192,30 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
     if cache is None:
         nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
         return nothing, jnp.bool_(False)
-    is_new = (rows.phase[row] == Phase.WAITING) & ~rows.tells_prompt[row]
-    hit = prefix_cache.lookup(
-        cache,
-        lambda positions: cache_keys(rows, jnp.full_like(positions, row), positions, config),
-        jnp.where(is_new, num_tokens, 0),
-        salt,
-        max_tokens=rows.token_ids.shape[1],
-    )
+    is_new, hit = _is_new(rows, row), find_prompt(state, row, config)
     # A running row with this prefix will soon make at least one more tile of it findable.
     wanted = (hit.chain.num_blocks + cdiv(PREFILL_TILE, tables.block_size)) * tables.block_size
     computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
     computing &= is_new & (wanted <= jnp.minimum(rows.prompt_lens, rows.prompt_lens[row]))
     return hit, _any_begins_alike(rows, row, computing & (wanted < num_tokens), wanted)
+
+
+def _is_new(rows: Rows, row: Int[Array, ""]) -> Bool[Array, ""]:
+    """Return whether a row waits to be computed and may use what is cached."""
+    return (rows.phase[row] == Phase.WAITING) & ~rows.tells_prompt[row]
+
+
+def find_prompt(state: EngineState, row: Int[Array, ""], config: StepConfig) -> Hit:
+    """Return the longest cached beginning of a waiting request's tokens; the state has a prefix cache."""
+    rows, cache = state.rows, state.tables.pool.prefix_cache
+    assert cache is not None
+    return prefix_cache.lookup(
+        cache,
+        lambda positions: cache_keys(rows, jnp.full_like(positions, row), positions, config),
+        jnp.where(_is_new(rows, row), rows.num_findable[row], 0),
+        rows.salt[row],
+        max_tokens=rows.token_ids.shape[1],
+    )
 
 
 def _any_begins_alike(

@@ -26,6 +26,7 @@ from jaxpaged.step.admission import admit, may_admit
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import Plan, plan
 from jaxpaged.step.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
+from jaxpaged.step.waiting import note_waiting
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +48,7 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
 
     The blocks that the plan needs are free afterwards, but not taken yet.
     """
+    state = note_waiting(state, config)
     no_rows, no_hits = jnp.zeros(state.tables.max_seqs, bool), jnp.zeros_like(state.rows.phase)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     quiet = Decision(plan(state, config), no_rows, no_hits, no_rows, no_rows, own_row)

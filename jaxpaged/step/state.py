@@ -15,7 +15,7 @@ from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
 from jaxpaged.memory.block_table import AppendInfo, BlockTables
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.memory.policies import LRU, Policy
+from jaxpaged.memory.policies import LRU, Policy, sized
 from jaxpaged.sampling import Scores, no_scores
 from jaxpaged.sampling_state import LogitRules, SamplingState, neutral_rows
 
@@ -241,7 +241,7 @@ def create_tables(
 ) -> BlockTables:
     """Create empty tables over a block pool of their own, as an engine schedules them."""
     cache = prefix_cache.create(num_blocks, block_size) if prefix_caching else None
-    pool = block_pool.create(num_blocks, policy, prefix_cache=cache)
+    pool = block_pool.create(num_blocks, sized(policy, block_size), prefix_cache=cache)
     return block_table.create(pool, num_rows, max_blocks_per_seq, block_size)
 
 

@@ -20,7 +20,12 @@ from jaxpaged.verify.cases.frame import FEATURES, Compared, KernelCase, WrongRes
 __all__ = ["OPERATIONS", "Compared", "NotServed", "Terms", "WrongResult", "cases_of", "check", "compare"]
 
 IGNORED = {"partition_size"}  # a function may lack this parameter
-NEUTRAL: dict[str, Any] = {"kv_layout": "token_major", "sliding_window": None, "soft_cap": None}
+NEUTRAL: dict[str, Any] = {
+    "kv_layout": "token_major",
+    "sliding_window": None,
+    "attention_chunk": None,
+    "soft_cap": None,
+}
 
 
 class NotServed(NotImplementedError):

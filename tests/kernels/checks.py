@@ -16,7 +16,7 @@ from pallas_kernels.support import Arrays, BlockSparse
 
 # One jit for all cases, so that those of one shape with the same options share a program.
 STATIC = (
-    "scale", "sliding_window", "soft_cap", "block_sparse", "kv_layout",
+    "scale", "sliding_window", "attention_chunk", "soft_cap", "block_sparse", "kv_layout",
     "partition_size", "implementation", "interpret",
 )  # fmt: skip
 OPERATIONS: dict[str, Callable[..., jax.Array]] = {
@@ -27,7 +27,10 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
 PROGRAMS = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
 TILES = jax.jit(
     ops.tiled_paged_attention,
-    static_argnames=("scale", "sliding_window", "soft_cap", "implementation", "interpret"),
+    static_argnames=(
+        *("scale", "sliding_window", "attention_chunk", "soft_cap"),
+        *("implementation", "interpret"),
+    ),
 )
 
 

@@ -60,6 +60,7 @@ LEAN = {
             "window over tiles, blocks of 128, group of 16",
             seq_lens=(300, 37, 101), sliding_window=100, block_size=128, num_q_heads=16, num_kv_heads=1,
         ),
+        DecodeCase("chunks over tiles", seq_lens=(300, 37, 101, 100), attention_chunk=100, **ALONE),
         case("all_at_once"),
         DecodeCase(
             "sinks, blocks of 256, head_dim 256",
@@ -95,7 +96,7 @@ LEAN = {
 # Others have their features too: windows, sizes of blocks, sinks, a sparse pattern, a row without tokens.
 NOT_QUICK = {
     "only_padding", "window over tiles, blocks of 128, group of 16", "sinks, blocks of 256, head_dim 256",
-    "float8_e5m2, sparse by query head", "around a tile, head_dim 112", "int8_per_head",
+    "chunks over tiles", "float8_e5m2, sparse by query head", "around a tile, head_dim 112", "int8_per_head",
 }  # fmt: skip
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 SHORT = Partitioning(
@@ -104,12 +105,14 @@ SHORT = Partitioning(
 
 
 def owned_blocks(c: DecodeCase) -> set[int]:
-    """Return the blocks of each row's tokens and window; what a sparse pattern leaves out is fetched as
-    well.
+    """Return the blocks of each row's window or chunk, or of all its tokens; what a sparse pattern leaves out
+    is fetched as well.
     """
     tables, found = np.asarray(inputs(c)[0]["block_tables"]), set()
     for row, length in enumerate(c.seq_lens):
         first = max(0, length - (c.sliding_window or length)) // c.block_size
+        if c.attention_chunk:
+            first = (length - 1) // c.attention_chunk * c.attention_chunk // c.block_size
         found |= {int(block) for block in tables[row, first : -(-length // c.block_size)]}
     return found
 
@@ -147,10 +150,12 @@ def test_the_kernel_equals_the_oracle_without_a_race(
     assert fetched == owned_blocks(c)
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize(
+    ("window", "chunk"), [(None, None), (1, None), (100, None), (300, None), (None, 100), (None, 1)]
+)
 @pytest.mark.parametrize("partitioning", [SHORT, Partitioning(64, 1), Partitioning(128, 4)], ids=str)
 def test_partitions_hold_each_token_of_a_row_once_and_are_few(
-    partitioning: Partitioning, window: int | None
+    partitioning: Partitioning, window: int | None, chunk: int | None
 ) -> None:
     """Partitions follow from the row's own length: a list of all lengths equals one list a length."""
     capacity, new_tokens = 512, 2
@@ -158,7 +163,8 @@ def test_partitions_hold_each_token_of_a_row_once_and_are_few(
 
     def partitions_of(lengths: np.ndarray) -> list[list[tuple[int, int]]]:
         plan = mosaic.plan(
-            lengths, np.maximum(lengths - new_tokens, 0), new_tokens, window, partitioning, capacity
+            *(lengths, np.maximum(lengths - new_tokens, 0), new_tokens, window, partitioning, capacity),
+            chunk=chunk,
         )
         rows: list[list[tuple[int, int]]] = [[] for _ in lengths]
         for row, start, end, number in np.asarray(plan.items)[: int(plan.num_items[0])]:
@@ -170,7 +176,9 @@ def test_partitions_hold_each_token_of_a_row_once_and_are_few(
 
     found = partitions_of(lengths)
     for length, spans in zip(lengths, found, strict=True):
-        first = 0 if window is None else max(max(length - new_tokens, 0) + 1 - window, 0)
+        position = max(length - new_tokens, 0)
+        first = 0 if window is None else max(position + 1 - window, 0)
+        first = first if chunk is None else position // chunk * chunk
         assert [t for span in spans for t in range(*span)] == list(range(first, length))
         assert 1 <= len(spans) <= partitioning.bound(capacity)
         assert partitions_of(np.array([length], np.int32)) == [spans]

@@ -47,7 +47,7 @@ def launch(c: TileCase, tiles: slice = slice(None), **wrong: bool) -> np.ndarray
         return launch_in_turn(c, tiles)
 
 
-def problem(window: int | None) -> Problem:
+def problem(window: int | None, chunk: int | None = None) -> Problem:
     view, bfloat16 = TOKEN_MAJOR.view(), jnp.dtype("bfloat16")
     assert view is not None
     return Problem(
@@ -65,6 +65,7 @@ def problem(window: int | None) -> Problem:
         has_slopes=False,
         soft_cap=None,
         sliding_window=window,
+        attention_chunk=chunk,
         in_registers=True,
         block_stride=1,
         is_interpreted=False,
@@ -77,14 +78,14 @@ POSITIONS = np.array([0, 96, 100, 360, 368, 500, 740, 992, 64], np.int32)
 LENGTHS = np.array([32, 128, 130, 392, 400, 505, 772, 1024, 0], np.int32)  # the last is no tile
 
 
-@pytest.mark.parametrize("window", [None, 300])
-def test_partitions_follow_from_a_tiles_own_position(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (300, None), (None, 300)])
+def test_partitions_follow_from_a_tiles_own_position(window: int | None, chunk: int | None) -> None:
     """Each token that a tile sees is one partition's; the same alone, and in a sequence that ends earlier."""
     partitioning = Partitioning(128, 4)
 
     @jax.jit
     def plan(positions: jax.Array, seq_lens: jax.Array) -> PartitionList:
-        return partitions.plan(problem(window), positions, seq_lens, 1024, partitioning)
+        return partitions.plan(problem(window, chunk), positions, seq_lens, 1024, partitioning)
 
     def partitions_of(positions: np.ndarray, seq_lens: np.ndarray) -> list[list[tuple[int, int]]]:
         found: list[list[tuple[int, int]]] = [[] for _ in positions]
@@ -99,6 +100,7 @@ def test_partitions_follow_from_a_tiles_own_position(window: int | None) -> None
     together = partitions_of(POSITIONS, LENGTHS)
     for tile, (position, length) in enumerate(zip(POSITIONS, LENGTHS, strict=True)):
         its, first = together[tile], 0 if window is None else max(int(position) + 1 - window, 0)
+        first = first if chunk is None else int(position) // chunk * chunk
         assert [t for span in its for t in range(*span)] == list(range(first, length))
         assert 1 <= len(its) <= partitioning.max_partitions
         one = POSITIONS[tile : tile + 1]

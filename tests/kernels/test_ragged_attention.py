@@ -15,7 +15,15 @@ from tests.kernels.interpreter import fresh_interpreter, races_found, shadow_rea
 
 # Queries and keys of unit variance: outputs below 4, of sums of up to 90 terms; float32 and bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-STATIC = ("scale", "sliding_window", "soft_cap", "max_query_len", "implementation", "interpret")
+STATIC = (
+    "scale",
+    "sliding_window",
+    "attention_chunk",
+    "soft_cap",
+    "max_query_len",
+    "implementation",
+    "interpret",
+)
 attend = jax.jit(ops.ragged_paged_attention, static_argnames=STATIC)
 
 CASES = {c.name: c for c in ragged.CASES}

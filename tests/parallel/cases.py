@@ -80,7 +80,7 @@ def test_a_model_in_shares_equals_transformers(name):
     assert_equal(np.asarray(run(params)), golden)
     # XLA makes one of two that do not depend on each other.
     c = checkpoint.config
-    has_both = c.experts is not None and c.experts.dense_layers > 0
+    has_both = c.experts is not None and len(c.experts.dense_layers) > 0
     sums = 2 - c.parallel + (c.qk_norm == "all") + has_both
     assert collectives(run) == {"all-reduce": sums, "all-gather": 1}
 

@@ -36,6 +36,8 @@ def dense_attention(c: DecodeCase, arrays: dict[str, np.ndarray], options: dict[
         mask = np.broadcast_to(t < n, s.shape)
         if c.sliding_window:
             mask = mask & (n - 1 - t < c.sliding_window)
+        if c.attention_chunk:
+            mask = mask & (t >= n - 1 - (n - 1) % c.attention_chunk)
         if c.block_sparse:
             size, local, stride, step, rank = c.block_sparse
             slide = (

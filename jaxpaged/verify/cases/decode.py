@@ -96,6 +96,8 @@ def _cases() -> list[DecodeCase]:
         DecodeCase("window_1", sliding_window=1),
         DecodeCase("window_in_a_tile", sliding_window=20, seq_lens=(37, 70, 12)),
         DecodeCase("window_over_tiles", sliding_window=100, seq_lens=(300, 37, 101)),
+        DecodeCase("chunk_in_a_tile", attention_chunk=20, seq_lens=(37, 41, 12, 40)),
+        DecodeCase("chunk_over_tiles", attention_chunk=100, seq_lens=(290, 37, 101), num_q_heads=10),
         DecodeCase("soft_cap", soft_cap=2.5),
         DecodeCase("sinks", sinks=True, seq_lens=(37, 0, 1)),
         DecodeCase(

@@ -22,8 +22,8 @@ STALE = ("nan", "zero")
 PADDING = ("invalid", "null")
 # Fields that are features of a case where they are set, and features that follow from other fields.
 FLAGS = (
-    "alibi", "block_sparse", "scale", "scale_per_head", "shared_blocks", "sinks", "sliding_window",
-    "soft_cap",
+    "alibi", "attention_chunk", "block_sparse", "scale", "scale_per_head", "shared_blocks", "sinks",
+    "sliding_window", "soft_cap",
 )  # fmt: skip
 FEATURES = {*FLAGS, "empty_rows", "head_major", "quantised"}
 # The only error that is allowed where a value must be exact.
@@ -137,6 +137,7 @@ class AttentionCase(KernelCase):
     cache_dtype: str | None = None  # None: as dtype
     scale: float | None = None  # None: head_dim ** -0.5
     sliding_window: int | None = None
+    attention_chunk: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
@@ -152,6 +153,7 @@ class AttentionCase(KernelCase):
         "scale": (None,),
         "alibi": (False,),
         "sliding_window": (None, 1, 2, 4, 8, 16),
+        "attention_chunk": (None, 1, 2, 4, 8, 16),
         "soft_cap": (None,),
         "sinks": (False,),
     }
@@ -175,8 +177,8 @@ class AttentionCase(KernelCase):
     @property
     def options(self) -> dict[str, Any]:
         """Options as `pallas_kernels.ops` takes them, without those that are not set."""
-        options = {name: getattr(self, name) for name in ("scale", "sliding_window", "soft_cap")}
-        options = {name: value for name, value in options.items() if value is not None}
+        names = ("scale", "sliding_window", "attention_chunk", "soft_cap")
+        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.alibi:
             options["alibi_slopes"] = (2.0 ** -np.arange(1, self.num_q_heads + 1)).astype(np.float32)
         if self.sinks:

@@ -63,6 +63,7 @@ ALL: dict[str, Any] = {"scale": 0.3, "sliding_window": 30, "alibi": True, "soft_
 CASES = [
     RaggedCase("plain"),
     RaggedCase("window", sliding_window=20),
+    RaggedCase("chunks", attention_chunk=24),
     RaggedCase("all", **ALL),
     RaggedCase("only decode steps", (1, 1, 0, 1, 1, 1), num_padding=0),
     RaggedCase("a head each", (7, 1), (7, 64), num_q_heads=3, num_kv_heads=3, block_size=16),

@@ -92,6 +92,8 @@ CASES = [
     TileCase("full and edge tiles", (256, 300), (288, 301)),
     TileCase("window", (256, 300, 20), (288, 331, 40), sliding_window=180),
     TileCase("window within a tile", (130, 5), (150, 30), sliding_window=9, head_dim=80, block_size=8),
+    TileCase("chunks, and tiles over their ends", (340, 300, 20), (372, 331, 40), attention_chunk=180),
+    TileCase("chunks within a tile", (130, 5), (150, 30), attention_chunk=9, head_dim=80, block_size=8),
     TileCase("three heads, float16", (140,), (172,), num_q_heads=3, dtype="float16", head_dim=96),
     TileCase("chunks of a group", (10,), (40,), num_q_heads=10, num_kv_heads=2, block_size=64),
     TileCase("a head each", (120,), (152,), num_q_heads=2, num_kv_heads=2, block_size=256),
@@ -123,15 +125,21 @@ CASES = [
 ]  # fmt: skip
 
 
+def _first_seen(case: TileCase, start: int) -> int:
+    """Return the first token that a tile's first query sees."""
+    if case.attention_chunk is not None:
+        return start // case.attention_chunk * case.attention_chunk
+    return 0 if case.sliding_window is None else max(start + 1 - case.sliding_window, 0)
+
+
 @functools.cache
 def inputs(
     case: TileCase, stale: str = "nan", padding: str = "invalid"
 ) -> tuple[Arrays, np.ndarray, set[int]]:
     """Return `Arrays`, the tiles' starts, and the blocks that are seen; see `frame.hostile_pool`."""
     rng = np.random.default_rng(0)
-    window = case.sliding_window
     seen = [
-        (0 if window is None else min(max(start + 1 - window, 0), seq_len), seq_len)
+        (min(_first_seen(case, start), seq_len), seq_len)
         for start, seq_len in zip(case.starts, case.seq_lens, strict=True)
     ]
     (k, v), tables, live = frame.hostile_pool(case, rng, seen, stale, padding)
