@@ -229,16 +229,7 @@ def test_two_devices_with_scales_given_by_head_answer_as_one():
 def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
     """One batch has rows with none and with several; the host launches each step."""
     driver = tiny_lora.driver(tmp_path, tensor_parallel_size=2, loop="host")
-    prompts, seeds = tiny.prompts([5, 33, 12, 20]), [0, None, 1, 2]
-    ids = []
-    for prompt, seed in zip(prompts, seeds, strict=True):
-        adapter = None if seed is None else tiny_lora.request(tmp_path, seed)
-        [request] = tiny.numbered(driver.door.admit(prompt, tiny.greedy(8), lora_request=adapter))
-        driver.add(request)
-        ids.append(request.request_id)
-    answers = tiny.drain(driver)
-    for request_id, prompt, seed in zip(ids, prompts, seeds, strict=True):
-        assert answers[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8), seed
+    tiny_lora.assert_answers_are_the_oracles(driver, tmp_path, [5, 33, 12, 20], [0, None, 1, 2])
 
 
 @pytest.mark.slow
