@@ -59,7 +59,7 @@ def differ_in_the_end(follow):
     def following(driver, name, arrays):
         follow(driver, name, arrays)
         if name == "_forget_prefixes":
-            tiny.set_state(driver, differing(driver.state))
+            driver._state = differing(driver.state)
 
     return following
 
