@@ -57,7 +57,7 @@ def occupancy(state: EngineState, requests: Mapping[int, Request], num_queued: i
     holders = (FreeQueue.NOT_QUEUED - place).clip(0)
     holders[..., NULL_BLOCK] = 0
     num_blocks, num_rows = place.shape[-1], phases.shape[-1]
-    its_tables = block_tables.reshape(-1, block_tables.shape[-1])
+    its_tables = block_tables.reshape(-1, tables.num_groups * block_tables.shape[-1])  # a line a row
     seq_lens, phases, num_tokens = (x.reshape(-1) for x in (seq_lens, phases, num_tokens))
     progress = [
         Progress(

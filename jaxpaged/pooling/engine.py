@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -54,7 +54,8 @@ class PoolingEngine:
         checkpoint = body(checkpoint)
         self.config, self.model_config, self.head = config, checkpoint.config, head
         self.tokenizer = checkpoint.tokenizer
-        setup = Setup(config, checkpoint.config)
+        # A text is computed once and forgotten: one table for all layers, which frees nothing on the way.
+        setup = Setup(replace(config, disable_hybrid_kv_cache_manager=True), checkpoint.config)
         self.max_model_len, self._implementation = setup.max_model_len, setup.attention
         logging.info("attention: %s (%s)", setup.attention, setup.attention_reason)
         model = checkpoint.model(setup.load_as())

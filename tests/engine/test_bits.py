@@ -57,7 +57,7 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
         ),
         pytest.param(
             "bfloat16",
-            tiny.SMALL | mixed(LayerKind(attention_chunk=16), LayerKind()),
+            tiny.SMALL | mixed(LayerKind(sliding_window=11), LayerKind()),
             "0",
             id="all by XLA, bfloat16, recompute, two kinds of layers",
         ),
