@@ -9,20 +9,21 @@ import pytest
 from jaxpaged.verify import verify_allocator, verify_kernel
 from jaxpaged.verify.kernels import OPERATIONS
 from tests.verify.mutants import Mutant, planted
-from tests.verify.mutants.public import KERNELS, POOLS
+from tests.verify.mutants.public import KERNELS, POLICIES, POOLS
 
 QUICK = {
     "zero times what is stale", "nothing merged with nothing", "a double free is ignored",
     "a prompt's tokens not counted",
 }  # fmt: skip
-BUGS = KERNELS + POOLS
+BUGS = KERNELS + POOLS + POLICIES
 assert {bug.name for bug in BUGS} >= QUICK
 
 
 def verify(theirs: Any, what: str, **options: Any) -> Any:
     if what in OPERATIONS:
         return verify_kernel(theirs, what, **options)
-    return verify_allocator(theirs, what, **options)
+    kind, _, policy = what.partition(" ")
+    return verify_allocator(theirs, kind, policy=policy or None, **options)
 
 
 @pytest.mark.parametrize(
