@@ -9,17 +9,19 @@ import pytest
 from jaxpaged.verify import verify_allocator, verify_kernel
 from jaxpaged.verify.kernels import OPERATIONS
 from tests.verify.mutants import Mutant, planted
-from tests.verify.mutants.public import KERNELS, POLICIES, POOLS
+from tests.verify.mutants.public import KERNELS, LAYOUTS, POLICIES, POOLS
 
 QUICK = {
     "zero times what is stale", "nothing merged with nothing", "a double free is ignored",
     "a prompt's tokens not counted",
 }  # fmt: skip
-BUGS = KERNELS + POOLS + POLICIES
+BUGS = KERNELS + POOLS + POLICIES + LAYOUTS
 assert {bug.name for bug in BUGS} >= QUICK
 
 
 def verify(theirs: Any, what: str, **options: Any) -> Any:
+    if what == "layout":
+        return pytest.importorskip("jaxpaged.verify.layouts").verify_layout(theirs())
     if what in OPERATIONS:
         return verify_kernel(theirs, what, **options)
     kind, _, policy = what.partition(" ")
@@ -33,7 +35,7 @@ def test_a_bug_of_a_public_kind_is_found(bug: Mutant, tmp_path: Path) -> None:
     with planted(bug, tmp_path) as theirs:
         report = verify(theirs, bug.what, shrink_seconds=1 if bug.name in QUICK else 20)
     assert not report.ok, report
-    sentence = str(report.sentence)
+    sentence = report.broken[0] if bug.what == "layout" else str(report.sentence)
     assert "\n" not in sentence
     assert len(sentence) < 250
     assert re.fullmatch(r"[\w-]+/[\w-]+#\d+", bug.source)

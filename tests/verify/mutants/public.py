@@ -35,6 +35,10 @@ def _policy(source: str, name: str, right: str, wrong: str) -> Mutant:
     return Mutant(name, SOUND, "policies.py", right, wrong, "policies:SPLIT", kind, source)
 
 
+def _layout(source: str, name: str, right: str, wrong: str) -> Mutant:
+    return Mutant(name, SOUND, "layout.py", right, wrong, "layout:Scaled", "layout", source)
+
+
 MASK = "s = np.where(seen, s, f32(-np.inf))\n"
 CAP = "        s = s if soft_cap is None else f32(soft_cap) * np.tanh(s / f32(soft_cap))\n"
 TABLE = "blocks = block_tables[row, : -(-length // block_size)]\n"
@@ -203,4 +207,10 @@ POLICIES = [
         "Sweep(to_head, content",
         "Sweep(to_tail, content",
     ),
+]
+LAYOUTS = [
+    _layout(
+        f"{VLLM}#49716", "scales in other blocks", "scales.at[block, which", "scales.at[block ^ 1, which"
+    ),
+    _layout(f"{VLLM}#15603", "values over keys", "numbers.at[block, which", "numbers.at[block, 0"),
 ]
