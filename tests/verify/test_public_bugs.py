@@ -10,6 +10,7 @@ from jaxpaged.verify import verify_allocator, verify_kernel
 from jaxpaged.verify.kernels import OPERATIONS
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.public import KERNELS, LAYOUTS, POLICIES, POOLS
+from tests.verify.mutants.sound import layout, policies
 
 QUICK = {
     "zero times what is stale", "nothing merged with nothing", "a double free is ignored",
@@ -39,3 +40,10 @@ def test_a_bug_of_a_public_kind_is_found(bug: Mutant, tmp_path: Path) -> None:
     assert "\n" not in sentence
     assert len(sentence) < 250
     assert re.fullmatch(r"[\w-]+/[\w-]+#\d+", bug.source)
+
+
+@pytest.mark.slow
+def test_the_policy_and_the_layout_are_right_without_a_bug() -> None:
+    assert verify(policies.SPLIT, "policy lru_split", histories=10, block_sizes=[4]).ok
+    report = verify(layout.Scaled, "layout")
+    assert report.ok, report

@@ -209,8 +209,6 @@ POLICIES = [
     ),
 ]
 LAYOUTS = [
-    _layout(
-        f"{VLLM}#49716", "scales in other blocks", "scales.at[block, which", "scales.at[block ^ 1, which"
-    ),
+    _layout(f"{VLLM}#49716", "scales in other blocks", "units.at[block, which", "units.at[block ^ 1, which"),
     _layout(f"{VLLM}#15603", "values over keys", "numbers.at[block, which", "numbers.at[block, 0"),
 ]

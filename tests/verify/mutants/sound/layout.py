@@ -15,21 +15,21 @@ class Scaled(Layout):
         shape = num_blocks, 2, block_size, num_kv_heads
         return {
             "numbers": jax.ShapeDtypeStruct((*shape, head_dim), jnp.int8),
-            "scales": jax.ShapeDtypeStruct(shape, jnp.float32),
+            "units": jax.ShapeDtypeStruct(shape, jnp.float32),
         }
 
     def write(self, arrays, sizes, k, v, slots):
         block, offset = jnp.divmod(slots, sizes.block_size)
-        numbers, scales = arrays["numbers"], arrays["scales"]
+        numbers, units = arrays["numbers"], arrays["units"]
         for which, x in enumerate((k, v)):
             x = x.astype(jnp.float32)
             scale = jnp.maximum(abs(x).max(axis=-1), 1e-30) / 127
             rounded = jnp.rint(x / scale[..., None]).astype(jnp.int8)
             numbers = numbers.at[block, which, offset].set(rounded)
-            scales = scales.at[block, which, offset].set(scale)
-        return {"numbers": numbers, "scales": scales}
+            units = units.at[block, which, offset].set(scale)
+        return {"numbers": numbers, "units": units}
 
     def read(self, arrays, sizes, block_ids, dtype):
-        numbers, scales = (arrays[name][block_ids].astype(dtype) for name in ("numbers", "scales"))
-        both = numbers * scales[..., None]
-        return both[:, 0], both[:, 1]
+        numbers, units = (arrays[name][block_ids].astype(dtype) for name in ("numbers", "units"))
+        both = numbers * units[..., None]
+        return both[..., 0, :, :, :], both[..., 1, :, :, :]

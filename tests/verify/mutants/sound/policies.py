@@ -1,8 +1,7 @@
-"""The policies of vLLM V1 since 0.24, and of 0.3, written down once more."""
+"""The policy of vLLM V1 since 0.24, written down once more."""
 
-from jaxpaged.memory.policies import Policy, Sweep, highest_first, lowest_first, to_head, to_tail
+from jaxpaged.memory.policies import Policy, Sweep, lowest_first, to_head, to_tail
 
 CACHED = Sweep(to_tail, last_block_first=True, content=True)
 UNCACHED = Sweep(to_head, content=False)
 SPLIT = Policy("split again", lowest_first, (CACHED, UNCACHED), keeps_content=True)
-STACK = Policy("a stack again", highest_first, (Sweep(to_head),))
