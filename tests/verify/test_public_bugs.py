@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxpaged.verify import verify_allocator, verify_kernel
+from jaxpaged.verify import cases_of, verify_allocator, verify_kernel
 from jaxpaged.verify.kernels import OPERATIONS
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.public import KERNELS, LAYOUTS, POLICIES, POOLS
@@ -33,8 +33,13 @@ def verify(theirs: Any, what: str, **options: Any) -> Any:
     "bug", [pytest.param(b, id=str(b), marks=[] if b.name in QUICK else pytest.mark.slow) for b in BUGS]
 )
 def test_a_bug_of_a_public_kind_is_found(bug: Mutant, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"shrink_seconds": 20}
+    if bug.name in QUICK:
+        options = {"shrink_seconds": 1}
+        if bug.what in OPERATIONS:
+            options["cases"] = cases_of(bug.what)[:4]
     with planted(bug, tmp_path) as theirs:
-        report = verify(theirs, bug.what, shrink_seconds=1 if bug.name in QUICK else 20)
+        report = verify(theirs, bug.what, **options)
     assert not report.ok, report
     sentence = report.broken[0] if bug.what == "layout" else str(report.sentence)
     assert "\n" not in sentence
