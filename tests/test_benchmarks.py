@@ -130,11 +130,10 @@ def test_a_papers_table_is_one_in_three_forms(tmp_path):
 
 
 def test_errors_and_readers_are_those_of_the_layout():
-    exact, whole, half = (layouts.choose(name) for name in ("token_major", "int8_per_token", "int4_grouped"))
-    errors = [paper.error(each, 64, 2, 64, jnp.dtype("float32")) for each in (exact, whole, half)]
-    assert errors[0] == 0
-    # Steps of 1/127 of a head's largest number, which is some 2.6, or of 1/15 of the range.
-    assert 0.003 < errors[1] < 0.02 < errors[2] < 0.15
+    exact, whole = layouts.choose("token_major"), layouts.choose("int8_per_token")
+    assert paper.error(exact, 64, 2, 64, jnp.dtype("float32")) == 0
+    # Rounding to steps of 1/127 of a head's largest number, which is some 2.6: 2.6 / 127 / 12**0.5 = 0.0059.
+    assert 0.004 < paper.error(whole, 64, 2, 64, jnp.dtype("float32")) < 0.008
     assert "mosaic_gpu" in paper.kernels(exact, 64, 64, jnp.dtype("bfloat16"))
     assert "mosaic_gpu" not in paper.kernels(exact, 1, 64, jnp.dtype("bfloat16"))
     assert "mosaic_gpu" not in paper.kernels(exact, 64, 48, jnp.dtype("bfloat16"))

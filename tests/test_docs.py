@@ -18,6 +18,7 @@ import shlex
 import sys
 import tomllib
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +259,10 @@ def resolves(dotted: str) -> bool:
                 continue
             return (error.name or "").split(".")[0] in NOT_INSTALLED
         for attribute in parts[number:]:
-            if not hasattr(value, attribute):
-                return attribute in getattr(value, "__dataclass_fields__", {})
-            value = getattr(value, attribute)
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # an old name
+                if not hasattr(value, attribute):
+                    return attribute in getattr(value, "__dataclass_fields__", {})
+                value = getattr(value, attribute)
         return True
     return False
 

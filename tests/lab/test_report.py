@@ -133,15 +133,15 @@ def test_a_table_has_a_line_for_each_cache_size_and_a_column_for_each_policy(tra
     assert line == ["640", "0.2000", "<b>0.3000</b>"]
 
 
-def test_a_policy_has_one_colour_and_a_panel_of_its_own(trace):
+def test_a_policy_has_one_colour_and_a_panel_of_its_own(trace, tmp_path):
     policies = [*LAB_POLICIES, "mine:First", "mine:Second"]
     found = colours(policies)
     assert len({found[policy] for policy in policies}) == len(policies)
     assert found["lru"] == colours(["sieve", "lru"])["lru"]
     results = [result(policy, size, 20, lives=3) for policy in ("lru", "sieve") for size in (640, 1280)]
-    page = report._page(trace, results, None, None, report.numbers(trace, results, None, None))
+    page = report.write(str(tmp_path), trace, results, None).read_text()
     panels = page[page.index('<div class="small">') :].split("<figure>")[1:]
-    assert len(panels) == 2
+    assert len(panels) == 4, "and two of reuse distances"
     for policy, other, panel in (("lru", "sieve", panels[0]), ("sieve", "lru", panels[1])):
         assert found[policy] in panel
         assert found[other] not in panel
